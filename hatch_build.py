@@ -1,0 +1,61 @@
+"""Builds the C kernels while a wheel is made, when a compiler is there.
+
+A wheel that holds the library is tagged `py3-none-<platform>`; without a compiler, or when the
+build fails, the wheel is pure and the torch reference does the arithmetic. `ANYDECODE_BUILD` is
+`auto` (the default), `never`, or `always` (a failed build then fails the wheel: for releases);
+`ANYDECODE_PLATFORM` names another platform tag, for a cross compiler in `CC`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class KernelBuildHook(BuildHookInterface):
+    """Adds `anydecode/kernels/<library>` to the wheel."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        mode = os.environ.get("ANYDECODE_BUILD", "auto")
+        if version == "editable" or mode == "never":
+            return
+        self._folder = tempfile.TemporaryDirectory(prefix="anydecode-build-")
+        try:
+            library = build_library(Path(self.root), Path(self._folder.name))
+        except Exception as error:
+            if mode == "always":
+                raise
+            self.app.display_warning(f"C kernels not built, the torch reference serves: {error}")
+            return
+        build_data["force_include"][str(library)] = f"anydecode/kernels/{library.name}"
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform_tag()}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if hasattr(self, "_folder"):
+            self._folder.cleanup()
+
+
+def build_library(root: Path, out_dir: Path) -> Path:
+    """The compiled library, by `anydecode.kernels.build`, loaded alone: torch is not here yet."""
+    path = root / "src" / "anydecode" / "kernels" / "build.py"
+    spec = importlib.util.spec_from_file_location("anydecode_kernels_build", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return Path(module.build_library(out_dir))
+
+
+def platform_tag() -> str:
+    """This machine's tag, or the one that `ANYDECODE_PLATFORM` names."""
+    named = os.environ.get("ANYDECODE_PLATFORM")
+    return named or sysconfig.get_platform().replace("-", "_").replace(".", "_")

@@ -1,0 +1,35 @@
+"""One engine for every way of decoding a language model.
+
+Importing this is instant: names are fetched from their modules when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from anydecode.errors import AnydecodeError
+
+__version__ = "0.1.0.dev0"
+
+if TYPE_CHECKING:
+    from anydecode.engine.llm import LLM as LLM
+
+_HOMES = {"LLM": "anydecode.engine.llm"}
+
+__all__ = ["LLM", "AnydecodeError", "__version__"]
+
+logging.getLogger("anydecode").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

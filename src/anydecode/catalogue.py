@@ -1,0 +1,124 @@
+"""The catalogue: one card per method, and how to build it from its key."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from anydecode.errors import InvalidRequestError
+
+FAMILIES = (
+    "speculative",
+    "depth",
+    "diffusion",
+    "constraint",
+    "sampling",
+    "search",
+    "alignment",
+    "serving",
+    "training",
+    "image",
+    "nar",
+    "regression",
+)
+EXACTNESS = ("token-exact", "greedy-exact", "distribution-exact", "lossy")
+_GROUPS = ("anydecode.decoders", "anydecode.drafters", "anydecode.policies")
+_PACKAGES = ("anydecode.decoders", "anydecode.sampling", "anydecode.constraints", "anydecode.engine")
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a method is and claims. `needs`: nothing, "draft model", "trained heads", "diffusion
+    model", ... `deviations`: every way in which it differs from the paper."""
+
+    key: str
+    family: str
+    paper: str
+    exactness: str
+    summary: str = ""
+    bibtex: str = ""
+    needs: tuple[str, ...] = ()
+    works_with: tuple[str, ...] = ()
+    deviations: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"{self.family!r} is no family of the catalogue")
+        if self.exactness not in EXACTNESS:
+            raise ValueError(f"{self.exactness!r} is no kind of exactness")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The card as plain JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A card and the callable that builds the method from keyword parameters."""
+
+    card: Card
+    build: Callable[..., Any]
+
+
+_entries: dict[str, Entry] = {}
+
+
+def register(card: Card) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Class or factory decorator: put a method into the catalogue under its card's key."""
+
+    def enter(build: Callable[..., Any]) -> Callable[..., Any]:
+        known = _entries.get(card.key)
+        if known is not None and known.build is not build:
+            raise ValueError(f"the key {card.key!r} is taken")
+        _entries[card.key] = Entry(card, build)
+        if inspect.isclass(build):
+            build.card = card  # type: ignore[attr-defined]
+        return build
+
+    return enter
+
+
+@cache
+def _load() -> None:
+    """Import every module that registers methods: ours, then others' entry points."""
+    for name in _PACKAGES:
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+            importlib.import_module(module.name)
+    for group in _GROUPS:
+        for point in entry_points(group=group):
+            point.load()
+
+
+def entries() -> dict[str, Entry]:
+    """Every method by key."""
+    _load()
+    return _entries
+
+
+def cards(family: str | None = None) -> list[Card]:
+    """The cards, by family and key."""
+    found = [entry.card for entry in entries().values() if family in (None, entry.card.family)]
+    return sorted(found, key=lambda card: (FAMILIES.index(card.family), card.key))
+
+
+def build(key: str, **parameters: Any) -> Any:
+    """The method `key`, with `parameters`. Raises `InvalidRequestError` for unknown ones."""
+    if key not in entries():
+        from difflib import get_close_matches
+
+        close = get_close_matches(key, _entries, 3)
+        hint = f"; did you mean {', '.join(close)}?" if close else "; see `anydecode methods`"
+        raise InvalidRequestError(f"no decoding method is called {key!r}{hint}")
+    method = _entries[key].build
+    try:
+        inspect.signature(method).bind(**parameters)
+    except TypeError as error:
+        raise InvalidRequestError(f"method {key!r}: {error}") from None
+    return method(**parameters)

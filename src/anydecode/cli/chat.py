@@ -1,0 +1,124 @@
+"""`anydecode chat`: talk with a model, once or in turns."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anydecode.cli import options
+from anydecode.cli.generate import describe, stream
+from anydecode.cli.output import note, print_json
+
+if TYPE_CHECKING:
+    from anydecode import LLM
+
+COMMANDS = "/system TEXT sets the instruction, /retry answers anew, /clear starts over, /quit ends."
+Messages = list[dict[str, Any]]
+
+
+def chat(
+    text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="One message.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="One message, one answer; - for stdin.")
+    ] = None,
+    system: Annotated[str | None, typer.Option("--system", help="An instruction ahead of all.")] = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    decoder: options.Decoder = "autoregressive",
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    backend: options.Backend = None,
+    json: options.Json = False,
+) -> None:
+    """Talk with a model; /help lists what you can type besides messages.
+
+    Example: anydecode chat --prompt "Why is the sky blue?"
+    """
+    message = prompt if prompt is not None else text
+    if message is None and json:
+        message = "-"
+    if message is not None:
+        message = options.read_text(message, "prompt")
+    llm = options.load(model, dtype, threads, backend)
+    settings = options.given(
+        decoder=decoder,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop or None,
+    )
+    messages: Messages = [{"role": "system", "content": system}] if system else []
+    if message is None:
+        converse(llm, messages, settings)
+        return
+    messages.append({"role": "user", "content": message})
+    if json:
+        print_json(describe(llm.chat(messages, **settings), model=model, decoder=decoder))
+    else:
+        answer(llm, messages, settings)
+
+
+def answer(llm: LLM, messages: Messages, settings: dict[str, Any]) -> str:
+    """Stream the answer to the last message; returns its text."""
+    generation = stream(llm.stream_chat(messages, **settings))
+    return str(generation.text)
+
+
+def converse(llm: LLM, messages: Messages, settings: dict[str, Any]) -> None:
+    """Read messages until end of input or /quit. Ctrl-C ends an answer, not the conversation."""
+    if sys.stdin.isatty():
+        note(f"{llm.name}: type a message. {COMMANDS}")
+    while (line := read_line()) is not None:
+        if line.startswith("/"):
+            if not obey(line, messages):
+                return
+            if line != "/retry" or not messages:
+                continue
+        elif line.strip():
+            messages.append({"role": "user", "content": line})
+        else:
+            continue
+        try:
+            text = answer(llm, messages, settings)
+        except KeyboardInterrupt:
+            note("\n(interrupted)")
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": text})
+
+
+def read_line() -> str | None:
+    """The next line; None at the end of input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+def obey(line: str, messages: Messages) -> bool:
+    """Carry out a /command on `messages`; False for /quit."""
+    command, _, rest = line.partition(" ")
+    first_is_system = bool(messages) and messages[0]["role"] == "system"
+    if command == "/quit":
+        return False
+    if command == "/clear":
+        del messages[int(first_is_system) :]
+    elif command == "/system":
+        messages[: int(first_is_system)] = [{"role": "system", "content": rest}] if rest else []
+    elif command == "/retry":
+        if messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+    else:
+        note(COMMANDS)
+    return True

@@ -1,0 +1,138 @@
+"""`anydecode doctor`: what was found on this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from anydecode import __version__
+from anydecode.cli import options
+from anydecode.cli.output import print_json
+
+OPTIONAL = (
+    "transformers",
+    "llguidance",
+    "jsonschema-rs",
+    "pydantic",
+    "fastapi",
+    "uvicorn",
+    "prometheus-client",
+    "ray",
+    "triton",
+    "lm-eval",
+    "llama-cpp-python",
+    "openvino-genai",
+)
+COMPILERS = ("cc", "gcc", "clang", "cl")
+
+
+def doctor(json: options.Json = False) -> None:
+    """Show what was found: kernels, compiler, threads, memory, GPU, cache folder, models.
+
+    Example: anydecode doctor --json
+    """
+    found = examine()
+    if json:
+        print_json(found)
+        return
+    width = max(map(len, found))
+    for name, value in found.items():
+        print(f"{name.replace('_', ' '):<{width}}  {_as_line(value)}")
+
+
+def examine() -> dict[str, Any]:
+    """Everything `doctor` prints, as plain data. Memory is in bytes."""
+    return {
+        "anydecode": __version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
+        "memory": memory_bytes(),
+        "compiler": compiler(),
+        **_torch(),
+        **_kernels(),
+        **_models(),
+        "packages": packages(),
+    }
+
+
+def cpu_name() -> str:
+    """The processor's own name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes() -> int | None:
+    """Physical memory; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def compiler() -> str | None:
+    """The C compiler that a build from source would use."""
+    named = os.environ.get("CC")
+    candidates = (named, *COMPILERS) if named else COMPILERS
+    found = (shutil.which(candidate.split()[0]) for candidate in candidates)
+    return next((path for path in found if path), None)
+
+
+def packages() -> dict[str, str | None]:
+    """Versions of the optional packages; None where one is missing."""
+    versions: dict[str, str | None] = {}
+    for name in OPTIONAL:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _torch() -> dict[str, Any]:
+    if importlib.util.find_spec("torch") is None:
+        return {"torch": None}
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "gpu": gpus}
+
+
+def _kernels() -> dict[str, Any]:
+    from anydecode.kernels import describe_backend
+
+    return dict(describe_backend())
+
+
+def _models() -> dict[str, Any]:
+    from anydecode.models.loading import default_cache, present
+
+    return {"cache": str(default_cache()), "models": present()}
+
+
+def _as_line(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {entry}" for name, entry in value.items() if entry) or "none"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

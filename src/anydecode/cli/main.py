@@ -1,0 +1,105 @@
+"""The commands in their order, and what an error, Ctrl-C or a closed pipe looks like to a user."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from anydecode import __version__
+from anydecode.cli import bench, certify, chat, doctor, generate, methods, pull, score
+from anydecode.errors import AnydecodeError
+
+USAGE_ERROR, FAILURE, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
+
+app = typer.Typer(
+    name="anydecode",
+    add_completion=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+for name, function in (
+    ("generate", generate.generate),
+    ("chat", chat.chat),
+    ("pull", pull.pull_model),
+    ("methods", methods.methods),
+    ("certify", certify.certify_methods),
+    ("score", score.score),
+    ("doctor", doctor.doctor),
+):
+    app.command(name)(function)
+app.add_typer(bench.app, name="bench")
+
+#: Usage errors of typer; their base is not among its public names.
+_USAGE_ERRORS = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"anydecode {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version)
+    ] = False,
+) -> None:
+    """One engine for every way of decoding a language model.
+
+    Example: anydecode generate --prompt "Once upon a time" --max-tokens 64
+
+    Any command takes --debug, which shows the traceback of an error.
+    """
+
+
+def run(arguments: list[str] | None = None) -> NoReturn:
+    """The `anydecode` command. Exits 0; 1 when something failed; 2 for what the user can mend."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        code = _code(app(arguments, prog_name="anydecode", standalone_mode=False))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _silence_stdout()
+        code = BROKEN_PIPE
+    except (typer.Abort, KeyboardInterrupt):
+        code = INTERRUPTED
+    except _USAGE_ERRORS as error:
+        error.show()  # type: ignore[attr-defined]
+        code = USAGE_ERROR
+    except (AnydecodeError, OSError) as error:
+        if debug:
+            raise
+        code = _complain(_one_line(error), USAGE_ERROR)
+    except Exception as error:
+        if debug:
+            raise
+        message = f"unexpected {type(error).__name__}: {_one_line(error)} (--debug shows where)"
+        code = _complain(message, FAILURE)
+    raise SystemExit(code)
+
+
+def _code(result: object) -> int:
+    """Commands return nothing; `typer.Exit` comes back as its code."""
+    return result if isinstance(result, int) else 0
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"anydecode: {message}", file=sys.stderr)
+    return code
+
+
+def _silence_stdout() -> None:
+    """Keep the interpreter's last flush from complaining about the reader that left."""
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, sys.stdout.fileno())

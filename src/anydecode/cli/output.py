@@ -1,0 +1,81 @@
+"""What goes to stdout (results, JSON) and to stderr (notes, progress)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on stdout, on one line."""
+    print(json.dumps(to_plain(value), ensure_ascii=False, allow_nan=False))
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses, tuples, sets, paths and numpy numbers as JSON's own kinds."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields if f.repr}
+    if isinstance(value, dict):
+        return {str(key): to_plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(entry) for entry in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(to_plain(entry) for entry in value)
+    if isinstance(value, float) and value not in (float("inf"), float("-inf")) and value == value:
+        return float(value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return None
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def note(message: str) -> None:
+    """A line on stderr."""
+    print(message, file=sys.stderr)
+
+
+def write_now(text: str) -> None:
+    """A piece of streamed text, on stdout at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def stderr_console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+@contextmanager
+def status(message: str) -> Iterator[None]:
+    """A spinner on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with stderr_console().status(message):
+        yield
+
+
+@contextmanager
+def progress(*, of_bytes: bool = False) -> Iterator[Progress]:
+    """A progress bar on stderr; invisible where that is no terminal."""
+    from rich import progress as rich_progress
+
+    columns: list[Any] = ["{task.description}", rich_progress.BarColumn()]
+    if of_bytes:
+        columns += [rich_progress.DownloadColumn(), rich_progress.TransferSpeedColumn()]
+    else:
+        columns += [rich_progress.MofNCompleteColumn(), rich_progress.TimeElapsedColumn()]
+    console = stderr_console()
+    with rich_progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        yield bar

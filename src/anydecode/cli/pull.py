@@ -1,0 +1,31 @@
+"""`anydecode pull`: fetch a model into the cache folder."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from anydecode.cli import options
+from anydecode.cli.output import print_json, progress
+
+
+def pull_model(
+    name: Annotated[str, typer.Argument(help="A name or a Hugging Face repo id.")] = (
+        options.DEFAULT_MODEL
+    ),
+    json: options.Json = False,
+) -> None:
+    """Fetch a model into the cache folder, once; prints where it lies.
+
+    Example: anydecode pull smollm2-135m-instruct
+    """
+    from anydecode.models.loading import pull
+
+    with progress(of_bytes=True) as bar:
+        task = bar.add_task(name, total=None)
+        path = pull(name, progress=lambda done, total: bar.update(task, completed=done, total=total))
+    if json:
+        print_json({"name": name, "path": str(path)})
+    else:
+        print(path)

@@ -1,0 +1,35 @@
+"""The one class every decoding method derives from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from anydecode.catalogue import Card
+from anydecode.scoring.score import Decoding
+from anydecode.scoring.sequence import Sequence
+
+
+class Decoder(ABC):
+    """Proposes tokens, has them scored, keeps some.
+
+    One decoder serves many sequences at a time: what belongs to one sequence lives in `decode`'s
+    locals, or in `sequence.state` where a restart must find it. `decode` may be closed at any yield
+    and called again.
+    """
+
+    card: ClassVar[Card]
+    #: Lanes besides the target that the method scores in.
+    lanes: tuple[str, ...] = ()
+    #: Whether the method needs a causal model (True), a bidirectional one (False), or any (None).
+    causal: bool | None = True
+    #: How many samples' policies it may draw from; a method that ignores the policy says False.
+    samples: bool = True
+
+    @abstractmethod
+    def decode(self, sequence: Sequence) -> Decoding:
+        """Yield scores, emit tokens, until `sequence.finished`."""
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Called once when the request is made: refuse what cannot work in one clear line
+        (`UnsupportedCombinationError`), or add companion prompts and policies."""

@@ -1,0 +1,1 @@
+"""Methods that run some layers first and the rest later, or never."""

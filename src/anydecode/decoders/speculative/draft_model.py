@@ -1,0 +1,117 @@
+"""Drafts from a smaller model (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from anydecode.catalogue import Card, register
+from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.speculative.acceptance import TokenExact
+from anydecode.decoders.speculative.core import Drafter, Proposal, Session, Speculative
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.score import Decoding, Request, Submit, Wait
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import TokenTree
+
+DRAFT = "draft"
+
+
+class _Session(Session):
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+
+    def propose(self, size: int) -> Proposal:
+        self.sequence.align(DRAFT)
+        drafts = yield from draft_chain(self.sequence, [], size)
+        return TokenTree.chain(drafts)
+
+
+def draft_chain(
+    sequence: Sequence, behind: list[int], size: int, lane: str = DRAFT
+) -> Generator[Request, Any, list[int]]:
+    """`size` tokens behind the sequence's own and `behind`, one pass of `lane` each, picked by the
+    sequence's policy with the target's noise. The lane's context must hold a true prefix of them.
+    """
+    policy = sequence.policy.fork()
+    for token in behind:
+        policy.advance(token)
+    known = sequence.all_tokens + behind
+    drafts: list[int] = []
+    for _ in range(size):
+        context = sequence.context(lane)
+        scores = yield sequence.score((known + drafts)[context.length :], lane=lane)
+        token = sequence.pick(policy, scores.row(-1), len(known) + len(drafts))
+        policy.advance(token)
+        drafts.append(token)
+    return drafts
+
+
+class ModelDrafter(Drafter):
+    """A chain from the model in the lane "draft"."""
+
+    lanes = (DRAFT,)
+
+    def open(self, sequence: Sequence) -> Session:
+        return _Session(sequence)
+
+
+@register(
+    Card(
+        "speculative-sampling",
+        "speculative",
+        paper="Fast Inference from Transformers via Speculative Decoding (arXiv:2211.17192)",
+        exactness="token-exact",
+        summary="A smaller model drafts a chain of tokens.",
+        needs=("draft model",),
+        works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
+        deviations=(
+            "verified token-exactly with shared noise; the paper's rejection rule is"
+            " acceptance='rejection'",
+        ),
+    )
+)
+def speculative_sampling(size: int = 4) -> Speculative:
+    """Drafts of `size` tokens from the draft model."""
+    return Speculative(ModelDrafter(), size)
+
+
+@register(
+    Card(
+        "parallel-draft",
+        "speculative",
+        paper="PEARL (arXiv:2408.11850), its post-verify phase alone",
+        exactness="token-exact",
+        summary="The draft model drafts on while the target verifies.",
+        needs=("draft model",),
+        works_with=("constraints", "samplers", "batches"),
+    )
+)
+class ParallelDraft(Decoder):
+    """While the target verifies `size` drafts, the draft model steps on behind them; if all were
+    right, the next round's drafts are already there."""
+
+    lanes = (DRAFT,)
+
+    def __init__(self, size: int = 4) -> None:
+        if size < 1:
+            raise InvalidRequestError("parallel-draft needs at least one draft")
+        self.size = size
+        self.acceptance = TokenExact()
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        drafts: list[int] = []
+        while not sequence.finished:
+            if not drafts:
+                sequence.align(DRAFT)
+                drafts = yield from draft_chain(sequence, [], self.size)
+            tree = TokenTree.chain(drafts)
+            ticket = yield Submit(sequence.verify(tree))
+            ahead = yield from draft_chain(sequence, drafts, self.size + 1)
+            if ticket.scores is None:
+                yield Wait([ticket])
+            verdict = self.acceptance.walk(tree, ticket.scores)
+            sequence.record(tree, verdict.path, verdict.tokens)
+            sequence.accept(verdict.path, verdict.tokens, ticket.scores)
+            whole = len(verdict.path) == len(drafts) and verdict.tokens[-1] == ahead[0]
+            drafts = ahead[1:] if whole else []

@@ -1,0 +1,350 @@
+"""The loop: resume generators, plan, run, commit.
+
+The engine knows lanes, scores and memory. It knows nothing of drafts, beams or masks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from anydecode.engine.lane import Lane, Plan
+from anydecode.errors import AnydecodeError, OutOfMemoryError
+from anydecode.kernels.interface import Output
+from anydecode.scoring.score import Cancel, Decoding, Follow, Score, Scores, Submit, Ticket, Wait
+from anydecode.scoring.sequence import Sequence
+
+log = logging.getLogger("anydecode")
+
+
+class Decoder(Protocol):
+    """A decoding method: `decode` yields what it wants scored and emits tokens. It can start again
+    from `sequence` at any time."""
+
+    def decode(self, sequence: Sequence) -> Decoding: ...
+
+
+@dataclass(eq=False)
+class Job:
+    """A sequence, its decoder, and what the generator waits for."""
+
+    sequence: Sequence
+    decoder: Decoder
+    on_finish: Callable[[Job], None] | None = None
+    on_progress: Callable[[Job], None] | None = None
+    generators: list[Decoding] = field(default_factory=list)
+    group: list[Score] = field(default_factory=list)
+    answers: dict[Score, Scores] = field(default_factory=dict)
+    is_group: bool = False
+    tickets: dict[Score, Ticket] = field(default_factory=dict)
+    wait: Wait | None = None
+    error: BaseException | None = None
+    done: bool = False
+
+    @property
+    def scores(self) -> list[Score]:
+        """Everything this job has in a lane."""
+        return [*self.group, *self.tickets]
+
+
+class Clock(Protocol):
+    """Tells in which order passes that run side by side come back (for tests)."""
+
+    def seconds(self, lane: Lane, plan: Plan) -> float: ...
+
+
+class Engine:
+    """Runs any number of sequences over any number of lanes.
+
+    Lanes that have work at the same time run their passes side by side, on a thread each. With a
+    `clock` they run one after the other but come back in the order of its times.
+    """
+
+    def __init__(self, lanes: dict[str, Lane], max_running: int = 256) -> None:
+        self.lanes = lanes
+        self.max_running = max_running
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []
+        self.num_preemptions = 0
+        self.clock: Clock | None = None
+        self.now = 0.0
+        self._flights: dict[Lane, tuple[Plan, Any]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self._owners: dict[Score, Job] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self._flights)
+
+    def submit(self, job: Job) -> Job:
+        """Queue a job; it starts when a place is free."""
+        self.waiting.append(job)
+        return job
+
+    def step(self) -> None:
+        """Start what can start, run at least one pass, and resume whoever it answers."""
+        self._admit()
+        for lane in self.lanes.values():
+            if lane not in self._flights and lane.waiting:
+                self._launch(lane)
+        if self._flights:
+            for lane, plan, output in self._land():
+                self._commit(lane, plan, output)
+        elif self.running and not any(lane.waiting for lane in self.lanes.values()):
+            stuck = [job for job in self.running if job.wait is not None]
+            for job in stuck:
+                self._end(job, RuntimeError("the decoder waits for nothing"))
+
+    def cancel(self, job: Job, reason: str = "cancelled") -> None:
+        """End a job now and free its memory."""
+        if job.done:
+            return
+        if job in self.waiting:
+            self.waiting.remove(job)
+        job.sequence.finish_reason = job.sequence.finish_reason or reason
+        self._end(job, None)
+
+    def preempt(self, job: Job) -> None:
+        """Take a job's memory; it starts again from its sequence later, with the same result."""
+        self.num_preemptions += 1
+        self._halt(job)
+        if job in self.running:
+            self.running.remove(job)
+            self.waiting.appendleft(job)
+
+    def close(self) -> None:
+        """Cancel everything and stop the threads."""
+        for job in [*self.waiting, *self.running]:
+            self.cancel(job)
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where memory does not add up. Call between steps."""
+        contexts = [c for job in self.running for c in job.sequence.contexts()]
+        for lane in self.lanes.values():
+            own = [context for context in contexts if context.pool is lane.pool]
+            for context in own:
+                context.check_integrity()
+            tables = [table for context in own for table in context.holdings()]
+            lane.pool.check_integrity(tables + lane.prefixes.holdings())
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.max_running:
+            job = self.waiting[0]
+            if self.running and not self._fits(job):
+                return
+            self.waiting.popleft()
+            self.running.append(job)
+            job.generators = [job.decoder.decode(job.sequence)]
+            self._resume(job, None)
+
+    def _fits(self, job: Job) -> bool:
+        need = job.sequence.length + 1
+        return all(
+            need <= lane.pool.num_free + lane.prefixes.num_slots for lane in self.lanes.values()
+        )
+
+    def _launch(self, lane: Lane) -> None:
+        plan = lane.plan(lambda score, planned: self._make_room(lane, score, planned))
+        if plan is None:
+            return
+        others = any(o.waiting for o in self.lanes.values() if o is not lane) or self._flights
+        if self.clock is not None:
+            due = self.now + self.clock.seconds(lane, plan)
+            self._flights[lane] = (plan, (due, self._run(lane, plan)))
+        elif others:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(len(self.lanes), "anydecode-lane")
+            self._flights[lane] = (plan, self._threads.submit(self._run, lane, plan))
+        else:
+            self._flights[lane] = (plan, self._run(lane, plan))
+
+    @staticmethod
+    def _run(lane: Lane, plan: Plan) -> Output | Exception:
+        try:
+            return lane.run(plan)
+        except Exception as error:
+            return error
+
+    def _land(self) -> list[tuple[Lane, Plan, Output | Exception]]:
+        """The passes that come back next."""
+        flights = self._flights
+        if self.clock is not None:
+            self.now = min(due for _, (due, _) in flights.values())
+            landed = [lane for lane, (_, (due, _)) in flights.items() if due == self.now]
+            return [(lane, flights[lane][0], flights.pop(lane)[1][1]) for lane in landed]
+        futures = [answer for _, answer in flights.values() if isinstance(answer, Future)]
+        if len(futures) == len(flights):
+            wait(futures, return_when=FIRST_COMPLETED)
+        landed = [
+            lane
+            for lane, (_, answer) in flights.items()
+            if not isinstance(answer, Future) or answer.done()
+        ]
+        result = []
+        for lane in landed:
+            plan, answer = flights.pop(lane)
+            result.append((lane, plan, answer.result() if isinstance(answer, Future) else answer))
+        return result
+
+    def _commit(self, lane: Lane, plan: Plan, output: Output | Exception) -> None:
+        if isinstance(output, Exception):
+            log.error("a pass of lane %s failed: %s", lane.name, output)
+            for score in {score for score, _, _ in plan.pieces}:
+                if score in self._owners:
+                    self._end(self._owners[score], output)
+            return
+        for score, scores in lane.commit(plan, output):
+            job = self._owners.pop(score)
+            job.sequence.num_passes += 1
+            if job.sequence.num_passes == 1:
+                share_prefix(lane, job.sequence)
+            if score in job.tickets:
+                ticket = job.tickets.pop(score)
+                ticket.scores = scores.keep()
+                if job.wait is not None and ticket in job.wait.tickets:
+                    job.wait = None
+                    self._resume(job, ticket)
+            else:
+                job.answers[score] = scores
+                if len(job.answers) == len(job.group):
+                    answer = [job.answers[score] for score in job.group]
+                    job.group, job.answers = [], {}
+                    self._resume(job, answer if job.is_group else answer[0])
+                else:
+                    scores.keep()
+
+    def _resume(self, job: Job, value: Any) -> None:
+        """Drive the generator until it waits for a lane, or ends."""
+        before = len(job.sequence.tokens)
+        try:
+            while not job.done:
+                try:
+                    request = job.generators[-1].send(value)
+                except StopIteration as stop:
+                    job.generators.pop()
+                    if not job.generators:
+                        self._end(job, None)
+                        return
+                    value = stop.value
+                    continue
+                if not self._take(job, request):
+                    break
+                value = self._answer
+        except AnydecodeError as error:
+            self._end(job, error)
+        except Exception as error:
+            log.exception("decoder %s failed", type(job.decoder).__name__)
+            self._end(job, error)
+        if job.on_progress is not None and len(job.sequence.tokens) > before and not job.done:
+            job.on_progress(job)
+
+    _answer: Any = None
+
+    def _take(self, job: Job, request: Any) -> bool:
+        """Act on what a decoder yielded. True if it can go on at once, with `self._answer`."""
+        self._answer = None
+        if isinstance(request, Score):
+            job.group, job.is_group = [request], False
+            self._queue(job, request)
+            return False
+        if isinstance(request, list):
+            if not request:
+                self._answer = []
+                return True
+            job.group, job.is_group = request, True
+            for score in request:
+                self._queue(job, score)
+            return False
+        if isinstance(request, Submit):
+            self._answer = ticket = Ticket(request.score)
+            job.tickets[request.score] = ticket
+            self._queue(job, request.score)
+            return True
+        if isinstance(request, Wait):
+            for ticket in request.tickets:
+                if ticket.scores is not None or ticket.cancelled:
+                    self._answer = ticket
+                    return True
+            job.wait = request
+            return False
+        if isinstance(request, Cancel):
+            self._drop(job, request.ticket.score)
+            request.ticket.cancelled = True
+            return True
+        if isinstance(request, Follow):
+            job.generators.append(request.steps())
+            return True
+        raise TypeError(f"a decoder yielded {type(request).__name__}, which is no request")
+
+    def _queue(self, job: Job, score: Score) -> None:
+        if score.lane not in self.lanes:
+            raise KeyError(score.lane)
+        self._owners[score] = job
+        self.lanes[score.lane].add(score)
+
+    def _drop(self, job: Job, score: Score) -> None:
+        self._owners.pop(score, None)
+        job.tickets.pop(score, None)
+        self.lanes[score.lane].drop(score)
+
+    def _halt(self, job: Job) -> None:
+        """Stop a job's generator and take back its memory and its scores."""
+        for score in job.scores:
+            self._drop(job, score)
+        job.group, job.answers, job.wait = [], {}, None
+        for generator in reversed(job.generators):
+            generator.close()
+        job.generators = []
+        for lane in self.lanes.values():
+            share_prefix(lane, job.sequence)
+        job.sequence.release()
+
+    def _end(self, job: Job, error: BaseException | None) -> None:
+        if job.done:
+            return
+        job.done = True
+        job.error = error
+        self._halt(job)
+        if job in self.running:
+            self.running.remove(job)
+        if job.sequence.finish_reason is None:
+            job.sequence.finish_reason = "error" if error else "stop"
+        if job.on_finish is not None:
+            job.on_finish(job)
+
+    def _make_room(self, lane: Lane, score: Score, planned: set[int]) -> bool:
+        """Preempt the job that came last, or give up. A job that does not fit alone ends."""
+        owner = self._owners[score]
+        victims = [
+            job
+            for job in self.running
+            if job is not owner
+            and job.sequence.id not in planned
+            and job.sequence.opened(lane.name)
+        ]
+        if victims:
+            self.preempt(victims[-1])
+            return True
+        if not planned and len(self.running) == 1:
+            self._end(
+                owner,
+                OutOfMemoryError(
+                    f"the cache holds {lane.pool.num_slots} positions, too few for this sequence "
+                    f"of {owner.sequence.length}"
+                ),
+            )
+        return False
+
+
+def share_prefix(lane: Lane, sequence: Sequence) -> None:
+    """Offer what a sequence has computed in `lane` to later requests."""
+    if lane.model.spec.causal and sequence.shares_prefix:
+        for context in sequence.contexts(lane.name):
+            lane.prefixes.insert(context, (sequence.adapter, sequence.namespace))

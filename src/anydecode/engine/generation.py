@@ -1,0 +1,78 @@
+"""What a request gives back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Stats:
+    """`seconds` is from submission to the last token; `time_to_first_token` from submission too."""
+
+    passes: int
+    num_tokens: int
+    num_prompt_tokens: int
+    seconds: float
+    time_to_first_token: float
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Generated tokens per pass of the target, the prompt's first pass included."""
+        return self.num_tokens / self.passes if self.passes else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens after the first, per second after the first."""
+        span = self.seconds - self.time_to_first_token
+        return (self.num_tokens - 1) / span if self.num_tokens > 1 and span > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure as plain JSON."""
+        return {
+            **asdict(self),
+            "tokens_per_pass": self.tokens_per_pass,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+@dataclass(eq=False)
+class Generation:
+    """One answer. `finish_reason` is "stop" (end of text, or a stop rule), "length" or "cancelled".
+    `samples` holds all answers where `n` was more than 1, this one first."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    seed: int
+    stats: Stats
+    decoder: str
+    logprobs: list[Any] | None = None
+    trace: list[dict[str, Any]] | None = None
+    samples: list[Generation] = field(default_factory=list, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The answer as plain JSON."""
+        stats = self.stats.to_dict()
+        return {
+            "text": self.text,
+            "tokens": self.tokens,
+            "passes": self.stats.passes,
+            "seconds": self.stats.seconds,
+            "tokens_per_second": self.stats.tokens_per_second,
+            "finish_reason": self.finish_reason,
+            "seed": self.seed,
+            "decoder": self.decoder,
+            "stats": stats,
+        }
+
+
+@dataclass(eq=False)
+class Piece:
+    """A stretch of streamed text. The last one carries the whole `generation`."""
+
+    text: str
+    generation: Generation | None = None
+
+    def __str__(self) -> str:
+        return self.text

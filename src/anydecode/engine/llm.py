@@ -1,0 +1,347 @@
+"""The front door: a model, an engine around it, and the verbs a user speaks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from anydecode import catalogue
+from anydecode.decoders.decoder import Decoder
+from anydecode.engine.driver import Driver
+from anydecode.engine.engine import Engine, Job
+from anydecode.engine.generation import Generation, Piece
+from anydecode.engine.lane import Lane
+from anydecode.engine.request import Request
+from anydecode.engine.schedule import DecodesFirst, Schedule
+from anydecode.engine.scoring import Likelihood, Scoring
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.memory.context import Context
+from anydecode.memory.pool import Pool
+from anydecode.models.interface import Model
+from anydecode.models.tokenizer import Tokenizer
+from anydecode.sampling.params import SamplingParams
+from anydecode.scoring.sequence import TARGET
+
+Prompt = str | Seq[int]
+Messages = Seq[dict[str, Any]]
+
+_SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
+
+
+class LLM:
+    """A language model ready to decode.
+
+    `model` is a name ("smollm2-135m-instruct"), a Hugging Face repo id, a folder, a `.gguf` path,
+    an object with the `Model` protocol, or a `transformers` causal model. `dtype` is "float32",
+    "bfloat16", "int8", "int4" or None (as stored). `draft` is a smaller model for the methods that
+    want one, in any of those forms. `cache_positions` is how many positions the key-value cache
+    holds, over all sequences; `row_budget` how many rows a pass may have.
+    """
+
+    def __init__(
+        self,
+        model: Any = "smollm2-135m-instruct",
+        *,
+        tokenizer: Tokenizer | None = None,
+        dtype: str | None = None,
+        threads: int | None = None,
+        backend: str | None = None,
+        draft: Any = None,
+        cache_positions: int | None = None,
+        row_budget: int = 512,
+        max_running: int = 256,
+        prefix_cache: bool = True,
+    ) -> None:
+        from anydecode.models.opening import open_model
+
+        self.model, found = open_model(model, dtype=dtype, threads=threads, backend=backend)
+        self.tokenizer = tokenizer or found
+        if self.tokenizer is None:
+            raise InvalidRequestError("this model brings no tokenizer; give tokenizer=")
+        self.prefix_cache = prefix_cache
+        self._positions = cache_positions
+        self._row_budget = row_budget
+        self.engine = Engine({}, max_running)
+        self.driver = Driver(self.engine)
+        self._built: dict[str, Decoder] = {}
+        self.add_lane(TARGET, self.model)
+        if draft is not None:
+            small, _ = open_model(draft, dtype=dtype, threads=threads, backend=backend)
+            self.add_lane("draft", small)
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens a sequence can have, prompt included."""
+        target = self.engine.lanes[TARGET]
+        return min(self.model.spec.max_positions, target.pool.num_slots)
+
+    def add_lane(self, name: str, model: Model, schedule: Schedule | None = None) -> Lane:
+        """Put a further model beside the target, for methods that score in several."""
+        positions = self._positions or _default_positions(model)
+        lane = Lane(name, Pool(model, positions), schedule or DecodesFirst(self._row_budget))
+        self.engine.lanes[name] = lane
+        return lane
+
+    def generate(self, prompt: Prompt | Seq[Prompt], **options: Any) -> Any:
+        """Complete `prompt`: text, or a list of integers (a tokenised prompt). A list of prompts is
+        decoded together and gives a list.
+
+        Options: `decoder` (a key of the catalogue, "key:name=value", or an object), `constraint`,
+        `max_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, `seed`, `stop`, `ignore_eos`, `n`,
+        `logprobs`, `adapter`, `trace` and every other field of `SamplingParams`. Returns a
+        `Generation` (`n` > 1: the first; all are in `samples`). Raises `InvalidRequestError`.
+        """
+        many = _is_batch(prompt)
+        prompts: list[Any] = list(prompt) if many else [prompt]
+        requests = [self._request(one, **options) for one in prompts]
+        answers = self._finish(requests)
+        return answers if many else answers[0]
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
+        """Complete `prompt`, text piece by piece; the last piece carries the `Generation`."""
+        request = self._request(prompt, **options)
+        if len(request.jobs) > 1:
+            raise InvalidRequestError("streaming gives one sample; ask for n=1")
+        return self._pieces(request)
+
+    def chat(self, messages: Messages, **options: Any) -> Generation:
+        """Answer a conversation: dicts with `role` and `content`. Options as for `generate`."""
+        answer: Generation = self.generate(self._rendered(messages, options), **options)
+        return answer
+
+    def stream_chat(self, messages: Messages, **options: Any) -> Iterator[Piece]:
+        """Answer a conversation, piece by piece."""
+        return self.stream(self._rendered(messages, options), **options)
+
+    async def agenerate(self, prompt: Prompt | Seq[Prompt], **options: Any) -> Any:
+        """`generate` for asyncio; requests of one process share passes."""
+        many = _is_batch(prompt)
+        prompts: list[Any] = list(prompt) if many else [prompt]
+        answers = [await self._afinish(self._request(one, **options)) for one in prompts[:1]]
+        if len(prompts) > 1:
+            rest = [self._afinish(self._request(one, **options)) for one in prompts[1:]]
+            answers += await asyncio.gather(*rest)
+        return answers if many else answers[0]
+
+    async def achat(self, messages: Messages, **options: Any) -> Generation:
+        """`chat` for asyncio."""
+        answer: Generation = await self.agenerate(self._rendered(messages, options), **options)
+        return answer
+
+    async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Piece]:
+        """`stream` for asyncio. Leaving the loop early cancels the generation."""
+        loop = asyncio.get_running_loop()
+        request = self._request(prompt, **options)
+        news = asyncio.Event()
+        request.notify(lambda: loop.call_soon_threadsafe(news.set))
+        self._start(request, background=True)
+        try:
+            while not request.done:
+                await news.wait()
+                news.clear()
+                if not request.done and (text := request.take_text()):
+                    yield Piece(text)
+            yield request.last_piece()
+        finally:
+            self._abandon(request)
+
+    def score(self, prompt: Prompt, continuation: Prompt) -> Likelihood:
+        """Log-likelihood of `continuation` after `prompt`, under the model's own logits."""
+        return self.scores([(prompt, continuation)])[0]
+
+    def scores(self, pairs: Seq[tuple[Prompt, Prompt]]) -> list[Likelihood]:
+        """`score` for many pairs, together."""
+        scorings = []
+        for prompt, continuation in pairs:
+            head, tail = self.encode(prompt), self.encode(continuation, special=False)
+            if isinstance(prompt, str) and isinstance(continuation, str):
+                whole = self.encode(prompt + continuation)
+                head, tail = whole[: len(head)], whole[len(head) :]
+            scorings.append(Scoring(head, tail))
+        requests = [
+            Request(self, scoring.tokens, scoring, SamplingParams(temperature=0.0, max_tokens=1))
+            for scoring in scorings
+        ]
+        self._finish(requests)
+        return [scoring.likelihood() for scoring in scorings]
+
+    def encode(self, prompt: Prompt, *, special: bool = True) -> list[int]:
+        """Token ids of a prompt; a list of integers is checked and passed through."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, special=special)
+        tokens = [int(token) for token in prompt]
+        size = self.model.spec.vocab_size
+        for token in tokens:
+            if not 0 <= token < size:
+                raise InvalidRequestError(f"token {token} is not in the vocabulary of {size}")
+        return tokens
+
+    def add_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter (PEFT layout); requests choose it with `adapter=name`."""
+        add = getattr(self.model, "add_adapter", None)
+        if add is None:
+            raise UnsupportedCombinationError("this kind of model takes no adapters")
+        self._adapters()[name] = add(name, Path(path))
+
+    def adapter_index(self, name: str | None) -> int:
+        """The model's number of adapter `name`; -1 for none."""
+        if name is None:
+            return -1
+        known = self._adapters()
+        if name not in known:
+            have = ", ".join(sorted(known)) or "none is loaded"
+            raise InvalidRequestError(f"no adapter is called {name!r} ({have})")
+        return known[name]
+
+    def decoder(self, choice: str | Decoder) -> Decoder:
+        """The decoder a user named: an object, a key, or "key:name=value,name=value"."""
+        if not isinstance(choice, str):
+            return choice
+        if choice not in self._built:
+            key, _, rest = choice.partition(":")
+            built = catalogue.build(key, **_parameters(rest))
+            if not isinstance(built, Decoder):
+                raise InvalidRequestError(f"{key!r} is a {type(built).__name__}, not a decoder")
+            self._built[choice] = built
+        return self._built[choice]
+
+    def clear(self) -> None:
+        """Forget shared prefixes and what drafters learned from earlier requests."""
+        self._built.clear()
+        for lane in self.engine.lanes.values():
+            lane.prefixes.clear()
+
+    def close(self) -> None:
+        """Cancel what runs and stop the engine."""
+        self.driver.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def open_context(self, lane_name: str, tokens: list[int], namespace: Any) -> Context:
+        """A context that begins with what the prefix cache has of `tokens` (all but the last)."""
+        lane = self.engine.lanes[lane_name]
+        context = Context(lane.pool)
+        if self.prefix_cache and lane.model.spec.causal:
+            held = lane.prefixes.match(tokens[:-1], namespace)
+            context.adopt(held, tokens[: len(held)])
+        return context
+
+    def _request(
+        self,
+        prompt: Prompt,
+        *,
+        decoder: str | Decoder = "autoregressive",
+        constraint: Any = None,
+        adapter: str | None = None,
+        trace: bool = False,
+        priority: int = 0,
+        namespace: Any = None,
+        **sampling: Any,
+    ) -> Request:
+        unknown = sorted(set(sampling) - _SAMPLING)
+        if unknown:
+            raise InvalidRequestError(f"no option is called {', '.join(unknown)}")
+        return Request(
+            self,
+            self.encode(prompt),
+            self.decoder(decoder),
+            SamplingParams(**sampling),
+            name=decoder if isinstance(decoder, str) else type(decoder).__name__,
+            constraint=constraint,
+            adapter=self.adapter_index(adapter),
+            trace=trace,
+            priority=priority,
+            namespace=namespace,
+        )
+
+    def _start(self, request: Request, background: bool = False) -> None:
+        if background:
+            self.driver.run_in_background()
+        for job in request.jobs:
+            self.driver.submit(job)
+
+    def _abandon(self, request: Request) -> None:
+        for job in request.jobs:
+            self.driver.cancel(job)
+
+    def _finish(self, requests: list[Request]) -> list[Generation]:
+        for request in requests:
+            self._start(request)
+        try:
+            self.driver.advance(lambda: all(request.done for request in requests))
+        except BaseException:
+            for request in requests:
+                self._abandon(request)
+            raise
+        return [request.generation() for request in requests]
+
+    async def _afinish(self, request: Request) -> Generation:
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+        request.notify(lambda: request.done and loop.call_soon_threadsafe(done.set))
+        self._start(request, background=True)
+        try:
+            await done.wait()
+        finally:
+            self._abandon(request)
+        return request.generation()
+
+    def _pieces(self, request: Request) -> Iterator[Piece]:
+        self._start(request)
+        try:
+            while not request.done:
+                self.driver.advance(lambda: request.done or request.has_text)
+                if not request.done and (text := request.take_text()):
+                    yield Piece(text)
+            yield request.last_piece()
+        finally:
+            self._abandon(request)
+
+    def _rendered(self, messages: Messages, options: dict[str, Any]) -> list[int]:
+        assert self.tokenizer is not None
+        variables = options.pop("template_variables", {})
+        text = self.tokenizer.render_chat(list(messages), **variables)
+        return self.tokenizer.encode(text, special=False)
+
+    def _adapters(self) -> dict[str, int]:
+        return self.__dict__.setdefault("_adapter_names", {})
+
+
+def _is_batch(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return False
+    return any(not isinstance(part, int) for part in prompt)
+
+
+def _parameters(text: str) -> dict[str, Any]:
+    """`size=5,name=abc` as keyword arguments; numbers and true/false are read as such."""
+    import json
+
+    found: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise InvalidRequestError(f"{part!r} is no name=value")
+        try:
+            found[name.strip()] = json.loads(value)
+        except ValueError:
+            found[name.strip()] = value.strip()
+    return found
+
+
+def _default_positions(model: Model) -> int:
+    """As many positions as a quarter of the machine's memory holds, at most 131072 and at least one
+    full sequence of up to 8192."""
+    probe = model.new_cache(1)
+    per_position = sum(t.numel() * t.element_size() for t in probe.keys + probe.values)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    fitting = memory // 4 // max(1, per_position)
+    wanted = max(16 * 1024, 4 * model.spec.max_positions)
+    return max(min(fitting, wanted, 131072), min(model.spec.max_positions, 8192))

@@ -1,0 +1,185 @@
+"""A user's request as jobs for the engine: one per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from anydecode.decoders.decoder import Decoder
+from anydecode.engine.engine import Job
+from anydecode.engine.generation import Generation, Piece, Stats
+from anydecode.engine.text import StopRules
+from anydecode.errors import AnydecodeError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.sampling.logprobs import annotate
+from anydecode.sampling.params import SamplingParams
+from anydecode.scoring.noise import Noise, fresh_seed, stream_id
+from anydecode.scoring.sequence import Sequence
+
+if TYPE_CHECKING:
+    from anydecode.engine.llm import LLM
+
+
+class Request:
+    """Prompt and options, checked; sequences and jobs, made; and the answer, put together."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompt: list[int],
+        decoder: Decoder,
+        params: SamplingParams,
+        *,
+        name: str = "",
+        constraint: Any = None,
+        adapter: int = -1,
+        trace: bool = False,
+        priority: int = 0,
+        namespace: Any = None,
+    ) -> None:
+        self.llm = llm
+        self.prompt = prompt
+        self.params = params
+        self.name = name
+        self.seed = fresh_seed() if params.seed is None else params.seed
+        self.limit = self._check(decoder)
+        self._began = perf_counter()
+        self._first: list[float | None] = [None] * params.n
+        self._ended: list[float] = [self._began] * params.n
+        self._news: Callable[[], Any] | None = None
+        self.jobs = [
+            self._job(number, decoder, constraint, adapter, trace, priority, namespace)
+            for number in range(params.n)
+        ]
+
+    @property
+    def done(self) -> bool:
+        return all(job.done for job in self.jobs)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether `take_text` would give something."""
+        return self._rules(0).has_text
+
+    def take_text(self) -> str:
+        """The text that has become certain since the last call."""
+        return self._rules(0).take_text()
+
+    def notify(self, news: Callable[[], Any]) -> None:
+        """Call `news` (on the engine's thread) whenever there are tokens, and at the end."""
+        self._news = news
+
+    def last_piece(self) -> Piece:
+        """What is left of the text, with the whole answer. Raises what ended the request."""
+        generation = self.generation()
+        return Piece(self.take_text(), generation)
+
+    def generation(self) -> Generation:
+        """The answer. Raises what ended the request, if something did."""
+        for job in self.jobs:
+            if isinstance(job.error, AnydecodeError):
+                raise job.error
+            if job.error is not None:
+                raise RuntimeError(f"decoder {self.name!r} failed: {job.error!r}") from job.error
+        samples = [self._sample(number) for number in range(len(self.jobs))]
+        samples[0].samples = samples
+        return samples[0]
+
+    def _check(self, decoder: Decoder) -> int:
+        """The token limit, once everything that can be refused has been."""
+        spec = self.llm.model.spec
+        if not self.prompt:
+            raise InvalidRequestError("the prompt is empty")
+        if len(self.prompt) >= self.llm.max_length:
+            raise InvalidRequestError(
+                f"the prompt has {len(self.prompt)} tokens; the context holds"
+                f" {self.llm.max_length}, and one must be left to say"
+            )
+        if decoder.causal is not None and decoder.causal != spec.causal:
+            kind = "causal" if decoder.causal else "diffusion (bidirectional)"
+            raise UnsupportedCombinationError(f"decoder {self.name!r} needs a {kind} model")
+        for lane in decoder.lanes:
+            if lane not in self.llm.engine.lanes:
+                raise UnsupportedCombinationError(
+                    f"decoder {self.name!r} needs a {lane} model: LLM(..., {lane}=...)"
+                )
+        return min(self.params.max_tokens, self.llm.max_length - len(self.prompt))
+
+    def _job(
+        self,
+        number: int,
+        decoder: Decoder,
+        constraint: Any,
+        adapter: int,
+        trace: bool,
+        priority: int,
+        namespace: Any,
+    ) -> Job:
+        llm, params = self.llm, self.params
+        tokenizer = llm.tokenizer
+        assert tokenizer is not None
+        rules = StopRules(tokenizer, params, self.limit)
+        key = (adapter, namespace)
+        sequence = Sequence(
+            prompt=self.prompt,
+            policy=params.policy(self.prompt, llm.model.spec.vocab_size, tokenizer, constraint),
+            noise=Noise(self.seed, stream_id(number)),
+            listener=rules,
+            open_context=lambda lane, tokens: llm.open_context(lane, tokens, key),
+            annotate=annotate(params),
+            adapter=adapter,
+            priority=priority,
+            mask_token=tokenizer.mask_id,
+            num_layers=llm.model.spec.num_layers,
+            namespace=namespace,
+            shares_prefix=llm.prefix_cache,
+            trace=[] if trace else None,
+        )
+        decoder.prepare(sequence)
+        return Job(
+            sequence,
+            decoder,
+            on_finish=lambda job: self._finished(number),
+            on_progress=lambda job: self._progressed(number),
+        )
+
+    def _progressed(self, number: int) -> None:
+        if self._first[number] is None:
+            self._first[number] = perf_counter()
+        if self._news is not None:
+            self._news()
+
+    def _finished(self, number: int) -> None:
+        self._ended[number] = perf_counter()
+        if self._first[number] is None:
+            self._first[number] = self._ended[number]
+        self._rules(number).close()
+        if self._news is not None:
+            self._news()
+
+    def _rules(self, number: int) -> StopRules:
+        listener = self.jobs[number].sequence.listener
+        assert isinstance(listener, StopRules)
+        return listener
+
+    def _sample(self, number: int) -> Generation:
+        job = self.jobs[number]
+        sequence = job.sequence
+        first = self._first[number] or self._ended[number]
+        stats = Stats(
+            passes=sequence.num_passes,
+            num_tokens=len(sequence.tokens),
+            num_prompt_tokens=len(self.prompt),
+            seconds=self._ended[number] - self._began,
+            time_to_first_token=first - self._began,
+        )
+        return Generation(
+            text=self._rules(number).text,
+            tokens=list(sequence.tokens),
+            finish_reason=sequence.finish_reason or "stop",
+            seed=self.seed,
+            stats=stats,
+            decoder=self.name,
+            logprobs=list(sequence.logprobs) if self.params.logprobs is not None else None,
+            trace=sequence.trace,
+        )

@@ -1,0 +1,31 @@
+"""Exceptions in the user's words. The command line prints their message as one line and exits 2."""
+
+from __future__ import annotations
+
+
+class AnydecodeError(Exception):
+    """Anything a user can cause and mend."""
+
+
+class ModelNotFoundError(AnydecodeError):
+    """No model goes by this name, or it is not on this machine."""
+
+
+class CheckpointError(AnydecodeError):
+    """A checkpoint is truncated, corrupt, unsafe, incomplete or of an unsupported kind."""
+
+
+class InvalidRequestError(AnydecodeError, ValueError):
+    """A prompt or parameter that cannot be served, or two that contradict each other."""
+
+
+class UnsupportedCombinationError(InvalidRequestError):
+    """Parts that cannot work together."""
+
+
+class OutOfMemoryError(AnydecodeError):
+    """The cache cannot hold even one sequence of this size."""
+
+
+class ConstraintError(AnydecodeError, ValueError):
+    """A constraint that is invalid, unsupported, unsatisfiable, or could not be met."""

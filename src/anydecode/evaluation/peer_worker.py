@@ -1,0 +1,325 @@
+"""One engine under measurement, in a process of its own: JSON requests in, JSON answers out.
+
+Run as a file, so that it works in an environment that has the peer and not anydecode. Each peer is
+given its best case: greedy picks, ends ignored, nothing printed, and llama.cpp through its C calls
+without Python's samplers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CONTEXT = 2048
+
+
+class Timing(NamedTuple):
+    """`first` is seconds from the prompt to its first token, `total` to the last of `tokens`."""
+
+    first: float
+    total: float
+    tokens: int
+    prompt_tokens: int
+
+
+class Anydecode:
+    """Ours, through its Python API."""
+
+    def __init__(self, model: str, threads: int, decoder: str = "autoregressive") -> None:
+        import anydecode
+
+        self.version = anydecode.__version__
+        self.settings = f"{threads} threads, {decoder}"
+        self.decoder = decoder
+        self.llm = anydecode.LLM(model, threads=threads)
+
+    def generate(self, prompt: str, tokens: int) -> Timing:
+        start = time.perf_counter()
+        first = 0.0
+        generation: Any = None
+        settings: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "decoder": self.decoder}
+        for piece in self.llm.stream(prompt, max_tokens=tokens, **settings):
+            first = first or time.perf_counter() - start
+            generation = piece.generation or generation
+        total = time.perf_counter() - start
+        first = generation.stats.time_to_first_token or first
+        return Timing(first, total, len(generation.tokens), len(self.llm.tokenizer.encode(prompt)))
+
+
+class Transformers:
+    """`transformers`, with the checkpoint's weights in a dense type."""
+
+    def __init__(self, model: str, threads: int, dtype: str = "float32") -> None:
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        torch.set_num_threads(threads)
+        self.version = transformers.__version__
+        self.settings = f"{threads} threads, {dtype}"
+        self.torch = torch
+        path = Path(model)
+        where: dict[str, Any] = {"pretrained_model_name_or_path": model}
+        if path.suffix == ".gguf":
+            where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+        kind = getattr(torch, dtype)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(dtype=kind, **where).eval()
+
+    def generate(self, prompt: str, tokens: int) -> Timing:
+        clock = _Clock()
+        inputs = self.tokenizer(prompt, return_tensors="pt")
+        limits = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+        with self.torch.inference_mode():
+            out = self.model.generate(**inputs, **limits, streamer=clock, pad_token_id=0)
+        length = inputs["input_ids"].shape[1]
+        return Timing(clock.times[1], clock.times[-1], out.shape[1] - length, length)
+
+    def rows(self, counts: list[int], context: int) -> dict[int, float]:
+        torch = self.torch
+
+        def one_pass(cache: Any, start: int, count: int) -> Any:
+            ids = (torch.arange(count)[None] + start) % 1000
+            return self.model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
+
+        costs = {}
+        with torch.inference_mode():
+            for count in counts:
+                seconds = []
+                for _ in range(4):
+                    cache = one_pass(None, 0, context) if context else None
+                    start = time.perf_counter()
+                    one_pass(cache, context, count)
+                    seconds.append(time.perf_counter() - start)
+                costs[count] = min(seconds)
+        return costs
+
+
+class _Clock:
+    """A `transformers` streamer that only notes the time: the prompt first, then each token."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter() - self.start)
+
+    def end(self) -> None:
+        return
+
+
+class LlamaCpp:
+    """llama.cpp through `llama-cpp-python`'s C bindings, at the fastest of its threads and flags."""
+
+    def __init__(self, model: str, threads: int, tune: bool = True) -> None:
+        import llama_cpp
+
+        self.library = llama_cpp
+        self.version = llama_cpp.__version__
+        silent = llama_cpp.llama_log_callback(lambda level, text, user: None)
+        self._silent = silent
+        llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        parameters = llama_cpp.llama_model_default_params()
+        self.model = llama_cpp.llama_model_load_from_file(model.encode(), parameters)
+        if not self.model:
+            raise RuntimeError(f"llama.cpp cannot load {model}")
+        self.vocab = llama_cpp.llama_model_get_vocab(self.model)
+        self.sampler = llama_cpp.llama_sampler_init_greedy()
+        self.context: Any = None
+        choices = [(count, flash) for count in range(threads, 0, -1) for flash in (1, 0)]
+        best = min(choices if tune else choices[:1], key=self._trial)
+        self._open(*best)
+        self.settings = f"{best[0]} threads, flash attention {'on' if best[1] else 'off'}"
+
+    def _open(self, threads: int, flash: int) -> None:
+        library = self.library
+        if self.context:
+            library.llama_free(self.context)
+        parameters = library.llama_context_default_params()
+        parameters.n_ctx = CONTEXT
+        parameters.n_batch = parameters.n_ubatch = 512
+        parameters.n_threads = parameters.n_threads_batch = threads
+        parameters.flash_attn_type = flash
+        parameters.no_perf = True
+        self.context = library.llama_init_from_model(self.model, parameters)
+
+    def _trial(self, choice: tuple[int, int]) -> float:
+        self._open(*choice)
+        timings = [self.generate("The harbour office counted the boats", 24) for _ in range(2)]
+        return min(timing.total for timing in timings)
+
+    def tokenize(self, text: str) -> list[int]:
+        data = text.encode()
+        ids = (self.library.llama_token * (len(data) + 8))()
+        count = self.library.llama_tokenize(
+            self.vocab, data, len(data), ids, len(ids), True, False
+        )
+        return list(ids[:count])
+
+    def _forget(self) -> None:
+        self.library.llama_memory_clear(self.library.llama_get_memory(self.context), True)
+
+    def generate(self, prompt: str, tokens: int) -> Timing:
+        library, context = self.library, self.context
+        self._forget()
+        start = time.perf_counter()
+        ids = self.tokenize(prompt)
+        array = (library.llama_token * len(ids))(*ids)
+        self._decode(library.llama_batch_get_one(array, len(ids)))
+        one = (library.llama_token * 1)()
+        one[0] = library.llama_sampler_sample(self.sampler, context, -1)
+        first = time.perf_counter() - start
+        for _ in range(tokens - 1):
+            self._decode(library.llama_batch_get_one(one, 1))
+            one[0] = library.llama_sampler_sample(self.sampler, context, -1)
+        return Timing(first, time.perf_counter() - start, tokens, len(ids))
+
+    def _decode(self, batch: Any) -> None:
+        if self.library.llama_decode(self.context, batch) != 0:
+            raise RuntimeError("llama.cpp could not decode")
+
+    def rows(self, counts: list[int], context: int) -> dict[int, float]:
+        costs = {}
+        for count in counts:
+            self._forget()
+            for start in range(0, context, 512):
+                self._rows_pass(start, min(512, context - start), every=False)
+            memory = self.library.llama_get_memory(self.context)
+            seconds = []
+            for _ in range(8):
+                begin = time.perf_counter()
+                self._rows_pass(context, count, every=count <= 64)
+                seconds.append(time.perf_counter() - begin)
+                self.library.llama_memory_seq_rm(memory, 0, context, -1)
+            costs[count] = sorted(seconds)[len(seconds) // 2]
+        return costs
+
+    def _rows_pass(self, start: int, count: int, *, every: bool) -> None:
+        batch = self.library.llama_batch_init(count, 0, 1)
+        batch.n_tokens = count
+        for i in range(count):
+            batch.token[i] = (start + i) % 1000 + 100
+            batch.pos[i] = start + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = int(every or i == count - 1)
+        self._decode(batch)
+        self.library.llama_synchronize(self.context)
+        self.library.llama_batch_free(batch)
+
+
+def quantize(source: str, target: str) -> None:
+    """Write `source` as Q4_0, with llama.cpp's own quantiser."""
+    import llama_cpp
+
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+    parameters.allow_requantize = True
+    code = llama_cpp.llama_model_quantize(
+        source.encode(), target.encode(), ctypes.byref(parameters)
+    )
+    if code:
+        raise RuntimeError(f"llama.cpp could not quantise {source}")
+
+
+class OpenVino:
+    """OpenVINO GenAI, which reads GGUF itself."""
+
+    def __init__(self, model: str, threads: int) -> None:
+        import openvino_genai
+
+        self.library = openvino_genai
+        self.version = openvino_genai.__version__
+        self.settings = f"{threads} threads"
+        limits = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+        self.pipeline = openvino_genai.LLMPipeline(model, "CPU", **limits)
+
+    def generate(self, prompt: str, tokens: int) -> Timing:
+        config = self.library.GenerationConfig()
+        config.max_new_tokens = tokens
+        config.ignore_eos = True
+        config.do_sample = False
+        config.apply_chat_template = False
+        start = time.perf_counter()
+        metrics = self.pipeline.generate([prompt], config).perf_metrics
+        total = time.perf_counter() - start
+        counts = (metrics.get_num_generated_tokens(), metrics.get_num_input_tokens())
+        return Timing(metrics.get_ttft().mean / 1000, total, *counts)
+
+
+ENGINES: dict[str, Callable[[str, int], Any]] = {
+    "anydecode": Anydecode,
+    "transformers-float32": Transformers,
+    "transformers-bfloat16": lambda model, threads: Transformers(model, threads, "bfloat16"),
+    "llama.cpp": LlamaCpp,
+    "llama.cpp-q4_0": LlamaCpp,
+    "openvino-genai": OpenVino,
+}
+
+
+def peak_memory() -> int:
+    """The most bytes this process has had resident."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    except OSError:
+        import resource
+
+        unit = 1 if platform.system() == "Darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def serve(engine: str, model: str, threads: int) -> None:
+    """Answer requests, one JSON object a line, until the input ends. What libraries print is
+    kept off the pipe the answers take."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(value: dict[str, Any]) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    start = time.perf_counter()
+    try:
+        worker = ENGINES[engine](model, threads)
+    except Exception as error:
+        answer({"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"})
+        return
+    loaded = time.perf_counter() - start
+    answer({"version": worker.version, "settings": worker.settings, "load_seconds": loaded})
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "rows" in request:
+            answer({"rows": worker.rows(request["rows"], request["context"])})
+        else:
+            timing = worker.generate(request["prompt"], request["tokens"])
+            answer({**timing._asdict(), "peak_memory": peak_memory()})
+
+
+def main() -> None:
+    """`peer_worker.py ENGINE MODEL --threads N`, or `peer_worker.py quantize SOURCE --to TARGET`."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("engine", choices=[*ENGINES, "quantize"])
+    parser.add_argument("model")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--to")
+    arguments = parser.parse_args()
+    if arguments.engine == "quantize":
+        quantize(arguments.model, arguments.to)
+    else:
+        serve(arguments.engine, arguments.model, arguments.threads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Arithmetic on rows: one signature per operation, one torch reference, faster backends beside it."""

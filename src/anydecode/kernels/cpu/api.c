@@ -1,0 +1,171 @@
+/* What Python calls: the choice of a variant, and passes, products and picks through it. */
+#include "check.h"
+#include "layout.h"
+#include "threads.h"
+
+#include <string.h>
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+extern const Kernels kernels_scalar;
+#if defined(__x86_64__) || defined(_M_X64)
+#include <cpuid.h>
+extern const Kernels kernels_avx512vnni, kernels_avxvnni, kernels_avx2;
+
+static int has_avx_vnni(void) {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+
+static const Kernels *candidate(int i) {
+  __builtin_cpu_init();
+  int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (i == 0)
+    return avx2 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
+                   __builtin_cpu_supports("avx512bw")
+               ? &kernels_avx512vnni
+               : NULL;
+  if (i == 1) return avx2 && has_avx_vnni() ? &kernels_avxvnni : NULL;
+  return avx2 ? &kernels_avx2 : NULL;
+}
+enum { CANDIDATES = 3 };
+#elif defined(__aarch64__)
+extern const Kernels kernels_neon_dot, kernels_neon;
+#if defined(__linux__)
+#include <sys/auxv.h>
+static int has_dot(void) { return getauxval(AT_HWCAP) >> 20 & 1; }
+#else
+static int has_dot(void) { return 1; } /* every Apple and Windows machine sold for this */
+#endif
+
+static const Kernels *candidate(int i) {
+  if (i == 0) return has_dot() ? &kernels_neon_dot : NULL;
+  return &kernels_neon;
+}
+enum { CANDIDATES = 2 };
+#else
+static const Kernels *candidate(int i) {
+  (void)i;
+  return NULL;
+}
+enum { CANDIDATES = 0 };
+#endif
+
+static const Kernels *chosen = &kernels_scalar;
+
+/* Choose `name`, or the best variant this machine has when NULL. Answers the variant's name;
+ * `failed` receives the name of one that disagreed with plain C, or NULL. NULL: no such variant. */
+EXPORT const char *anydecode_choose(const char *name, const char **failed) {
+  *failed = NULL;
+  for (int i = 0; i < CANDIDATES; i++) {
+    const Kernels *kernels = candidate(i);
+    if (!kernels || (name && strcmp(name, kernels->name))) continue;
+    if (variants_agree(kernels, &kernels_scalar)) return (chosen = kernels)->name;
+    *failed = kernels->name;
+  }
+  if (name && strcmp(name, "scalar")) return NULL;
+  return (chosen = &kernels_scalar)->name;
+}
+
+EXPORT int64_t anydecode_size(int what) {
+  return what == 0 ? sizeof(Op) : what == 1 ? sizeof(Pass) : sizeof(Matrix);
+}
+
+typedef struct {
+  const Matrix *to;
+  const uint8_t *from;
+  int64_t row_bytes;
+} Repack;
+
+static void repack_part(void *argument, int thread, int threads, void *barrier) {
+  (void)barrier;
+  const Repack *job = argument;
+  int64_t groups = (job->to->out_features + 7) / 8;
+  chosen->repack(job->to, job->from, job->row_bytes, (int)(groups * thread / threads),
+                 (int)(groups * (thread + 1) / threads));
+}
+
+EXPORT void anydecode_repack(const Matrix *to, const uint8_t *from, int64_t row_bytes,
+                             int threads) {
+  Repack job = {to, from, row_bytes};
+  pool_run(repack_part, &job, threads);
+}
+
+EXPORT void anydecode_linear(const Matrix *w, const float *x, int n, const float *bias, float *out,
+                             uint8_t *scratch) {
+  chosen->linear(w, x, n, bias, out, scratch);
+}
+
+EXPORT void anydecode_unpack_row(const Matrix *w, int row, float *out) {
+  chosen->unpack_row(w, row, out);
+}
+
+static int check_table(const Pass *pass, int r) {
+  int32_t table = pass->table[r], prefix = pass->prefix[r];
+  if (table < 0 || table >= pass->num_tables || prefix < 0) return ERROR_TABLE;
+  if (prefix > pass->table_length[table]) return ERROR_TABLE;
+  int64_t start = pass->tail_start[r], end = start + pass->tail_length[r];
+  if (pass->tail_length[r] < 0 || start < 0 || end > pass->num_tails) return ERROR_TABLE;
+  for (int64_t i = start; i < end; i++)
+    if (pass->tails[i] >= pass->num_slots) return ERROR_SLOT;
+  return OK;
+}
+
+/* The longest prefix that any row reads of each table is checked once per layer. */
+static int check_tables(const Pass *pass) {
+  for (int t = 0; t < pass->num_tables; t++) {
+    int32_t longest = 0;
+    for (int r = 0; r < pass->num_rows; r++)
+      if (pass->table[r] == t && pass->prefix[r] > longest) longest = pass->prefix[r];
+    int layers = pass->table_stride[t] ? pass->num_layers : 1;
+    for (int l = 0; l < layers; l++) {
+      const int32_t *slots = pass->tables[t] + l * pass->table_stride[t];
+      int32_t most = -1;
+      for (int32_t i = 0; i < longest; i++) most = slots[i] > most ? slots[i] : most;
+      if (most >= pass->num_slots) return ERROR_SLOT;
+    }
+  }
+  return OK;
+}
+
+static int check_pass(const Pass *pass) {
+  for (int r = 0; r < pass->num_rows; r++) {
+    int problem = check_table(pass, r);
+    if (problem) return problem;
+    if (pass->slots[r] >= pass->num_slots) return ERROR_SLOT;
+    if (pass->embed && pass->tokens[r] >= pass->vocab_size) return ERROR_TOKEN;
+    if (pass->embed && pass->tokens[r] < 0 && !pass->inputs) return ERROR_TOKEN;
+    if (pass->adapters && pass->adapters[r] >= pass->num_adapters) return ERROR_ADAPTER;
+  }
+  return check_tables(pass);
+}
+
+static void run_part(void *argument, int thread, int threads, void *barrier) {
+  chosen->run(argument, thread, threads, barrier);
+}
+
+/* One pass over a slice of a program; 0, or which input is out of range (enum Error). */
+EXPORT int anydecode_run(const Pass *pass, int threads) {
+  int problem = check_pass(pass);
+  if (problem) return problem;
+  pool_run(run_part, (void *)pass, threads);
+  return OK;
+}
+
+EXPORT int32_t anydecode_argmax(const float *logits, int64_t n) {
+  return chosen->argmax(logits, n);
+}
+
+EXPORT double anydecode_logsumexp(const float *logits, int64_t n) {
+  return chosen->logsumexp(logits, n);
+}
+
+EXPORT int32_t anydecode_pick_gumbel(const float *logits, int64_t n, double inverse_temperature,
+                                     uint64_t seed, uint32_t stream, uint32_t position,
+                                     uint32_t attempt) {
+  return chosen->pick_gumbel(logits, n, inverse_temperature, seed, stream, position, attempt);
+}

@@ -1,0 +1,54 @@
+/* The start-up check: small random matrices in every format, compared to the bit. */
+#include "check.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { OUT = 11, IN = 256, ROWS = 5, GROUPS = 2 };
+
+static const int stored_row_bytes[NUM_FORMATS] = {IN * 4, IN * 2, IN * 2, 272, 144, 160,
+                                                  176,    192,    144,    176, 210};
+
+static uint32_t next_random(uint32_t *state) {
+  *state = *state * 1664525u + 1013904223u;
+  return *state >> 8;
+}
+
+/* Random bytes are numbers of any size; a small exponent keeps products finite. */
+static void fill(int format, uint8_t *stored, uint32_t *state) {
+  int bytes = stored_row_bytes[format] * OUT;
+  for (int i = 0; i < bytes; i++) stored[i] = (uint8_t)next_random(state);
+  if (format == F32)
+    for (int i = 3; i < bytes; i += 4) stored[i] = 0x3e;
+  else if (format == F16 || format == BF16)
+    for (int i = 1; i < bytes; i += 2) stored[i] = 0x3c;
+  else
+    for (int i = 0; i < bytes; i++) stored[i] &= 0xbb; /* no scale is infinite */
+}
+
+static int products_agree(int format, const Kernels *candidate, const Kernels *plain) {
+  static _Alignas(64) uint8_t stored[IN * 4 * OUT], packed[2][IN * 32 * GROUPS];
+  static _Alignas(64) uint8_t scratch[ROWS * (IN / 32) * sizeof(Activations)];
+  static _Alignas(64) float x[ROWS * IN], out[2][ROWS * OUT];
+  const Kernels *both[2] = {candidate, plain};
+  uint32_t state = 1u + (uint32_t)format;
+  int64_t group_bytes = (int64_t)stored_row_bytes[format] * 8 + 64;
+  fill(format, stored, &state);
+  for (int i = 0; i < ROWS * IN; i++) x[i] = (float)next_random(&state) * 0x1p-23f - 1.0f;
+  for (int i = 0; i < 2; i++) {
+    Matrix w = {packed[i], group_bytes, format, OUT, IN, 0};
+    both[i]->repack(&w, stored, stored_row_bytes[format], 0, GROUPS);
+    both[i]->linear(&w, x, ROWS, NULL, out[i], scratch);
+  }
+  return memcmp(out[0], out[1], sizeof out[0]) == 0;
+}
+
+int variants_agree(const Kernels *candidate, const Kernels *plain) {
+  static _Alignas(64) float logits[1000];
+  uint32_t state = 7;
+  for (int format = 0; format < NUM_FORMATS; format++)
+    if (!products_agree(format, candidate, plain)) return 0;
+  for (int i = 0; i < 1000; i++) logits[i] = (float)next_random(&state) * 0x1p-20f;
+  if (candidate->argmax(logits, 999) != plain->argmax(logits, 999)) return 0;
+  return candidate->logsumexp(logits, 999) == plain->logsumexp(logits, 999);
+}

@@ -1,0 +1,96 @@
+/* The structs that Python fills in (kernels/program.py mirrors them) and the numbers they use. */
+#ifndef ANYDECODE_LAYOUT_H
+#define ANYDECODE_LAYOUT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, SUPER_BLOCK = 256 };
+
+enum Format { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, NUM_FORMATS };
+
+enum Code {
+  OP_EMBED, OP_TAP, OP_GATHER, OP_NORM, OP_QUANTISE, OP_LINEAR, OP_LORA, OP_ROPE_TABLE, OP_ROPE,
+  OP_STORE, OP_ATTEND, OP_GATED, OP_ADD, OP_SCALE, OP_SOFTCAP, OP_COPY, OP_EXPERTS
+};
+
+/* Where a value lives: an offset in floats per row into the workspace, or one of these. */
+enum { BUFFER_STREAM = -1, BUFFER_LOGITS = -2, BUFFER_NONE = -3 };
+
+enum Error { OK, ERROR_TOKEN, ERROR_SLOT, ERROR_TABLE, ERROR_ADAPTER, ERROR_MEMORY };
+
+/* A matrix in groups of eight output columns, the lanes. */
+typedef struct {
+  const uint8_t *data;
+  int64_t group_bytes;
+  int32_t format, out_features, in_features, reserved;
+} Matrix;
+
+typedef struct {
+  const float *down; /* [rank, in_features] */
+  const float *up;   /* [rank, out_features], times the adapter's scale */
+  int32_t rank, reserved;
+} Lora;
+
+typedef struct {
+  int32_t code, barrier; /* barrier: wait for all threads before this op */
+  int32_t layer, activation;
+  int64_t a, b, c, out; /* buffers */
+  int32_t width, width_out, heads, kv_heads, head_dim, groups, window, count;
+  float x, y;
+  const Matrix *matrix;
+  const float *weight;
+  const Matrix *const *experts; /* [gate, up, down][count] */
+} Op;
+
+typedef struct {
+  int32_t layer, count;
+  const int32_t *rows;
+  float *out;
+} Tap;
+
+typedef struct {
+  const Op *ops;
+  int32_t num_prologue, first, last, head, num_ops; /* ops: prologue, layers, head */
+  int32_t num_rows, num_logits, num_taps, num_layers, vocab_size, hidden_size;
+  int32_t embed; /* whether the stream starts from tokens and inputs */
+  int32_t cache_format, num_slots, kv_heads, head_dim, num_tables, num_adapters, num_targets;
+  const int32_t *tokens, *positions, *slots, *table, *prefix, *tails, *tail_start, *tail_length;
+  const int32_t *adapters, *logit_rows;
+  const int32_t *const *tables;
+  const int64_t *table_stride; /* entries from one layer to the next; 0 where layers share */
+  const int32_t *table_length;
+  int64_t num_tails;
+  void *const *keys, *const *values;
+  const float *inputs;
+  float *stream, *logits, *workspace;
+  int64_t head_offset; /* floats per row before the head's buffers */
+  const Tap *taps;
+  const Lora *loras;    /* [num_adapters, num_targets] */
+  float *attention_scratch;
+  int64_t attention_scratch_floats;
+} Pass;
+
+/* 32 activations: x = scale * q; `scaled_sum` = scale * (low + high). */
+typedef struct {
+  float scale, scaled_sum;
+  int32_t low, high; /* sums of the first and the second 16 */
+  int8_t q[QUANT_BLOCK];
+} Activations;
+
+typedef struct {
+  const char *name;
+  void (*run)(const Pass *pass, int thread, int threads, void *barrier);
+  void (*repack)(const Matrix *to, const uint8_t *from, int64_t row_bytes, int first, int last);
+  void (*linear)(const Matrix *w, const float *x, int n, const float *bias, float *out,
+                 uint8_t *scratch);
+  void (*unpack_row)(const Matrix *w, int row, float *out);
+  int32_t (*argmax)(const float *logits, int64_t n);
+  double (*logsumexp)(const float *logits, int64_t n);
+  int32_t (*pick_gumbel)(const float *logits, int64_t n, double inverse_temperature, uint64_t seed,
+                         uint32_t stream, uint32_t position, uint32_t attempt);
+} Kernels;
+
+void barrier_wait(void *barrier);
+
+#endif

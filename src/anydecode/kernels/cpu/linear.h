@@ -1,0 +1,157 @@
+/* Products of rows with packed matrices. A tile of up to four rows shares unpacked weights; each
+ * output sums k in order, whatever the tile. */
+#ifndef ANYDECODE_LINEAR_H
+#define ANYDECODE_LINEAR_H
+
+#include "quant.h"
+
+enum { TILE_ROWS = 4 };
+
+INLINE void quant_tile(int format, int rows, const uint8_t *p, int blocks,
+                       const Activations *const *a, f8 *total) {
+  for (int r = 0; r < rows; r++) total[r] = f8_set(0.0f);
+  f8 super = f8_set(0.0f), super_min = super;
+  for (int b = 0; b < blocks; b++) {
+    if (is_super(format) && b % 8 == 0) {
+      super = f8_load_f16((const uint16_t *)p);
+      if (has_min(format)) super_min = f8_load_f16((const uint16_t *)p + 8);
+      p += header_bytes(format);
+    }
+    b32 w[8];
+    f8 first, second;
+    unpack_weights(format, p, w);
+    load_scales(format, p, super, super_min, &first, &second);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) total[r] = add_block(format, total[r], w, a[r] + b, first, second);
+    p += block_bytes(format);
+  }
+}
+
+INLINE f8 load_weights(int format, const uint8_t *p, int64_t k) {
+  if (format == F32) return f8_load((const float *)p + 8 * k);
+  const uint16_t *half = (const uint16_t *)p + 8 * k;
+  return format == F16 ? f8_load_f16(half) : f8_load_bf16(half);
+}
+
+INLINE void float_tile(int format, int rows, int groups, const uint8_t *p, int64_t group_bytes,
+                       int width, const float *const *x, f8 *total) {
+  for (int i = 0; i < rows * groups; i++) total[i] = f8_set(0.0f);
+  for (int k = 0; k < width; k++) {
+    f8 w[4];
+#pragma GCC unroll 4
+    for (int g = 0; g < groups; g++) w[g] = load_weights(format, p + g * group_bytes, k);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+      f8 one = f8_set(x[r][k]);
+#pragma GCC unroll 4
+      for (int g = 0; g < groups; g++)
+        total[r * groups + g] = f8_fma(w[g], one, total[r * groups + g]);
+    }
+  }
+}
+
+/* Add the bias and write the columns of `group` that exist. */
+INLINE void write_group(const Matrix *w, int group, f8 total, const float *bias, float *out) {
+  int column = group * LANES, left = w->out_features - column;
+  if (left >= LANES) {
+    if (bias) total = f8_add(total, f8_load(bias + column));
+    f8_store(out + column, total);
+    return;
+  }
+  float lanes[LANES];
+  f8_store(lanes, total);
+  for (int i = 0; i < left; i++) out[column + i] = bias ? lanes[i] + bias[column + i] : lanes[i];
+}
+
+INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int n,
+                          const float *bias, float *out, int64_t stride, int first, int last) {
+  int blocks = w->in_features / QUANT_BLOCK;
+  for (int g = first; g < last; g++) {
+    const uint8_t *p = w->data + g * w->group_bytes;
+    for (int r = 0; r < n; r += TILE_ROWS) {
+      const Activations *a[TILE_ROWS];
+      f8 total[TILE_ROWS];
+      int rows = n - r < TILE_ROWS ? n - r : TILE_ROWS;
+      for (int i = 0; i < rows; i++) a[i] = x + (int64_t)(r + i) * blocks;
+      switch (rows) {
+        case 1: quant_tile(format, 1, p, blocks, a, total); break;
+        case 2: quant_tile(format, 2, p, blocks, a, total); break;
+        case 3: quant_tile(format, 3, p, blocks, a, total); break;
+        default: quant_tile(format, 4, p, blocks, a, total); break;
+      }
+      for (int i = 0; i < rows; i++) write_group(w, g, total[i], bias, out + (r + i) * stride);
+    }
+  }
+}
+
+INLINE void float_groups(int format, int groups, const Matrix *w, const float *x, int n,
+                         const float *bias, float *out, int64_t stride, int g) {
+  const uint8_t *p = w->data + g * w->group_bytes;
+  for (int r = 0; r < n; r += TILE_ROWS) {
+    const float *a[TILE_ROWS];
+    f8 total[TILE_ROWS * 2];
+    int rows = n - r < TILE_ROWS ? n - r : TILE_ROWS;
+    for (int i = 0; i < rows; i++) a[i] = x + (int64_t)(r + i) * w->in_features;
+    switch (rows) {
+      case 1: float_tile(format, 1, groups, p, w->group_bytes, w->in_features, a, total); break;
+      case 2: float_tile(format, 2, groups, p, w->group_bytes, w->in_features, a, total); break;
+      case 3: float_tile(format, 3, groups, p, w->group_bytes, w->in_features, a, total); break;
+      default: float_tile(format, 4, groups, p, w->group_bytes, w->in_features, a, total); break;
+    }
+    for (int i = 0; i < rows; i++)
+      for (int j = 0; j < groups; j++)
+        write_group(w, g + j, total[i * groups + j], bias, out + (r + i) * stride);
+  }
+}
+
+INLINE void float_columns(int format, const Matrix *w, const float *x, int n, const float *bias,
+                          float *out, int64_t stride, int first, int last) {
+  int g = first;
+  for (; g + 2 <= last; g += 2) float_groups(format, 2, w, x, n, bias, out, stride, g);
+  if (g < last) float_groups(format, 1, w, x, n, bias, out, stride, g);
+}
+
+#define COLUMNS(kind, format, type)                                                            \
+  static __attribute__((noinline)) void columns_##format(                                      \
+      const Matrix *w, const void *x, int n, const float *bias, float *out, int64_t stride,    \
+      int first, int last) {                                                                   \
+    kind##_columns(format, w, (const type *)x, n, bias, out, stride, first, last);             \
+  }
+COLUMNS(float, F32, float)
+COLUMNS(float, F16, float)
+COLUMNS(float, BF16, float)
+COLUMNS(quant, Q8_0, Activations)
+COLUMNS(quant, Q4_0, Activations)
+COLUMNS(quant, Q4_1, Activations)
+COLUMNS(quant, Q5_0, Activations)
+COLUMNS(quant, Q5_1, Activations)
+COLUMNS(quant, Q4_K, Activations)
+COLUMNS(quant, Q5_K, Activations)
+COLUMNS(quant, Q6_K, Activations)
+
+typedef void (*Columns)(const Matrix *, const void *, int, const float *, float *, int64_t, int,
+                        int);
+static const Columns columns_of[NUM_FORMATS] = {
+    columns_F32,  columns_F16,  columns_BF16, columns_Q8_0, columns_Q4_0, columns_Q4_1,
+    columns_Q5_0, columns_Q5_1, columns_Q4_K, columns_Q5_K, columns_Q6_K};
+
+/* Columns [8 * first, 8 * last) of x @ w.T + bias. x: float rows, or `Activations` for block
+ * formats. Rows are taken in chunks that stay in the first-level cache. */
+static void linear_columns(const Matrix *w, const void *x, int n, const float *bias, float *out,
+                           int64_t stride, int first, int last) {
+  int64_t row_bytes = is_float(w->format)
+                          ? (int64_t)w->in_features * 4
+                          : (int64_t)(w->in_features / QUANT_BLOCK) * sizeof(Activations);
+  int chunk = (int)(20000 / row_bytes) / TILE_ROWS * TILE_ROWS;
+  if (chunk < 2 * TILE_ROWS) chunk = 2 * TILE_ROWS;
+  int span = (int)(200000 / w->group_bytes);
+  if (span < 2 || n <= chunk) span = n <= chunk ? last - first : 2;
+  for (int g = first; g < last; g += span)
+    for (int r = 0; r < n; r += chunk) {
+      int rows = n - r < chunk ? n - r : chunk, end = g + span < last ? g + span : last;
+      columns_of[w->format](w, (const char *)x + r * row_bytes, rows, bias, out + r * stride,
+                            stride, g, end);
+    }
+}
+
+#endif

@@ -1,0 +1,44 @@
+/* exp and tanh over eight lanes, the same bits on every machine. */
+#ifndef ANYDECODE_MATHS_H
+#define ANYDECODE_MATHS_H
+
+#include "simd.h"
+
+/* e^x within 2 units in the last place; 0 below -87.3, infinity clipped to e^88. */
+INLINE f8 f8_exp(f8 x) {
+  f8 tiny = f8_set(-87.33f);
+  f8 clipped = f8_min(f8_max(x, tiny), f8_set(88.0f));
+  f8 n = f8_round(f8_mul(clipped, f8_set(1.44269504088896341f)));
+  f8 r = f8_fma(n, f8_set(-0.693145751953125f), clipped);
+  r = f8_fma(n, f8_set(-1.42860682030941723e-6f), r);
+  f8 p = f8_set(1.0f / 5040);
+  p = f8_fma(p, r, f8_set(1.0f / 720));
+  p = f8_fma(p, r, f8_set(1.0f / 120));
+  p = f8_fma(p, r, f8_set(1.0f / 24));
+  p = f8_fma(p, r, f8_set(1.0f / 6));
+  p = f8_fma(p, r, f8_set(0.5f));
+  p = f8_fma(p, f8_mul(r, r), f8_add(r, f8_set(1.0f)));
+  return f8_pick_below(x, tiny, f8_set(0.0f), f8_scale2(p, n));
+}
+
+/* 1 / (1 + e^-x) */
+INLINE f8 f8_sigmoid(f8 x) {
+  f8 one = f8_set(1.0f);
+  return f8_div(one, f8_add(one, f8_exp(f8_sub(f8_set(0.0f), x))));
+}
+
+/* Series near 0, where 1 - 2 / (e^2x + 1) would lose digits. */
+INLINE f8 f8_tanh(f8 x) {
+  f8 one = f8_set(1.0f), two = f8_set(2.0f);
+  f8 far = f8_sub(one, f8_div(two, f8_add(f8_exp(f8_mul(two, x)), one)));
+  f8 s = f8_mul(x, x);
+  f8 p = f8_set(-0.00886323552990220f); /* -1382/155925 */
+  p = f8_fma(p, s, f8_set(0.0218694885361552f)); /* 62/2835 */
+  p = f8_fma(p, s, f8_set(-0.0539682539682540f)); /* -17/315 */
+  p = f8_fma(p, s, f8_set(0.133333333333333f)); /* 2/15 */
+  p = f8_fma(p, s, f8_set(-0.333333333333333f));
+  f8 near = f8_fma(f8_mul(p, s), x, x);
+  return f8_pick_below(f8_abs(x), f8_set(0.3f), near, far);
+}
+
+#endif

@@ -1,0 +1,116 @@
+/* What acts on each row alone: norms, rotations, activations, sums. */
+#ifndef ANYDECODE_POINTWISE_H
+#define ANYDECODE_POINTWISE_H
+
+#include "layout.h"
+#include "maths.h"
+
+INLINE float sum_of_squares(const float *x, int width) {
+  f8 even = f8_set(0.0f), odd = even;
+  int i = 0;
+  for (; i + 16 <= width; i += 16) {
+    f8 a = f8_load(x + i), b = f8_load(x + i + 8);
+    even = f8_fma(a, a, even);
+    odd = f8_fma(b, b, odd);
+  }
+  for (; i < width; i += 8) {
+    f8 a = f8_load_part(x + i, width - i);
+    even = f8_fma(a, a, even);
+  }
+  return f8_sum(f8_add(even, odd));
+}
+
+/* `period`: length of `weight`, which repeats along the row; 0: none. */
+static void rms_norm(const float *x, int width, int groups, const float *weight, int period,
+                     float eps, float *out) {
+  int part = width / groups;
+  for (int g = 0; g < groups; g++, x += part, out += part) {
+    float mean = sum_of_squares(x, part) / (float)part;
+    f8 factor = f8_set(1.0f / sqrtf(mean + eps));
+    const float *by = period == part ? weight : weight + g * part;
+    for (int i = 0; i < part; i += 8) {
+      f8 y = f8_mul(f8_load_part(x + i, part - i), factor);
+      if (period) y = f8_mul(y, f8_load_part(by + i, part - i));
+      f8_store_part(out + i, y, part - i);
+    }
+  }
+}
+
+/* cos then sin of position * frequency, times `factor`. */
+static void rope_table(int32_t position, const float *frequencies, int half, float factor,
+                       float *out) {
+  for (int i = 0; i < half; i++) {
+    float angle = (float)position * frequencies[i];
+    out[i] = cosf(angle) * factor;
+    out[half + i] = sinf(angle) * factor;
+  }
+}
+
+static void rope(const float *x, int heads, int head_dim, const float *table, int half,
+                 float *out) {
+  for (int h = 0; h < heads; h++, x += head_dim, out += head_dim) {
+    for (int i = 0; i < half; i += 8) {
+      int left = half - i;
+      f8 c = f8_load_part(table + i, left), s = f8_load_part(table + half + i, left);
+      f8 a = f8_load_part(x + i, left), b = f8_load_part(x + half + i, left);
+      f8_store_part(out + i, f8_sub(f8_mul(a, c), f8_mul(b, s)), left);
+      f8_store_part(out + half + i, f8_add(f8_mul(b, c), f8_mul(a, s)), left);
+    }
+    if (out != x && head_dim > 2 * half)
+      memcpy(out + 2 * half, x + 2 * half, (size_t)(head_dim - 2 * half) * 4);
+  }
+}
+
+enum { SILU, GELU_TANH };
+
+/* gelu_tanh(x) = x * sigmoid(2u), u = sqrt(2 / pi) * (x + 0.044715 x^3) */
+static void gated(const float *gate, const float *up, int width, int activation, float *out) {
+  for (int i = 0; i < width; i += 8) {
+    f8 x = f8_load_part(gate + i, width - i), y;
+    if (activation == SILU) {
+      y = f8_mul(x, f8_sigmoid(x));
+    } else {
+      f8 cube = f8_mul(f8_mul(x, x), f8_mul(x, f8_set(0.044715f)));
+      y = f8_mul(x, f8_sigmoid(f8_mul(f8_add(x, cube), f8_set(1.5957691216057308f))));
+    }
+    f8_store_part(out + i, f8_mul(y, f8_load_part(up + i, width - i)), width - i);
+  }
+}
+
+static void add_rows(const float *x, const float *y, int64_t count, float *out) {
+  for (int64_t i = 0; i < count; i += 8) {
+    int left = count - i < 8 ? (int)(count - i) : 8;
+    f8_store_part(out + i, f8_add(f8_load_part(x + i, left), f8_load_part(y + i, left)), left);
+  }
+}
+
+static void scale_row(const float *x, int width, float factor, float *out) {
+  for (int i = 0; i < width; i += 8)
+    f8_store_part(out + i, f8_mul(f8_load_part(x + i, width - i), f8_set(factor)), width - i);
+}
+
+static void softcap_row(const float *x, int width, float cap, float *out) {
+  f8 limit = f8_set(cap), inverse = f8_set(1.0f / cap);
+  for (int i = 0; i < width; i += 8) {
+    f8 y = f8_tanh(f8_mul(f8_load_part(x + i, width - i), inverse));
+    f8_store_part(out + i, f8_mul(limit, y), width - i);
+  }
+}
+
+/* y += up.T @ (down @ x), for one row. */
+static void lora_row(const Lora *lora, const float *x, int width, int width_out, float *y) {
+  for (int r = 0; r < lora->rank; r++) {
+    const float *down = lora->down + (int64_t)r * width, *up = lora->up + (int64_t)r * width_out;
+    f8 dot = f8_set(0.0f);
+    for (int i = 0; i < width; i += 8)
+      dot = f8_fma(f8_load_part(x + i, width - i), f8_load_part(down + i, width - i), dot);
+    f8 factor = f8_set(f8_sum(dot));
+    for (int i = 0; i < width_out; i += 8) {
+      f8 sum = f8_load_part(y + i, width_out - i);
+      sum = f8_fma(factor, f8_load_part(up + i, width_out - i), sum);
+      f8_store_part(y + i, sum, width_out - i);
+    }
+  }
+}
+
+#endif

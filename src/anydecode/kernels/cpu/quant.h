@@ -1,0 +1,160 @@
+/* Block formats in their repacked order, and the int8 activations they are multiplied with.
+ *
+ * Eight output columns (the lanes) stand together. A block of 32 k is eight steps of 32 bytes,
+ * byte 4 * c + j of step i being column c at k = 4 * i + j. Four-bit parts keep two steps in a
+ * vector: i in the low nibbles, i + 4 in the high ones.
+ *
+ *   Q4_0  d[8]        q[128]          Q5_0  d[8]       q[128] h[32]      Q8_0  d[8]  q[256]
+ *   Q4_1  d[8] m[8]   q[128]          Q5_1  d[8] m[8]  q[128] h[32]
+ *   Q4_K  d[8] m[8], then 8 times  sc[8] mn[8] q[128]
+ *   Q5_K  d[8] m[8], then 8 times  sc[8] mn[8] q[128] h[32]
+ *   Q6_K  d[8],      then 8 times  sc[2][8]    q[128] h[64]
+ *
+ * d and m are float16; bit i of h is the fifth bit of step i, or bits 2i the two upper ones of
+ * steps i and, in the second vector, i + 4. Q8_0 bytes are offset by 128. */
+#ifndef ANYDECODE_QUANT_H
+#define ANYDECODE_QUANT_H
+
+#include "layout.h"
+#include "simd.h"
+
+INLINE int has_min(int format) {
+  return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K;
+}
+INLINE int is_super(int format) { return format == Q4_K || format == Q5_K || format == Q6_K; }
+INLINE int is_float(int format) { return format == F32 || format == F16 || format == BF16; }
+INLINE int five_bits(int format) { return format == Q5_0 || format == Q5_1 || format == Q5_K; }
+
+INLINE int header_bytes(int format) { return has_min(format) ? 32 : 16; }
+
+/* Bytes of one block of 32 k by 8 columns, without the header of a super-block. */
+INLINE int block_bytes(int format) {
+  switch (format) {
+    case Q4_0: return 144;
+    case Q4_1: return 160;
+    case Q5_0: return 176;
+    case Q5_1: return 192;
+    case Q8_0: return 272;
+    case Q4_K: return 144;
+    case Q5_K: return 176;
+    default: return 208;
+  }
+}
+
+INLINE int64_t packed_group_bytes(int format, int in_features) {
+  if (format == F32) return (int64_t)in_features * 32;
+  if (is_float(format)) return (int64_t)in_features * 16;
+  int64_t blocks = in_features / QUANT_BLOCK;
+  int64_t bytes = blocks * block_bytes(format);
+  return is_super(format) ? bytes + blocks / 8 * header_bytes(format) : bytes;
+}
+
+INLINE void unpack_nibbles(const uint8_t *q, b32 *w) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    b32 both = b32_load(q + 32 * i);
+    w[i] = b32_and(both, 15);
+    w[i + 4] = b32_and(b32_right(both, 4), 15);
+  }
+}
+
+INLINE void add_fifth_bits(const uint8_t *h, b32 *w) {
+  b32 bits = b32_load(h);
+  w[0] = b32_or(w[0], b32_and(b32_left(bits, 4), 16));
+  w[1] = b32_or(w[1], b32_and(b32_left(bits, 3), 16));
+  w[2] = b32_or(w[2], b32_and(b32_left(bits, 2), 16));
+  w[3] = b32_or(w[3], b32_and(b32_left(bits, 1), 16));
+  w[4] = b32_or(w[4], b32_and(bits, 16));
+  w[5] = b32_or(w[5], b32_and(b32_right(bits, 1), 16));
+  w[6] = b32_or(w[6], b32_and(b32_right(bits, 2), 16));
+  w[7] = b32_or(w[7], b32_and(b32_right(bits, 3), 16));
+}
+
+INLINE void add_two_bits(const uint8_t *h, b32 *w) {
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; half++) {
+    b32 bits = b32_load(h + 32 * half);
+    b32 *to = w + 4 * half;
+    to[0] = b32_or(to[0], b32_and(b32_left(bits, 4), 48));
+    to[1] = b32_or(to[1], b32_and(b32_left(bits, 2), 48));
+    to[2] = b32_or(to[2], b32_and(bits, 48));
+    to[3] = b32_or(to[3], b32_and(b32_right(bits, 2), 48));
+  }
+}
+
+/* The quants of a block start behind its scales. */
+INLINE int scales_bytes(int format) { return is_super(format) ? 16 : header_bytes(format); }
+
+INLINE void unpack_weights(int format, const uint8_t *block, b32 *w) {
+  const uint8_t *q = block + scales_bytes(format);
+  if (format == Q8_0) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) w[i] = prepare_8bit(b32_load(q + 32 * i));
+    return;
+  }
+  unpack_nibbles(q, w);
+  if (five_bits(format)) add_fifth_bits(q + 128, w);
+  if (format == Q6_K) add_two_bits(q + 128, w);
+}
+
+/* Scales of a block for eight columns; `second` is the minimum, or Q6_K's second half. */
+INLINE void load_scales(int format, const uint8_t *block, f8 super, f8 super_min, f8 *first,
+                        f8 *second) {
+  if (format == Q6_K) {
+    *first = f8_mul(super, f8_load_s8(block));
+    *second = f8_mul(super, f8_load_s8(block + 8));
+  } else if (is_super(format)) {
+    *first = f8_mul(super, f8_load_u8(block));
+    *second = f8_mul(super_min, f8_load_u8(block + 8));
+  } else {
+    *first = f8_load_f16((const uint16_t *)block);
+    *second = has_min(format) ? f8_load_f16((const uint16_t *)block + 8) : f8_set(0.0f);
+  }
+}
+
+/* total + one block's part of the product. */
+INLINE f8 add_block(int format, f8 total, const b32 *w, const Activations *a, f8 first, f8 second) {
+  f8 scale = f8_set(a->scale);
+  if (format == Q6_K) {
+    i8 low = i8_sub(dot16_6bit(w, a->q), i8_set(32 * a->low));
+    i8 high = i8_sub(dot16_6bit(w + 4, a->q + 16), i8_set(32 * a->high));
+    total = f8_fma(f8_from_i8(low), f8_mul(first, scale), total);
+    return f8_fma(f8_from_i8(high), f8_mul(second, scale), total);
+  }
+  i8 dot;
+  if (format == Q8_0)
+    dot = dot32_8bit(w, a->q, a->low + a->high);
+  else
+    dot = five_bits(format) ? dot32_5bit(w, a->q) : dot32_4bit(w, a->q);
+  if (format == Q4_0) dot = i8_sub(dot, i8_set(8 * (a->low + a->high)));
+  if (format == Q5_0) dot = i8_sub(dot, i8_set(16 * (a->low + a->high)));
+  total = f8_fma(f8_from_i8(dot), f8_mul(first, scale), total);
+  if (format == Q4_K || format == Q5_K)
+    return f8_fma(second, f8_set(-a->scaled_sum), total);
+  return has_min(format) ? f8_fma(second, f8_set(a->scaled_sum), total) : total;
+}
+
+/* One row in blocks of 32, rounded half to even to multiples of amax / 127. */
+static void quantise_row(const float *x, int width, Activations *out) {
+  for (int b = 0; b < width / QUANT_BLOCK; b++, x += QUANT_BLOCK, out++) {
+    f8 largest = f8_set(0.0f);
+    for (int i = 0; i < QUANT_BLOCK; i += LANES) largest = f8_max(f8_abs(f8_load(x + i)), largest);
+    float amax = f8_largest(largest);
+    float inverse = amax > 0 ? 127.0f / amax : 0.0f;
+    int32_t sums[2] = {0, 0};
+    for (int i = 0; i < QUANT_BLOCK; i += LANES) {
+      float rounded[LANES];
+      f8_store(rounded, f8_round(f8_mul(f8_load(x + i), f8_set(inverse))));
+      for (int j = 0; j < LANES; j++) {
+        out->q[i + j] = (int8_t)rounded[j];
+        sums[i / 16] += (int32_t)rounded[j];
+      }
+    }
+    out->scale = amax / 127.0f;
+    out->low = sums[0];
+    out->high = sums[1];
+    out->scaled_sum = out->scale * (float)(sums[0] + sums[1]);
+  }
+}
+
+#endif

@@ -1,0 +1,238 @@
+/* From GGUF's rows of blocks, or plain rows, to groups of eight columns (see quant.h). */
+#ifndef ANYDECODE_REPACK_H
+#define ANYDECODE_REPACK_H
+
+#include "quant.h"
+
+/* A block of 32 weights of one row: quants as stored, float16 or integer scales. */
+typedef struct {
+  uint16_t d, m;
+  uint8_t first, second;
+  uint8_t q[QUANT_BLOCK];
+} Block;
+
+static void k_scale(const uint8_t *packed, int j, uint8_t *scale, uint8_t *min) {
+  if (j < 4) {
+    *scale = packed[j] & 63;
+    *min = packed[j + 4] & 63;
+  } else {
+    *scale = (uint8_t)((packed[j + 4] & 15) | (packed[j - 4] >> 6) << 4);
+    *min = (uint8_t)((packed[j + 4] >> 4) | (packed[j] >> 6) << 4);
+  }
+}
+
+static void read_k4(int format, const uint8_t *p, int j, Block *out) {
+  memcpy(&out->d, p, 2);
+  memcpy(&out->m, p + 2, 2);
+  k_scale(p + 4, j, &out->first, &out->second);
+  const uint8_t *high = p + 16, *q = p + (format == Q5_K ? 48 : 16) + 32 * (j / 2);
+  int shift = j % 2 * 4;
+  for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] = (q[k] >> shift) & 15;
+  if (format == Q5_K)
+    for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] |= (uint8_t)(((high[k] >> j) & 1) << 4);
+}
+
+static void read_k6(const uint8_t *p, int j, Block *out) {
+  const uint8_t *low = p + 64 * (j / 4) + 32 * (j % 2), *high = p + 128 + 32 * (j / 4);
+  int shift = j % 4 / 2 * 4, up = j % 4 * 2;
+  for (int k = 0; k < QUANT_BLOCK; k++)
+    out->q[k] = (uint8_t)(((low[k] >> shift) & 15) | ((high[k] >> up) & 3) << 4);
+  out->first = p[192 + 2 * j];
+  out->second = p[193 + 2 * j];
+  memcpy(&out->d, p + 208, 2);
+}
+
+static void read_small(int format, const uint8_t *p, Block *out) {
+  memcpy(&out->d, p, 2);
+  p += 2;
+  if (has_min(format)) {
+    memcpy(&out->m, p, 2);
+    p += 2;
+  }
+  if (format == Q8_0) {
+    for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] = p[k] ^ 0x80;
+    return;
+  }
+  uint32_t high = 0;
+  if (five_bits(format)) {
+    memcpy(&high, p, 4);
+    p += 4;
+  }
+  for (int k = 0; k < 16; k++) {
+    out->q[k] = p[k] & 15;
+    out->q[k + 16] = p[k] >> 4;
+  }
+  if (high)
+    for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] |= (uint8_t)(((high >> k) & 1) << 4);
+}
+
+static int stored_bytes(int format) {
+  switch (format) {
+    case Q4_0: return 18;
+    case Q4_1: return 20;
+    case Q5_0: return 22;
+    case Q5_1: return 24;
+    case Q8_0: return 34;
+    case Q4_K: return 144;
+    case Q5_K: return 176;
+    default: return 210;
+  }
+}
+
+static void read_block(int format, const uint8_t *row, int b, Block *out) {
+  if (!is_super(format)) {
+    read_small(format, row + (int64_t)b * stored_bytes(format), out);
+    return;
+  }
+  const uint8_t *p = row + (int64_t)(b / 8) * stored_bytes(format);
+  if (format == Q6_K)
+    read_k6(p, b % 8, out);
+  else
+    read_k4(format, p, b % 8, out);
+}
+
+/* Quants of one column into its place in a block. */
+static void place_column(int format, const Block *from, int c, uint8_t *q) {
+  for (int i = 0; i < 8; i++) {
+    const uint8_t *step = from->q + 4 * i;
+    if (format == Q8_0) {
+      memcpy(q + 32 * i + 4 * c, step, 4);
+      continue;
+    }
+    for (int j = 0; j < 4; j++) {
+      uint8_t value = step[j], low = value & 15, high = value >> 4;
+      int at = 4 * c + j;
+      if (i < 4)
+        q[32 * i + at] = low;
+      else
+        q[32 * (i - 4) + at] |= (uint8_t)(low << 4);
+      if (five_bits(format)) q[128 + at] |= (uint8_t)(high << i);
+      if (format == Q6_K) q[128 + 32 * (i / 4) + at] |= (uint8_t)(high << (i % 4 * 2));
+    }
+  }
+}
+
+/* Four-bit formats of 32 store a block in our nibble order: whole words move. */
+static void place_words(int format, const uint8_t *stored, int c, uint8_t *block) {
+  int scales = has_min(format) ? 2 : 1;
+  memcpy(block + 2 * c, stored, 2);
+  if (scales == 2) memcpy(block + 16 + 2 * c, stored + 2, 2);
+  const uint8_t *q = stored + 2 * scales;
+  for (int i = 0; i < 4; i++) memcpy(block + 16 * scales + 32 * i + 4 * c, q + 4 * i, 4);
+}
+
+static void place_block(int format, const Block *from, int c, uint8_t *header, uint8_t *block) {
+  memcpy(header + 2 * c, &from->d, 2);
+  if (has_min(format)) memcpy(header + 16 + 2 * c, &from->m, 2);
+  if (is_super(format)) {
+    block[c] = from->first;
+    block[8 + c] = from->second;
+  }
+  place_column(format, from, c, block + scales_bytes(format));
+}
+
+static void repack_blocks(const Matrix *to, const uint8_t *from, int64_t row_bytes, int group) {
+  int format = to->format, blocks = to->in_features / QUANT_BLOCK;
+  uint8_t *p = (uint8_t *)to->data + group * to->group_bytes, *header = p;
+  memset(p, 0, to->group_bytes);
+  for (int b = 0; b < blocks; b++) {
+    if (is_super(format) && b % 8 == 0) {
+      header = p;
+      p += header_bytes(format);
+    } else if (!is_super(format)) {
+      header = p;
+    }
+    for (int c = 0; c < LANES && group * LANES + c < to->out_features; c++) {
+      const uint8_t *row = from + (int64_t)(group * LANES + c) * row_bytes;
+      if (format == Q4_0 || format == Q4_1) {
+        place_words(format, row + (int64_t)b * stored_bytes(format), c, p);
+      } else {
+        Block block;
+        read_block(format, row, b, &block);
+        place_block(format, &block, c, header, p);
+      }
+    }
+    p += block_bytes(format);
+  }
+}
+
+static void repack_floats(const Matrix *to, const uint8_t *from, int64_t row_bytes, int group) {
+  int size = to->format == F32 ? 4 : 2;
+  uint8_t *p = (uint8_t *)to->data + group * to->group_bytes;
+  memset(p, 0, to->group_bytes);
+  for (int c = 0; c < LANES && group * LANES + c < to->out_features; c++) {
+    const uint8_t *row = from + (int64_t)(group * LANES + c) * row_bytes;
+    for (int64_t k = 0; k < to->in_features; k++)
+      memcpy(p + (8 * k + c) * size, row + k * size, size);
+  }
+}
+
+/* Groups [first, last) of `to` from rows that are `row_bytes` apart. */
+static void repack(const Matrix *to, const uint8_t *from, int64_t row_bytes, int first, int last) {
+  for (int g = first; g < last; g++) {
+    if (is_float(to->format))
+      repack_floats(to, from, row_bytes, g);
+    else
+      repack_blocks(to, from, row_bytes, g);
+  }
+}
+
+static int quant_at(int format, const uint8_t *q, int c, int k) {
+  int i = k / 4, at = 4 * c + k % 4;
+  if (format == Q8_0) return (int)q[32 * i + at] - 128;
+  int value = i < 4 ? q[32 * i + at] & 15 : q[32 * (i - 4) + at] >> 4;
+  if (five_bits(format)) value |= ((q[128 + at] >> i) & 1) << 4;
+  if (format == Q6_K) value |= ((q[128 + 32 * (i / 4) + at] >> (i % 4 * 2)) & 3) << 4;
+  if (format == Q4_0) value -= 8;
+  if (format == Q5_0) value -= 16;
+  if (format == Q6_K) value -= 32;
+  return value;
+}
+
+static void unpack_block(int format, const uint8_t *block, int c, float super, float super_min,
+                         float *out) {
+  uint16_t d = 0, m = 0;
+  float scale[2], min = 0.0f;
+  if (is_super(format)) {
+    scale[0] = scale[1] = super * (format == Q6_K ? (float)(int8_t)block[c] : (float)block[c]);
+    if (format == Q6_K) scale[1] = super * (float)(int8_t)block[8 + c];
+    else min = -(super_min * (float)block[8 + c]);
+  } else {
+    memcpy(&d, block + 2 * c, 2);
+    if (has_min(format)) memcpy(&m, block + 16 + 2 * c, 2);
+    scale[0] = scale[1] = f16_to_float(d);
+    min = f16_to_float(m);
+  }
+  const uint8_t *q = block + scales_bytes(format);
+  for (int k = 0; k < QUANT_BLOCK; k++)
+    out[k] = scale[k / 16] * (float)quant_at(format, q, c, k) + min;
+}
+
+/* One row of the matrix in float32: an embedding. */
+static void unpack_row(const Matrix *w, int row, float *out) {
+  int c = row % LANES;
+  const uint8_t *p = w->data + row / LANES * w->group_bytes;
+  if (is_float(w->format)) {
+    for (int64_t k = 0; k < w->in_features; k++) {
+      const uint16_t *half = (const uint16_t *)p + 8 * k + c;
+      if (w->format == F32) out[k] = ((const float *)p)[8 * k + c];
+      else out[k] = w->format == F16 ? f16_to_float(*half) : bf16_to_float(*half);
+    }
+    return;
+  }
+  float super = 0.0f, super_min = 0.0f;
+  for (int b = 0; b < w->in_features / QUANT_BLOCK; b++) {
+    if (is_super(w->format) && b % 8 == 0) {
+      uint16_t d, m = 0;
+      memcpy(&d, p + 2 * c, 2);
+      if (has_min(w->format)) memcpy(&m, p + 16 + 2 * c, 2);
+      super = f16_to_float(d);
+      super_min = f16_to_float(m);
+      p += header_bytes(w->format);
+    }
+    unpack_block(w->format, p, c, super, super_min, out + b * QUANT_BLOCK);
+    p += block_bytes(w->format);
+  }
+}
+
+#endif

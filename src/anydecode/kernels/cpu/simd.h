@@ -1,0 +1,102 @@
+/* Eight lanes of float or int32 and 32 bytes of weights: the only instruction-specific part.
+ * Every variant rounds alike: products are fused only where f8_fma says so. */
+#ifndef ANYDECODE_SIMD_H
+#define ANYDECODE_SIMD_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float f16_to_float(uint16_t h) {
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff, bits;
+  if (rest >= 0x7c00) {
+    bits = 0x7f800000u | ((rest & 0x3ff) << 13);
+  } else if (rest >= 0x0400) {
+    bits = (rest << 13) + 0x38000000u;
+  } else {
+    float small = (float)rest * 0x1p-24f;
+    memcpy(&bits, &small, 4);
+  }
+  bits |= sign;
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+
+INLINE uint16_t float_to_f16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  uint32_t sign = (bits >> 16) & 0x8000, rest = bits & 0x7fffffff;
+  if (rest > 0x7f800000u) return (uint16_t)(sign | 0x7e00);
+  if (rest >= 0x47800000u) return (uint16_t)(sign | 0x7c00);
+  if (rest < 0x38800000u) {
+    float magnitude;
+    memcpy(&magnitude, &rest, 4);
+    magnitude += 0.5f; /* 0.5 has the spacing of the smallest half: this addition rounds */
+    memcpy(&rest, &magnitude, 4);
+    return (uint16_t)(sign | (rest - 0x3f000000u));
+  }
+  rest += 0xfff + ((rest >> 13) & 1);
+  return (uint16_t)(sign | ((rest - 0x38000000u) >> 13));
+}
+
+INLINE float bf16_to_float(uint16_t h) {
+  uint32_t bits = (uint32_t)h << 16;
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+
+INLINE uint16_t float_to_bf16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40);
+  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+#if defined(ANYDECODE_SCALAR)
+#include "simd_scalar.h"
+#elif defined(__AVX2__)
+#include "simd_avx2.h"
+#elif defined(__aarch64__)
+#include "simd_neon.h"
+#else
+#error "no instruction set chosen"
+#endif
+
+/* ((0+1)+(2+3)) + ((4+5)+(6+7)) */
+INLINE float f8_sum(f8 x) {
+  float v[8];
+  f8_store(v, x);
+  return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+}
+
+/* The first `left` floats, zeros behind them. */
+INLINE f8 f8_load_part(const float *p, int left) {
+  if (left >= 8) return f8_load(p);
+  float v[8] = {0};
+  memcpy(v, p, (size_t)left * 4);
+  return f8_load(v);
+}
+
+INLINE void f8_store_part(float *p, f8 x, int left) {
+  if (left >= 8) {
+    f8_store(p, x);
+    return;
+  }
+  float v[8];
+  f8_store(v, x);
+  memcpy(p, v, (size_t)left * 4);
+}
+
+INLINE float f8_largest(f8 x) {
+  float v[8], best;
+  f8_store(v, x);
+  best = v[0];
+  for (int i = 1; i < 8; i++) best = v[i] > best ? v[i] : best;
+  return best;
+}
+
+#endif

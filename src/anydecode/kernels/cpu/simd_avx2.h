@@ -1,0 +1,142 @@
+/* AVX2, FMA and F16C; with VNNI where the compiler was told of it. */
+#include <immintrin.h>
+
+typedef __m256 f8;
+typedef __m256i i8;
+typedef __m256i b32;
+
+INLINE f8 f8_load(const float *p) { return _mm256_loadu_ps(p); }
+INLINE void f8_store(float *p, f8 x) { _mm256_storeu_ps(p, x); }
+INLINE f8 f8_set(float x) { return _mm256_set1_ps(x); }
+INLINE f8 f8_add(f8 x, f8 y) { return _mm256_add_ps(x, y); }
+INLINE f8 f8_sub(f8 x, f8 y) { return _mm256_sub_ps(x, y); }
+INLINE f8 f8_mul(f8 x, f8 y) { return _mm256_mul_ps(x, y); }
+INLINE f8 f8_div(f8 x, f8 y) { return _mm256_div_ps(x, y); }
+/* y where either is NaN */
+INLINE f8 f8_max(f8 x, f8 y) { return _mm256_max_ps(x, y); }
+INLINE f8 f8_min(f8 x, f8 y) { return _mm256_min_ps(x, y); }
+INLINE f8 f8_fma(f8 x, f8 y, f8 z) { return _mm256_fmadd_ps(x, y, z); }
+INLINE f8 f8_abs(f8 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+INLINE f8 f8_round(f8 x) {
+  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+/* where limit > x: a, else b */
+INLINE f8 f8_pick_below(f8 x, f8 limit, f8 a, f8 b) {
+  return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, limit, _CMP_LT_OQ));
+}
+INLINE int f8_any_above(f8 x, f8 limit) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_GT_OQ));
+}
+/* Lane i: ((0+1)+(2+3)) + ((4+5)+(6+7)) of x[i]. */
+INLINE f8 f8_sums(const f8 *x) {
+  f8 low = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  f8 high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20),
+                       _mm256_permute2f128_ps(low, high, 0x31));
+}
+INLINE f8 f8_from_i8(i8 x) { return _mm256_cvtepi32_ps(x); }
+/* x * 2^n for whole n in [-126, 127] */
+INLINE f8 f8_scale2(f8 x, f8 n) {
+  i8 e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(e));
+}
+INLINE f8 f8_load_f16(const uint16_t *p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+INLINE f8 f8_load_bf16(const uint16_t *p) {
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+INLINE void f8_store_f16(uint16_t *p, f8 x) {
+  _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+INLINE f8 f8_load_u8(const uint8_t *p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+INLINE f8 f8_load_s8(const uint8_t *p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+INLINE i8 i8_set(int32_t x) { return _mm256_set1_epi32(x); }
+INLINE i8 i8_add(i8 x, i8 y) { return _mm256_add_epi32(x, y); }
+INLINE i8 i8_sub(i8 x, i8 y) { return _mm256_sub_epi32(x, y); }
+
+INLINE b32 b32_load(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+INLINE b32 b32_and(b32 x, int mask) {
+  return _mm256_and_si256(x, _mm256_set1_epi8((char)mask));
+}
+INLINE b32 b32_or(b32 x, b32 y) { return _mm256_or_si256(x, y); }
+/* Each byte shifted by a constant; the caller masks what a neighbour shifted in. */
+#define b32_right(x, n) _mm256_srli_epi16(x, n)
+#define b32_left(x, n) _mm256_slli_epi16(x, n)
+
+INLINE b32 activations4(const int8_t *a) {
+  int32_t four;
+  memcpy(&four, a, 4);
+  return _mm256_set1_epi32(four);
+}
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define DOT(acc, w, a) _mm256_dpbusd_epi32(acc, w, a)
+#elif defined(__AVXVNNI__)
+#define DOT(acc, w, a) _mm256_dpbusd_avx_epi32(acc, w, a)
+#endif
+
+#ifdef DOT
+#define CHAIN(w, a, n)                                         \
+  i8 even = _mm256_setzero_si256(), odd = even;                \
+  for (int i = 0; i < (n); i += 2) {                           \
+    even = DOT(even, (w)[i], activations4((a) + 4 * i));       \
+    odd = DOT(odd, (w)[i + 1], activations4((a) + 4 * i + 4)); \
+  }                                                            \
+  return _mm256_add_epi32(even, odd)
+/* Lane c: the sum over 32 k of w[k][c] * a[k]; weights at most 15, or 31. */
+INLINE i8 dot32_4bit(const b32 *w, const int8_t *a) { CHAIN(w, a, 8); }
+INLINE i8 dot32_5bit(const b32 *w, const int8_t *a) { CHAIN(w, a, 8); }
+/* The same over 16 k; weights at most 63. */
+INLINE i8 dot16_6bit(const b32 *w, const int8_t *a) { CHAIN(w, a, 4); }
+INLINE i8 chain_8bit(const b32 *w, const int8_t *a) { CHAIN(w, a, 8); }
+/* Bytes w stand for w - 128; `sum` is the sum of the 32 activations. */
+INLINE i8 dot32_8bit(const b32 *w, const int8_t *a, int32_t sum) {
+  return i8_sub(chain_8bit(w, a), i8_set(128 * sum));
+}
+INLINE b32 prepare_8bit(b32 w) { return w; }
+#else
+INLINE i8 pairs_to_i8(__m256i x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
+#define STEP(w, a, i) _mm256_maddubs_epi16((w)[i], activations4((a) + 4 * (i)))
+/* Eight steps of two products of at most 15 * 127 stay below 2^15. */
+INLINE i8 dot32_4bit(const b32 *w, const int8_t *a) {
+  __m256i even = STEP(w, a, 0), odd = STEP(w, a, 1);
+  even = _mm256_add_epi16(even, STEP(w, a, 2));
+  odd = _mm256_add_epi16(odd, STEP(w, a, 3));
+  even = _mm256_add_epi16(even, STEP(w, a, 4));
+  odd = _mm256_add_epi16(odd, STEP(w, a, 5));
+  even = _mm256_add_epi16(even, STEP(w, a, 6));
+  odd = _mm256_add_epi16(odd, STEP(w, a, 7));
+  return pairs_to_i8(_mm256_add_epi16(even, odd));
+}
+/* Four steps of two products of at most 31 * 127. */
+INLINE i8 dot32_5bit(const b32 *w, const int8_t *a) {
+  __m256i low = _mm256_add_epi16(STEP(w, a, 0), STEP(w, a, 1));
+  low = _mm256_add_epi16(low, _mm256_add_epi16(STEP(w, a, 2), STEP(w, a, 3)));
+  __m256i high = _mm256_add_epi16(STEP(w, a, 4), STEP(w, a, 5));
+  high = _mm256_add_epi16(high, _mm256_add_epi16(STEP(w, a, 6), STEP(w, a, 7)));
+  return _mm256_add_epi32(pairs_to_i8(low), pairs_to_i8(high));
+}
+/* Two steps of two products of at most 63 * 127. */
+INLINE i8 dot16_6bit(const b32 *w, const int8_t *a) {
+  __m256i low = _mm256_add_epi16(STEP(w, a, 0), STEP(w, a, 1));
+  __m256i high = _mm256_add_epi16(STEP(w, a, 2), STEP(w, a, 3));
+  return _mm256_add_epi32(pairs_to_i8(low), pairs_to_i8(high));
+}
+INLINE i8 dot32_8bit(const b32 *w, const int8_t *a, int32_t sum) {
+  (void)sum;
+  i8 total = _mm256_setzero_si256();
+  for (int i = 0; i < 8; i++) {
+    __m256i signed_a = _mm256_sign_epi8(activations4(a + 4 * i), w[i]);
+    total = _mm256_add_epi32(total, pairs_to_i8(_mm256_maddubs_epi16(_mm256_abs_epi8(w[i]), signed_a)));
+  }
+  return total;
+}
+INLINE b32 prepare_8bit(b32 w) { return _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80)); }
+#undef STEP
+#endif

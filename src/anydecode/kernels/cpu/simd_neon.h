@@ -1,0 +1,123 @@
+/* Two 128-bit registers a value; with the dot-product instructions where the target has them. */
+#include <arm_neon.h>
+
+typedef struct { float32x4_t a, b; } f8;
+typedef struct { int32x4_t a, b; } i8;
+typedef struct { uint8x16_t a, b; } b32;
+
+#define F8(x, y) ((f8){(x), (y)})
+#define I8(x, y) ((i8){(x), (y)})
+#define B32(x, y) ((b32){(x), (y)})
+
+INLINE f8 f8_load(const float *p) { return F8(vld1q_f32(p), vld1q_f32(p + 4)); }
+INLINE void f8_store(float *p, f8 x) { vst1q_f32(p, x.a); vst1q_f32(p + 4, x.b); }
+INLINE f8 f8_set(float x) { return F8(vdupq_n_f32(x), vdupq_n_f32(x)); }
+INLINE f8 f8_add(f8 x, f8 y) { return F8(vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b)); }
+INLINE f8 f8_sub(f8 x, f8 y) { return F8(vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)); }
+INLINE f8 f8_mul(f8 x, f8 y) { return F8(vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b)); }
+INLINE f8 f8_div(f8 x, f8 y) { return F8(vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)); }
+/* y where either is NaN, as on the other machines */
+INLINE f8 f8_max(f8 x, f8 y) {
+  return F8(vbslq_f32(vcgtq_f32(x.a, y.a), x.a, y.a), vbslq_f32(vcgtq_f32(x.b, y.b), x.b, y.b));
+}
+INLINE f8 f8_min(f8 x, f8 y) {
+  return F8(vbslq_f32(vcltq_f32(x.a, y.a), x.a, y.a), vbslq_f32(vcltq_f32(x.b, y.b), x.b, y.b));
+}
+INLINE f8 f8_fma(f8 x, f8 y, f8 z) {
+  return F8(vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b));
+}
+INLINE f8 f8_abs(f8 x) { return F8(vabsq_f32(x.a), vabsq_f32(x.b)); }
+INLINE f8 f8_round(f8 x) { return F8(vrndnq_f32(x.a), vrndnq_f32(x.b)); }
+INLINE f8 f8_pick_below(f8 x, f8 limit, f8 a, f8 b) {
+  return F8(vbslq_f32(vcltq_f32(x.a, limit.a), a.a, b.a),
+            vbslq_f32(vcltq_f32(x.b, limit.b), a.b, b.b));
+}
+INLINE int f8_any_above(f8 x, f8 limit) {
+  return vmaxvq_u32(vorrq_u32(vcgtq_f32(x.a, limit.a), vcgtq_f32(x.b, limit.b))) != 0;
+}
+/* Lane i: ((0+1)+(2+3)) + ((4+5)+(6+7)) of x[i]. */
+INLINE f8 f8_sums(const f8 *x) {
+  float32x4_t s[4];
+  for (int i = 0; i < 4; i++) {
+    float32x4_t even = vpaddq_f32(x[2 * i].a, x[2 * i].b);
+    float32x4_t odd = vpaddq_f32(x[2 * i + 1].a, x[2 * i + 1].b);
+    s[i] = vpaddq_f32(even, odd);
+  }
+  return F8(vpaddq_f32(s[0], s[1]), vpaddq_f32(s[2], s[3]));
+}
+INLINE f8 f8_from_i8(i8 x) { return F8(vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b)); }
+INLINE float32x4_t power_of_two(float32x4_t n) {
+  return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127)), 23));
+}
+INLINE f8 f8_scale2(f8 x, f8 n) { return f8_mul(x, F8(power_of_two(n.a), power_of_two(n.b))); }
+INLINE f8 f8_load_f16(const uint16_t *p) {
+  float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(p));
+  return F8(vcvt_f32_f16(vget_low_f16(h)), vcvt_high_f32_f16(h));
+}
+INLINE f8 f8_load_bf16(const uint16_t *p) {
+  uint16x8_t h = vld1q_u16(p);
+  return F8(vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16)),
+            vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(h), 16)));
+}
+INLINE void f8_store_f16(uint16_t *p, f8 x) {
+  vst1q_u16(p, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(x.a), x.b)));
+}
+INLINE f8 f8_load_u8(const uint8_t *p) {
+  uint16x8_t h = vmovl_u8(vld1_u8(p));
+  return F8(vcvtq_f32_u32(vmovl_u16(vget_low_u16(h))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(h))));
+}
+INLINE f8 f8_load_s8(const uint8_t *p) {
+  int16x8_t h = vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)));
+  return F8(vcvtq_f32_s32(vmovl_s16(vget_low_s16(h))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(h))));
+}
+INLINE i8 i8_set(int32_t x) { return I8(vdupq_n_s32(x), vdupq_n_s32(x)); }
+INLINE i8 i8_add(i8 x, i8 y) { return I8(vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b)); }
+INLINE i8 i8_sub(i8 x, i8 y) { return I8(vsubq_s32(x.a, y.a), vsubq_s32(x.b, y.b)); }
+
+INLINE b32 b32_load(const uint8_t *p) { return B32(vld1q_u8(p), vld1q_u8(p + 16)); }
+INLINE b32 b32_and(b32 x, int mask) {
+  uint8x16_t m = vdupq_n_u8((uint8_t)mask);
+  return B32(vandq_u8(x.a, m), vandq_u8(x.b, m));
+}
+INLINE b32 b32_or(b32 x, b32 y) { return B32(vorrq_u8(x.a, y.a), vorrq_u8(x.b, y.b)); }
+INLINE b32 b32_right(b32 x, int n) {
+  int8x16_t by = vdupq_n_s8((int8_t)-n);
+  return B32(vshlq_u8(x.a, by), vshlq_u8(x.b, by));
+}
+INLINE b32 b32_left(b32 x, int n) {
+  int8x16_t by = vdupq_n_s8((int8_t)n);
+  return B32(vshlq_u8(x.a, by), vshlq_u8(x.b, by));
+}
+
+INLINE int32x4_t dot_quad(int32x4_t total, uint8x16_t w, int8x16_t a) {
+#if defined(__ARM_FEATURE_DOTPROD)
+  return vdotq_s32(total, vreinterpretq_s8_u8(w), a);
+#else
+  int8x16_t s = vreinterpretq_s8_u8(w);
+  int16x8_t low = vmull_s8(vget_low_s8(s), vget_low_s8(a));
+  int16x8_t high = vmull_high_s8(s, a);
+  return vaddq_s32(total, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+#endif
+}
+INLINE i8 dot_steps(const b32 *w, const int8_t *a, int steps) {
+  i8 total = i8_set(0);
+  for (int i = 0; i < steps; i++) {
+    int32_t four;
+    memcpy(&four, a + 4 * i, 4);
+    int8x16_t spread = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    total.a = dot_quad(total.a, w[i].a, spread);
+    total.b = dot_quad(total.b, w[i].b, spread);
+  }
+  return total;
+}
+INLINE i8 dot32_4bit(const b32 *w, const int8_t *a) { return dot_steps(w, a, 8); }
+INLINE i8 dot32_5bit(const b32 *w, const int8_t *a) { return dot_steps(w, a, 8); }
+INLINE i8 dot16_6bit(const b32 *w, const int8_t *a) { return dot_steps(w, a, 4); }
+INLINE i8 dot32_8bit(const b32 *w, const int8_t *a, int32_t sum) {
+  (void)sum;
+  return dot_steps(w, a, 8);
+}
+INLINE b32 prepare_8bit(b32 w) {
+  uint8x16_t flip = vdupq_n_u8(0x80);
+  return B32(veorq_u8(w.a, flip), veorq_u8(w.b, flip));
+}

@@ -1,0 +1,12 @@
+/* All kernels for one instruction set; compiled once per set with VARIANT naming it. */
+#include "interpreter.h"
+#include "picks.h"
+
+#define NAME2(variant) kernels_##variant
+#define NAME(variant) NAME2(variant)
+#define TEXT2(variant) #variant
+#define TEXT(variant) TEXT2(variant)
+
+const Kernels NAME(VARIANT);
+const Kernels NAME(VARIANT) = {TEXT(VARIANT), run,    repack,    linear,
+                               unpack_row,    argmax, logsumexp, pick_gumbel};

@@ -1,0 +1,108 @@
+"""Matrix products whose rows do not depend on one another, from a library that does not promise it.
+
+A product with one row and a product with sixty take different code in every BLAS, and give
+different bits. So rows are multiplied in zero-padded tiles of a constant size, always through the
+same call. Whether a row's place inside the tile matters is found out once per shape, by putting
+the same row into every place; where it does, rows go one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from anydecode.kernels.formats import dequantize
+from anydecode.kernels.interface import Weight
+
+#: Tile sizes tried, the smallest first. A larger one is used only where its bits are the same.
+TILES = (8, 64)
+
+# Odd row lengths put rows at unaligned addresses, and then libraries pick kernels by address.
+_ALIGN = 16
+
+# A weight is unpacked and multiplied in groups of about this many values, so that it stays packed.
+_GROUP = 1 << 20
+
+
+class TiledProduct:
+    """x @ w.T for float32 x `[n, in]`: each result row depends on its own input row alone."""
+
+    def __init__(self) -> None:
+        self._tiles: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+    def __call__(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """`[n, out_features]` float32."""
+        x = _padded(x)
+        out = x.new_empty(x.shape[0], weight.out_features)
+        for first, matrix in _dense_groups(weight):
+            self._multiply(x, _padded(matrix), out[:, first : first + len(matrix)])
+        return out
+
+    def tiles(self, matrix: torch.Tensor) -> tuple[int, ...]:
+        """Tile sizes that give one and the same bits for this shape; (1,) where none do."""
+        key = (tuple(matrix.shape), matrix.device, matrix.data_ptr() % 64)
+        if key not in self._tiles:
+            self._tiles[key] = _probe(matrix)
+        return self._tiles[key]
+
+    def _multiply(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
+        tiles = self.tiles(matrix)
+        start, count = 0, x.shape[0]
+        while start < count:
+            left = count - start
+            size = max((tile for tile in tiles if tile <= left), default=tiles[0])
+            taken = min(size, left)
+            out[start : start + taken] = _tile(x[start : start + taken], matrix, size)
+            start += taken
+
+
+def _tile(x: torch.Tensor, matrix: torch.Tensor, size: int) -> torch.Tensor:
+    """One call of constant shape, on buffers that start where the allocator starts them."""
+    buffer = x.new_zeros(size, x.shape[1])
+    buffer[: x.shape[0]] = x
+    out = x.new_empty(size, matrix.shape[0])
+    torch.mm(buffer, matrix.t(), out=out)
+    return out[: x.shape[0]]
+
+
+def _probe(matrix: torch.Tensor) -> tuple[int, ...]:
+    """Which of `TILES` give a row the same bits in every place and among any others."""
+    generator = torch.Generator().manual_seed(matrix.shape[0] * 31 + matrix.shape[1])
+    # Random data, at an address aligned alike, shows an order of summation that a model's own
+    # numbers might hide.
+    offset = matrix.data_ptr() % 64 // matrix.element_size()
+    room = torch.empty(matrix.numel() + offset, device=matrix.device)
+    other = room[offset:].view(matrix.shape)
+    other.copy_(torch.randn(matrix.shape, generator=generator))
+    rows = torch.randn(TILES[-1], matrix.shape[1], generator=generator).to(matrix.device)
+    expected = _tile(rows[: TILES[0]], other, TILES[0])
+    good: list[int] = []
+    for size in TILES:
+        step = size // TILES[0]
+        results = [
+            _tile(torch.roll(rows[:size], place, 0), other, size).roll(-place, 0)
+            for place in range(0, size, step)
+        ]
+        same = all(torch.equal(result, results[0]) for result in results)
+        if not same or not torch.equal(results[0][: TILES[0]], expected):
+            break
+        good.append(size)
+    return tuple(good) or (1,)
+
+
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """Zeros on the right up to an aligned row length; they change no sum."""
+    missing = -x.shape[1] % _ALIGN
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
+
+
+def _dense_groups(weight: Weight) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, float32 rows) of a weight, group by group."""
+    step = max(64, _GROUP // weight.in_features // 64 * 64)
+    for first in range(0, weight.out_features, step):
+        data = weight.data[first : first + step]
+        if weight.format != "F32":
+            part = Weight(weight.format, data.shape[0], weight.in_features, data, weight.name)
+            data = dequantize(part)
+        yield first, data

@@ -1,0 +1,80 @@
+"""The slots of one model's key-value cache, counted by reference.
+
+A slot holds the key and value of one position in every layer. Because contexts map positions to
+slots one by one, forking shares slots, keeping one path of a token tree is an edit of a table, and
+nothing is ever copied or moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from anydecode.errors import OutOfMemoryError
+from anydecode.kernels.interface import KeyValues
+from anydecode.models.interface import Model
+
+Slots = np.ndarray
+
+
+class PoolFull(Exception):
+    """Fewer slots are free than asked for; the engine preempts someone and tries again."""
+
+
+class Pool:
+    """`num_slots` slots of `model`'s cache. `reclaim(n)` is asked for slots before `PoolFull`."""
+
+    def __init__(self, model: Model, num_slots: int) -> None:
+        if num_slots < 1:
+            raise OutOfMemoryError(f"a cache of {num_slots} positions cannot hold a sequence")
+        self.model = model
+        self.num_slots = num_slots
+        self.cache: KeyValues = model.new_cache(num_slots)
+        self.references = np.zeros(num_slots, np.int32)
+        self._free = list(range(num_slots - 1, -1, -1))
+        self.reclaim: Callable[[int], None] | None = None
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_slots - len(self._free)
+
+    def take(self, count: int) -> Slots:
+        """`count` free slots, each with one reference. Raises `PoolFull`, taking none."""
+        if count > len(self._free) and self.reclaim is not None:
+            self.reclaim(count - len(self._free))
+        if count > len(self._free):
+            raise PoolFull(f"{count} slots asked for, {len(self._free)} free")
+        if count == 0:
+            return np.empty(0, np.int32)
+        taken = np.array(self._free[: -count - 1 : -1], np.int32)
+        del self._free[-count:]
+        self.references[taken] = 1
+        return taken
+
+    def share(self, slots: Slots) -> None:
+        """One more reference to each of `slots` (distinct; -1 is skipped)."""
+        self.references[slots[slots >= 0]] += 1
+
+    def give(self, slots: Slots) -> None:
+        """One reference less to each of `slots` (distinct; -1 is skipped)."""
+        slots = slots[slots >= 0]
+        self.references[slots] -= 1
+        freed = slots[self.references[slots] == 0]
+        self._free.extend(freed[::-1].tolist())
+
+    def check_integrity(self, holders: list[Slots]) -> None:
+        """Raise AssertionError unless the references are exactly those of `holders`' tables."""
+        counted = np.zeros(self.num_slots, np.int32)
+        for slots in holders:
+            held = slots[slots >= 0]
+            assert len(np.unique(held)) == len(held), "a table names a slot twice"
+            counted[held] += 1
+        assert np.array_equal(counted, self.references), "references do not add up"
+        free = np.array(self._free, np.int64)
+        assert len(np.unique(free)) == len(free), "a slot is free twice"
+        assert np.array_equal(np.sort(free), np.flatnonzero(counted == 0)), "free list is wrong"

@@ -1,0 +1,250 @@
+"""A GGUF file as a `Checkpoint`: Hugging Face names and meaning, weights packed and mapped."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import dequantize
+from anydecode.kernels.interface import Weight
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.loading.gguf_config import config_from_gguf
+from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
+from anydecode.models.loading.lazy import LazyTensors, Reader
+from anydecode.models.tokenizers import HFTokenizer
+
+_OUTER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+_DIFFERENT = {
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "olmo2": _POST_NORMS,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "qwen3moe": {"ffn_gate_inp": "mlp.gate"},
+    "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
+}
+_EXPERTS = {
+    "llama": {
+        "ffn_gate": "block_sparse_moe.experts.{}.w1",
+        "ffn_up": "block_sparse_moe.experts.{}.w3",
+        "ffn_down": "block_sparse_moe.experts.{}.w2",
+    },
+    "qwen3moe": {
+        "ffn_gate": "mlp.experts.{}.gate_proj",
+        "ffn_up": "mlp.experts.{}.up_proj",
+        "ffn_down": "mlp.experts.{}.down_proj",
+    },
+}
+#: Tensors that say nothing a config does not: rope factors are read into it.
+_IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+#: Architectures whose query and key rows are stored for interleaved rotary pairs.
+_INTERLEAVED = ("llama", "smollm3")
+
+_Shape = tuple[int, ...]
+
+
+def load_gguf(path: Path) -> Checkpoint:
+    """Open `path`. Raises `CheckpointError`, in one line, for anything that is not right."""
+    file = GGUFFile(path)
+    config = config_from_gguf(file)
+    architecture: str = file.metadata["general.architecture"]
+    readers: dict[str, Reader] = {}
+    shapes: dict[str, _Shape] = {}
+    for info in file.tensors.values():
+        if info.name in _IN_CONFIG or info.name.endswith(".attn_rot_embd"):
+            continue
+        for name, shape, reader in _convert(file, info, architecture, config):
+            readers[name], shapes[name] = reader, shape
+    _check_shapes(path, architecture, config, shapes)
+    tokenizer = HFTokenizer.from_gguf(file.metadata, str(path))
+    generation = {
+        key: value
+        for key, value in (
+            ("bos_token_id", tokenizer.bos_id),
+            ("eos_token_id", sorted(tokenizer.eos_ids)),
+        )
+        if value not in (None, [])
+    }
+    return Checkpoint(
+        name=path.stem,
+        path=path,
+        config=config,
+        tensors=LazyTensors(path, readers),
+        tokenizer=tokenizer,
+        generation_config=generation,
+    )
+
+
+def _convert(
+    file: GGUFFile, info: TensorInfo, architecture: str, config: dict[str, Any]
+) -> list[tuple[str, _Shape, Reader]]:
+    """The Hugging Face tensors that one GGUF tensor stands for: names, shapes, readers."""
+    module, _, leaf = info.name.rpartition(".")
+    if leaf not in ("weight", "bias"):
+        raise _unknown(file, info, architecture)
+    if not module.startswith("blk."):
+        if module not in _OUTER:
+            raise _unknown(file, info, architecture)
+        target, prefix = _OUTER[module], ""
+        part = module
+    else:
+        _, layer, part = module.split(".", 2) if module.count(".") >= 2 else ("", "", "")
+        prefix = f"model.layers.{layer}."
+        expert = _experts(file, info, architecture, part, prefix)
+        if expert:
+            return expert
+        names = {**_LAYER, **_DIFFERENT.get(architecture, {})}
+        if not layer.isdigit() or int(layer) >= config["num_hidden_layers"] or part not in names:
+            raise _unknown(file, info, architecture)
+        target = names[part]
+    name = f"{prefix}{target}.{leaf}"
+    reader: Reader = partial(_read, file, info, f"{prefix}{target}")
+    if architecture in _INTERLEAVED and part in ("attn_q", "attn_k"):
+        heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+        reader = partial(_halves, reader, heads)
+    if architecture in ("gemma2", "gemma3") and info.name.endswith("norm.weight"):
+        reader = partial(_less_one, reader)
+    return [(name, info.shape, reader)]
+
+
+def _unknown(file: GGUFFile, info: TensorInfo, architecture: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file.path}: tensor {info.name!r} is not part of the {architecture} models supported"
+    )
+
+
+def _experts(
+    file: GGUFFile, info: TensorInfo, architecture: str, part: str, prefix: str
+) -> list[tuple[str, _Shape, Reader]]:
+    """Experts, stored all in one tensor or (in old files) one tensor each."""
+    table = _EXPERTS.get(architecture, {})
+    if part.endswith("_exps") and part[:-5] in table and len(info.shape) == 3:
+        modules = [prefix + table[part[:-5]].format(i) for i in range(info.shape[0])]
+        return [
+            (f"{module}.weight", info.shape[1:], partial(file.part, info.name, index, module))
+            for index, module in enumerate(modules)
+        ]
+    kind, _, index = part.partition(".")
+    if kind in table and index.isdigit():
+        module = prefix + table[kind].format(int(index))
+        return [(f"{module}.weight", info.shape, partial(_read, file, info, module))]
+    return []
+
+
+def _read(file: GGUFFile, info: TensorInfo, module: str) -> torch.Tensor | Weight:
+    tensor = file.view(info, module)
+    if isinstance(tensor, Weight) and len(info.shape) == 1:
+        return dequantize(tensor).flatten()
+    return tensor
+
+
+def _halves(reader: Reader, num_heads: int) -> torch.Tensor | Weight:
+    """Rows of interleaved rotary pairs (2i, 2i + 1) put as pairs (i, i + half), whole rows moved:
+    packed weights stay packed."""
+    tensor = reader()
+    data = tensor.data if isinstance(tensor, Weight) else tensor
+    rows = torch.arange(data.shape[0]).view(num_heads, -1, 2).transpose(1, 2).flatten()
+    moved = data.index_select(0, rows)
+    if isinstance(tensor, Weight):
+        return Weight(tensor.format, tensor.out_features, tensor.in_features, moved, tensor.name)
+    return moved
+
+
+def _less_one(reader: Reader) -> torch.Tensor:
+    """Gemma's norms as Hugging Face has them: GGUF stores them with the one already added."""
+    tensor = reader()
+    assert isinstance(tensor, torch.Tensor), "norms are vectors"
+    return tensor.to(torch.float32) - 1
+
+
+def _check_shapes(
+    path: Path, architecture: str, config: dict[str, Any], shapes: dict[str, _Shape]
+) -> None:
+    """Every tensor the config implies is there, and each has the shape it implies."""
+    for name, (shape, required) in _expected(architecture, config).items():
+        found = shapes.get(name)
+        if found is None and required:
+            raise CheckpointError(f"{path}: the tensor for {name!r} is missing")
+        if found is not None and found != shape:
+            raise CheckpointError(
+                f"{path}: {name!r} has shape {list(found)}; its metadata imply {list(shape)}"
+            )
+
+
+def _expected(architecture: str, config: dict[str, Any]) -> dict[str, tuple[_Shape, bool]]:
+    """By name: the shape, and whether the tensor must be there (biases mostly need not)."""
+    hidden, vocab, head = config["hidden_size"], config["vocab_size"], config["head_dim"]
+    expected: dict[str, tuple[_Shape, bool]] = {
+        "model.embed_tokens.weight": ((vocab, hidden), True),
+        "model.norm.weight": ((hidden,), True),
+        "lm_head.weight": ((vocab, hidden), False),
+    }
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    matrices: dict[str, _Shape] = {"self_attn.o_proj": (hidden, q)}
+    if architecture == "phi3":
+        matrices["self_attn.qkv_proj"] = (q + 2 * kv, hidden)
+    else:
+        for part, rows in (("q", q), ("k", kv), ("v", kv)):
+            matrices[f"self_attn.{part}_proj"] = (rows, hidden)
+    matrices |= _mlp_shapes(architecture, config)
+    vectors = {"post_attention_layernorm": hidden}
+    if architecture != "olmo2":
+        vectors["input_layernorm"] = hidden
+    if architecture in ("gemma2", "gemma3", "olmo2"):
+        vectors["post_feedforward_layernorm"] = hidden
+    if architecture in ("gemma2", "gemma3"):
+        vectors["pre_feedforward_layernorm"] = hidden
+    if architecture in ("qwen3", "qwen3moe", "gemma3", "olmo2"):
+        full = architecture == "olmo2"
+        vectors |= {"self_attn.q_norm": q if full else head}
+        vectors |= {"self_attn.k_norm": kv if full else head}
+    for layer in range(config["num_hidden_layers"]):
+        start = f"model.layers.{layer}."
+        for module, shape in matrices.items():
+            expected[f"{start}{module}.weight"] = (shape, True)
+            required = architecture == "qwen2" and module[-6:] in ("q_proj", "k_proj", "v_proj")
+            expected[f"{start}{module}.bias"] = (shape[:1], required)
+        for module, size in vectors.items():
+            expected[f"{start}{module}.weight"] = ((size,), True)
+    return expected
+
+
+def _mlp_shapes(architecture: str, config: dict[str, Any]) -> dict[str, _Shape]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    if architecture == "phi3":
+        return {"mlp.gate_up_proj": (2 * inner, hidden), "mlp.down_proj": (hidden, inner)}
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    if not experts:
+        up: _Shape = (inner, hidden)
+        return {"mlp.gate_proj": up, "mlp.up_proj": up, "mlp.down_proj": (hidden, inner)}
+    inner = config.get("moe_intermediate_size", inner)
+    shapes: dict[str, _Shape] = {_DIFFERENT[architecture]["ffn_gate_inp"]: (experts, hidden)}
+    for part, module in _EXPERTS[architecture].items():
+        shape = (hidden, inner) if part == "ffn_down" else (inner, hidden)
+        shapes |= {module.format(index): shape for index in range(experts)}
+    return shapes

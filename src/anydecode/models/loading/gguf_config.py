@@ -1,0 +1,237 @@
+"""A GGUF file's metadata as the `config.json` that Hugging Face has for the same model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from anydecode.errors import CheckpointError
+from anydecode.models.loading.gguf_file import GGUFFile
+
+#: GGUF architecture -> (model_type, architecture) of Hugging Face.
+ARCHITECTURES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+    "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+}
+
+_MISSING = object()
+
+
+class Keys:
+    """The metadata of one architecture, read with errors in the user's words."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.architecture = file.metadata.get("general.architecture")
+        if self.architecture not in ARCHITECTURES:
+            raise CheckpointError(
+                f"{file.path}: architecture {self.architecture!r} is not supported; "
+                f"supported are {', '.join(sorted(ARCHITECTURES))}"
+            )
+
+    def get(self, key: str, default: Any = _MISSING) -> Any:
+        """Metadata `<architecture>.<key>`."""
+        value = self.file.metadata.get(f"{self.architecture}.{key}", default)
+        if value is _MISSING:
+            raise CheckpointError(
+                f"{self.file.path}: metadata {self.architecture}.{key} is missing"
+            )
+        return value
+
+    def count(self, key: str, default: Any = _MISSING) -> int:
+        """A positive integer; a list that holds one value for every layer counts as that value."""
+        value = self.get(key, default)
+        if isinstance(value, list) and value and all(entry == value[0] for entry in value):
+            value = value[0]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CheckpointError(
+                f"{self.file.path}: metadata {self.architecture}.{key} is {value!r}, "
+                "which is not a positive integer"
+            )
+        return value
+
+    def number(self, key: str, default: Any = _MISSING) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+            raise CheckpointError(
+                f"{self.file.path}: metadata {self.architecture}.{key} is not a number"
+            )
+        return float(value)
+
+
+def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
+    """The config of `file`; raises `CheckpointError` for what is unsupported or missing."""
+    keys = Keys(file)
+    config = _common(keys)
+    extend = {
+        "gemma2": _gemma2,
+        "gemma3": _gemma3,
+        "phi3": _phi3,
+        "qwen3moe": _qwen3_moe,
+        "smollm3": _smollm3,
+        "qwen2": _qwen2,
+        "llama": _llama,
+    }.get(keys.architecture)
+    if extend is not None:
+        extend(keys, config)
+    return config
+
+
+def _common(keys: Keys) -> dict[str, Any]:
+    file = keys.file
+    model_type, architecture = ARCHITECTURES[keys.architecture]
+    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    head_dim = keys.count("attention.key_length", max(1, hidden // heads))
+    if keys.count("attention.value_length", head_dim) != head_dim:
+        raise CheckpointError(f"{file.path}: keys and values of different sizes are unsupported")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"{file.path}: tensor 'token_embd.weight' is missing")
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": keys.count("feed_forward_length", 1),
+        "num_hidden_layers": keys.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": keys.count("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(keys),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+    }
+    for name, key in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
+        token = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if isinstance(token, int):
+            config[key] = token
+    return config
+
+
+def _rope_scaling(keys: Keys) -> dict[str, Any] | None:
+    factors = _factors(keys, "rope_freqs.weight")
+    if factors is not None:
+        # Llama 3 files keep each frequency's divisor rather than the rule it came from. Long RoPE
+        # is the Hugging Face kind that takes divisors as they are.
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": keys.count("context_length"),
+        }
+    kind = keys.get("rope.scaling.type", None)
+    if kind in (None, "none", "longrope"):
+        return None
+    scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
+    if kind == "linear":
+        return scaling
+    if kind != "yarn":
+        raise CheckpointError(f"{keys.file.path}: rope scaling {kind!r} is not supported")
+    scaling["original_max_position_embeddings"] = keys.count("rope.scaling.original_context_length")
+    for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+        if keys.get(f"rope.scaling.{key}", None) is not None:
+            scaling[name] = keys.number(f"rope.scaling.{key}")
+    return scaling
+
+
+def _factors(keys: Keys, name: str) -> list[float] | None:
+    if name not in keys.file.tensors:
+        return None
+    tensor = keys.file.read(name)
+    assert isinstance(tensor, torch.Tensor), "one-dimensional factors are stored unpacked"
+    return [float(np.float32(value)) for value in tensor.float().flatten().tolist()]
+
+
+def _llama(keys: Keys, config: dict[str, Any]) -> None:
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in keys.file.tensors
+    if keys.get("expert_count", 0):
+        config["model_type"], config["architectures"] = "mixtral", ["MixtralForCausalLM"]
+        config["num_local_experts"] = keys.count("expert_count")
+        config["num_experts_per_tok"] = keys.count("expert_used_count")
+
+
+def _smollm3(keys: Keys, config: dict[str, Any]) -> None:
+    # Every fourth layer has no position embedding; the format leaves the rule to its readers.
+    config["no_rope_layer_interval"] = 4
+    config["no_rope_layers"] = [int((i + 1) % 4 != 0) for i in range(config["num_hidden_layers"])]
+    config["use_sliding_window"] = False
+
+
+def _qwen2(keys: Keys, config: dict[str, Any]) -> None:
+    config["use_sliding_window"] = False
+
+
+def _qwen3_moe(keys: Keys, config: dict[str, Any]) -> None:
+    config["num_experts"] = keys.count("expert_count")
+    config["num_experts_per_tok"] = keys.count("expert_used_count")
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["norm_topk_prob"] = True
+    config["decoder_sparse_step"] = 1
+    config["mlp_only_layers"] = []
+
+
+def _gemma(keys: Keys, config: dict[str, Any], period: int, wide_layers: int) -> None:
+    """What Gemma 2 and 3 share. One layer in `period` sees everything. The largest model, known by
+    its number of layers, scales its queries by hidden_size / heads instead of the head's size."""
+    layers = config["num_hidden_layers"]
+    largest = layers == wide_layers
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    config["query_pre_attn_scalar"] = per_head if largest else config["head_dim"]
+    config["hidden_activation"] = config["hidden_act"] = "gelu_pytorch_tanh"
+    config["sliding_window"] = keys.count("attention.sliding_window", 4096)
+    config["layer_types"] = [
+        "full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)
+    ]
+
+
+def _gemma2(keys: Keys, config: dict[str, Any]) -> None:
+    _gemma(keys, config, period=2, wide_layers=46)
+    config["attn_logit_softcapping"] = keys.number("attn_logit_softcapping", 50.0)
+    config["final_logit_softcapping"] = keys.number("final_logit_softcapping", 30.0)
+
+
+def _gemma3(keys: Keys, config: dict[str, Any]) -> None:
+    period = keys.get("attention.sliding_window_pattern", 6)
+    _gemma(keys, config, period=period if isinstance(period, int) else 6, wide_layers=62)
+    config["sliding_window_pattern"] = 6
+    config["rope_theta"] = keys.number("rope.freq_base", 1_000_000.0)
+    config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10000.0)
+    config["attn_logit_softcapping"] = None
+    config["final_logit_softcapping"] = keys.get("final_logit_softcapping", None)
+
+
+def _phi3(keys: Keys, config: dict[str, Any]) -> None:
+    config["sliding_window"] = keys.get("attention.sliding_window", None) or None
+    rotary = keys.count("rope.dimension_count", config["head_dim"])
+    config["partial_rotary_factor"] = rotary / config["head_dim"]
+    original = keys.count(
+        "rope.scaling.original_context_length", config["max_position_embeddings"]
+    )
+    config["original_max_position_embeddings"] = original
+    long = _factors(keys, "rope_factors_long.weight")
+    short = _factors(keys, "rope_factors_short.weight")
+    if long is not None and short is not None:
+        config["rope_scaling"] = {
+            "rope_type": "longrope",
+            "type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            "original_max_position_embeddings": original,
+        }
+        attention_factor = keys.get("rope.scaling.attn_factor", None)
+        if attention_factor is not None:
+            config["rope_scaling"]["attention_factor"] = float(attention_factor)

@@ -1,0 +1,228 @@
+"""The tokenizer that a GGUF file's metadata describe, built for the `tokenizers` library.
+
+A file names its pre-tokenizer (`tokenizer.ggml.pre`); the rule behind each name is public
+knowledge. "smollm" splits off every digit (Unicode category N) on its own and then splits by
+GPT-2's pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import ByteLevel as ByteLevelProcessor
+from tokenizers.processors import Sequence as ProcessorSequence
+from tokenizers.processors import TemplateProcessing
+
+from anydecode.errors import CheckpointError
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_ONE_DIGIT = _CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_DIGITS = (r"\p{N}", _GPT2)
+
+#: Name of the pre-tokenizer -> patterns, each splitting what those before it left whole.
+PATTERNS: dict[str, tuple[str, ...]] = {
+    "default": _UNNAMED,
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS
+    ),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "chatglm-bpe", "falcon3"),
+        (_CL100K,),
+    ),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), (_ONE_DIGIT,)),
+    "tekken": (_TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_O200K,)),
+}
+#: Where a whole piece that is a token needs no merges to be one.
+_IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+#: Where the original composes characters (NFC) first.
+_COMPOSED = ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "command-r")
+#: Where a prompt begins with BOS unless the file says otherwise.
+_BOS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_SPACE = "▁"
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
+    """Raises `CheckpointError` naming `source` for tokenizers that cannot be rebuilt exactly."""
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if kind is None or not isinstance(tokens, list) or not tokens:
+        raise CheckpointError(f"{source}: the file holds no tokenizer")
+    types = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise CheckpointError(f"{source}: the tokenizer's token types do not match its tokens")
+    if not all(isinstance(token, str) for token in tokens):
+        raise CheckpointError(f"{source}: the tokenizer's tokens are not texts")
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if kind not in builders:
+        raise CheckpointError(f"{source}: tokenizers of kind {kind!r} are not supported")
+    try:
+        tokenizer = builders[kind](metadata, tokens, types, source)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises bare Exceptions
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{source}: the tokenizer is corrupt: {reason}") from None
+    _add_tokens(tokenizer, tokens, types)
+    _add_post_processor(tokenizer, metadata, kind, len(tokens))
+    return tokenizer
+
+
+def _byte_level(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str
+) -> Tokenizer:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name not in PATTERNS:
+        raise CheckpointError(
+            f"{source}: pre-tokenizer {name!r} is not supported; known are {', '.join(PATTERNS)}"
+        )
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise CheckpointError(f"{source}: the tokenizer has no merges")
+    pairs = []
+    for merge in merges:
+        # Either part may begin with a space in odd vocabularies, so the first is never empty.
+        cut = merge.find(" ", 1)
+        pairs.append((merge[:cut], merge[cut + 1 :]))
+    model = BPE(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=pairs,
+        ignore_merges=name in _IGNORE_MERGES,
+    )
+    tokenizer = Tokenizer(model)
+    if name in _COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _splitter(PATTERNS[name])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _splitter(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
+    if patterns == (_GPT2,):
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if patterns == _DIGITS:
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, to_bytes])
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str
+) -> Tokenizer:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise CheckpointError(f"{source}: the tokenizer has no score for each token")
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    model = BPE(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=merges_from_scores(tokens, scores, types),
+        unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
+        fuse_unk=True,
+        byte_fallback=_BYTE in types,
+    )
+    tokenizer = Tokenizer(model)
+    to_marks = normalizers.Replace(" ", _SPACE)
+    steps: list[decoders.Decoder] = [
+        decoders.Replace(_SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), to_marks])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = to_marks
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def merges_from_scores(
+    tokens: list[str], scores: list[float], types: list[int]
+) -> list[tuple[str, str]]:
+    """The merges of a SentencePiece BPE vocabulary, which keeps only each result's score: every way
+    to cut a token into two others, the best-scored result first."""
+    index = {token: place for place, token in enumerate(tokens)}
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, score, kind in zip(tokens, scores, types, strict=True):
+        if kind not in (_NORMAL, _UNUSED):
+            continue
+        cuts = []
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in index and right in index:
+                cuts.append((index[left], index[right], left, right))
+        found.extend((score, len(left), len(right), left, right) for *_, left, right in sorted(cuts))
+    found.sort(key=lambda entry: entry[:3], reverse=True)
+    return [(left, right) for *_, left, right in found]
+
+
+def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Control tokens are special; user-defined ones are found in a text before anything else."""
+    special, plain = [], []
+    for token, kind in zip(tokens, types, strict=True):
+        if not token:
+            continue
+        if kind in (_CONTROL, _UNKNOWN):
+            special.append(AddedToken(token, normalized=False, special=True))
+        elif kind == _USER_DEFINED:
+            plain.append(AddedToken(token, normalized=False, special=False))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)
+
+
+def _add_post_processor(
+    tokenizer: Tokenizer, metadata: Mapping[str, Any], kind: str, size: int
+) -> None:
+    """What stands around a prompt: BOS and EOS as the file says."""
+    bos_default = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _BOS_FIRST
+    wanted = {
+        "bos": metadata.get("tokenizer.ggml.add_bos_token", bos_default),
+        "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
+    }
+    tokens: dict[str, tuple[str, int]] = {}
+    for name, add in wanted.items():
+        token = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if add and isinstance(token, int) and 0 <= token < size:
+            text = tokenizer.id_to_token(token)
+            if text is not None:
+                tokens[name] = (text, token)
+    parts = [tokens["bos"][0]] if "bos" in tokens else []
+    parts.append("$A")
+    if "eos" in tokens:
+        parts.append(tokens["eos"][0])
+    steps: list[Any] = [ByteLevelProcessor(trim_offsets=False)] if kind == "gpt2" else []
+    if tokens:
+        steps.append(
+            TemplateProcessing(single=" ".join(parts), special_tokens=list(tokens.values()))
+        )
+    if steps:
+        tokenizer.post_processor = ProcessorSequence(steps)

@@ -1,0 +1,43 @@
+"""A mapping of tensor names to tensors that are read when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from anydecode.errors import CheckpointError
+from anydecode.kernels.interface import Weight
+
+Reader = Callable[[], "torch.Tensor | Weight"]
+
+
+class MissingTensorError(CheckpointError, KeyError):
+    """A checkpoint lacks a tensor. A `KeyError` too, so that `in` and `get` work as always."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class LazyTensors(Mapping[str, "torch.Tensor | Weight"]):
+    """Tensors by Hugging Face name; each look-up reads anew and keeps nothing."""
+
+    def __init__(self, path: Path, readers: dict[str, Reader]) -> None:
+        self.path = path
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> torch.Tensor | Weight:
+        reader = self._readers.get(name)
+        if reader is None:
+            raise MissingTensorError(f"{self.path}: the checkpoint has no tensor {name!r}")
+        return reader()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._readers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)

@@ -1,0 +1,256 @@
+"""Tokenizers of checkpoints, over the `tokenizers` library."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.models import chat
+from anydecode.models.loading.gguf_tokenizer import tokenizer_from_gguf
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "▁"
+
+#: Tokens that end a turn in some family. A checkpoint often names only one of those it uses.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+
+
+class HFTokenizer:
+    """A tokenizer as `models.tokenizer.Tokenizer` describes it.
+
+    Special tokens written out in a text are recognised as such, as chat templates need; a caller
+    who passes on untrusted text as a whole prompt should know it. A rendered chat begins with the
+    template's own BOS where there is one: encode it with `special=False`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        eos_ids: Iterable[int] = (),
+        bos_id: int | None = None,
+        mask_id: int | None = None,
+        templates: str | Mapping[str, str] | None = None,
+        special_texts: Mapping[str, str] | None = None,
+    ) -> None:
+        self.backend = tokenizer
+        self.eos_ids = frozenset(eos_ids)
+        self.bos_id = bos_id
+        self.mask_id = mask_id
+        self.special_texts = dict(special_texts or {})
+        self._templates = templates
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        self._kind, self.strips_first_space = _decoder_kind(tokenizer)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> HFTokenizer | None:
+        """The tokenizer in `folder`, or None where there is no `tokenizer.json`."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            return None
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions
+            raise CheckpointError(f"{path}: not a tokenizer: {_one_line(error)}") from None
+        # Truncation and padding saved by a training script are no part of the text's tokens.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        settings = read_json(folder / "special_tokens_map.json")
+        settings |= read_json(folder / "tokenizer_config.json")
+        texts = {
+            name: text
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token")
+            if (text := _token_text(settings.get(name))) is not None
+        }
+        ends: list[int | None] = [_token_id(tokenizer, texts.get("eos_token"))]
+        for file in ("generation_config.json", "config.json"):
+            ids = read_json(folder / file).get("eos_token_id")
+            ends.extend(ids if isinstance(ids, list) else [ids])
+        return cls(
+            tokenizer,
+            eos_ids=[token for token in ends if isinstance(token, int)],
+            bos_id=_token_id(tokenizer, texts.get("bos_token")),
+            mask_id=_token_id(tokenizer, texts.get("mask_token")),
+            templates=_folder_templates(folder, settings),
+            special_texts=texts,
+        )
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], source: str = "GGUF") -> HFTokenizer:
+        """The tokenizer that a GGUF file's metadata describe. `source` names it in errors."""
+        tokenizer = tokenizer_from_gguf(metadata, source)
+        tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+        ids: dict[str, int] = {}
+        for name in ("bos", "eos", "eot", "eom", "unknown", "padding", "mask"):
+            token = metadata.get(f"tokenizer.ggml.{name}_token_id")
+            if isinstance(token, int) and 0 <= token < len(tokens):
+                ids[name] = token
+        special = tokenizer.get_added_tokens_decoder()
+        ends = [ids[name] for name in ("eos", "eot", "eom") if name in ids]
+        for text in TURN_ENDS:
+            token = tokenizer.token_to_id(text)
+            if token is not None and token in special and special[token].special:
+                ends.append(token)
+        short = {"unknown": "unk", "padding": "pad"}
+        prefix = "tokenizer.chat_template"
+        templates = {
+            key[len(prefix) :].lstrip(".") or "default": text
+            for key, text in metadata.items()
+            if (key == prefix or key.startswith(prefix + ".")) and isinstance(text, str)
+        }
+        return cls(
+            tokenizer,
+            eos_ids=ends,
+            bos_id=ids.get("bos"),
+            mask_id=ids.get("mask"),
+            templates=templates,
+            special_texts={f"{short.get(n, n)}_token": tokens[i] for n, i in ids.items()},
+        )
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
+    def chat_template(self) -> str | None:
+        return chat.select_template(self._templates, {}) if self._templates else None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of `text`; with what the checkpoint puts around a prompt, if `special`."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise InvalidRequestError(
+                "the text has half of a surrogate pair and is not valid Unicode"
+            ) from None
+        ids: list[int] = self.backend.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of `ids`. Bytes that are not (yet) valid UTF-8 become U+FFFD. A SentencePiece
+        tokenizer that puts a space before a text drops the first space here."""
+        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes this token adds; empty for special and unknown tokens."""
+        text = self.backend.id_to_token(token) if token >= 0 else None
+        if text is None or token in self._special:
+            return b""
+        if self._kind == "byte_level":
+            codes = [_BYTE_OF.get(character) for character in text]
+            # An added token stands for itself where it leaves the alphabet of bytes.
+            return text.encode() if None in codes else bytes(code for code in codes if code is not None)
+        if self._kind == "sentencepiece":
+            found = _BYTE_TOKEN.fullmatch(text)
+            return bytes([int(found[1], 16)]) if found else text.replace(_SPACE, " ").encode()
+        plain: str = self.backend.decode([token], skip_special_tokens=True)
+        return plain.encode()
+
+    def token_text(self, token: int) -> str:
+        text = self.backend.id_to_token(token) if token >= 0 else None
+        if text is None:
+            return f"<{token}>"
+        if token in self._special or self._kind == "other":
+            return str(text)
+        return self.token_bytes(token).decode("utf-8", "backslashreplace")
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The conversation as the checkpoint's template writes it; `variables` (tools, say) are
+        handed to the template. Raises `InvalidRequestError` where there is none or it refuses."""
+        template = chat.select_template(self._templates, variables)
+        names = {**self.special_texts, **variables}
+        return chat.render(
+            template, messages, add_generation_prompt=add_generation_prompt, **names
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where the file is missing. Raises `CheckpointError` if it is not one."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {_one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds no JSON object")
+    return content
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _token_text(entry: Any) -> str | None:
+    if isinstance(entry, dict):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else None
+
+
+def _token_id(tokenizer: tokenizers.Tokenizer, text: str | None) -> int | None:
+    return None if text is None else tokenizer.token_to_id(text)
+
+
+def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> str | dict[str, str] | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        return {
+            entry["name"]: entry["template"]
+            for entry in found
+            if isinstance(entry, dict) and "name" in entry and "template" in entry
+        }
+    return found if isinstance(found, str) else None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level BPE writes bytes as: printable Latin-1 as itself, the others
+    as the characters from U+0100 on, in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _decoder_kind(tokenizer: tokenizers.Tokenizer) -> tuple[str, bool]:
+    """How tokens spell bytes ("byte_level", "sentencepiece" or "other"), and whether decoding drops
+    the first space."""
+    if tokenizer.decoder is None:
+        return "other", False
+    state = tokenizer.decoder.__getstate__()
+    steps = [json.loads(state)]
+    if steps[0].get("type") == "Sequence":
+        steps = steps[0]["decoders"]
+    kinds = {step["type"]: step for step in steps}
+    if "ByteLevel" in kinds:
+        return "byte_level", False
+    if "Metaspace" in kinds:
+        return "sentencepiece", kinds["Metaspace"].get("prepend_scheme") != "never"
+    if "ByteFallback" in kinds or kinds.get("Replace", {}).get("pattern") == {"String": _SPACE}:
+        strip = kinds.get("Strip", {})
+        return "sentencepiece", strip.get("content") == " " and strip.get("start", 0) > 0
+    return "other", False

@@ -1,0 +1,117 @@
+"""From a row of logits to a token.
+
+Order: `before` (penalties, bias, bans, the constraint) works on logits, then the temperature
+divides them, then `after` (the truncations) works on what is left, and the pick is the argmax of
+score + Gumbel noise. Penalties come before the mask so that a mask has the last word on what may
+be said; truncations come after it so that they never leave only forbidden tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from anydecode.errors import ConstraintError
+from anydecode.sampling.candidates import Candidates, Distribution
+from anydecode.sampling.processor import Combiner, Processor
+from anydecode.scoring.noise import Noise
+
+
+class Policy:
+    """A temperature and an ordered list of processors.
+
+    At temperature 0 the pick is the argmax after `before`, ties to the lowest id; `after` cannot
+    change it and is skipped. A row is float32 `[vocab_size]` and is never written to.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        before: Iterable[Processor] = (),
+        after: Iterable[Processor] = (),
+        combiner: Combiner | None = None,
+    ) -> None:
+        self.temperature = temperature
+        self.before = tuple(before)
+        self.after = tuple(after)
+        self.combiner = combiner
+        self._divisor = np.float32(temperature)
+        self._told = tuple(p for p in (*self.before, *self.after) if p.stateful)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the distribution depends on the tokens said so far."""
+        return bool(self._told)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the temperature is all there is, so that a backend may pick by itself."""
+        return not (self.before or self.after or self.combiner)
+
+    @property
+    def companions(self) -> int:
+        """How many companion contexts `combine` wants."""
+        return self.combiner.companions if self.combiner else 0
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers whose logits `combine` wants."""
+        return self.combiner.taps if self.combiner else ()
+
+    def combine(
+        self, logits: np.ndarray, companions: list[np.ndarray], taps: dict[int, np.ndarray]
+    ) -> np.ndarray:
+        """One row from the sequence's own, its companions' and the tapped layers' logits."""
+        return self.combiner.combine(logits, companions, taps) if self.combiner else logits
+
+    def fork(self) -> Policy:
+        """The same state for a branch. Without state the branch shares this object."""
+        if not self._told:
+            return self
+        return Policy(
+            self.temperature,
+            [processor.fork() for processor in self.before],
+            [processor.fork() for processor in self.after],
+            self.combiner,
+        )
+
+    def advance(self, token: int) -> None:
+        """The text goes on with `token`. Policies that learn from probabilities (mirostat) take
+        them from the last `distribution` or `pick` of this branch."""
+        for processor in self._told:
+            processor.advance(token)
+
+    def distribution(self, logits: np.ndarray) -> Distribution:
+        """What the next token is drawn from; at temperature 0 a single token."""
+        candidates = self._prepare(logits)
+        if self.is_greedy:
+            token = np.array([candidates.argmax()], np.int32)
+            return Distribution(token, np.zeros(1, np.float32))
+        candidates = candidates.allowed()
+        candidates.scores = candidates.scores / self._divisor
+        candidates.owned = True
+        for processor in self.after:
+            candidates = processor.apply(candidates)
+        return Distribution(candidates.tokens, candidates.scores)
+
+    def pick(self, logits: np.ndarray, noise: Noise, position: int, attempt: int = 0) -> int:
+        """The token said at `position`: argmax of score + Gumbel noise over what is allowed, ties
+        to the lowest id. `attempt` counts redraws of the same place."""
+        if self.is_greedy:
+            if not self.before and self.combiner is None:
+                return int(logits.argmax())
+            return self._prepare(logits).argmax()
+        return self.distribution(logits).pick(noise, position, attempt)
+
+    def _prepare(self, logits: np.ndarray) -> Candidates:
+        candidates = Candidates(None, logits, masked=self.combiner is not None)
+        for processor in self.before:
+            candidates = processor.apply(candidates)
+        if not len(candidates):
+            raise ConstraintError("no token is allowed here: bans and constraint leave none")
+        return candidates

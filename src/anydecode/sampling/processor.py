@@ -1,0 +1,48 @@
+"""The parts a policy is made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import numpy as np
+
+from anydecode.sampling.candidates import Candidates
+
+
+class Processor(ABC):
+    """Changes scores or drops candidates; always leaves at least one.
+
+    A processor with `stateful` True is told every token of the text by `advance` and gives each
+    branch a state of its own by `fork`. The others are shared by all branches.
+    """
+
+    stateful = False
+
+    @abstractmethod
+    def apply(self, candidates: Candidates) -> Candidates:
+        """The candidates after this rule. May write to `candidates.writable()`."""
+
+    def advance(self, token: int) -> None:
+        """The text goes on with `token`."""
+
+    def fork(self) -> Processor:
+        """The same for a branch; must be cheap."""
+        return self
+
+
+class Combiner(Protocol):
+    """Makes one row of logits from several.
+
+    `companions` counts the companion contexts it wants, `taps` lists the layers whose logits
+    (through the model's head) it wants.
+    """
+
+    companions: int
+    taps: tuple[int, ...]
+
+    def combine(
+        self, logits: np.ndarray, companions: list[np.ndarray], taps: dict[int, np.ndarray]
+    ) -> np.ndarray:
+        """float32 `[vocab_size]`; -inf marks a token that must not be said."""
+        ...

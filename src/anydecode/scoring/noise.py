@@ -1,0 +1,148 @@
+"""Noise that belongs to a place, not to a moment.
+
+A counter-based generator: the number for (seed, stream, position, attempt, token) is a pure
+function of those five, so masks, truncations, batches and speculation never shift it. The
+generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+#: What a stream may be for. The order is part of the text a seed gives.
+PURPOSES = ("target", "coin", "residual", "draft", "unmask", "search", "resample", "other")
+
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_LOW = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+_LOW_BITS = 0xFFFFFFFF
+_SAMPLE_BITS, _FORK_BITS, _PURPOSE_BITS = 16, 12, 4
+
+
+def fresh_seed() -> int:
+    """A seed from the operating system, below 2^63 so that any JSON reader keeps it whole."""
+    return secrets.randbits(63)
+
+
+def stream_id(sample: int = 0, fork: int = 0, purpose: str | int = "target") -> int:
+    """Pack the sample's number (16 bits), the fork's (12) and the purpose (4) into 32 bits."""
+    code = PURPOSES.index(purpose) if isinstance(purpose, str) else purpose
+    for value, bits, name in (
+        (sample, _SAMPLE_BITS, "sample"),
+        (fork, _FORK_BITS, "fork"),
+        (code, _PURPOSE_BITS, "purpose"),
+    ):
+        if not 0 <= value < 1 << bits:
+            raise ValueError(f"{name} {value} does not fit into {bits} bits")
+    return sample << (_FORK_BITS + _PURPOSE_BITS) | fork << _PURPOSE_BITS | code
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of one stream. `seed` is taken modulo 2^64, `stream` is a `stream_id`."""
+
+    seed: int
+    stream: int = 0
+
+    def words(
+        self, tokens: np.ndarray | range, position: int, attempt: int = 0
+    ) -> np.ndarray:
+        """uint32 `[len(tokens)]`: word `token & 3` of the block with counter
+        (token >> 2, position, stream, attempt) under the key (seed low, seed high)."""
+        if isinstance(tokens, range) and tokens.step == 1:
+            first = tokens.start >> 2
+            blocks = np.arange(first, (tokens.stop + 3) >> 2, dtype=np.uint64)
+            flat = self._blocks(blocks, position, attempt).T.reshape(-1)
+            return flat[tokens.start - 4 * first : tokens.stop - 4 * first]
+        ids = np.asarray(tokens, np.int64)
+        blocks = self._blocks((ids >> 2).astype(np.uint64), position, attempt)
+        return blocks[ids & 3, np.arange(len(ids))]
+
+    def uniform(
+        self, tokens: np.ndarray | range, position: int, attempt: int = 0
+    ) -> np.ndarray:
+        """float64 `[len(tokens)]`, strictly between 0 and 1: (word + 1/2) / 2^32."""
+        return (self.words(tokens, position, attempt) + 0.5) * 2.0**-32
+
+    def gumbel(
+        self, tokens: np.ndarray | range, position: int, attempt: int = 0
+    ) -> np.ndarray:
+        """float64 `[len(tokens)]`: -log(-log(uniform)), standard Gumbel noise."""
+        return -np.log(-np.log(self.uniform(tokens, position, attempt)))
+
+    def coin(self, position: int, attempt: int = 0, index: int = 0) -> float:
+        """One uniform number; `index` tells several coins of a place apart."""
+        return float(self.uniform(range(index, index + 1), position, attempt)[0])
+
+    def with_stream(self, stream: int) -> Noise:
+        """The same seed, another stream."""
+        return replace(self, stream=stream)
+
+    def with_purpose(self, purpose: str | int) -> Noise:
+        """The same seed, sample and fork, for another purpose."""
+        return self.with_stream(stream_id(self.sample, self.fork, purpose))
+
+    def forked(self, number: int) -> Noise:
+        """The noise of branch `number` (at least 1). A branch of a branch mixes both numbers into
+        the 12 bits."""
+        fork = (self.fork * 61 + number) % (1 << _FORK_BITS)
+        return self.with_stream(stream_id(self.sample, fork, self.purpose))
+
+    @property
+    def sample(self) -> int:
+        return self.stream >> (_FORK_BITS + _PURPOSE_BITS)
+
+    @property
+    def fork(self) -> int:
+        return self.stream >> _PURPOSE_BITS & ((1 << _FORK_BITS) - 1)
+
+    @property
+    def purpose(self) -> int:
+        return self.stream & ((1 << _PURPOSE_BITS) - 1)
+
+    def _blocks(self, blocks: np.ndarray, position: int, attempt: int) -> np.ndarray:
+        seed = self.seed & (1 << 64) - 1
+        return philox4x32(blocks, position, self.stream, attempt, seed)
+
+
+@lru_cache(maxsize=256)
+def _round_keys(seed: int) -> tuple[np.ndarray, ...]:
+    low, high = seed & _LOW_BITS, seed >> 32
+    return tuple(
+        np.array(
+            [
+                [(low + number * _KEY_STEPS[0]) & _LOW_BITS],
+                [(high + number * _KEY_STEPS[1]) & _LOW_BITS],
+            ],
+            np.uint64,
+        )
+        for number in range(_ROUNDS)
+    )
+
+
+def philox4x32(first: np.ndarray, second: int, third: int, fourth: int, key: int) -> np.ndarray:
+    """Philox4x32-10 over counters (first[i], second, third, fourth): uint32 `[4, len(first)]`.
+
+    `first` is uint64 holding 32-bit values; `key` is 64 bits, its low word first.
+    """
+    shape = (2, len(first))
+    even, odd = np.empty(shape, np.uint64), np.empty(shape, np.uint64)
+    even[0], even[1] = first, third
+    odd[0], odd[1] = second, fourth
+    product = np.empty(shape, np.uint64)
+    for round_key in _round_keys(key):
+        np.multiply(even, _MULTIPLIERS, out=product)
+        np.right_shift(product[::-1], _SHIFT, out=even)
+        np.bitwise_xor(even, odd, out=even)
+        np.bitwise_xor(even, round_key, out=even)
+        np.bitwise_and(product[::-1], _LOW, out=odd)
+    result = np.empty((4, len(first)), np.uint32)
+    result[0], result[2] = even
+    result[1], result[3] = odd
+    return result

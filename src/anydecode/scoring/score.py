@@ -1,0 +1,212 @@
+"""What a decoder yields and what it is sent back."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from anydecode.scoring.span import Span
+from anydecode.scoring.tree import ROOT
+
+if TYPE_CHECKING:
+    from anydecode.sampling.policy import Distribution, Policy
+    from anydecode.scoring.sequence import Sequence
+
+
+@dataclass(eq=False)
+class Score:
+    """A request for scoring in one lane.
+
+    `groups` holds one list of spans per context: the sequence's own first, then its companions'.
+    Spans of a group run in order; their wanted rows, one after the other, are the answer.
+    `positions`, `row_parents` and `row_tokens` describe the answered rows: where each stands, which
+    answered row it follows (`ROOT`: the sequence's own tokens) and which token it holds.
+    """
+
+    sequence: Sequence
+    lane: str
+    groups: list[list[Span]]
+    positions: np.ndarray
+    row_parents: list[int]
+    row_tokens: list[int]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows still to run."""
+        return sum(span.remaining for spans in self.groups for span in spans)
+
+
+@dataclass(eq=False)
+class Submit:
+    """Yielded to start `score` and go on at once; the decoder is sent a `Ticket`."""
+
+    score: Score
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A submitted score; `scores` is set once it is answered."""
+
+    score: Score
+    scores: Scores | None = None
+    cancelled: bool = False
+
+
+@dataclass(eq=False)
+class Wait:
+    """Yielded to wait until any of `tickets` is answered; the decoder is sent that ticket."""
+
+    tickets: list[Ticket]
+
+
+@dataclass(eq=False)
+class Cancel:
+    """Yielded to drop a ticket; what it has stored in its context stays until truncated."""
+
+    ticket: Ticket
+
+
+@dataclass(eq=False)
+class Follow:
+    """Yielded to pick and rescore up to `count` tokens without resuming in between; the decoder is
+    sent the picked tokens. They are not emitted yet: overrun past a stop is simply dropped."""
+
+    sequence: Sequence
+    count: int
+
+    def steps(self) -> Generator[Score, Scores, list[int]]:
+        """The same, one score at a time, for backends that pick on the host."""
+        sequence = self.sequence
+        policy = sequence.policy.fork()
+        tokens: list[int] = []
+        inputs = sequence.unscored()
+        while True:
+            scores = yield sequence.score(inputs)
+            row = scores.row(-1)
+            position = int(scores.positions[-1]) + 1
+            token = sequence.pick(policy, row, position)
+            sequence.note(row, position, token)
+            policy.advance(token)
+            tokens.append(token)
+            if len(tokens) == self.count or sequence.stops_at(token):
+                return tokens
+            inputs = [token]
+
+
+Request = Score | list[Score] | Submit | Wait | Cancel | Follow
+Answer = Any
+Decoding = Generator[Request, Answer, None]
+
+
+class Picks:
+    """`picks[i]`: the token plain decoding would say after row i. Computed when asked for."""
+
+    def __init__(self, scores: Scores) -> None:
+        self._scores = scores
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def __getitem__(self, row: int) -> int:
+        return self._scores.pick(row)
+
+    def __iter__(self) -> Iterator[int]:
+        return (self._scores.pick(row) for row in range(len(self)))
+
+
+class Scores:
+    """The answer to a score, row for row. Valid until the decoder yields again; copy what is kept.
+
+    `logits`: float32 `[rows, vocab_size]` of the sequence's own context; `row(i)` is the same row
+    after the policy has combined it with companions and taps. `hidden[l]`: `[rows, hidden_size]`.
+    """
+
+    def __init__(
+        self,
+        score: Score,
+        logits: np.ndarray,
+        hidden: dict[int, torch.Tensor],
+        companions: list[np.ndarray],
+    ) -> None:
+        self.sequence = score.sequence
+        self.positions = score.positions
+        self.logits = logits
+        self.hidden = hidden
+        self._score = score
+        self._companions = companions
+        self._states: dict[tuple[int, int], Policy] = {}
+        self._picked: dict[tuple[int, int], int] = {}
+        self._tapped: dict[int, np.ndarray] | None = None
+        self.picks = Picks(self)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def keep(self) -> Scores:
+        """Copy what would be overwritten by the lane's next pass."""
+        self.logits = self.logits.copy()
+        self.hidden = {layer: rows.clone() for layer, rows in self.hidden.items()}
+        self._companions = [rows.copy() for rows in self._companions]
+        return self
+
+    def row(self, row: int) -> np.ndarray:
+        """Logits float32 `[vocab_size]` that the policy works on."""
+        policy = self.sequence.policy
+        if self._score.lane != "target" or not (policy.companions or policy.taps):
+            return self.logits[row]
+        if self._tapped is None:
+            model = self._score.groups[0][-1].context.pool.model
+            self._tapped = {
+                layer: model.head(self.hidden[layer]).numpy() for layer in policy.taps
+            }
+        taps = {layer: logits[row] for layer, logits in self._tapped.items()}
+        return policy.combine(self.logits[row], [rows[row] for rows in self._companions], taps)
+
+    def state(self, row: int) -> Policy:
+        """The policy after the token of `row`: the sequence's own where that is already emitted,
+        else a fork that has been told the tokens on the way from there."""
+        policy = self.sequence.policy
+        row = row % len(self)
+        if not policy.stateful:
+            return policy
+        length = self.sequence.length
+        if self.positions[row] < length:
+            if self.positions[row] != length - 1:
+                raise ValueError("the policy has moved on from this row")
+            return policy
+        key = (row, length)
+        if key not in self._states:
+            parent = self._score.row_parents[row]
+            if parent == ROOT and self.positions[row] != length:
+                raise ValueError("the tokens before this row were not asked for")
+            before = self.state(parent) if parent != ROOT else policy
+            self._states[key] = fork = before.fork()
+            fork.advance(self._score.row_tokens[row])
+        return self._states[key]
+
+    def pick(self, row: int) -> int:
+        """What plain decoding says after `row`, with the noise of its place."""
+        row = row % len(self)
+        key = (row, self.sequence.length)
+        if key not in self._picked:
+            position = int(self.positions[row]) + 1
+            logits = self.row(row)
+            token = self.sequence.pick(self.state(row), logits, position)
+            if self._score.lane == "target":
+                self.sequence.note(logits, position, token)
+            self._picked[key] = token
+        return self._picked[key]
+
+    def pick_at(self, row: int, attempt: int = 0) -> int:
+        """What the policy draws from `row` for the row's own position: for models whose rows
+        predict themselves. `attempt` counts redraws."""
+        place = int(self.positions[row])
+        return self.sequence.pick(self.sequence.policy, self.row(row), place, attempt)
+
+    def distribution(self, row: int) -> Distribution:
+        """The distribution `pick` draws from."""
+        return self.state(row).distribution(self.row(row))

@@ -1,0 +1,636 @@
+"""One generation in progress. Plain data, and the verbs a decoder speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.memory.context import Context
+from anydecode.scoring.noise import Noise
+from anydecode.scoring.score import Follow, Score, Scores
+from anydecode.scoring.span import Block, Branches, Chain, Completion, Overwrite, Span
+from anydecode.scoring.tree import ROOT, TokenTree
+
+if TYPE_CHECKING:
+    from anydecode.sampling.policy import Policy
+
+TARGET = "target"
+_ids = count()
+
+
+class Listener(Protocol):
+    """Takes emitted tokens, applies the stop rules, and keeps the text."""
+
+    def push(self, tokens: list[int]) -> tuple[int, str | None]:
+        """How many of `tokens` were taken, and the finish reason if that ended the generation."""
+        ...
+
+    def stops_at(self, token: int) -> bool:
+        """Whether `token` would end the generation."""
+        ...
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens may still be said."""
+        ...
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Prompt, tokens, contexts, policy, noise, stop rules.
+
+    `state` is for whatever a decoder must remember across a restart (beams, a canvas): plain data.
+    Everything else a decoder holds is lost when it is preempted; it then starts again from here.
+    """
+
+    prompt: list[int]
+    policy: Policy
+    noise: Noise
+    listener: Listener
+    open_context: Callable[[str, list[int]], Context]
+    companion_prompts: list[list[int]] = field(default_factory=list)
+    annotate: Callable[[np.ndarray, int], Any] | None = None  # log-probabilities of a picked token
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str | None = None
+    adapter: int = -1
+    priority: int = 0
+    mask_token: int | None = None
+    num_layers: int = 1
+    namespace: Hashable = None
+    shares_prefix: bool = True
+    num_passes: int = 0
+    trace: list[dict[str, Any]] | None = None
+    parent: Sequence | None = None
+    id: int = field(default_factory=lambda: next(_ids))
+
+    def __post_init__(self) -> None:
+        self._contexts: dict[str, list[Context]] = {}
+        self._children: list[Sequence] = []
+        self._notes: dict[tuple[int, int], Any] = {}
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def length(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def all_tokens(self) -> list[int]:
+        return self.prompt + self.tokens
+
+    def context(self, lane: str = TARGET) -> Context:
+        """This sequence's memory in `lane`'s model, opened when first asked for. It may begin with
+        a prefix that an earlier request left."""
+        return self._opened(lane)[0]
+
+    def unscored(self, lane: str = TARGET) -> list[int]:
+        """The tokens that `lane`'s model has not seen yet; never empty while generating."""
+        return self._from(self.context(lane).length)
+
+    def score(
+        self,
+        tokens: Seq[int] | None = None,
+        *,
+        lane: str = TARGET,
+        rows: str = "last",
+        layers: tuple[int, int] | None = None,
+        hidden: tuple[int, ...] = (),
+        embeddings: torch.Tensor | None = None,
+    ) -> Score:
+        """Score `tokens` (default: the unscored ones) as a chain behind the context.
+
+        `rows` is "last" or "all": which rows come back. `layers` is the layer range `(0, k)` of an
+        early exit. `hidden` names layers whose states come back. `embeddings`, float32
+        `[rows, hidden_size]`, stand in place of tokens.
+        """
+        if tokens is None:
+            tokens = self.unscored(lane)
+        if not len(tokens):
+            raise InvalidRequestError("there is nothing to score: the prompt is empty")
+        context = self.context(lane)
+        first = context.length
+        depth = context.pool.model.spec.num_layers
+        start, stop = layers or (0, depth)
+        answers = [len(tokens) - 1] if rows == "last" else list(range(len(tokens)))
+        span = Chain(
+            context, tokens, start, stop, answers, self._taps(hidden, lane), inputs=embeddings
+        )
+        return self._build(
+            lane, span, tokens, first + np.asarray(answers), [tokens[i] for i in answers]
+        )
+
+    def verify(self, tree: TokenTree, *, lane: str = TARGET, hidden: tuple[int, ...] = ()) -> Score:
+        """Score the unscored tokens and then `tree` behind them. Row 0 answers for the last
+        unscored token, row i + 1 for node i. Keep a path with `accept`."""
+        unscored = self.unscored(lane)
+        if not len(tree):
+            return self.score(unscored, lane=lane, hidden=hidden)
+        context = self.context(lane)
+        depth = context.pool.model.spec.num_layers
+        taps = self._taps(hidden, lane)
+        root = Chain(context, unscored, 0, depth, [len(unscored) - 1], taps)
+        nodes = range(len(tree))
+        base = context.length + len(unscored) - 1
+        positions = np.array([base] + [base + tree.depth(node) for node in nodes])
+        score = self._build(lane, root, unscored, positions, [unscored[-1], *tree.tokens])
+        score.row_parents = [ROOT] + [parent + 1 for parent in tree.parents]
+        for spans in score.groups:
+            trunk = spans[-1]
+            spans.append(
+                Branches(
+                    trunk.context, tree.tokens, 0, depth, list(nodes), taps, parents=tree.parents
+                )
+            )
+        return score
+
+    def block(
+        self,
+        tokens: Seq[int],
+        *,
+        store: bool = False,
+        lane: str = TARGET,
+        hidden: tuple[int, ...] = (),
+        embeddings: torch.Tensor | None = None,
+    ) -> Score:
+        """Score `tokens` as a block whose rows all see the context and each other. All rows come
+        back. With `store` they become the context's next positions."""
+        context = self.context(lane)
+        depth = context.pool.model.spec.num_layers
+        rows = list(range(len(tokens)))
+        span = Block(
+            context, tokens, 0, depth, rows, self._taps(hidden, lane), inputs=embeddings, store=store
+        )
+        positions = context.length + np.arange(len(tokens))
+        return self._build(lane, span, tokens, positions, list(tokens))
+
+    def overwrite(
+        self,
+        places: Seq[int],
+        tokens: Seq[int],
+        *,
+        visible: int | None = None,
+        lane: str = TARGET,
+        hidden: tuple[int, ...] = (),
+    ) -> Score:
+        """Score `tokens` anew at the positions `places` that the context already holds; each row
+        sees the first `visible` positions (default: all). All rows come back."""
+        context = self.context(lane)
+        depth = context.pool.model.spec.num_layers
+        positions = np.asarray(places, np.int32)
+        span = Overwrite(
+            context,
+            tokens,
+            0,
+            depth,
+            list(range(len(tokens))),
+            self._taps(hidden, lane),
+            visible=context.length if visible is None else visible,
+            places=positions,
+        )
+        return self._build(lane, span, tokens, positions, list(tokens))
+
+    def complete(
+        self,
+        tokens: Seq[int] = (),
+        *,
+        lane: str = TARGET,
+        hidden: tuple[int, ...] = (),
+    ) -> Score:
+        """Run the positions that stopped at an early layer through the rest, and `tokens` behind
+        them through all layers. All those rows come back."""
+        context = self.context(lane)
+        if not context.partials:
+            raise InvalidRequestError("no position stopped at an early layer")
+        taps = self._taps(hidden, lane)
+        spans: list[Span] = list(self._completions(context, taps))
+        for span in spans:
+            span.answers = range(len(span))
+        if len(tokens):
+            depth = context.pool.model.spec.num_layers
+            spans.append(Chain(context, tokens, 0, depth, range(len(tokens)), taps))
+        first = context.complete
+        positions = np.arange(first, context.length + len(tokens))
+        held = [*context.tokens[first:], *tokens]
+        return Score(self, lane, [spans], positions, self._chain_parents(positions), held)
+
+    def follow(self, count: int) -> Follow:
+        """Pick and rescore up to `count` tokens without coming back in between."""
+        return Follow(self, count)
+
+    def pick(self, policy: Policy, logits: np.ndarray, position: int, attempt: int = 0) -> int:
+        """The token `policy` picks for `position`, with the noise that belongs there."""
+        return policy.pick(logits, self.noise, position, attempt)
+
+    def note(self, logits: np.ndarray, position: int, token: int) -> None:
+        """Keep the log-probabilities of a picked token until it is emitted."""
+        if self.annotate is not None:
+            self._notes[position, token] = self.annotate(logits, token)
+
+    def stops_at(self, token: int) -> bool:
+        """Whether `token` would end the generation."""
+        ...
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens may still be said."""
+        ...
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Prompt, tokens, contexts, policy, noise, stop rules.
+
+    `state` is for whatever a decoder must remember across a restart (beams, a canvas): plain data.
+    Everything else a decoder holds is lost when it is preempted; it then starts again from here.
+    """
+
+    prompt: list[int]
+    policy: Policy
+    noise: Noise
+    listener: Listener
+    open_context: Callable[[str, list[int]], Context]
+    companion_prompts: list[list[int]] = field(default_factory=list)
+    annotate: Callable[[np.ndarray, int], Any] | None = None  # log-probabilities of a picked token
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str | None = None
+    adapter: int = -1
+    priority: int = 0
+    namespace: Hashable = None
+    num_passes: int = 0
+    trace: list[dict[str, Any]] | None = None
+    parent: Sequence | None = None
+    id: int = field(default_factory=lambda: next(_ids))
+
+    def __post_init__(self) -> None:
+        self._contexts: dict[str, list[Context]] = {}
+        self._children: list[Sequence] = []
+        self._notes: dict[tuple[int, int], Any] = {}
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def length(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def all_tokens(self) -> list[int]:
+        return self.prompt + self.tokens
+
+    def context(self, lane: str = TARGET) -> Context:
+        """This sequence's memory in `lane`'s model, opened when first asked for. It may begin with
+        a prefix that an earlier request left."""
+        return self._opened(lane)[0]
+
+    def unscored(self, lane: str = TARGET) -> list[int]:
+        """The tokens that `lane`'s model has not seen yet; never empty while generating."""
+        return self._from(self.context(lane).length)
+
+    def score(
+        self,
+        tokens: Seq[int] | None = None,
+        *,
+        lane: str = TARGET,
+        rows: str = "last",
+        layers: tuple[int, int] | None = None,
+        hidden: tuple[int, ...] = (),
+        embeddings: torch.Tensor | None = None,
+    ) -> Score:
+        """Score `tokens` (default: the unscored ones) as a chain behind the context.
+
+        `rows` is "last" or "all": which rows come back. `layers` is the layer range `(0, k)` of an
+        early exit. `hidden` names layers whose states come back. `embeddings`, float32
+        `[rows, hidden_size]`, stand in place of tokens.
+        """
+        if tokens is None:
+            tokens = self.unscored(lane)
+        if not len(tokens):
+            raise InvalidRequestError("there is nothing to score: the prompt is empty")
+        context = self.context(lane)
+        first = context.length
+        depth = context.pool.model.spec.num_layers
+        start, stop = layers or (0, depth)
+        answers = [len(tokens) - 1] if rows == "last" else list(range(len(tokens)))
+        span = Chain(
+            context, tokens, start, stop, answers, self._taps(hidden, lane), inputs=embeddings
+        )
+        return self._build(
+            lane, span, tokens, first + np.asarray(answers), [tokens[i] for i in answers]
+        )
+
+    def verify(self, tree: TokenTree, *, lane: str = TARGET, hidden: tuple[int, ...] = ()) -> Score:
+        """Score the unscored tokens and then `tree` behind them. Row 0 answers for the last
+        unscored token, row i + 1 for node i. Keep a path with `accept`."""
+        unscored = self.unscored(lane)
+        if not len(tree):
+            return self.score(unscored, lane=lane, hidden=hidden)
+        context = self.context(lane)
+        depth = context.pool.model.spec.num_layers
+        taps = self._taps(hidden, lane)
+        root = Chain(context, unscored, 0, depth, [len(unscored) - 1], taps)
+        nodes = range(len(tree))
+        base = context.length + len(unscored) - 1
+        positions = np.array([base] + [base + tree.depth(node) for node in nodes])
+        score = self._build(lane, root, unscored, positions, [unscored[-1], *tree.tokens])
+        score.row_parents = [ROOT] + [parent + 1 for parent in tree.parents]
+        for spans in score.groups:
+            trunk = spans[-1]
+            spans.append(
+                Branches(
+                    trunk.context, tree.tokens, 0, depth, list(nodes), taps, parents=tree.parents
+                )
+            )
+        return score
+
+    def block(
+        self,
+        tokens: Seq[int],
+        *,
+        store: bool = False,
+        lane: str = TARGET,
+        hidden: tuple[int, ...] = (),
+        embeddings: torch.Tensor | None = None,
+    ) -> Score:
+        """Score `tokens` as a block whose rows all see the context and each other. All rows come
+        back. With `store` they become the context's next positions."""
+        context = self.context(lane)
+        depth = context.pool.model.spec.num_layers
+        rows = list(range(len(tokens)))
+        span = Block(
+            context, tokens, 0, depth, rows, self._taps(hidden, lane), inputs=embeddings, store=store
+        )
+        positions = context.length + np.arange(len(tokens))
+        return self._build(lane, span, tokens, positions, list(tokens))
+
+    def overwrite(
+        self,
+        places: Seq[int],
+        tokens: Seq[int],
+        *,
+        visible: int | None = None,
+        lane: str = TARGET,
+        hidden: tuple[int, ...] = (),
+    ) -> Score:
+        """Score `tokens` anew at the positions `places` that the context already holds; each row
+        sees the first `visible` positions (default: all). All rows come back."""
+        context = self.context(lane)
+        depth = context.pool.model.spec.num_layers
+        positions = np.asarray(places, np.int32)
+        span = Overwrite(
+            context,
+            tokens,
+            0,
+            depth,
+            list(range(len(tokens))),
+            self._taps(hidden, lane),
+            visible=context.length if visible is None else visible,
+            places=positions,
+        )
+        return self._build(lane, span, tokens, positions, list(tokens))
+
+    def complete(
+        self, *, lane: str = TARGET, rows: int | None = None, hidden: tuple[int, ...] = ()
+    ) -> Score:
+        """Run the positions that stopped at an early layer through the rest. The last `rows` of
+        them (default: all) come back."""
+        context = self.context(lane)
+        if not context.partials:
+            raise InvalidRequestError("no position stopped at an early layer")
+        spans = self._completions(context, self._taps(hidden, lane))
+        answers = [position for span in spans for position in self._positions_of(span)]
+        wanted = answers if rows is None else answers[len(answers) - rows :]
+        for span in spans:
+            first = self._positions_of(span)[0]
+            span.answers = [p - first for p in self._positions_of(span) if p >= wanted[0]]
+        known = self.all_tokens
+        held = [known[p] if p < len(known) else -1 for p in wanted]
+        return Score(
+            self, lane, [list(spans)], np.array(wanted), self._chain_parents(wanted), held
+        )
+
+    def follow(self, count: int) -> Follow:
+        """Pick and rescore up to `count` tokens without coming back in between."""
+        return Follow(self, count)
+
+    def pick(self, policy: Policy, logits: np.ndarray, position: int, attempt: int = 0) -> int:
+        """The token `policy` picks for `position`, with the noise that belongs there."""
+        token = policy.pick(logits, self.noise, position, attempt)
+        if self.annotate is not None:
+            self._notes[position, token] = self.annotate(logits, token)
+        return token
+
+    def stops_at(self, token: int) -> bool:
+        """Whether `token` would end the generation."""
+        return self.listener.stops_at(token)
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens may still be said."""
+        return self.listener.remaining
+
+    def emit(self, tokens: Seq[int], state: Policy | None = None) -> int:
+        """Say `tokens`. Applies the stop rules; returns how many tokens were taken. `state` is a
+        policy that has already been told all of `tokens` but the last."""
+        if self.finished or not len(tokens):
+            return 0
+        first = self.length
+        taken, self.finish_reason = self.listener.push(list(tokens))
+        said = list(tokens[:taken])
+        self.tokens.extend(said)
+        if self.annotate is not None:
+            notes = [self._notes.get((first + i, token)) for i, token in enumerate(said)]
+            self.logprobs.extend(notes)
+            self._notes.clear()
+        if state is None:
+            for token in said:
+                self.policy.advance(token)
+        else:
+            self.policy = state
+            state.advance(tokens[-1])
+        return taken
+
+    def accept(
+        self, path: Seq[int], tokens: Seq[int], scores: Scores, lane: str = TARGET
+    ) -> int:
+        """Keep the nodes of `path` from a verified tree and say `tokens` (the path's, then one
+        more). Returns how many tokens were taken."""
+        for context in self._opened(lane):
+            context.retain(path)
+        state = scores.state(path[-1] + 1 if len(path) else 0) if self.policy.stateful else None
+        return self.emit(tokens, state)
+
+    def record(self, tree: TokenTree, path: Seq[int], tokens: Seq[int], **facts: Any) -> None:
+        """Note one round for the trace, if one is kept."""
+        if self.trace is not None:
+            self.trace.append(
+                {
+                    "position": self.length,
+                    "drafted": list(tree.tokens),
+                    "parents": list(tree.parents),
+                    "sources": tree.sources,
+                    "accepted": list(path),
+                    "tokens": list(tokens),
+                    **facts,
+                }
+            )
+
+    def truncate(self, length: int, lane: str = TARGET) -> None:
+        """Forget positions from `length` on, in every context of `lane`."""
+        contexts = self._opened(lane)
+        for context, prompt in zip(contexts, [self.prompt, *self.companion_prompts]):
+            context.truncate(length - len(self.prompt) + len(prompt))
+
+    def fork(self, number: int = 0) -> Sequence:
+        """A branch of this sequence: the same tokens, memory and policy state, and noise of its own if
+        `number` is not 0. It belongs to this sequence and is released with it."""
+        child = Sequence(
+            prompt=self.prompt,
+            policy=self.policy.fork(),
+            noise=self.noise.forked(number) if number else self.noise,
+            listener=self.listener,
+            open_context=self.open_context,
+            companion_prompts=self.companion_prompts,
+            tokens=list(self.tokens),
+            adapter=self.adapter,
+            mask_token=self.mask_token,
+            num_layers=self.num_layers,
+            namespace=self.namespace,
+            shares_prefix=self.shares_prefix,
+            parent=self,
+        )
+        for lane, contexts in self._contexts.items():
+            child._contexts[lane] = [context.fork() for context in contexts]
+        self._children.append(child)
+        return child
+
+    def append(self, token: int) -> None:
+        """Lengthen a branch by a token that is not said yet."""
+        self.tokens.append(token)
+        self.policy.advance(token)
+
+    def release(self) -> None:
+        """Give back the memory of this sequence and its branches."""
+        for child in self._children:
+            child.release()
+        self._children.clear()
+        for contexts in self._contexts.values():
+            for context in contexts:
+                context.release()
+        self._contexts.clear()
+        if self.parent is not None and self in self.parent._children:
+            self.parent._children.remove(self)
+
+    def contexts(self, lane: str | None = None) -> list[Context]:
+        """Every open context (of `lane`), branches included."""
+        own = [
+            context
+            for name, contexts in self._contexts.items()
+            if lane in (None, name)
+            for context in contexts
+        ]
+        return own + [context for child in self._children for context in child.contexts(lane)]
+
+    def align(self, lane: str) -> None:
+        """Forget what `lane` holds beyond the tokens this sequence really has (rejected drafts)."""
+        context, known = self.context(lane), self.all_tokens
+        context.discard()
+        held = context.tokens
+        if held != known[: len(held)]:
+            same = next(i for i, token in enumerate(held) if i >= len(known) or token != known[i])
+            context.truncate(same)
+        if context.length >= len(known):
+            context.truncate(len(known) - 1)
+
+    def opened(self, lane: str) -> bool:
+        return lane in self._contexts
+
+    @property
+    def root(self) -> Sequence:
+        """The sequence that this is a branch of, or itself."""
+        return self if self.parent is None else self.parent.root
+
+    def _opened(self, lane: str) -> list[Context]:
+        if lane not in self._contexts:
+            prompts = [self.prompt]
+            if lane == TARGET:
+                prompts += self.companion_prompts
+            self._contexts[lane] = [
+                self.open_context(lane, prompt + self.tokens) for prompt in prompts
+            ]
+        return self._contexts[lane]
+
+    def _from(self, position: int) -> list[int]:
+        if position >= len(self.prompt):
+            return self.tokens[position - len(self.prompt) :]
+        return self.prompt[position:] + self.tokens
+
+    def _taps(self, hidden: tuple[int, ...], lane: str) -> tuple[int, ...]:
+        if lane == TARGET and self.policy.taps:
+            return tuple(sorted({*hidden, *self.policy.taps}))
+        return hidden
+
+    def _build(
+        self, lane: str, span: Span, chain: Seq[int], positions: np.ndarray, held: list[int]
+    ) -> Score:
+        """A score of `span`, with what must run before it and beside it. `chain` is the part of its
+        tokens that companions follow."""
+        spans: list[Span] = []
+        if span.context.partials and not span.is_partial:
+            spans += self._completions(span.context, ())
+        groups = [[*spans, span]]
+        if lane == TARGET and self.companion_prompts:
+            groups += [[companion] for companion in self._companions(span, chain)]
+        parents = self._chain_parents(positions)
+        return Score(self, lane, groups, positions, parents, held)
+
+    def _companions(self, span: Span, chain: Seq[int]) -> list[Span]:
+        if not isinstance(span, Chain) or span.inputs is not None:
+            raise UnsupportedCombinationError(
+                "guidance with a second prompt works on token chains and trees only"
+            )
+        spans: list[Span] = []
+        extra = list(chain[len(self.unscored()) :])
+        opened = self._opened(TARGET)
+        for context, prompt in zip(opened[1:], self.companion_prompts, strict=True):
+            tokens = (prompt + self.tokens)[context.length :] + extra
+            answers = range(len(tokens) - len(span.answers), len(tokens))
+            if answers[0] < 0:
+                raise UnsupportedCombinationError(
+                    "guidance needs a second prompt at least as long as the rows asked for"
+                )
+            spans.append(Chain(context, tokens, span.start, span.stop, list(answers), span.taps))
+        return spans
+
+    def _completions(self, context: Context, taps: tuple[int, ...]) -> list[Completion]:
+        depth = context.pool.model.spec.num_layers
+        return [
+            Completion(
+                context,
+                [-1] * len(partial.hidden),
+                partial.depth,
+                depth,
+                taps=taps,
+                inputs=partial.hidden,
+                partial=partial,
+            )
+            for partial in context.partials
+        ]
+
+    @staticmethod
+    def _chain_parents(positions: Any) -> list[int]:
+        return [row - 1 for row in range(len(positions))]

@@ -1,0 +1,263 @@
+"""Rows of one context, asked for together: the shapes a score is made of.
+
+A span knows how its rows take their slots, what they see, and what becomes of them after the pass.
+Whether rows are a prompt, a draft tree or a denoising block is nothing to the engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from anydecode.kernels.interface import Rows
+from anydecode.memory.context import Context, Partial
+
+
+@dataclass(eq=False)
+class Span(ABC):
+    """`tokens` go through layers `start..stop` of `context`'s model. `answers` lists the rows whose
+    logits are wanted, `taps` the layers whose hidden states are wanted for the same rows."""
+
+    context: Context
+    tokens: Seq[int]
+    start: int
+    stop: int
+    answers: Seq[int] = ()
+    taps: tuple[int, ...] = ()
+    logits: bool = True
+    inputs: torch.Tensor | None = None  # float32 [rows, hidden], in place of `tokens`
+    done: int = field(default=0, init=False)
+
+    #: Whether a pass may run some of the rows and leave the rest to the next.
+    divisible = False
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def remaining(self) -> int:
+        return len(self.tokens) - self.done
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the rows stop before the last layer."""
+        return self.stop < self.context.pool.model.spec.num_layers
+
+    @abstractmethod
+    def reserve(self, count: int) -> None:
+        """Take slots for the next `count` rows. Raises `PoolFull`, changing nothing."""
+
+    @abstractmethod
+    def fill(self, rows: Rows, at: int, count: int) -> None:
+        """Write the next `count` rows into `rows[at : at + count]`."""
+
+    def settle(self, hidden: torch.Tensor | None, count: int) -> None:
+        """The rows have run; `hidden` is their state where they stopped, if that was early."""
+        self.done += count
+
+    def _inputs(self, rows: Rows, at: int, count: int) -> None:
+        stop = at + count
+        rows.start[at:stop] = self.start
+        rows.stop[at:stop] = self.stop
+        if self.inputs is None:
+            rows.tokens[at:stop] = self.tokens[self.done : self.done + count]
+        else:
+            rows.tokens[at:stop] = -1
+            assert rows.inputs is not None
+            rows.inputs[at:stop] = self.inputs[self.done : self.done + count]
+
+    def _remember(self, count: int) -> None:
+        if self.inputs is None:
+            self.context.tokens += self.tokens[self.done : self.done + count]
+        else:
+            self.context.tokens += [-1] * count
+
+    def _table(self, rows: Rows, at: int, count: int) -> None:
+        rows.table[at : at + count] = len(rows.tables)
+        rows.tables.append(self.context.table)
+
+
+@dataclass(eq=False)
+class Chain(Span):
+    """Appended one after the other; each row sees everything before it and itself."""
+
+    divisible = True
+
+    def reserve(self, count: int) -> None:
+        self.context.append(count)
+
+    def fill(self, rows: Rows, at: int, count: int) -> None:
+        stop = at + count
+        length = self.context.length
+        first = length - count
+        self._inputs(rows, at, count)
+        self._table(rows, at, count)
+        rows.slots[at:stop] = self.context.table[first:]
+        if count == 1:
+            rows.positions[at] = first
+            rows.prefix[at] = length
+        else:
+            rows.positions[at:stop] = np.arange(first, length)
+            rows.prefix[at:stop] = np.arange(first + 1, length + 1)
+        rows.tail_start[at:stop] = 0
+        rows.tail_length[at:stop] = 0
+
+    def settle(self, hidden: torch.Tensor | None, count: int) -> None:
+        if self.is_partial:
+            assert hidden is not None
+            start = self.context.length - count
+            self.context.partials.append(Partial(start, self.stop, hidden.clone()))
+        self._remember(count)
+        self.done += count
+
+
+@dataclass(eq=False)
+class Branches(Span):
+    """A token tree behind the context's last position; each row sees the context and its own path.
+    It stays pending until `Context.retain`."""
+
+    parents: list[int] = field(default_factory=list)
+
+    def reserve(self, count: int) -> None:
+        self.context.branch(self.tokens, self.parents, self.stop)
+
+    def fill(self, rows: Rows, at: int, count: int) -> None:
+        pending = self.context.pending
+        assert pending is not None
+        stop = at + count
+        base = self.context.length
+        self._inputs(rows, at, count)
+        self._table(rows, at, count)
+        rows.slots[at:stop] = pending.slots
+        rows.prefix[at:stop] = base
+        depths = np.empty(count, np.int32)
+        offset = len(rows.tails)
+        tails: list[np.ndarray] = [rows.tails]
+        for node, parent in enumerate(self.parents):
+            depths[node] = 1 if parent < 0 else depths[parent] + 1
+            path = pending.slots[pending.path(node)]
+            rows.tail_start[at + node] = offset
+            rows.tail_length[at + node] = len(path)
+            offset += len(path)
+            tails.append(path)
+        rows.positions[at:stop] = base + depths - 1
+        rows.tails = np.concatenate(tails)
+
+    def settle(self, hidden: torch.Tensor | None, count: int) -> None:
+        pending = self.context.pending
+        assert pending is not None
+        if self.is_partial:
+            assert hidden is not None
+            pending.hidden = hidden.clone()
+        self.done += count
+
+
+@dataclass(eq=False)
+class Block(Span):
+    """Rows that all see the context and each other. They are appended if `store`, else forgotten."""
+
+    store: bool = False
+    _slots: np.ndarray | None = field(default=None, init=False)
+
+    def reserve(self, count: int) -> None:
+        if self.store:
+            self._slots = self.context.append(count)
+        else:
+            self.context.discard()
+            self._slots = self.context.pool.take(count)
+
+    def fill(self, rows: Rows, at: int, count: int) -> None:
+        assert self._slots is not None
+        stop = at + count
+        base = self.context.length - (count if self.store else 0)
+        self._inputs(rows, at, count)
+        self._table(rows, at, count)
+        rows.slots[at:stop] = self._slots
+        rows.positions[at:stop] = np.arange(base, base + count)
+        rows.prefix[at:stop] = base
+        rows.tail_start[at:stop] = len(rows.tails)
+        rows.tail_length[at:stop] = count
+        rows.tails = np.concatenate([rows.tails, self._slots])
+
+    def settle(self, hidden: torch.Tensor | None, count: int) -> None:
+        assert self._slots is not None
+        if self.store:
+            self._remember(count)
+            self.context.reusable = False
+        else:
+            self.context.pool.give(self._slots)
+        self._slots = None
+        self.done += count
+
+
+@dataclass(eq=False)
+class Overwrite(Span):
+    """Rows for positions that the context already holds, from `first` on (or at `places`). Each
+    sees the first `visible` positions of the context, itself and its fellows included."""
+
+    first: int = 0
+    visible: int = 0
+    places: np.ndarray | None = None  # int32 positions, ascending, instead of `first`
+
+    def reserve(self, count: int) -> None:
+        if self.places is None:
+            self.context.own(self.first, self.first + count)
+        else:
+            for place in self.places:
+                self.context.own(int(place), int(place) + 1)
+
+    def fill(self, rows: Rows, at: int, count: int) -> None:
+        stop = at + count
+        places = self.places
+        if places is None:
+            places = np.arange(self.first, self.first + count, dtype=np.int32)
+        self._inputs(rows, at, count)
+        self._table(rows, at, count)
+        rows.slots[at:stop] = self.context.table[places]
+        rows.positions[at:stop] = places
+        rows.prefix[at:stop] = self.visible
+        rows.tail_start[at:stop] = 0
+        rows.tail_length[at:stop] = 0
+
+    def settle(self, hidden: torch.Tensor | None, count: int) -> None:
+        places = range(self.first, self.first + count) if self.places is None else self.places
+        for place, token in zip(places, self.tokens, strict=True):
+            self.context.tokens[place] = token
+        self.context.reusable = False
+        self.done += count
+
+
+@dataclass(eq=False)
+class Completion(Span):
+    """The last positions of a context, which stopped at an early layer, run through the rest."""
+
+    partial: Partial | None = None
+
+    def reserve(self, count: int) -> None:
+        pass
+
+    def fill(self, rows: Rows, at: int, count: int) -> None:
+        assert self.partial is not None
+        stop = at + count
+        first = self.partial.start
+        self._inputs(rows, at, count)
+        self._table(rows, at, count)
+        rows.slots[at:stop] = self.context.table[first : first + count]
+        rows.positions[at:stop] = np.arange(first, first + count)
+        rows.prefix[at:stop] = np.arange(first + 1, first + count + 1)
+        rows.tail_start[at:stop] = 0
+        rows.tail_length[at:stop] = 0
+
+    def settle(self, hidden: torch.Tensor | None, count: int) -> None:
+        assert self.partial is not None
+        index = self.context.partials.index(self.partial)
+        if self.is_partial:
+            assert hidden is not None
+            self.context.partials[index] = Partial(self.partial.start, self.stop, hidden.clone())
+        else:
+            del self.context.partials[index]
+        self.done += count

@@ -1,0 +1,116 @@
+"""Weight formats against the `gguf` package's own arithmetic, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+
+from anydecode.kernels import formats
+from anydecode.kernels.interface import FORMATS, Weight
+
+PACKED = [name for name in FORMATS if formats.is_packed(name)]
+
+
+def random_weight(format: str, rows: int = 37, blocks: int = 3, seed: int = 0) -> Weight:
+    """Random bytes, with every float16 in them made finite."""
+    values, size = formats.BLOCKS[format]
+    generator = np.random.default_rng(seed)
+    data = generator.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
+    places = {"Q6_K": [208]}.get(format, [0, 2] if format in ("Q4_1", "Q5_1") else [0])
+    if format in ("Q4_K", "Q5_K"):
+        places = [0, 2]
+    for place in places:
+        halves = generator.standard_normal((rows, blocks, 1)).astype(np.float16)
+        data[:, :, place : place + 2] = halves.view(np.uint8)
+    packed = torch.from_numpy(data.reshape(rows, -1))
+    return Weight(format, rows, blocks * values, packed, "random")
+
+
+def reference(weight: Weight) -> np.ndarray:
+    return quants.dequantize(weight.data.numpy(), GGMLQuantizationType[weight.format])
+
+
+@pytest.mark.parametrize("format", PACKED)
+def test_dequantisation_equals_gguf_to_the_bit(format: str) -> None:
+    weight = random_weight(format)
+    ours = formats.dequantize(weight).numpy()
+    assert np.array_equal(ours.view(np.uint32), reference(weight).view(np.uint32))
+
+
+@pytest.mark.parametrize("format", PACKED)
+def test_a_changed_bit_is_noticed(format: str) -> None:
+    """The comparison above is sharp: flipping one bit of one code shows."""
+    weight = random_weight(format)
+    expected = reference(weight).copy()
+    weight.data[5, 17] ^= 16
+    assert not np.array_equal(formats.dequantize(weight).numpy(), expected)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_sizes_are_those_of_gguf(format: str) -> None:
+    from gguf.constants import GGML_QUANT_SIZES
+
+    assert formats.BLOCKS[format] == GGML_QUANT_SIZES[GGMLQuantizationType[format]]
+
+
+@pytest.mark.parametrize("format", PACKED)
+def test_rows_equal_the_whole(format: str) -> None:
+    weight = random_weight(format)
+    rows = [36, 0, 7, 7]
+    assert torch.equal(formats.dequantize_rows(weight, rows), formats.dequantize(weight)[rows])
+    assert formats.dequantize_rows(weight, np.array([], np.int32)).shape == (0, weight.in_features)
+
+
+def test_row_groups_join_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_weight("Q4_K", rows=11)
+    whole = formats.dequantize(weight)
+    packed = formats.quantize(whole, "Q8_0").data
+    monkeypatch.setattr(formats, "_GROUP", 2 * weight.in_features)
+    assert torch.equal(formats.dequantize(weight), whole)
+    assert torch.equal(formats.quantize(whole, "Q8_0").data, packed)
+
+
+@pytest.mark.parametrize("format", formats.QUANTIZABLE)
+def test_quantisation_equals_gguf(format: str) -> None:
+    values = torch.randn(19, 128, generator=torch.Generator().manual_seed(1))
+    values[3] = 0
+    values[4, :32] = 0.25
+    weight = formats.quantize(values, format, "model.layers.0.mlp.up_proj")
+    assert weight.name == "model.layers.0.mlp.up_proj"
+    assert (weight.format, weight.out_features, weight.in_features) == (format, 19, 128)
+    expected = quants.quantize(values.numpy(), GGMLQuantizationType[format])
+    assert np.array_equal(weight.data.numpy(), expected)
+
+
+def test_quantisation_error_is_within_half_a_step() -> None:
+    values = torch.randn(16, 256, generator=torch.Generator().manual_seed(2))
+    for format, levels in (("Q8_0", 127), ("Q4_1", 15)):
+        error = (formats.dequantize(formats.quantize(values, format)) - values).abs().max()
+        span = values.abs().max() if format == "Q8_0" else values.max() - values.min()
+        assert error <= 0.52 * span / levels
+
+
+def test_odd_rows_stay_bfloat16() -> None:
+    weight = formats.quantize(torch.randn(4, 40), "Q4_0")
+    assert weight.format == "BF16"
+    assert weight.data.dtype == torch.bfloat16
+    assert weight.data.shape == (4, 40)
+
+
+def test_plain_formats_convert_exactly() -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        tensor = torch.randn(3, 5).to(dtype)
+        weight = formats.plain_weight(tensor, "x")
+        assert torch.equal(formats.dequantize(weight), tensor.float())
+        assert torch.equal(formats.dequantize_rows(weight, [2, 0]), tensor.float()[[2, 0]])
+
+
+def test_mistaken_requests_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot quantise to Q4_K"):
+        formats.quantize(torch.randn(2, 256), "Q4_K")
+    with pytest.raises(ValueError, match="does not divide"):
+        formats.row_bytes("Q6_K", 128)
+    with pytest.raises(ValueError, match="no weight format"):
+        formats.plain_weight(torch.zeros(3, dtype=torch.int64))
