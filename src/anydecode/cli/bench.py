@@ -28,7 +28,7 @@ BENCHES = {
 }
 
 app = typer.Typer(
-    help="Measure speed on this machine.\n\nExample: anydecode bench peers --tokens 128 --json peers.json",
+    help="Measure speed on this machine.\n\nExample: anydecode bench peers --tokens 64",
     rich_markup_mode=None,
     no_args_is_help=True,
 )

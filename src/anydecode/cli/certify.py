@@ -12,7 +12,8 @@ from anydecode.cli.output import note, print_json, progress
 
 def certify_methods(
     keys: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY]...", help="Keys, or package:Class; all if absent.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY]...", help="Keys, or package:Class; all if absent."),
     ] = None,
     json: options.Json = False,
 ) -> None:

@@ -23,7 +23,9 @@ def chat(
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="One message, one answer; - for stdin.")
     ] = None,
-    system: Annotated[str | None, typer.Option("--system", help="An instruction ahead of all.")] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", help="An instruction ahead of all.")
+    ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     decoder: options.Decoder = "autoregressive",
     max_tokens: options.MaxTokens = 512,

@@ -8,12 +8,12 @@ import os
 import platform
 import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 from anydecode import __version__
 from anydecode.cli import options
 from anydecode.cli.output import print_json
+from anydecode.evaluation.machine import cpu_name, memory_bytes, usable_cores
 
 OPTIONAL = (
     "transformers",
@@ -61,31 +61,6 @@ def examine() -> dict[str, Any]:
         **_models(),
         "packages": packages(),
     }
-
-
-def cpu_name() -> str:
-    """The processor's own name, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def memory_bytes() -> int | None:
-    """Physical memory; None where the system does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def compiler() -> str | None:

@@ -19,7 +19,9 @@ HINT_MARKER = ".chat-hint-given"
 
 def generate(
     text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt.")] = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt; - for stdin.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The prompt; - for stdin.")
+    ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     decoder: options.Decoder = "autoregressive",
     max_tokens: options.MaxTokens = 128,
@@ -99,7 +101,7 @@ def describe(generation: Any, *, model: str, decoder: str) -> dict[str, Any]:
 
 
 def hint_at_chat(llm: LLM, model: str) -> None:
-    """Point at `chat` the first time an instruct model is given bare text (once per cache folder)."""
+    """Point at `chat` when an instruct model is given bare text; once per cache folder."""
     from anydecode.models.loading import default_cache
 
     if getattr(llm.tokenizer, "chat_template", None) is None:

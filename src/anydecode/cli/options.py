@@ -39,7 +39,8 @@ Seed = Annotated[int | None, typer.Option("--seed", help="The same seed gives th
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="End before this text; repeatable.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="float32, bfloat16, int8 or int4; as stored if absent.")
+    str | None,
+    typer.Option("--dtype", help="float32, bfloat16, int8 or int4; as stored if absent."),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
 Backend = Annotated[

@@ -24,7 +24,9 @@ def pull_model(
 
     with progress(of_bytes=True) as bar:
         task = bar.add_task(name, total=None)
-        path = pull(name, progress=lambda done, total: bar.update(task, completed=done, total=total))
+        path = pull(
+            name, progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
     if json:
         print_json({"name": name, "path": str(path)})
     else:

@@ -16,7 +16,7 @@ from anydecode.engine.lane import Lane, Plan
 from anydecode.errors import AnydecodeError, OutOfMemoryError
 from anydecode.kernels.interface import Output
 from anydecode.scoring.score import Cancel, Decoding, Follow, Score, Scores, Submit, Ticket, Wait
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import TARGET, Sequence
 
 log = logging.getLogger("anydecode")
 
@@ -200,11 +200,13 @@ class Engine:
                 if score in self._owners:
                     self._end(self._owners[score], output)
             return
-        for score, scores in lane.commit(plan, output):
+        answered = lane.commit(plan, output)
+        if lane.name == TARGET:
+            for sequence in {score.sequence.root for score, _, _ in plan.pieces}:
+                sequence.num_passes += 1
+        for score, scores in answered:
             job = self._owners.pop(score)
-            job.sequence.num_passes += 1
-            if job.sequence.num_passes == 1:
-                share_prefix(lane, job.sequence)
+            self._share_prompt(lane, job.sequence)
             if score in job.tickets:
                 ticket = job.tickets.pop(score)
                 ticket.scores = scores.keep()
@@ -219,6 +221,14 @@ class Engine:
                     self._resume(job, answer if job.is_group else answer[0])
                 else:
                     scores.keep()
+
+    @staticmethod
+    def _share_prompt(lane: Lane, sequence: Sequence) -> None:
+        """Let others share a prompt as soon as it is in memory, not only at the end."""
+        shared = sequence.state.setdefault("shared", [])
+        if lane.name not in shared:
+            shared.append(lane.name)
+            share_prefix(lane, sequence)
 
     def _resume(self, job: Job, value: Any) -> None:
         """Drive the generator until it waits for a lane, or ends."""

@@ -23,6 +23,7 @@ from anydecode.memory.pool import Pool
 from anydecode.models.interface import Model
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.params import SamplingParams
+from anydecode.sampling.top_w import Geometry
 from anydecode.scoring.sequence import TARGET
 
 Prompt = str | Seq[int]
@@ -66,6 +67,7 @@ class LLM:
         self._row_budget = row_budget
         self.engine = Engine({}, max_running)
         self.driver = Driver(self.engine)
+        self._geometry: Geometry | None = None
         self._built: dict[str, Decoder] = {}
         self.add_lane(TARGET, self.model)
         if draft is not None:
@@ -87,11 +89,11 @@ class LLM:
 
     def generate(self, prompt: Prompt | Seq[Prompt], **options: Any) -> Any:
         """Complete `prompt`: text, or a list of integers (a tokenised prompt). A list of prompts is
-        decoded together and gives a list.
+        decoded together and gives a list. Where nothing is said, decoding is greedy.
 
         Options: `decoder` (a key of the catalogue, "key:name=value", or an object), `constraint`,
         `max_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, `seed`, `stop`, `ignore_eos`, `n`,
-        `logprobs`, `adapter`, `trace` and every other field of `SamplingParams`. Returns a
+        `logprobs`, `adapter`, `trace`, `negative_prompt` (for guidance) and every other field of `SamplingParams`. Returns a
         `Generation` (`n` > 1: the first; all are in `samples`). Raises `InvalidRequestError`.
         """
         many = _is_batch(prompt)
@@ -243,11 +245,15 @@ class LLM:
         trace: bool = False,
         priority: int = 0,
         namespace: Any = None,
+        negative_prompt: Prompt | None = None,
         **sampling: Any,
     ) -> Request:
         unknown = sorted(set(sampling) - _SAMPLING)
         if unknown:
             raise InvalidRequestError(f"no option is called {', '.join(unknown)}")
+        sampling.setdefault("temperature", 0.0)
+        if isinstance(sampling.get("stop"), str):
+            sampling["stop"] = [sampling["stop"]]
         return Request(
             self,
             self.encode(prompt),
@@ -259,7 +265,17 @@ class LLM:
             trace=trace,
             priority=priority,
             namespace=namespace,
+            companion=None if negative_prompt is None else self.encode(negative_prompt),
         )
+
+    def geometry(self) -> Geometry:
+        """The model's embeddings as top-w wants them."""
+        if self._geometry is None:
+            embeddings = getattr(self.model, "embeddings", None)
+            if embeddings is None:
+                raise UnsupportedCombinationError("top_w needs a model whose embeddings can be read")
+            self._geometry = Geometry.of(embeddings())
+        return self._geometry
 
     def _start(self, request: Request, background: bool = False) -> None:
         if background:

@@ -6,18 +6,24 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from anydecode.decoders.decoder import Decoder
 from anydecode.engine.engine import Job
 from anydecode.engine.generation import Generation, Piece, Stats
 from anydecode.engine.text import StopRules
 from anydecode.errors import AnydecodeError, InvalidRequestError, UnsupportedCombinationError
-from anydecode.sampling.logprobs import annotate
+from anydecode.sampling.logprobs import TokenLogprobs, token_logprobs
 from anydecode.sampling.params import SamplingParams
 from anydecode.scoring.noise import Noise, fresh_seed, stream_id
 from anydecode.scoring.sequence import Sequence
 
 if TYPE_CHECKING:
     from anydecode.engine.llm import LLM
+
+
+#: How many tokens an answer may have where nothing is said.
+DEFAULT_TOKENS = 256
 
 
 class Request:
@@ -36,9 +42,11 @@ class Request:
         trace: bool = False,
         priority: int = 0,
         namespace: Any = None,
+        companion: list[int] | None = None,
     ) -> None:
         self.llm = llm
         self.prompt = prompt
+        self.companion = companion or prompt[-1:]
         self.params = params
         self.name = name
         self.seed = fresh_seed() if params.seed is None else params.seed
@@ -63,7 +71,7 @@ class Request:
 
     def take_text(self) -> str:
         """The text that has become certain since the last call."""
-        return self._rules(0).take_text()
+        return self._rules(0).take()
 
     def notify(self, news: Callable[[], Any]) -> None:
         """Call `news` (on the engine's thread) whenever there are tokens, and at the end."""
@@ -103,7 +111,8 @@ class Request:
                 raise UnsupportedCombinationError(
                     f"decoder {self.name!r} needs a {lane} model: LLM(..., {lane}=...)"
                 )
-        return min(self.params.max_tokens, self.llm.max_length - len(self.prompt))
+        room = self.llm.max_length - len(self.prompt)
+        return min(DEFAULT_TOKENS if self.params.max_tokens is None else self.params.max_tokens, room)
 
     def _job(
         self,
@@ -118,15 +127,32 @@ class Request:
         llm, params = self.llm, self.params
         tokenizer = llm.tokenizer
         assert tokenizer is not None
-        rules = StopRules(tokenizer, params, self.limit)
+        rules = StopRules(
+            tokenizer,
+            params.stop,
+            params.stop_tokens,
+            tokenizer.eos_ids,
+            self.limit,
+            params.ignore_eos,
+            params.include_stop,
+            params.min_tokens,
+        )
         key = (adapter, namespace)
+        policy = params.policy(
+            self.prompt,
+            llm.model.spec.vocab_size,
+            tokenizer.eos_ids,
+            constraint=constraint,
+            geometry=llm.geometry() if params.needs_geometry else None,
+        )
         sequence = Sequence(
             prompt=self.prompt,
-            policy=params.policy(self.prompt, llm.model.spec.vocab_size, tokenizer, constraint),
+            policy=policy,
             noise=Noise(self.seed, stream_id(number)),
             listener=rules,
             open_context=lambda lane, tokens: llm.open_context(lane, tokens, key),
-            annotate=annotate(params),
+            companion_prompts=[self.companion] * policy.companions,
+            annotate=self._annotate if params.logprobs is not None else None,
             adapter=adapter,
             priority=priority,
             mask_token=tokenizer.mask_id,
@@ -143,6 +169,9 @@ class Request:
             on_progress=lambda job: self._progressed(number),
         )
 
+    def _annotate(self, logits: np.ndarray, token: int) -> TokenLogprobs:
+        return token_logprobs(logits, token, self.params.logprobs or 0)
+
     def _progressed(self, number: int) -> None:
         if self._first[number] is None:
             self._first[number] = perf_counter()
@@ -153,7 +182,6 @@ class Request:
         self._ended[number] = perf_counter()
         if self._first[number] is None:
             self._first[number] = self._ended[number]
-        self._rules(number).close()
         if self._news is not None:
             self._news()
 

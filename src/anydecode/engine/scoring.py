@@ -8,7 +8,7 @@ import numpy as np
 
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError
-from anydecode.sampling.logprobs import log_softmax
+from anydecode.sampling.logprobs import token_logprobs
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
@@ -52,7 +52,7 @@ class Scoring(Decoder):
             stop = min(start + CHUNK, len(tokens) - 1)
             scores = yield sequence.score(tokens[start:stop], rows="all")
             for row, token in zip(scores.logits, tokens[start + 1 : stop + 1], strict=True):
-                logprobs.append(float(log_softmax(row)[token]))
+                logprobs.append(token_logprobs(row, token).logprob)
                 greedy = greedy and int(np.argmax(row)) == token
         self._found = Likelihood(float(np.sum(logprobs)), self.continuation, logprobs, greedy)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CONTEXT = 2048
+TRIAL_PROMPT = "The harbour office counted the boats"
 
 
 class Timing(NamedTuple):
@@ -156,15 +157,13 @@ class LlamaCpp:
 
     def _trial(self, choice: tuple[int, int]) -> float:
         self._open(*choice)
-        timings = [self.generate("The harbour office counted the boats", 24) for _ in range(2)]
+        timings = [self.generate(TRIAL_PROMPT, 24) for _ in range(2)]
         return min(timing.total for timing in timings)
 
     def tokenize(self, text: str) -> list[int]:
         data = text.encode()
         ids = (self.library.llama_token * (len(data) + 8))()
-        count = self.library.llama_tokenize(
-            self.vocab, data, len(data), ids, len(ids), True, False
-        )
+        count = self.library.llama_tokenize(self.vocab, data, len(data), ids, len(ids), True, False)
         return list(ids[:count])
 
     def _forget(self) -> None:
@@ -266,6 +265,11 @@ ENGINES: dict[str, Callable[[str, int], Any]] = {
     "llama.cpp-q4_0": LlamaCpp,
     "openvino-genai": OpenVino,
 }
+
+#: Engines whose single passes can be timed.
+SHOWING_PASSES = frozenset(
+    {"transformers-float32", "transformers-bfloat16", "llama.cpp", "llama.cpp-q4_0"}
+)
 
 
 def peak_memory() -> int:

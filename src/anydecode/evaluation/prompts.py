@@ -48,9 +48,13 @@ _FUNCTION = (
 )
 
 PROMPTS = (
-    Prompt("conversation", "I moved to a new town last week and know nobody. How do I meet people?"),
+    Prompt(
+        "conversation", "I moved to a new town last week and know nobody. How do I meet people?"
+    ),
     Prompt("conversation", "Tell me a story about a fox who wanted to learn to swim."),
-    Prompt("conversation", "My tomato plants have yellow leaves. What may be wrong, and what can I do?"),
+    Prompt(
+        "conversation", "My tomato plants have yellow leaves. What may be wrong, and what can I do?"
+    ),
     Prompt("question", "Why does the moon always show us the same side?"),
     Prompt("question", "What is the difference between weather and climate?"),
     Prompt("question", "Who invented the printing press, and what changed because of it?"),
@@ -89,7 +93,9 @@ PROMPTS = (
     Prompt("summary", f"List what was decided, one line each.\n\n{_MINUTES}"),
     Prompt("summary", f"Give this text a title and three bullet points.\n\n{_REPORT}"),
     Prompt("retrieval", f"{_PASSAGE}\nUsing these notes, tell how the lamp changed over time."),
-    Prompt("retrieval", f"{_PASSAGE}\nWho was the last keeper, and why did she leave? Quote the note."),
+    Prompt(
+        "retrieval", f"{_PASSAGE}\nWho was the last keeper, and why did she leave? Quote the note."
+    ),
     Prompt("retrieval", f"{_MINUTES}\n\nWho does what until when? Quote the minutes."),
     Prompt("rewriting", f"Rewrite in the present tense, changing nothing else.\n\n{_REPORT}"),
     Prompt("rewriting", f"Rename `value` to `number` everywhere in this function.\n\n{_FUNCTION}"),

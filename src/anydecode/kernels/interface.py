@@ -8,6 +8,7 @@ slots. Everything a kernel must know of trees, blocks, beams, chunks and batches
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,19 @@ class Weight:
     @property
     def num_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """What an adapter adds to one weight: x @ down.T @ up.T * scale, both matrices float32."""
+
+    down: Weight  # [rank, in_features]
+    up: Weight  # [out_features, rank]
+    scale: float
+
+
+#: One adapter: the name of each weight it targets, and what it adds there.
+Adapter = Mapping[str, LowRank]
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import tokenizers
 
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models import chat
-from anydecode.models.loading.gguf_tokenizer import tokenizer_from_gguf
+from anydecode.models.gguf_tokenizer import tokenizer_from_gguf
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
@@ -147,9 +147,9 @@ class HFTokenizer:
         if text is None or token in self._special:
             return b""
         if self._kind == "byte_level":
-            codes = [_BYTE_OF.get(character) for character in text]
             # An added token stands for itself where it leaves the alphabet of bytes.
-            return text.encode() if None in codes else bytes(code for code in codes if code is not None)
+            in_alphabet = all(character in _BYTE_OF for character in text)
+            return bytes(map(_BYTE_OF.__getitem__, text)) if in_alphabet else text.encode()
         if self._kind == "sentencepiece":
             found = _BYTE_TOKEN.fullmatch(text)
             return bytes([int(found[1], 16)]) if found else text.replace(_SPACE, " ").encode()

@@ -88,12 +88,18 @@ class Distribution:
         weights, total = exponentials(self.scores)
         return weights.astype(np.float64) / total
 
+    def score(self, token: int) -> float:
+        """The token's score; -inf if it is not among the tokens."""
+        if self.tokens is None:
+            return float(self.scores[token])
+        place = int(np.searchsorted(self.tokens, token))
+        if place == len(self.tokens) or self.tokens[place] != token:
+            return -np.inf
+        return float(self.scores[place])
+
     def log_probability(self, token: int) -> float:
         """Natural logarithm of the token's probability; -inf if it is not among the tokens."""
-        place = self._place(token)
-        if place is None:
-            return -np.inf
-        return float(self.scores[place]) - log_sum_exp(self.scores)
+        return self.score(token) - log_sum_exp(self.scores)
 
     def dense(self, vocab_size: int) -> np.ndarray:
         """Probabilities of the whole vocabulary, float64 `[vocab_size]`."""
@@ -105,34 +111,25 @@ class Distribution:
 
     def pick(self, noise: Noise, position: int, attempt: int = 0) -> int:
         """argmax of score + Gumbel noise, ties to the lowest id: a draw from this distribution."""
-        if self.tokens is None:
-            return _pick_all(self.scores, noise, position, attempt)
-        if len(self.tokens) == 1:
-            return int(self.tokens[0])
-        keys = self.scores + noise.gumbel(self.tokens, position, attempt)
-        return int(self.tokens[keys.argmax()])
-
-    def _place(self, token: int) -> int | None:
-        if self.tokens is None:
-            return token if 0 <= token < len(self.scores) else None
-        place = int(np.searchsorted(self.tokens, token))
-        if place == len(self.tokens) or self.tokens[place] != token:
-            return None
-        return place
+        if len(self.scores) == 1:
+            return 0 if self.tokens is None else int(self.tokens[0])
+        ids = range(len(self.scores)) if self.tokens is None else self.tokens
+        place = _best_key(self.scores, noise.uniform(ids, position, attempt))
+        return place if self.tokens is None else int(self.tokens[place])
 
 
-def _pick_all(scores: np.ndarray, noise: Noise, position: int, attempt: int) -> int:
-    """The same over a whole vocabulary, with logarithms only where they can matter.
+def _best_key(scores: np.ndarray, uniform: np.ndarray) -> int:
+    """argmax of score - log(-log(uniform)), with logarithms only where they can matter.
 
-    A token more than `near` below the best score needs noise above `best_key - best + near` to
-    win; comparing its uniform number with one bound rules nearly all of them out.
+    A token whose score is at most `edge` needs noise of at least `key - edge` to win, where `key`
+    is the best key above the edge; comparing uniform numbers with one bound rules nearly all out.
     """
-    near = 4.0
-    uniform = noise.uniform(range(len(scores)), position, attempt)
-    best = scores.max()
-    close = scores > best - np.float32(near)
+    if len(scores) <= 256:
+        return int((scores - np.log(-np.log(uniform))).argmax())
+    edge = scores.max() - np.float32(4)
+    close = scores > edge
     key = (scores[close] - np.log(-np.log(uniform[close]))).max()
-    bound = np.exp(-np.exp(float(best) - near - key)) - 1e-9
+    bound = np.exp(-np.exp(float(edge) - key)) - 1e-9
     index = np.flatnonzero(close | (uniform >= bound))
     keys = scores[index] - np.log(-np.log(uniform[index]))
     return int(index[keys.argmax()])

@@ -23,7 +23,7 @@ class Processor(ABC):
     def apply(self, candidates: Candidates) -> Candidates:
         """The candidates after this rule. May write to `candidates.writable()`."""
 
-    def advance(self, token: int) -> None:
+    def advance(self, token: int) -> None:  # noqa: B027  most parts have nothing to learn
         """The text goes on with `token`."""
 
     def fork(self) -> Processor:
@@ -32,14 +32,17 @@ class Processor(ABC):
 
 
 class Combiner(Protocol):
-    """Makes one row of logits from several.
+    """Makes one row of logits from several."""
 
-    `companions` counts the companion contexts it wants, `taps` lists the layers whose logits
-    (through the model's head) it wants.
-    """
+    @property
+    def companions(self) -> int:
+        """How many companion contexts it wants."""
+        ...
 
-    companions: int
-    taps: tuple[int, ...]
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers whose logits, through the model's head, it wants."""
+        ...
 
     def combine(
         self, logits: np.ndarray, companions: list[np.ndarray], taps: dict[int, np.ndarray]

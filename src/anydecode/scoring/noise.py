@@ -16,11 +16,11 @@ import numpy as np
 #: What a stream may be for. The order is part of the text a seed gives.
 PURPOSES = ("target", "coin", "residual", "draft", "unmask", "search", "resample", "other")
 
-_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+_MULTIPLIERS = np.array([[0xD2511F53, 0xCD9E8D57], [0xCD9E8D57, 0xD2511F53]], np.uint64)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_LOW = np.uint64(0xFFFFFFFF)
-_SHIFT = np.uint64(32)
+_LOW = np.array(0xFFFFFFFF, np.uint64)
+_SHIFT = np.array(32, np.uint64)
 _LOW_BITS = 0xFFFFFFFF
 _SAMPLE_BITS, _FORK_BITS, _PURPOSE_BITS = 16, 12, 4
 
@@ -50,31 +50,30 @@ class Noise:
     seed: int
     stream: int = 0
 
-    def words(
-        self, tokens: np.ndarray | range, position: int, attempt: int = 0
-    ) -> np.ndarray:
+    def words(self, tokens: np.ndarray | range, position: int, attempt: int = 0) -> np.ndarray:
         """uint32 `[len(tokens)]`: word `token & 3` of the block with counter
         (token >> 2, position, stream, attempt) under the key (seed low, seed high)."""
         if isinstance(tokens, range) and tokens.step == 1:
             first = tokens.start >> 2
             blocks = np.arange(first, (tokens.stop + 3) >> 2, dtype=np.uint64)
-            flat = self._blocks(blocks, position, attempt).T.reshape(-1)
+            flat: np.ndarray = self._blocks(blocks, position, attempt).T.reshape(-1)
             return flat[tokens.start - 4 * first : tokens.stop - 4 * first]
         ids = np.asarray(tokens, np.int64)
+        if len(ids) > 256 and 4 * len(ids) > ids.max():  # blocks would be computed several times
+            return self.words(range(int(ids.max()) + 1), position, attempt)[ids]
         blocks = self._blocks((ids >> 2).astype(np.uint64), position, attempt)
-        return blocks[ids & 3, np.arange(len(ids))]
+        words: np.ndarray = blocks[ids & 3, np.arange(len(ids))]
+        return words
 
-    def uniform(
-        self, tokens: np.ndarray | range, position: int, attempt: int = 0
-    ) -> np.ndarray:
+    def uniform(self, tokens: np.ndarray | range, position: int, attempt: int = 0) -> np.ndarray:
         """float64 `[len(tokens)]`, strictly between 0 and 1: (word + 1/2) / 2^32."""
-        return (self.words(tokens, position, attempt) + 0.5) * 2.0**-32
+        numbers: np.ndarray = (self.words(tokens, position, attempt) + 0.5) * 2.0**-32
+        return numbers
 
-    def gumbel(
-        self, tokens: np.ndarray | range, position: int, attempt: int = 0
-    ) -> np.ndarray:
+    def gumbel(self, tokens: np.ndarray | range, position: int, attempt: int = 0) -> np.ndarray:
         """float64 `[len(tokens)]`: -log(-log(uniform)), standard Gumbel noise."""
-        return -np.log(-np.log(self.uniform(tokens, position, attempt)))
+        noise: np.ndarray = -np.log(-np.log(self.uniform(tokens, position, attempt)))
+        return noise
 
     def coin(self, position: int, attempt: int = 0, index: int = 0) -> float:
         """One uniform number; `index` tells several coins of a place apart."""
@@ -112,18 +111,14 @@ class Noise:
 
 
 @lru_cache(maxsize=256)
-def _round_keys(seed: int) -> tuple[np.ndarray, ...]:
-    low, high = seed & _LOW_BITS, seed >> 32
-    return tuple(
-        np.array(
-            [
-                [(low + number * _KEY_STEPS[0]) & _LOW_BITS],
-                [(high + number * _KEY_STEPS[1]) & _LOW_BITS],
-            ],
-            np.uint64,
-        )
-        for number in range(_ROUNDS)
-    )
+def _round_keys(seed: int) -> np.ndarray:
+    """uint64 `[rounds, 2]`: the two key words of each round, those of odd rounds swapped."""
+    keys = np.empty((_ROUNDS, 2), np.uint64)
+    for number in range(_ROUNDS):
+        low = (seed + number * _KEY_STEPS[0]) & _LOW_BITS
+        high = ((seed >> 32) + number * _KEY_STEPS[1]) & _LOW_BITS
+        keys[number] = (low, high) if number % 2 else (high, low)
+    return keys
 
 
 def philox4x32(first: np.ndarray, second: int, third: int, fourth: int, key: int) -> np.ndarray:
@@ -131,18 +126,23 @@ def philox4x32(first: np.ndarray, second: int, third: int, fourth: int, key: int
 
     `first` is uint64 holding 32-bit values; `key` is 64 bits, its low word first.
     """
-    shape = (2, len(first))
-    even, odd = np.empty(shape, np.uint64), np.empty(shape, np.uint64)
-    even[0], even[1] = first, third
-    odd[0], odd[1] = second, fourth
-    product = np.empty(shape, np.uint64)
-    for round_key in _round_keys(key):
-        np.multiply(even, _MULTIPLIERS, out=product)
-        np.right_shift(product[::-1], _SHIFT, out=even)
+    # Both multiplications of a round are one numpy call over two halves. The halves would change
+    # places every round; they stay, and multipliers and keys change places instead.
+    count = len(first)
+    even, odd = np.empty(2 * count, np.uint64), np.empty(2 * count, np.uint64)
+    even[:count], even[count:] = first, third
+    odd[:count], odd[count:] = fourth, second
+    keys = np.repeat(_round_keys(key), count, axis=1)
+    multipliers = np.repeat(_MULTIPLIERS, count, axis=1)
+    product = np.empty(2 * count, np.uint64)
+    for number in range(_ROUNDS):
+        np.multiply(even, multipliers[number % 2], out=product)
+        np.right_shift(product, _SHIFT, out=even)
         np.bitwise_xor(even, odd, out=even)
-        np.bitwise_xor(even, round_key, out=even)
-        np.bitwise_and(product[::-1], _LOW, out=odd)
-    result = np.empty((4, len(first)), np.uint32)
-    result[0], result[2] = even
-    result[1], result[3] = odd
+        np.bitwise_xor(even, keys[number], out=even)
+        np.bitwise_and(product[count:], _LOW, out=odd[:count])
+        np.bitwise_and(product[:count], _LOW, out=odd[count:])
+    result = np.empty((4, count), np.uint32)
+    result[0], result[2] = even[:count], even[count:]
+    result[1], result[3] = odd[count:], odd[:count]
     return result

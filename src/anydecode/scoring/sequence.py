@@ -239,203 +239,6 @@ class Sequence:
 
     def stops_at(self, token: int) -> bool:
         """Whether `token` would end the generation."""
-        ...
-
-    @property
-    def remaining(self) -> int:
-        """How many tokens may still be said."""
-        ...
-
-
-@dataclass(eq=False)
-class Sequence:
-    """Prompt, tokens, contexts, policy, noise, stop rules.
-
-    `state` is for whatever a decoder must remember across a restart (beams, a canvas): plain data.
-    Everything else a decoder holds is lost when it is preempted; it then starts again from here.
-    """
-
-    prompt: list[int]
-    policy: Policy
-    noise: Noise
-    listener: Listener
-    open_context: Callable[[str, list[int]], Context]
-    companion_prompts: list[list[int]] = field(default_factory=list)
-    annotate: Callable[[np.ndarray, int], Any] | None = None  # log-probabilities of a picked token
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
-    state: dict[str, Any] = field(default_factory=dict)
-    finish_reason: str | None = None
-    adapter: int = -1
-    priority: int = 0
-    namespace: Hashable = None
-    num_passes: int = 0
-    trace: list[dict[str, Any]] | None = None
-    parent: Sequence | None = None
-    id: int = field(default_factory=lambda: next(_ids))
-
-    def __post_init__(self) -> None:
-        self._contexts: dict[str, list[Context]] = {}
-        self._children: list[Sequence] = []
-        self._notes: dict[tuple[int, int], Any] = {}
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-    @property
-    def length(self) -> int:
-        """Prompt and generated tokens."""
-        return len(self.prompt) + len(self.tokens)
-
-    @property
-    def all_tokens(self) -> list[int]:
-        return self.prompt + self.tokens
-
-    def context(self, lane: str = TARGET) -> Context:
-        """This sequence's memory in `lane`'s model, opened when first asked for. It may begin with
-        a prefix that an earlier request left."""
-        return self._opened(lane)[0]
-
-    def unscored(self, lane: str = TARGET) -> list[int]:
-        """The tokens that `lane`'s model has not seen yet; never empty while generating."""
-        return self._from(self.context(lane).length)
-
-    def score(
-        self,
-        tokens: Seq[int] | None = None,
-        *,
-        lane: str = TARGET,
-        rows: str = "last",
-        layers: tuple[int, int] | None = None,
-        hidden: tuple[int, ...] = (),
-        embeddings: torch.Tensor | None = None,
-    ) -> Score:
-        """Score `tokens` (default: the unscored ones) as a chain behind the context.
-
-        `rows` is "last" or "all": which rows come back. `layers` is the layer range `(0, k)` of an
-        early exit. `hidden` names layers whose states come back. `embeddings`, float32
-        `[rows, hidden_size]`, stand in place of tokens.
-        """
-        if tokens is None:
-            tokens = self.unscored(lane)
-        if not len(tokens):
-            raise InvalidRequestError("there is nothing to score: the prompt is empty")
-        context = self.context(lane)
-        first = context.length
-        depth = context.pool.model.spec.num_layers
-        start, stop = layers or (0, depth)
-        answers = [len(tokens) - 1] if rows == "last" else list(range(len(tokens)))
-        span = Chain(
-            context, tokens, start, stop, answers, self._taps(hidden, lane), inputs=embeddings
-        )
-        return self._build(
-            lane, span, tokens, first + np.asarray(answers), [tokens[i] for i in answers]
-        )
-
-    def verify(self, tree: TokenTree, *, lane: str = TARGET, hidden: tuple[int, ...] = ()) -> Score:
-        """Score the unscored tokens and then `tree` behind them. Row 0 answers for the last
-        unscored token, row i + 1 for node i. Keep a path with `accept`."""
-        unscored = self.unscored(lane)
-        if not len(tree):
-            return self.score(unscored, lane=lane, hidden=hidden)
-        context = self.context(lane)
-        depth = context.pool.model.spec.num_layers
-        taps = self._taps(hidden, lane)
-        root = Chain(context, unscored, 0, depth, [len(unscored) - 1], taps)
-        nodes = range(len(tree))
-        base = context.length + len(unscored) - 1
-        positions = np.array([base] + [base + tree.depth(node) for node in nodes])
-        score = self._build(lane, root, unscored, positions, [unscored[-1], *tree.tokens])
-        score.row_parents = [ROOT] + [parent + 1 for parent in tree.parents]
-        for spans in score.groups:
-            trunk = spans[-1]
-            spans.append(
-                Branches(
-                    trunk.context, tree.tokens, 0, depth, list(nodes), taps, parents=tree.parents
-                )
-            )
-        return score
-
-    def block(
-        self,
-        tokens: Seq[int],
-        *,
-        store: bool = False,
-        lane: str = TARGET,
-        hidden: tuple[int, ...] = (),
-        embeddings: torch.Tensor | None = None,
-    ) -> Score:
-        """Score `tokens` as a block whose rows all see the context and each other. All rows come
-        back. With `store` they become the context's next positions."""
-        context = self.context(lane)
-        depth = context.pool.model.spec.num_layers
-        rows = list(range(len(tokens)))
-        span = Block(
-            context, tokens, 0, depth, rows, self._taps(hidden, lane), inputs=embeddings, store=store
-        )
-        positions = context.length + np.arange(len(tokens))
-        return self._build(lane, span, tokens, positions, list(tokens))
-
-    def overwrite(
-        self,
-        places: Seq[int],
-        tokens: Seq[int],
-        *,
-        visible: int | None = None,
-        lane: str = TARGET,
-        hidden: tuple[int, ...] = (),
-    ) -> Score:
-        """Score `tokens` anew at the positions `places` that the context already holds; each row
-        sees the first `visible` positions (default: all). All rows come back."""
-        context = self.context(lane)
-        depth = context.pool.model.spec.num_layers
-        positions = np.asarray(places, np.int32)
-        span = Overwrite(
-            context,
-            tokens,
-            0,
-            depth,
-            list(range(len(tokens))),
-            self._taps(hidden, lane),
-            visible=context.length if visible is None else visible,
-            places=positions,
-        )
-        return self._build(lane, span, tokens, positions, list(tokens))
-
-    def complete(
-        self, *, lane: str = TARGET, rows: int | None = None, hidden: tuple[int, ...] = ()
-    ) -> Score:
-        """Run the positions that stopped at an early layer through the rest. The last `rows` of
-        them (default: all) come back."""
-        context = self.context(lane)
-        if not context.partials:
-            raise InvalidRequestError("no position stopped at an early layer")
-        spans = self._completions(context, self._taps(hidden, lane))
-        answers = [position for span in spans for position in self._positions_of(span)]
-        wanted = answers if rows is None else answers[len(answers) - rows :]
-        for span in spans:
-            first = self._positions_of(span)[0]
-            span.answers = [p - first for p in self._positions_of(span) if p >= wanted[0]]
-        known = self.all_tokens
-        held = [known[p] if p < len(known) else -1 for p in wanted]
-        return Score(
-            self, lane, [list(spans)], np.array(wanted), self._chain_parents(wanted), held
-        )
-
-    def follow(self, count: int) -> Follow:
-        """Pick and rescore up to `count` tokens without coming back in between."""
-        return Follow(self, count)
-
-    def pick(self, policy: Policy, logits: np.ndarray, position: int, attempt: int = 0) -> int:
-        """The token `policy` picks for `position`, with the noise that belongs there."""
-        token = policy.pick(logits, self.noise, position, attempt)
-        if self.annotate is not None:
-            self._notes[position, token] = self.annotate(logits, token)
-        return token
-
-    def stops_at(self, token: int) -> bool:
-        """Whether `token` would end the generation."""
         return self.listener.stops_at(token)
 
     @property
@@ -518,6 +321,15 @@ class Sequence:
         self._children.append(child)
         return child
 
+    def branch(self) -> Sequence:
+        """A fork that belongs to the same root as this one."""
+        sibling = self.fork()
+        if self.parent is not None:
+            self._children.remove(sibling)
+            sibling.parent = self.parent
+            self.parent._children.append(sibling)
+        return sibling
+
     def append(self, token: int) -> None:
         """Lengthen a branch by a token that is not said yet."""
         self.tokens.append(token)
@@ -525,9 +337,8 @@ class Sequence:
 
     def release(self) -> None:
         """Give back the memory of this sequence and its branches."""
-        for child in self._children:
+        for child in list(self._children):
             child.release()
-        self._children.clear()
         for contexts in self._contexts.values():
             for context in contexts:
                 context.release()

@@ -56,7 +56,8 @@ class Span(ABC):
         """Write the next `count` rows into `rows[at : at + count]`."""
 
     def settle(self, hidden: torch.Tensor | None, count: int) -> None:
-        """The rows have run; `hidden` is their state where they stopped, if that was early."""
+        """The rows have run; `hidden` is their state where they stopped, if that was early. The
+        context may have been released or cut meanwhile."""
         self.done += count
 
     def _inputs(self, rows: Rows, at: int, count: int) -> None:
@@ -149,8 +150,7 @@ class Branches(Span):
 
     def settle(self, hidden: torch.Tensor | None, count: int) -> None:
         pending = self.context.pending
-        assert pending is not None
-        if self.is_partial:
+        if self.is_partial and pending is not None:
             assert hidden is not None
             pending.hidden = hidden.clone()
         self.done += count
@@ -254,10 +254,12 @@ class Completion(Span):
 
     def settle(self, hidden: torch.Tensor | None, count: int) -> None:
         assert self.partial is not None
-        index = self.context.partials.index(self.partial)
-        if self.is_partial:
-            assert hidden is not None
-            self.context.partials[index] = Partial(self.partial.start, self.stop, hidden.clone())
-        else:
-            del self.context.partials[index]
+        partials = self.context.partials
+        if self.partial in partials:
+            index = partials.index(self.partial)
+            further = []
+            if self.is_partial:
+                assert hidden is not None
+                further = [Partial(self.partial.start, self.stop, hidden.clone())]
+            partials[index : index + 1] = further
         self.done += count

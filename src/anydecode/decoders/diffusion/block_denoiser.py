@@ -47,8 +47,9 @@ class BlockDenoiser(Decoder):
             unscored = sequence.unscored()
             if unscored:
                 yield sequence.block(unscored, store=True)
-            canvas = sequence.state.setdefault("canvas", [mask] * self.block)
-            for step in range(self.passes):
+            state = sequence.state.setdefault("block", {"canvas": [mask] * self.block, "step": 0})
+            canvas = state["canvas"]
+            for step in range(state["step"], self.passes):
                 masked = [i for i, token in enumerate(canvas) if token == mask]
                 if not masked:
                     break
@@ -59,5 +60,6 @@ class BlockDenoiser(Decoder):
                 order = sorted(masked, key=lambda i: (-np.float64(sure[i]), i))
                 for i in order[:count]:
                     canvas[i] = picks[i]
-            del sequence.state["canvas"]
+                state["step"] = step + 1
+            del sequence.state["block"]
             sequence.emit(canvas)

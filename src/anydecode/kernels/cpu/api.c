@@ -71,8 +71,9 @@ EXPORT const char *anydecode_choose(const char *name, const char **failed) {
   return (chosen = &kernels_scalar)->name;
 }
 
+/* Sizes of the structs that Python mirrors: Op, Pass, Activations. */
 EXPORT int64_t anydecode_size(int what) {
-  return what == 0 ? sizeof(Op) : what == 1 ? sizeof(Pass) : sizeof(Matrix);
+  return what == 0 ? sizeof(Op) : what == 1 ? sizeof(Pass) : sizeof(Activations);
 }
 
 typedef struct {
@@ -98,6 +99,16 @@ EXPORT void anydecode_repack(const Matrix *to, const uint8_t *from, int64_t row_
 EXPORT void anydecode_linear(const Matrix *w, const float *x, int n, const float *bias, float *out,
                              uint8_t *scratch) {
   chosen->linear(w, x, n, bias, out, scratch);
+}
+
+/* Bytes of eight packed columns. */
+EXPORT int64_t anydecode_group_bytes(int format, int in_features) {
+  return packed_group_bytes(format, in_features);
+}
+
+/* Floats of room that one thread needs for attention. */
+EXPORT int64_t anydecode_attention_floats(int head_dim, int group) {
+  return attention_room_floats(head_dim, group);
 }
 
 EXPORT void anydecode_unpack_row(const Matrix *w, int row, float *out) {
@@ -133,15 +144,16 @@ static int check_tables(const Pass *pass) {
 }
 
 static int check_pass(const Pass *pass) {
+  int layers = pass->first < pass->last;
   for (int r = 0; r < pass->num_rows; r++) {
-    int problem = check_table(pass, r);
+    int problem = layers ? check_table(pass, r) : OK;
     if (problem) return problem;
-    if (pass->slots[r] >= pass->num_slots) return ERROR_SLOT;
+    if (layers && pass->slots[r] >= pass->num_slots) return ERROR_SLOT;
     if (pass->embed && pass->tokens[r] >= pass->vocab_size) return ERROR_TOKEN;
     if (pass->embed && pass->tokens[r] < 0 && !pass->inputs) return ERROR_TOKEN;
     if (pass->adapters && pass->adapters[r] >= pass->num_adapters) return ERROR_ADAPTER;
   }
-  return check_tables(pass);
+  return layers ? check_tables(pass) : OK;
 }
 
 static void run_part(void *argument, int thread, int threads, void *barrier) {

@@ -4,9 +4,7 @@
 #define ANYDECODE_ATTENTION_H
 
 #include "layout.h"
-#include "maths.h"
-
-enum { ATTENTION_ROWS = 4, MAX_GROUP = 64 };
+#include "pointwise.h"
 
 /* One thread's room, in floats. */
 typedef struct {
@@ -23,11 +21,6 @@ typedef struct {
   const int32_t *table;
   int format, kv_heads;
 } Heads;
-
-INLINE int64_t attention_room_floats(int head_dim, int group) {
-  int64_t padded = (head_dim + 7) / 8 * 8;
-  return 2 * KEY_BLOCK * padded + ATTENTION_ROWS * group * (2 * padded + 16);
-}
 
 static Room make_room(float *base, int padded, int group) {
   int64_t heads = (int64_t)ATTENTION_ROWS * group;

@@ -32,7 +32,7 @@ static int products_agree(int format, const Kernels *candidate, const Kernels *p
   static _Alignas(64) float x[ROWS * IN], out[2][ROWS * OUT];
   const Kernels *both[2] = {candidate, plain};
   uint32_t state = 1u + (uint32_t)format;
-  int64_t group_bytes = (int64_t)stored_row_bytes[format] * 8 + 64;
+  int64_t group_bytes = packed_group_bytes(format, IN);
   fill(format, stored, &state);
   for (int i = 0; i < ROWS * IN; i++) x[i] = (float)next_random(&state) * 0x1p-23f - 1.0f;
   for (int i = 0; i < 2; i++) {

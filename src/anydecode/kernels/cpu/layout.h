@@ -5,7 +5,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, SUPER_BLOCK = 256 };
+enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, ATTENTION_ROWS = 4 };
+
+#define INLINE static inline __attribute__((always_inline))
 
 enum Format { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, NUM_FORMATS };
 
@@ -54,7 +56,7 @@ typedef struct {
   int32_t num_prologue, first, last, head, num_ops; /* ops: prologue, layers, head */
   int32_t num_rows, num_logits, num_taps, num_layers, vocab_size, hidden_size;
   int32_t embed; /* whether the stream starts from tokens and inputs */
-  int32_t cache_format, num_slots, kv_heads, head_dim, num_tables, num_adapters, num_targets;
+  int32_t cache_format, num_slots, num_tables, num_adapters, num_targets, reserved;
   const int32_t *tokens, *positions, *slots, *table, *prefix, *tails, *tail_start, *tail_length;
   const int32_t *adapters, *logit_rows;
   const int32_t *const *tables;
@@ -90,6 +92,42 @@ typedef struct {
   int32_t (*pick_gumbel)(const float *logits, int64_t n, double inverse_temperature, uint64_t seed,
                          uint32_t stream, uint32_t position, uint32_t attempt);
 } Kernels;
+
+INLINE int has_min(int format) {
+  return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K;
+}
+INLINE int is_super(int format) { return format == Q4_K || format == Q5_K || format == Q6_K; }
+INLINE int is_float(int format) { return format == F32 || format == F16 || format == BF16; }
+INLINE int five_bits(int format) { return format == Q5_0 || format == Q5_1 || format == Q5_K; }
+
+INLINE int header_bytes(int format) { return has_min(format) ? 32 : 16; }
+
+/* Bytes of one block of 32 k by 8 columns, without the header of a super-block. */
+INLINE int block_bytes(int format) {
+  switch (format) {
+    case Q4_0: return 144;
+    case Q4_1: return 160;
+    case Q5_0: return 176;
+    case Q5_1: return 192;
+    case Q8_0: return 272;
+    case Q4_K: return 144;
+    case Q5_K: return 176;
+    default: return 208;
+  }
+}
+
+INLINE int64_t packed_group_bytes(int format, int in_features) {
+  if (format == F32) return (int64_t)in_features * 32;
+  if (is_float(format)) return (int64_t)in_features * 16;
+  int64_t blocks = in_features / QUANT_BLOCK;
+  int64_t bytes = blocks * block_bytes(format);
+  return is_super(format) ? bytes + blocks / 8 * header_bytes(format) : bytes;
+}
+
+INLINE int64_t attention_room_floats(int head_dim, int group) {
+  int64_t padded = (head_dim + 7) / 8 * 8;
+  return 2 * KEY_BLOCK * padded + ATTENTION_ROWS * group * (2 * padded + 16);
+}
 
 void barrier_wait(void *barrier);
 

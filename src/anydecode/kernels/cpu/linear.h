@@ -141,7 +141,7 @@ static void linear_columns(const Matrix *w, const void *x, int n, const float *b
                            int64_t stride, int first, int last) {
   int64_t row_bytes = is_float(w->format)
                           ? (int64_t)w->in_features * 4
-                          : (int64_t)(w->in_features / QUANT_BLOCK) * sizeof(Activations);
+                          : (int64_t)(w->in_features / QUANT_BLOCK) * (int64_t)sizeof(Activations);
   int chunk = (int)(20000 / row_bytes) / TILE_ROWS * TILE_ROWS;
   if (chunk < 2 * TILE_ROWS) chunk = 2 * TILE_ROWS;
   int span = (int)(200000 / w->group_bytes);

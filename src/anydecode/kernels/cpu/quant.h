@@ -18,37 +18,6 @@
 #include "layout.h"
 #include "simd.h"
 
-INLINE int has_min(int format) {
-  return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K;
-}
-INLINE int is_super(int format) { return format == Q4_K || format == Q5_K || format == Q6_K; }
-INLINE int is_float(int format) { return format == F32 || format == F16 || format == BF16; }
-INLINE int five_bits(int format) { return format == Q5_0 || format == Q5_1 || format == Q5_K; }
-
-INLINE int header_bytes(int format) { return has_min(format) ? 32 : 16; }
-
-/* Bytes of one block of 32 k by 8 columns, without the header of a super-block. */
-INLINE int block_bytes(int format) {
-  switch (format) {
-    case Q4_0: return 144;
-    case Q4_1: return 160;
-    case Q5_0: return 176;
-    case Q5_1: return 192;
-    case Q8_0: return 272;
-    case Q4_K: return 144;
-    case Q5_K: return 176;
-    default: return 208;
-  }
-}
-
-INLINE int64_t packed_group_bytes(int format, int in_features) {
-  if (format == F32) return (int64_t)in_features * 32;
-  if (is_float(format)) return (int64_t)in_features * 16;
-  int64_t blocks = in_features / QUANT_BLOCK;
-  int64_t bytes = blocks * block_bytes(format);
-  return is_super(format) ? bytes + blocks / 8 * header_bytes(format) : bytes;
-}
-
 INLINE void unpack_nibbles(const uint8_t *q, b32 *w) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {

@@ -3,11 +3,10 @@
 #ifndef ANYDECODE_SIMD_H
 #define ANYDECODE_SIMD_H
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "layout.h"
 
-#define INLINE static inline __attribute__((always_inline))
+#include <math.h>
+#include <string.h>
 
 INLINE float f16_to_float(uint16_t h) {
   uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff, bits;

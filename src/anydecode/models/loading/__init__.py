@@ -1,16 +1,36 @@
-"""From a name or a path to a `Checkpoint`."""
+"""From a name or a path to a `Checkpoint`. Naming and pulling import no torch."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+from typing import TYPE_CHECKING
 
 from anydecode.errors import CheckpointError
-from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.loading.gguf import load_gguf
+from anydecode.models.loading.names import default_cache, present, resolve
+from anydecode.models.loading.pull import PullError, pull
 
-__all__ = ["load_checkpoint", "load_gguf"]
+if TYPE_CHECKING:
+    from anydecode.models.checkpoint import Checkpoint
+
+__all__ = ["PullError", "default_cache", "load_checkpoint", "present", "pull", "resolve"]
 
 
-def load_checkpoint(path_or_name: str | Path) -> Checkpoint:
-    """The checkpoint in a folder or `.gguf` file, or behind a name that `resolve` knows."""
-    return load_gguf(Path(path_or_name))
+def load_checkpoint(path_or_name: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint in a folder or a `.gguf` file, or behind a name that `resolve` knows.
+
+    Raises `ModelNotFoundError` where nothing goes by this name, and `CheckpointError` where what
+    does is truncated, corrupt, unsafe or unsupported.
+    """
+    from anydecode.models.loading.gguf import load_gguf
+    from anydecode.models.loading.safetensors import load_folder
+
+    path = resolve(path_or_name)
+    if path.is_file():
+        return load_gguf(path)
+    ggufs = sorted(path.glob("*.gguf"))
+    if (path / "config.json").is_file() or not ggufs:
+        return load_folder(path)
+    if len(ggufs) > 1:
+        listed = ", ".join(file.name for file in ggufs[:8])
+        raise CheckpointError(f"{path}: holds several GGUF files; name one of {listed}")
+    return load_gguf(ggufs[0])

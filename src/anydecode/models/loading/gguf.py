@@ -72,6 +72,9 @@ def load_gguf(path: Path) -> Checkpoint:
     """Open `path`. Raises `CheckpointError`, in one line, for anything that is not right."""
     file = GGUFFile(path)
     config = config_from_gguf(file)
+    counts = (config["num_hidden_layers"], config.get("num_local_experts", 1))
+    if max(*counts, config.get("num_experts", 1)) > 100 * len(file.tensors):
+        raise CheckpointError(f"{path}: the file is corrupt: it counts {counts[0]} layers")
     architecture: str = file.metadata["general.architecture"]
     readers: dict[str, Reader] = {}
     shapes: dict[str, _Shape] = {}

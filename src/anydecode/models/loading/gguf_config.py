@@ -114,10 +114,10 @@ def _common(keys: Keys) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
     }
-    for name, key in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
         token = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(token, int):
-            config[key] = token
+            config[f"{key}_token_id"] = token
     return config
 
 

@@ -8,7 +8,6 @@ second; the `gguf` package's own reader, which makes an array of every string, t
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +97,7 @@ class GGUFFile:
         self.path = path
         try:
             self._map = np.memmap(path, dtype=np.uint8, mode="c")
-        except (OSError, ValueError, mmap.error) as error:
+        except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is empty"
             raise CheckpointError(f"{path}: cannot be read: {reason}") from None
         reader = _Header(path, memoryview(self._map))
@@ -159,7 +158,7 @@ class _Header:
     def _take(self, count: int) -> memoryview:
         end = self.position + count
         if end > len(self.buffer):
-            raise self.fault(f"is truncated: its header does not end within {len(self.buffer)} bytes")
+            raise self.fault(f"is truncated: its header goes on after {len(self.buffer)} bytes")
         piece = self.buffer[self.position : end]
         self.position = end
         return piece

@@ -180,7 +180,8 @@ def merges_from_scores(
             left, right = token[:cut], token[cut:]
             if left in index and right in index:
                 cuts.append((index[left], index[right], left, right))
-        found.extend((score, len(left), len(right), left, right) for *_, left, right in sorted(cuts))
+        for *_, left, right in sorted(cuts):
+            found.append((score, len(left), len(right), left, right))
     found.sort(key=lambda entry: entry[:3], reverse=True)
     return [(left, right) for *_, left, right in found]
 

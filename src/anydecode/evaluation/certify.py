@@ -1,0 +1,215 @@
+"""Proof that a method does what its card claims, on this machine.
+
+A certificate has two parts. The *claim* is tested in general: a token-exact method must give the
+tokens of plain decoding at temperature 0 and above, alone and in a batch, with restarts at random
+yields. The *mechanism* is tested by what the method's own module registers with `mechanism`: its
+drafts, budgets or masks against an independent oracle of the published algorithm.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any
+
+from anydecode import catalogue
+from anydecode.catalogue import Card
+from anydecode.decoders.decoder import Decoder
+from anydecode.engine.engine import Engine
+from anydecode.engine.llm import LLM
+from anydecode.errors import AnydecodeError, InvalidRequestError
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was tried. `detail` says what came out."""
+
+    name: str
+    passed: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """All checks of one method; it passes if every one of them did, and there were some."""
+
+    key: str
+    exactness: str
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The certificate as plain JSON."""
+        return {**asdict(self), "passed": self.passed}
+
+
+Mechanism = Callable[[], Iterable[Check]]
+_mechanisms: dict[str, Mechanism] = {}
+
+
+def mechanism(key: str) -> Callable[[Mechanism], Mechanism]:
+    """Function decorator: these checks show that method `key` works as published."""
+
+    def enter(checks: Mechanism) -> Mechanism:
+        _mechanisms[key] = checks
+        return checks
+
+    return enter
+
+
+@cache
+def load_mechanisms() -> dict[str, Mechanism]:
+    """Every registered mechanism by key."""
+    from anydecode.evaluation import mechanisms
+
+    for module in pkgutil.iter_modules(mechanisms.__path__):
+        importlib.import_module(f"{mechanisms.__name__}.{module.name}")
+    return _mechanisms
+
+
+def certify(
+    keys: Iterable[str] = (),
+    *,
+    model: Any = None,
+    on_done: Callable[[Certificate], None] | None = None,
+) -> list[Certificate]:
+    """Certify methods by key (default: the whole catalogue), or `package:Class` for a stranger's.
+    The claims are tested on scripted models; on `model` too, if one is given."""
+    chosen = list(keys) or [card.key for card in catalogue.cards()]
+    done = []
+    for key in chosen:
+        certificate = certify_one(key, model)
+        done.append(certificate)
+        if on_done is not None:
+            on_done(certificate)
+    return done
+
+
+def certify_one(key: str, model: Any = None) -> Certificate:
+    """The certificate of one method."""
+    card, make = _find(key)
+    checks: list[Check] = []
+    built = make()
+    if isinstance(built, Decoder):
+        try:
+            checks += list(claim(card, make))
+            if model is not None:
+                checks += list(claim(card, make, lambda: LLM(model, draft=_draft_for(built, model))))
+        except AnydecodeError as error:
+            checks.append(Check("runs", False, str(error)))
+    if key in load_mechanisms():
+        checks += list(load_mechanisms()[key]())
+    elif ":" not in key:
+        checks.append(Check("mechanism", False, "no mechanism test is registered"))
+    return Certificate(key, card.exactness, checks)
+
+
+def scripted_llm(*, causal: bool = True, seed: int = 1, **options: Any) -> LLM:
+    """A small engine over scripted models: a target, and a draft that often agrees with it."""
+    target = ScriptedModel(seed=seed, causal=causal)
+    draft = ScriptedModel(seed=seed, noise=0.5)
+    return LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=4096, **options)
+
+
+PROMPTS = (
+    "the cat sat on the mat and the cat sat on",
+    "a",
+    "one two three one two three one two",
+    'name: "x", name: "y", name: "',
+    "aaaa bbbb aaaa bbbb aaaa",
+    "zq",
+)
+
+
+def claim(
+    card: Card, make: Callable[[], Decoder], open_llm: Callable[[], LLM] | None = None
+) -> Iterator[Check]:
+    """The card's exactness, tested by equality: with plain decoding where the card says token-exact
+    and the policy is the request's own, and with itself in other company everywhere."""
+    causal = make().causal is not False
+    where = "model" if open_llm else "scripted"
+    open_llm = open_llm or (lambda: scripted_llm(causal=causal))
+    plain = card.exactness == "token-exact" and card.key not in _OWN_REFERENCE
+    for temperature in (0.0, 0.8):
+        options = {"max_tokens": 48, "temperature": temperature, "seed": 11, "ignore_eos": True}
+        with open_llm() as llm:
+            alone = [llm.generate(p, decoder=make(), **options).tokens for p in PROMPTS]
+            if plain:
+                expected = [llm.generate(p, **options).tokens for p in PROMPTS]
+                yield _equal(f"equals plain decoding, {where}, T={temperature}", alone, expected)
+        with open_llm() as llm:
+            decoder = make()
+            batch = llm.generate(list(PROMPTS), decoder=decoder, **options)
+            yield _equal(
+                f"batched equals alone, {where}, T={temperature}", [b.tokens for b in batch], alone
+            )
+        with open_llm() as llm, _Restarts(llm.engine, seed=3):
+            batch = llm.generate(list(PROMPTS), decoder=make(), **options)
+            yield _equal(
+                f"restarted at random yields, {where}, T={temperature}",
+                [b.tokens for b in batch],
+                alone,
+            )
+            llm.engine.check_integrity()
+
+
+#: Methods whose policy is part of the method, so that plain decoding says something else.
+_OWN_REFERENCE = {"classifier-free-guidance"}
+
+
+class _Restarts:
+    """Preempts a random running job before one step in four."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine = engine
+        self.random = random.Random(seed)
+        self.step = engine.step
+        self.left = 200
+
+    def __enter__(self) -> _Restarts:
+        self.engine.step = self._step  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.engine.step = self.step  # type: ignore[method-assign]
+
+    def _step(self) -> None:
+        if self.engine.running and self.left and self.random.random() < 0.25:
+            self.left -= 1
+            self.engine.preempt(self.random.choice(self.engine.running))
+        self.step()
+
+
+def _equal(name: str, got: list[list[int]], expected: list[list[int]]) -> Check:
+    wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
+    if not wrong:
+        return Check(name, True, f"{len(got)} prompts, {sum(map(len, got))} tokens")
+    a, b = got[wrong[0]], expected[wrong[0]]
+    place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
+    return Check(name, False, f"{len(wrong)} of {len(got)} prompts differ; first at token {place}")
+
+
+def _draft_for(decoder: Decoder, model: Any) -> Any:
+    return model if "draft" in decoder.lanes else None
+
+
+def _find(key: str) -> tuple[Card, Callable[[], Any]]:
+    if ":" not in key:
+        if key not in catalogue.entries():
+            catalogue.build(key)
+        entry = catalogue.entries()[key]
+        return entry.card, entry.build
+    module, _, name = key.partition(":")
+    try:
+        built = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise InvalidRequestError(f"{key!r} cannot be imported: {error}") from None
+    return getattr(built, "card", Card(key, "speculative", "", "token-exact")), built

@@ -1,0 +1,1 @@
+"""Tests of mechanisms, one module per family, each against an oracle written from the paper."""

@@ -1,0 +1,169 @@
+"""Compiles the C kernels into one shared library, once per source, flags and compiler.
+
+`python -m anydecode.kernels.build [folder]` writes the library there (into the package, for a
+wheel, when no folder is given); otherwise it is built at first use into the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "cpu"
+
+_FLAGS = (
+    "-std=gnu11 -O3 -fPIC -ffp-contract=off -fno-math-errno -fvisibility=hidden -Wall".split()
+)
+_AVX2 = "-mavx2 -mfma -mf16c".split()
+_AVX512 = "-mavx512f -mavx512vl -mavx512bw -mavx512vnni -mprefer-vector-width=256".split()
+_VARIANTS: dict[str, dict[str, list[str]]] = {
+    "x86_64": {
+        "avx512vnni": [*_AVX2, *_AVX512],
+        "avxvnni": [*_AVX2, "-mavxvnni"],
+        "avx2": _AVX2,
+    },
+    "aarch64": {
+        "neon_dot": ["-march=armv8.2-a+dotprod"],
+        "neon": [],
+    },
+}
+_MACHINES = {"x86_64": "x86_64", "AMD64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
+
+
+def library_name() -> str:
+    """The file name of the library on this platform."""
+    endings = {"darwin": "dylib", "win32": "dll"}
+    return f"libanydecode.{endings.get(sys.platform, 'so')}"
+
+
+def find_compiler() -> list[str] | None:
+    """The command of a C compiler: $CC, cc, gcc, clang, or that of the `ziglang` package."""
+    if os.environ.get("CC"):
+        return shlex.split(os.environ["CC"])
+    for name in ("cc", "gcc", "clang"):
+        path = shutil.which(name)
+        if path:
+            return [path]
+    return [sys.executable, "-m", "ziglang", "cc"] if find_spec("ziglang") else None
+
+
+def cache_folder() -> Path:
+    """Where libraries built at first use are kept: $ANYDECODE_CACHE, or the user's cache."""
+    if os.environ.get("ANYDECODE_CACHE"):
+        return Path(os.environ["ANYDECODE_CACHE"]) / "kernels"
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "anydecode" / "kernels"
+
+
+def _units(machine: str, sources: Path) -> list[tuple[str, list[str]]]:
+    """(source, extra flags) of every object file."""
+    units = [(str(sources / f"{name}.c"), list[str]()) for name in ("api", "check", "threads")]
+    variant = str(sources / "variant.c")
+    units.append((variant, ["-DVARIANT=scalar", "-DANYDECODE_SCALAR"]))
+    for name, flags in _VARIANTS.get(machine, {}).items():
+        units.append((variant, [f"-DVARIANT={name}", *flags]))
+    return units
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)}\n{done.stderr.strip()}")
+
+
+def compile_library(
+    target: Path,
+    compiler: Sequence[str],
+    sources: Path = SOURCES,
+    machine: str | None = None,
+) -> Path:
+    """Compile and link `target`, which appears whole or not at all.
+
+    Raises RuntimeError with the compiler's words where it fails.
+    """
+    machine = machine or _MACHINES.get(platform.machine(), platform.machine())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        commands, objects = [], []
+        for index, (source, extra) in enumerate(_units(machine, sources)):
+            objects.append(str(Path(folder) / f"{index}.o"))
+            commands.append([*compiler, *_FLAGS, *extra, "-c", source, "-o", objects[-1]])
+        with ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
+            list(pool.map(_run, commands))
+        linked = Path(folder) / target.name
+        libraries = [] if sys.platform == "win32" else ["-lm", "-pthread"]
+        _run([*compiler, "-shared", "-o", str(linked), *objects, *libraries])
+        os.replace(linked, target)
+    return target
+
+
+def _fingerprint(compiler: Sequence[str], sources: Path) -> str:
+    """A hash of everything the library depends on."""
+    digest = hashlib.sha256()
+    for path in sorted(sources.iterdir()):
+        if path.suffix in (".c", ".h"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    version = subprocess.run([*compiler, "--version"], capture_output=True).stdout
+    digest.update(repr((_FLAGS, _VARIANTS, platform.machine(), list(compiler))).encode() + version)
+    return digest.hexdigest()[:24]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Only one process at a time builds; where files cannot be locked, each builds its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        try:
+            import fcntl
+        except ImportError:
+            yield
+            return
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def built_library(sources: Path = SOURCES) -> Path | None:
+    """The library of a wheel, or of the cache, built if need be; None where nothing compiles it.
+
+    Raises RuntimeError where a compiler is there but fails.
+    """
+    shipped = sources / library_name()
+    if shipped.exists():
+        return shipped
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    folder = cache_folder() / _fingerprint(compiler, sources)
+    target = folder / library_name()
+    if not target.exists():
+        with _locked(folder / "lock"):
+            if not target.exists():
+                compile_library(target, compiler, sources)
+    return target
+
+
+def main() -> None:
+    """Build into the folder named on the command line, or into the package."""
+    compiler = find_compiler()
+    if compiler is None:
+        sys.exit("no C compiler was found (set CC, or install the ziglang package)")
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else SOURCES
+    try:
+        print(compile_library(folder / library_name(), compiler))
+    except RuntimeError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The compiled kernels as Python sees them: the ctypes structs, the choice of variant, and picks."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import warnings
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64
+from ctypes import c_void_p as pointer
+from pathlib import Path
+
+import numpy as np
+
+from anydecode.kernels.build import built_library
+from anydecode.kernels.interface import FORMATS
+
+#: The numbers of formats in C.
+FORMAT_CODES = {
+    name: code
+    for code, name in enumerate(
+        ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+    )
+}
+assert set(FORMAT_CODES) == set(FORMATS)
+
+
+class Matrix(ctypes.Structure):
+    """A packed matrix."""
+
+    _fields_ = [
+        ("data", pointer),
+        ("group_bytes", c_int64),
+        ("format", c_int32),
+        ("out_features", c_int32),
+        ("in_features", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class Lora(ctypes.Structure):
+    """One adapter's part for one matrix."""
+
+    _fields_ = [("down", pointer), ("up", pointer), ("rank", c_int32), ("reserved", c_int32)]
+
+
+class Op(ctypes.Structure):
+    """One step of a program."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("code", "barrier", "layer", "activation")),
+        *((name, c_int64) for name in ("a", "b", "c", "out")),
+        *((name, c_int32) for name in ("width", "width_out", "heads", "kv_heads", "head_dim")),
+        *((name, c_int32) for name in ("groups", "window", "count")),
+        ("x", c_float),
+        ("y", c_float),
+        ("matrix", pointer),
+        ("weight", pointer),
+        ("experts", pointer),
+    ]
+
+
+class Tap(ctypes.Structure):
+    """Rows whose state after `layer` layers is copied out."""
+
+    _fields_ = [("layer", c_int32), ("count", c_int32), ("rows", pointer), ("out", pointer)]
+
+
+class Pass(ctypes.Structure):
+    """The arguments of one pass."""
+
+    _fields_ = [
+        ("ops", pointer),
+        *((name, c_int32) for name in ("num_prologue", "first", "last", "head", "num_ops")),
+        *((name, c_int32) for name in ("num_rows", "num_logits", "num_taps", "num_layers")),
+        *((name, c_int32) for name in ("vocab_size", "hidden_size", "embed", "cache_format")),
+        *((name, c_int32) for name in ("num_slots", "num_tables", "num_adapters")),
+        *((name, c_int32) for name in ("num_targets", "reserved")),
+        *((name, pointer) for name in ("tokens", "positions", "slots", "table", "prefix")),
+        *((name, pointer) for name in ("tails", "tail_start", "tail_length")),
+        *((name, pointer) for name in ("adapters", "logit_rows")),
+        *((name, pointer) for name in ("tables", "table_stride", "table_length")),
+        ("num_tails", c_int64),
+        *((name, pointer) for name in ("keys", "values", "inputs", "stream", "logits")),
+        ("workspace", pointer),
+        ("head_offset", c_int64),
+        ("taps", pointer),
+        ("loras", pointer),
+        ("attention_scratch", pointer),
+        ("attention_scratch_floats", c_int64),
+    ]
+
+
+_SIGNATURES = {
+    "choose": (c_char_p, [c_char_p, POINTER(c_char_p)]),
+    "size": (c_int64, [c_int]),
+    "group_bytes": (c_int64, [c_int, c_int]),
+    "attention_floats": (c_int64, [c_int, c_int]),
+    "repack": (None, [pointer, pointer, c_int64, c_int]),
+    "linear": (None, [pointer, pointer, c_int, pointer, pointer, pointer]),
+    "unpack_row": (None, [pointer, c_int, pointer]),
+    "run": (c_int, [pointer, c_int]),
+    "argmax": (c_int32, [pointer, c_int64]),
+    "logsumexp": (c_double, [pointer, c_int64]),
+    "pick_gumbel": (
+        c_int32,
+        [pointer, c_int64, c_double, c_uint64, c_uint32, c_uint32, c_uint32],
+    ),
+}
+
+
+class Library:
+    """The functions of one compiled library, and the name of the variant they run."""
+
+    def __init__(self, path: Path, variant: str | None = None) -> None:
+        self._handle = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self._handle, f"anydecode_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+        sizes = (ctypes.sizeof(Op), ctypes.sizeof(Pass))
+        if (self.size(0), self.size(1)) != sizes:
+            raise RuntimeError(f"{path} does not belong to this version of anydecode")
+        self.variant = self._choose(variant)
+
+    def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
+        raise AttributeError(name)
+
+    def _choose(self, variant: str | None) -> str:
+        failed = c_char_p()
+        name = self.choose(variant.encode() if variant else None, ctypes.byref(failed))
+        if failed.value:
+            warnings.warn(
+                f"the {failed.value.decode()} kernels give wrong results on this machine; "
+                + (f"using the {name.decode()} ones" if name else "they were asked for by name"),
+                stacklevel=4,
+            )
+        if name is None:
+            raise RuntimeError(f"this machine cannot run the {variant} kernels")
+        return str(name.decode())
+
+
+@functools.cache
+def load_library() -> Library | None:
+    """The kernels for this machine, or None (with a warning, once) where there are none."""
+    try:
+        path = built_library()
+    except (RuntimeError, OSError) as error:
+        warnings.warn(f"the native kernels could not be built: {error}", stacklevel=2)
+        return None
+    if path is None:
+        warnings.warn(
+            "no C compiler was found, so the slower torch kernels are used "
+            "(install a compiler or the ziglang package)",
+            stacklevel=2,
+        )
+        return None
+    return Library(path, os.environ.get("ANYDECODE_VARIANT"))
+
+
+def _row(logits: np.ndarray) -> tuple[int, int]:
+    """Address and length of a contiguous float32 vector."""
+    if logits.dtype != np.float32 or not logits.flags.c_contiguous:
+        raise ValueError("logits must be contiguous float32")
+    return logits.__array_interface__["data"][0], logits.size
+
+
+def _library() -> Library:
+    library = load_library()
+    if library is None:
+        raise RuntimeError("the native kernels are not available")
+    return library
+
+
+def argmax(logits: np.ndarray) -> int:
+    """The index of the largest of float32 `[vocab_size]`, ties to the lowest."""
+    return int(_library().argmax(*_row(logits)))
+
+
+def logsumexp(logits: np.ndarray) -> float:
+    """log(sum(exp(logits))) of float32 `[vocab_size]`."""
+    return float(_library().logsumexp(*_row(logits)))
+
+
+def pick_gumbel(
+    logits: np.ndarray,
+    inverse_temperature: float,
+    seed: int,
+    stream: int,
+    position: int,
+    attempt: int,
+) -> int:
+    """argmax over tokens of logit * inverse_temperature + Gumbel noise, ties to the lowest id.
+
+    The noise of token t is -log(-log((w + 0.5) / 2^32)) with w word `t & 3` of Philox4x32-10 at
+    key `seed` and counter (t >> 2, position, stream, attempt).
+    """
+    address, count = _row(logits)
+    return int(
+        _library().pick_gumbel(
+            address, count, inverse_temperature, seed & (2**64 - 1), stream, position, attempt
+        )
+    )

@@ -1,0 +1,6 @@
+"""From a checkpoint to a model: the families' configs, rope scalings and weight names."""
+
+from anydecode.models.families.build import build_model
+from anydecode.models.families.config import spec_from_config
+
+__all__ = ["build_model", "spec_from_config"]

@@ -1,0 +1,326 @@
+"""A Hugging Face `config.json` as a `ModelSpec`, family by family."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from anydecode.errors import CheckpointError
+from anydecode.kernels.interface import Attention
+from anydecode.models.families.rope import make_rope, rope_type
+from anydecode.models.spec import LayerSpec, ModelSpec
+
+Config = Mapping[str, Any]
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets a family apart. `windows(config)` lists each layer's attention type; `defaults`
+    stand for keys its config may leave out."""
+
+    windows: Callable[[Config], list[str]]
+    norms: str = "pre"
+    qk_norm: str | None = None
+    norm_offset: float = 0.0  # norm weights are stored less this
+    has_scaled_embedding: bool = False
+    has_attention_softcap: bool = False
+    qkv_bias: bool = False  # q, k and v have biases whatever `attention_bias` says
+    router_is_normalised: bool = True
+    defaults: Config = field(default_factory=dict)
+
+
+def _one_window(config: Config) -> list[str]:
+    """Every layer alike: sliding where the config names a window."""
+    kind = _SLIDING if config.get("sliding_window") is not None else _FULL
+    return [kind] * int(config["num_hidden_layers"])
+
+
+def _late_windows(config: Config) -> list[str]:
+    """Qwen: the layers from `max_window_layers` on slide, if the config says so at all."""
+    count, first = int(config["num_hidden_layers"]), int(config.get("max_window_layers", 28))
+    if not _uses_window(config):
+        return [_FULL] * count
+    return [_SLIDING if layer >= first else _FULL for layer in range(count)]
+
+
+def _switched_window(config: Config) -> list[str]:
+    """Every layer slides, if the config switches windows on."""
+    kind = _SLIDING if _uses_window(config) else _FULL
+    return [kind] * int(config["num_hidden_layers"])
+
+
+def _windows_without_rope(config: Config) -> list[str]:
+    """SmolLM3: windows, if on, stand in the layers without position embedding."""
+    on = _uses_window(config)
+    return [_FULL if has or not on else _SLIDING for has in rotated_layers(config)]
+
+
+def _periodic_windows(config: Config) -> list[str]:
+    """Gemma: every n-th layer sees everything."""
+    period = int(config.get("sliding_window_pattern") or 6)
+    count = int(config["num_hidden_layers"])
+    return [_SLIDING if (layer + 1) % period else _FULL for layer in range(count)]
+
+
+def _uses_window(config: Config) -> bool:
+    return bool(config.get("use_sliding_window")) and config.get("sliding_window") is not None
+
+
+_GEMMA = {
+    "tie_word_embeddings": True,
+    "hidden_act": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(lambda config: [_FULL] * int(config["num_hidden_layers"])),
+    "mistral": Family(_one_window, defaults={"sliding_window": 4096}),
+    "mixtral": Family(_one_window, defaults={"rope_theta": 1e6}),
+    "smollm3": Family(
+        _windows_without_rope, defaults={"tie_word_embeddings": True, "rope_theta": 2e6}
+    ),
+    "qwen2": Family(_late_windows, qkv_bias=True, defaults={"sliding_window": 4096}),
+    "qwen3": Family(
+        _late_windows, qk_norm="head", defaults={"sliding_window": 4096, "head_dim": 128}
+    ),
+    "qwen3_moe": Family(
+        _switched_window,
+        qk_norm="head",
+        router_is_normalised=False,
+        defaults={"sliding_window": 4096},
+    ),
+    "phi3": Family(_one_window),
+    "olmo2": Family(
+        lambda config: [_FULL] * int(config["num_hidden_layers"]),
+        norms="post",
+        qk_norm="full",
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "gemma2": Family(
+        _periodic_windows,
+        norms="both",
+        norm_offset=1.0,
+        has_scaled_embedding=True,
+        has_attention_softcap=True,
+        defaults={
+            **_GEMMA,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    # Its config has a cap for attention scores, which transformers does not apply.
+    "gemma3_text": Family(
+        _periodic_windows,
+        norms="both",
+        qk_norm="head",
+        norm_offset=1.0,
+        has_scaled_embedding=True,
+        defaults={**_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    ),
+}
+
+
+def text_config(config: Config) -> dict[str, Any]:
+    """The part that describes the language model, with its family's defaults filled in.
+
+    Raises CheckpointError for families that are not supported.
+    """
+    own = dict(config.get("text_config") or {}) if "text_config" in config else dict(config)
+    kind = own.get("model_type") or config.get("model_type")
+    kind = "gemma3_text" if kind == "gemma3" else kind
+    if kind not in FAMILIES:
+        names = ", ".join(config.get("architectures") or []) or "no architecture"
+        raise CheckpointError(
+            f"model type {kind!r} ({names}) is not supported; supported are {', '.join(FAMILIES)}"
+        )
+    own["model_type"] = kind
+    return {**FAMILIES[kind].defaults, **own}
+
+
+def spec_from_config(
+    config: Config, *, dtype: str | None = None, max_positions: int | None = None
+) -> ModelSpec:
+    """The shape of the model a config describes.
+
+    `dtype` is the number format asked for (None: the checkpoint's own); it rounds Gemma's embedding
+    scale as transformers does. `max_positions` is the context limit (None: what the model was
+    trained for), on which the rope scalings `dynamic` and `longrope` depend. Raises CheckpointError
+    for what is unsupported or missing.
+    """
+    config = text_config(config)
+    family = FAMILIES[config["model_type"]]
+    for key in _REQUIRED:
+        if config.get(key) is None:
+            raise CheckpointError(f"the config lacks {key!r}")
+    if config.get("use_bidirectional_attention"):
+        raise CheckpointError("bidirectional attention in a Gemma config is not supported")
+    limit = max_positions or _trained_positions(config)
+    architectures = config.get("architectures") or [config["model_type"]]
+    return ModelSpec(
+        architecture=str(architectures[0]),
+        vocab_size=int(config["vocab_size"]),
+        hidden_size=int(config["hidden_size"]),
+        max_positions=limit,
+        norm_eps=float(config.get("rms_norm_eps") or 1e-6),
+        layers=tuple(_layers(config, family, limit)),
+        embedding_scale=_embedding_scale(config, dtype) if family.has_scaled_embedding else 1.0,
+        logit_softcap=config.get("final_logit_softcapping"),
+    )
+
+
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+
+
+def head_dim(config: Config) -> int:
+    """Dimensions per head: as given, or an equal share of the hidden size."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def rotated_layers(config: Config) -> list[bool]:
+    """Which layers have position embedding (all but in SmolLM3)."""
+    count = int(config["num_hidden_layers"])
+    if config["model_type"] != "smollm3":
+        return [True] * count
+    flags = config.get("no_rope_layers")  # 1 means with rope, whatever the name says
+    if flags is None:
+        interval = int(config.get("no_rope_layer_interval") or 4)
+        return [(layer + 1) % interval != 0 for layer in range(count)]
+    return [bool(flag) for flag in flags[:count]]
+
+
+def is_expert_layer(config: Config, layer: int) -> bool:
+    """Whether a layer's MLP is a mixture of experts."""
+    if config["model_type"] == "mixtral":
+        return True
+    if config["model_type"] != "qwen3_moe":
+        return False
+    step = int(config.get("decoder_sparse_step") or 1)
+    dense = config.get("mlp_only_layers") or []
+    return layer not in dense and num_experts(config) > 0 and (layer + 1) % step == 0
+
+
+def num_experts(config: Config) -> int:
+    """Experts per mixture layer."""
+    count = config.get("num_local_experts", config.get("num_experts"))
+    if count is None:
+        raise CheckpointError("the config lacks 'num_experts'")
+    return int(count)
+
+
+def _layers(config: Config, family: Family, limit: int) -> list[LayerSpec]:
+    types = config.get("layer_types") or family.windows(config)
+    count, rotated = int(config["num_hidden_layers"]), rotated_layers(config)
+    if len(types) < count or len(rotated) < count:
+        raise CheckpointError(f"the config describes fewer than its {count} layers")
+    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if activation not in _ACTIVATIONS:
+        raise CheckpointError(f"activation {activation!r} is not supported")
+    dim, trained = head_dim(config), int(config["max_position_embeddings"])
+    ropes = {
+        kind: make_rope(_rope_parameters(config, kind), dim, trained, limit)
+        for kind in sorted(set(types))
+    }
+    layers = []
+    for layer in range(count):
+        mixed = is_expert_layer(config, layer)
+        layers.append(
+            LayerSpec(
+                attention=_attention(config, family, types[layer], dim),
+                rope=ropes[types[layer]] if rotated[layer] else None,
+                norms=family.norms,
+                qk_norm=family.qk_norm,
+                activation=_ACTIVATIONS[activation],
+                num_experts=num_experts(config) if mixed else 0,
+                experts_per_token=int(config["num_experts_per_tok"]) if mixed else 0,
+                normalise_experts=bool(config.get("norm_topk_prob", family.router_is_normalised)),
+            )
+        )
+    return layers
+
+
+def _attention(config: Config, family: Family, kind: str, dim: int) -> Attention:
+    heads = int(config["num_attention_heads"])
+    if kind not in (_SLIDING, _FULL):
+        raise CheckpointError(f"attention of type {kind!r} is not supported")
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    if heads % kv_heads:
+        raise CheckpointError(f"{heads} heads do not divide into {kv_heads} key-value heads")
+    return Attention(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        scale=float(config.get("query_pre_attn_scalar") or dim) ** -0.5,
+        window=int(config["sliding_window"]) if kind == _SLIDING else None,
+        softcap=config.get("attn_logit_softcapping") if family.has_attention_softcap else None,
+    )
+
+
+def _rope_parameters(config: Config, kind: str) -> dict[str, Any]:
+    """The rope parameters of one layer type, from the new layout (`rope_parameters`, flat or per
+    layer type) or the old one (`rope_theta`, `rope_scaling`, `rope_local_base_freq`)."""
+    given = dict(config.get("rope_parameters") or {})
+    theta = config.get("rope_theta") or 10_000.0
+    if kind in given:
+        own = dict(given[kind] or {})
+    elif config["model_type"] == "gemma3_text" and kind == _SLIDING:
+        own, theta = {}, config["rope_local_base_freq"]
+    else:
+        own = {key: value for key, value in given.items() if not isinstance(value, dict)}
+        own.update(config.get("rope_scaling") or {})
+    if own.get("rope_theta") is None:
+        own["rope_theta"] = theta
+    name = rope_type(own)
+    if config["model_type"] == "phi3" and name == "yarn":
+        name = "longrope"  # early Phi-3 checkpoints call it so
+    own["rope_type"] = name
+    if config["model_type"] != "phi3" and name == "default":
+        own.pop("partial_rotary_factor", None)
+    elif own.get("partial_rotary_factor") is None:
+        own["partial_rotary_factor"] = config.get("partial_rotary_factor") or 1.0
+    original = config.get("original_max_position_embeddings")
+    if original is not None:
+        own["original_max_position_embeddings"] = original
+    own.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    return own
+
+
+def _trained_positions(config: Config) -> int:
+    """The default context limit: positions for which no scaling needs to look at the length."""
+    longest = int(config["max_position_embeddings"])
+    parameters = _rope_parameters(config, _FULL)
+    if rope_type(parameters) == "longrope":
+        return min(longest, int(parameters["original_max_position_embeddings"]))
+    return longest
+
+
+def _embedding_scale(config: Config, dtype: str | None) -> float:
+    """sqrt(hidden_size), rounded to the float format asked for, or else the checkpoint's own."""
+    named = dtype if dtype in _FLOATS else str(config.get("dtype") or config.get("torch_dtype"))
+    precision = _FLOATS.get(named.removeprefix("torch."), torch.float32)
+    return float(torch.tensor(math.sqrt(config["hidden_size"]), dtype=precision))
+
+
+_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

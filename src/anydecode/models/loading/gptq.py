@@ -1,0 +1,56 @@
+"""GPTQ: codes packed along the inputs, zero points along the outputs (Frantar et al., 2022,
+arXiv:2210.17323, in the layout of AutoGPTQ and GPTQModel)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from anydecode.errors import CheckpointError
+from anydecode.kernels.interface import Weight
+from anydecode.models.loading.groups import grouped_weight, unpack
+
+#: The tensors of one packed module, beside its bias.
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+
+
+def check(settings: Mapping[str, Any], path: object) -> None:
+    """Raise `CheckpointError` for settings this file does not read."""
+    bits = settings.get("bits")
+    if bits not in (4, 8):
+        raise CheckpointError(f"{path}: GPTQ with {bits} bits is not supported; 4 and 8 are")
+
+
+def read(
+    get: Callable[[str], torch.Tensor], has: Callable[[str], bool], module: str, settings: Any
+) -> Weight:
+    """The module's weight. `get` reads a tensor of the checkpoint by name."""
+    bits: int = settings["bits"]
+    codes = unpack(get(f"{module}.qweight"), bits, 0).T.contiguous()
+    scales = get(f"{module}.scales")
+    zeros = unpack(get(f"{module}.qzeros"), bits, 1).to(torch.int32)
+    if settings.get("checkpoint_format", "gptq") != "gptq_v2":
+        # The first version of the format stores zero points less one, in the code's own width.
+        zeros = (zeros + 1) & ((1 << bits) - 1) if bits == 8 else zeros + 1
+    num_inputs = codes.shape[1]
+    if has(f"{module}.g_idx"):
+        groups = get(f"{module}.g_idx").to(torch.int64)
+    else:
+        groups = torch.arange(num_inputs) // -(-num_inputs // scales.shape[0])
+    _check_shapes(module, codes, scales, zeros, groups)
+    return grouped_weight(codes, scales, zeros, groups, bits, module)
+
+
+def _check_shapes(
+    module: str,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    groups: torch.Tensor,
+) -> None:
+    fits = scales.shape == zeros.shape and scales.shape[1] == codes.shape[0]
+    fits = fits and len(groups) == codes.shape[1]
+    if not fits or int(groups.min()) < 0 or int(groups.max()) >= scales.shape[0]:
+        raise CheckpointError(f"the quantised parts of {module!r} do not fit together")

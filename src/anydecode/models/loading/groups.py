@@ -1,0 +1,78 @@
+"""Integer weights with a scale and a zero point per group of inputs, as GPTQ and AWQ keep them,
+turned into our formats.
+
+weight[o, i] = scale[g, o] * (code[o, i] - zero[g, o]), g the group of input i. Where groups are
+runs of a multiple of 32 inputs, a block format holds this:
+
+- 4 bits, every zero 8: Q4_0, exactly (4.5 bits per weight);
+- 4 bits, other zeros: Q4_1, whose offset -scale * zero is rounded to float16: at most 1 part in
+  2048 of it, less than 0.4% of a step (5 bits per weight);
+- 8 bits, every zero 128: Q8_0, exactly (8.5 bits per weight).
+
+Anything else (act-order with scattered groups, 8 bits with other zeros, odd sizes) becomes float16,
+each weight rounded by at most 1 part in 2048. That takes 16 bits per weight: about four times the
+size of a 4-bit file.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from anydecode.kernels.formats import plain_weight
+from anydecode.kernels.interface import Weight
+
+_BLOCK = 32
+
+
+def grouped_weight(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    groups: torch.Tensor,
+    bits: int,
+    name: str,
+) -> Weight:
+    """A `Weight` of `codes` uint8 `[out, in]`, `scales` and integer `zeros` `[groups, out]`, and
+    the group of each input, int64 `[in]`."""
+    block_groups = _block_groups(groups)
+    centred = bool((zeros == 1 << (bits - 1)).all())
+    exact = bool((scales == scales.to(torch.float16)).all())
+    if block_groups is None or not exact or (bits == 8 and not centred):
+        scale = scales.to(torch.float32)[groups].T
+        offset = zeros.to(torch.float32)[groups].T
+        return plain_weight((scale * (codes.to(torch.float32) - offset)).to(torch.float16), name)
+    # [out, blocks, 1]: each block's scale and zero are those of its group.
+    scale = scales.to(torch.float16)[block_groups].T.unsqueeze(-1).contiguous()
+    zero = zeros[block_groups].T.unsqueeze(-1)
+    blocks = codes.unflatten(1, (-1, _BLOCK))
+    if bits == 8:
+        return _weight("Q8_0", name, scale, blocks ^ 128)
+    packed = blocks[..., :16] | (blocks[..., 16:] << 4)
+    if centred:
+        return _weight("Q4_0", name, scale, packed)
+    low = (-scale.to(torch.float32) * zero).to(torch.float16)
+    return _weight("Q4_1", name, scale, packed, low)
+
+
+def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """int32 words of `32 // bits` fields, lowest first, spread out along `dim` as uint8."""
+    count = 32 // bits
+    fields = [(words >> (bits * i)) & ((1 << bits) - 1) for i in range(count)]
+    spread = torch.stack([field.to(torch.uint8) for field in fields], dim=dim + 1)
+    return spread.flatten(dim, dim + 1)
+
+
+def _block_groups(groups: torch.Tensor) -> torch.Tensor | None:
+    """The group of each block of 32 inputs; None where a block would mix groups."""
+    if len(groups) % _BLOCK:
+        return None
+    blocks = groups.view(-1, _BLOCK)
+    return blocks[:, 0] if bool((blocks == blocks[:, :1]).all()) else None
+
+
+def _weight(
+    format: str, name: str, scale: torch.Tensor, codes: torch.Tensor, *more: torch.Tensor
+) -> Weight:
+    heads = [part.contiguous().view(torch.uint8) for part in (scale, *more)]
+    data = torch.cat((*heads, codes), dim=-1).flatten(1)
+    return Weight(format, data.shape[0], codes.shape[1] * _BLOCK, data, name)

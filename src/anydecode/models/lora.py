@@ -1,0 +1,157 @@
+"""LoRA adapters in the layout of PEFT: `adapter_config.json` beside `adapter_model.safetensors`.
+
+LoRA: Hu et al. 2021, https://arxiv.org/abs/2106.09685. Scaling by alpha / sqrt(rank): Kalajdzievski
+2023, https://arxiv.org/abs/2312.03732.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import plain_weight
+from anydecode.kernels.interface import Adapter, LowRank, Weight
+from anydecode.models.network import Experts, Network
+
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+# Options that change the arithmetic; anything but these values is another method than LoRA.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False, None),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+}
+
+
+def load_adapter(path: Path, network: Network, device: torch.device) -> Adapter:
+    """The adapter in the folder `path`, fitted to `network`.
+
+    Raises CheckpointError where the files are missing or broken, where the adapter is not plain
+    LoRA, or where it does not fit the model.
+    """
+    config, tensors = _read(path)
+    if str(config.get("peft_type", "LORA")).upper() != "LORA":
+        raise CheckpointError(f"{path}: adapters of type {config['peft_type']} are not supported")
+    for key, allowed in _PLAIN.items():
+        if config.get(key) not in allowed:
+            raise CheckpointError(f"{path}: {key}={config[key]!r} is not supported")
+    targets = _weights(network)
+    deltas: dict[str, LowRank] = {}
+    for name in sorted(_modules(path, tensors)):
+        down = tensors[f"{name}.lora_A.weight"].to(device, torch.float32)
+        up = tensors[f"{name}.lora_B.weight"].to(device, torch.float32)
+        scale = _scale(path, config, name, down.shape[0])
+        for target, rows in _targets(path, _short(name), targets, up.shape[0]):
+            deltas[target.name] = _fitted(path, target, down, up[rows], scale)
+    return deltas
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    for name in names:
+        if not (path / name).is_file():
+            raise CheckpointError(f"{path}: {name} is missing")
+    try:
+        config = json.loads((path / names[0]).read_text(encoding="utf-8"))
+        tensors = load_file(path / names[1])
+    except (ValueError, SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: the adapter cannot be read ({error})") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: {names[0]} is not an object")
+    return config, tensors
+
+
+def _modules(path: Path, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """The modules that have both factors; any other tensor is something we cannot apply."""
+    modules = set()
+    for name in tensors:
+        module, _, rest = name.rpartition(".lora_")
+        other = {"A.weight": "B.weight", "B.weight": "A.weight"}.get(rest)
+        if other is None:
+            raise CheckpointError(f"{path}: tensor {name} is not part of a LoRA adapter")
+        if f"{module}.lora_{other}" not in tensors:
+            raise CheckpointError(f"{path}: tensor {module}.lora_{other} is missing")
+        modules.add(module)
+    if not modules:
+        raise CheckpointError(f"{path}: the adapter is empty")
+    return modules
+
+
+def _short(module: str) -> str:
+    return module.removeprefix("base_model.model.")
+
+
+def _scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
+    """alpha / rank, or alpha / sqrt(rank); ranks and alphas may be set per module."""
+    told = _pattern(config.get("rank_pattern"), module, config.get("r"))
+    if told is not None and int(told) != rank:
+        raise CheckpointError(f"{path}: {module} has rank {rank}, its config says {told}")
+    alpha = float(_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", rank)))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """The value whose key is the module's name or its end, as PEFT looks it up."""
+    for key, value in (patterns or {}).items():
+        if _short(module) == key or module.endswith(f".{key}"):
+            return value
+    return default
+
+
+def _weights(network: Network) -> dict[str, Weight]:
+    """The weights an adapter may target, by name."""
+    found: list[Weight] = []
+    for layer in network.weights.layers:
+        found += [linear.weight for linear in (layer.query, layer.key, layer.value, layer.output)]
+        if isinstance(layer.mlp, Experts):
+            found += [layer.mlp.router, *layer.mlp.gate, *layer.mlp.up, *layer.mlp.down]
+        else:
+            found += [linear.weight for linear in (layer.mlp.gate, layer.mlp.up, layer.mlp.down)]
+    return {weight.name: weight for weight in found}
+
+
+def _targets(
+    path: Path, name: str, weights: Mapping[str, Weight], out_features: int
+) -> list[tuple[Weight, slice]]:
+    """The weights one module covers, each with its rows; a fused module covers several."""
+    if name in weights:
+        return [(weights[name], slice(0, out_features))]
+    stem, _, last = name.rpartition(".")
+    parts = [weights.get(f"{stem}.{part}") for part in _FUSED.get(last, ())]
+    if not parts or any(part is None for part in parts):
+        raise CheckpointError(f"{path}: the model has no layer {name} that an adapter can change")
+    covered, start = [], 0
+    for part in parts:
+        assert part is not None
+        covered.append((part, slice(start, start + part.out_features)))
+        start += part.out_features
+    if start != out_features:
+        raise CheckpointError(f"{path}: {name} has {out_features} outputs, the model {start}")
+    return covered
+
+
+def _fitted(
+    path: Path, target: Weight, down: torch.Tensor, up: torch.Tensor, scale: float
+) -> LowRank:
+    fits = down.shape[1] == target.in_features and up.shape[0] == target.out_features
+    if not fits or up.shape[1] != down.shape[0]:
+        raise CheckpointError(
+            f"{path}: factors {tuple(down.shape)} and {tuple(up.shape)} do not fit {target.name},"
+            f" which is {target.out_features} by {target.in_features}"
+        )
+    return LowRank(plain_weight(down), plain_weight(up.contiguous()), scale)

@@ -1,0 +1,141 @@
+"""The decoder-only transformer, written once against `Backend`.
+
+A backend that computes gives results; a backend that records gets the whole of a layer range, to
+run it in one call later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from anydecode.kernels.interface import Adapter, Backend, Weight
+from anydecode.models.spec import LayerSpec, ModelSpec
+
+
+@dataclass(eq=False)
+class Linear:
+    """A matrix and its bias (float32 `[out_features]`), if any."""
+
+    weight: Weight
+    bias: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class GatedMlp:
+    """down(activation(gate(x)) * up(x))"""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+@dataclass(eq=False)
+class Experts:
+    """A router `[experts, hidden_size]` and, per expert, the three matrices of a gated MLP."""
+
+    router: Weight
+    gate: list[Weight]
+    up: list[Weight]
+    down: list[Weight]
+
+
+@dataclass(eq=False)
+class LayerWeights:
+    """One layer. Norm weights are float32; None where `LayerSpec` has no norm."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    mlp: GatedMlp | Experts
+    attention_norm: torch.Tensor | None = None
+    attention_post_norm: torch.Tensor | None = None
+    mlp_norm: torch.Tensor | None = None
+    mlp_post_norm: torch.Tensor | None = None
+    query_norm: torch.Tensor | None = None
+    key_norm: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class ModelWeights:
+    """Everything a model has learned. `head` is `embedding` itself where the two are tied."""
+
+    embedding: Weight
+    layers: list[LayerWeights]
+    final_norm: torch.Tensor
+    head: Weight
+
+
+@dataclass(eq=False)
+class Network:
+    """A spec with its weights and adapters. `layer` and `head` are the whole of its arithmetic;
+    values are what the given backend's operations take and return."""
+
+    spec: ModelSpec
+    weights: ModelWeights
+    adapters: list[Adapter] = field(default_factory=list)
+
+    def layer(self, backend: Backend, x: Any, index: int) -> Any:
+        """The state after layer `index`, from the state before it."""
+        spec, weights = self.spec.layers[index], self.weights.layers[index]
+        eps = self.spec.norm_eps
+        y = x if spec.norms == "post" else backend.rms_norm(x, weights.attention_norm, eps)
+        y = self._attention(backend, y, spec, weights, index)
+        if spec.norms != "pre":
+            y = backend.rms_norm(y, weights.attention_post_norm, eps)
+        x = backend.add(x, y)
+        y = x if spec.norms == "post" else backend.rms_norm(x, weights.mlp_norm, eps)
+        y = _mlp(backend, y, spec, weights.mlp)
+        if spec.norms != "pre":
+            y = backend.rms_norm(y, weights.mlp_post_norm, eps)
+        return backend.add(x, y)
+
+    def head(self, backend: Backend, x: Any) -> Any:
+        """Logits, from the state after whichever layer a row stops at."""
+        y = backend.rms_norm(x, self.weights.final_norm, self.spec.norm_eps)
+        y = backend.linear(y, self.weights.head)
+        if self.spec.logit_scale != 1.0:
+            y = backend.scale(y, self.spec.logit_scale)
+        if self.spec.logit_softcap is not None:
+            y = backend.softcap(y, self.spec.logit_softcap)
+        return y
+
+    def _attention(
+        self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights, index: int
+    ) -> Any:
+        shape = spec.attention
+        q = _linear(backend, x, weights.query)
+        k = _linear(backend, x, weights.key)
+        v = _linear(backend, x, weights.value)
+        if spec.qk_norm is not None:
+            per_head = spec.qk_norm == "head"
+            eps = self.spec.norm_eps
+            q = backend.rms_norm(q, weights.query_norm, eps, shape.num_heads if per_head else 1)
+            k = backend.rms_norm(k, weights.key_norm, eps, shape.num_kv_heads if per_head else 1)
+        if spec.rope is not None:
+            q = backend.rope(q, shape.num_heads, spec.rope)
+            k = backend.rope(k, shape.num_kv_heads, spec.rope)
+        return _linear(backend, backend.attention(q, k, v, index, shape), weights.output)
+
+
+def _linear(backend: Backend, x: Any, linear: Linear) -> Any:
+    return backend.linear(x, linear.weight, linear.bias)
+
+
+def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: GatedMlp | Experts) -> Any:
+    if isinstance(mlp, Experts):
+        return backend.experts(
+            x,
+            backend.linear(x, mlp.router),
+            mlp.gate,
+            mlp.up,
+            mlp.down,
+            spec.experts_per_token,
+            spec.normalise_experts,
+            spec.activation,
+        )
+    gate, up = _linear(backend, x, mlp.gate), _linear(backend, x, mlp.up)
+    return _linear(backend, backend.gated(gate, up, spec.activation), mlp.down)

@@ -1,0 +1,191 @@
+"""A model that scores rows: the inputs, the walk over layer ranges, the taps and the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from anydecode.errors import InvalidRequestError
+from anydecode.kernels.formats import dequantize_rows
+from anydecode.kernels.interface import KeyValues, Output, Rows, Want
+from anydecode.kernels.reference import ReferenceBackend
+from anydecode.models.lora import load_adapter
+from anydecode.models.network import ModelWeights, Network
+from anydecode.models.spec import ModelSpec
+
+
+class Executor(Protocol):
+    """Runs a network's layers and head. The seam at which a native backend takes over: it may
+    record `Network.layer` once and replay it. A range run in two calls must give the bits of the
+    same range run in one."""
+
+    device: torch.device
+
+    def begin(self, rows: Rows, cache: KeyValues) -> None:
+        """A pass starts; `layers` calls until the next `begin` belong to it."""
+        ...
+
+    def embed(self, tokens: np.ndarray) -> torch.Tensor:
+        """Embeddings float32 `[m, hidden_size]` of token ids, scaled as the model wants them."""
+        ...
+
+    def layers(self, x: torch.Tensor, active: np.ndarray, first: int, last: int) -> torch.Tensor:
+        """States after layer `last - 1` of the rows `active` (indices into the pass), from their
+        states x `[m, hidden_size]` before layer `first`. x is not changed."""
+        ...
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits float32 `[m, vocab_size]`, final norm included. May be called outside a pass."""
+        ...
+
+
+class EagerExecutor:
+    """Runs operation by operation on a backend that computes."""
+
+    def __init__(self, network: Network, backend: ReferenceBackend) -> None:
+        self.device = backend.device
+        self._network = network
+        self._backend = backend
+        self._pass: tuple[Rows, KeyValues] | None = None
+
+    def begin(self, rows: Rows, cache: KeyValues) -> None:
+        self._pass = rows, cache
+
+    def embed(self, tokens: np.ndarray) -> torch.Tensor:
+        x = dequantize_rows(self._network.weights.embedding, tokens)
+        scale = self._network.spec.embedding_scale
+        return x if scale == 1.0 else x * scale
+
+    def layers(self, x: torch.Tensor, active: np.ndarray, first: int, last: int) -> torch.Tensor:
+        if self._pass is None:
+            raise RuntimeError("begin a pass before running its layers")
+        rows, cache = self._pass
+        self._backend.bind(rows, active, cache, self._network.adapters)
+        for index in range(first, last):
+            x = self._network.layer(self._backend, x, index)
+        return x
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        self._backend.unbind()
+        logits: torch.Tensor = self._network.head(self._backend, x)
+        return logits
+
+
+class Transformer:
+    """A decoder-only transformer as a `Model`.
+
+    Rows with token -1 take `rows.inputs`: an embedding where they start at layer 0 (as it is; the
+    model's embedding scale is not applied), a hidden state where they start later. `executor` makes
+    what replaces the operation-by-operation run.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        backend: ReferenceBackend | None = None,
+        *,
+        name: str = "model",
+        executor: Callable[[Network], Executor] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.name = name
+        self.network = Network(spec, weights)
+        self.executor: Executor = (
+            executor(self.network)
+            if executor
+            else EagerExecutor(self.network, backend or ReferenceBackend())
+        )
+        self.adapter_names: list[str] = []
+
+    def new_cache(self, num_slots: int, dtype: torch.dtype | None = None) -> KeyValues:
+        """Zeroed keys and values for `num_slots` positions; float32 unless told otherwise."""
+
+        def one(layer: int) -> torch.Tensor:
+            shape = self.spec.layers[layer].attention
+            size = (num_slots, shape.num_kv_heads, shape.head_dim)
+            return torch.zeros(size, dtype=dtype or torch.float32, device=self.executor.device)
+
+        count = range(self.spec.num_layers)
+        return KeyValues([one(layer) for layer in count], [one(layer) for layer in count])
+
+    @torch.inference_mode()
+    def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
+        """One pass. Raises InvalidRequestError for rows that cannot be run."""
+        self._check(rows, want)
+        x = self._inputs(rows)
+        hidden: dict[int, torch.Tensor] = {}
+        self.executor.begin(rows, cache)
+        stops = set(rows.start.tolist()) | set(rows.stop.tolist()) | set(want.hidden)
+        places = sorted(stops)
+        for place, after in zip(places, [*places[1:], None], strict=True):
+            if place in want.hidden:
+                hidden[place] = x[self._index(want.hidden[place])]
+            if after is None:
+                break
+            active = np.flatnonzero((rows.start <= place) & (rows.stop >= after))
+            if len(active) == len(rows):
+                x = self.executor.layers(x, active, place, after)
+            elif len(active):
+                at = self._index(active)
+                x = x.index_copy(0, at, self.executor.layers(x[at], active, place, after))
+        if len(want.logits):
+            logits = self.executor.head(x[self._index(want.logits)])
+        else:
+            logits = x.new_empty(0, self.spec.vocab_size)
+        return Output(logits, hidden)
+
+    @torch.inference_mode()
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits float32 `[n, vocab_size]` of states `[n, hidden_size]`, final norm included."""
+        return self.executor.head(hidden.to(self.executor.device, torch.float32))
+
+    @torch.inference_mode()
+    def embed(self, tokens: np.ndarray) -> torch.Tensor:
+        """What rows of these tokens start from: float32 `[n, hidden_size]`, scale included."""
+        return self.executor.embed(tokens)
+
+    def add_adapter(self, name: str, path: str | Path) -> int:
+        """Load a PEFT LoRA adapter from a folder; its index is what `rows.adapters` names."""
+        if name in self.adapter_names:
+            raise InvalidRequestError(f"there is already an adapter named {name!r}")
+        self.network.adapters.append(load_adapter(Path(path), self.network, self.executor.device))
+        self.adapter_names.append(name)
+        return len(self.adapter_names) - 1
+
+    def _index(self, rows: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(rows.astype(np.int64)).to(self.executor.device)
+
+    def _inputs(self, rows: Rows) -> torch.Tensor:
+        if rows.inputs is None:
+            return self.executor.embed(rows.tokens)
+        given = rows.inputs.to(self.executor.device, torch.float32)
+        named = np.flatnonzero(rows.tokens >= 0)
+        if not len(named):
+            return given
+        return given.index_copy(0, self._index(named), self.executor.embed(rows.tokens[named]))
+
+    def _check(self, rows: Rows, want: Want) -> None:
+        """Refuse what would read outside the model or silently mean something else."""
+        count, layers = len(rows), self.spec.num_layers
+        fed = rows.tokens < 0
+        if fed.any() and (rows.inputs is None or len(rows.inputs) != count):
+            raise InvalidRequestError("rows with token -1 need one row of inputs each")
+        if (rows.tokens >= self.spec.vocab_size).any():
+            raise InvalidRequestError(
+                f"token {int(rows.tokens.max())} is outside the vocabulary"
+                f" of {self.spec.vocab_size}"
+            )
+        if (rows.start[~fed] != 0).any():
+            raise InvalidRequestError("a row that starts from a token starts at layer 0")
+        if (rows.start < 0).any() or (rows.stop > layers).any() or (rows.start > rows.stop).any():
+            raise InvalidRequestError(f"layer ranges lie within 0 and {layers}")
+        for place, index in want.hidden.items():
+            if (rows.start[index] > place).any() or (rows.stop[index] < place).any():
+                raise InvalidRequestError(f"a row was asked for its state after {place} layers")
+        if rows.adapters is not None and (rows.adapters >= len(self.adapter_names)).any():
+            raise InvalidRequestError(f"there is no adapter {int(rows.adapters.max())}")

@@ -1,0 +1,51 @@
+"""A constraint as a part of a policy."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from anydecode.errors import ConstraintError
+from anydecode.sampling.candidates import Candidates
+from anydecode.sampling.processor import Processor
+
+
+class ConstraintState(Protocol):
+    """What is asked of a constraint: where it stands, and what it allows next."""
+
+    def mask(self) -> np.ndarray | None:
+        """Boolean `[vocab_size]`, or int ids ascending, of what may follow; None: anything."""
+        ...
+
+    def advance(self, token: int) -> None: ...
+
+    def fork(self) -> ConstraintState: ...
+
+
+class Constrained(Processor):
+    """Keeps what the constraint allows."""
+
+    stateful = True
+
+    def __init__(self, state: ConstraintState) -> None:
+        self.state = state
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        mask = self.state.mask()
+        if mask is None:
+            return candidates
+        if mask.dtype == np.bool_:
+            allowed = mask if candidates.tokens is None else mask[candidates.tokens]
+            index = np.flatnonzero(allowed[: len(candidates)])
+        else:
+            index, _ = candidates.places(mask)
+        if not len(index):
+            raise ConstraintError("the constraint allows none of the tokens that may come here")
+        return candidates if len(index) == len(candidates) else candidates.keep(index)
+
+    def advance(self, token: int) -> None:
+        self.state.advance(token)
+
+    def fork(self) -> Constrained:
+        return Constrained(self.state.fork())

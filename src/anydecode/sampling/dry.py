@@ -1,0 +1,70 @@
+"""Don't repeat yourself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from anydecode.sampling.candidates import Candidates
+from anydecode.sampling.history import History
+from anydecode.sampling.processor import Processor
+
+#: Longer matches are penalised like this one, so that the penalty stays finite.
+LONGEST_MATCH = 64
+
+
+class Dry(Processor):
+    """A token that would continue a repetition of `length` tokens loses
+    multiplier * base^(length - allowed) once length >= allowed (DRY; p-e-w, text-generation-webui
+    pull request 5677, 2024). Matches do not reach across `breakers`, and a breaker is never
+    penalised. Prompt and output count.
+    """
+
+    stateful = True
+
+    def __init__(
+        self,
+        multiplier: float,
+        base: float = 1.75,
+        allowed: int = 2,
+        breakers: Iterable[int] = (),
+        prompt: Sequence[int] = (),
+    ) -> None:
+        self.multiplier, self.base, self.allowed = multiplier, base, allowed
+        self._breakers = frozenset(breakers)
+        self._history = History(prompt)
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        lengths = self._matches()
+        if lengths:
+            ids = np.array(sorted(lengths), np.int32)
+            over = np.array([lengths[int(token)] - self.allowed for token in ids])
+            places, found = candidates.places(ids)
+            penalty = self.multiplier * self.base ** over[found].astype(np.float64)
+            candidates.writable()[places] -= penalty.astype(np.float32)
+        return candidates
+
+    def advance(self, token: int) -> None:
+        self._history.append(token)
+
+    def fork(self) -> Dry:
+        branch = object.__new__(Dry)
+        branch.__dict__.update(self.__dict__)
+        branch._history = self._history.fork()
+        return branch
+
+    def _matches(self) -> dict[int, int]:
+        """Token -> length of the longest repetition that it would continue, if long enough."""
+        tokens = self._history.tokens
+        ends = np.arange(len(tokens) - 1)  # where an earlier occurrence of the suffix ends
+        longest: dict[int, int] = {}
+        for length in range(1, LONGEST_MATCH + 1):
+            ends = ends[ends >= length - 1]
+            if not len(ends) or int(tokens[len(tokens) - length]) in self._breakers:
+                break
+            ends = ends[tokens[ends - length + 1] == tokens[len(tokens) - length]]
+            if length >= self.allowed:
+                following = np.unique(tokens[ends + 1]).tolist()
+                longest.update((token, length) for token in following)
+        return {token: n for token, n in longest.items() if token not in self._breakers}

@@ -1,0 +1,64 @@
+"""Momentum decoding: greedy search with resistance to cycles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from anydecode.sampling.candidates import Candidates, exponentials, largest
+from anydecode.sampling.history import History
+from anydecode.sampling.processor import Processor
+
+#: Resistance of a token by the length of the n-gram it would repeat; the paper's, for GPT-2.
+RESISTANCE = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
+
+
+class Momentum(Processor):
+    """Leaves one token: among the `k` most probable, the one with the highest
+    p - alpha * resistance[d], where d is the length of the longest n-gram ending in it that has
+    already occurred (Lan et al., "Momentum decoding", 2022, arXiv 2212.02175). Prompt and output
+    count; ties fall to the lower id."""
+
+    stateful = True
+
+    def __init__(
+        self,
+        alpha: float = 0.2,
+        k: int = 5,
+        resistance: Sequence[float] = RESISTANCE,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        self.alpha, self.k = alpha, k
+        self.resistance = tuple(resistance)
+        self._history = History(prompt)
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        candidates = candidates.allowed()
+        weights, total = exponentials(candidates.scores)
+        places = largest(candidates.scores, self.k)
+        tokens = places if candidates.tokens is None else candidates.tokens[places]
+        resisted = [self.resistance[self.depth(int(token))] for token in tokens]
+        values = weights[places] / total - self.alpha * np.array(resisted)
+        return candidates.keep(places[[int(values.argmax())]])
+
+    def depth(self, token: int) -> int:
+        """Length of the longest repeated n-gram that `token` would end, up to the table's end."""
+        said = self._history.tokens
+        ends = np.flatnonzero(said == token)
+        for length in range(1, len(self.resistance)):
+            if not len(ends):
+                return length - 1
+            ends = ends[ends >= length]
+            if length <= len(said):
+                ends = ends[said[ends - length] == said[len(said) - length]]
+        return len(self.resistance) - 1
+
+    def advance(self, token: int) -> None:
+        self._history.append(token)
+
+    def fork(self) -> Momentum:
+        branch = object.__new__(Momentum)
+        branch.__dict__.update(self.__dict__)
+        branch._history = self._history.fork()
+        return branch

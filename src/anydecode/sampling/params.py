@@ -1,0 +1,273 @@
+"""What a request asks of sampling, checked, and the policy it comes to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from anydecode.errors import InvalidRequestError
+from anydecode.sampling.bias import BannedWords, LogitBias, MinimumLength, NoRepeatNgram
+from anydecode.sampling.constrained import Constrained, ConstraintState
+from anydecode.sampling.dola import DoLa
+from anydecode.sampling.dry import Dry
+from anydecode.sampling.guidance import Guidance
+from anydecode.sampling.logprobs import MOST_ALTERNATIVES
+from anydecode.sampling.mirostat import Mirostat, MirostatZipf
+from anydecode.sampling.momentum import Momentum
+from anydecode.sampling.penalties import CountPenalty, RepetitionPenalty
+from anydecode.sampling.policy import Policy
+from anydecode.sampling.processor import Combiner, Processor
+from anydecode.sampling.top_w import Geometry, TopW
+from anydecode.sampling.truncation import Epsilon, Eta, MinP, TopK, TopNSigma, TopP, Typical
+from anydecode.sampling.xtc import ExcludeTopChoices
+
+#: The most samples of one prompt: their number is part of the noise's stream.
+MOST_SAMPLES = 1 << 16
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Everything about sampling that a request may set; the defaults change nothing.
+
+    Raises `InvalidRequestError` for a value out of range, or two that contradict each other.
+    `stop` are strings; `stop_tokens`, `banned_words`, `dry_breakers` and the keys of `logit_bias`
+    are token ids. `logprobs` asks for that many alternatives per token, under raw logits unless
+    `processed_logprobs`. A value of 0 turns `top_k`, `min_p`, `eta`, `epsilon`, `top_n_sigma`,
+    `mirostat`, `no_repeat_ngram`, `xtc_probability`, `dry_multiplier` and `momentum_alpha` off; 1
+    does so for `top_p`, `typical_p`, `repetition_penalty` and `guidance_scale`.
+
+    Order of the parts: repetition penalty, presence and frequency, DRY, bias, no-repeat n-gram,
+    bans, minimum length, constraint, momentum; temperature; top-n-sigma, top-k, top-p, min-p,
+    typical, epsilon, eta, top-w, XTC, or mirostat.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    epsilon: float = 0.0
+    eta: float = 0.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    top_w: bool = False
+    top_w_entropy: float = 2.2
+    top_w_mass: float = 2.8
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed: int = 2
+    dry_breakers: Sequence[int] = ()
+    momentum_alpha: float = 0.0
+    momentum_k: int = 5
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    banned_words: Sequence[Sequence[int]] = ()
+    no_repeat_ngram: int = 0
+    guidance_scale: float = 1.0
+    dola_layers: Sequence[int] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    stop_tokens: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+    n: int = 1
+    seed: int | None = None
+    logprobs: int | None = None
+    processed_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low, high, what in _RANGES:
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            integral = name in _INTEGERS
+            if isinstance(value, bool) or not isinstance(value, int if integral else (int, float)):
+                kind = "an integer" if integral else "a number"
+                raise InvalidRequestError(f"{name} must be {kind}, not {value!r}")
+            if not low <= value <= high or math.isnan(value):
+                raise InvalidRequestError(f"{name} must be {what}, not {value}")
+        for complaint in self._contradictions():
+            raise InvalidRequestError(complaint)
+
+    def policy(
+        self,
+        prompt: Sequence[int],
+        vocab_size: int,
+        eos_ids: Iterable[int] = (),
+        *,
+        constraint: ConstraintState | None = None,
+        geometry: Geometry | None = None,
+    ) -> Policy:
+        """The policy at the start of an answer to `prompt`.
+
+        `geometry` holds the model's embeddings and is needed by top-w alone. Raises
+        `InvalidRequestError` where a token id is not in the vocabulary.
+        """
+        self._check_ids(vocab_size)
+        before = list(self._before(prompt, eos_ids, constraint))
+        after = [] if self.temperature == 0 else list(self._after(geometry))
+        return Policy(self.temperature, before, after, self._combiner())
+
+    @property
+    def needs_geometry(self) -> bool:
+        """Whether `policy` wants the model's embeddings."""
+        return self.top_w and self.temperature > 0
+
+    def _before(
+        self, prompt: Sequence[int], eos_ids: Iterable[int], constraint: ConstraintState | None
+    ) -> Iterator[Processor]:
+        if self.repetition_penalty != 1:
+            yield RepetitionPenalty(self.repetition_penalty, prompt)
+        if self.presence_penalty or self.frequency_penalty:
+            yield CountPenalty(self.presence_penalty, self.frequency_penalty)
+        if self.dry_multiplier:
+            yield Dry(
+                self.dry_multiplier, self.dry_base, self.dry_allowed, self.dry_breakers, prompt
+            )
+        if self.logit_bias:
+            yield LogitBias(self.logit_bias)
+        if self.no_repeat_ngram:
+            yield NoRepeatNgram(self.no_repeat_ngram, prompt)
+        if self.banned_words:
+            yield BannedWords(self.banned_words, prompt)
+        if self.min_tokens:
+            yield MinimumLength(self.min_tokens, {*eos_ids, *self.stop_tokens})
+        if constraint is not None:
+            yield Constrained(constraint)
+        if self.momentum_alpha:
+            yield Momentum(self.momentum_alpha, self.momentum_k, prompt=prompt)
+
+    def _after(self, geometry: Geometry | None) -> Iterator[Processor]:
+        if self.top_n_sigma:
+            yield TopNSigma(self.top_n_sigma)
+        if self.top_k:
+            yield TopK(self.top_k)
+        if self.top_p < 1:
+            yield TopP(self.top_p)
+        if self.min_p:
+            yield MinP(self.min_p)
+        if self.typical_p < 1:
+            yield Typical(self.typical_p)
+        if self.epsilon:
+            yield Epsilon(self.epsilon)
+        if self.eta:
+            yield Eta(self.eta)
+        if self.top_w:
+            if geometry is None:
+                raise InvalidRequestError("top_w needs a model whose embeddings can be read")
+            yield TopW(geometry, self.top_w_entropy, self.top_w_mass)
+        if self.xtc_probability:
+            yield ExcludeTopChoices(self.xtc_probability, self.xtc_threshold)
+        if self.mirostat:
+            kind = MirostatZipf if self.mirostat == 1 else Mirostat
+            yield kind(self.mirostat_tau, self.mirostat_eta)
+
+    def _combiner(self) -> Combiner | None:
+        if self.guidance_scale != 1:
+            return Guidance(self.guidance_scale)
+        return DoLa(tuple(self.dola_layers)) if self.dola_layers else None
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            yield f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})"
+        greedy = self.temperature == 0
+        if greedy and self.n > 1:
+            yield f"n is {self.n}, but at temperature 0 all samples would be the same"
+        for name in ("mirostat", "xtc_probability", "top_w"):
+            if greedy and getattr(self, name):
+                yield f"{name} needs a temperature above 0"
+        if self.mirostat:
+            for name, off in _TRUNCATIONS.items():
+                if getattr(self, name) != off:
+                    yield f"mirostat and {name} exclude each other: mirostat sets its own limit"
+        if self.guidance_scale != 1 and self.dola_layers:
+            yield "guidance_scale and dola_layers cannot be combined"
+        if any(not word for word in self.banned_words):
+            yield "banned_words holds an empty word"
+        if isinstance(self.stop, str) or not all(
+            isinstance(text, str) and text for text in self.stop
+        ):
+            yield "stop must be a list of strings that are not empty"
+        for token, value in self.logit_bias.items():
+            if math.isnan(value) or value == math.inf:
+                yield f"logit_bias of token {token} must be a finite number or -inf, not {value}"
+        if self.processed_logprobs and self.logprobs is None:
+            yield "processed_logprobs is set, but logprobs is not"
+
+    def _check_ids(self, vocab_size: int) -> None:
+        groups: dict[str, Iterable[int]] = {
+            "logit_bias": self.logit_bias,
+            "stop_tokens": self.stop_tokens,
+            "dry_breakers": self.dry_breakers,
+            "banned_words": (token for word in self.banned_words for token in word),
+        }
+        for name, ids in groups.items():
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise InvalidRequestError(
+                        f"{name} names token {token}, but the vocabulary has {vocab_size}"
+                    )
+
+
+_INF = math.inf
+_BIG = 1 << 31
+_SMALLEST = 5e-324  # the smallest number above 0
+_BELOW_ONE = math.nextafter(1.0, 0.0)
+_LARGEST = 1.7976931348623157e308
+
+#: Name, least and greatest value, and how to say so.
+_RANGES: tuple[tuple[str, float, float, str], ...] = (
+    ("temperature", 0, 100, "between 0 and 100"),
+    ("top_k", 0, _BIG, "0 (off) or more"),
+    ("top_p", _SMALLEST, 1, "above 0 and at most 1"),
+    ("min_p", 0, 1, "between 0 and 1"),
+    ("typical_p", _SMALLEST, 1, "above 0 and at most 1"),
+    ("epsilon", 0, _BELOW_ONE, "at least 0 and below 1"),
+    ("eta", 0, _BELOW_ONE, "at least 0 and below 1"),
+    ("top_n_sigma", 0, _LARGEST, "0 (off) or more"),
+    ("xtc_probability", 0, 1, "between 0 and 1"),
+    ("xtc_threshold", _SMALLEST, 1, "above 0 and at most 1"),
+    ("top_w_entropy", 0, _LARGEST, "0 or more"),
+    ("top_w_mass", 0, _LARGEST, "0 or more"),
+    ("mirostat", 0, 2, "0 (off), 1 or 2"),
+    ("mirostat_tau", _SMALLEST, 100, "above 0 and at most 100 bits"),
+    ("mirostat_eta", _SMALLEST, 100, "above 0 and at most 100"),
+    ("repetition_penalty", _SMALLEST, 100, "above 0 and at most 100"),
+    ("presence_penalty", -100, 100, "between -100 and 100"),
+    ("frequency_penalty", -100, 100, "between -100 and 100"),
+    ("dry_multiplier", 0, 100, "between 0 and 100"),
+    ("dry_base", 1, 10, "between 1 and 10"),
+    ("dry_allowed", 1, 64, "between 1 and 64"),
+    ("momentum_alpha", 0, 100, "between 0 and 100"),
+    ("momentum_k", 1, _BIG, "1 or more"),
+    ("no_repeat_ngram", 0, _BIG, "0 (off) or more"),
+    ("guidance_scale", 0, 100, "between 0 and 100"),
+    ("min_tokens", 0, _BIG, "0 or more"),
+    ("max_tokens", 1, _BIG, "1 or more"),
+    ("n", 1, MOST_SAMPLES, f"between 1 and {MOST_SAMPLES}"),
+    ("seed", -(1 << 63), (1 << 64) - 1, "an integer of 64 bits"),
+    ("logprobs", 0, MOST_ALTERNATIVES, f"between 0 and {MOST_ALTERNATIVES}"),
+)
+_OPTIONAL = frozenset({"max_tokens", "seed", "logprobs"})
+_INTEGERS = _OPTIONAL | {
+    "top_k", "mirostat", "dry_allowed", "momentum_k", "no_repeat_ngram", "min_tokens", "n",
+}  # fmt: skip
+_TRUNCATIONS: dict[str, float | bool] = {
+    "top_k": 0,
+    "top_p": 1,
+    "min_p": 0,
+    "typical_p": 1,
+    "epsilon": 0,
+    "eta": 0,
+    "top_n_sigma": 0,
+    "xtc_probability": 0,
+    "top_w": False,
+}

@@ -1,0 +1,68 @@
+"""Penalties on tokens that have been said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from anydecode.sampling.candidates import Candidates
+from anydecode.sampling.history import Counts
+from anydecode.sampling.processor import Processor
+
+
+class RepetitionPenalty(Processor):
+    """Logits of tokens in the prompt or the output are divided by `penalty` where positive and
+    multiplied by it where negative (Keskar et al., "CTRL", 2019, arXiv 1909.05858)."""
+
+    stateful = True
+
+    def __init__(self, penalty: float, prompt: Sequence[int] = ()) -> None:
+        self.penalty = np.float32(penalty)
+        self._counts = Counts.of(prompt)
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        places, _ = candidates.places(self._counts.tokens)
+        if len(places):
+            scores = candidates.writable()
+            held = scores[places]
+            scores[places] = np.where(held > 0, held / self.penalty, held * self.penalty)
+        return candidates
+
+    def advance(self, token: int) -> None:
+        self._counts = self._counts.add(token)
+
+    def fork(self) -> RepetitionPenalty:
+        branch = object.__new__(RepetitionPenalty)
+        branch.penalty, branch._counts = self.penalty, self._counts
+        return branch
+
+
+_NOTHING = Counts.of(())
+
+
+@dataclass(eq=False)
+class CountPenalty(Processor):
+    """logit -= presence + frequency * count for tokens in the output, as in OpenAI's API. The
+    prompt does not count."""
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    counts: Counts = _NOTHING
+
+    stateful = True
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        places, found = candidates.places(self.counts.tokens)
+        if len(places):
+            numbers = self.counts.numbers[found]
+            scores = candidates.writable()
+            scores[places] -= np.float32(self.presence) + np.float32(self.frequency) * numbers
+        return candidates
+
+    def advance(self, token: int) -> None:
+        self.counts = self.counts.add(token)
+
+    def fork(self) -> CountPenalty:
+        return CountPenalty(self.presence, self.frequency, self.counts)

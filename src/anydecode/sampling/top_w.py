@@ -1,0 +1,88 @@
+"""Top-W: truncation that weighs how far apart the tokens' embeddings lie.
+
+"Top-W", 2026, arXiv 2602.10346. The kept set S minimises W1(p, p|S) + entropy_weight * H(p|S) -
+mass_weight * ln p(S), with the transport cost bounded by the distance to the nearest kept token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from anydecode.sampling.candidates import Candidates, descending, largest
+from anydecode.sampling.processor import Processor
+from anydecode.sampling.truncation import log_probabilities
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """A model's token embeddings float32 `[vocab_size, hidden_size]`, with their mean and standard
+    deviation per dimension. Made once per model."""
+
+    embeddings: np.ndarray
+    mean: np.ndarray
+    deviation: np.ndarray
+
+    @staticmethod
+    def of(embeddings: np.ndarray) -> Geometry:
+        deviation = embeddings.std(0)
+        return Geometry(embeddings, embeddings.mean(0), np.where(deviation > 0, deviation, 1))
+
+    def cosines(self, tokens: np.ndarray) -> np.ndarray:
+        """float32 `[len(tokens), len(tokens)]`: cosines of the standardised embeddings."""
+        rows = (self.embeddings[tokens] - self.mean) / self.deviation
+        rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+        cosines: np.ndarray = rows @ rows.T
+        return cosines
+
+
+@dataclass(frozen=True, eq=False)
+class TopW(Processor):
+    """Keeps the set found by alternating between distances to the set and the best set for them.
+
+    With `mass_weight` at least `entropy_weight` the best set is a prefix of the tokens by falling
+    potential, found in one scan; with less it is a single token. Probabilities are taken after
+    the temperature.
+    """
+
+    geometry: Geometry
+    entropy_weight: float = 2.2
+    mass_weight: float = 2.8
+    distance_weight: float = 0.6
+    pool: int = 1200
+    start_mass: float = 0.999
+    rounds: int = 9
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        places = largest(candidates.scores, self.pool)
+        tokens = places if candidates.tokens is None else candidates.tokens[places]
+        log_all, p_all = log_probabilities(candidates.scores)
+        log_p, p = log_all[places].astype(np.float64), p_all[places].astype(np.float64)
+        distance = 1 - self.geometry.cosines(tokens)
+        kept = self._start(p)
+        for _ in range(self.rounds):
+            potential = self.entropy_weight * log_p
+            potential -= self.distance_weight * distance[:, kept].min(axis=1)
+            better = best_set(p, potential, self.mass_weight - self.entropy_weight)
+            if np.array_equal(better, kept):
+                break
+            kept = better
+        return candidates.keep(places[kept])
+
+    def _start(self, p: np.ndarray) -> np.ndarray:
+        order = descending(p)
+        sums = np.cumsum(p[order])
+        return np.sort(order[: int(np.searchsorted(sums, self.start_mass * sums[-1])) + 1])
+
+
+def best_set(p: np.ndarray, potential: np.ndarray, mass_weight: float) -> np.ndarray:
+    """Places, ascending, of the set that maximises mean potential + mass_weight * ln(mass)."""
+    order = descending(potential)
+    if mass_weight < 0:
+        return order[:1]
+    mass = np.cumsum(p[order])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = np.cumsum((p * potential)[order]) / mass + mass_weight * np.log(mass)
+    value[mass == 0] = -np.inf
+    return np.sort(order[: int(value.argmax()) + 1])

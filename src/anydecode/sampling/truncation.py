@@ -1,0 +1,145 @@
+"""Truncations without memory: each keeps a part of the candidates, at least one.
+
+Ties fall to the lower ids: where a rule keeps "the k best" or "the best up to a mass", tokens of
+equal score are taken in the order of their ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from anydecode.sampling.candidates import Candidates, descending, exponentials, largest
+from anydecode.sampling.processor import Processor
+
+
+@dataclass(frozen=True)
+class TopK(Processor):
+    """The `k` most probable tokens (Fan et al., 2018, arXiv 1805.04833)."""
+
+    k: int
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        if self.k >= len(candidates):
+            return candidates
+        return candidates.keep(largest(candidates.scores, self.k))
+
+
+@dataclass(frozen=True)
+class TopP(Processor):
+    """The most probable tokens whose mass together reaches `p`: nucleus sampling (Holtzman et al.,
+    2019, arXiv 1904.09751)."""
+
+    p: float
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        weights, total = exponentials(candidates.scores)
+        mass = self.p * total
+        # Tokens lighter than this weigh less than 1 - p all together: the others hold the nucleus.
+        floor = (1 - self.p) * total / len(weights)
+        index = np.flatnonzero(weights >= np.float32(floor * 0.999))
+        return candidates.keep(_heaviest(candidates.scores, weights, index, mass))
+
+
+@dataclass(frozen=True)
+class MinP(Processor):
+    """Tokens at least `p` times as probable as the best one (Nguyen et al., 2024, arXiv
+    2407.01082)."""
+
+    p: float
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        scores = candidates.scores
+        bound = scores.max() + np.float32(np.log(self.p))
+        return candidates.keep(np.flatnonzero(scores >= bound))
+
+
+@dataclass(frozen=True)
+class Typical(Processor):
+    """Tokens whose surprise is closest to the entropy, up to a mass of `p` (Meister et al., 2022,
+    arXiv 2202.00666)."""
+
+    p: float
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        log_p, p = log_probabilities(candidates.scores)
+        closeness = -np.abs(log_p + entropy(log_p, p))
+        return candidates.keep(_heaviest(closeness, p, np.arange(len(p)), self.p))
+
+
+@dataclass(frozen=True)
+class Epsilon(Processor):
+    """Tokens of probability at least `epsilon` (Hewitt et al., 2022, arXiv 2210.15191)."""
+
+    epsilon: float
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        weights, total = exponentials(candidates.scores)
+        bound = min(self.epsilon * total, 1.0)  # the best token weighs 1
+        return candidates.keep(np.flatnonzero(weights >= np.float32(bound)))
+
+
+@dataclass(frozen=True)
+class Eta(Processor):
+    """Tokens of probability at least min(epsilon, sqrt(epsilon) * exp(-entropy)) (Hewitt et al.,
+    2022, arXiv 2210.15191)."""
+
+    epsilon: float
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        log_p, p = log_probabilities(candidates.scores)
+        bound = min(self.epsilon, float(np.sqrt(self.epsilon) * np.exp(-entropy(log_p, p))))
+        return candidates.keep(np.flatnonzero(p >= min(np.float32(bound), p.max())))
+
+
+@dataclass(frozen=True)
+class TopNSigma(Processor):
+    """Tokens within `n` standard deviations of the best score; the deviation is taken over the
+    candidates left so far (Tang et al., 2024, arXiv 2411.07641)."""
+
+    n: float
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        scores = candidates.scores
+        deviation = float(scores.astype(np.float64).std())
+        bound = float(scores.max()) - self.n * deviation
+        return candidates.keep(np.flatnonzero(scores >= np.float32(bound)))
+
+
+def log_probabilities(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """ln p and p, float32, of softmax(scores)."""
+    weights, total = exponentials(scores)
+    log_p = scores - np.float32(float(scores.max()) + np.log(total))
+    weights *= np.float32(1 / total)
+    return log_p, weights
+
+
+def entropy(log_p: np.ndarray, p: np.ndarray) -> float:
+    """-sum(p ln p) in nats."""
+    return -float(np.multiply(log_p, p).sum(dtype=np.float64))
+
+
+#: Keys are sorted only within one bin of this many per unit.
+_BINS_PER_UNIT = 32
+_NUM_BINS = 1024
+
+
+def _heaviest(keys: np.ndarray, weights: np.ndarray, index: np.ndarray, mass: float) -> np.ndarray:
+    """Places among `index`, ascending, of the shortest run by falling key whose weights reach
+    `mass`. Counts weights into bins of keys, and sorts the one bin where the run ends."""
+    keys, weights = keys[index], weights[index]
+    depth = (keys.max() - keys) * np.float32(_BINS_PER_UNIT)
+    bins = np.minimum(depth, np.float32(_NUM_BINS - 1)).astype(np.int64)
+    sums = np.cumsum(np.bincount(bins, weights))
+    last = int(np.searchsorted(sums, mass))
+    if last == len(sums):
+        return index
+    inside = np.flatnonzero(bins == last)
+    inside = inside[descending(keys[inside])]
+    before = sums[last - 1] if last else 0.0
+    stop = int(np.searchsorted(before + np.cumsum(weights[inside], dtype=np.float64), mass)) + 1
+    kept = bins < last
+    kept[inside[:stop]] = True
+    places: np.ndarray = index[kept]
+    return places

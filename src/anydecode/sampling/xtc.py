@@ -1,0 +1,45 @@
+"""Exclude top choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from anydecode.sampling.candidates import Candidates, exponentials
+from anydecode.sampling.processor import Processor
+
+
+@dataclass(frozen=True)
+class ExcludeTopChoices(Processor):
+    """With `probability`, all tokens of probability `threshold` or more are dropped but the least
+    likely of them (XTC; p-e-w, text-generation-webui pull request 6335, 2024).
+
+    The coin is summed out: scores become the logarithm of the mixture of both outcomes, which is
+    the same distribution, so the rule needs no noise of its own and verification stays exact. It
+    has to come last, since later truncations would see the mixture.
+    """
+
+    probability: float
+    threshold: float = 0.1
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        weights, total = exponentials(candidates.scores)
+        top = np.flatnonzero(weights >= np.float32(self.threshold * total))
+        if len(top) < 2:
+            return candidates
+        held = weights[top]
+        spared = len(held) - 1 - int(held[::-1].argmin())  # among equals the highest id stays
+        dropped = np.delete(top, spared)
+        rest = total - float(weights[dropped].sum(dtype=np.float64))
+        scores = candidates.writable()
+        stay = 1 - self.probability
+        raised = np.float32(np.log(stay + self.probability * total / rest))
+        if stay == 0:
+            mask = np.ones(len(scores), bool)
+            mask[dropped] = False
+            return candidates.keep(np.flatnonzero(mask))
+        lowered = scores[dropped] + np.float32(np.log(stay))
+        scores += raised
+        scores[dropped] = lowered
+        return candidates

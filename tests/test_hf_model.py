@@ -1,0 +1,160 @@
+"""Models of `transformers` run as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from anydecode.errors import UnsupportedCombinationError
+from anydecode.kernels.interface import KeyValues, Rows, Want
+from anydecode.models.hf import HuggingFaceModel
+
+
+def tiny(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        return GPT2LMHeadModel(config)
+    if kind == "mamba":
+        return MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2))
+    if kind == "window":
+        config = MistralConfig(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=5,
+        )
+        return MistralForCausalLM(config)
+    return BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4))
+
+
+def rows_of(
+    model: HuggingFaceModel, tokens: list[int], slots: list[int], paths: list[list[int]]
+) -> Rows:
+    """Rows whose tails are whole paths of slots (each ends with the row's own)."""
+    count = len(tokens)
+    lengths = np.array([len(path) for path in paths], np.int32)
+    return Rows(
+        tokens=np.array(tokens, np.int32),
+        positions=lengths - 1,
+        slots=np.array(slots, np.int32),
+        tables=[np.empty(0, np.int32)],
+        table=np.zeros(count, np.int32),
+        prefix=np.zeros(count, np.int32),
+        tails=np.array([slot for path in paths for slot in path], np.int32),
+        tail_start=(np.cumsum(lengths) - lengths).astype(np.int32),
+        tail_length=lengths,
+        start=np.zeros(count, np.int32),
+        stop=np.full(count, model.spec.num_layers, np.int32),
+    )
+
+
+def feed(
+    model: HuggingFaceModel,
+    cache: KeyValues,
+    tokens: list[int],
+    slots: list[int],
+    before: list[int],
+) -> torch.Tensor:
+    """Score a chain of tokens after the slots `before`."""
+    paths = [before + slots[: i + 1] for i in range(len(slots))]
+    wanted = np.arange(len(tokens), dtype=np.int32)
+    return model.run(rows_of(model, tokens, slots, paths), cache, Want(wanted)).logits
+
+
+KINDS = ("gpt2", "bloom", "mamba", "window")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_equals_generate(kind: str) -> None:
+    inner = tiny(kind)
+    model = HuggingFaceModel(inner)
+    cache = model.new_cache(64)
+    prompt = [5, 9, 33, 2, 17]
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = inner.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist()
+    slots = list(range(63, 63 - len(prompt), -1))
+    logits = feed(model, cache, prompt, slots, [])
+    out = []
+    for step in range(20):
+        out.append(int(logits[-1].argmax()))
+        logits = feed(model, cache, out[-1:], [step], slots)
+        slots.append(step)
+    assert out == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_scores_each_branch_as_a_text_of_its_own(kind: str) -> None:
+    model = HuggingFaceModel(tiny(kind))
+    cache = model.new_cache(32)
+    prompt = [7, 8, 9, 1, 2, 3, 4]
+    before = list(range(7))
+    feed(model, cache, prompt, before, [])
+    tokens, parents = [10, 11, 12, 13, 14], [-1, -1, 0, 0, 1]
+    slots = [20, 21, 22, 23, 24]
+    branches = [[0], [1], [0, 2], [0, 3], [1, 4]]
+    paths = [before + [slots[i] for i in branch] for branch in branches]
+    assert [branch[-2] if len(branch) > 1 else -1 for branch in branches] == parents
+    rows = rows_of(model, tokens, slots, paths)
+    logits = model.run(rows, cache, Want(np.arange(5, dtype=np.int32))).logits
+
+    def alone(branch: list[int]) -> torch.Tensor:
+        ids = prompt + [tokens[i] for i in branch]
+        with torch.no_grad():
+            return model.model(torch.tensor([ids])).logits[0, -1]
+
+    for row, branch in enumerate(branches):
+        assert torch.allclose(logits[row], alone(branch), atol=1e-5)
+    # The comparison is sharp: another branch's row does not pass for this one's.
+    assert not torch.allclose(logits[3], alone(branches[2]), atol=1e-5)
+
+
+def test_going_back_far_leaves_the_other_sequence_right() -> None:
+    inner = tiny("bloom")
+    model = HuggingFaceModel(inner)
+    cache = model.new_cache(256)
+    long = [i % 61 for i in range(90)]
+    feed(model, cache, long, list(range(90)), [])
+    feed(model, cache, [3], [100], list(range(10)))
+    logits = feed(model, cache, [5], [90], list(range(90)))
+    with torch.no_grad():
+        expected = inner(torch.tensor([[*long, 5]])).logits[0, -1]
+    assert torch.allclose(logits[0], expected, atol=1e-5)
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    model = HuggingFaceModel(tiny("gpt2"))
+    cache = model.new_cache(8)
+    wanted = Want(np.array([0], np.int32))
+
+    def rows() -> Rows:
+        return rows_of(model, [4], [0], [[0]])
+
+    part = rows()
+    part.stop[:] = 1
+    with pytest.raises(UnsupportedCombinationError, match="part of its layers"):
+        model.run(part, cache, wanted)
+    entering = rows()
+    entering.tokens[:] = -1
+    with pytest.raises(UnsupportedCombinationError, match="hidden states"):
+        model.run(entering, cache, wanted)
+    hole = rows_of(model, [4], [3], [[0, -1, 3]])
+    with pytest.raises(UnsupportedCombinationError, match="all that comes before"):
+        model.run(hole, cache, wanted)
+    with pytest.raises(UnsupportedCombinationError, match="give back hidden"):
+        model.run(rows(), cache, Want(wanted.logits, {1: wanted.logits}))
+    with pytest.raises(UnsupportedCombinationError, match="hidden states"):
+        model.head(torch.zeros(1, 32))

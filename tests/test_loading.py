@@ -1,0 +1,604 @@
+"""Checkpoints: GGUF against the model it was written from, safetensors folders, GPTQ and AWQ."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from anydecode.errors import CheckpointError, ModelNotFoundError
+from anydecode.kernels.formats import dequantize
+from anydecode.kernels.interface import Weight
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.loading import load_checkpoint
+
+HIDDEN, INNER, HEADS, KV, HEAD, LAYERS, VOCAB = 64, 96, 4, 2, 16, 3, 40
+EXPERTS = 4
+
+OUTER = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+ATTENTION = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+}
+MLP = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+PRE = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+QK = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+GEMMA = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+FAMILIES: dict[str, dict[str, str]] = {
+    "llama": {**ATTENTION, **MLP, **PRE},
+    "smollm3": {**ATTENTION, **MLP, **PRE},
+    "qwen2": {**ATTENTION, **MLP, **PRE},
+    "qwen3": {**ATTENTION, **MLP, **PRE, **QK},
+    "gemma2": {**ATTENTION, **MLP, **GEMMA},
+    "gemma3": {**ATTENTION, **MLP, **GEMMA, **QK},
+    "olmo2": {
+        **ATTENTION,
+        **MLP,
+        **QK,
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    "phi3": {
+        "self_attn.qkv_proj": "attn_qkv",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        **PRE,
+    },
+}
+
+
+def shape_of(module: str, family: str) -> tuple[int, ...]:
+    rows = {
+        "self_attn.q_proj": HEADS * HEAD,
+        "self_attn.k_proj": KV * HEAD,
+        "self_attn.v_proj": KV * HEAD,
+        "self_attn.qkv_proj": (HEADS + 2 * KV) * HEAD,
+        "mlp.gate_proj": INNER,
+        "mlp.up_proj": INNER,
+        "mlp.gate_up_proj": 2 * INNER,
+    }
+    if module.endswith("norm"):
+        if "self_attn" not in module:
+            return (HIDDEN,)
+        if family != "olmo2":
+            return (HEAD,)
+        return (HEADS * HEAD,) if module.endswith("q_norm") else (KV * HEAD,)
+    if module == "self_attn.o_proj":
+        return (HIDDEN, HEADS * HEAD)
+    return (HIDDEN, INNER) if module == "mlp.down_proj" else (rows[module], HIDDEN)
+
+
+def interleave(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """What the converter does to rows of queries and keys: pair (i, i + half) to (2i, 2i + 1)."""
+    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+
+
+def make_tensors(family: str, tied: bool = False) -> dict[str, torch.Tensor]:
+    """A random model by Hugging Face names."""
+    generator = torch.Generator().manual_seed(3)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
+    if not tied:
+        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
+    for layer in range(LAYERS):
+        for module in FAMILIES[family]:
+            shape = shape_of(module, family)
+            shapes[f"model.layers.{layer}.{module}.weight"] = shape
+            if family == "qwen2" and module in list(ATTENTION)[:3]:
+                shapes[f"model.layers.{layer}.{module}.bias"] = shape[:1]
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def start_writer(path: Path, family: str, tokenizer: bool = True) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_block_count(LAYERS)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV)
+    writer.add_key_length(HEAD)
+    writer.add_value_length(HEAD)
+    writer.add_context_length(256)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(5000.0)
+    if family.startswith("gemma"):
+        writer.add_sliding_window(8)
+    if tokenizer:
+        pieces = ["<unk>", "<s>", "</s>", *(chr(97 + i) for i in range(VOCAB - 3))]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(pieces)
+        writer.add_token_scores([0.0] * VOCAB)
+        writer.add_token_types([2, 3, 3] + [1] * (VOCAB - 3))
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+    return writer
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_gguf(
+    path: Path, family: str, tensors: dict[str, torch.Tensor], format: str = "F32"
+) -> None:
+    """Convert as the public converter does: names, interleaved rows, norms with one added."""
+    writer = start_writer(path, family)
+    for name, tensor in tensors.items():
+        if name in OUTER:
+            target = OUTER[name]
+        else:
+            _, _, layer, rest = name.split(".", 3)
+            module, leaf = rest.rsplit(".", 1)
+            target = f"blk.{layer}.{FAMILIES[family][module]}.{leaf}"
+            if family in ("llama", "smollm3") and module[-6:] in ("q_proj", "k_proj"):
+                tensor = interleave(tensor, HEADS if module.endswith("q_proj") else KV)
+        if family.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        kind = gguf.GGMLQuantizationType[format if tensor.dim() == 2 else "F32"]
+        writer.add_tensor(target, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
+    finish(writer)
+
+
+def plain(tensor: torch.Tensor | Weight) -> torch.Tensor:
+    return dequantize(tensor) if isinstance(tensor, Weight) else tensor.float()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gguf_gives_back_the_tensors_it_was_made_of(family: str, tmp_path: Path) -> None:
+    tensors = make_tensors(family)
+    write_gguf(tmp_path / "tiny.gguf", family, tensors)
+    checkpoint = load_checkpoint(tmp_path / "tiny.gguf")
+    assert set(checkpoint.tensors) == set(tensors)
+    for name, tensor in tensors.items():
+        found = plain(checkpoint.tensors[name])
+        if family.startswith("gemma") and name.endswith("norm.weight"):
+            # Adding one and taking it away rounds small numbers, by half a unit of one at most.
+            assert torch.allclose(found, tensor, rtol=0, atol=2.5e-7), name
+        else:
+            assert torch.equal(found, tensor), name
+
+
+def test_rows_left_interleaved_would_be_noticed(tmp_path: Path) -> None:
+    tensors = make_tensors("llama")
+    write_gguf(tmp_path / "tiny.gguf", "llama", tensors)
+    wrong = dict(tensors)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    wrong[name] = interleave(tensors[name], KV)
+    found = plain(load_checkpoint(tmp_path / "tiny.gguf").tensors[name])
+    assert torch.equal(found, tensors[name])
+    assert not torch.equal(found, wrong[name])
+
+
+@pytest.mark.parametrize("format", ["Q8_0", "Q4_0", "Q4_1", "BF16", "F16"])
+def test_packed_weights_stay_packed(format: str, tmp_path: Path) -> None:
+    tensors = make_tensors("llama", tied=True)
+    write_gguf(tmp_path / "tiny.gguf", "llama", tensors, format)
+    checkpoint = load_checkpoint(tmp_path / "tiny.gguf")
+    assert checkpoint.config["tie_word_embeddings"] is True
+    kind = gguf.GGMLQuantizationType[format]
+    for name, tensor in tensors.items():
+        found = checkpoint.tensors[name]
+        if tensor.dim() == 2:
+            packed = format not in ("BF16", "F16")
+            assert isinstance(found, Weight) == packed
+            if isinstance(found, Weight):
+                assert (found.format, found.name) == (format, name.removesuffix(".weight"))
+            once = gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), kind), kind)
+            assert np.array_equal(plain(found).numpy(), once)
+
+
+def test_weights_are_mapped_not_copied(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "qwen3", make_tensors("qwen3"), "Q8_0")
+    checkpoint = load_checkpoint(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    first, second = checkpoint.tensors[name], checkpoint.tensors[name]
+    assert isinstance(first, Weight) and isinstance(second, Weight)
+    assert first.data.data_ptr() == second.data.data_ptr()
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "rope_scaling": None, "attention_bias": False},
+    "qwen2": {"model_type": "qwen2", "use_sliding_window": False, "attention_bias": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": HEAD},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 1, 1]},
+    "olmo2": {"model_type": "olmo2"},
+    "phi3": {"model_type": "phi3", "partial_rotary_factor": 1.0, "sliding_window": None},
+    "gemma2": {
+        "model_type": "gemma2",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": HEAD,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "rope_local_base_freq": 10000.0,
+        "layer_types": ["sliding_attention"] * 3,
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_metadata_become_a_config(family: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", family, make_tensors(family))
+    config = load_checkpoint(tmp_path / "tiny.gguf").config
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV,
+        "head_dim": HEAD,
+        "max_position_embeddings": 256,
+        "rope_theta": 5000.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+    }
+    for key, value in {**common, **CONFIGS[family]}.items():
+        assert config[key] == value, key
+    assert config["rms_norm_eps"] == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3moe"])
+def test_experts_are_taken_apart(family: str, tmp_path: Path) -> None:
+    writer = start_writer(tmp_path / "tiny.gguf", family)
+    writer.add_expert_count(EXPERTS)
+    writer.add_expert_used_count(2)
+    writer.add_expert_feed_forward_length(INNER)
+    base = FAMILIES["qwen3" if family == "qwen3moe" else "llama"]
+    generator = np.random.default_rng(0)
+    stacked: dict[str, np.ndarray] = {}
+
+    def add(name: str, shape: tuple[int, ...], format: str = "F32") -> None:
+        stacked[name] = generator.standard_normal(shape).astype(np.float32)
+        kind = gguf.GGMLQuantizationType[format]
+        writer.add_tensor(name, gguf.quants.quantize(stacked[name], kind), raw_dtype=kind)
+
+    add("token_embd.weight", (VOCAB, HIDDEN))
+    add("output_norm.weight", (HIDDEN,))
+    for layer in range(LAYERS):
+        for module, target in base.items():
+            if not module.startswith("mlp."):
+                add(f"blk.{layer}.{target}.weight", shape_of(module, family))
+        add(f"blk.{layer}.ffn_gate_inp.weight", (EXPERTS, HIDDEN))
+        add(f"blk.{layer}.ffn_gate_exps.weight", (EXPERTS, INNER, HIDDEN), "Q8_0")
+        add(f"blk.{layer}.ffn_up_exps.weight", (EXPERTS, INNER, HIDDEN), "Q8_0")
+        add(f"blk.{layer}.ffn_down_exps.weight", (EXPERTS, HIDDEN, INNER), "Q8_0")
+    finish(writer)
+    checkpoint = load_checkpoint(tmp_path / "tiny.gguf")
+    router, down = {
+        "llama": ("block_sparse_moe.gate", "block_sparse_moe.experts.3.w2"),
+        "qwen3moe": ("mlp.gate", "mlp.experts.3.down_proj"),
+    }[family]
+    assert checkpoint.config["num_experts_per_tok"] == 2
+    assert checkpoint.config["model_type"] == {"llama": "mixtral", "qwen3moe": "qwen3_moe"}[family]
+    gate = plain(checkpoint.tensors[f"model.layers.1.{router}.weight"])
+    assert np.array_equal(gate.numpy(), stacked["blk.1.ffn_gate_inp.weight"])
+    expert = checkpoint.tensors[f"model.layers.2.{down}.weight"]
+    assert isinstance(expert, Weight)
+    assert (expert.format, expert.name) == ("Q8_0", f"model.layers.2.{down}")
+    whole = stacked["blk.2.ffn_down_exps.weight"]
+    assert np.abs(plain(expert).numpy() - whole[3]).max() < 0.02
+    assert np.abs(plain(expert).numpy() - whole[2]).max() > 1
+
+
+def test_rope_factors_reach_the_config(tmp_path: Path) -> None:
+    writer = start_writer(tmp_path / "tiny.gguf", "llama")
+    tensors = make_tensors("llama")
+    factors = np.linspace(1, 8, HEAD // 2).astype(np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
+    for name, tensor in tensors.items():
+        if name in OUTER:
+            writer.add_tensor(OUTER[name], tensor.numpy())
+            continue
+        _, _, layer, module, _ = name.replace("self_attn.", "self_attn#").replace(
+            "mlp.", "mlp#"
+        ).split(".")
+        target = FAMILIES["llama"][module.replace("#", ".")]
+        writer.add_tensor(f"blk.{layer}.{target}.weight", tensor.numpy())
+    finish(writer)
+    scaling = load_checkpoint(tmp_path / "tiny.gguf").config["rope_scaling"]
+    assert scaling["rope_type"] == "longrope"
+    assert scaling["short_factor"] == scaling["long_factor"] == factors.tolist()
+    assert scaling["attention_factor"] == 1.0
+
+
+def test_every_truncation_is_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama", make_tensors("llama"), "Q4_1")
+    whole = path.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    lengths = [0, 1, 3, 4, 7, 8, 20, 100, 500, 1500, 3000, len(whole) // 2, len(whole) - 33]
+    for length in lengths:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError) as caught:
+            load_checkpoint(cut)
+        assert str(cut) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_random_damage_never_escapes_as_another_error(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama", make_tensors("llama"), "Q4_1")
+    whole = path.read_bytes()
+    header = whole.index(b"blk.2.ffn_down.weight") + 80
+    chance = random.Random(0)
+    damaged = tmp_path / "damaged.gguf"
+    refused = 0
+    for _ in range(250):
+        content = bytearray(whole)
+        for _ in range(chance.choice((1, 1, 2, 8))):
+            content[chance.randrange(header)] = chance.choice((0, 1, 255, chance.randrange(256)))
+        damaged.write_bytes(content)
+        try:
+            checkpoint = load_checkpoint(damaged)
+            for name in checkpoint.tensors:
+                checkpoint.tensors[name]
+        except CheckpointError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 50
+
+
+def patched(whole: bytes, old: bytes, new: bytes) -> bytes:
+    assert len(old) == len(new) and whole.count(old) >= 1
+    return whole.replace(old, new)
+
+
+def test_unsupported_files_say_what_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama", make_tensors("llama"))
+    whole = path.read_bytes()
+
+    def message(content: bytes) -> str:
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError) as caught:
+            load_checkpoint(path)
+        return str(caught.value)
+
+    assert "not a GGUF file" in message(b"GGML" + whole[4:])
+    assert "version 9" in message(whole[:4] + struct.pack("<I", 9) + whole[8:])
+    assert "big-endian" in message(whole[:4] + struct.pack(">I", 3) + whole[8:])
+    assert "architecture 'xlama'" in message(
+        patched(whole, struct.pack("<Q", 5) + b"llama", struct.pack("<Q", 5) + b"xlama")
+    )
+    name = b"blk.0.ffn_up.weight"
+    assert "not part of the llama models" in message(patched(whole, name, b"blk.0.ffn_xx.weight"))
+    place = whole.index(name) + len(name) + 4 + 16
+    odd = whole[:place] + struct.pack("<I", 10) + whole[place + 4 :]
+    assert "'blk.0.ffn_up.weight' in format Q2_K" in message(odd)
+
+
+def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
+    tensors = make_tensors("qwen3")
+    less = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up" not in name}
+    write_gguf(tmp_path / "less.gguf", "qwen3", less)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight' is missing"):
+        load_checkpoint(tmp_path / "less.gguf")
+    tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(HEAD, HIDDEN)
+    write_gguf(tmp_path / "odd.gguf", "qwen3", tensors)
+    with pytest.raises(CheckpointError, match=r"k_proj.weight' has shape \[16, 64\]"):
+        load_checkpoint(tmp_path / "odd.gguf")
+
+
+def write_folder(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    return folder
+
+
+def test_a_folder_is_read_lazily_and_exactly(tmp_path: Path) -> None:
+    tensors = {name: t.to(torch.bfloat16) for name, t in make_tensors("llama").items()}
+    folder = write_folder(tmp_path / "m", tensors, hidden_size=HIDDEN)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    checkpoint = load_checkpoint(folder)
+    assert isinstance(checkpoint, Checkpoint)
+    assert checkpoint.config["hidden_size"] == HIDDEN
+    assert checkpoint.generation_config == {"eos_token_id": [1, 2]}
+    assert set(checkpoint.tensors) == set(tensors)
+    assert all(torch.equal(checkpoint.tensors[name], t) for name, t in tensors.items())
+    assert "nothing" not in checkpoint.tensors
+    assert checkpoint.tensors.get("nothing") is None
+    with pytest.raises(CheckpointError, match="has no tensor 'nothing'"):
+        checkpoint.tensors["nothing"]
+
+
+def test_shards_are_joined_and_missed(tmp_path: Path) -> None:
+    first, second = torch.randn(3, 4), torch.randn(5)
+    save_file({"a": first}, tmp_path / "model-1.safetensors")
+    save_file({"b": second}, tmp_path / "model-2.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    tensors = load_checkpoint(tmp_path).tensors
+    assert torch.equal(tensors["a"], first) and torch.equal(tensors["b"], second)
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="shard model-2.safetensors is missing"):
+        load_checkpoint(tmp_path)
+    index["weight_map"]["b"] = "../elsewhere.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="unsafe"):
+        load_checkpoint(tmp_path)
+
+
+def test_broken_folders_say_what_is_wrong(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", {"a": torch.randn(64, 64)})
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for content in (whole[:-100], whole[:5], b"\xff" * 64, whole[:40]):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match="truncated or corrupt"):
+            load_checkpoint(folder)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="no safetensors files"):
+        load_checkpoint(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="pickled"):
+        load_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="pickled"):
+        load_checkpoint(folder / "pytorch_model.bin")
+    (folder / "config.json").write_text("{not json")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        load_checkpoint(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="no config.json"):
+        load_checkpoint(folder)
+    with pytest.raises(ModelNotFoundError, match="no file or folder"):
+        load_checkpoint(str(tmp_path / "nowhere.gguf"))
+
+
+def test_the_text_part_of_a_larger_model(tmp_path: Path) -> None:
+    tensors = {
+        "language_model.model.embed_tokens.weight": torch.randn(4, 8),
+        "language_model.lm_head.weight": torch.randn(4, 8),
+        "vision_tower.patch.weight": torch.randn(2, 2),
+    }
+    text = {"model_type": "gemma3_text", "hidden_size": 8}
+    folder = write_folder(tmp_path / "m", tensors, text_config=text, eos_token_id=[1])
+    checkpoint = load_checkpoint(folder)
+    assert checkpoint.config == {**text, "eos_token_id": [1]}
+    assert set(checkpoint.tensors) == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def pack(codes: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Any:
+    """Codes packed into int32 along `dim`; field i of a word takes entry `order[i]`."""
+    count = 32 // bits
+    fields = codes.to(torch.int64).unflatten(dim, (-1, count))
+    places = order or tuple(range(count))
+    word = sum(fields.select(dim + 1, places[i]) << (bits * i) for i in range(count))
+    return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
+
+
+def grouped(bits: int, centred: bool, act_order: bool = False) -> tuple[torch.Tensor, ...]:
+    """Codes `[in, out]`, scales and zeros `[groups, out]`, each input's group, exact weights."""
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 1 << bits, (128, 24), generator=generator)
+    scales = (torch.rand(2, 24, generator=generator) * 0.02 + 0.001).to(torch.float16)
+    zeros = torch.full((2, 24), 1 << (bits - 1))
+    if not centred:
+        zeros = torch.randint(1, 1 << bits, (2, 24), generator=generator)
+    groups = torch.arange(128) // 64
+    if act_order:
+        groups = groups[torch.randperm(128, generator=generator)]
+    exact = (scales.double()[groups] * (codes - zeros[groups])).T
+    return codes, scales, zeros, groups, exact
+
+
+GPTQ_CASES = [
+    (4, True, False, "Q4_0"),
+    (4, False, False, "Q4_1"),
+    (8, True, False, "Q8_0"),
+    (8, False, False, "F16"),
+    (4, True, True, "F16"),
+]
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize(("bits", "centred", "act_order", "format"), GPTQ_CASES)
+def test_gptq(
+    bits: int, centred: bool, act_order: bool, format: str, version: str, tmp_path: Path
+) -> None:
+    codes, scales, zeros, groups, exact = grouped(bits, centred, act_order)
+    tensors = {
+        "model.x.qweight": pack(codes, bits, 0),
+        "model.x.qzeros": pack(zeros - (version == "gptq"), bits, 1),
+        "model.x.scales": scales,
+        "model.x.g_idx": groups.to(torch.int32),
+        "model.x.bias": torch.randn(24),
+    }
+    settings = {"quant_method": "gptq", "bits": bits, "checkpoint_format": version}
+    checkpoint = load_checkpoint(
+        write_folder(tmp_path / "m", tensors, quantization_config=settings)
+    )
+    assert set(checkpoint.tensors) == {"model.x.weight", "model.x.bias"}
+    weight = checkpoint.tensors["model.x.weight"]
+    assert isinstance(weight, Weight)
+    assert (weight.format, weight.name) == (format, "model.x")
+    error = (dequantize(weight).double() - exact).abs()
+    step = scales.double().max()
+    if format in ("Q4_0", "Q8_0"):
+        assert error.max() < 1e-6 * step
+    else:
+        assert (error / step).max() < (0.004 if bits == 4 else 0.07)
+
+
+def test_awq(tmp_path: Path) -> None:
+    codes, scales, zeros, _, exact = grouped(4, centred=False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    settings = {"quant_method": "awq", "bits": 4, "version": "gemm"}
+
+    def load(places: tuple[int, ...]) -> Weight:
+        tensors = {
+            "y.qweight": pack(codes, 4, 1, places),
+            "y.qzeros": pack(zeros, 4, 1, places),
+            "y.scales": scales,
+        }
+        folder = write_folder(tmp_path / "m", tensors, quantization_config=settings)
+        weight = load_checkpoint(folder).tensors["y.weight"]
+        assert isinstance(weight, Weight) and weight.format == "Q4_1"
+        return weight
+
+    step = scales.double().max()
+    assert ((dequantize(load(order)).double() - exact).abs() / step).max() < 0.004
+    # In the plain order the same words mean other columns.
+    wrong = dequantize(load(tuple(range(8)))).double()
+    assert ((wrong - exact).abs() / step).max() > 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"quant_method": "fp8"}, "'fp8' are not supported"),
+        ({"quant_method": "gptq", "bits": 3}, "3 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv layout"),
+    ],
+)
+def test_other_quantisations_are_refused(
+    settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "m", {"a": torch.zeros(2)}, quantization_config=settings)
+    with pytest.raises(CheckpointError, match=said):
+        load_checkpoint(folder)
+
+
+def test_quantised_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    codes, scales, zeros, groups, _ = grouped(4, True)
+    tensors = {
+        "x.qweight": pack(codes, 4, 0),
+        "x.qzeros": pack(zeros - 1, 4, 1),
+        "x.scales": scales,
+        "x.g_idx": (groups + 5).to(torch.int32),
+    }
+    settings = {"quant_method": "gptq", "bits": 4}
+    folder = write_folder(tmp_path / "m", tensors, quantization_config=settings)
+    with pytest.raises(CheckpointError, match="do not fit together"):
+        load_checkpoint(folder).tensors["x.weight"]

@@ -1,0 +1,134 @@
+"""Tiny random models of `transformers`, the same as our own, and rows to run them on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from anydecode.kernels.interface import Rows, Want
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families import build_model
+from anydecode.models.transformer import Transformer
+
+BASE: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.25,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
+    """A random float32 model of `transformers`; `family` is the prefix of its classes.
+
+    Norm weights and biases are made random too: their initial ones and zeros would hide mistakes.
+    """
+    config_class = getattr(transformers, f"{family}Config", None) or getattr(
+        transformers, f"{family}TextConfig"
+    )
+    config = config_class(**{**BASE, **settings}, attn_implementation="eager")
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif "experts" in name or ".gate." in name:
+                torch.nn.init.normal_(parameter, std=0.25)
+    return model
+
+
+def checkpoint_of(model: Any, **config: Any) -> Checkpoint:
+    """What a loader would hand on: the model's config and state."""
+    return Checkpoint(
+        "tiny", Path("tiny"), {**model.config.to_dict(), **config}, dict(model.state_dict())
+    )
+
+
+def own_model(model: Any, dtype: str | None = None, **options: Any) -> Transformer:
+    return build_model(checkpoint_of(model), dtype, **options)
+
+
+def chain(tokens: list[int], first: int = 0, slots: np.ndarray | None = None) -> Rows:
+    """Rows of one sequence from position `first` on; `slots` maps all its positions."""
+    count = len(tokens)
+    table = np.arange(first + count, dtype=np.int32) if slots is None else slots.astype(np.int32)
+    return make_rows(
+        tokens,
+        range(first, first + count),
+        table[first : first + count],
+        [table],
+        [0] * count,
+        range(first + 1, first + count + 1),
+    )
+
+
+def make_rows(
+    tokens: Any,
+    positions: Any,
+    slots: Any,
+    tables: list[np.ndarray],
+    table: Any,
+    prefix: Any,
+    tails: list[list[int]] | None = None,
+    layers: tuple[int, int] | None = None,
+) -> Rows:
+    """Rows from plain lists; `tails` has one list of slots per row. Without `layers`, rows run from
+    0 to a stop that `whole` fills in."""
+
+    def ints(values: Any) -> np.ndarray:
+        return np.array(list(values), np.int32)
+
+    tails = tails if tails is not None else [[] for _ in tokens]
+    lengths = ints(len(tail) for tail in tails)
+    start, stop = layers or (0, -1)
+    return Rows(
+        tokens=ints(tokens),
+        positions=ints(positions),
+        slots=ints(slots),
+        tables=[np.ascontiguousarray(t, np.int32) for t in tables],
+        table=ints(table),
+        prefix=ints(prefix),
+        tails=ints(slot for tail in tails for slot in tail),
+        tail_start=(np.cumsum(lengths) - lengths).astype(np.int32),
+        tail_length=lengths,
+        start=ints([start] * len(tokens)),
+        stop=ints([stop] * len(tokens)),
+    )
+
+
+def whole(rows: Rows, model: Transformer) -> Rows:
+    """The rows, through all layers."""
+    rows.start[:] = 0
+    rows.stop[:] = model.spec.num_layers
+    return rows
+
+
+def logits(model: Transformer, rows: Rows, cache: Any = None) -> torch.Tensor:
+    """Logits of every row, through all layers."""
+    cache = cache if cache is not None else model.new_cache(256)
+    want = Want(np.arange(len(rows), dtype=np.int32))
+    return model.run(whole(rows, model), cache, want).logits.clone()
+
+
+def greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:
+    """`count` greedy tokens after `prompt`."""
+    cache, tokens = model.new_cache(len(prompt) + count), list(prompt)
+    step, first = prompt, 0
+    for _ in range(count):
+        row = logits(model, chain(step, first), cache)[-1]
+        first += len(step)
+        step = [int(row.argmax())]
+        tokens += step
+    return tokens[len(prompt) :]
