@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -20,7 +19,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class KernelBuildHook(BuildHookInterface):
-    """Adds `anydecode/kernels/<library>` to the wheel."""
+    """Adds `anydecode/kernels/cpu/<library>` to the wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         mode = os.environ.get("ANYDECODE_BUILD", "auto")
@@ -34,7 +33,7 @@ class KernelBuildHook(BuildHookInterface):
                 raise
             self.app.display_warning(f"C kernels not built, the torch reference serves: {error}")
             return
-        build_data["force_include"][str(library)] = f"anydecode/kernels/{library.name}"
+        build_data["force_include"][str(library)] = f"anydecode/kernels/cpu/{library.name}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform_tag()}"
 
@@ -47,12 +46,14 @@ def build_library(root: Path, out_dir: Path) -> Path:
     """The compiled library, by `anydecode.kernels.build`, loaded alone: torch is not here yet."""
     path = root / "src" / "anydecode" / "kernels" / "build.py"
     spec = importlib.util.spec_from_file_location("anydecode_kernels_build", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if spec is None or spec.loader is None:
         raise FileNotFoundError(path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    return Path(module.build_library(out_dir))
+    compiler = module.find_compiler()
+    if compiler is None:
+        raise RuntimeError("no C compiler was found")
+    return Path(module.compile_library(out_dir / module.library_name(), compiler))
 
 
 def platform_tag() -> str:

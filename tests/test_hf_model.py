@@ -24,7 +24,8 @@ from anydecode.models.hf import HuggingFaceModel
 def tiny(kind: str) -> torch.nn.Module:
     torch.manual_seed(0)
     if kind == "gpt2":
-        return GPT2LMHeadModel(config)
+        small = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=61, **small))
     if kind == "mamba":
         return MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2))
     if kind == "window":

@@ -320,9 +320,9 @@ def test_rope_factors_reach_the_config(tmp_path: Path) -> None:
         if name in OUTER:
             writer.add_tensor(OUTER[name], tensor.numpy())
             continue
-        _, _, layer, module, _ = name.replace("self_attn.", "self_attn#").replace(
-            "mlp.", "mlp#"
-        ).split(".")
+        _, _, layer, module, _ = (
+            name.replace("self_attn.", "self_attn#").replace("mlp.", "mlp#").split(".")
+        )
         target = FAMILIES["llama"][module.replace("#", ".")]
         writer.add_tensor(f"blk.{layer}.{target}.weight", tensor.numpy())
     finish(writer)
@@ -530,7 +530,7 @@ def test_gptq(
     codes, scales, zeros, groups, exact = grouped(bits, centred, act_order)
     tensors = {
         "model.x.qweight": pack(codes, bits, 0),
-        "model.x.qzeros": pack(zeros - (version == "gptq"), bits, 1),
+        "model.x.qzeros": pack(zeros - int(version == "gptq"), bits, 1),
         "model.x.scales": scales,
         "model.x.g_idx": groups.to(torch.int32),
         "model.x.bias": torch.randn(24),
@@ -548,7 +548,7 @@ def test_gptq(
     if format in ("Q4_0", "Q8_0"):
         assert error.max() < 1e-6 * step
     else:
-        assert (error / step).max() < (0.004 if bits == 4 else 0.07)
+        assert (error / step).max() < (0.0074 if bits == 4 else 0.125)
 
 
 def test_awq(tmp_path: Path) -> None:
@@ -568,7 +568,7 @@ def test_awq(tmp_path: Path) -> None:
         return weight
 
     step = scales.double().max()
-    assert ((dequantize(load(order)).double() - exact).abs() / step).max() < 0.004
+    assert ((dequantize(load(order)).double() - exact).abs() / step).max() < 0.0074
     # In the plain order the same words mean other columns.
     wrong = dequantize(load(tuple(range(8)))).double()
     assert ((wrong - exact).abs() / step).max() > 1

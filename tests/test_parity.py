@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import chain, checkpoint_of, greedy, hf_model, logits, own_model
 
 from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.kernels.formats import quantize
 from anydecode.models.families import build_model, spec_from_config
 
 PROMPT = [5, 17, 99, 3, 128, 64, 64, 11, 42]
@@ -90,6 +92,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2",
         {
+            "initializer_range": 0.05,
             "head_dim": 16,
             "query_pre_attn_scalar": 24,
             "sliding_window": 8,
@@ -100,6 +103,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "Gemma3",
         {
+            "initializer_range": 0.05,
             "head_dim": 16,
             "query_pre_attn_scalar": 20,
             "sliding_window": 8,
@@ -109,6 +113,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 scaled": (
         "Gemma3",
         {
+            "initializer_range": 0.05,
             "head_dim": 16,
             "sliding_window": 8,
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
@@ -186,3 +191,203 @@ def test_logits_and_greedy_tokens(case: str) -> None:
     assert greedy(ours, PROMPT, NUM_TOKENS) == tokens
     whole = logits(ours, chain(PROMPT + tokens[:-1]))
     assert (whole - reference).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "Phi3"])
+def test_names_on_disk(family: str, tmp_path: Any) -> None:
+    """Files name experts otherwise than the modules do."""
+    settings = {"num_local_experts": 4} if family == "Mixtral" else {}
+    if family == "Qwen3Moe":
+        settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    model = hf_model(family, **settings)
+    model.save_pretrained(tmp_path)
+    stored = checkpoint_of(model)
+    stored.tensors = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(logits(build_model(stored), chain(PROMPT)), ours(model))
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+            {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        ),
+        ({"rope_parameters": {"rope_theta": 700.0, "rope_type": "default"}}, {"rope_theta": 700.0}),
+    ],
+)
+def test_old_rope_layout(new: dict[str, Any], old: dict[str, Any]) -> None:
+    model = hf_model("Llama", **new)
+    stored = checkpoint_of(model)
+    config = {k: v for k, v in stored.config.items() if k != "rope_parameters"}
+    stored.config = {**config, **old}
+    assert torch.equal(logits(build_model(stored), chain(PROMPT)), ours(model))
+
+
+def test_old_gemma3_layout() -> None:
+    settings: dict[str, Any] = {"head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2}
+    model = hf_model("Gemma3", **settings)
+    stored = checkpoint_of(model)
+    for key in ("rope_parameters", "layer_types"):
+        del stored.config[key]
+    stored.config.update(
+        rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling=None, sliding_window_pattern=2
+    )
+    assert torch.equal(logits(build_model(stored), chain(PROMPT)), ours(model))
+
+
+def test_gemma3_inside_a_larger_model() -> None:
+    model = hf_model("Gemma3", head_dim=16)
+    inner = checkpoint_of(model)
+    outer = checkpoint_of(model)
+    outer.config = {"model_type": "gemma3", "text_config": inner.config}
+    outer.tensors = {f"language_model.{name}": t for name, t in inner.tensors.items()}
+    assert torch.equal(logits(build_model(outer), chain(PROMPT)), ours(model))
+
+
+def ours(model: Any) -> torch.Tensor:
+    return logits(own_model(model), chain(PROMPT))
+
+
+def hf_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        out: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return out
+
+
+def test_longer_limit_takes_the_long_factors() -> None:
+    """At a length beyond the original, transformers' uncached pass uses the long factors for every
+    position; so do we from the start, once the limit allows such lengths."""
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 8, **LONG}
+    model = hf_model("Llama", rope_parameters=scaling)
+    expected = hf_logits(model, PROMPT)
+    long = own_model(model, max_positions=64)
+    assert (logits(long, chain(PROMPT)) - expected).abs().max() < 1e-4
+    short = own_model(model)
+    assert short.spec.max_positions == 8
+    assert (logits(short, chain(PROMPT)) - expected).abs().max() > 1e-2
+
+
+def test_dynamic_scaling_at_a_longer_limit() -> None:
+    scaling = {"rope_type": "dynamic", "factor": 3.0}
+    model = hf_model("Llama", rope_parameters=scaling, max_position_embeddings=32)
+    tokens = (PROMPT * 8)[:48]
+    expected = hf_logits(model, tokens)
+    assert (
+        logits(own_model(model, max_positions=48), chain(tokens)) - expected
+    ).abs().max() < 1e-4
+    assert (logits(own_model(model), chain(tokens)) - expected).abs().max() > 1e-2
+
+
+def test_embedding_scale_is_rounded_like_the_model() -> None:
+    config = {**checkpoint_of(hf_model("Gemma2", head_dim=16)).config, "dtype": "bfloat16"}
+    assert spec_from_config(config).embedding_scale == 6.9375
+    assert spec_from_config(config, dtype="float32").embedding_scale == pytest.approx(48**0.5)
+
+
+@pytest.mark.parametrize("name", [
+    "model.layers.1.self_attn.q_proj.weight",
+    "model.layers.0.mlp.down_proj.weight",
+    "model.layers.2.input_layernorm.weight",
+    "model.embed_tokens.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+    "model.layers.0.self_attn.k_proj.bias",
+])  # fmt: skip
+def test_a_missing_tensor_is_named(name: str) -> None:
+    stored = checkpoint_of(hf_model("Llama", attention_bias=True))
+    stored.tensors = {key: value for key, value in stored.tensors.items() if key != name}
+    with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
+        build_model(stored)
+
+
+def test_a_misshapen_tensor_is_named() -> None:
+    stored = checkpoint_of(hf_model("Llama"))
+    name = "model.layers.1.mlp.up_proj.weight"
+    stored.tensors = {**stored.tensors, name: torch.zeros(80, 40)}
+    with pytest.raises(CheckpointError, match=rf"{name} has shape \(80, 40\), not \(80, 48\)"):
+        build_model(stored)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, "model type 'mamba'"),
+        ({"hidden_act": "relu"}, "activation 'relu'"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope scaling 'spiral'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "lacks 'factor'"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"num_key_value_heads": 3}, "do not divide"),
+    ],
+)
+def test_configs_that_cannot_be_run(change: dict[str, Any], message: str) -> None:
+    config = {**checkpoint_of(hf_model("Llama")).config, **change}
+    with pytest.raises(CheckpointError, match=message):
+        spec_from_config(config)
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="int3"):
+        own_model(hf_model("Llama"), "int3")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "formats", "margin"),
+    [
+        ("bfloat16", ("BF16", "BF16"), 0.3),
+        ("int8", ("Q8_0", "Q8_0"), 0.3),
+        ("int4", ("Q4_0", "Q8_0"), 3.0),
+    ],
+)
+def test_number_formats(dtype: str, formats: tuple[str, str], margin: float) -> None:
+    """Converted weights have the format asked for and stay near the float32 model."""
+    settings = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.1}
+    model = hf_model("Llama", **settings)
+    small = own_model(model, dtype)
+    layer = small.network.weights.layers[0]
+    assert (layer.query.weight.format, small.network.weights.head.format) == formats
+    difference = (logits(small, chain(PROMPT)) - ours(model)).abs().max()
+    assert 0 < difference < margin
+
+
+def test_packed_weights_stay_packed() -> None:
+    """A fused packed matrix is split by rows, without unpacking it."""
+    model = hf_model("Phi3", hidden_size=64, intermediate_size=96)
+    stored = checkpoint_of(model)
+    name = "model.layers.0.self_attn.qkv_proj"
+    packed = quantize(stored.tensors[f"{name}.weight"], "Q4_1", name)
+    stored.tensors = {**stored.tensors, f"{name}.weight": packed}
+    layer = build_model(stored).network.weights.layers[0]
+    parts = [layer.query.weight, layer.key.weight, layer.value.weight]
+    assert [part.format for part in parts] == ["Q4_1"] * 3
+    assert [part.name.rsplit(".", 1)[1] for part in parts] == ["q_proj", "k_proj", "v_proj"]
+    assert torch.equal(torch.cat([part.data for part in parts]), packed.data)
+    assert all(part.data.untyped_storage().data_ptr() == packed.data.data_ptr() for part in parts)
+
+
+MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
+    "window": ("mistral", {"sliding_window": 8}),
+    "attention softcap": ("gemma2", {"attn_logit_softcapping": None}),
+    "final softcap": ("gemma2", {"final_logit_softcapping": None}),
+    "query scale": ("gemma2", {"query_pre_attn_scalar": 16}),
+    "local theta": (
+        "gemma3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "nope": ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
+    "expert norm": ("qwen3 moe", {"norm_topk_prob": False}),
+    "eps": ("llama", {"rms_norm_eps": 1e-2}),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_comparison_notices(mistake: str) -> None:
+    """Twins: one wrong setting each, and the logits leave the margin of the tests above."""
+    case, wrong = MISTAKES[mistake]
+    family, settings = CASES[case]
+    theirs = hf_model(family, **settings)
+    tokens = (PROMPT * 3)[:24]
+    expected = hf_logits(theirs, tokens)
+    assert (logits(own_model(theirs), chain(tokens)) - expected).abs().max() < 1e-4
+    twin = build_model(checkpoint_of(theirs, **wrong))
+    assert (logits(twin, chain(tokens)) - expected).abs().max() > 1e-3

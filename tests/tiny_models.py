@@ -14,6 +14,9 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model
 from anydecode.models.transformer import Transformer
 
+# On matrices this small, threads spend their time waiting for one another.
+torch.set_num_threads(1)
+
 BASE: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 48,
@@ -34,9 +37,8 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
 
     Norm weights and biases are made random too: their initial ones and zeros would hide mistakes.
     """
-    config_class = getattr(transformers, f"{family}Config", None) or getattr(
-        transformers, f"{family}TextConfig"
-    )
+    text = getattr(transformers, f"{family}TextConfig", None)
+    config_class = text or getattr(transformers, f"{family}Config")
     config = config_class(**{**BASE, **settings}, attn_implementation="eager")
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,21 +22,25 @@ def certify_methods(
     Example: anydecode certify prompt-lookup --json
     """
     from anydecode.catalogue import cards
-    from anydecode.evaluation.certify import certify
+    from anydecode.evaluation.certify import Certificate, certify
 
     wanted = list(keys) if keys else sorted(card.key for card in cards())
-    certificates: list[Any] = []
     with progress() as bar:
         task = bar.add_task("certifying", total=len(wanted))
-        for key in wanted:
-            bar.update(task, description=key)
-            certificates += certify([key])
+
+        def report(certificate: Certificate) -> None:
+            bar.update(task, description=certificate.key)
             bar.advance(task)
+
+        certificates = certify(wanted, on_done=report)
     if json:
         print_json(certificates)
     else:
         for certificate in certificates:
             print(f"{'passed' if certificate.passed else 'FAILED'}  {certificate.key}")
+            for check in certificate.checks:
+                if not check.passed:
+                    print(f"        {check.name}: {check.detail}")
     failed = [certificate.key for certificate in certificates if not certificate.passed]
     if failed:
         note(f"not certified: {', '.join(failed)}")

@@ -66,21 +66,20 @@ def chat(
         return
     messages.append({"role": "user", "content": message})
     if json:
-        print_json(describe(llm.chat(messages, **settings), model=model, decoder=decoder))
+        print_json(describe(llm.chat(messages, **settings), model))
     else:
         answer(llm, messages, settings)
 
 
 def answer(llm: LLM, messages: Messages, settings: dict[str, Any]) -> str:
     """Stream the answer to the last message; returns its text."""
-    generation = stream(llm.stream_chat(messages, **settings))
-    return str(generation.text)
+    return stream(llm.stream_chat(messages, **settings)).text
 
 
 def converse(llm: LLM, messages: Messages, settings: dict[str, Any]) -> None:
     """Read messages until end of input or /quit. Ctrl-C ends an answer, not the conversation."""
     if sys.stdin.isatty():
-        note(f"{llm.name}: type a message. {COMMANDS}")
+        note(f"Type a message. {COMMANDS}")
     while (line := read_line()) is not None:
         if line.startswith("/"):
             if not obey(line, messages):

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anydecode.cli import options
-from anydecode.cli.output import note, print_json, to_plain, write_now
+from anydecode.cli.output import note, print_json, write_now
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from anydecode import LLM
+    from anydecode.engine.generation import Generation, Piece
 
 HINT_MARKER = ".chat-hint-given"
 
@@ -55,25 +56,26 @@ def generate(
         ignore_eos=ignore_eos or None,
     )
     if json:
-        print_json(describe(llm.generate(prompt, **settings), model=model, decoder=decoder))
+        print_json(describe(llm.generate(prompt, **settings), model))
         return
     hint_at_chat(llm, model)
     stream(llm.stream(prompt, **settings))
 
 
-def stream(pieces: Iterable[Any]) -> Any:
+def stream(pieces: Iterable[Piece]) -> Generation:
     """Write the pieces as they come, then a line of figures on stderr; returns the Generation."""
     generation = None
     for piece in pieces:
         write_now(piece.text)
-        generation = getattr(piece, "generation", None) or generation
+        generation = piece.generation
     write_now("\n")
-    if generation is not None:
-        note(figures(generation))
+    if generation is None:
+        raise RuntimeError("the stream ended without its generation")
+    note(figures(generation))
     return generation
 
 
-def figures(generation: Any) -> str:
+def figures(generation: Generation) -> str:
     """`128 tokens in 1.02 s, 125.5 tokens/s, 128 passes (length)`"""
     stats = generation.stats
     return (
@@ -83,28 +85,16 @@ def figures(generation: Any) -> str:
     )
 
 
-def describe(generation: Any, *, model: str, decoder: str) -> dict[str, Any]:
+def describe(generation: Generation, model: str) -> dict[str, Any]:
     """The object `--json` prints."""
-    stats = generation.stats
-    return {
-        "text": generation.text,
-        "tokens": to_plain(generation.tokens),
-        "passes": stats.passes,
-        "seconds": stats.seconds,
-        "tokens_per_second": stats.tokens_per_second,
-        "finish_reason": generation.finish_reason,
-        "seed": generation.seed,
-        "model": model,
-        "decoder": decoder,
-        "stats": to_plain(stats),
-    }
+    return {"model": model, **generation.to_dict()}
 
 
 def hint_at_chat(llm: LLM, model: str) -> None:
     """Point at `chat` when an instruct model is given bare text; once per cache folder."""
     from anydecode.models.loading import default_cache
 
-    if getattr(llm.tokenizer, "chat_template", None) is None:
+    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
         return
     marker = default_cache() / HINT_MARKER
     if marker.exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -33,8 +33,8 @@ for name, function in (
     app.command(name)(function)
 app.add_typer(bench.app, name="bench")
 
-#: Usage errors of typer; their base is not among its public names.
-_USAGE_ERRORS = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+#: What typer raises for wrong usage; the base of these is not among its public names.
+_USAGE_ERRORS: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def _print_version(wanted: bool) -> None:
@@ -71,7 +71,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     except _USAGE_ERRORS as error:
-        error.show()  # type: ignore[attr-defined]
+        error.show()
         code = USAGE_ERROR
     except (AnydecodeError, OSError) as error:
         if debug:

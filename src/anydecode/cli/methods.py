@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from anydecode.cli import options
-from anydecode.cli.output import print_json, to_plain
+from anydecode.cli.output import print_json
 from anydecode.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from anydecode.catalogue import Card
 
 
 def methods(
@@ -22,20 +24,18 @@ def methods(
 
     Example: anydecode methods --family speculative
     """
-    from anydecode.catalogue import cards
+    from anydecode.catalogue import FAMILIES, cards
 
-    found = sorted(cards(), key=lambda card: (card.family, card.key))
-    families = sorted({card.family for card in found})
-    if family is not None and family not in families:
-        raise InvalidRequestError(f"no family {family!r}: there are {', '.join(families)}")
-    chosen = [card for card in found if family in (None, card.family)]
+    if family is not None and family not in FAMILIES:
+        raise InvalidRequestError(f"no family {family!r}: there are {', '.join(FAMILIES)}")
+    chosen = cards(family)
     if json:
         print_json(chosen)
     else:
         print_table(chosen)
 
 
-def print_table(chosen: Sequence[Any]) -> None:
+def print_table(chosen: Sequence[Card]) -> None:
     """One row per card."""
     from rich.console import Console
     from rich.table import Table
@@ -44,16 +44,6 @@ def print_table(chosen: Sequence[Any]) -> None:
     for name in ("key", "family", "exactness", "needs", "paper"):
         table.add_column(name, overflow="fold", no_wrap=name == "key")
     for card in chosen:
-        needs = as_text(card.needs) or "nothing"
-        table.add_row(card.key, card.family, card.exactness, needs, as_text(card.paper))
+        needs = ", ".join(card.needs) or "nothing"
+        table.add_row(card.key, card.family, card.exactness, needs, card.paper)
     Console().print(table)
-
-
-def as_text(value: Any) -> str:
-    """Lists joined by commas; of a record, its title."""
-    plain = to_plain(value)
-    if isinstance(plain, dict):
-        return str(plain.get("title") or plain.get("name") or "")
-    if isinstance(plain, list):
-        return ", ".join(as_text(entry) for entry in plain)
-    return "" if plain is None else str(plain)

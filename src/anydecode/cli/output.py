@@ -21,6 +21,8 @@ def print_json(value: Any) -> None:
 
 def to_plain(value: Any) -> Any:
     """Dataclasses, tuples, sets, paths and numpy numbers as JSON's own kinds."""
+    if hasattr(value, "to_dict"):
+        return to_plain(value.to_dict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return {f.name: to_plain(getattr(value, f.name)) for f in fields if f.repr}

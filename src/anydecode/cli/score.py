@@ -29,4 +29,4 @@ def score(
     if json:
         print_json({"model": model, **to_plain(result)})
         return
-    print(f"{result.logprob:.4f}")
+    print(f"{result.total:.4f}")

@@ -19,20 +19,20 @@ class Prompt(NamedTuple):
 _REPORT = (
     "The harbour office counted 412 boats last year, 37 more than the year before. Most were small "
     "sailing boats from the neighbouring islands; only 19 were longer than twenty metres. The new "
-    "breakwater was finished in May, two months late, because the stone had to come from the north. "
+    "breakwater was finished in May, two months late, because the stone came from the north. "
     "Since then no boat has been damaged at its mooring, while in the winter before there were six "
-    "such cases. The office now asks for a second crane, since boats wait four days on average to be "
-    "lifted out in October."
+    "such cases. The office now asks for a second crane, since boats wait four days on average "
+    "to be lifted out in October."
 )
 _MINUTES = (
     "Minutes, 3 March. Present: Amal, Birte, Chen, Dolores. The heating of the reading room fails "
-    "every other week; Chen will ask two firms for an offer by the 15th. The children's corner gets "
-    "new shelves, paid from the gift of the Holm family (800 crowns). Opening hours on Saturday "
+    "every other week; Chen will ask two firms for an offer by the 15th. The children's corner "
+    "gets new shelves, paid from the gift of the Holm family (800 crowns). Opening hours on Saturday "
     "stay as they are. Birte reports that 1,204 people came in February. Next meeting: 7 April."
 )
 _PASSAGE = (
     "[1] The lighthouse on Grey Point was lit for the first time in 1873 and burned rape oil.\n"
-    "[2] In 1911 the lamp was changed to paraffin, and the keeper's house was given a second floor.\n"
+    "[2] In 1911 the lamp was changed to paraffin, and the keeper's house got a second floor.\n"
     "[3] The last keeper, Ida Moen, left in 1968, when the light was connected to the mains.\n"
     "[4] The fog signal, once a cannon, was replaced by a siren in 1924 and taken away in 1987.\n"
 )
@@ -73,7 +73,7 @@ PROMPTS = (
     Prompt("code", "Write a SQL query for the three customers with the most orders in 2023."),
     Prompt(
         "code",
-        f"This function fails on an empty list. Give it back corrected, with type hints.\n\n{_FUNCTION}",
+        f"This function fails on an empty list. Correct it and add type hints.\n\n{_FUNCTION}",
     ),
     Prompt(
         "translation",
@@ -82,8 +82,8 @@ PROMPTS = (
     ),
     Prompt(
         "translation",
-        "Translate into English: Nous avons trouvé une petite maison près du lac, mais le toit doit "
-        "être réparé avant l'hiver.",
+        "Translate into English: Nous avons trouvé une petite maison près du lac, mais le toit "
+        "doit être réparé avant l'hiver.",
     ),
     Prompt(
         "translation",

@@ -107,9 +107,7 @@ def _raise(message: str) -> None:
     raise _TemplateRefusal(message)
 
 
-def select_template(
-    templates: str | Mapping[str, str] | None, variables: Mapping[str, Any]
-) -> str:
+def select_template(templates: str | Mapping[str, str] | None, variables: Mapping[str, Any]) -> str:
     """The template to use: one that is named "tool_use" when tools are given, else "default"."""
     if isinstance(templates, str):
         return templates
@@ -141,9 +139,7 @@ def render(
         environment, compiled = _compile(template)
         environment.deadline = time.monotonic() + MAX_SECONDS
         return _collect(
-            compiled(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **names
-            ),
+            compiled(messages=list(messages), add_generation_prompt=add_generation_prompt, **names),
             environment,
         )
     except Exception as error:

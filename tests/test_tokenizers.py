@@ -1,0 +1,377 @@
+"""Tokenizers and chat templates."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+
+from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.models import chat
+from anydecode.models.gguf_tokenizer import PATTERNS, merges_from_scores
+from anydecode.models.tokenizers import HFTokenizer
+
+CORPUS = [
+    "the quick brown fox's 12345 jumps",
+    "  def f(x):\n\treturn x**2",
+    "naïve café 日本語 🎉",
+] * 5
+TEXTS = [
+    "Hello world",
+    "  two  spaces\tand\n\n\nlines \n x",
+    "3.14159 2024-01-01 ¼ ² ٣ Ⅷ",
+    "日本語テキスト、混ざる",
+    "🎉👩‍👩‍👧 🇫🇷 emoji",
+    "def f(x):\n    return x ** 2  # ok\n",
+    "it's we've I'll 'S don't",
+    "مرحبا \u00a0\u2003 weird\u200b",
+]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def byte_level() -> Tokenizer:
+    """A trained byte-level BPE with digits apart, as the default model's family has it."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def metadata_of(tokenizer: Tokenizer, pre: str = "smollm") -> dict[str, Any]:
+    """What a GGUF file would say of a byte-level tokenizer."""
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token.startswith("<|") else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": CHATML,
+    }
+
+
+@pytest.fixture(scope="module")
+def original() -> Tokenizer:
+    return byte_level()
+
+
+@pytest.fixture(scope="module")
+def rebuilt(original: Tokenizer) -> HFTokenizer:
+    return HFTokenizer.from_gguf(metadata_of(original))
+
+
+def test_the_rebuilt_tokenizer_equals_the_original(
+    original: Tokenizer, rebuilt: HFTokenizer
+) -> None:
+    for text in TEXTS:
+        assert rebuilt.encode(text) == original.encode(text).ids
+
+
+def test_another_pre_tokenizer_would_be_noticed(original: Tokenizer) -> None:
+    """With a token for "12" in the vocabulary, only a rule that keeps digits together finds it."""
+
+    def encode(pre: str) -> list[int]:
+        metadata = metadata_of(original, pre)
+        metadata["tokenizer.ggml.tokens"].append("12")
+        metadata["tokenizer.ggml.token_type"].append(1)
+        metadata["tokenizer.ggml.merges"].append("1 2")
+        return HFTokenizer.from_gguf(metadata).encode("12")
+
+    assert encode("smollm") == original.encode("12").ids
+    assert encode("gpt-2") != original.encode("12").ids
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text())
+def test_bytes_and_text_survive(text: str) -> None:
+    tokenizer = SHARED
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids, skip_special=False) == text
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == tokenizer.decode(ids)
+
+
+SHARED = HFTokenizer.from_gguf(metadata_of(byte_level()))
+
+
+def test_smollm_splits_every_digit(rebuilt: HFTokenizer) -> None:
+    pieces = [rebuilt.token_bytes(token) for token in rebuilt.encode("a 12345")]
+    assert pieces[-5:] == [b"1", b"2", b"3", b"4", b"5"]
+
+
+def test_specials_are_known(rebuilt: HFTokenizer) -> None:
+    text = rebuilt.render_chat([{"role": "user", "content": "Hi"}])
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    ids = rebuilt.encode(text, special=False)
+    assert [token for token in ids if rebuilt.is_special(token)] == [1, 2, 1]
+    assert rebuilt.decode(ids, skip_special=False) == text
+    assert rebuilt.decode(ids) == "user\nHi\nassistant\n"
+    assert rebuilt.token_bytes(1) == b"" and rebuilt.token_text(1) == "<|im_start|>"
+    assert (rebuilt.bos_id, rebuilt.eos_ids) == (1, frozenset({0, 2}))
+    assert rebuilt.token_bytes(10**6) == b""
+    assert rebuilt.vocab_size == len(metadata_of(rebuilt.backend)["tokenizer.ggml.tokens"])
+
+
+@pytest.mark.parametrize("pre", PATTERNS)
+def test_every_pre_tokenizer_keeps_the_text(original: Tokenizer, pre: str) -> None:
+    tokenizer = HFTokenizer.from_gguf(metadata_of(original, pre))
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text), skip_special=True) == text
+
+
+def test_known_splits() -> None:
+    def words(pre: str, text: str) -> list[str]:
+        tokens = pre_tokenizers.ByteLevel.alphabet()
+        made = HFTokenizer.from_gguf(
+            {
+                "tokenizer.ggml.model": "gpt2",
+                "tokenizer.ggml.pre": pre,
+                "tokenizer.ggml.tokens": tokens,
+                "tokenizer.ggml.merges": [],
+            }
+        )
+        pieces = made.backend.pre_tokenizer.pre_tokenize_str(text)
+        return [made.backend.decoder.decode([piece]) for piece, _ in pieces]
+
+    assert words("gpt-2", "I'll 123456!") == ["I", "'ll", " 123456", "!"]
+    assert words("smollm", "a 123") == ["a", " ", "1", "2", "3"]
+    assert words("llama-bpe", "x 123456!") == ["x", " ", "123", "456", "!"]
+    assert words("qwen2", "x 123") == ["x", " ", "1", "2", "3"]
+    assert words("default", "a, b") == ["a", ",", " b"]
+
+
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+WORDS = ["▁", "h", "e", "l", "o", "w", "r", "d", "ll", "he", "hell", "hello", "▁hello", "▁w", "or"]
+
+
+def spm_metadata(**more: Any) -> dict[str, Any]:
+    scores = [0.0] * len(PIECES) + [-float(i) for i in range(len(WORDS))]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": PIECES + WORDS,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(WORDS),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        **more,
+    }
+
+
+def test_sentencepiece() -> None:
+    tokenizer = HFTokenizer.from_gguf(spm_metadata())
+    ids = tokenizer.encode("hello world")
+    names = [PIECES[i] if i < len(PIECES) else WORDS[i - len(PIECES)] for i in ids]
+    assert names == ["<s>", "▁hello", "▁w", "or", "l", "d"]
+    assert tokenizer.encode("hello", special=False) == ids[1:2]
+    assert tokenizer.decode(ids) == "hello world"
+    # Bytes keep the space that decoding drops from the front of a text.
+    assert tokenizer.strips_first_space
+    assert b"".join(map(tokenizer.token_bytes, ids)) == b" hello world"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet=st.characters(exclude_characters="▁", exclude_categories=["Cs"])))
+def test_sentencepiece_falls_back_to_bytes(text: str) -> None:
+    tokenizer = SPM
+    ids = tokenizer.encode(text, special=False)
+    if "<" not in text:
+        assert tokenizer.decode(ids, skip_special=False) == text
+        joined = b"".join(map(tokenizer.token_bytes, ids)).decode()
+        assert joined == (" " + text if text else "")
+
+
+SPM = HFTokenizer.from_gguf(spm_metadata())
+
+
+def test_no_space_before_the_text_where_the_file_says_so() -> None:
+    tokenizer = HFTokenizer.from_gguf(spm_metadata(**{"tokenizer.ggml.add_space_prefix": False}))
+    assert not tokenizer.strips_first_space
+    assert tokenizer.decode(tokenizer.encode(" hello")) == " hello"
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode("hello"))) == b"hello"
+
+
+def test_merges_come_best_score_first() -> None:
+    tokens, scores = ["a", "b", "c", "ab", "bc", "abc"], [0.0, 0.0, 0.0, -2.0, -1.0, -3.0]
+    assert merges_from_scores(tokens, scores, [1] * 6) == [
+        ("b", "c"),
+        ("a", "b"),
+        ("ab", "c"),
+        ("a", "bc"),
+    ]
+
+
+def test_begin_and_end_flags() -> None:
+    flags = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_eos_token": True}
+    tokenizer = HFTokenizer.from_gguf(spm_metadata(**flags))
+    assert tokenizer.encode("h")[-1] == 2
+    assert tokenizer.encode("h")[0] != 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tokenizer.ggml.model": "bert"}, "'bert' are not supported"),
+        ({"tokenizer.ggml.tokens": []}, "no tokenizer"),
+        ({"tokenizer.ggml.scores": [0.0]}, "no score for each"),
+        ({"tokenizer.ggml.token_type": [1]}, "do not match"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "odd"}, "'odd' is not supported"),
+        ({"tokenizer.ggml.model": "gpt2"}, "no merges"),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["zz qq"]},
+            "tokenizer is corrupt",
+        ),
+    ],
+)
+def test_faulty_metadata_are_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said) as caught:
+        HFTokenizer.from_gguf(spm_metadata(**change), "tiny.gguf")
+    assert str(caught.value).startswith("tiny.gguf: ")
+
+
+def save_folder(folder: Path) -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken("  wide  ", special=False)])
+    tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "bos_token": "<|im_start|>",
+        "eos_token": {"content": "<|im_end|>"},
+        "chat_template": [
+            {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"},
+            {"name": "tool_use", "template": "{{ tools | tojson }}"},
+        ],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    return tokenizer
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    assert HFTokenizer.from_folder(tmp_path) is None
+    save_folder(tmp_path)
+    tokenizer = HFTokenizer.from_folder(tmp_path)
+    assert tokenizer is not None
+    ids = tokenizer.encode("a  wide  and long text")
+    assert ids[0] == 1 and len(ids) > 3
+    assert tokenizer.encode("a", special=False)[0] != 1
+    assert tokenizer.decode(ids) == "a  wide  and long text"
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == "a  wide  and long text"
+    assert tokenizer.eos_ids == {0, 2} and tokenizer.bos_id == 1
+    messages = [{"role": "user", "content": "é"}]
+    assert tokenizer.render_chat(messages) == "<|im_start|>é"
+    assert tokenizer.render_chat(messages, tools=[{"é": 1}]) == '[{"é": 1}]'
+    (tmp_path / "chat_template.jinja").write_text("from a file")
+    from_file = HFTokenizer.from_folder(tmp_path)
+    assert from_file is not None and from_file.chat_template == "from a file"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="not a tokenizer"):
+        HFTokenizer.from_folder(tmp_path)
+
+
+def test_a_folder_with_sentencepiece_in_either_writing(tmp_path: Path) -> None:
+    vocab = {token: index for index, token in enumerate(PIECES + WORDS)}
+    for decoder in (decoders.Metaspace(), None):
+        tokenizer = Tokenizer(BPE(vocab, [("h", "e")], unk_token="<unk>", byte_fallback=True))
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+        tokenizer.decoder = decoder or decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        made = HFTokenizer.from_folder(tmp_path)
+        assert made is not None
+        assert made.strips_first_space == (decoder is not None)
+        assert made.token_bytes(vocab["▁w"]) == b" w"
+        assert made.token_bytes(vocab["<0x0A>"]) == b"\n"
+
+
+def test_half_a_surrogate_pair_is_refused(rebuilt: HFTokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match="not valid Unicode"):
+        rebuilt.encode("a\ud800")
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def test_templates_have_what_they_expect() -> None:
+    def render(template: str, **variables: Any) -> str:
+        return chat.render(template, MESSAGES, **variables)
+
+    assert render("{{ bos_token }}|{{ add_generation_prompt }}", bos_token="<s>") == "<s>|True"
+    assert render("{% if true %}\n  x\n  {% endif %}\ny") == "  x\ny"
+    assert render("{{ {'a': '<é>'} | tojson }}") == '{"a": "<é>"}'
+    assert render("{{ {'a': 1} | tojson(indent=1) }}") == '{\n "a": 1\n}'
+    assert render("{% generation %}mine{% endgeneration %}") == "mine"
+    assert render("{% for m in messages %}{% break %}{% endfor %}z") == "z"
+    assert render("{{ strftime_now('%Y') }}") == time.strftime("%Y")
+    assert render("{{ tools is none }}{{ documents is none }}") == "TrueTrue"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('roles must\n alternate') }}", "roles must alternate"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ messages[0].content.foo.bar }}", "undefined|no attribute"),
+        ("{{ 1 // 0 }}", "zero"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+        ("{{ 'x' * 100000000 }}", "too long"),
+        ("{{ 9 ** 99999999 }}", "power"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "range|Range"),
+    ],
+)
+def test_faulty_and_hostile_templates_are_one_line(template: str, said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said) as caught:
+        chat.render(template, MESSAGES)
+    assert "\n" not in str(caught.value)
+
+
+def test_endless_templates_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.05)
+    endless = (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = messages[0].role %}"
+        "{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(InvalidRequestError, match="more than 0.05 seconds"):
+        chat.render(endless, MESSAGES)
+    monkeypatch.setattr(chat, "MAX_CHARACTERS", 100)
+    with pytest.raises(InvalidRequestError, match="too long"):
+        chat.render("{% for i in range(99999) %}xx{% endfor %}", MESSAGES)
+
+
+def test_without_a_template(original: Tokenizer) -> None:
+    bare = HFTokenizer(original)
+    assert bare.chat_template is None
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        bare.render_chat(MESSAGES)
