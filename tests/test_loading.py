@@ -18,7 +18,9 @@ from anydecode.errors import CheckpointError, ModelNotFoundError
 from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families import build_model
 from anydecode.models.loading import load_checkpoint
+from tiny_models import chain, hf_model, logits
 
 HIDDEN, INNER, HEADS, KV, HEAD, LAYERS, VOCAB = 64, 96, 4, 2, 16, 3, 40
 EXPERTS = 4
@@ -111,28 +113,40 @@ def make_tensors(family: str, tied: bool = False) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def start_writer(path: Path, family: str, tokenizer: bool = True) -> gguf.GGUFWriter:
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV,
+    "head_dim": HEAD,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def start_writer(path: Path, family: str, sizes: dict[str, Any] = SIZES) -> gguf.GGUFWriter:
     writer = gguf.GGUFWriter(path, family)
-    writer.add_block_count(LAYERS)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV)
-    writer.add_key_length(HEAD)
-    writer.add_value_length(HEAD)
+    writer.add_block_count(sizes["num_hidden_layers"])
+    writer.add_embedding_length(sizes["hidden_size"])
+    writer.add_feed_forward_length(sizes["intermediate_size"])
+    writer.add_head_count(sizes["num_attention_heads"])
+    writer.add_head_count_kv(sizes["num_key_value_heads"])
+    writer.add_key_length(sizes["head_dim"])
+    writer.add_value_length(sizes["head_dim"])
     writer.add_context_length(256)
-    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_layer_norm_rms_eps(sizes["rms_norm_eps"])
     writer.add_rope_freq_base(5000.0)
     if family.startswith("gemma"):
         writer.add_sliding_window(8)
-    if tokenizer:
-        pieces = ["<unk>", "<s>", "</s>", *(chr(97 + i) for i in range(VOCAB - 3))]
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(pieces)
-        writer.add_token_scores([0.0] * VOCAB)
-        writer.add_token_types([2, 3, 3] + [1] * (VOCAB - 3))
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
+    vocab = sizes["vocab_size"]
+    pieces = ["<unk>", "<s>", "</s>", *(chr(97 + i) for i in range(vocab - 3))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([0.0] * vocab)
+    writer.add_token_types([2, 3, 3] + [1] * (vocab - 3))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
     return writer
 
 
@@ -144,10 +158,14 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def write_gguf(
-    path: Path, family: str, tensors: dict[str, torch.Tensor], format: str = "F32"
+    path: Path,
+    family: str,
+    tensors: dict[str, torch.Tensor],
+    format: str = "F32",
+    sizes: dict[str, Any] = SIZES,
 ) -> None:
     """Convert as the public converter does: names, interleaved rows, norms with one added."""
-    writer = start_writer(path, family)
+    writer = start_writer(path, family, sizes)
     for name, tensor in tensors.items():
         if name in OUTER:
             target = OUTER[name]
@@ -156,7 +174,8 @@ def write_gguf(
             module, leaf = rest.rsplit(".", 1)
             target = f"blk.{layer}.{FAMILIES[family][module]}.{leaf}"
             if family in ("llama", "smollm3") and module[-6:] in ("q_proj", "k_proj"):
-                tensor = interleave(tensor, HEADS if module.endswith("q_proj") else KV)
+                kind = "attention" if module.endswith("q_proj") else "key_value"
+                tensor = interleave(tensor, sizes[f"num_{kind}_heads"])
         if family.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
         kind = gguf.GGMLQuantizationType[format if tensor.dim() == 2 else "F32"]
@@ -194,6 +213,53 @@ def test_rows_left_interleaved_would_be_noticed(tmp_path: Path) -> None:
     assert not torch.equal(found, wrong[name])
 
 
+ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "use_sliding_window": False}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 7,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "full_attention": ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "phi3": ("Phi3", {}),
+}
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_logits_equal_those_of_the_model_it_was_made_of(family: str, tmp_path: Path) -> None:
+    prefix, settings = CLASSES[family]
+    original = hf_model(prefix, **{"rope_parameters": ROPE, **settings})
+    sizes = original.config.to_dict()
+    sizes["head_dim"] = settings.get("head_dim", sizes["hidden_size"] // 4)
+    tensors = dict(original.state_dict())
+    if sizes["tie_word_embeddings"]:
+        del tensors["lm_head.weight"]
+    write_gguf(tmp_path / "tiny.gguf", family, tensors, sizes=sizes)
+    checkpoint = load_checkpoint(tmp_path / "tiny.gguf")
+    tokens = [(7 * i + 3) % sizes["vocab_size"] for i in range(20)]
+    with torch.no_grad():
+        expected = original(torch.tensor([tokens])).logits[0]
+    found = logits(build_model(checkpoint), chain(tokens))
+    assert torch.allclose(found, expected, atol=1e-4)
+    # Half a theta is enough to be seen.
+    checkpoint.config["rope_theta"] = 2500.0
+    wrong = logits(build_model(checkpoint), chain(tokens))
+    assert not torch.allclose(wrong, expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("format", ["Q8_0", "Q4_0", "Q4_1", "BF16", "F16"])
 def test_packed_weights_stay_packed(format: str, tmp_path: Path) -> None:
     tensors = make_tensors("llama", tied=True)
@@ -224,7 +290,7 @@ def test_weights_are_mapped_not_copied(tmp_path: Path) -> None:
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_scaling": None, "attention_bias": False},
-    "qwen2": {"model_type": "qwen2", "use_sliding_window": False, "attention_bias": True},
+    "qwen2": {"model_type": "qwen2", "use_sliding_window": False, "attention_bias": False},
     "qwen3": {"model_type": "qwen3", "head_dim": HEAD},
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 1, 1]},
     "olmo2": {"model_type": "olmo2"},

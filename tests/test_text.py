@@ -65,7 +65,7 @@ def test_a_naive_detokenizer_would_be_caught():
 def oracle(
     pieces: list[bytes], stops: list[str], include: bool = False
 ) -> tuple[int, str, str | None]:
-    """Tokens taken, text and stop string, by looking at the whole text again for every character."""
+    """Tokens taken, text and stop string, from the whole text anew for every character."""
     data = b""
     for taken, piece in enumerate(pieces, 1):
         data += piece
@@ -150,9 +150,10 @@ def test_end_of_text_and_stop_tokens():
 def test_the_limit_releases_what_was_held_back():
     subject = rules([b"EN", b"\xf0\x9f"], stop_strings=["END"], max_tokens=2)
     assert subject.push([0]) == (1, None)
-    assert subject.take() == ""
+    assert not subject.has_text and subject.take() == ""
     assert subject.push([1, 1]) == (1, "length")
-    assert subject.take() == "EN\ufffd"
+    assert subject.has_text and subject.take() == "EN\ufffd"
+    assert not subject.has_text
     assert subject.finish_reason == "length" and subject.stopped_by is None
 
 

@@ -375,3 +375,31 @@ def test_without_a_template(original: Tokenizer) -> None:
     assert bare.chat_template is None
     with pytest.raises(InvalidRequestError, match="no chat template"):
         bare.render_chat(MESSAGES)
+
+
+#: As llama.cpp tokenises the same texts with the same file.
+DEFAULT_MODEL_TOKENS = {
+    "<|im_start|>user\nHi 123<|im_end|>\n": [1, 4093, 198, 26843, 216, 33, 34, 35, 2, 198],
+    "You are a helpful AI assistant": [2683, 359, 253, 5356, 5646, 11173],
+}
+
+
+@pytest.mark.model
+def test_the_default_model(default_model_path: Path) -> None:
+    from anydecode.models.loading import load_checkpoint
+
+    checkpoint = load_checkpoint(default_model_path)
+    tokenizer = checkpoint.tokenizer
+    assert isinstance(tokenizer, HFTokenizer)
+    for text, expected in DEFAULT_MODEL_TOKENS.items():
+        assert tokenizer.encode(text) == expected
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+    chat_text = tokenizer.render_chat([{"role": "user", "content": "Hi"}])
+    assert chat_text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.encode(chat_text, special=False)[0] == 1
+    assert (tokenizer.vocab_size, tokenizer.eos_ids) == (49152, {0, 2})
+    assert checkpoint.config["num_hidden_layers"] == 30
+    assert len(checkpoint.tensors) == 272

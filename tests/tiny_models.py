@@ -46,7 +46,7 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-            elif "experts" in name or ".gate." in name:
+            elif "_proj" in name or ".gate." in name:
                 torch.nn.init.normal_(parameter, std=0.25)
     return model
 

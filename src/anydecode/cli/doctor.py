@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sys
+import warnings
 from typing import Any
 
 from anydecode import __version__
@@ -92,9 +93,16 @@ def _torch() -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, Any]:
-    from anydecode.kernels import describe_backend
+    from anydecode.kernels.library import load_library
 
-    return dict(describe_backend())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        library = load_library()
+    if library is None:
+        why = "; ".join(str(warning.message) for warning in told) or "no native kernels"
+        return {"backend": "reference", "why": why, "instruction_set": None}
+    why = "the fastest of the compiled kernels that this processor runs and that pass their checks"
+    return {"backend": "native", "why": why, "instruction_set": library.variant}
 
 
 def _models() -> dict[str, Any]:

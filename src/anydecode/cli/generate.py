@@ -58,8 +58,9 @@ def generate(
     if json:
         print_json(describe(llm.generate(prompt, **settings), model))
         return
+    pieces = llm.stream(prompt, **settings)
     hint_at_chat(llm, model)
-    stream(llm.stream(prompt, **settings))
+    stream(pieces)
 
 
 def stream(pieces: Iterable[Piece]) -> Generation:

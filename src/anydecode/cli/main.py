@@ -12,7 +12,7 @@ from anydecode import __version__
 from anydecode.cli import bench, certify, chat, doctor, generate, methods, pull, score
 from anydecode.errors import AnydecodeError
 
-USAGE_ERROR, FAILURE, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
+USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
 app = typer.Typer(
     name="anydecode",
@@ -67,7 +67,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         sys.stdout.flush()
     except BrokenPipeError:
         _silence_stdout()
-        code = BROKEN_PIPE
+        code = FAILURE
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     except _USAGE_ERRORS as error:

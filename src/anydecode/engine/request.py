@@ -142,7 +142,7 @@ class Request:
             self.prompt,
             llm.model.spec.vocab_size,
             tokenizer.eos_ids,
-            constraint=constraint,
+            constraint=None if constraint is None else constraint.fork(),
             geometry=llm.geometry() if params.needs_geometry else None,
         )
         sequence = Sequence(

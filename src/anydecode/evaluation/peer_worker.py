@@ -122,7 +122,7 @@ class _Clock:
 
 
 class LlamaCpp:
-    """llama.cpp through `llama-cpp-python`'s C bindings, at the fastest of its threads and flags."""
+    """llama.cpp through `llama-cpp-python`'s C bindings, at its fastest threads and flags."""
 
     def __init__(self, model: str, threads: int, tune: bool = True) -> None:
         import llama_cpp
@@ -314,7 +314,7 @@ def serve(engine: str, model: str, threads: int) -> None:
 
 
 def main() -> None:
-    """`peer_worker.py ENGINE MODEL --threads N`, or `peer_worker.py quantize SOURCE --to TARGET`."""
+    """`peer_worker.py ENGINE MODEL --threads N`, or `peer_worker.py quantize MODEL --to FILE`."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("engine", choices=[*ENGINES, "quantize"])
     parser.add_argument("model")

@@ -27,7 +27,7 @@ _REPORT = (
 _MINUTES = (
     "Minutes, 3 March. Present: Amal, Birte, Chen, Dolores. The heating of the reading room fails "
     "every other week; Chen will ask two firms for an offer by the 15th. The children's corner "
-    "gets new shelves, paid from the gift of the Holm family (800 crowns). Opening hours on Saturday "
+    "gets new shelves, paid from the gift of the Holm family (800 crowns). Saturday's hours "
     "stay as they are. Birte reports that 1,204 people came in February. Next meeting: 7 April."
 )
 _PASSAGE = (

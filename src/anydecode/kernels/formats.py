@@ -166,21 +166,21 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
     scale, offset = _k_scales(blocks)
-    codes = _nibbles(blocks[:, 16:].unflatten(1, (4, 32))).flatten(1, 2)
+    codes = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1, 2)
     return scale * codes.to(torch.float32) - offset
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     scale, offset = _k_scales(blocks)
     top = _bits(blocks[:, 16:48], 1)
-    low = _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).flatten(1, 2)
+    low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).flatten(1, 2)
     return scale * (low | (top << 4)).to(torch.float32) - offset
 
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    low = _nibbles(blocks[:, :128].unflatten(1, (2, 64))).flatten(1)
-    top = _bits(blocks[:, 128:192].unflatten(1, (2, 32)), 2).flatten(1)
-    codes = ((low | (top << 4)).to(torch.float32) - 32).unflatten(1, (16, 16))
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).flatten(1)
+    top = _bits(blocks[:, 128:192].reshape(-1, 2, 32), 2).flatten(1)
+    codes = ((low | (top << 4)).to(torch.float32) - 32).view(-1, 16, 16)
     scale = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).to(torch.float32)
     return scale.unsqueeze(-1) * codes
 

@@ -77,7 +77,7 @@ class ReferenceBackend(Backend):
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, groups: int = 1
     ) -> torch.Tensor:
-        parts = x.unflatten(-1, (groups, x.shape[-1] // groups))
+        parts = x.view(*x.shape[:-1], groups, x.shape[-1] // groups)
         mean = elementary.tree_sum(parts * parts).unsqueeze(-1) / parts.shape[-1]
         parts = parts / torch.sqrt(mean + eps)
         if weight is not None:
@@ -120,7 +120,7 @@ class ReferenceBackend(Backend):
             self._rotary[rope] = table
         cos, sin = self._rotary[rope].rows(bound.positions, bound.highest)
         cos, sin, half = cos[:, None, :], sin[:, None, :], cos.shape[1]
-        heads = x.unflatten(-1, (num_heads, -1))
+        heads = x.view(len(x), num_heads, -1)
         first, second, rest = heads.split([half, half, heads.shape[-1] - 2 * half], -1)
         turned = (first * cos - second * sin, second * cos + first * sin, rest)
         return torch.cat(turned, -1).flatten(-2)
@@ -133,10 +133,10 @@ class ReferenceBackend(Backend):
         slots = bound.rows.slots[bound.index]
         kept = np.flatnonzero(slots >= 0)
         at = torch.from_numpy(slots[kept].astype(np.int64)).to(self.device)
-        heads = (shape.num_kv_heads, shape.head_dim)
+        heads = (len(kept), shape.num_kv_heads, shape.head_dim)
         picked = torch.from_numpy(kept).to(self.device)
-        keys[at] = k[picked].unflatten(-1, heads).to(keys.dtype)
-        values[at] = v[picked].unflatten(-1, heads).to(values.dtype)
+        keys[at] = k[picked].view(heads).to(keys.dtype)
+        values[at] = v[picked].view(heads).to(values.dtype)
         out = torch.empty_like(q)
         for group in _row_groups(bound, shape):
             seen = visible(bound.rows, bound.index[group], layer, shape.window)
@@ -251,8 +251,9 @@ def _attend(
     value = values[slots].to(torch.float32).transpose(1, 2).unsqueeze(2)
     # A hidden slot may hold anything, and 0 times infinity is not 0.
     value = value.masked_fill(~seen.unsqueeze(-1), 0.0)
-    sums = elementary.tree_sum(weights.unflatten(-1, (-1, KEY_BLOCK)))
-    parts = (weights.unsqueeze(-1) * value).unflatten(-2, (-1, KEY_BLOCK))
+    blocks = (*weights.shape[:-1], -1, KEY_BLOCK)
+    sums = elementary.tree_sum(weights.view(blocks))
+    parts = (weights.unsqueeze(-1) * value).view(*blocks, shape.head_dim)
     parts = elementary.tree_sum(parts, -2)
     total, result = torch.zeros_like(sums[..., 0]), torch.zeros_like(parts[..., 0, :])
     for block in range(sums.shape[-1]):

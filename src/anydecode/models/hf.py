@@ -73,7 +73,8 @@ class HuggingFaceModel:
         if past is not None:
             self._kept.insert(0, (path.copy(), past))
             del self._kept[MAX_KEPT:]
-        return output.logits[0, start - known :].float().cpu()
+        scores: torch.Tensor = output.logits[0, start - known :]
+        return scores.float().cpu()
 
     def _take(self, path: np.ndarray, limit: int) -> tuple[int, Any]:
         """Keys and values of the first tokens of `path`, at most `limit`, and how many."""
@@ -137,16 +138,16 @@ def _common(left: np.ndarray, right: np.ndarray) -> int:
 
 def _can_crop(past: Any) -> bool:
     """Whether every layer keeps all positions; windows and states cannot go back."""
-    layers = getattr(past, "layers", None)
+    layers: list[Any] = getattr(past, "layers", [])
     return bool(layers) and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
 
 
 def _spec(model: Any) -> ModelSpec:
     """What the engine asks of a spec; the layers' shapes serve for counting memory alone."""
-    config = model.config.get_text_config()
+    config: Any = model.config.get_text_config()
 
     def first(*names: str, default: int) -> int:
-        found = (getattr(config, name, None) for name in names)
+        found = [getattr(config, name, None) for name in names]
         return next((int(value) for value in found if value is not None), default)
 
     hidden = first("hidden_size", "n_embd", "d_model", default=1)
@@ -160,7 +161,7 @@ def _spec(model: Any) -> ModelSpec:
     head = model.get_output_embeddings()
     return ModelSpec(
         architecture=type(model).__name__,
-        vocab_size=head.weight.shape[0] if head is not None else config.vocab_size,
+        vocab_size=head.weight.shape[0] if head is not None else int(config.vocab_size),
         hidden_size=hidden,
         max_positions=first("max_position_embeddings", "n_positions", default=1 << 20),
         norm_eps=0.0,

@@ -3,12 +3,47 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.interface import Model
+from anydecode.models.network import Network
 from anydecode.models.tokenizer import Tokenizer
+from anydecode.models.transformer import Executor
+
+
+BACKENDS = ("native", "torch")
+
+
+def choose_executor(
+    backend: str | None = None, threads: int | None = None
+) -> Callable[[Network], Executor] | None:
+    """What runs a network: the compiled kernels ("native") where they can be had, else torch
+    (None). `backend`, or the environment variable ANYDECODE_BACKEND, settles it."""
+    wanted = backend or os.environ.get("ANYDECODE_BACKEND") or None
+    if wanted not in (None, *BACKENDS):
+        raise InvalidRequestError(f"no backend is called {wanted!r}; there are {', '.join(BACKENDS)}")
+    if wanted == "torch":
+        return None
+    from anydecode.kernels.library import load_library
+    from anydecode.kernels.native import NativeExecutor
+
+    if load_library() is None:
+        if wanted == "native":
+            raise UnsupportedCombinationError("the native kernels are not available here")
+        return None
+    return lambda network: NativeExecutor(
+        network.weights.embedding,
+        network.spec.vocab_size,
+        network.spec.num_layers,
+        network.layer,
+        network.head,
+        embedding_scale=network.spec.embedding_scale,
+        adapters=network.adapters,
+        threads=threads,
+    )
 
 
 def open_model(
@@ -24,9 +59,8 @@ def open_model(
         from anydecode.models.families import build_model
         from anydecode.models.loading import load_checkpoint
 
-        name = model if isinstance(model, str) else Path(model)
-        checkpoint = load_checkpoint(name)
-        built = build_model(checkpoint, dtype=dtype, backend=backend, threads=threads)
+        checkpoint = load_checkpoint(model if isinstance(model, str) else Path(model))
+        built = build_model(checkpoint, dtype, executor=choose_executor(backend, threads))
         return built, checkpoint.tokenizer
     if hasattr(model, "run") and hasattr(model, "spec"):
         return model, getattr(model, "tokenizer", None)

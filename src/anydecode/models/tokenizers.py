@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,10 @@ class HFTokenizer:
         self.bos_id = bos_id
         self.mask_id = mask_id
         self.special_texts = dict(special_texts or {})
-        self._templates = templates
+        self._templates = {"default": templates} if isinstance(templates, str) else templates or {}
+        self.chat_template: str | None = self._templates.get("default")
+        #: One more than the largest token id.
+        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._kind, self.strips_first_space = _decoder_kind(tokenizer)
@@ -115,15 +117,6 @@ class HFTokenizer:
             special_texts={f"{short.get(n, n)}_token": tokens[i] for n, i in ids.items()},
         )
 
-    @cached_property
-    def vocab_size(self) -> int:
-        """One more than the largest token id."""
-        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
-
-    @property
-    def chat_template(self) -> str | None:
-        return chat.select_template(self._templates, {}) if self._templates else None
-
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of `text`; with what the checkpoint puts around a prompt, if `special`."""
         try:
@@ -135,10 +128,10 @@ class HFTokenizer:
         ids: list[int] = self.backend.encode(text, add_special_tokens=special).ids
         return ids
 
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+    def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
         """The text of `ids`. Bytes that are not (yet) valid UTF-8 become U+FFFD. A SentencePiece
         tokenizer that puts a space before a text drops the first space here."""
-        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        text: str = self.backend.decode(ids, skip_special_tokens=skip_special)
         return text
 
     def token_bytes(self, token: int) -> bytes:

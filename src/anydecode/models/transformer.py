@@ -113,10 +113,14 @@ class Transformer:
         count = range(self.spec.num_layers)
         return KeyValues([one(layer) for layer in count], [one(layer) for layer in count])
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
         """One pass. Raises InvalidRequestError for rows that cannot be run."""
         self._check(rows, want)
+        whole = getattr(self.executor, "run", None)
+        if whole is not None:
+            output: Output = whole(rows, cache, want)
+            return output
         x = self._inputs(rows)
         hidden: dict[int, torch.Tensor] = {}
         self.executor.begin(rows, cache)
@@ -139,12 +143,12 @@ class Transformer:
             logits = x.new_empty(0, self.spec.vocab_size)
         return Output(logits, hidden)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits float32 `[n, vocab_size]` of states `[n, hidden_size]`, final norm included."""
         return self.executor.head(hidden.to(self.executor.device, torch.float32))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def embed(self, tokens: np.ndarray) -> torch.Tensor:
         """What rows of these tokens start from: float32 `[n, hidden_size]`, scale included."""
         return self.executor.embed(tokens)

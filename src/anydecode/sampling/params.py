@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.bias import BannedWords, LogitBias, MinimumLength, NoRepeatNgram
@@ -24,6 +25,9 @@ from anydecode.sampling.xtc import ExcludeTopChoices
 
 #: The most samples of one prompt: their number is part of the noise's stream.
 MOST_SAMPLES = 1 << 16
+
+#: Below this temperature, float32 no longer holds logit / T to a fraction of the noise.
+COLDEST = 1e-4
 
 
 @dataclass(frozen=True)
@@ -88,11 +92,10 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            integral = name in _INTEGERS
-            if isinstance(value, bool) or not isinstance(value, int if integral else (int, float)):
-                kind = "an integer" if integral else "a number"
+            wanted, kind = (Integral, "an integer") if name in _INTEGERS else (Real, "a number")
+            if isinstance(value, bool) or not isinstance(value, wanted):
                 raise InvalidRequestError(f"{name} must be {kind}, not {value!r}")
-            if not low <= value <= high or math.isnan(value):
+            if not low <= float(value) <= high:
                 raise InvalidRequestError(f"{name} must be {what}, not {value}")
         for complaint in self._contradictions():
             raise InvalidRequestError(complaint)
@@ -179,6 +182,8 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             yield f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})"
         greedy = self.temperature == 0
+        if 0 < self.temperature < COLDEST:
+            yield f"temperature must be 0 or at least {COLDEST}, not {self.temperature}"
         if greedy and self.n > 1:
             yield f"n is {self.n}, but at temperature 0 all samples would be the same"
         for name in ("mirostat", "xtc_probability", "top_w"):

@@ -106,6 +106,10 @@ class Policy:
             if not self.before and self.combiner is None:
                 return int(logits.argmax())
             return self._prepare(logits).argmax()
+        if self.is_plain:
+            # In float64, as the native kernels scale: both ways pick the same token.
+            scaled = logits.astype(np.float64) * (1 / self.temperature)
+            return Distribution(None, scaled).pick(noise, position, attempt)
         return self.distribution(logits).pick(noise, position, attempt)
 
     def _prepare(self, logits: np.ndarray) -> Candidates:

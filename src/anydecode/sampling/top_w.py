@@ -42,8 +42,8 @@ class TopW(Processor):
     """Keeps the set found by alternating between distances to the set and the best set for them.
 
     With `mass_weight` at least `entropy_weight` the best set is a prefix of the tokens by falling
-    potential, found in one scan; with less it is a single token. Probabilities are taken after
-    the temperature.
+    potential, found in one scan; with less it is a single token (the one that is best by the
+    objective, not by potential alone). Probabilities are taken after the temperature.
     """
 
     geometry: Geometry
@@ -58,6 +58,8 @@ class TopW(Processor):
         places = largest(candidates.scores, self.pool)
         tokens = places if candidates.tokens is None else candidates.tokens[places]
         log_all, p_all = log_probabilities(candidates.scores)
+        possible = p_all[places] > 0  # far below the best, float32 has none left
+        places, tokens = places[possible], tokens[possible]
         log_p, p = log_all[places].astype(np.float64), p_all[places].astype(np.float64)
         distance = 1 - self.geometry.cosines(tokens)
         kept = self._start(p)
@@ -77,12 +79,11 @@ class TopW(Processor):
 
 
 def best_set(p: np.ndarray, potential: np.ndarray, mass_weight: float) -> np.ndarray:
-    """Places, ascending, of the set that maximises mean potential + mass_weight * ln(mass)."""
-    order = descending(potential)
+    """Places, ascending, of the set that maximises mean potential + mass_weight * ln(mass); of
+    several the largest. `p` is above 0."""
     if mass_weight < 0:
-        return order[:1]
+        return np.array([(potential + mass_weight * np.log(p)).argmax()])
+    order = descending(potential)
     mass = np.cumsum(p[order])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        value = np.cumsum((p * potential)[order]) / mass + mass_weight * np.log(mass)
-    value[mass == 0] = -np.inf
-    return np.sort(order[: int(value.argmax()) + 1])
+    value = np.cumsum((p * potential)[order]) / mass + mass_weight * np.log(mass)
+    return np.sort(order[: len(value) - int(value[::-1].argmax())])

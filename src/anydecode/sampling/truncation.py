@@ -13,6 +13,9 @@ import numpy as np
 from anydecode.sampling.candidates import Candidates, descending, exponentials, largest
 from anydecode.sampling.processor import Processor
 
+#: Weight, against 1 for the best token, of the tokens that top-p looks at first.
+_NEAR = 1e-3
+
 
 @dataclass(frozen=True)
 class TopK(Processor):
@@ -36,9 +39,12 @@ class TopP(Processor):
     def apply(self, candidates: Candidates) -> Candidates:
         weights, total = exponentials(candidates.scores)
         mass = self.p * total
-        # Tokens lighter than this weigh less than 1 - p all together: the others hold the nucleus.
-        floor = (1 - self.p) * total / len(weights)
-        index = np.flatnonzero(weights >= np.float32(floor * 0.999))
+        # Tokens lighter than the second floor weigh less than 1 - p all together, so the others
+        # hold the nucleus. Mostly those above the first hold it already.
+        for floor in (_NEAR, 0.999 * (1 - self.p) * total / len(weights)):
+            index = np.flatnonzero(weights >= np.float32(floor))
+            if float(weights[index].sum(dtype=np.float64)) > mass * (1 + 1e-6):
+                break
         return candidates.keep(_heaviest(candidates.scores, weights, index, mass))
 
 

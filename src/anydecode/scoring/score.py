@@ -122,7 +122,8 @@ class Scores:
     """The answer to a score, row for row. Valid until the decoder yields again; copy what is kept.
 
     `logits`: float32 `[rows, vocab_size]` of the sequence's own context; `row(i)` is the same row
-    after the policy has combined it with companions and taps. `hidden[l]`: `[rows, hidden_size]`.
+    after the policy has combined it with companions and taps. `tokens[i]` is the token of row i.
+    `hidden[l]`: `[rows, hidden_size]`.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Scores:
     ) -> None:
         self.sequence = score.sequence
         self.positions = score.positions
+        self.tokens = score.row_tokens
         self.logits = logits
         self.hidden = hidden
         self._score = score

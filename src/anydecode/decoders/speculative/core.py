@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.acceptance import Acceptance, TokenExact, Verdict
+from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Decoding, Request, Scores
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
@@ -46,10 +47,46 @@ class Session(ABC):
         """Told after each round, once the tokens have been said."""
 
 
+class TextSession(Session):
+    """A drafter at work that needs only the text: `draft` may be called without an engine."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self.text: list[int] = []
+
+    def propose(self, size: int) -> Proposal:
+        return self.draft(size)
+        yield
+
+    def draft(self, size: int) -> TokenTree:
+        """Up to `size` nodes behind everything said so far."""
+        self.catch_up()
+        return self.tree(size) if size > 0 else TokenTree()
+
+    def catch_up(self) -> None:
+        """Read the tokens that came since the last call."""
+        prompt = len(self.sequence.prompt)
+        known = len(self.text) - prompt
+        news = self.sequence.tokens[known:] if known >= 0 else self.sequence.all_tokens
+        if news:
+            self.text += news
+            self.read(news)
+
+    def read(self, tokens: list[int]) -> None:
+        """`text` has just been lengthened by `tokens`."""
+
+    @abstractmethod
+    def tree(self, size: int) -> TokenTree:
+        """Up to `size` (at least 1) nodes behind `text`."""
+
+
 class Drafter(ABC):
     """Proposes token trees. What it learns across requests lives here; `clear` forgets it."""
 
     lanes: tuple[str, ...] = ()
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Refuse a request this drafter cannot serve (`UnsupportedCombinationError`)."""
 
     @abstractmethod
     def open(self, sequence: Sequence) -> Session: ...
@@ -80,22 +117,33 @@ class Fixed(Budget):
 
 
 class Speculative(Decoder):
-    """A drafter, a budget and an acceptance rule. `budget` is made anew for each sequence."""
+    """A drafter, a budget and an acceptance rule. `budget(sequence)`, if given, makes the budget of
+    each sequence; else every round drafts up to `size` nodes."""
 
     def __init__(
-        self, drafter: Drafter, size: int = 8, acceptance: Acceptance | None = None
+        self,
+        drafter: Drafter,
+        size: int = 8,
+        acceptance: Acceptance | None = None,
+        budget: Callable[[Sequence], Budget] | None = None,
     ) -> None:
+        if size < 1:
+            raise InvalidRequestError("a speculative method needs a size of at least one draft")
         self.drafter = drafter
         self.acceptance = acceptance or TokenExact()
         self.size = size
         self.lanes = drafter.lanes
+        self._budget = budget
 
-    def budget(self) -> Budget:
+    def budget(self, sequence: Sequence) -> Budget:
         """The budget of one sequence."""
-        return Fixed(self.size)
+        return self._budget(sequence) if self._budget else Fixed(self.size)
+
+    def prepare(self, sequence: Sequence) -> None:
+        self.drafter.prepare(sequence)
 
     def decode(self, sequence: Sequence) -> Decoding:
-        session, budget = self.drafter.open(sequence), self.budget()
+        session, budget = self.drafter.open(sequence), self.budget(sequence)
         while not sequence.finished:
             began = perf_counter()
             tree = yield from session.propose(budget.size(sequence))

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
+import numpy as np
+
 from anydecode.catalogue import Card, register
 from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.speculative.acceptance import TokenExact
+from anydecode.decoders.speculative.acceptance import Acceptance, TokenExact
 from anydecode.decoders.speculative.core import Drafter, Proposal, Session, Speculative
+from anydecode.decoders.speculative.rejection import RejectionSampling, rule
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Decoding, Request, Submit, Wait
 from anydecode.scoring.sequence import Sequence
@@ -18,20 +21,30 @@ DRAFT = "draft"
 
 
 class _Session(Session):
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: Sequence, with_probabilities: bool = False) -> None:
         self.sequence = sequence
+        self.with_probabilities = with_probabilities
 
     def propose(self, size: int) -> Proposal:
         self.sequence.align(DRAFT)
-        drafts = yield from draft_chain(self.sequence, [], size)
-        return TokenTree.chain(drafts)
+        drawn: list[np.ndarray] | None = [] if self.with_probabilities else None
+        drafts = yield from draft_chain(self.sequence, [], size, drawn=drawn)
+        if drawn is None:
+            return TokenTree.chain(drafts)
+        rows = {node - 1: row for node, row in enumerate(drawn)}
+        return TokenTree.chain(drafts, probabilities=rows, kind="wor")
 
 
 def draft_chain(
-    sequence: Sequence, behind: list[int], size: int, lane: str = DRAFT
+    sequence: Sequence,
+    behind: list[int],
+    size: int,
+    lane: str = DRAFT,
+    drawn: list[np.ndarray] | None = None,
 ) -> Generator[Request, Any, list[int]]:
     """`size` tokens behind the sequence's own and `behind`, one pass of `lane` each, picked by the
     sequence's policy with the target's noise. The lane's context must hold a true prefix of them.
+    The distribution each was drawn from, float64 `[vocab_size]`, is appended to `drawn`.
     """
     policy = sequence.policy.fork()
     for token in behind:
@@ -42,18 +55,24 @@ def draft_chain(
         context = sequence.context(lane)
         scores = yield sequence.score((known + drafts)[context.length :], lane=lane)
         token = sequence.pick(policy, scores.row(-1), len(known) + len(drafts))
+        if drawn is not None:
+            drawn.append(policy.distribution(scores.row(-1)).dense(scores.logits.shape[1]))
         policy.advance(token)
         drafts.append(token)
     return drafts
 
 
 class ModelDrafter(Drafter):
-    """A chain from the model in the lane "draft"."""
+    """A chain from the model in the lane "draft". `with_probabilities` keeps what each token was
+    drawn from, for rules that ask."""
 
     lanes = (DRAFT,)
 
+    def __init__(self, with_probabilities: bool = False) -> None:
+        self.with_probabilities = with_probabilities
+
     def open(self, sequence: Sequence) -> Session:
-        return _Session(sequence)
+        return _Session(sequence, self.with_probabilities)
 
 
 @register(
@@ -71,9 +90,13 @@ class ModelDrafter(Drafter):
         ),
     )
 )
-def speculative_sampling(size: int = 4) -> Speculative:
-    """Drafts of `size` tokens from the draft model."""
-    return Speculative(ModelDrafter(), size)
+def speculative_sampling(
+    size: int = 4, acceptance: str | Acceptance = "token-exact"
+) -> Speculative:
+    """Drafts of `size` tokens from the draft model. `acceptance` is "token-exact", "rejection",
+    "typical" or "top-m", or a rule."""
+    chosen = rule(acceptance)
+    return Speculative(ModelDrafter(isinstance(chosen, RejectionSampling)), size, chosen)
 
 
 @register(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Drafter, Proposal, Session, Speculative
+from anydecode.decoders.speculative.core import Drafter, Session, Speculative, TextSession
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
@@ -37,17 +37,17 @@ class NgramIndex:
         return []
 
 
-class _Session(Session):
+class _Session(TextSession):
     def __init__(self, sequence: Sequence, longest: int, shortest: int) -> None:
-        self.sequence = sequence
+        super().__init__(sequence)
         self.shortest = shortest
         self.index = NgramIndex(longest)
 
-    def propose(self, size: int) -> Proposal:
-        known = len(self.index.tokens)
-        self.index.extend(self.sequence.all_tokens[known:])
+    def read(self, tokens: list[int]) -> None:
+        self.index.extend(tokens)
+
+    def tree(self, size: int) -> TokenTree:
         return TokenTree.chain(self.index.continuation(size, self.shortest))
-        yield
 
 
 class PromptLookupDrafter(Drafter):

@@ -17,12 +17,21 @@ INLINE void quant_tile(int format, int rows, const uint8_t *p, int blocks,
       if (has_min(format)) super_min = f8_load_f16((const uint16_t *)p + 8);
       p += header_bytes(format);
     }
-    b32 w[8];
     f8 first, second;
-    unpack_weights(format, p, w);
     load_scales(format, p, super, super_min, &first, &second);
+    sums dot[TILE_ROWS];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      b32 w[4];
+      unpack_half(format, p, half, w);
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) total[r] = add_block(format, total[r], w, a[r] + b, first, second);
+      for (int r = 0; r < rows; r++) {
+        dot[r] = dot_half(format, half, dot[r], w, a[r] + b);
+        if (format == Q6_K || half)
+          total[r] = add_block(format, half, total[r], dot[r], a[r] + b,
+                               format == Q6_K && half ? second : first, second);
+      }
+    }
     p += block_bytes(format);
   }
 }

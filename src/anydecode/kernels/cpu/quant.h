@@ -18,52 +18,45 @@
 #include "layout.h"
 #include "simd.h"
 
-INLINE void unpack_nibbles(const uint8_t *q, b32 *w) {
+/* Steps 4 * half to 4 * half + 3 of a block with nibbles: weights without their upper bits. */
+INLINE void unpack_nibbles(const uint8_t *q, int half, b32 *w) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     b32 both = b32_load(q + 32 * i);
-    w[i] = b32_and(both, 15);
-    w[i + 4] = b32_and(b32_right(both, 4), 15);
+    w[i] = b32_and(half ? b32_right(both, 4) : both, 15);
   }
 }
 
-INLINE void add_fifth_bits(const uint8_t *h, b32 *w) {
+INLINE void add_fifth_bits(const uint8_t *h, int half, b32 *w) {
   b32 bits = b32_load(h);
-  w[0] = b32_or(w[0], b32_and(b32_left(bits, 4), 16));
-  w[1] = b32_or(w[1], b32_and(b32_left(bits, 3), 16));
-  w[2] = b32_or(w[2], b32_and(b32_left(bits, 2), 16));
-  w[3] = b32_or(w[3], b32_and(b32_left(bits, 1), 16));
-  w[4] = b32_or(w[4], b32_and(bits, 16));
-  w[5] = b32_or(w[5], b32_and(b32_right(bits, 1), 16));
-  w[6] = b32_or(w[6], b32_and(b32_right(bits, 2), 16));
-  w[7] = b32_or(w[7], b32_and(b32_right(bits, 3), 16));
+  w[0] = b32_or(w[0], b32_and(half ? bits : b32_left(bits, 4), 16));
+  w[1] = b32_or(w[1], b32_and(half ? b32_right(bits, 1) : b32_left(bits, 3), 16));
+  w[2] = b32_or(w[2], b32_and(half ? b32_right(bits, 2) : b32_left(bits, 2), 16));
+  w[3] = b32_or(w[3], b32_and(half ? b32_right(bits, 3) : b32_left(bits, 1), 16));
 }
 
-INLINE void add_two_bits(const uint8_t *h, b32 *w) {
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; half++) {
-    b32 bits = b32_load(h + 32 * half);
-    b32 *to = w + 4 * half;
-    to[0] = b32_or(to[0], b32_and(b32_left(bits, 4), 48));
-    to[1] = b32_or(to[1], b32_and(b32_left(bits, 2), 48));
-    to[2] = b32_or(to[2], b32_and(bits, 48));
-    to[3] = b32_or(to[3], b32_and(b32_right(bits, 2), 48));
-  }
+INLINE void add_two_bits(const uint8_t *h, int half, b32 *w) {
+  b32 bits = b32_load(h + 32 * half);
+  w[0] = b32_or(w[0], b32_and(b32_left(bits, 4), 48));
+  w[1] = b32_or(w[1], b32_and(b32_left(bits, 2), 48));
+  w[2] = b32_or(w[2], b32_and(bits, 48));
+  w[3] = b32_or(w[3], b32_and(b32_right(bits, 2), 48));
 }
 
 /* The quants of a block start behind its scales. */
 INLINE int scales_bytes(int format) { return is_super(format) ? 16 : header_bytes(format); }
 
-INLINE void unpack_weights(int format, const uint8_t *block, b32 *w) {
+/* Half a block: four steps, 16 k. */
+INLINE void unpack_half(int format, const uint8_t *block, int half, b32 *w) {
   const uint8_t *q = block + scales_bytes(format);
   if (format == Q8_0) {
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) w[i] = prepare_8bit(b32_load(q + 32 * i));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) w[i] = prepare_8bit(b32_load(q + 128 * half + 32 * i));
     return;
   }
-  unpack_nibbles(q, w);
-  if (five_bits(format)) add_fifth_bits(q + 128, w);
-  if (format == Q6_K) add_two_bits(q + 128, w);
+  unpack_nibbles(q, half, w);
+  if (five_bits(format)) add_fifth_bits(q + 128, half, w);
+  if (format == Q6_K) add_two_bits(q + 128, half, w);
 }
 
 /* Scales of a block for eight columns; `second` is the minimum, or Q6_K's second half. */
@@ -81,26 +74,28 @@ INLINE void load_scales(int format, const uint8_t *block, f8 super, f8 super_min
   }
 }
 
-/* total + one block's part of the product. */
-INLINE f8 add_block(int format, f8 total, const b32 *w, const Activations *a, f8 first, f8 second) {
-  f8 scale = f8_set(a->scale);
-  if (format == Q6_K) {
-    i8 low = i8_sub(dot16_6bit(w, a->q), i8_set(32 * a->low));
-    i8 high = i8_sub(dot16_6bit(w + 4, a->q + 16), i8_set(32 * a->high));
-    total = f8_fma(f8_from_i8(low), f8_mul(first, scale), total);
-    return f8_fma(f8_from_i8(high), f8_mul(second, scale), total);
-  }
-  i8 dot;
-  if (format == Q8_0)
-    dot = dot32_8bit(w, a->q, a->low + a->high);
-  else
-    dot = five_bits(format) ? dot32_5bit(w, a->q) : dot32_4bit(w, a->q);
-  if (format == Q4_0) dot = i8_sub(dot, i8_set(8 * (a->low + a->high)));
-  if (format == Q5_0) dot = i8_sub(dot, i8_set(16 * (a->low + a->high)));
-  total = f8_fma(f8_from_i8(dot), f8_mul(first, scale), total);
-  if (format == Q4_K || format == Q5_K)
-    return f8_fma(second, f8_set(-a->scaled_sum), total);
-  return has_min(format) ? f8_fma(second, f8_set(a->scaled_sum), total) : total;
+/* The integer sums of half a block, on top of those of the half before. */
+INLINE sums dot_half(int format, int half, sums before, const b32 *w, const Activations *a) {
+  const int8_t *q = a->q + 16 * half;
+  if (format == Q8_0) return half ? more_8bit(before, w, q) : sums_8bit(w, q);
+  if (format == Q6_K) return sums_6bit(w, q);
+  if (five_bits(format)) return half ? more_5bit(before, w, q) : sums_5bit(w, q);
+  return half ? more_4bit(before, w, q) : sums_4bit(w, q);
+}
+
+/* total + one block's part of the product; for Q6_K half a block's, `scale` being that half's. */
+INLINE f8 add_block(int format, int half, f8 total, sums dot, const Activations *a, f8 scale,
+                    f8 min) {
+  i8 whole;
+  if (format == Q8_0) whole = end_8bit(dot, a->low + a->high);
+  else if (format == Q6_K || five_bits(format)) whole = end_wide(dot);
+  else whole = end_4bit(dot);
+  if (format == Q4_0) whole = i8_sub(whole, i8_set(8 * (a->low + a->high)));
+  if (format == Q5_0) whole = i8_sub(whole, i8_set(16 * (a->low + a->high)));
+  if (format == Q6_K) whole = i8_sub(whole, i8_set(32 * (half ? a->high : a->low)));
+  total = f8_fma(f8_from_i8(whole), f8_mul(scale, f8_set(a->scale)), total);
+  if (format == Q4_K || format == Q5_K) return f8_fma(min, f8_set(-a->scaled_sum), total);
+  return has_min(format) ? f8_fma(min, f8_set(a->scaled_sum), total) : total;
 }
 
 /* One row in blocks of 32, rounded half to even to multiples of amax / 127. */

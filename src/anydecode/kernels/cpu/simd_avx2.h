@@ -82,60 +82,67 @@ INLINE b32 activations4(const int8_t *a) {
 #endif
 
 #ifdef DOT
-#define CHAIN(w, a, n)                                         \
-  i8 even = _mm256_setzero_si256(), odd = even;                \
-  for (int i = 0; i < (n); i += 2) {                           \
-    even = DOT(even, (w)[i], activations4((a) + 4 * i));       \
-    odd = DOT(odd, (w)[i + 1], activations4((a) + 4 * i + 4)); \
-  }                                                            \
-  return _mm256_add_epi32(even, odd)
-/* Lane c: the sum over 32 k of w[k][c] * a[k]; weights at most 15, or 31. */
-INLINE i8 dot32_4bit(const b32 *w, const int8_t *a) { CHAIN(w, a, 8); }
-INLINE i8 dot32_5bit(const b32 *w, const int8_t *a) { CHAIN(w, a, 8); }
-/* The same over 16 k; weights at most 63. */
-INLINE i8 dot16_6bit(const b32 *w, const int8_t *a) { CHAIN(w, a, 4); }
-INLINE i8 chain_8bit(const b32 *w, const int8_t *a) { CHAIN(w, a, 8); }
-/* Bytes w stand for w - 128; `sum` is the sum of the 32 activations. */
-INLINE i8 dot32_8bit(const b32 *w, const int8_t *a, int32_t sum) {
-  return i8_sub(chain_8bit(w, a), i8_set(128 * sum));
+typedef i8 sums;
+/* Lane c: the sum over four steps of w[i][4c..4c+3] * a[4i..4i+3]. */
+INLINE sums chain(sums sum, const b32 *w, const int8_t *a) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) sum = DOT(sum, w[i], activations4(a + 4 * i));
+  return sum;
 }
+INLINE sums sums_4bit(const b32 *w, const int8_t *a) { return chain(i8_set(0), w, a); }
+INLINE sums more_4bit(sums before, const b32 *w, const int8_t *a) { return chain(before, w, a); }
+INLINE i8 end_4bit(sums x) { return x; }
+INLINE sums sums_5bit(const b32 *w, const int8_t *a) { return chain(i8_set(0), w, a); }
+INLINE sums more_5bit(sums before, const b32 *w, const int8_t *a) { return chain(before, w, a); }
+INLINE sums sums_6bit(const b32 *w, const int8_t *a) { return chain(i8_set(0), w, a); }
+INLINE i8 end_wide(sums x) { return x; }
+/* Bytes stand for themselves less 128; `sum` is that of the 32 activations. */
+INLINE sums sums_8bit(const b32 *w, const int8_t *a) { return chain(i8_set(0), w, a); }
+INLINE sums more_8bit(sums before, const b32 *w, const int8_t *a) { return chain(before, w, a); }
+INLINE i8 end_8bit(sums x, int32_t sum) { return i8_sub(x, i8_set(128 * sum)); }
 INLINE b32 prepare_8bit(b32 w) { return w; }
 #else
+typedef __m256i sums; /* int16 pairs of 4-bit products, int32 lanes of the others */
 INLINE i8 pairs_to_i8(__m256i x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
 #define STEP(w, a, i) _mm256_maddubs_epi16((w)[i], activations4((a) + 4 * (i)))
-/* Eight steps of two products of at most 15 * 127 stay below 2^15. */
-INLINE i8 dot32_4bit(const b32 *w, const int8_t *a) {
-  __m256i even = STEP(w, a, 0), odd = STEP(w, a, 1);
-  even = _mm256_add_epi16(even, STEP(w, a, 2));
-  odd = _mm256_add_epi16(odd, STEP(w, a, 3));
-  even = _mm256_add_epi16(even, STEP(w, a, 4));
-  odd = _mm256_add_epi16(odd, STEP(w, a, 5));
-  even = _mm256_add_epi16(even, STEP(w, a, 6));
-  odd = _mm256_add_epi16(odd, STEP(w, a, 7));
-  return pairs_to_i8(_mm256_add_epi16(even, odd));
+/* Four steps of two products of at most 15 * 127; eight stay below 2^15. */
+INLINE sums sums_4bit(const b32 *w, const int8_t *a) {
+  __m256i even = _mm256_add_epi16(STEP(w, a, 0), STEP(w, a, 2));
+  __m256i odd = _mm256_add_epi16(STEP(w, a, 1), STEP(w, a, 3));
+  return _mm256_add_epi16(even, odd);
 }
-/* Four steps of two products of at most 31 * 127. */
-INLINE i8 dot32_5bit(const b32 *w, const int8_t *a) {
-  __m256i low = _mm256_add_epi16(STEP(w, a, 0), STEP(w, a, 1));
-  low = _mm256_add_epi16(low, _mm256_add_epi16(STEP(w, a, 2), STEP(w, a, 3)));
-  __m256i high = _mm256_add_epi16(STEP(w, a, 4), STEP(w, a, 5));
-  high = _mm256_add_epi16(high, _mm256_add_epi16(STEP(w, a, 6), STEP(w, a, 7)));
-  return _mm256_add_epi32(pairs_to_i8(low), pairs_to_i8(high));
+INLINE sums more_4bit(sums before, const b32 *w, const int8_t *a) {
+  return _mm256_add_epi16(before, sums_4bit(w, a));
 }
-/* Two steps of two products of at most 63 * 127. */
-INLINE i8 dot16_6bit(const b32 *w, const int8_t *a) {
+INLINE i8 end_4bit(sums x) { return pairs_to_i8(x); }
+/* Four steps of two products of at most 31 * 127 stay below 2^15. */
+INLINE sums sums_5bit(const b32 *w, const int8_t *a) { return pairs_to_i8(sums_4bit(w, a)); }
+INLINE sums more_5bit(sums before, const b32 *w, const int8_t *a) {
+  return _mm256_add_epi32(before, sums_5bit(w, a));
+}
+/* Two steps of two products of at most 63 * 127 stay below 2^15. */
+INLINE sums sums_6bit(const b32 *w, const int8_t *a) {
   __m256i low = _mm256_add_epi16(STEP(w, a, 0), STEP(w, a, 1));
   __m256i high = _mm256_add_epi16(STEP(w, a, 2), STEP(w, a, 3));
   return _mm256_add_epi32(pairs_to_i8(low), pairs_to_i8(high));
 }
-INLINE i8 dot32_8bit(const b32 *w, const int8_t *a, int32_t sum) {
+INLINE i8 end_wide(sums x) { return x; }
+/* |w| * (a with w's sign): two products stay below 2^15. */
+INLINE sums step_8bit(b32 w, const int8_t *a) {
+  __m256i turned = _mm256_sign_epi8(activations4(a), w);
+  return pairs_to_i8(_mm256_maddubs_epi16(_mm256_abs_epi8(w), turned));
+}
+INLINE sums sums_8bit(const b32 *w, const int8_t *a) {
+  __m256i even = _mm256_add_epi32(step_8bit(w[0], a), step_8bit(w[2], a + 8));
+  __m256i odd = _mm256_add_epi32(step_8bit(w[1], a + 4), step_8bit(w[3], a + 12));
+  return _mm256_add_epi32(even, odd);
+}
+INLINE sums more_8bit(sums before, const b32 *w, const int8_t *a) {
+  return _mm256_add_epi32(before, sums_8bit(w, a));
+}
+INLINE i8 end_8bit(sums x, int32_t sum) {
   (void)sum;
-  i8 total = _mm256_setzero_si256();
-  for (int i = 0; i < 8; i++) {
-    __m256i signed_a = _mm256_sign_epi8(activations4(a + 4 * i), w[i]);
-    total = _mm256_add_epi32(total, pairs_to_i8(_mm256_maddubs_epi16(_mm256_abs_epi8(w[i]), signed_a)));
-  }
-  return total;
+  return x;
 }
 INLINE b32 prepare_8bit(b32 w) { return _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80)); }
 #undef STEP

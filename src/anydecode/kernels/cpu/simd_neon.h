@@ -99,23 +99,34 @@ INLINE int32x4_t dot_quad(int32x4_t total, uint8x16_t w, int8x16_t a) {
   return vaddq_s32(total, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 #endif
 }
-INLINE i8 dot_steps(const b32 *w, const int8_t *a, int steps) {
-  i8 total = i8_set(0);
-  for (int i = 0; i < steps; i++) {
-    int32_t four;
-    memcpy(&four, a + 4 * i, 4);
-    int8x16_t spread = vreinterpretq_s8_s32(vdupq_n_s32(four));
-    total.a = dot_quad(total.a, w[i].a, spread);
-    total.b = dot_quad(total.b, w[i].b, spread);
-  }
-  return total;
+/* `before` + the sum over four steps of w[i][4c..4c+3] * a[4i..4i+3], for lane c. */
+INLINE i8 dot_steps(i8 before, const b32 *w, const int8_t *a) {
+  int32x4_t four = vreinterpretq_s32_s8(vld1q_s8(a));
+#define SPREAD(i) vreinterpretq_s8_s32(vdupq_laneq_s32(four, i))
+#define STEP(i)                                        \
+  before.a = dot_quad(before.a, w[i].a, SPREAD(i));    \
+  before.b = dot_quad(before.b, w[i].b, SPREAD(i))
+  STEP(0);
+  STEP(1);
+  STEP(2);
+  STEP(3);
+#undef STEP
+#undef SPREAD
+  return before;
 }
-INLINE i8 dot32_4bit(const b32 *w, const int8_t *a) { return dot_steps(w, a, 8); }
-INLINE i8 dot32_5bit(const b32 *w, const int8_t *a) { return dot_steps(w, a, 8); }
-INLINE i8 dot16_6bit(const b32 *w, const int8_t *a) { return dot_steps(w, a, 4); }
-INLINE i8 dot32_8bit(const b32 *w, const int8_t *a, int32_t sum) {
+typedef i8 sums;
+INLINE sums sums_4bit(const b32 *w, const int8_t *a) { return dot_steps(i8_set(0), w, a); }
+INLINE sums more_4bit(sums before, const b32 *w, const int8_t *a) { return dot_steps(before, w, a); }
+INLINE i8 end_4bit(sums x) { return x; }
+INLINE sums sums_5bit(const b32 *w, const int8_t *a) { return sums_4bit(w, a); }
+INLINE sums more_5bit(sums before, const b32 *w, const int8_t *a) { return dot_steps(before, w, a); }
+INLINE sums sums_6bit(const b32 *w, const int8_t *a) { return sums_4bit(w, a); }
+INLINE i8 end_wide(sums x) { return x; }
+INLINE sums sums_8bit(const b32 *w, const int8_t *a) { return sums_4bit(w, a); }
+INLINE sums more_8bit(sums before, const b32 *w, const int8_t *a) { return dot_steps(before, w, a); }
+INLINE i8 end_8bit(sums x, int32_t sum) {
   (void)sum;
-  return dot_steps(w, a, 8);
+  return x;
 }
 INLINE b32 prepare_8bit(b32 w) {
   uint8x16_t flip = vdupq_n_u8(0x80);

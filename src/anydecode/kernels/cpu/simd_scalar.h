@@ -57,21 +57,21 @@ INLINE b32 b32_or(b32 x, b32 y) { EACH_BYTE(x.v[i] | y.v[i]); }
 INLINE b32 b32_right(b32 x, int n) { EACH_BYTE(x.v[i] >> n); }
 INLINE b32 b32_left(b32 x, int n) { EACH_BYTE(x.v[i] << n); }
 
-INLINE i8 dot_steps(const b32 *w, const int8_t *a, int steps, int offset) {
-  i8 out;
-  for (int c = 0; c < 8; c++) {
-    int32_t total = 0;
-    for (int k = 0; k < 4 * steps; k++)
-      total += ((int32_t)w[k / 4].v[4 * c + k % 4] - offset) * a[k];
-    out.v[c] = total;
-  }
-  return out;
+/* `before` + the sum over four steps of w[i][4c..4c+3] * a[4i..4i+3], for lane c. */
+INLINE i8 dot_steps(i8 before, const b32 *w, const int8_t *a) {
+  for (int c = 0; c < 8; c++)
+    for (int k = 0; k < 16; k++) before.v[c] += (int32_t)w[k / 4].v[4 * c + k % 4] * a[k];
+  return before;
 }
-INLINE i8 dot32_4bit(const b32 *w, const int8_t *a) { return dot_steps(w, a, 8, 0); }
-INLINE i8 dot32_5bit(const b32 *w, const int8_t *a) { return dot_steps(w, a, 8, 0); }
-INLINE i8 dot16_6bit(const b32 *w, const int8_t *a) { return dot_steps(w, a, 4, 0); }
-INLINE i8 dot32_8bit(const b32 *w, const int8_t *a, int32_t sum) {
-  (void)sum;
-  return dot_steps(w, a, 8, 128);
-}
+typedef i8 sums;
+INLINE sums sums_4bit(const b32 *w, const int8_t *a) { return dot_steps(i8_set(0), w, a); }
+INLINE sums more_4bit(sums before, const b32 *w, const int8_t *a) { return dot_steps(before, w, a); }
+INLINE i8 end_4bit(sums x) { return x; }
+INLINE sums sums_5bit(const b32 *w, const int8_t *a) { return sums_4bit(w, a); }
+INLINE sums more_5bit(sums before, const b32 *w, const int8_t *a) { return dot_steps(before, w, a); }
+INLINE sums sums_6bit(const b32 *w, const int8_t *a) { return sums_4bit(w, a); }
+INLINE i8 end_wide(sums x) { return x; }
+INLINE sums sums_8bit(const b32 *w, const int8_t *a) { return sums_4bit(w, a); }
+INLINE sums more_8bit(sums before, const b32 *w, const int8_t *a) { return dot_steps(before, w, a); }
+INLINE i8 end_8bit(sums x, int32_t sum) { return i8_sub(x, i8_set(128 * sum)); }
 INLINE b32 prepare_8bit(b32 w) { return w; }

@@ -31,7 +31,7 @@ class Keys:
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
-        self.architecture = file.metadata.get("general.architecture")
+        self.architecture = str(file.metadata.get("general.architecture"))
         if self.architecture not in ARCHITECTURES:
             raise CheckpointError(
                 f"{file.path}: architecture {self.architecture!r} is not supported; "
@@ -112,8 +112,11 @@ def _common(keys: Keys) -> dict[str, Any]:
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(keys),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": "blk.0.attn_output.bias" in file.tensors,
     }
+    if "blk.0.attn_q.bias" in file.tensors and model_type != "qwen2":
+        if not config["attention_bias"]:
+            raise CheckpointError(f"{file.path}: biases on queries alone are not supported")
     for name, key in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
         token = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(token, int):

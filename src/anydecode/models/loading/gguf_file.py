@@ -100,7 +100,7 @@ class GGUFFile:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is empty"
             raise CheckpointError(f"{path}: cannot be read: {reason}") from None
-        reader = _Header(path, memoryview(self._map))
+        reader = _Header(path, memoryview(self._map.data))
         self.metadata = reader.metadata
         self.tensors = reader.tensors
 

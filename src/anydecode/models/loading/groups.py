@@ -44,7 +44,7 @@ def grouped_weight(
     # [out, blocks, 1]: each block's scale and zero are those of its group.
     scale = scales.to(torch.float16)[block_groups].T.unsqueeze(-1).contiguous()
     zero = zeros[block_groups].T.unsqueeze(-1)
-    blocks = codes.unflatten(1, (-1, _BLOCK))
+    blocks = codes.view(codes.shape[0], -1, _BLOCK)
     if bits == 8:
         return _weight("Q8_0", name, scale, blocks ^ 128)
     packed = blocks[..., :16] | (blocks[..., 16:] << 4)

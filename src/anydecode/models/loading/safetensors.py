@@ -86,7 +86,7 @@ def _files(path: Path) -> list[Path]:
 def _open(file: Path) -> dict[str, Reader]:
     try:
         handle = safe_open(str(file), framework="pt", device="cpu")
-        names = list(handle.keys())
+        names: list[str] = list(handle.keys())  # type: ignore[no-untyped-call,unused-ignore]
     except (SafetensorError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file}: truncated or corrupt safetensors: {reason}") from None

@@ -1,0 +1,111 @@
+"""What every constraint is: a description that many requests share, and where one text stands."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from anydecode.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a constraint is enforced: `masked` (before a token is drawn) and `checked` (after a value
+    has closed) name keywords with their path in the schema, `guards` what was limited beyond what
+    was asked, `engine` who computes the masks."""
+
+    kind: str
+    engine: str
+    masked: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ()
+    guards: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON."""
+        return {
+            "kind": self.kind,
+            "engine": self.engine,
+            "masked": list(self.masked),
+            "checked": list(self.checked),
+            "guards": dict(self.guards),
+        }
+
+
+class ConstraintState(ABC):
+    """Where one text stands. End-of-text tokens are among the tokens it is told."""
+
+    @abstractmethod
+    def mask(self) -> np.ndarray | None:
+        """Boolean `[vocab_size]` of what may follow, not to be written to; None: anything."""
+
+    @abstractmethod
+    def advance(self, token: int) -> None:
+        """The text goes on with `token`. Raises `ConstraintError` if it may not."""
+
+    @abstractmethod
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens."""
+
+    @abstractmethod
+    def fork(self) -> ConstraintState:
+        """The same state for a branch; costs nothing until one of the two moves."""
+
+    @abstractmethod
+    def forced(self) -> list[int]:
+        """Tokens that must follow, one after the other; empty where there is a choice."""
+
+    @property
+    @abstractmethod
+    def may_stop(self) -> bool:
+        """Whether the text so far is whole."""
+
+    @property
+    @abstractmethod
+    def finished(self) -> bool:
+        """Whether nothing but an end-of-text token can follow."""
+
+    def allows(self, token: int) -> bool:
+        """Whether `token` may follow."""
+        mask = self.mask()
+        return mask is None or bool(mask[token])
+
+    def prepare(self) -> None:  # noqa: B027  most states have nothing to compute ahead
+        """Begin to compute the next mask, on another thread where that helps."""
+
+
+class Watch(Protocol):
+    """Looks at one text as it grows for what the mask cannot express."""
+
+    def push(self, token: int) -> int | None:
+        """None while nothing is wrong, else how many tokens of the text came before the value that
+        is wrong."""
+        ...
+
+    def end(self) -> int | None:
+        """The same at the end of the text."""
+        ...
+
+
+class Constraint(ABC):
+    """A reusable, unchanging description of the texts that are allowed."""
+
+    @abstractmethod
+    def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
+        """The state before the first token, for logits of width `vocab_size`. Raises
+        `ConstraintError` for a constraint that is invalid, unsupported or cannot be met."""
+
+    @abstractmethod
+    def report(self) -> Report:
+        """How this constraint is enforced; known once `start` has been called."""
+
+    def watch(self, tokenizer: Tokenizer) -> Watch | None:
+        """What checks a text beyond the mask, or None where the mask says it all."""
+        return None
+
+    def narrowed(self, number: int) -> Constraint | None:
+        """A constraint that allows a part of what this one does and is easier to meet, the
+        `number`-th of several; None where there is none."""
+        return None

@@ -1,0 +1,135 @@
+"""Regular expressions, grammars and choices: constraints whose text the mask engine reads itself."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from anydecode.constraints.constraint import Constraint, ConstraintState, Report
+from anydecode.constraints.guidance_engine import GuidanceState, library, one_line
+from anydecode.errors import ConstraintError
+from anydecode.models.tokenizer import Tokenizer
+
+#: Engines that compute masks.
+ENGINES = ("llguidance", "xgrammar")
+#: Longest description that is read, in characters.
+LONGEST = 1 << 20
+
+
+class _Language(Constraint):
+    """A language that either engine compiles. Subclasses have a field `engine`."""
+
+    kind: str
+    engine: str
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise ConstraintError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
+
+    @abstractmethod
+    def guidance(self) -> str:
+        """The grammar in llguidance's notation."""
+
+    @abstractmethod
+    def xgrammar(self) -> tuple[str, str]:
+        """The kind of grammar ("regex" or "grammar") and its text, for xgrammar."""
+
+    def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
+        if self.engine == "xgrammar":
+            from anydecode.constraints.xgrammar_engine import XGrammarState
+
+            return XGrammarState.of(*self.xgrammar(), tokenizer, vocab_size)
+        return GuidanceState.of(self.guidance(), tokenizer, vocab_size)
+
+    def report(self) -> Report:
+        return Report(self.kind, self.engine, masked=(self.kind,))
+
+
+@dataclass(frozen=True)
+class Regex(_Language):
+    """Texts that match `pattern` from beginning to end. No look-around, no back-references."""
+
+    pattern: str
+    engine: str = "llguidance"
+    kind = "regex"
+
+    def guidance(self) -> str:
+        _check_text("pattern", self.pattern)
+        grammar: str = library().LLMatcher.grammar_from_regex(self.pattern)
+        return grammar
+
+    def xgrammar(self) -> tuple[str, str]:
+        _check_text("pattern", self.pattern)
+        return "regex", self.pattern
+
+
+@dataclass(frozen=True)
+class Grammar(_Language):
+    """Texts of a context-free grammar. `syntax` is "lark" (as llguidance reads it, first rule
+    `start`) or "gbnf" (as llama.cpp reads it, first rule `root`)."""
+
+    text: str
+    syntax: str = "lark"
+    engine: str = "llguidance"
+    kind = "grammar"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.syntax not in ("lark", "gbnf"):
+            raise ConstraintError(f"syntax must be lark or gbnf, not {self.syntax!r}")
+
+    def guidance(self) -> str:
+        _check_text("grammar", self.text)
+        text = self.text
+        if self.syntax == "gbnf":
+            from llguidance.gbnf_to_lark import gbnf_to_lark
+
+            try:
+                text = gbnf_to_lark(self.text)
+            except Exception as error:  # the converter has errors of its own kind
+                raise ConstraintError(f"the GBNF grammar is not valid: {one_line(error)}") from None
+        grammar: str = library().LLMatcher.grammar_from_lark(text)
+        return grammar
+
+    def xgrammar(self) -> tuple[str, str]:
+        if self.syntax != "gbnf":
+            raise ConstraintError("xgrammar reads gbnf grammars only")
+        _check_text("grammar", self.text)
+        return "grammar", self.text
+
+
+@dataclass(frozen=True, init=False)
+class Choice(_Language):
+    """One of several texts."""
+
+    options: tuple[str, ...]
+    engine: str = "llguidance"
+    kind = "choice"
+
+    def __init__(self, options: Sequence[str], engine: str = "llguidance") -> None:
+        if isinstance(options, str) or not all(isinstance(one, str) and one for one in options):
+            raise ConstraintError("choices must be a list of strings that are not empty")
+        if not options:
+            raise ConstraintError("a choice needs at least one option")
+        object.__setattr__(self, "options", tuple(options))
+        object.__setattr__(self, "engine", engine)
+        self.__post_init__()
+
+    def guidance(self) -> str:
+        # A rule of literals, not one regular expression: thousands of options stay cheap.
+        literals = [json.dumps(option, ensure_ascii=False) for option in self.options]
+        grammar: str = library().LLMatcher.grammar_from_lark("start: " + " | ".join(literals))
+        return grammar
+
+    def xgrammar(self) -> tuple[str, str]:
+        literals = [json.dumps(option, ensure_ascii=False) for option in self.options]
+        return "grammar", "root ::= " + " | ".join(literals)
+
+
+def _check_text(name: str, text: str) -> None:
+    if not isinstance(text, str) or not text:
+        raise ConstraintError(f"the {name} must be a string that is not empty")
+    if len(text) > LONGEST:
+        raise ConstraintError(f"the {name} has {len(text)} characters; at most {LONGEST} are read")

@@ -1,0 +1,201 @@
+"""Drafts from a suffix automaton of the request and of the answers before it, weighted by frequency
+(Oliaro et al., "SuffixDecoding", arXiv:2411.04975; the automaton is Blumer et al.'s, 1985)."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from anydecode.catalogue import Card, register
+from anydecode.decoders.speculative.core import (
+    Drafter,
+    Round,
+    Session,
+    Speculative,
+    TextSession,
+)
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import ROOT, TokenTree
+
+#: Stands between texts; no token has this id.
+BREAK = -1
+
+
+class SuffixAutomaton:
+    """Every substring of a growing text. State 0 is the empty string; `counts[s]` is how often the
+    strings of state s occur, `next[s]` maps a token to the state behind it."""
+
+    def __init__(self) -> None:
+        self.next: list[dict[int, int]] = [{}]
+        self.link: list[int] = [-1]
+        self.length: list[int] = [0]
+        self.counts: list[int] = [0]
+        self._last = 0
+
+    def extend(self, token: int) -> None:
+        """Lengthen the text by one token."""
+        state = self._add(self.length[self._last] + 1, {}, 0)
+        at = self._last
+        while at >= 0 and token not in self.next[at]:
+            self.next[at][token] = state
+            at = self.link[at]
+        self.link[state] = 0 if at < 0 else self._split(at, token)
+        self._last = state
+        while state > 0:
+            self.counts[state] += 1
+            state = self.link[state]
+
+    @property
+    def repeated(self) -> int:
+        """The state of the longest suffix of the text that stood before."""
+        return max(self.link[self._last], 0)
+
+    def step(self, state: int, matched: int, token: int) -> tuple[int, int]:
+        """The state and length of the longest suffix that is a substring, once `token` has followed
+        a suffix of length `matched` in `state`."""
+        while state and token not in self.next[state]:
+            state = self.link[state]
+            matched = self.length[state]
+        if token in self.next[state]:
+            return self.next[state][token], matched + 1
+        return 0, 0
+
+    def _add(self, length: int, following: dict[int, int], count: int) -> int:
+        self.next.append(following)
+        self.link.append(0)
+        self.length.append(length)
+        self.counts.append(count)
+        return len(self.length) - 1
+
+    def _split(self, at: int, token: int) -> int:
+        behind = self.next[at][token]
+        if self.length[behind] == self.length[at] + 1:
+            return behind
+        clone = self._add(self.length[at] + 1, dict(self.next[behind]), self.counts[behind])
+        self.link[clone] = self.link[behind]
+        self.link[behind] = clone
+        while at >= 0 and self.next[at].get(token) == behind:
+            self.next[at][token] = clone
+            at = self.link[at]
+        return clone
+
+
+def likely_tree(
+    automaton: SuffixAutomaton, state: int, size: int, depth: int, least: float
+) -> tuple[TokenTree, float]:
+    """The `size` likeliest nodes behind `state`, `depth` deep at most, and their total probability.
+    A child's probability is its parent's times its share of the parent's occurrences."""
+    tree, total, order = TokenTree(), 0.0, 0
+    heap: list[tuple[float, int, int, int, int, int]] = []
+
+    def open_node(state: int, node: int, weight: float, level: int) -> None:
+        nonlocal order
+        count = automaton.counts[state]
+        for token, behind in automaton.next[state].items():
+            share = weight * automaton.counts[behind] / count
+            if token != BREAK and share >= least:
+                order += 1
+                heappush(heap, (-share, order, token, behind, node, level))
+
+    if state:
+        open_node(state, ROOT, 1.0, 1)
+    while heap and len(tree) < size:
+        negative, _, token, behind, parent, level = heappop(heap)
+        node = tree.add(token, parent)
+        total -= negative
+        if level < depth:
+            open_node(behind, node, -negative, level + 1)
+    return tree, total
+
+
+class SuffixDrafter(Drafter):
+    """`factor`: drafts are at most that many times as deep as the match is long; `least`: the
+    smallest probability of a node; `memory`: tokens of earlier answers kept."""
+
+    def __init__(self, factor: float = 2.0, least: float = 0.1, memory: int = 200_000) -> None:
+        if factor <= 0 or not 0 < least <= 1 or memory < 0:
+            raise InvalidRequestError("suffix needs factor > 0, 0 < least <= 1 and memory >= 0")
+        self.factor = factor
+        self.least = least
+        self.memory = memory
+        self.past = SuffixAutomaton()
+        self.past_tokens = 0
+
+    def open(self, sequence: Sequence) -> Session:
+        return _Session(sequence, self)
+
+    def clear(self) -> None:
+        self.past, self.past_tokens = SuffixAutomaton(), 0
+
+    def learn(self, answer: list[int]) -> None:
+        """Remember a finished answer; what is oldest goes all at once when memory is full."""
+        if self.past_tokens + len(answer) > self.memory:
+            self.clear()
+        for token in [*answer, BREAK][: self.memory]:
+            self.past.extend(token)
+        self.past_tokens += len(answer)
+
+
+class _Session(TextSession):
+    def __init__(self, sequence: Sequence, drafter: SuffixDrafter) -> None:
+        super().__init__(sequence)
+        self.drafter = drafter
+        self.own = SuffixAutomaton()
+        self.past = drafter.past
+        self._match = (0, 0)
+
+    def read(self, tokens: list[int]) -> None:
+        if self.past is not self.drafter.past:
+            self.past, self._match = self.drafter.past, (0, 0)
+        for token in tokens:
+            self.own.extend(token)
+            self._match = self.past.step(*self._match, token)
+
+    def tree(self, size: int) -> TokenTree:
+        drafter = self.drafter
+        here = self.own.repeated
+        state, matched = self._current()
+        best, best_total = TokenTree(), 0.0
+        for automaton, at, length in (
+            (self.own, here, self.own.length[here]),
+            (self.past, state, matched),
+        ):
+            depth = int(drafter.factor * length)
+            if depth:
+                tree, total = likely_tree(automaton, at, size, depth, drafter.least)
+                if total > best_total:
+                    best, best_total = tree, total
+        return best
+
+    def observe(self, round: Round) -> None:
+        if round.sequence.finished:
+            self.drafter.learn(round.sequence.tokens)
+
+    def _current(self) -> tuple[int, int]:
+        """The match among past answers. Others may have finished since it was found and split its
+        state: the shorter strings now belong to the clone that it links to."""
+        state, matched = self._match
+        while state and self.past.length[self.past.link[state]] >= matched:
+            state = self.past.link[state]
+        self._match = (state, matched)
+        return self._match
+
+
+@register(
+    Card(
+        "suffix",
+        "speculative",
+        paper="SuffixDecoding (arXiv:2411.04975)",
+        exactness="token-exact",
+        summary="Suffix automata of this request and of earlier answers draft by frequency.",
+        works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
+        deviations=(
+            "an automaton with occurrence counts in place of the paper's depth-limited suffix tree",
+        ),
+    )
+)
+def suffix(
+    size: int = 8, factor: float = 2.0, least: float = 0.1, memory: int = 200_000
+) -> Speculative:
+    """Suffix decoding with trees of up to `size` nodes."""
+    return Speculative(SuffixDrafter(factor, least, memory), size)

@@ -1,0 +1,283 @@
+"""Drafts without a model, against oracles that search the whole text anew in every round."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from anydecode.decoders.speculative.copyspec import RollingIndex
+from anydecode.decoders.speculative.stand import NgramProbabilities
+from anydecode.decoders.speculative.suffix import SuffixAutomaton
+from anydecode.decoders.speculative.token_recycling import PUBLISHED
+from anydecode.evaluation.certify import Check, mechanism
+from anydecode.evaluation.rounds import Drafted, accepted, rounds, scripted, wordy
+from anydecode.scoring.noise import Noise
+
+PROMPTS = ("abcabcabd", "the cab had a bad cab", "aaaa", "h")
+Chain = Callable[[list[int], int], list[int]]
+
+
+def chains(key: str, oracle: Chain) -> Iterator[Check]:
+    """Every drafted chain of `key` is what `oracle(text, prompt length)` says."""
+    kept = 0
+    for temperature in (0.0, 0.8):
+        with scripted(wordy()) as llm:
+            for prompt in PROMPTS:
+                found = rounds(llm, key, prompt, temperature=temperature)
+                wrong = [one for one in found if one.tokens != oracle(one.text, len(prompt))]
+                kept += accepted(found)
+                yield Check(f"{prompt!r} at T={temperature} equals the oracle", not wrong)
+    yield Check("drafts are accepted", kept > 0, f"{kept}")
+
+
+@mechanism("prompt-lookup")
+def prompt_lookup() -> Iterator[Check]:
+    """Longest suffix first, its latest earlier place, what followed it there."""
+
+    def oracle(text: list[int], prompt: int) -> list[int]:
+        for n in (3, 2, 1):
+            for start in range(len(text) - n - 1, -1, -1):
+                if n < len(text) and text[start : start + n] == text[-n:]:
+                    return text[start + n : start + n + 7]
+        return []
+
+    yield from chains("prompt-lookup", oracle)
+
+
+@mechanism("copyspec")
+def copyspec() -> Iterator[Check]:
+    """The first earlier place of the last three tokens; equal hashes mislead nobody."""
+
+    def oracle(text: list[int], prompt: int) -> list[int]:
+        for start in range(len(text) - 3):
+            if text[start : start + 3] == text[-3:]:
+                return text[start + 3 : start + 13]
+        return []
+
+    yield from chains("copyspec", oracle)
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, 3, 200).tolist()
+    index, agree = RollingIndex(3, modulus=7), True
+    for place, token in enumerate(text):
+        index.extend([token])
+        said = text[: place + 1]
+        earlier = [s for s in range(len(said) - 3) if said[s : s + 3] == said[-3:]]
+        agree &= index.match() == (earlier[0] if earlier else None)
+    yield Check("a hash of 7 values finds the right places", agree)
+
+
+@mechanism("aggressive")
+def aggressive() -> Iterator[Check]:
+    """Copies on while the answer follows the input; restarts at a suffix that stands there once."""
+
+    def oracle(text: list[int], prompt: int) -> list[int]:
+        source, output = text[:prompt], text[prompt:]
+        place: int | None = None
+        for end in range(1, len(output) + 1):
+            if place is not None and source[place : place + 1] == [output[end - 1]]:
+                place += 1
+                continue
+            place = None
+            for n in range(1, end + 1):
+                tail = output[end - n : end]
+                ends = [e for e in range(n, prompt + 1) if source[e - n : e] == tail]
+                if len(ends) == 1:
+                    place = ends[0]
+                if len(ends) <= 1:
+                    break
+        return [] if place is None else source[place : place + 16]
+
+    yield from chains("aggressive", oracle)
+
+
+@mechanism("suffix")
+def suffix() -> Iterator[Check]:
+    """The automaton counts every substring; the tree takes the likeliest nodes, best first."""
+    rng = np.random.default_rng(3)
+    text = rng.integers(0, 3, 60).tolist()
+    automaton, agree = SuffixAutomaton(), True
+    for token in text:
+        automaton.extend(token)
+    for length in range(1, 8):
+        for start in range(len(text) - length + 1):
+            state, part = 0, text[start : start + length]
+            for token in part:
+                state = automaton.next[state][token]
+            count = sum(text[s : s + length] == part for s in range(len(text) - length + 1))
+            agree &= automaton.counts[state] == count
+    yield Check("substring counts equal a search", agree)
+    kept = 0
+    with scripted(wordy()) as llm:
+        for prompt in PROMPTS:
+            found = rounds(llm, "suffix:memory=0", prompt)
+            kept += accepted(found)
+            wrong = [one for one in found if sorted(one.paths) != sorted(_likeliest(one.text))]
+            yield Check(f"{prompt!r} drafts the likeliest continuations", not wrong)
+    yield Check("drafts are accepted", kept > 0, f"{kept}")
+    with scripted(wordy()) as llm:
+        cold = llm.generate("hello", decoder="suffix", max_tokens=40, ignore_eos=True)
+        warm = llm.generate("hello", decoder="suffix", max_tokens=40, ignore_eos=True)
+        yield Check("earlier answers are remembered", warm.stats.passes < cold.stats.passes)
+        llm.clear()
+        again = llm.generate("hello", decoder="suffix", max_tokens=40, ignore_eos=True)
+        yield Check("and forgotten when told so", again.stats.passes == cold.stats.passes)
+
+
+def _likeliest(text: list[int]) -> list[tuple[int, ...]]:
+    """Up to 8 continuations of the longest repeated suffix with probability of at least 0.1, at
+    most twice as long as it, none left out that is likelier than one taken (found by search)."""
+
+    def places(part: list[int]) -> list[int]:
+        return [e for e in range(len(part), len(text) + 1) if text[e - len(part) : e] == part]
+
+    match: list[int] = next(
+        (text[-n:] for n in range(len(text) - 1, 0, -1) if len(places(text[-n:])) > 1), []
+    )
+    share: dict[tuple[int, ...], float] = {}
+    level = [((), 1.0)] if match else []
+    for _ in range(2 * len(match)):
+        grown = []
+        for path, weight in level:
+            part = match + list(path)
+            count = len(places(part))
+            for token in dict.fromkeys(text[e] for e in places(part) if e < len(text)):
+                value = weight * len(places([*part, token])) / count
+                if value >= 0.1:
+                    grown.append(((*path, token), value))
+        share.update(grown)
+        level = grown
+    return _best_first(share, text, match)
+
+
+def _best_first(
+    share: dict[tuple[int, ...], float], text: list[int], match: list[int]
+) -> list[tuple[int, ...]]:
+    taken: list[tuple[int, ...]] = []
+    arrived = {path: 0 for path in share if len(path) == 1}
+
+    def order_of(path: tuple[int, ...]) -> tuple[float, int, int]:
+        part = match + list(path[:-1])
+        first = [
+            text[e]
+            for e in range(len(part), len(text))
+            if text[e - len(part) : e] == part
+        ]
+        return -share[path], arrived[path], list(dict.fromkeys(first)).index(path[-1])
+
+    while arrived and len(taken) < 8:
+        path = min(arrived, key=order_of)
+        del arrived[path]
+        taken.append(path)
+        for other in share:
+            if other[:-1] == path:
+                arrived[other] = len(taken)
+    return taken
+
+
+@mechanism("token-recycling")
+def token_recycling() -> Iterator[Check]:
+    """80 published nodes; the matrix holds each token's last eight runners-up."""
+    levels = Counter(map(len, PUBLISHED))
+    yield Check(
+        "the published tree has 8, 21, 25, 15, 8 and 3 nodes on its levels",
+        [levels[depth] for depth in range(1, 7)] == [8, 21, 25, 15, 8, 3],
+    )
+    logits = wordy()
+    kept = 0
+    for tree, paths in (("published", PUBLISHED), ("worthwhile", None)):
+        with scripted(logits) as llm:
+            found: list[Drafted] = []
+            for prompt in PROMPTS:
+                found += rounds(llm, f"token-recycling:tree={tree}", prompt)
+        matrix: dict[int, list[int]] = {}
+        wrong = 0
+        for one in found:
+            ranked = paths or [(0,) * depth for depth in range(1, 9)]
+            expected = {tuple(_follow(matrix, one.text[-1], path)) for path in ranked} - {()}
+            wrong += not set(one.paths) <= expected if paths is None else set(one.paths) != expected
+            for path in [(), *one.paths]:
+                row = logits((*one.text, *path))
+                last = (*one.text, *path)[-1]
+                matrix[last] = np.argsort(-row, kind="stable")[:8].tolist()
+        kept += accepted(found)
+        yield Check(f"the {tree} tree equals the oracle", wrong == 0, f"{len(found)} rounds")
+    yield Check("drafts are accepted", kept > 0, f"{kept}")
+
+
+def _follow(matrix: dict[int, list[int]], token: int, ranks: tuple[int, ...]) -> list[int]:
+    path: list[int] = []
+    for rank in ranks:
+        if token not in matrix:
+            return []
+        token = matrix[token][rank]
+        path.append(token)
+    return path
+
+
+@mechanism("stand")
+def stand() -> Iterator[Check]:
+    """Running averages over ten tokens, longest n-gram first, Gumbel draws without replacement."""
+    table = NgramProbabilities(width=2)
+    table.update((1,), [5, 6], [0.6, 0.4])
+    table.update((1,), [6, 7], [0.8, 0.2])
+    yield Check(
+        "averages worked by hand",
+        {k: round(v, 9) for k, v in table.rows[(1,)][1].items()} == {6: 0.6, 5: 0.3},
+    )
+    logits = wordy(spread=1.6)
+    for temperature in (0.0, 0.8):
+        with scripted(logits) as llm:
+            found = [
+                one
+                for prompt in PROMPTS
+                for one in rounds(llm, "stand", prompt, temperature=temperature)
+            ]
+        wrong = _stand_mistakes(found, logits, temperature)
+        yield Check(f"T={temperature} equals the oracle", wrong == 0, f"{len(found)} rounds")
+        yield Check(f"drafts are accepted at T={temperature}", accepted(found) > 0)
+
+
+def _stand_mistakes(found: list[Drafted], logits: Callable, temperature: float) -> int:
+    held: dict[tuple[int, ...], tuple[int, np.ndarray]] = {}
+    noise = Noise(5)
+    wrong = 0
+    for one in found:
+        for node, path in enumerate(one.paths):
+            text = [*one.text, *path[:-1]]
+            key = next(k for n in (3, 2, 1) if (k := tuple(text[-n:])) in held)
+            row = held[key][1]
+            ids = np.flatnonzero(row)
+            keys = np.log(row[ids])
+            if temperature:
+                keys = keys + noise.gumbel(ids, len(text))
+            order = ids[np.argsort(-keys)].tolist()
+            siblings = [
+                one.tokens[other]
+                for other in range(len(one.tokens))
+                if one.parents[other] == one.parents[node]
+            ]
+            wrong += siblings != order[: len(siblings)]
+        for path in [(), *one.paths]:
+            _learn(held, [*one.text, *path], logits, temperature)
+    return wrong
+
+
+def _learn(
+    held: dict[tuple[int, ...], tuple[int, np.ndarray]],
+    text: list[int],
+    logits: Callable,
+    temperature: float,
+) -> None:
+    row = logits(tuple(text)).astype(float)
+    top = np.argsort(-row)[:10]
+    fresh = np.zeros_like(row)
+    fresh[top] = np.exp((row[top] - row.max()) / (temperature or 1))
+    fresh /= fresh.sum()
+    for n in (1, 2, 3):
+        if len(text) >= n:
+            count, average = held.get(tuple(text[-n:]), (0, np.zeros_like(row)))
+            average = (count * average + fresh) / (count + 1)
+            average[np.argsort(-average)[10:]] = 0
+            held[tuple(text[-n:])] = (count + 1, average)

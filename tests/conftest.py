@@ -1,0 +1,34 @@
+"""What all tests share: the sources on the path of child processes, and the default model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sources_on_path() -> None:
+    """Child processes run the sources under test, whatever is installed."""
+    os.environ["PYTHONPATH"] = str(ROOT / "src")
+
+
+@pytest.fixture(scope="session")
+def default_model_path() -> Path:
+    """The default model's file, pulled once. `ANYDECODE_TEST_MODEL` names a copy already here."""
+    named = os.environ.get("ANYDECODE_TEST_MODEL")
+    if named:
+        return Path(named)
+    from anydecode.models.loading import pull
+
+    return pull(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the source tree."""
+    return ROOT

@@ -1,0 +1,310 @@
+"""The command line, over a scripted model: what it prints, and how it fails."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anydecode import LLM
+from anydecode.cli import bench, main, options
+from anydecode.cli.chat import obey
+from anydecode.cli.output import to_plain
+from anydecode.errors import InvalidRequestError
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+
+HEAVY = ("torch", "numpy", "transformers", "rich", "tokenizers", "huggingface_hub")
+
+
+class ChatTokenizer(ByteTokenizer):
+    """Bytes, and a chat template."""
+
+    chat_template = "{{ messages }}"
+
+    def render_chat(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        return "|".join(f"{message['role']}:{message['content']}" for message in messages)
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every name loads a scripted model; the cache folder is a fresh one."""
+
+    def load(model: str, *rest: Any) -> LLM:
+        return LLM(ScriptedModel(seed=1), tokenizer=ChatTokenizer(), cache_positions=2048)
+
+    monkeypatch.setattr(options, "load", load)
+    monkeypatch.setenv("ANYDECODE_HOME", str(tmp_path / "cache"))
+
+
+def invoke(*arguments: str) -> int:
+    """The exit code of `anydecode ARGUMENTS` in this process."""
+    with pytest.raises(SystemExit) as caught:
+        main.run(list(arguments))
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def child(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """`anydecode ARGUMENTS` in a process of its own."""
+    command = [sys.executable, "-m", "anydecode", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **settings)
+
+
+def modules_imported(code: str) -> set[str]:
+    """Top-level modules that are loaded after `code` has run in a fresh interpreter."""
+    report = "import sys; print(*{name.partition('.')[0] for name in sys.modules}, file=sys.stderr)"
+    program = f"try:\n    {code}\nexcept SystemExit:\n    pass\n{report}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["bench"], ["certify"]])
+def test_help_imports_nothing_heavy(command: list[str]) -> None:
+    arguments = [*command, "--help"]
+    loaded = modules_imported(f"from anydecode.cli.main import run; run({arguments!r})")
+    assert "typer" in loaded
+    assert not loaded & set(HEAVY)
+
+
+def test_the_import_check_sees_a_heavy_import() -> None:
+    assert "numpy" in modules_imported("from anydecode.cli.main import run; import numpy")
+
+
+def test_every_command_teaches_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["generate", "chat", "pull", "methods", "certify", "score", "doctor", "bench"]
+    for name in names:
+        assert invoke(name, "--help") == 0
+        assert f"Example: anydecode {name}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_generate_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    code = invoke("generate", "--prompt", "abc", "--max-tokens", "8", "--seed", "7", "--json")
+    out = capsys.readouterr().out
+    found = json.loads(out)
+    assert code == 0 and out.count("\n") == 1
+    wanted = {"text", "tokens", "passes", "seconds", "tokens_per_second", "finish_reason", "seed"}
+    assert wanted <= found.keys()
+    assert len(found["tokens"]) <= 8 and found["seed"] == 7
+
+
+def test_generate_streams_the_text_that_json_gives(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "abc", "--max-tokens", "8", "--temperature", "0.9", "--seed", "3"]
+    invoke(*arguments, "--json")
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert invoke(*arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.out == text + "\n"
+    assert "tokens/s" in captured.err
+    invoke(*arguments[:-1], "4")
+    assert capsys.readouterr().out != text + "\n"
+
+
+def test_prompt_comes_from_stdin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    invoke("generate", "--prompt", "abc", "--max-tokens", "4", "--json")
+    direct = json.loads(capsys.readouterr().out)["tokens"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc"))
+    invoke("generate", "--prompt", "-", "--max-tokens", "4", "--json")
+    assert json.loads(capsys.readouterr().out)["tokens"] == direct
+
+
+def test_the_hint_at_chat_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
+    hints = []
+    for _ in range(2):
+        invoke("generate", "abc", "--max-tokens", "2")
+        hints.append("anydecode chat" in capsys.readouterr().err)
+    assert hints == [True, False]
+
+
+def test_chat_answers_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    code = invoke("chat", "--prompt", "hi", "--system", "be brief", "--max-tokens", "4", "--json")
+    assert code == 0
+    llm = options.load("any")
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    expected = llm.chat(messages, max_tokens=4).tokens
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected
+
+
+def test_conversation_ends_with_quit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n/retry\n/help\n/quit\nnever reached\n"))
+    assert invoke("chat", "--max-tokens", "3") == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("tokens/s") == 2
+    assert "/quit ends" in captured.err
+
+
+def test_chat_commands_change_the_messages() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert obey("/system be kind", messages)
+    assert messages[0] == {"role": "system", "content": "be kind"}
+    assert obey("/retry", messages) and messages[-1]["role"] == "user"
+    assert obey("/clear", messages) and [m["role"] for m in messages] == ["system"]
+    assert not obey("/quit", messages)
+
+
+def test_score_gives_the_log_likelihood(capsys: pytest.CaptureFixture[str]) -> None:
+    code = invoke("score", "--prompt", "abc", "--continuation", "de", "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert found["total"] == pytest.approx(sum(found["logprobs"]))
+    assert len(found["logprobs"]) == len(found["tokens"]) == 2
+
+
+def test_methods_lists_cards(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke("methods", "--json") == 0
+    cards = json.loads(capsys.readouterr().out)
+    keys = {card["key"] for card in cards}
+    assert "prompt-lookup" in keys and len(keys) == len(cards)
+    assert invoke("methods", "--family", "search", "--json") == 0
+    assert {card["family"] for card in json.loads(capsys.readouterr().out)} == {"search"}
+    assert invoke("methods") == 0
+    assert "prompt-lookup" in capsys.readouterr().out
+
+
+def test_certify_exit_code_follows_the_certificates(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from anydecode.evaluation import certify as module
+
+    for passed, expected in ((True, 0), (False, 1)):
+        check = module.Check("claim", passed, "detail")
+        certificate = module.Certificate("some-key", "token-exact", [check])
+        monkeypatch.setattr(module, "certify", lambda keys, on_done, c=certificate: [c])
+        assert invoke("certify", "some-key", "--json") == expected
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)[0]["passed"] is passed
+        assert ("not certified: some-key" in captured.err) is not passed
+
+
+def test_doctor_tells_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke("doctor", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    wanted = {"python", "torch", "backend", "why", "instruction_set", "compiler", "threads"}
+    assert wanted | {"cores", "memory", "gpu", "cache", "models", "packages"} <= found.keys()
+    assert found["models"] == []
+    assert invoke("doctor") == 0
+    assert "instruction set" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate"], "no prompt"),
+        (["generate", "--prompt", ""], "no prompt"),
+        (["generate", "x", "--top-p", "7"], "top_p"),
+        (["generate", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "x", "--decoder", "nonsense"], "nonsense"),
+        (["generate", "x" * 5000], "context"),
+        (["methods", "--family", "nonsense"], "no family"),
+        (["certify", "nonsense"], "nonsense"),
+        (["bench", "peers", "--engines", "nonsense"], "no engine nonsense"),
+        (["pull", "nonsense"], "nonsense"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(*arguments) == main.USAGE_ERROR
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.strip().count("\n") == 0 and captured.out == ""
+
+
+def test_unknown_model_in_a_real_process(tmp_path: Path) -> None:
+    done = child("generate", "x", "--model", "nonsense", env={**os.environ, "HOME": str(tmp_path)})
+    assert done.returncode == main.USAGE_ERROR
+    assert "nonsense" in done.stderr and "Traceback" not in done.stderr
+    loud = child("generate", "x", "--model", "nonsense", "--debug")
+    assert "Traceback" in loud.stderr and loud.returncode != 0
+
+
+def test_unexpected_errors_show_a_traceback_only_with_debug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: Any) -> LLM:
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr(options, "load", broken)
+    assert invoke("generate", "x") == main.FAILURE
+    assert "unexpected ZeroDivisionError: a mistake of ours" in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError):
+        main.run(["generate", "x", "--debug"])
+
+
+def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any) -> LLM:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(options, "load", interrupted)
+    assert invoke("generate", "x") == main.INTERRUPTED
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_interrupt_of_a_waiting_chat_is_clean(tmp_path: Path) -> None:
+    program = (
+        "import sys, anydecode.cli.options as o; o.load = lambda *a: print('ready', flush=True);"
+        "from anydecode.cli.main import run; run(['chat'])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == main.INTERRUPTED and "Traceback" not in errors
+
+
+def test_closed_pipe_is_quiet() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "anydecode", "--version"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.stderr == "" and done.returncode == main.FAILURE
+
+
+def test_every_benchmark_can_be_run() -> None:
+    for name in bench.BENCHES:
+        with pytest.raises(SystemExit) as caught:
+            main.run(["bench", name, "--help"])
+        assert caught.value.code == 0
+
+
+def test_an_unknown_benchmark_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match="nonsense"):
+        bench.run_bench("nonsense", [])
+
+
+def test_plain_values_for_json() -> None:
+    import numpy as np
+
+    mixed = {"a": (np.float32(0.5), np.int64(3)), "b": float("nan"), "c": {2, 1}, "d": Path("x")}
+    assert to_plain(mixed) == {"a": [0.5, 3], "b": None, "c": [1, 2], "d": "x"}
+
+
+@pytest.mark.model
+def test_generate_on_the_default_model(default_model_path: Path) -> None:
+    arguments = ["generate", "--model", str(default_model_path), "--prompt", "The sky is"]
+    settings = ["--max-tokens", "8", "--temperature", "0", "--ignore-eos", "--json"]
+    done = child(*arguments, *settings)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["tokens"]) == 8 and found["finish_reason"] == "length"
+    assert found["tokens_per_second"] > 0 and found["passes"] >= 8

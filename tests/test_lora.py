@@ -1,0 +1,183 @@
+"""LoRA adapters against PEFT, and each row with its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from anydecode.errors import CheckpointError, InvalidRequestError
+from tiny_models import chain, hf_model, logits, make_rows, own_model
+
+PROMPT = [5, 17, 99, 3, 128, 64, 64, 11, 42]
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "attention": ("Llama", {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}),
+    "everything": ("Llama", {"r": 3, "lora_alpha": 7, "target_modules": ALL}),
+    "rslora": ("Llama", {"r": 8, "lora_alpha": 4, "use_rslora": True, "target_modules": ALL}),
+    "patterns": (
+        "Llama",
+        {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": ALL,
+            "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 5},
+            "alpha_pattern": {"v_proj": 3},
+        },
+    ),
+    "one layer": (
+        "Qwen2",
+        {"r": 4, "target_modules": ["k_proj", "o_proj"], "layers_to_transform": [1]},
+    ),
+    "fused": ("Phi3", {"r": 4, "target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
+}
+
+
+def adapted(family: str, options: dict[str, Any], path: Path, seed: int = 0) -> Any:
+    """A PEFT model with random factors, saved to `path`."""
+    torch.manual_seed(seed + 1)
+    config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
+    model = get_peft_model(hf_model(family), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(path)
+    return model.eval()
+
+
+def adapter_logits(model: Any, adapter: int, tokens: list[int]) -> torch.Tensor:
+    rows = chain(tokens)
+    rows.adapters = np.full(len(tokens), adapter, np.int32)
+    return logits(model, rows)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_peft(case: str, tmp_path: Path) -> None:
+    family, options = CASES[case]
+    theirs = adapted(family, options, tmp_path)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([PROMPT])).logits[0]
+    ours = own_model(hf_model(family))
+    plain = logits(ours, chain(PROMPT))
+    assert ours.add_adapter("a", tmp_path) == 0
+    assert (adapter_logits(ours, 0, PROMPT) - expected).abs().max() < 1e-4
+    assert (plain - expected).abs().max() > 1e-2
+    assert torch.equal(adapter_logits(ours, -1, PROMPT), plain)
+    assert torch.equal(logits(ours, chain(PROMPT)), plain)
+
+
+@pytest.mark.parametrize("change", [{"lora_alpha": 9}, {"use_rslora": True}])
+def test_a_wrong_scale_is_noticed(change: dict[str, Any], tmp_path: Path) -> None:
+    """Twin: another alpha, or the other rule for the scale, leaves the margin."""
+    theirs = adapted("Llama", CASES["attention"][1], tmp_path)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([PROMPT])).logits[0]
+    rewrite(tmp_path, **change)
+    ours = own_model(hf_model("Llama"))
+    ours.add_adapter("a", tmp_path)
+    assert (adapter_logits(ours, 0, PROMPT) - expected).abs().max() > 1e-3
+
+
+def test_every_row_has_its_own(tmp_path: Path) -> None:
+    """Three sequences, two adapters and none, in one pass: equal to each alone, to the bit."""
+    model = own_model(hf_model("Llama"))
+    for number, case in enumerate(("everything", "attention")):
+        adapted("Llama", CASES[case][1], tmp_path / case, seed=number)
+        assert model.add_adapter(case, tmp_path / case) == number
+    count = len(PROMPT)
+    rows = make_rows(
+        PROMPT * 3,
+        list(range(count)) * 3,
+        range(3 * count),
+        [np.arange(i * count, (i + 1) * count) for i in range(3)],
+        [0] * count + [1] * count + [2] * count,
+        list(range(1, count + 1)) * 3,
+    )
+    rows.adapters = np.repeat(np.array([1, -1, 0], np.int32), count)
+    together = logits(model, rows).view(3, count, -1)
+    for part, adapter in zip(together, (1, -1, 0), strict=True):
+        assert torch.equal(part, adapter_logits(model, adapter, PROMPT))
+    assert not torch.equal(together[0], together[2])
+
+
+def test_experts_take_adapters(tmp_path: Path) -> None:
+    """Adapters of single experts and of the router, in the names that files have."""
+    settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    model = own_model(hf_model("Qwen3Moe", **settings))
+    generator = torch.Generator().manual_seed(0)
+    factors, stem = {}, "base_model.model.model.layers.1.mlp"
+    for name, out, width in (("experts.2.up_proj", 24, 48), ("gate", 4, 48)):
+        factors[f"{stem}.{name}.lora_A.weight"] = torch.randn(2, width, generator=generator)
+        factors[f"{stem}.{name}.lora_B.weight"] = torch.randn(out, 2, generator=generator)
+    save_file(factors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 1}')
+    plain = logits(model, chain(PROMPT))
+    model.add_adapter("a", tmp_path)
+    got = adapter_logits(model, 0, PROMPT)
+    layer = model.network.weights.layers[1].mlp
+    for weight, name in ((layer.up[2], "experts.2.up_proj"), (layer.router, "gate")):
+        down, up = (factors[f"{stem}.{name}.lora_{x}.weight"] for x in "AB")
+        weight.data = weight.data + up @ down * 0.5
+    assert (logits(model, chain(PROMPT)) - got).abs().max() < 1e-4
+    assert (plain - got).abs().max() > 1e-3
+
+
+def rewrite(path: Path, **change: Any) -> None:
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps({**config, **change}))
+
+
+def edit_tensors(path: Path, edit: Any) -> None:
+    file = path / "adapter_model.safetensors"
+    save_file(edit(load_file(file)), file)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda p: rewrite(p, peft_type="IA3"), "type IA3"),
+        (lambda p: rewrite(p, use_dora=True), "use_dora=True"),
+        (lambda p: rewrite(p, bias="all"), "bias='all'"),
+        (lambda p: rewrite(p, r=5), "has rank 4, its config says 5"),
+        (lambda p: (p / "adapter_config.json").unlink(), "adapter_config.json is missing"),
+        (lambda p: (p / "adapter_config.json").write_text("{"), "cannot be read"),
+        (lambda p: (p / "adapter_model.safetensors").write_bytes(b"xx"), "cannot be read"),
+        (
+            lambda p: edit_tensors(p, lambda t: dict(list(t.items())[1:])),
+            "lora_A.weight is missing",
+        ),
+        (
+            lambda p: edit_tensors(p, lambda t: {k.replace("q_", "z_"): v for k, v in t.items()}),
+            "no layer model.layers.0.self_attn.z_proj",
+        ),
+        (
+            lambda p: edit_tensors(
+                p, lambda t: {k: v[:, :9].contiguous() if "_A" in k else v for k, v in t.items()}
+            ),
+            "do not fit",
+        ),
+        (lambda p: edit_tensors(p, lambda t: {**t, "x.magnitude": torch.ones(1)}), "x.magnitude"),
+    ],
+)
+def test_broken_adapters(spoil: Any, message: str, tmp_path: Path) -> None:
+    adapted("Llama", CASES["attention"][1], tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        own_model(hf_model("Llama")).add_adapter("a", tmp_path)
+
+
+def test_names_are_taken_once(tmp_path: Path) -> None:
+    adapted("Llama", CASES["attention"][1], tmp_path)
+    model = own_model(hf_model("Llama"))
+    model.add_adapter("a", tmp_path)
+    with pytest.raises(InvalidRequestError, match="already"):
+        model.add_adapter("a", tmp_path)

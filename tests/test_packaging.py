@@ -1,0 +1,124 @@
+"""What is shipped: a light import, one version, a wheel that holds what it should."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import anydecode
+
+
+def build_hook_module(repository: Path) -> ModuleType:
+    """`hatch_build.py`, over a stand-in for hatchling, which tests need not have."""
+    parent = ModuleType("hatchling.builders.hooks.plugin.interface")
+    parent.BuildHookInterface = object  # type: ignore[attr-defined]
+    sys.modules.setdefault(parent.__name__, parent)
+    spec = importlib.util.spec_from_file_location("hatch_build", repository / "hatch_build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_hook(module: ModuleType, repository: Path, version: str = "standard") -> dict[str, Any]:
+    """What the hook adds to a wheel, and the warnings it gave."""
+    hook = module.KernelBuildHook()
+    warnings: list[str] = []
+    hook.root = str(repository)
+    hook.app = SimpleNamespace(display_warning=warnings.append)
+    data: dict[str, Any] = {"force_include": {}}
+    hook.initialize(version, data)
+    hook.finalize(version, data, "")
+    return {**data, "warnings": warnings}
+
+
+def test_import_is_light_and_llm_is_lazy() -> None:
+    program = (
+        "import sys, anydecode; print('torch' in sys.modules, 'numpy' in sys.modules);"
+        "from anydecode import LLM; print('torch' in sys.modules, LLM.__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split("\n")[:2] == ["False False", "True anydecode.engine.llm"]
+
+
+def test_public_names_resolve() -> None:
+    for name in anydecode.__all__:
+        assert getattr(anydecode, name) is not None
+        assert name in dir(anydecode)
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = anydecode.nonsense
+
+
+def test_one_logger_without_handlers_of_its_own() -> None:
+    handlers = logging.getLogger("anydecode").handlers
+    assert [type(handler) for handler in handlers] == [logging.NullHandler]
+
+
+def test_the_version_is_semantic_and_has_a_changelog_entry(repository: Path) -> None:
+    release = re.fullmatch(r"(\d+\.\d+\.\d+)(\.dev\d+)?", anydecode.__version__)
+    assert release is not None
+    assert f"## {release[1]}" in (repository / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = (repository / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"version: {release[1]}" in citation
+
+
+def test_the_package_says_that_it_is_typed(repository: Path) -> None:
+    assert (repository / "src" / "anydecode" / "py.typed").is_file()
+
+
+def test_readme_commands_are_targets_of_the_makefile(repository: Path) -> None:
+    readme = (repository / "README.md").read_text(encoding="utf-8")
+    makefile = (repository / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"\bmake (\w+)", readme))
+    assert {"demo", "test"} <= named
+    assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in named)
+
+
+def test_constraints_pin_torch_and_nothing_of_cuda(repository: Path) -> None:
+    lines = (repository / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert "torch==2.13.0" in pins
+    assert all("==" in pin for pin in pins)
+    assert not [pin for pin in pins if re.match(r"nvidia|cuda|triton", pin)]
+
+
+def test_a_failed_build_leaves_a_pure_wheel(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = build_hook_module(repository)
+    monkeypatch.setenv("ANYDECODE_BUILD", "auto")
+    monkeypatch.setenv("CC", "/nonexistent/compiler")
+    found = run_hook(module, repository)
+    assert found["force_include"] == {} and "tag" not in found
+    assert len(found["warnings"]) == 1 and "torch reference" in found["warnings"][0]
+    monkeypatch.setenv("ANYDECODE_BUILD", "always")
+    with pytest.raises(OSError):
+        run_hook(module, repository)
+
+
+def test_a_built_library_makes_a_platform_wheel(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = build_hook_module(repository)
+    monkeypatch.delenv("ANYDECODE_BUILD", raising=False)
+    monkeypatch.setenv("ANYDECODE_PLATFORM", "manylinux_2_17_x86_64")
+    monkeypatch.setattr(module, "build_library", lambda root, out_dir: out_dir / "libanydecode.so")
+    found = run_hook(module, repository)
+    assert found["tag"] == "py3-none-manylinux_2_17_x86_64" and found["pure_python"] is False
+    assert list(found["force_include"].values()) == ["anydecode/kernels/cpu/libanydecode.so"]
+    assert run_hook(module, repository, "editable")["force_include"] == {}
+
+
+def test_the_kernels_look_where_the_wheel_puts_the_library(repository: Path) -> None:
+    from anydecode.kernels import build
+
+    assert build.SOURCES == repository / "src" / "anydecode" / "kernels" / "cpu"
+    assert callable(build.compile_library) and callable(build.find_compiler)

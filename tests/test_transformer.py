@@ -1,0 +1,353 @@
+"""What the seam promises of a model: one row, one result, however the pass is laid out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from anydecode.errors import InvalidRequestError
+from anydecode.kernels.interface import KeyValues, Rows, Want
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.models.transformer import Transformer
+from tiny_models import chain, hf_model, logits, make_rows, own_model, whole
+
+PROMPT = [5, 17, 99, 3, 128, 64, 64, 11, 42, 7, 7, 90]
+
+MODELS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "llama": ("Llama", "float32", {}),
+    "llama bfloat16": ("Llama", "bfloat16", {"attention_bias": True}),
+    "llama int8": ("Llama", "int8", {"hidden_size": 64, "intermediate_size": 96}),
+    "llama int4": ("Llama", "int4", {"hidden_size": 64, "intermediate_size": 96}),
+    "gemma2": ("Gemma2", "float32", {"head_dim": 20, "sliding_window": 5}),
+    "olmo2": ("Olmo2", "float32", {"vocab_size": 129, "intermediate_size": 77}),
+    "smollm3": ("SmolLM3", "float32", {"num_hidden_layers": 4}),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        "float32",
+        {
+            "head_dim": 12,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral int8": (
+        "Mixtral",
+        "int8",
+        {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4},
+    ),
+}
+
+_built: dict[str, Transformer] = {}
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> Transformer:
+    return tiny(request.param)
+
+
+def tiny(name: str) -> Transformer:
+    if name not in _built:
+        family, dtype, settings = MODELS[name]
+        _built[name] = own_model(hf_model(family, **settings), dtype)
+    return _built[name]
+
+
+def test_chunks_equal_the_whole(model: Transformer) -> None:
+    expected = logits(model, chain(PROMPT))
+    for sizes in ([1] * 12, [5, 7], [3, 1, 8], [11, 1]):
+        cache, parts, first = model.new_cache(20), [], 0
+        for size in sizes:
+            parts.append(logits(model, chain(PROMPT[first : first + size], first), cache))
+            first += size
+        assert torch.equal(torch.cat(parts), expected)
+
+
+def test_alone_equals_in_a_batch_of_sixteen(model: Transformer) -> None:
+    generator = np.random.default_rng(0)
+    texts = [generator.integers(3, 120, 1 + 5 * i % 37).tolist() for i in range(16)]
+    slots = generator.permutation(600)
+    tables, places, cache = [], 0, model.new_cache(600)
+    for text in texts:
+        tables.append(slots[places : places + len(text)])
+        places += len(text)
+    order = generator.permutation(sum(len(text) for text in texts))
+    pairs = [(i, p) for i, text in enumerate(texts) for p in range(len(text))]
+    pairs = [pairs[i] for i in order]
+    rows = make_rows(
+        [texts[i][p] for i, p in pairs],
+        [p for _, p in pairs],
+        [tables[i][p] for i, p in pairs],
+        tables,
+        [i for i, _ in pairs],
+        [p + 1 for _, p in pairs],
+    )
+    together = logits(model, rows, cache)
+    for number, text in enumerate(texts):
+        mine = [r for r, (i, _) in enumerate(pairs) if i == number]
+        mine.sort(key=lambda r: pairs[r][1])
+        assert torch.equal(together[mine], logits(model, chain(text)))
+
+
+PARENTS = [-1, 0, 0, 1, 1, 2, 4]
+NODES = [30, 31, 32, 33, 34, 33, 30]
+
+
+def tree_rows(prompt: int, parents: list[int], position_mistake: int = 0) -> Rows:
+    """Rows of `NODES` behind a prompt in slots 0.., node i in slot 200 - i."""
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append((paths[parent] if parent >= 0 else []) + [node])
+    return make_rows(
+        NODES,
+        [prompt + len(path) - 1 + position_mistake for path in paths],
+        [200 - node for node in range(len(NODES))],
+        [np.arange(prompt)],
+        [0] * len(NODES),
+        [prompt] * len(NODES),
+        [[200 - node for node in path] for path in paths],
+    )
+
+
+def tree_logits(model: Transformer, rows: Rows) -> torch.Tensor:
+    cache = model.new_cache(256)
+    logits(model, chain(PROMPT), cache)
+    return logits(model, rows, cache)
+
+
+def chain_logits(model: Transformer, node: int) -> torch.Tensor:
+    path = [node]
+    while PARENTS[path[0]] >= 0:
+        path.insert(0, PARENTS[path[0]])
+    return logits(model, chain(PROMPT + [NODES[n] for n in path]))[-1]
+
+
+def test_tree_nodes_equal_chains(model: Transformer) -> None:
+    got = tree_logits(model, tree_rows(len(PROMPT), PARENTS))
+    for node in range(len(NODES)):
+        assert torch.equal(got[node], chain_logits(model, node))
+
+
+def test_a_wrong_tree_is_noticed() -> None:
+    """Twins: a node under the wrong parent, a sibling that is seen, a position off by one."""
+    model = tiny("llama")
+    node = 4
+    expected = chain_logits(model, node)
+    wrong_parent = tree_rows(len(PROMPT), [-1, 0, 0, 1, 2, 2, 4])
+    shifted = tree_rows(len(PROMPT), PARENTS, position_mistake=1)
+    leaky = tree_rows(len(PROMPT), PARENTS)
+    at = int(leaky.tail_start[node])
+    leaky.tails = np.insert(leaky.tails, at + 2, 200 - 3).astype(np.int32)
+    leaky.tail_length[node] += 1
+    leaky.tail_start[node + 1 :] += 1
+    for rows in (wrong_parent, shifted, leaky):
+        assert not torch.equal(tree_logits(model, rows)[node], expected)
+
+
+def test_split_at_every_layer(model: Transformer) -> None:
+    """The state after any number of layers, fed back in, leads to the same bits."""
+    layers = model.spec.num_layers
+    rows, every = chain(PROMPT), np.arange(len(PROMPT), dtype=np.int32)
+    expected = logits(model, rows)
+    for split in range(layers + 1):
+        cache = model.new_cache(20)
+        first = whole(chain(PROMPT), model)
+        first.stop[:] = split
+        state = model.run(first, cache, Want(every[:0], {split: every})).hidden[split]
+        second = whole(chain(PROMPT), model)
+        second.tokens[:], second.start[:], second.inputs = -1, split, state
+        assert torch.equal(model.run(second, cache, Want(every)).logits, expected)
+
+
+def test_ranges_of_every_kind_in_one_pass(model: Transformer) -> None:
+    """Rows that stop early, go on, or run whole share a pass and do not disturb each other; taps
+    equal the states handed on, and an early row's logits are the head of its state."""
+    layers = model.spec.num_layers
+    every = np.arange(len(PROMPT), dtype=np.int32)
+    cache, first = model.new_cache(64), whole(chain(PROMPT), model)
+    first.stop[:] = 1
+    out = model.run(first, cache, Want(every, {1: every, 0: every}))
+    state, early = out.hidden[1].clone(), out.logits.clone()
+    assert torch.equal(model.head(state), early)
+    assert torch.equal(out.hidden[0], model.embed(first.tokens))
+    count = len(PROMPT)
+    both = make_rows(
+        [-1] * count + PROMPT + PROMPT,
+        list(range(count)) * 3,
+        list(range(count)) + list(range(20, 20 + count)) + list(range(40, 40 + count)),
+        [np.arange(count), np.arange(20, 20 + count), np.arange(40, 40 + count)],
+        [0] * count + [1] * count + [2] * count,
+        list(range(1, count + 1)) * 3,
+    )
+    whole(both, model)
+    both.start[:count], both.stop[count : 2 * count] = 1, layers - 1
+    both.inputs = torch.cat((state, torch.full((2 * count, state.shape[1]), torch.nan)))
+    taps = {layers - 1: np.arange(3 * count, dtype=np.int32)}
+    out = model.run(both, cache, Want(np.arange(3 * count, dtype=np.int32), taps))
+    expected = logits(model, chain(PROMPT))
+    assert torch.equal(out.logits[:count], expected)
+    assert torch.equal(out.logits[2 * count :], expected)
+    tapped = out.hidden[layers - 1]
+    assert torch.equal(tapped[:count], tapped[count : 2 * count])
+    assert torch.equal(out.logits[count : 2 * count], model.head(tapped[count : 2 * count]))
+
+
+def test_embeddings_in_place_of_tokens(model: Transformer) -> None:
+    rows = chain(PROMPT)
+    expected = logits(model, rows)
+    given = torch.zeros(len(PROMPT), model.spec.hidden_size)
+    given[3:7] = model.embed(rows.tokens[3:7])
+    rows.tokens[3:7], rows.inputs = -1, given
+    assert torch.equal(logits(model, rows), expected)
+
+
+def test_embeddings_are_not_scaled_again() -> None:
+    """Twin: Gemma's scale belongs to tokens; an unscaled embedding leads elsewhere."""
+    model = tiny("gemma2")
+    rows = chain(PROMPT)
+    unscaled = model.embed(rows.tokens) / model.spec.embedding_scale
+    expected = logits(model, rows)
+    rows.tokens[:], rows.inputs = -1, unscaled
+    assert not torch.equal(logits(model, rows), expected)
+
+
+def test_bidirectional_block_does_not_depend_on_the_order_of_rows() -> None:
+    """Every row of a block sees the whole block; the rows may come in any order and any slots."""
+    model = tiny("llama")
+
+    def block(order: list[int], slots: np.ndarray) -> torch.Tensor:
+        count = len(PROMPT)
+        rows = make_rows(
+            [PROMPT[i] for i in order], order, slots[order], [slots], [0] * count, [count] * count
+        )
+        out = logits(model, rows, model.new_cache(64))
+        return out[np.argsort(order)]
+
+    count = len(PROMPT)
+    straight = block(list(range(count)), np.arange(count))
+    generator = np.random.default_rng(1)
+    shuffled = block(generator.permutation(count).tolist(), generator.permutation(64)[:count])
+    assert torch.equal(straight, shuffled)
+    assert not torch.equal(straight[0], logits(model, chain(PROMPT))[0])
+
+
+def test_layers_may_keep_different_slots() -> None:
+    """A table per layer, with holes in one of them."""
+    model = tiny("llama")
+    cache = model.new_cache(64)
+    logits(model, chain(PROMPT), cache)
+    count, layers = len(PROMPT), model.spec.num_layers
+    table = np.tile(np.arange(count + 1, dtype=np.int32), (layers, 1))
+    tables = {"same": table.copy(), "hole": table.copy()}
+    tables["hole"][1, 4] = -1
+    got = {}
+    for name, given in tables.items():
+        rows = make_rows([9], [count], [count], [given], [0], [count + 1])
+        got[name] = logits(model, rows, cache)
+    assert torch.equal(got["same"], logits(model, chain([9], count), cache))
+    assert not torch.equal(got["hole"], got["same"])
+
+
+def test_a_pass_that_stores_nothing_changes_nothing() -> None:
+    model = tiny("llama")
+    cache = model.new_cache(16)
+    logits(model, chain(PROMPT), cache)
+    before = [keys.clone() for keys in cache.keys]
+    rows = make_rows([9], [12], [-1], [np.arange(12)], [0], [12])
+    logits(model, rows, cache)
+    assert all(torch.equal(a, b) for a, b in zip(before, cache.keys, strict=True))
+
+
+def test_half_precision_cache() -> None:
+    model = tiny("llama")
+    cache = model.new_cache(16, torch.bfloat16)
+    assert cache.keys[0].dtype == torch.bfloat16
+    difference = logits(model, chain(PROMPT), cache) - logits(model, chain(PROMPT))
+    assert 0 < difference.abs().max() < 1.0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda rows: rows.tokens.fill(-1), "inputs"),
+        (lambda rows: rows.tokens.fill(5000), "vocabulary"),
+        (lambda rows: rows.start.fill(1), "layer 0"),
+        (lambda rows: rows.stop.fill(99), "layer ranges"),
+        (lambda rows: setattr(rows, "adapters", np.zeros(12, np.int32)), "no adapter 0"),
+    ],
+)
+def test_rows_that_cannot_be_run(spoil: Any, message: str) -> None:
+    model = tiny("llama")
+    rows = whole(chain(PROMPT), model)
+    spoil(rows)
+    with pytest.raises(InvalidRequestError, match=message):
+        model.run(rows, model.new_cache(16), Want(np.arange(12, dtype=np.int32)))
+
+
+def scripted_logits(model: ScriptedModel, rows: Rows, cache: KeyValues) -> torch.Tensor:
+    rows.start[:], rows.stop[:] = 0, model.spec.num_layers
+    return model.run(rows, cache, Want(np.arange(len(rows), dtype=np.int32))).logits
+
+
+@pytest.mark.parametrize("order", [2, None])
+def test_scripted_model_sees_what_is_there(order: int | None) -> None:
+    """Chunks, trees and layer splits agree with the chain; wrong paths and positions do not."""
+    model = ScriptedModel(None, 131, order=order)
+    expected = scripted_logits(model, chain(PROMPT), model.new_cache(32))
+    assert len({int(row.argmax()) for row in expected}) > 5
+    cache = model.new_cache(256)
+    parts = [
+        scripted_logits(model, chain(PROMPT[a:b], a), cache) for a, b in ((0, 4), (4, 5), (5, 12))
+    ]
+    assert torch.equal(torch.cat(parts), expected)
+    got = scripted_logits(model, tree_rows(12, PARENTS), cache)
+    path = scripted_logits(model, chain([*PROMPT, 30, 31, 34, 30]), model.new_cache(32))
+    assert torch.equal(got[[0, 1, 4, 6]], path[12:])
+    wrong = scripted_logits(model, tree_rows(12, [-1, 0, 0, 1, 2, 2, 4]), cache)
+    assert not torch.equal(wrong[4], got[4])
+    shifted = scripted_logits(model, tree_rows(12, PARENTS, position_mistake=1), cache)
+    assert not torch.equal(shifted[4], got[4])
+
+
+def test_scripted_layer_ranges() -> None:
+    model = ScriptedModel(None, 131)
+    every = np.arange(12, dtype=np.int32)
+    expected = scripted_logits(model, chain(PROMPT), model.new_cache(32))
+    cache, rows = model.new_cache(32), chain(PROMPT)
+    rows.stop[:] = 2
+    out = model.run(rows, cache, Want(every, {2: every}))
+    assert not torch.equal(out.logits, expected)
+    assert torch.equal(model.head(out.hidden[2]), out.logits)
+    rows.tokens[:], rows.start[:], rows.stop[:], rows.inputs = -1, 2, 4, out.hidden[2]
+    assert torch.equal(model.run(rows, cache, Want(every)).logits, expected)
+    rows = chain([1], 12)
+    rows.stop[:] = 4
+    fresh = model.new_cache(32)
+    with pytest.raises(RuntimeError, match="stored nothing"):
+        model.run(rows, fresh, Want(every[:1]))
+
+
+def test_scripted_tables_and_functions() -> None:
+    table = ScriptedModel({(): {7: 1.0}, (5,): {9: 2.0}, (5, 17): {3: 4.0}}, 131)
+    got = scripted_logits(table, chain(PROMPT), table.new_cache(16))
+    assert got.argmax(-1)[:3].tolist() == [9, 3, 7]
+    function = ScriptedModel(lambda path: np.eye(131, dtype=np.float32)[(sum(path)) % 131], 131)
+    got = scripted_logits(function, chain(PROMPT), function.new_cache(16))
+    assert got.argmax(-1).tolist() == (np.cumsum(PROMPT) % 131).tolist()
+
+
+def test_byte_tokenizer() -> None:
+    tokenizer = ByteTokenizer()
+    text = tokenizer.render_chat([{"role": "user", "content": "né\n"}])
+    ids = tokenizer.encode(text)
+    assert text == "<user>né\n<end><assistant>"
+    assert tokenizer.decode(ids, skip_special=False) == text
+    assert tokenizer.decode(ids) == "né\n"
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == "né\n"
+    assert [tokenizer.is_special(token) for token in ids] == [True] + [False] * 4 + [True, True]
+    assert tokenizer.encode("<user>", special=False) == list(b"<user>")
+    assert ids[-2] in tokenizer.eos_ids
