@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -124,12 +125,17 @@ class PredicateState(ConstraintState):
         return bool(self.tokens) and self.tokens[-1] in self.judge.eos_ids
 
     def _continues(self, piece: bytes) -> bool:
-        return self.judge.prefix is None or self.judge.prefix(self._text(piece))
+        try:
+            text = self._text(piece)
+        except UnicodeDecodeError:
+            return False
+        return self.judge.prefix is None or self.judge.prefix(text)
 
     def _text(self, piece: bytes) -> str:
-        """The text with `piece` behind it, an unfinished character at its end left out."""
+        """The text with `piece` behind it, an unfinished character at its end left out. Raises
+        `UnicodeDecodeError` for bytes that can become no text."""
         said = b"".join(self.judge.pieces[token] for token in self.tokens) + piece
-        return said.decode(errors="ignore")
+        return codecs.utf_8_decode(said, "strict", False)[0]
 
 
 _known: WeakKeyDictionary[Tokenizer, dict[int, list[bytes]]] = WeakKeyDictionary()

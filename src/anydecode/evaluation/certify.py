@@ -1,9 +1,11 @@
 """Proof that a method does what its card claims, on this machine.
 
 A certificate has two parts. The *claim* is tested in general: a token-exact method must give the
-tokens of plain decoding at temperature 0 and above, alone and in a batch, with restarts at random
-yields. The *mechanism* is tested by what the method's own module registers with `mechanism`: its
-drafts, budgets or masks against an independent oracle of the published algorithm.
+tokens of plain decoding at temperature 0 and above (a greedy-exact one at 0), alone and in a batch,
+with restarts at random yields; a distribution-exact one must follow the target's distribution in a
+chi-square test; a lossy one must keep within the margins of its `measure`s. The *mechanism* is
+tested by what the method's own module registers with `mechanism`: its drafts, budgets or masks
+against an independent oracle of the published algorithm.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.engine.engine import Engine
 from anydecode.engine.llm import LLM
 from anydecode.errors import AnydecodeError, InvalidRequestError
+from anydecode.evaluation.chi_square import follows
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
 
@@ -61,6 +64,39 @@ def mechanism(key: str) -> Callable[[Mechanism], Mechanism]:
     def enter(checks: Mechanism) -> Mechanism:
         _mechanisms[key] = checks
         return checks
+
+    return enter
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a lossy method may lose: `run(samples)` gives a loss that must not be above `margin`."""
+
+    name: str
+    samples: int
+    margin: float
+    run: Callable[[int], float]
+
+    def check(self) -> Check:
+        """The loss held against the margin."""
+        loss = self.run(self.samples)
+        detail = f"{loss:.4g}, at most {self.margin:g} allowed, over {self.samples} samples"
+        return Check(self.name, bool(loss <= self.margin), detail)
+
+
+_measures: dict[str, list[Measure]] = {}
+
+
+def measure(
+    key: str, name: str, *, samples: int, margin: float
+) -> Callable[[Callable[[int], float]], Callable[[int], float]]:
+    """Function decorator: what the lossy method `key` loses, measured over `samples`, with the
+    margin fixed here, before any run."""
+
+    def enter(run: Callable[[int], float]) -> Callable[[int], float]:
+        known = [one for one in _measures.get(key, []) if one.name != name]
+        _measures[key] = [*known, Measure(name, samples, margin, run)]
+        return run
 
     return enter
 
@@ -109,6 +145,11 @@ def certify_one(key: str, model: Any = None) -> Certificate:
         checks += list(load_mechanisms()[key]())
     elif ":" not in key:
         checks.append(Check("mechanism", False, "no mechanism test is registered"))
+    if card.exactness == "lossy":
+        measures = _measures.get(key, [])
+        checks += [one.check() for one in measures]
+        if not measures and ":" not in key:
+            checks.append(Check("measure", False, "what it may lose is not registered (`measure`)"))
     return Certificate(key, card.exactness, checks)
 
 
@@ -132,17 +173,21 @@ PROMPTS = (
 def claim(
     card: Card, make: Callable[[], Decoder], open_llm: Callable[[], LLM] | None = None
 ) -> Iterator[Check]:
-    """The card's exactness, tested by equality: with plain decoding where the card says token-exact
-    and the policy is the request's own, and with itself in other company everywhere."""
+    """The card's exactness: equality with plain decoding where the card says token-exact (at
+    temperature 0: greedy-exact) and the policy is the request's own, a chi-square test where it says
+    distribution-exact, and equality with itself in other company everywhere."""
     causal = make().causal is not False
     where = "model" if open_llm else "scripted"
     open_llm = open_llm or (lambda: scripted_llm(causal=causal))
-    plain = card.exactness == "token-exact" and card.key not in _OWN_REFERENCE
+    exact = {"token-exact": (0.0, 0.8), "greedy-exact": (0.0,), "distribution-exact": (0.0,)}
+    plain = () if card.key in _OWN_REFERENCE else exact.get(card.exactness, ())
+    if where == "scripted":
+        yield from distribution_claim(card, make)
     for temperature in (0.0, 0.8):
         options = {"max_tokens": 48, "temperature": temperature, "seed": 11, "ignore_eos": True}
         with open_llm() as llm:
             alone = [llm.generate(p, decoder=make(), **options).tokens for p in PROMPTS]
-            if plain:
+            if temperature in plain:
                 expected = [llm.generate(p, **options).tokens for p in PROMPTS]
                 yield _equal(f"equals plain decoding, {where}, T={temperature}", alone, expected)
         with open_llm() as llm:
@@ -159,6 +204,13 @@ def claim(
                 alone,
             )
             llm.engine.check_integrity()
+
+
+def distribution_claim(card: Card, make: Callable[[], Decoder]) -> Iterator[Check]:
+    """For a distribution-exact card: one chi-square test per policy."""
+    if card.exactness == "distribution-exact":
+        for name, found in follows(make).items():
+            yield Check(f"follows the target's distribution, {name}", found.passed, str(found))
 
 
 #: Methods whose policy is part of the method, so that plain decoding says something else.

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from anydecode.engine.lane import Lane, Plan
 from anydecode.engine.llm import LLM
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.scoring.noise import Noise
 
 VOCABULARY = 259
 
@@ -38,9 +40,10 @@ class Drafted:
         return found
 
 
-def wordy(seed: int = 0, spread: float = 2.5) -> Logits:
+def wordy(seed: int = 0, spread: float = 2.5, echo: int = 0) -> Logits:
     """Pseudo-random logits that follow the last two tokens, over 12 letters mostly, so that texts
-    repeat themselves. Every other token is unlikely."""
+    repeat themselves. Every other token is unlikely. With `echo`, the token that stood that many
+    places back is favoured too, so that texts copy themselves with edits."""
     rows: dict[tuple[int, ...], np.ndarray] = {}
 
     def logits(seen: tuple[int, ...]) -> np.ndarray:
@@ -49,9 +52,24 @@ def wordy(seed: int = 0, spread: float = 2.5) -> Logits:
             row = np.random.default_rng((seed, *key)).normal(size=VOCABULARY)
             row[97:109] += spread
             rows[key] = (spread * row).astype(np.float32)
-        return rows[key]
+        if not 0 < echo <= len(seen):
+            return rows[key]
+        row = rows[key].copy()
+        row[seen[-echo]] += 3 * spread
+        return row
 
     return logits
+
+
+def blurred(logits: Logits, seed: int = 9, error: float = 1.5) -> Logits:
+    """A draft model for `logits`: the same with pseudo-random error."""
+
+    def draft(seen: tuple[int, ...]) -> np.ndarray:
+        noise = np.random.default_rng((seed, *seen[-3:])).normal(size=VOCABULARY)
+        row: np.ndarray = logits(seen) + (error * noise).astype(np.float32)
+        return row
+
+    return draft
 
 
 def scripted(logits: Logits, draft: Logits | None = None, **options: Any) -> LLM:
@@ -92,3 +110,38 @@ def rounds(
 def accepted(found: Seq[Drafted]) -> int:
     """How many drafts were kept."""
     return sum(len(one.accepted) for one in found)
+
+
+def picked(logits: np.ndarray, position: int, temperature: float, seed: int = 5) -> int:
+    """What is said at `position`: argmax of logit / T + noise, from the whole row."""
+    if not temperature:
+        return int(logits.argmax())
+    noise = Noise(seed).gumbel(range(len(logits)), position)
+    return int((logits / np.float32(temperature) + noise).argmax())
+
+
+class Costs:
+    """A virtual clock: a pass of each lane takes `costs[lane]` seconds, whatever is in it. `passes`
+    lists lane, start and end of each."""
+
+    def __init__(self, llm: LLM, **costs: float) -> None:
+        self.engine = llm.engine
+        self.costs = costs
+        self.passes: list[tuple[str, float, float]] = []
+        self.engine.clock = self
+
+    def seconds(self, lane: Lane, plan: Plan) -> float:
+        """Called by the engine when a pass starts."""
+        now = self.engine.now
+        self.passes.append((lane.name, now, now + self.costs[lane.name]))
+        return self.costs[lane.name]
+
+    @property
+    def overlap(self) -> float:
+        """Seconds in which passes of two lanes ran side by side."""
+        return sum(
+            max(0.0, min(end, stop) - max(start, begin))
+            for i, (name, start, end) in enumerate(self.passes)
+            for other, begin, stop in self.passes[:i]
+            if other != name
+        )

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,14 +66,33 @@ def cache_folder() -> Path:
     return Path(base) / "anydecode" / "kernels"
 
 
-def _units(machine: str, sources: Path) -> list[tuple[str, list[str]]]:
-    """(source, extra flags) of every object file."""
-    units = [(str(sources / f"{name}.c"), list[str]()) for name in ("api", "check", "threads")]
+def _machine() -> str:
+    return _MACHINES.get(platform.machine(), platform.machine())
+
+
+def local_variants() -> tuple[str, ...]:
+    """The variants that this processor may run; all of its kind where it does not tell."""
+    known = tuple(_VARIANTS.get(_machine(), {}))
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return known
+    flags = set(text.split())
+    needs = {"avx512vnni": "avx512_vnni", "avxvnni": "avx_vnni", "neon_dot": "asimddp"}
+    return tuple(name for name in known if name not in needs or needs[name] in flags)
+
+
+def _units(
+    machine: str, sources: Path, variants: Collection[str] | None
+) -> list[tuple[str, list[str]]]:
+    """(source, extra flags) of every object file, the slowest to compile first."""
+    known = _VARIANTS.get(machine, {})
+    chosen = [name for name in known if variants is None or name in variants]
     variant = str(sources / "variant.c")
+    units = [(variant, [f"-DVARIANT={name}", *known[name]]) for name in chosen]
     units.append((variant, ["-DVARIANT=scalar", "-DANYDECODE_SCALAR"]))
-    for name, flags in _VARIANTS.get(machine, {}).items():
-        units.append((variant, [f"-DVARIANT={name}", *flags]))
-    return units
+    units.append((str(sources / "api.c"), [f"-DWITH_{name}" for name in chosen]))
+    return [*units, *((str(sources / name), []) for name in ("check.c", "threads.c"))]
 
 
 def _run(command: Sequence[str]) -> None:
@@ -87,18 +106,21 @@ def compile_library(
     compiler: Sequence[str],
     sources: Path = SOURCES,
     machine: str | None = None,
+    flags: Sequence[str] = _FLAGS,
+    variants: Collection[str] | None = None,
 ) -> Path:
-    """Compile and link `target`, which appears whole or not at all.
+    """Compile and link `target`, which appears whole or not at all. `variants`: which of the
+    machine's to include; all when None.
 
     Raises RuntimeError with the compiler's words where it fails.
     """
-    machine = machine or _MACHINES.get(platform.machine(), platform.machine())
+    machine = machine or _machine()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         commands, objects = [], []
-        for index, (source, extra) in enumerate(_units(machine, sources)):
+        for index, (source, extra) in enumerate(_units(machine, sources, variants)):
             objects.append(str(Path(folder) / f"{index}.o"))
-            commands.append([*compiler, *_FLAGS, *extra, "-c", source, "-o", objects[-1]])
+            commands.append([*compiler, *flags, *extra, "-c", source, "-o", objects[-1]])
         with ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
             list(pool.map(_run, commands))
         linked = Path(folder) / target.name
@@ -115,7 +137,7 @@ def _fingerprint(compiler: Sequence[str], sources: Path) -> str:
         if path.suffix in (".c", ".h"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     version = subprocess.run([*compiler, "--version"], capture_output=True).stdout
-    digest.update(repr((_FLAGS, _VARIANTS, platform.machine(), list(compiler))).encode() + version)
+    digest.update(repr((_FLAGS, _VARIANTS, local_variants(), _machine(), compiler)).encode() + version)
     return digest.hexdigest()[:24]
 
 
@@ -149,7 +171,7 @@ def built_library(sources: Path = SOURCES) -> Path | None:
     if not target.exists():
         with _locked(folder / "lock"):
             if not target.exists():
-                compile_library(target, compiler, sources)
+                compile_library(target, compiler, sources, variants=local_variants())
     return target
 
 

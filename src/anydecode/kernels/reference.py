@@ -121,7 +121,7 @@ class ReferenceBackend(Backend):
         cos, sin = self._rotary[rope].rows(bound.positions, bound.highest)
         cos, sin, half = cos[:, None, :], sin[:, None, :], cos.shape[1]
         heads = x.view(len(x), num_heads, -1)
-        first, second, rest = heads.split([half, half, heads.shape[-1] - 2 * half], -1)
+        first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
         turned = (first * cos - second * sin, second * cos + first * sin, rest)
         return torch.cat(turned, -1).flatten(-2)
 

@@ -16,6 +16,9 @@ from anydecode.sampling.processor import Processor
 #: Weight, against 1 for the best token, of the tokens that top-p looks at first.
 _NEAR = 1e-3
 
+#: Distance from the entropy, in nats, of the tokens that typical sampling looks at first.
+_CLOSE = 4.0
+
 
 @dataclass(frozen=True)
 class TopK(Processor):
@@ -71,7 +74,11 @@ class Typical(Processor):
     def apply(self, candidates: Candidates) -> Candidates:
         log_p, p = log_probabilities(candidates.scores)
         closeness = -np.abs(log_p + entropy(log_p, p))
-        return candidates.keep(_heaviest(closeness, p, np.arange(len(p)), self.p))
+        for reach in (_CLOSE, np.inf):
+            index = np.flatnonzero(closeness >= -np.float32(reach))
+            if float(p[index].sum(dtype=np.float64)) > self.p * (1 + 1e-6):
+                break
+        return candidates.keep(_heaviest(closeness, p, index, self.p))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class _Beam:
         "beam",
         "search",
         paper="Sequence Transduction with Recurrent Neural Networks (arXiv:1211.3711)",
-        exactness="greedy-exact",
+        exactness="lossy",
         summary="Keeps the most likely partial answers and says the best at the end.",
         works_with=("constraints", "penalties", "guidance", "batches", "adapters"),
         deviations=("the text is emitted when the search ends, not while it runs",),

@@ -19,12 +19,14 @@ PROMPTS = ("abcabcabd", "the cab had a bad cab", "aaaa", "h")
 Chain = Callable[[list[int], int], list[int]]
 
 
-def chains(key: str, oracle: Chain) -> Iterator[Check]:
+def chains(
+    key: str, oracle: Chain, prompts: tuple[str, ...] = PROMPTS, echo: int = 0
+) -> Iterator[Check]:
     """Every drafted chain of `key` is what `oracle(text, prompt length)` says."""
     kept = 0
     for temperature in (0.0, 0.8):
-        with scripted(wordy()) as llm:
-            for prompt in PROMPTS:
+        with scripted(wordy(echo=echo)) as llm:
+            for prompt in prompts:
                 found = rounds(llm, key, prompt, temperature=temperature)
                 wrong = [one for one in found if one.tokens != oracle(one.text, len(prompt))]
                 kept += accepted(found)
@@ -89,7 +91,8 @@ def aggressive() -> Iterator[Check]:
                     break
         return [] if place is None else source[place : place + 16]
 
-    yield from chains("aggressive", oracle)
+    prompts = ("abcdefghijkl", "kacadaeafalb", "aabbccddabcd")
+    yield from chains("aggressive", oracle, prompts, echo=12)
 
 
 @mechanism("suffix")

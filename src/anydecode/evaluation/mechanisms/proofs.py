@@ -9,7 +9,7 @@ import numpy as np
 
 from anydecode.decoders.guidance.classifier_free import ClassifierFreeGuidance
 from anydecode.engine.llm import LLM
-from anydecode.evaluation.certify import Check, mechanism
+from anydecode.evaluation.certify import Check, measure, mechanism
 from anydecode.models.scripted import EOS, MASK, ByteTokenizer, ScriptedModel
 
 PROMPTS = ("ab", "the cat sat on the cat", "0101")
@@ -70,6 +70,36 @@ def beam() -> Iterator[Check]:
         greedy = [llm.generate(prompt, max_tokens=14).tokens for prompt in PROMPTS]
         one = [llm.generate(p, max_tokens=14, decoder="beam:width=1").tokens for p in PROMPTS]
         yield Check("width 1 is greedy decoding", greedy == one)
+
+
+@measure("beam", "log-probability lost against greedy decoding", samples=24, margin=0.0)
+def beam_gain(samples: int) -> float:
+    """Mean over prompts; beam search claims to find likelier texts, so it must not be above 0."""
+    model = ScriptedModel(seed=6, vocab_size=64)
+    with LLM(model, tokenizer=ByteTokenizer()) as llm:
+        options = {"max_tokens": 12, "ignore_eos": True}
+        prompts = [[i % 64, (7 * i) % 64] for i in range(samples)]
+        losses = []
+        for prompt in prompts:
+            texts = [llm.generate(prompt, decoder=d, **options) for d in ("autoregressive", "beam")]
+            totals = [llm.score(prompt, text.tokens).total for text in texts]
+            losses.append(totals[0] - totals[1])
+    return float(np.mean(losses))
+
+
+@measure("block-denoiser", "tokens that differ from the oracle's", samples=16, margin=0.0)
+def denoiser_faults(samples: int) -> float:
+    """The plain loop loses nothing against itself written down naively."""
+    model = ScriptedModel(seed=3, causal=False, vocab_size=256, memory=12)
+    wrong = 0
+    with LLM(model, tokenizer=ByteTokenizer()) as llm:
+        for i in range(samples):
+            prompt = [i + 1, 3 * i + 2, 40 + i]
+            decoder = f"block-denoiser:block=8,passes=4,mask={MASK}"
+            answer = llm.generate(prompt, max_tokens=8, decoder=decoder, ignore_eos=True)
+            expected = denoising_oracle(model, prompt, 8, 4)
+            wrong += sum(a != b for a, b in zip(answer.tokens, expected, strict=True))
+    return wrong / (8 * samples)
 
 
 def denoising_oracle(

@@ -11,49 +11,69 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
+/* Each variant that was compiled (WITH_... is defined) with the test for the machine, best first. */
+typedef struct {
+  const Kernels *kernels;
+  int (*is_supported)(void);
+} Candidate;
+
 extern const Kernels kernels_scalar;
+static int always(void) { return 1; }
+
 #if defined(__x86_64__) || defined(_M_X64)
 #include <cpuid.h>
 extern const Kernels kernels_avx512vnni, kernels_avxvnni, kernels_avx2;
 
+#ifdef WITH_avx2
+static int has_avx2(void) {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+#endif
+#ifdef WITH_avxvnni
 static int has_avx_vnni(void) {
   unsigned a, b, c, d;
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
-}
-
-static const Kernels *candidate(int i) {
   __builtin_cpu_init();
-  int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (i == 0)
-    return avx2 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
-                   __builtin_cpu_supports("avx512bw")
-               ? &kernels_avx512vnni
-               : NULL;
-  if (i == 1) return avx2 && has_avx_vnni() ? &kernels_avxvnni : NULL;
-  return avx2 ? &kernels_avx2 : NULL;
+  return __builtin_cpu_supports("avx2") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
-enum { CANDIDATES = 3 };
+#endif
+#ifdef WITH_avx512vnni
+static int has_avx512_vnni(void) {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512bw");
+}
+#endif
 #elif defined(__aarch64__)
 extern const Kernels kernels_neon_dot, kernels_neon;
+#ifdef WITH_neon_dot
 #if defined(__linux__)
 #include <sys/auxv.h>
 static int has_dot(void) { return getauxval(AT_HWCAP) >> 20 & 1; }
 #else
-static int has_dot(void) { return 1; } /* every Apple and Windows machine sold for this */
+static int has_dot(void) { return 1; } /* Apple's machines all have it */
+#endif
+#endif
 #endif
 
-static const Kernels *candidate(int i) {
-  if (i == 0) return has_dot() ? &kernels_neon_dot : NULL;
-  return &kernels_neon;
-}
-enum { CANDIDATES = 2 };
-#else
-static const Kernels *candidate(int i) {
-  (void)i;
-  return NULL;
-}
-enum { CANDIDATES = 0 };
+static const Candidate candidates[] = {
+#ifdef WITH_avx512vnni
+    {&kernels_avx512vnni, has_avx512_vnni},
 #endif
+#ifdef WITH_avxvnni
+    {&kernels_avxvnni, has_avx_vnni},
+#endif
+#ifdef WITH_avx2
+    {&kernels_avx2, has_avx2},
+#endif
+#ifdef WITH_neon_dot
+    {&kernels_neon_dot, has_dot},
+#endif
+#ifdef WITH_neon
+    {&kernels_neon, always},
+#endif
+    {&kernels_scalar, always},
+};
 
 static const Kernels *chosen = &kernels_scalar;
 
@@ -61,14 +81,14 @@ static const Kernels *chosen = &kernels_scalar;
  * `failed` receives the name of one that disagreed with plain C, or NULL. NULL: no such variant. */
 EXPORT const char *anydecode_choose(const char *name, const char **failed) {
   *failed = NULL;
-  for (int i = 0; i < CANDIDATES; i++) {
-    const Kernels *kernels = candidate(i);
-    if (!kernels || (name && strcmp(name, kernels->name))) continue;
-    if (variants_agree(kernels, &kernels_scalar)) return (chosen = kernels)->name;
+  for (size_t i = 0; i < sizeof candidates / sizeof *candidates; i++) {
+    const Kernels *kernels = candidates[i].kernels;
+    if ((name && strcmp(name, kernels->name)) || !candidates[i].is_supported()) continue;
+    if (kernels == &kernels_scalar || variants_agree(kernels, &kernels_scalar))
+      return (chosen = kernels)->name;
     *failed = kernels->name;
   }
-  if (name && strcmp(name, "scalar")) return NULL;
-  return (chosen = &kernels_scalar)->name;
+  return NULL;
 }
 
 /* Sizes of the structs that Python mirrors: Op, Pass, Activations. */

@@ -1,0 +1,228 @@
+"""JSON Schema, whole: masks for what they can express, checks for the rest."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from anydecode.constraints.canonical import canonical
+from anydecode.constraints.checking import JsonWatch, Validator
+from anydecode.constraints.constraint import Constraint, ConstraintState, Report, Watch
+from anydecode.constraints.guidance_engine import GuidanceState, bridge, library
+from anydecode.constraints.languages import ENGINES
+from anydecode.constraints.narrowing import narrowed
+from anydecode.constraints.relaxing import LEVELS, UNMASKED, guarded, nodes, relaxed
+from anydecode.errors import ConstraintError
+from anydecode.models.tokenizer import Tokenizer
+
+#: Longest schema that is read, in characters, and how deep it may nest.
+LONGEST = 2 << 20
+DEEPEST = 128
+#: White space between parts: none, one space, or a line break and its indentation.
+WHITESPACE = r"[ ]?|\n[ ]{0,32}"
+_PLANS: OrderedDict[tuple[Any, ...], _Plan] = OrderedDict()
+_MOST_PLANS = 256
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A schema made ready: the grammar for the mask engine and what is left to check."""
+
+    grammar: str
+    report: Report
+    validator: Validator
+    checks: bool
+
+
+class JsonSchema(Constraint):
+    """JSON texts that are valid under `schema`: a dict, a boolean, JSON text, or a pydantic model.
+
+    Guards, stated in the result: `whitespace` is a regular expression for the space between parts
+    ("" for none); strings without a bound have at most `max_string` characters (0: no limit).
+    A value that breaks a rule no mask expresses is drawn again, `tries` times per answer. With
+    `close` an answer that meets the token limit is brought to an end within it.
+    """
+
+    def __init__(
+        self,
+        schema: Any,
+        *,
+        whitespace: str = WHITESPACE,
+        max_string: int = 256,
+        tries: int = 32,
+        close: bool = False,
+        engine: str = "llguidance",
+    ) -> None:
+        if engine not in ENGINES:
+            raise ConstraintError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
+        if tries < 0 or max_string < 0:
+            raise ConstraintError("tries and max_string must be 0 or more")
+        self.schema, self.text = _read(schema)
+        self.whitespace = whitespace
+        self.max_string = max_string
+        self.tries = tries
+        self.close = close
+        self.engine = engine
+        self._plan: _Plan | None = None
+
+    def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
+        plan = self._ready(tokenizer, vocab_size)
+        if self.engine == "xgrammar":
+            from anydecode.constraints.xgrammar_engine import XGrammarState
+
+            return XGrammarState.of("json", self.schema, tokenizer, vocab_size)
+        return GuidanceState.of(plan.grammar, tokenizer, vocab_size)
+
+    def report(self) -> Report:
+        assert self._plan is not None, "the constraint has not been started"
+        return self._plan.report
+
+    def watch(self, tokenizer: Tokenizer) -> Watch | None:
+        assert self._plan is not None, "the constraint has not been started"
+        if not self._plan.checks:
+            return None
+        return JsonWatch(self._plan.validator, tokenizer)
+
+    def is_valid(self, text: str) -> bool:
+        """Whether `text` is JSON that is valid under the schema."""
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+        plan = self._plan
+        validator = plan.validator if plan else Validator(self.schema, len(self.text))
+        return validator.is_valid(value)
+
+    def narrowed(self, number: int) -> JsonSchema | None:
+        schema = narrowed(self.schema, number, len(self.text))
+        if schema is None:
+            return None
+        return _Narrowed(schema, whitespace=self.whitespace, max_string=self.max_string or 64)
+
+    def _ready(self, tokenizer: Tokenizer, vocab_size: int) -> _Plan:
+        if self._plan is None:
+            key = (self.text, self.whitespace, self.max_string, self.engine, type(self))
+            with _lock:
+                plan = _PLANS.get(key)
+            if plan is None:
+                plan = self._make(tokenizer, vocab_size)
+                with _lock:
+                    _PLANS[key] = plan
+                    if len(_PLANS) > _MOST_PLANS:
+                        _PLANS.popitem(last=False)
+            self._plan = plan
+        return self._plan
+
+    def _make(self, tokenizer: Tokenizer, vocab_size: int) -> _Plan:
+        validator = Validator(self.schema, len(self.text))
+        guards = {"whitespace": self.whitespace, "max_string": self.max_string or None}
+        present = _present(self.schema)
+        if self.engine == "xgrammar":
+            report = Report("json_schema", self.engine, (), tuple(present), {})
+            return _Plan("", report, validator, True)
+        grammar, dropped = self._compiled(tokenizer, vocab_size)
+        out = {entry.partition(" ")[0] for entry in dropped}
+        masked = tuple(keyword for keyword in present if keyword not in out)
+        report = Report("json_schema", self.engine, masked, tuple(dropped), guards)
+        return _Plan(grammar, report, validator, bool(dropped))
+
+    def _compiled(self, tokenizer: Tokenizer, vocab_size: int) -> tuple[str, list[str]]:
+        """The grammar that says most of the schema, and what it leaves out."""
+        known = bridge(tokenizer, vocab_size)
+        said = ""
+        for schema, dropped in self._candidates():
+            for longest in {self.max_string, 0}:
+                grammar = self._grammar(guarded(schema, longest) if longest else schema, dropped)
+                try:
+                    known.matcher(grammar)
+                except ConstraintError as error:
+                    said = str(error)
+                    if not said.startswith("Unsatisfiable"):
+                        break
+                else:
+                    return grammar, dropped
+            if said.startswith("Unsatisfiable"):
+                raise ConstraintError(f"no text can meet the schema: {said}")
+        raise ConstraintError(f"the schema cannot be enforced: {said}")
+
+    def _candidates(self) -> Any:
+        """Schemas for the mask engine, the strongest first."""
+        yield self.schema, []
+        try:
+            rewritten = canonical(self.schema, len(self.text))
+        except ValueError as error:
+            raise ConstraintError(str(error)) from None
+        if rewritten is not None:
+            yield relaxed(rewritten)
+        for level in range(LEVELS):
+            yield relaxed(self.schema, level)
+
+    def _grammar(self, schema: Any, dropped: list[str]) -> str:
+        options = {"whitespace_pattern": self.whitespace, "coerce_one_of": bool(dropped)}
+        text = json.dumps({} if schema is True else {"not": {}} if schema is False else schema)
+        grammar: str = library().LLMatcher.grammar_from_json_schema(text, overrides=options)
+        return grammar
+
+
+class _Narrowed(JsonSchema):
+    """A part of another schema: what it allows is checked against that one, not here."""
+
+    def narrowed(self, number: int) -> None:
+        return None
+
+
+def _read(schema: Any) -> tuple[Any, str]:
+    """The schema as plain JSON and as text."""
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if isinstance(schema, (str, bytes)):
+        if len(schema) > LONGEST:
+            raise ConstraintError(f"the schema has {len(schema)} characters; at most {LONGEST}")
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise ConstraintError(f"the schema is not valid JSON: {error}") from None
+    if not isinstance(schema, (dict, bool)):
+        raise ConstraintError("a schema is an object, true or false")
+    try:
+        _check_depth(schema)
+        text = json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConstraintError(f"the schema is not plain JSON: {error}") from None
+    if len(text) > LONGEST:
+        raise ConstraintError(f"the schema has {len(text)} characters; at most {LONGEST}")
+    if schema is False:
+        raise ConstraintError("no text can meet the schema false")
+    return schema, text
+
+
+def _check_depth(schema: Any) -> None:
+    """Raise `ConstraintError` naming the place where a schema nests too deep (or in itself)."""
+    stack: list[tuple[Any, tuple[str, ...]]] = [(schema, ())]
+    while stack:
+        node, path = stack.pop()
+        if len(path) > DEEPEST:
+            raise ConstraintError(
+                f"the schema nests more than {DEEPEST} deep at #/{'/'.join(path[:6])}/..."
+            )
+        if isinstance(node, dict):
+            stack += [(value, (*path, str(key))) for key, value in node.items()]
+        elif isinstance(node, list):
+            stack += [(value, (*path, str(i))) for i, value in enumerate(node)]
+
+
+_SPOKEN = UNMASKED | {
+    "type", "properties", "required", "additionalProperties", "patternProperties", "items",
+    "prefixItems", "additionalItems", "enum", "const", "anyOf", "oneOf", "allOf", "pattern",
+    "format", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
+    "exclusiveMaximum", "multipleOf", "minItems", "maxItems", "minProperties", "maxProperties",
+}  # fmt: skip
+
+
+def _present(schema: Any) -> list[str]:
+    """The asserting keywords of a schema, sorted."""
+    return sorted({key for _, node in nodes(schema) for key in node if key in _SPOKEN})

@@ -1,0 +1,170 @@
+"""JSON schemas rewritten for the mask engine.
+
+`relaxed` takes out what llguidance cannot express. What is left allows more than the schema, never
+less, because keywords are only dropped where they can only forbid. Everything taken out is named
+with its path, and left to the validator.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from anydecode.constraints.guidance_engine import library
+
+#: Keywords that forbid something a mask does not express.
+UNMASKED = frozenset(
+    {
+        "not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains",
+        "dependentSchemas", "dependentRequired", "dependencies", "propertyNames",
+        "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
+    }
+)  # fmt: skip
+#: Keywords taken out only when the engine refuses what is left.
+_BOUNDS = frozenset(
+    {
+        "pattern", "format", "multipleOf", "minProperties", "maxProperties", "minLength",
+        "maxLength", "minItems", "maxItems", "minimum", "maximum", "exclusiveMinimum",
+        "exclusiveMaximum", "additionalProperties", "patternProperties", "additionalItems",
+    }
+)  # fmt: skip
+_COMBINED = frozenset({"allOf", "anyOf", "oneOf"})
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_SINGLE = frozenset({"additionalProperties", "items", "additionalItems"})
+_DATA = frozenset({"enum", "const", "default", "examples", "required", "x-guidance"})
+#: Formats that llguidance enforces.
+FORMATS = frozenset(
+    {
+        "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+    }
+)  # fmt: skip
+#: How often the engine is given a weaker schema before everything is left to the validator.
+LEVELS = 4
+
+
+def relaxed(schema: Any, level: int = 0) -> tuple[Any, list[str]]:
+    """A schema for the mask engine that allows all `schema` does, and what was taken out
+    ("keyword at #/path"). The higher the `level` (below `LEVELS`), the less is left."""
+    dropped: list[str] = []
+    if level >= LEVELS - 1:
+        dropped += [f"{key} at {path}" for path, node in nodes(schema) for key in _asserting(node)]
+        kind = schema.get("type") if isinstance(schema, dict) else None
+        return ({} if kind is None else {"type": kind}), dropped
+    return _node(schema, "#", level, dropped), dropped
+
+
+def nodes(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every subschema that is an object, with its JSON pointer."""
+    stack = [(path, schema)]
+    while stack:
+        here, node = stack.pop()
+        if not isinstance(node, dict):
+            continue
+        yield here, node
+        for key, value in node.items():
+            at = f"{here}/{_escaped(key)}"
+            if key in _DATA:
+                continue
+            if key in _BY_NAME or key in ("dependentSchemas", "dependencies"):
+                if isinstance(value, dict):
+                    stack += [(f"{at}/{_escaped(name)}", one) for name, one in value.items()]
+            elif isinstance(value, list):
+                stack += [(f"{at}/{i}", one) for i, one in enumerate(value)]
+            elif isinstance(value, dict):
+                stack.append((at, value))
+
+
+def guarded(schema: Any, longest: int) -> Any:
+    """`schema` with a length of at most `longest` characters for strings that have no bound."""
+    if not isinstance(schema, dict):
+        return schema
+    result = {
+        key: value if key in _DATA else _below(key, value, lambda k, v: guarded(v, longest))
+        for key, value in schema.items()
+    }
+    kinds = schema.get("type")
+    is_string = kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
+    bounded = {"maxLength", "enum", "const", "$ref", "format", "pattern"} & set(schema)
+    if is_string and not bounded and schema.get("minLength", 0) <= longest:
+        result["maxLength"] = longest
+    return result
+
+
+def _below(key: str, value: Any, visit: Any) -> Any:
+    """`value` of keyword `key` with `visit(name or index, subschema)` done to its subschemas."""
+    if key in _BY_NAME and isinstance(value, dict):
+        return {name: visit(name, one) for name, one in value.items()}
+    if isinstance(value, list) and (key in _LISTS or key == "items"):
+        return [visit(i, one) for i, one in enumerate(value)]
+    if isinstance(value, dict):
+        return visit(None, value)
+    return value
+
+
+def _node(schema: Any, path: str, level: int, dropped: list[str]) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    out = set(_refused(schema, level))
+    if out & {"patternProperties", "properties"} or _loses_pattern(schema):
+        out |= {"additionalProperties"} & set(schema)
+    dropped += [f"{key} at {path}" for key in schema if key in out]
+    result: dict[str, Any] = {}
+    for key, value in schema.items():
+        at = f"{path}/{_escaped(key)}"
+        if key in out:
+            continue
+        if key in _DATA:
+            result[key] = value
+            continue
+
+        def visit(name: Any, one: Any, at: str = at) -> Any:
+            below = at if name is None else f"{at}/{_escaped(str(name))}"
+            return _node(one, below, level, dropped)
+
+        result[key] = _below(key, value, visit)
+        if key == "patternProperties":
+            bad = [pattern for pattern in value if not is_pattern(pattern)]
+            dropped += [f"patternProperties at {at}/{_escaped(pattern)}" for pattern in bad]
+            result[key] = {name: one for name, one in result[key].items() if name not in bad}
+    return result
+
+
+def _refused(schema: dict[str, Any], level: int) -> Iterator[str]:
+    for key, value in schema.items():
+        if (
+            key in UNMASKED
+            or (key == "pattern" and not is_pattern(value))
+            or (key == "format" and value not in FORMATS)
+            or (level > 0 and key in _BOUNDS)
+            or (level > 1 and key in _COMBINED and len(schema) > 1)
+        ):
+            yield key
+    if level > 1 and "$ref" in schema:
+        yield from (key for key in schema if key not in ("$ref", "$defs", "definitions"))
+
+
+def _loses_pattern(schema: dict[str, Any]) -> bool:
+    patterns = schema.get("patternProperties")
+    return isinstance(patterns, dict) and not all(is_pattern(pattern) for pattern in patterns)
+
+
+def _asserting(node: dict[str, Any]) -> list[str]:
+    quiet = {"title", "description", "default", "examples", "$schema", "$id", "id", "$comment"}
+    return [key for key in node if key not in quiet | {"$defs", "definitions"}]
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+@lru_cache(4096)
+def is_pattern(pattern: Any) -> bool:
+    """Whether the mask engine understands a regular expression."""
+    if not isinstance(pattern, str):
+        return False
+    matcher = library().LLMatcher
+    grammar = matcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
+    return not matcher.validate_grammar(grammar)

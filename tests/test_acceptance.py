@@ -1,0 +1,223 @@
+"""Acceptance rules: exact where they say so, and tests that notice when they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from anydecode import catalogue
+from anydecode.catalogue import Card
+from anydecode.decoders.speculative.acceptance import TopM, Typical
+from anydecode.decoders.speculative.core import Speculative
+from anydecode.decoders.speculative.rejection import RejectionSampling, ladder, rule
+from anydecode.errors import InvalidRequestError
+from anydecode.evaluation import certify as certifying
+from anydecode.evaluation.certify import Check, certify_one, measure
+from anydecode.evaluation.chi_square import (
+    POLICIES,
+    PROMPT,
+    VOCABULARY,
+    Alternating,
+    expected,
+    fit,
+    sampled,
+    small_llm,
+    upper_gamma,
+)
+from anydecode.evaluation.mechanisms import acceptance as mechanisms
+from anydecode.evaluation.mechanisms.acceptance import TableTrees, cases, outcome
+
+
+def passed(checks: Iterator[Check]) -> bool:
+    found = list(checks)
+    assert found
+    failed = [check for check in found if not check.passed]
+    assert not failed, failed
+    return True
+
+
+def off(kind: str, width: int, rungs: object) -> float:
+    return max(float(abs(outcome(p, q, kind, width, rungs) - p).sum()) for p, q in cases())
+
+
+def test_mechanisms_hold() -> None:
+    for checks in (mechanisms.lenient, mechanisms.typical, mechanisms.top_m):
+        assert passed(checks())
+
+
+@pytest.mark.parametrize("kind", ["wor", "iid", "point"])
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_all_outcomes_sum_to_the_target(kind: str, width: int) -> None:
+    assert off(kind, width, ladder) < 1e-12
+
+
+def unconditional(p, q, kind, tokens):
+    """Broken: siblings without replacement are held against the whole q."""
+    return ladder(p, q, "iid", tokens)
+
+
+def no_residual(p, q, kind, tokens):
+    """Broken: after a rejection the token is drawn from p itself."""
+    return ((chance, p) for chance, _ in ladder(p, q, kind, tokens))
+
+
+def by_draft_probability(p, q, kind, tokens):
+    """Broken: chosen siblings are treated as if they had been drawn."""
+    return ladder(p, q, "wor", tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken"),
+    [("wor", unconditional), ("wor", no_residual), ("iid", no_residual), ("point", by_draft_probability)],
+)
+def test_broken_rules_are_noticed_over_all_outcomes(kind: str, broken: object) -> None:
+    assert off(kind, 2, broken) > 1e-2
+
+
+def test_unconditional_q_is_noticed_by_chi_square() -> None:
+    p, q = np.array([0.05, 0.15, 0.3, 0.5]), np.array([0.5, 0.3, 0.15, 0.05])
+    random = np.random.default_rng(3)
+
+    def say(rungs) -> int:
+        drawn = random.choice(4, 3, replace=False, p=q)
+        rest = p
+        for token, (chance, rest) in zip(drawn, rungs(p, q, "wor", drawn), strict=True):
+            if random.random() < chance:
+                return int(token)
+        return int(random.choice(4, p=rest))
+
+    wanted = {(token,): float(p[token]) for token in range(4)}
+    assert fit([(say(ladder),) for _ in range(4000)], wanted).passed
+    assert not fit([(say(unconditional),) for _ in range(4000)], wanted).passed
+
+
+class Broken(RejectionSampling):
+    def rungs(self, p, q, kind, tokens):
+        return no_residual(p, q, kind, tokens)
+
+
+@pytest.mark.parametrize("name", ["T=0.7 with top-p", "a grammar"])
+def test_chains_through_the_engine_follow_the_target(name: str) -> None:
+    with small_llm() as llm:
+        decoder = catalogue.build("speculative-sampling", size=2, acceptance="rejection")
+        found = fit(sampled(llm, decoder, POLICIES[name], 300), expected(POLICIES[name]))
+    assert found.passed, found
+
+
+@pytest.mark.parametrize("kind", ["wor", "iid", "point"])
+def test_trees_through_the_engine_follow_the_target(kind: str) -> None:
+    options = POLICIES["penalties"]
+    with small_llm() as llm:
+        decoder = Speculative(TableTrees(kind), acceptance=RejectionSampling())
+        found = fit(sampled(llm, decoder, options, 300), expected(options))
+        assert found.passed, found
+        if kind == "wor":
+            decoder = Speculative(TableTrees(kind), acceptance=Broken())
+            assert not fit(sampled(llm, decoder, options, 300), expected(options)).passed
+
+
+def test_a_draft_that_skips_the_processors_is_noticed() -> None:
+    """q must come from the same policy as p: here the drafter ignores the temperature."""
+    from anydecode.sampling.policy import Policy
+
+    class Unwarped(TableTrees):
+        def open(self, sequence):
+            session = super().open(sequence)
+            tables = session.propose
+
+            def propose(size):
+                tree = yield from tables(size)
+                flat = Policy(1.0).distribution(self.script(tuple(sequence.all_tokens)))
+                tree.probabilities[-1] = flat.dense(VOCABULARY)
+                return tree
+
+            session.propose = propose
+            return session
+
+    options = {"temperature": 0.3}
+    for drafter, right in ((TableTrees("wor", 1), True), (Unwarped("wor", 1), False)):
+        with small_llm() as llm:
+            decoder = Speculative(drafter, acceptance=RejectionSampling())
+            found = fit(sampled(llm, decoder, options, 300), expected(options))
+        assert found.passed is right, found
+
+
+def test_each_sample_gets_its_own_constraint() -> None:
+    with small_llm() as llm:
+        texts = sampled(llm, catalogue.build("autoregressive"), POLICIES["a grammar"], 40)
+    for text in texts:
+        state = Alternating()
+        for token in text:
+            assert state.mask()[token]
+            state.advance(token)
+
+
+def test_equal_distributions_always_accept() -> None:
+    p = np.array([0.25, 0.75])
+    (chance, rest), *_ = ladder(p, p, "wor", [1])
+    assert chance == 1.0
+    assert np.array_equal(rest, p)  # nothing is left of p - q, so p stands in
+
+
+def test_greedy_rejection_is_plain_greedy_decoding() -> None:
+    with small_llm() as llm:
+        plain = llm.generate(PROMPT, max_tokens=40)
+        drafted = llm.generate(PROMPT, max_tokens=40, decoder="rejection-sampling")
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.passes < plain.stats.passes
+
+
+def test_log_probabilities_are_there_under_every_rule() -> None:
+    with small_llm() as llm:
+        for name in ("rejection", "typical", "top-m", "token-exact"):
+            decoder = f"speculative-sampling:acceptance={name}"
+            options = {"temperature": 0.9, "seed": 3, "logprobs": 1, "max_tokens": 30}
+            answer = llm.generate(PROMPT, decoder=decoder, **options)
+            assert len(answer.logprobs) == 30
+            assert None not in answer.logprobs
+
+
+def test_bad_parameters_are_refused_in_one_line() -> None:
+    for make in (
+        lambda: RejectionSampling(0),
+        lambda: Typical(epsilon=1.5),
+        lambda: TopM(0),
+        lambda: rule("majority"),
+    ):
+        with pytest.raises(InvalidRequestError) as error:
+            make()
+        assert "\n" not in str(error.value)
+
+
+def test_the_gamma_function_behind_the_test() -> None:
+    # chi-square's 5% points for 1, 5 and 30 degrees of freedom, from any table
+    for degrees, point in ((1, 3.841459), (5, 11.070498), (30, 43.772972)):
+        assert upper_gamma(degrees / 2, point / 2) == pytest.approx(0.05, abs=1e-7)
+    assert upper_gamma(2.0, 0.0) == 1.0
+
+
+def test_an_impossible_outcome_fails_the_fit() -> None:
+    assert fit([(0,)] * 50 + [(1,)] * 50, {(0,): 0.5, (1,): 0.5}).passed
+    assert not fit([(0,)] * 50 + [(2,)], {(0,): 0.5, (1,): 0.5}).passed
+    assert not fit([(0,)] * 80 + [(1,)] * 20, {(0,): 0.5, (1,): 0.5}).passed
+
+
+def test_a_lossy_card_needs_a_measure_within_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certifying, "_measures", {})
+    monkeypatch.setattr(certifying, "claim", lambda card, make: iter(()))
+    monkeypatch.setattr(certifying, "load_mechanisms", lambda: {"typical-acceptance": lambda: []})
+    assert not certify_one("typical-acceptance").passed
+    measure("typical-acceptance", "loss", samples=3, margin=0.5)(lambda samples: 0.1 * samples)
+    assert certify_one("typical-acceptance").passed
+    measure("typical-acceptance", "loss", samples=9, margin=0.5)(lambda samples: 0.1 * samples)
+    assert not certify_one("typical-acceptance").passed
+
+
+def test_a_wrong_claim_of_exactness_fails_its_certificate() -> None:
+    card = Card("wrong", "speculative", "", "distribution-exact")
+    make = lambda: Speculative(TableTrees("wor", 1), acceptance=Broken())  # noqa: E731
+    checks = {check.name: check.passed for check in certifying.distribution_claim(card, make)}
+    assert len(checks) == len(POLICIES)
+    assert not any(checks.values())

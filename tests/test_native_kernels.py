@@ -1,0 +1,493 @@
+"""The compiled kernels against torch and numpy, and against themselves in other company."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from anydecode.errors import InvalidRequestError
+from anydecode.kernels import build, formats
+from anydecode.kernels.interface import (
+    FORMATS,
+    Attention,
+    KeyValues,
+    LowRank,
+    Rope,
+    Rows,
+    Want,
+    Weight,
+)
+from anydecode.kernels.library import Library, argmax, load_library, logsumexp, pick_gumbel
+from anydecode.kernels.native import NativeExecutor
+from anydecode.kernels.packing import Packer
+from anydecode.kernels.reference import ReferenceBackend
+
+few = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    if build.find_compiler() is None:
+        pytest.skip("no C compiler")
+    found = load_library()
+    assert found is not None
+    return found
+
+
+def random_weight(format: str, out: int, width: int, seed: int, name: str = "") -> Weight:
+    """Random bits where the format packs them, with scales below 2."""
+    random = np.random.default_rng(seed)
+    if formats.is_packed(format):
+        shape = (out, formats.row_bytes(format, width))
+        data = random.integers(0, 256, shape, np.uint8) & 0xBB
+        return Weight(format, out, width, torch.from_numpy(data), name)
+    values = torch.from_numpy(random.standard_normal((out, width), np.float32) / width**0.5)
+    return Weight(format, out, width, values.to(formats.DTYPES[format]), name)
+
+
+def small_weight(out: int, width: int, seed: int, name: str = "") -> Weight:
+    return random_weight("F32", out, width, seed, name)
+
+
+def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
+    """What block formats are multiplied with: multiples of amax / 127 in blocks of 32."""
+    blocks = x.view(x.shape[0], -1, 32)
+    most = blocks.abs().amax(-1, keepdim=True)
+    inverse = torch.where(most > 0, 127.0 / most, torch.zeros_like(most))
+    return (torch.round(blocks * inverse).double() * (most / 127.0).double()).view(x.shape)
+
+
+def product(library: Library, weight: Weight, x: torch.Tensor) -> torch.Tensor:
+    packer = Packer(library, 1)
+    matrix = packer.pack(weight)
+    out = torch.full((len(x), weight.out_features), float("nan"))
+    room = torch.empty(x.numel() * 2 + 64, dtype=torch.uint8)
+    library.linear(
+        ctypes.byref(matrix), x.data_ptr(), len(x), None, out.data_ptr(), room.data_ptr()
+    )
+    return out
+
+
+def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.double() - expected.double()).norm() / expected.double().norm())
+
+
+# --- products
+
+
+@few
+@given(
+    st.sampled_from(FORMATS), st.integers(1, 40), st.integers(1, 3), st.integers(1, 9),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_products_equal_float64(
+    library: Library, format: str, out: int, blocks: int, n: int, seed: int
+) -> None:
+    weight = random_weight(format, out, 256 * blocks, seed)
+    x = torch.from_numpy(np.random.default_rng(seed).standard_normal((n, 256 * blocks), np.float32))
+    result = product(library, weight, x)
+    dense = formats.dequantize(weight).double()
+    taken = rounded_to_int8(x) if formats.is_packed(format) else x.double()
+    assert relative(result, taken @ dense.T) < 1e-5
+
+
+def test_a_product_with_one_wrong_scale_would_be_seen(library: Library) -> None:
+    weight = random_weight("Q4_1", 16, 256, 1)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
+    result = product(library, weight, x)
+    weight.data = weight.data.clone()
+    weight.data[3, 21] ^= 1
+    assert relative(result, rounded_to_int8(x) @ formats.dequantize(weight).double().T) > 1e-5
+
+
+@few
+@given(st.sampled_from(FORMATS), st.integers(1, 20), st.integers(1, 33), st.integers(0, 99))
+def test_a_row_is_the_same_in_any_company(
+    library: Library, format: str, out: int, n: int, seed: int
+) -> None:
+    weight = random_weight(format, out, 512, seed)
+    x = torch.from_numpy(np.random.default_rng(seed).standard_normal((n, 512), np.float32))
+    together = product(library, weight, x)
+    row = seed % n
+    assert torch.equal(product(library, weight, x[row : row + 1])[0], together[row])
+    assert torch.equal(product(library, weight, x.flip(0).contiguous()).flip(0), together)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_unpack_to_the_stored_numbers(library: Library, format: str) -> None:
+    weight = random_weight(format, 13, 512, 3)
+    packer = Packer(library, 2)
+    matrix = packer.pack(weight)
+    out = torch.full((13, 512), float("nan"))
+    for row in range(13):
+        library.unpack_row(ctypes.byref(matrix), row, out[row].data_ptr())
+    assert torch.equal(out, formats.dequantize(weight))
+    assert packer.pack(weight) is matrix
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_packing_hardly_adds_bytes(library: Library, format: str) -> None:
+    weight = random_weight(format, 64, 512, 3)
+    packer = Packer(library, 1)
+    packer.pack(weight)
+    assert weight.num_bytes <= packer.num_bytes <= 1.15 * weight.num_bytes
+
+
+# --- whole programs
+
+
+class Network:
+    """Two layers with every operation a transformer uses, and a capped head."""
+
+    def __init__(self, seed: int, format: str = "F32", experts: bool = False, **shape: Any) -> None:
+        kv, head_dim, heads = shape.pop("kv", 2), shape.pop("head_dim", 16), 4
+        self.shape = Attention(heads, kv, head_dim, head_dim**-0.5, **shape)
+        self.width, self.inner, self.vocab = 64, 96, 50
+        self.use_experts = experts
+        frequencies = 100.0 ** -(torch.arange(0, head_dim // 2) / (head_dim // 2))
+        self.rope = Rope(frequencies.float(), 1.1)
+        random = torch.Generator().manual_seed(seed)
+        self.norm = torch.rand(self.width, generator=random) + 0.5
+        self.head_norm = torch.rand(head_dim, generator=random) + 0.5
+        self.bias = torch.randn(heads * head_dim, generator=random) * 0.1
+        sizes = {
+            "q": (heads * head_dim, self.width), "k": (kv * head_dim, self.width),
+            "v": (kv * head_dim, self.width), "o": (self.width, heads * head_dim),
+            "gate": (self.inner, self.width), "up": (self.inner, self.width),
+            "down": (self.width, self.inner), "router": (5, self.width),
+        }  # fmt: skip
+        self.weights = [
+            {n: random_weight(format, *s, seed + 31 * i + j, f"{i}.{n}") for j, (n, s) in
+             enumerate(sizes.items())} for i in range(2)
+        ]  # fmt: skip
+        self.expert_weights = [
+            [small_weight(*sizes[n], seed + 7 * e + j) for e in range(5)]
+            for j, n in enumerate(("gate", "up", "down"))
+        ]
+        self.embedding = random_weight(format, self.vocab, self.width, seed + 999)
+
+    def layer(self, b: Any, x: Any, index: int) -> Any:
+        w, shape = self.weights[index], self.shape
+        y = b.rms_norm(x, self.norm, 1e-5)
+        q, k, v = b.linear(y, w["q"], self.bias), b.linear(y, w["k"]), b.linear(y, w["v"])
+        q = b.rope(b.rms_norm(q, self.head_norm, 1e-6, 4), 4, self.rope)
+        k = b.rope(b.rms_norm(k, None, 1e-6, shape.num_kv_heads), shape.num_kv_heads, self.rope)
+        x = b.add(x, b.linear(b.attention(q, k, v, index, shape), w["o"]))
+        y = b.rms_norm(x, None, 1e-5)
+        if self.use_experts:
+            matrices = self.expert_weights
+            router = b.linear(y, w["router"])
+            return b.add(x, b.experts(y, router, *matrices, 2, bool(index), "silu"))
+        activation = "silu" if index else "gelu_tanh"
+        inner = b.gated(b.linear(y, w["gate"]), b.linear(y, w["up"]), activation)
+        return b.add(x, b.rms_norm(b.linear(inner, w["down"]), self.norm, 1e-5))
+
+    def head(self, b: Any, x: Any) -> Any:
+        return b.softcap(b.scale(b.linear(b.rms_norm(x, self.norm, 1e-5), self.embedding), 0.7), 3)
+
+    def executor(self, threads: int = 2, adapters: Any = ()) -> NativeExecutor:
+        return NativeExecutor(
+            self.embedding, self.vocab, 2, self.layer, self.head,
+            embedding_scale=1.5, threads=threads, adapters=adapters,
+        )  # fmt: skip
+
+    def cache(self, slots: int, dtype: torch.dtype = torch.float32) -> KeyValues:
+        size = (slots, self.shape.num_kv_heads, self.shape.head_dim)
+        full = [torch.full(size, float("nan"), dtype=dtype) for _ in range(4)]
+        return KeyValues(full[:2], full[2:])
+
+
+def ints(values: Any) -> np.ndarray:
+    return np.asarray(values, np.int32)
+
+
+def sequence_rows(tokens: Any, slots: Any, first: int = 0, layers: int = 2) -> Rows:
+    """A causal stretch of one sequence: positions from `first`, `slots` of all positions."""
+    n, table = len(tokens), ints(slots)
+    positions = ints(np.arange(first, first + n))
+    zeros = ints(np.zeros(n))
+    return Rows(
+        ints(tokens), positions, table[positions], [table], zeros, positions + 1, ints([]),
+        zeros, zeros, zeros.copy(), zeros + layers,
+    )  # fmt: skip
+
+
+def all_logits(rows: Rows) -> Want:
+    return Want(ints(np.arange(len(rows))))
+
+
+def by_reference(network: Network, rows: Rows, cache: KeyValues, adapters: Any = ()) -> Any:
+    backend = ReferenceBackend()
+    x = formats.dequantize_rows(network.embedding, rows.tokens) * 1.5
+    backend.bind(rows, np.arange(len(rows)), cache, adapters)
+    for index in range(2):
+        x = network.layer(backend, x, index)
+    states = x
+    backend.unbind()
+    return network.head(backend, x), states
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"window": 5},
+    {"softcap": 2.0, "kv": 4},
+    {"head_dim": 20, "kv": 1},
+    {"experts": True},
+    {"head_dim": 80},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_network_equals_the_reference(library: Library, shape: dict[str, Any]) -> None:
+    network = Network(5, **shape)
+    slots = np.random.default_rng(2).permutation(80)[:70]
+    rows = sequence_rows(np.random.default_rng(1).integers(0, 50, 70), slots)
+    expected, states = by_reference(network, rows, network.cache(80))
+    want = Want(ints([0, 3, 69]), {1: ints([5]), 2: ints(np.arange(70))})
+    output = network.executor().run(rows, network.cache(80), want)
+    assert relative(output.logits, expected[[0, 3, 69]]) < 1e-5
+    assert relative(output.hidden[2], states) < 1e-5
+    assert output.hidden[1].isfinite().all()
+
+
+def test_a_wrong_rotation_would_be_seen(library: Library) -> None:
+    network = Network(5)
+    rows = sequence_rows(np.arange(40), np.arange(40))
+    expected, _ = by_reference(network, rows, network.cache(40))
+    network.rope = Rope(network.rope.frequencies * 1.01, 1.1)
+    output = network.executor().run(rows, network.cache(40), all_logits(rows))
+    assert relative(output.logits, expected) > 1e-5
+
+
+def tree_rows(tokens: Any, prefix: int, slots: Any, holes: Any = ()) -> Rows:
+    """Row i of a chain, its tail listed slot by slot instead of in the table."""
+    n, table = len(tokens), ints(slots)
+    zeros = ints(np.zeros(n))
+    tails = np.concatenate([table[prefix : prefix + i + 1] for i in range(n)])
+    lengths = ints(np.arange(1, n + 1))
+    shown = table.copy()
+    shown[list(holes)] = -1
+    return Rows(
+        ints(tokens), ints(prefix + np.arange(n)), table[prefix : prefix + n],
+        [shown[:prefix]], zeros, zeros + prefix, ints(tails),
+        ints(np.cumsum(lengths) - lengths), lengths, zeros, zeros + 2,
+    )  # fmt: skip
+
+
+@few
+@given(st.integers(0, 70), st.integers(1, 12), st.booleans(), st.integers(1, 3), st.integers(0, 9))
+def test_slots_tails_threads_and_company_never_matter(
+    library: Library, prefix: int, n: int, holes: bool, threads: int, seed: int
+) -> None:
+    network = Network(seed, "Q8_0" if seed % 2 else "BF16", window=40 if seed % 3 else None)
+    random = np.random.default_rng(seed)
+    tokens = random.integers(0, 50, prefix + n)
+    hidden = [3, 33] if holes and prefix > 33 else []
+    results = []
+    for together in (True, False):
+        slots = random.permutation(120)[: prefix + n]
+        cache, executor = network.cache(120, torch.float16), network.executor(threads)
+        if prefix:
+            executor.run(sequence_rows(tokens[:prefix], slots), cache, Want(ints([])))
+        rows = tree_rows(tokens[prefix:], prefix, slots, hidden)
+        if together:
+            results.append(executor.run(rows, cache, all_logits(rows)).logits.clone())
+            continue
+        executor = network.executor(1)
+        for i in range(n):
+            table = ints(slots).copy()
+            table[hidden] = -1
+            one = sequence_rows(tokens[prefix + i : prefix + i + 1], table, prefix + i)
+            one.slots = ints([slots[prefix + i]])
+            alone = executor.run(one, cache, all_logits(one)).logits[0]
+            assert torch.equal(alone, results[0][i])
+
+
+def test_a_neighbour_in_the_window_would_be_seen(library: Library) -> None:
+    network = Network(1)
+    rows = sequence_rows(np.arange(12), np.arange(12))
+    one = network.executor().run(rows, network.cache(12), all_logits(rows)).logits.clone()
+    rows.prefix[5] += 1
+    other = network.executor().run(rows, network.cache(12), all_logits(rows)).logits
+    changed = (one != other).any(-1).nonzero().flatten().tolist()
+    assert changed[0] == 5
+
+
+def test_layer_ranges_compose(library: Library) -> None:
+    network = Network(3, "Q8_0")
+    rows = sequence_rows(np.arange(9), np.arange(9))
+    executor = network.executor()
+    whole = executor.run(rows, network.cache(9), Want(ints([0, 8]), {1: ints(np.arange(9))}))
+    logits, states = whole.logits.clone(), whole.hidden[1]
+    cache = network.cache(9)
+    executor.begin(rows, cache)
+    x = executor.layers(executor.embed(rows.tokens), np.arange(9), 0, 1)
+    assert torch.equal(x, states)
+    x = executor.layers(x, np.arange(9), 1, 2)
+    assert torch.equal(executor.head(x[[0, 8]]), logits)
+    rows.stop[:] = 1
+    first = executor.run(rows, network.cache(9), Want(ints([]), {1: ints(np.arange(9))}))
+    rows.tokens, rows.inputs = rows.tokens * 0 - 1, first.hidden[1]
+    rows.start[:], rows.stop[:] = 1, 2
+    rows.stop[3] = 1
+    rest = executor.run(rows, cache, Want(ints([2, 3])))
+    assert torch.equal(rest.logits[0], executor.head(x[[2]])[0])
+
+
+def test_adapters_add_their_product(library: Library) -> None:
+    network = Network(4)
+
+    def delta(name: str, out: int, width: int, seed: int) -> tuple[str, LowRank]:
+        return name, LowRank(small_weight(3, width, seed), small_weight(out, 3, seed + 1), 0.8)
+
+    adapters = [
+        dict([delta("0.q", 64, 64, 1), delta("1.down", 64, 96, 2)]),
+        dict([delta("0.q", 64, 64, 5), delta("1.o", 64, 64, 6)]),
+    ]
+    rows = sequence_rows(np.arange(6), np.arange(6))
+    executor = network.executor(adapters=adapters)
+    plain = executor.run(rows, network.cache(6), all_logits(rows)).logits.clone()
+    rows.adapters = ints([-1, 0, 1, 0, -1, 1])
+    output = executor.run(rows, network.cache(6), all_logits(rows)).logits.clone()
+    expected, _ = by_reference(network, rows, network.cache(6), adapters)
+    assert relative(output, expected) < 1e-5
+    assert torch.equal(output[0], plain[0])
+    assert not torch.equal(output[1], plain[1])
+
+
+def test_inputs_out_of_range_are_refused(library: Library) -> None:
+    executor = Network(4).executor()
+    for name, value in (("tokens", 50), ("slots", 9), ("table", 1), ("prefix", 10)):
+        rows = sequence_rows(np.arange(9), np.arange(9))
+        getattr(rows, name)[4] = value
+        with pytest.raises(InvalidRequestError):
+            executor.run(rows, Network(4).cache(9), all_logits(rows))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
+def test_a_forked_process_has_its_own_threads(library: Library) -> None:
+    network = Network(4)
+    rows = sequence_rows(np.arange(9), np.arange(9))
+    executor = network.executor(2)
+    before = executor.run(rows, network.cache(9), all_logits(rows)).logits.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        after = executor.run(rows, network.cache(9), all_logits(rows)).logits
+        os._exit(0 if np.array_equal(after.numpy(), before.numpy()) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# --- picks
+
+
+def philox(seed: int, counter: list[int]) -> list[int]:
+    key, mask = [seed & 0xFFFFFFFF, seed >> 32], 0xFFFFFFFF
+    for _ in range(10):
+        a, b = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [
+            (b >> 32) ^ counter[1] ^ key[0], b & mask, (a >> 32) ^ counter[3] ^ key[1], a & mask,
+        ]  # fmt: skip
+        key = [(key[0] + 0x9E3779B9) & mask, (key[1] + 0xBB67AE85) & mask]
+    return counter
+
+
+def test_philox_is_the_published_one() -> None:
+    """The known answer of Random123 for a counter and key of zeros."""
+    assert philox(0, [0, 0, 0, 0]) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.integers(1, 300), st.floats(0.01, 20), st.integers(0, 2**64 - 1), st.integers(0, 99),
+    st.sampled_from([0.1, 3.0, 12.0]),
+)  # fmt: skip
+def test_gumbel_picks_equal_the_whole_sum(
+    library: Library, n: int, inverse: float, seed: int, position: int, spread: float
+) -> None:
+    random = np.random.default_rng(n)
+    logits = (random.standard_normal(n) * spread).astype(np.float32)
+    words = [philox(seed, [t >> 2, position, 7, 2])[t & 3] for t in range(n)]
+    noise = -np.log(-np.log((np.array(words, np.float64) + 0.5) * 2.0**-32))
+    expected = int(np.argmax(logits.astype(np.float64) * inverse + noise))
+    assert pick_gumbel(logits, inverse, seed, 7, position, 2) == expected
+
+
+@few
+@given(st.integers(1, 3000), st.integers(0, 99))
+def test_argmax_and_logsumexp(library: Library, n: int, seed: int) -> None:
+    logits = np.random.default_rng(seed).integers(-9, 9, n).astype(np.float32)
+    assert argmax(logits) == int(np.argmax(logits))
+    expected = float(torch.logsumexp(torch.from_numpy(logits).double(), 0))
+    assert abs(logsumexp(logits) - expected) < 1e-5
+
+
+# --- the build and the start-up check
+
+
+def test_a_wrong_kernel_is_caught_at_start(tmp_path: Path) -> None:
+    compiler = build.find_compiler()
+    if compiler is None or platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("needs a C compiler and an x86-64 processor")
+    sources = shutil.copytree(build.SOURCES, tmp_path / "cpu")
+    right = "_mm256_maddubs_epi16((w)[i], activations4((a) + 4 * (i)))"
+    wrong = right.replace("4 * (i)", "4 * ((i) ^ 1)")
+    header = sources / "simd_avx2.h"
+    text = header.read_text()
+    assert right in text
+    header.write_text(text.replace(right, wrong))
+    flags = "-std=gnu11 -O0 -fPIC -ffp-contract=off".split()
+    path = build.compile_library(tmp_path / "lib.so", compiler, sources, flags=flags, variants=["avx2"])
+    with pytest.raises(RuntimeError), pytest.warns(UserWarning, match="avx2 kernels give wrong"):
+        Library(path, "avx2")
+    assert Library(path, "scalar").variant == "scalar"
+
+
+def test_a_failing_compiler_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="false"):
+        build.compile_library(tmp_path / "lib.so", ["false"])
+    assert list(tmp_path.iterdir()) == []
+
+
+_PROGRAM = """
+#include <stdio.h>
+const char *anydecode_choose(const char *name, const char **failed);
+int main(int count, char **words) {
+  const char *failed, *name = anydecode_choose(count > 1 ? words[1] : 0, &failed);
+  printf("%s %s\\n", name ? name : "none", failed ? failed : "-");
+  return 0;
+}
+"""
+
+
+def test_neon_agrees_with_plain_c_under_emulation(tmp_path: Path) -> None:
+    compiler, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
+    if compiler is None or emulator is None:
+        pytest.skip("needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user (Debian)")
+    (tmp_path / "main.c").write_text(_PROGRAM)
+    flags = "-std=gnu11 -O1 -fPIC -ffp-contract=off".split()
+    library = build.compile_library(
+        tmp_path / "libneon.so", [compiler], machine="aarch64", flags=flags
+    )
+    program = tmp_path / "main"
+    subprocess.run(
+        [compiler, str(tmp_path / "main.c"), str(library), "-o", str(program), "-lm", "-pthread",
+         f"-Wl,-rpath,{tmp_path}"], check=True,
+    )  # fmt: skip
+    for name in ("neon_dot", "neon"):
+        command = [emulator, "-L", "/usr/aarch64-linux-gnu", str(program), name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{name} -\n"
