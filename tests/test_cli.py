@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +253,8 @@ def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_interrupt_of_a_waiting_chat_is_clean(tmp_path: Path) -> None:
     program = (
-        "import sys, anydecode.cli.options as o; o.load = lambda *a: print('ready', flush=True);"
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "import anydecode.cli.options as o; o.load = lambda *a: print('ready', flush=True);"
         "from anydecode.cli.main import run; run(['chat'])"
     )
     process = subprocess.Popen(
@@ -265,7 +265,6 @@ def test_interrupt_of_a_waiting_chat_is_clean(tmp_path: Path) -> None:
         text=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == main.INTERRUPTED and "Traceback" not in errors

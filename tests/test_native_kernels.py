@@ -450,7 +450,9 @@ def test_a_wrong_kernel_is_caught_at_start(tmp_path: Path) -> None:
     assert right in text
     header.write_text(text.replace(right, wrong))
     flags = "-std=gnu11 -O0 -fPIC -ffp-contract=off".split()
-    path = build.compile_library(tmp_path / "lib.so", compiler, sources, flags=flags, variants=["avx2"])
+    path = build.compile_library(
+        tmp_path / "lib.so", compiler, sources, flags=flags, variants=["avx2"]
+    )
     with pytest.raises(RuntimeError), pytest.warns(UserWarning, match="avx2 kernels give wrong"):
         Library(path, "avx2")
     assert Library(path, "scalar").variant == "scalar"

@@ -77,7 +77,7 @@ def test_the_package_says_that_it_is_typed(repository: Path) -> None:
 def test_readme_commands_are_targets_of_the_makefile(repository: Path) -> None:
     readme = (repository / "README.md").read_text(encoding="utf-8")
     makefile = (repository / "Makefile").read_text(encoding="utf-8")
-    named = set(re.findall(r"\bmake (\w+)", readme))
+    named = set(re.findall(r"^make (\w+)", readme, re.MULTILINE))
     assert {"demo", "test"} <= named
     assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in named)
 

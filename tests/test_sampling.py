@@ -135,7 +135,7 @@ class TestPick:
                 return np.full(len(tokens), 0.5)
 
         assert flat.pick(Silent(0), 0) == 4
-        assert Policy(1).pick(locked(np.zeros(600)), Silent(0), 0) == 0
+        assert Distribution(None, np.zeros(600)).pick(Silent(0), 0) == 0
 
     def test_greedy_needs_no_noise_and_equals_a_cold_draw(self):
         for seed in range(20):

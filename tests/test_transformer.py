@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from anydecode.errors import InvalidRequestError
-from anydecode.kernels.interface import KeyValues, Rows, Want
+from anydecode.kernels.interface import KeyValues, Rows, Want, Weight
+from anydecode.kernels.tiled import TiledProduct
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.models.transformer import Transformer
 from tiny_models import chain, hf_model, logits, make_rows, own_model, whole
@@ -91,6 +92,19 @@ def test_alone_equals_in_a_batch_of_sixteen(model: Transformer) -> None:
         mine = [r for r, (i, _) in enumerate(pairs) if i == number]
         mine.sort(key=lambda r: pairs[r][1])
         assert torch.equal(together[mine], logits(model, chain(text)))
+
+
+def test_a_plain_product_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twin: with the library's own product in place of tiles, chunks differ from the whole."""
+
+    def plain(product: TiledProduct, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        return x @ weight.data.T
+
+    monkeypatch.setattr(TiledProduct, "__call__", plain)
+    model = tiny("llama")
+    cache = model.new_cache(20)
+    parts = [logits(model, chain([token], place), cache) for place, token in enumerate(PROMPT)]
+    assert not torch.equal(torch.cat(parts), logits(model, chain(PROMPT)))
 
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 4]

@@ -14,11 +14,23 @@ from anydecode.errors import AnydecodeError
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from anydecode.constraints.json_schema import JsonSchema as JsonSchema
+    from anydecode.constraints.languages import Choice as Choice, Grammar as Grammar, Regex as Regex
+    from anydecode.constraints.predicate import Predicate as Predicate
     from anydecode.engine.llm import LLM as LLM
 
-_HOMES = {"LLM": "anydecode.engine.llm"}
+_HOMES = {
+    "LLM": "anydecode.engine.llm",
+    "JsonSchema": "anydecode.constraints.json_schema",
+    "Regex": "anydecode.constraints.languages",
+    "Grammar": "anydecode.constraints.languages",
+    "Choice": "anydecode.constraints.languages",
+    "Predicate": "anydecode.constraints.predicate",
+}
 
-__all__ = ["LLM", "AnydecodeError", "__version__"]
+__all__ = [
+    "LLM", "AnydecodeError", "Choice", "Grammar", "JsonSchema", "Predicate", "Regex", "__version__",
+]  # fmt: skip
 
 logging.getLogger("anydecode").addHandler(logging.NullHandler())
 

@@ -25,6 +25,13 @@ BENCHES = {
         "anydecode.evaluation.peers:bench_peers",
         "Against transformers, llama.cpp and OpenVINO GenAI, in one run.",
     ),
+    "cost": Bench(
+        "anydecode.evaluation.cost:bench_cost", "What a pass over n rows costs on this machine."
+    ),
+    "speculative": Bench(
+        "anydecode.evaluation.speculative_bench:bench_speculative",
+        "Drafting methods against plain decoding, prompt by prompt.",
+    ),
 }
 
 app = typer.Typer(

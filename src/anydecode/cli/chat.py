@@ -84,7 +84,7 @@ def converse(llm: LLM, messages: Messages, settings: dict[str, Any]) -> None:
         if line.startswith("/"):
             if not obey(line, messages):
                 return
-            if line != "/retry" or not messages:
+            if line != "/retry" or not messages or messages[-1]["role"] != "user":
                 continue
         elif line.strip():
             messages.append({"role": "user", "content": line})

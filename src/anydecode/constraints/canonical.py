@@ -22,7 +22,7 @@ def canonical(schema: Any, size: int) -> Any | None:
     import jsonschema_rs
 
     try:
-        found = jsonschema_rs.canonicalize(schema, offline=True)
+        found = jsonschema_rs.canonicalize(schema, validate_formats=True, offline=True)
         rewritten = found.to_json_schema()
     except Exception:  # unsupported corners; the relaxed schema serves as well
         return None

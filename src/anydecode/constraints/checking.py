@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anydecode.constraints.guidance_engine import one_line
-from anydecode.constraints.relaxing import FORMATS, UNMASKED, is_pattern, nodes
+from anydecode.constraints.relaxing import FORMATS, UNMASKED, is_format, is_pattern, nodes
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
@@ -251,7 +251,7 @@ def _is_unmasked(node: Any) -> bool:
     return (
         not UNMASKED.isdisjoint(node)
         or "oneOf" in node
-        or ("format" in node and node["format"] not in FORMATS)
+        or ("format" in node and node["format"] not in FORMATS and is_format(node["format"]))
         or ("pattern" in node and not is_pattern(node["pattern"]))
     )
 

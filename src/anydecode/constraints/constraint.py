@@ -14,13 +14,15 @@ from anydecode.models.tokenizer import Tokenizer
 @dataclass(frozen=True)
 class Report:
     """How a constraint is enforced: `masked` (before a token is drawn) and `checked` (after a value
-    has closed) name keywords with their path in the schema, `guards` what was limited beyond what
-    was asked, `engine` who computes the masks."""
+    has closed) name keywords, the latter with their path in the schema; `ignored` are annotations
+    that forbid nothing, `guards` what was limited beyond what was asked, `engine` who computes the
+    masks."""
 
     kind: str
     engine: str
     masked: tuple[str, ...] = ()
     checked: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     guards: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -30,6 +32,7 @@ class Report:
             "engine": self.engine,
             "masked": list(self.masked),
             "checked": list(self.checked),
+            "ignored": list(self.ignored),
             "guards": dict(self.guards),
         }
 
@@ -90,7 +93,12 @@ class Watch(Protocol):
 
 
 class Constraint(ABC):
-    """A reusable, unchanging description of the texts that are allowed."""
+    """A reusable, unchanging description of the texts that are allowed. `tries` is how many wrong
+    values an answer may have before it is an error; with `close` an answer that meets the token
+    limit is brought to an end within it."""
+
+    tries: int = 32
+    close: bool = False
 
     @abstractmethod
     def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:

@@ -11,10 +11,11 @@ from typing import Any
 from anydecode.constraints.canonical import canonical
 from anydecode.constraints.checking import JsonWatch, Validator
 from anydecode.constraints.constraint import Constraint, ConstraintState, Report, Watch
+from anydecode.constraints.endless import is_endless
 from anydecode.constraints.guidance_engine import GuidanceState, bridge, library
 from anydecode.constraints.languages import ENGINES
 from anydecode.constraints.narrowing import narrowed
-from anydecode.constraints.relaxing import LEVELS, UNMASKED, guarded, nodes, relaxed
+from anydecode.constraints.relaxing import LEVELS, UNMASKED, guarded, nodes, relaxed, unknown_formats
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
@@ -119,15 +120,18 @@ class JsonSchema(Constraint):
 
     def _make(self, tokenizer: Tokenizer, vocab_size: int) -> _Plan:
         validator = Validator(self.schema, len(self.text))
+        if is_endless(self.schema):
+            raise ConstraintError("no text can meet the schema: its recursion has no end")
         guards = {"whitespace": self.whitespace, "max_string": self.max_string or None}
         present = _present(self.schema)
         if self.engine == "xgrammar":
-            report = Report("json_schema", self.engine, (), tuple(present), {})
+            report = Report("json_schema", self.engine, (), tuple(present))
             return _Plan("", report, validator, True)
         grammar, dropped = self._compiled(tokenizer, vocab_size)
         out = {entry.partition(" ")[0] for entry in dropped}
         masked = tuple(keyword for keyword in present if keyword not in out)
-        report = Report("json_schema", self.engine, masked, tuple(dropped), guards)
+        ignored = tuple(unknown_formats(self.schema))
+        report = Report("json_schema", self.engine, masked, tuple(dropped), ignored, guards)
         return _Plan(grammar, report, validator, bool(dropped))
 
     def _compiled(self, tokenizer: Tokenizer, vocab_size: int) -> tuple[str, list[str]]:
@@ -135,7 +139,7 @@ class JsonSchema(Constraint):
         known = bridge(tokenizer, vocab_size)
         said = ""
         for schema, dropped in self._candidates():
-            for longest in {self.max_string, 0}:
+            for longest in dict.fromkeys((self.max_string, 0)):
                 grammar = self._grammar(guarded(schema, longest) if longest else schema, dropped)
                 try:
                     known.matcher(grammar)
@@ -157,7 +161,8 @@ class JsonSchema(Constraint):
         except ValueError as error:
             raise ConstraintError(str(error)) from None
         if rewritten is not None:
-            yield relaxed(rewritten)
+            weaker, dropped = relaxed(rewritten)
+            yield weaker, _where(self.schema, dropped)
         for level in range(LEVELS):
             yield relaxed(self.schema, level)
 
@@ -198,6 +203,13 @@ def _read(schema: Any) -> tuple[Any, str]:
     if schema is False:
         raise ConstraintError("no text can meet the schema false")
     return schema, text
+
+
+def _where(schema: Any, dropped: list[str]) -> list[str]:
+    """`dropped` of a rewritten schema with the places where the author wrote it."""
+    keywords = {entry.partition(" ")[0] for entry in dropped}
+    own = [entry for entry in relaxed(schema)[1] if entry.partition(" ")[0] in keywords]
+    return own or dropped
 
 
 def _check_depth(schema: Any) -> None:

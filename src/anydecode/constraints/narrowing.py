@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from anydecode.constraints.canonical import canonical
-from anydecode.constraints.relaxing import FORMATS, UNMASKED, is_pattern
+from anydecode.constraints.relaxing import FORMATS, UNMASKED, is_pattern, without_assertions
 
 #: A pattern for values of formats that the mask engine does not know.
 _SHAPES = {
@@ -47,7 +47,9 @@ def _node(schema: Any, number: int) -> Any:
         if shape is not None and "pattern" not in result:
             result["pattern"] = f"^{shape}$"
     if "pattern" in result and not is_pattern(result["pattern"]):
-        del result["pattern"]
+        looser = without_assertions(result.pop("pattern"))
+        if looser is not None:
+            result["pattern"] = looser
     for key in ("$defs", "definitions", "properties", "patternProperties"):
         if isinstance(result.get(key), dict):
             result[key] = {name: _node(one, number) for name, one in result[key].items()}

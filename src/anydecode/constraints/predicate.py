@@ -25,7 +25,8 @@ class Predicate(Constraint):
     Without it every beginning is thought possible, and only the end is checked.
 
     The mask asks `prefix` once per token of the vocabulary that can be told apart; decoder `awrs`
-    asks for the few tokens that it draws instead. Both functions must be pure.
+    asks for the few tokens that it draws instead. Both functions must be pure. A character whose
+    bytes are not all there yet is shown to `prefix` as U+FFFD.
     """
 
     complete: Callable[[str], bool]
@@ -132,10 +133,11 @@ class PredicateState(ConstraintState):
         return self.judge.prefix is None or self.judge.prefix(text)
 
     def _text(self, piece: bytes) -> str:
-        """The text with `piece` behind it, an unfinished character at its end left out. Raises
+        """The text with `piece` behind it, U+FFFD for an unfinished character at its end. Raises
         `UnicodeDecodeError` for bytes that can become no text."""
         said = b"".join(self.judge.pieces[token] for token in self.tokens) + piece
-        return codecs.utf_8_decode(said, "strict", False)[0]
+        text, used = codecs.utf_8_decode(said, "strict", False)
+        return text if used == len(said) else text + "\ufffd"
 
 
 _known: WeakKeyDictionary[Tokenizer, dict[int, list[bytes]]] = WeakKeyDictionary()

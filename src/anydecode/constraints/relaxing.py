@@ -8,6 +8,7 @@ with its path, and left to the validator.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -47,7 +48,8 @@ LEVELS = 4
 
 def relaxed(schema: Any, level: int = 0) -> tuple[Any, list[str]]:
     """A schema for the mask engine that allows all `schema` does, and what was taken out
-    ("keyword at #/path"). The higher the `level` (below `LEVELS`), the less is left."""
+    ("keyword at #/path"). The higher the `level` (below `LEVELS`), the less is left. Formats that
+    the validator does not know either forbid nothing and are not named."""
     dropped: list[str] = []
     if level >= LEVELS - 1:
         dropped += [f"{key} at {path}" for path, node in nodes(schema) for key in _asserting(node)]
@@ -110,11 +112,17 @@ def _node(schema: Any, path: str, level: int, dropped: list[str]) -> Any:
     out = set(_refused(schema, level))
     if out & {"patternProperties", "properties"} or _loses_pattern(schema):
         out |= {"additionalProperties"} & set(schema)
-    dropped += [f"{key} at {path}" for key in schema if key in out]
+    dropped += [
+        f"{key} at {path}"
+        for key in schema
+        if key in out and (key != "format" or is_format(schema[key]))
+    ]
     result: dict[str, Any] = {}
     for key, value in schema.items():
         at = f"{path}/{_escaped(key)}"
         if key in out:
+            if key == "pattern" and level == 0 and (looser := without_assertions(value)):
+                result[key] = looser
             continue
         if key in _DATA:
             result[key] = value
@@ -151,6 +159,15 @@ def _loses_pattern(schema: dict[str, Any]) -> bool:
     return isinstance(patterns, dict) and not all(is_pattern(pattern) for pattern in patterns)
 
 
+def unknown_formats(schema: Any) -> list[str]:
+    """Formats that nobody here knows ("format NAME at #/path"): annotations, not rules."""
+    return [
+        f"format {node['format']} at {path}"
+        for path, node in nodes(schema)
+        if isinstance(node.get("format"), str) and not is_format(node["format"])
+    ]
+
+
 def _asserting(node: dict[str, Any]) -> list[str]:
     quiet = {"title", "description", "default", "examples", "$schema", "$id", "id", "$comment"}
     return [key for key in node if key not in quiet | {"$defs", "definitions"}]
@@ -161,6 +178,53 @@ def _escaped(key: str) -> str:
 
 
 @lru_cache(4096)
+def without_assertions(pattern: Any) -> str | None:
+    """A regular expression that matches all that `pattern` does, with look-around left out and
+    anything in place of back-references; None where that is not enough."""
+    if not isinstance(pattern, str):
+        return None
+    kept: list[str] = []
+    at = 0
+    in_class = False
+    while at < len(pattern):
+        if pattern[at] == "\\":
+            piece = pattern[at : at + 2]
+            kept.append("[\\s\\S]*" if not in_class and re.match(r"\\[1-9]", piece) else piece)
+            at += 2
+            continue
+        if not in_class and re.match(r"\(\?<?[=!]", pattern[at:]):
+            end = _group_end(pattern, at)
+            if end is None:
+                return None
+            at = end + 1
+            continue
+        in_class = (in_class or pattern[at] == "[") and pattern[at] != "]"
+        kept.append(pattern[at])
+        at += 1
+    looser = "".join(kept)
+    return looser if is_pattern(looser) else None
+
+
+def _group_end(pattern: str, start: int) -> int | None:
+    """Where the group that opens at `start` closes."""
+    depth, in_class, at = 0, False, start
+    while at < len(pattern):
+        character = pattern[at]
+        if character == "\\":
+            at += 1
+        elif in_class:
+            in_class = character != "]"
+        elif character == "[":
+            in_class = True
+        elif character in "()":
+            depth += 1 if character == "(" else -1
+            if not depth:
+                return at
+        at += 1
+    return None
+
+
+@lru_cache(4096)
 def is_pattern(pattern: Any) -> bool:
     """Whether the mask engine understands a regular expression."""
     if not isinstance(pattern, str):
@@ -168,3 +232,18 @@ def is_pattern(pattern: Any) -> bool:
     matcher = library().LLMatcher
     grammar = matcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
     return not matcher.validate_grammar(grammar)
+
+
+@lru_cache(1024)
+def is_format(name: Any) -> bool:
+    """Whether the mask engine or the validator knows a format."""
+    if not isinstance(name, str) or name in FORMATS:
+        return isinstance(name, str)
+    import jsonschema_rs
+
+    schema = {"type": "string", "format": name}
+    try:
+        jsonschema_rs.validator_for(schema, validate_formats=True, ignore_unknown_formats=False)
+    except Exception:  # the library says "unknown format" with errors of several kinds
+        return False
+    return True

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from anydecode.engine.lane import Lane, Plan
+from anydecode.engine.schedule import Schedule
 from anydecode.errors import AnydecodeError, OutOfMemoryError
 from anydecode.kernels.interface import Output
 from anydecode.scoring.score import Cancel, Decoding, Follow, Score, Scores, Submit, Ticket, Wait
@@ -116,6 +117,13 @@ class Engine:
             self.running.remove(job)
             self.waiting.appendleft(job)
 
+    def fail(self, error: Exception) -> None:
+        """End everything that runs with `error`, and go on with what waits: a fault of the engine
+        itself, which cannot be laid at one job's door."""
+        self._flights.clear()
+        for job in list(self.running):
+            self._end(job, error)
+
     def close(self) -> None:
         """Cancel everything and stop the threads."""
         for job in [*self.waiting, *self.running]:
@@ -134,12 +142,20 @@ class Engine:
             tables = [table for context in own for table in context.holdings()]
             lane.pool.check_integrity(tables + lane.prefixes.holdings())
 
+    @property
+    def _order(self) -> Schedule:
+        """The schedule that decides who comes next and who gives way: the target's."""
+        lane = self.lanes.get(TARGET) or next(iter(self.lanes.values()))
+        return lane.schedule
+
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_running:
-            job = self.waiting[0]
+            index = self._order.next_job([job.sequence for job in self.waiting])
+            job = self.waiting[index]
             if self.running and not self._fits(job):
                 return
-            self.waiting.popleft()
+            del self.waiting[index]
+            self._order.admitted(job.sequence)
             self.running.append(job)
             job.generators = [job.decoder.decode(job.sequence)]
             self._resume(job, None)
@@ -340,7 +356,7 @@ class Engine:
             and job.sequence.opened(lane.name)
         ]
         if victims:
-            self.preempt(victims[-1])
+            self.preempt(victims[self._order.victim([job.sequence for job in victims])])
             return True
         if not planned and len(self.running) == 1:
             self._end(

@@ -39,7 +39,9 @@ class Stats:
 @dataclass(eq=False)
 class Generation:
     """One answer. `finish_reason` is "stop" (end of text, or a stop rule), "length" or "cancelled".
-    `samples` holds all answers where `n` was more than 1, this one first."""
+    `samples` holds all answers where `n` was more than 1, this one first. `constraint` says how the
+    request's constraint was enforced (`constraints.constraint.Report`), whether the answer is
+    `complete` under it, and how many `tries` and `discarded` tokens the checks cost."""
 
     text: str
     tokens: list[int]
@@ -49,6 +51,7 @@ class Generation:
     decoder: str
     logprobs: list[Any] | None = None
     trace: list[dict[str, Any]] | None = None
+    constraint: dict[str, Any] | None = None
     samples: list[Generation] = field(default_factory=list, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,6 +67,7 @@ class Generation:
             "seed": self.seed,
             "decoder": self.decoder,
             "stats": stats,
+            **({} if self.constraint is None else {"constraint": self.constraint}),
         }
 
 

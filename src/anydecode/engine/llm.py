@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence as Seq
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 from anydecode import catalogue
 from anydecode.decoders.decoder import Decoder
+from anydecode.engine.costs import EnginePace
 from anydecode.engine.driver import Driver
 from anydecode.engine.engine import Engine, Job
 from anydecode.engine.generation import Generation, Piece
@@ -29,6 +30,9 @@ from anydecode.scoring.sequence import TARGET
 Prompt = str | Seq[int]
 Messages = Seq[dict[str, Any]]
 
+#: How many decoders (key, parameters and namespace) keep what they have learned.
+MOST_DECODERS = 256
+
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 
 
@@ -39,7 +43,8 @@ class LLM:
     an object with the `Model` protocol, or a `transformers` causal model. `dtype` is "float32",
     "bfloat16", "int8", "int4" or None (as stored). `draft` is a smaller model for the methods that
     want one, in any of those forms. `cache_positions` is how many positions the key-value cache
-    holds, over all sequences; `row_budget` how many rows a pass may have.
+    holds, over all sequences; `row_budget` how many rows a pass may have. `schedule` is a key of the
+    catalogue ("sarathi-serve:budget=256") or an object.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class LLM:
         row_budget: int = 512,
         max_running: int = 256,
         prefix_cache: bool = True,
+        schedule: str | Schedule | None = None,
     ) -> None:
         from anydecode.models.opening import open_model
 
@@ -67,9 +73,10 @@ class LLM:
         self._row_budget = row_budget
         self.engine = Engine({}, max_running)
         self.driver = Driver(self.engine)
+        self.pace = EnginePace(self.engine, self.model)
         self._geometry: Geometry | None = None
-        self._built: dict[str, Decoder] = {}
-        self.add_lane(TARGET, self.model)
+        self._built: dict[tuple[str, Hashable], Decoder] = {}
+        self.add_lane(TARGET, self.model, None if schedule is None else self.schedule(schedule))
         if draft is not None:
             small, _ = open_model(draft, dtype=dtype, threads=threads, backend=backend)
             self.add_lane("draft", small)
@@ -198,17 +205,32 @@ class LLM:
             raise InvalidRequestError(f"no adapter is called {name!r} ({have})")
         return known[name]
 
-    def decoder(self, choice: str | Decoder) -> Decoder:
-        """The decoder a user named: an object, a key, or "key:name=value,name=value"."""
+    def decoder(self, choice: str | Decoder, namespace: Hashable = None) -> Decoder:
+        """The decoder a user named: an object, a key, or "key:name=value,name=value". What it
+        learns from requests is kept per `namespace`."""
         if not isinstance(choice, str):
             return choice
-        if choice not in self._built:
+        found = self._built.pop((choice, namespace), None)
+        if found is None:
             key, _, rest = choice.partition(":")
             built = catalogue.build(key, **_parameters(rest))
             if not isinstance(built, Decoder):
                 raise InvalidRequestError(f"{key!r} is a {type(built).__name__}, not a decoder")
-            self._built[choice] = built
-        return self._built[choice]
+            found = built
+        self._built[choice, namespace] = found  # the most recently used stands last
+        if len(self._built) > MOST_DECODERS:
+            del self._built[next(iter(self._built))]
+        return found
+
+    def schedule(self, choice: str | Schedule) -> Schedule:
+        """The schedule a user named: an object, a key, or "key:name=value,name=value"."""
+        if not isinstance(choice, str):
+            return choice
+        key, _, rest = choice.partition(":")
+        built = catalogue.build(key, **_parameters(rest))
+        if not isinstance(built, Schedule):
+            raise InvalidRequestError(f"{key!r} is a {type(built).__name__}, not a schedule")
+        return built
 
     def clear(self) -> None:
         """Forget shared prefixes and what drafters learned from earlier requests."""
@@ -257,7 +279,7 @@ class LLM:
         return Request(
             self,
             self.encode(prompt),
-            self.decoder(decoder),
+            self.decoder(decoder, namespace),
             SamplingParams(**sampling),
             name=decoder if isinstance(decoder, str) else type(decoder).__name__,
             constraint=constraint,

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from anydecode.constraints.constraint import Constraint
+from anydecode.decoders.constrained.checked import checked, outcome
 from anydecode.decoders.decoder import Decoder
 from anydecode.engine.engine import Job
 from anydecode.engine.generation import Generation, Piece, Stats
 from anydecode.engine.text import StopRules
 from anydecode.errors import AnydecodeError, InvalidRequestError, UnsupportedCombinationError
-from anydecode.sampling.logprobs import TokenLogprobs, token_logprobs
+from anydecode.sampling.logprobs import TokenLogprobs, distribution_logprobs, token_logprobs
 from anydecode.sampling.params import SamplingParams
+from anydecode.sampling.policy import Policy
 from anydecode.scoring.noise import Noise, fresh_seed, stream_id
 from anydecode.scoring.sequence import Sequence
 
@@ -51,6 +54,7 @@ class Request:
         self.name = name
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.limit = self._check(decoder)
+        self.constraint = constraint if isinstance(constraint, Constraint) else None
         self._began = perf_counter()
         self._first: list[float | None] = [None] * params.n
         self._ended: list[float] = [self._began] * params.n
@@ -69,9 +73,9 @@ class Request:
         """Whether `take_text` would give something."""
         return self._rules(0).has_text
 
-    def take_text(self) -> str:
-        """The text that has become certain since the last call."""
-        return self._rules(0).take()
+    def take_text(self, number: int = 0) -> str:
+        """The text of sample `number` that has become certain since the last call."""
+        return self._rules(number).take()
 
     def notify(self, news: Callable[[], Any]) -> None:
         """Call `news` (on the engine's thread) whenever there are tokens, and at the end."""
@@ -142,7 +146,7 @@ class Request:
             self.prompt,
             llm.model.spec.vocab_size,
             tokenizer.eos_ids,
-            constraint=None if constraint is None else constraint.fork(),
+            constraint=None if constraint is None else self._started(constraint),
             geometry=llm.geometry() if params.needs_geometry else None,
         )
         sequence = Sequence(
@@ -160,7 +164,9 @@ class Request:
             namespace=namespace,
             shares_prefix=llm.prefix_cache,
             trace=[] if trace else None,
+            pace=llm.pace,
         )
+        decoder = checked(decoder, self.constraint, tokenizer, llm.model.spec.vocab_size)
         decoder.prepare(sequence)
         return Job(
             sequence,
@@ -169,8 +175,23 @@ class Request:
             on_progress=lambda job: self._progressed(number),
         )
 
-    def _annotate(self, logits: np.ndarray, token: int) -> TokenLogprobs:
-        return token_logprobs(logits, token, self.params.logprobs or 0)
+    def _started(self, constraint: Any) -> Any:
+        """The state of a constraint at the start of an answer; a bare state is forked."""
+        if isinstance(constraint, Constraint):
+            assert self.llm.tokenizer is not None
+            return constraint.start(self.llm.tokenizer, self.llm.model.spec.vocab_size)
+        if not hasattr(constraint, "mask"):
+            raise InvalidRequestError(
+                f"constraint is a {type(constraint).__name__}; use JsonSchema, Regex, Grammar,"
+                " Choice or Predicate"
+            )
+        return constraint.fork()
+
+    def _annotate(self, logits: np.ndarray, token: int, policy: Policy) -> TokenLogprobs:
+        count = self.params.logprobs or 0
+        if self.params.processed_logprobs:
+            return distribution_logprobs(policy.distribution(logits), token, count)
+        return token_logprobs(logits, token, count)
 
     def _progressed(self, number: int) -> None:
         if self._first[number] is None:
@@ -210,4 +231,5 @@ class Request:
             decoder=self.name,
             logprobs=list(sequence.logprobs) if self.params.logprobs is not None else None,
             trace=sequence.trace,
+            constraint=outcome(self.constraint, sequence) if self.constraint else None,
         )

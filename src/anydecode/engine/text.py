@@ -96,8 +96,9 @@ class StopRules:
 
     def take(self) -> str:
         """The text that has become certain since the last call."""
-        fresh = "".join(self._parts[self._taken :])
-        self._taken = len(self._parts)
+        stop = len(self._parts)  # another thread may be adding to them
+        fresh = "".join(self._parts[self._taken : stop])
+        self._taken = stop
         return fresh
 
     def stops_at(self, token: int) -> bool:

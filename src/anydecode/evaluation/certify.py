@@ -174,8 +174,8 @@ def claim(
     card: Card, make: Callable[[], Decoder], open_llm: Callable[[], LLM] | None = None
 ) -> Iterator[Check]:
     """The card's exactness: equality with plain decoding where the card says token-exact (at
-    temperature 0: greedy-exact) and the policy is the request's own, a chi-square test where it says
-    distribution-exact, and equality with itself in other company everywhere."""
+    temperature 0: greedy-exact) and the policy is the request's own, a chi-square test where it
+    says distribution-exact, and equality with itself in other company everywhere."""
     causal = make().causal is not False
     where = "model" if open_llm else "scripted"
     open_llm = open_llm or (lambda: scripted_llm(causal=causal))

@@ -204,7 +204,7 @@ def expected(options: Mapping[str, Any]) -> dict[Text, float]:
 
 
 def follows(make: Callable[[], Decoder], samples: int = SAMPLES) -> dict[str, Fit]:
-    """One fit per policy of `POLICIES`: does the decoder's text follow the target's distribution?"""
+    """Does the decoder's text follow the target's distribution? One fit per policy."""
     fits = {}
     for name, options in POLICIES.items():
         with small_llm() as llm:

@@ -1,4 +1,4 @@
-"""The compiled kernels as Python sees them: the ctypes structs, the choice of variant, and picks."""
+"""The compiled kernels as Python sees them: the ctypes structs, the variant, and picks."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ _SIGNATURES = {
     "linear": (None, [pointer, pointer, c_int, pointer, pointer, pointer]),
     "unpack_row": (None, [pointer, c_int, pointer]),
     "run": (c_int, [pointer, c_int]),
+    "read": (c_uint64, [pointer, c_int64, c_int]),
     "argmax": (c_int32, [pointer, c_int64]),
     "logsumexp": (c_double, [pointer, c_int64]),
     "pick_gumbel": (

@@ -317,9 +317,7 @@ class NativeExecutor:
         self._pass.taps = ctypes.addressof(taps)
         return (taps, indices), hidden
 
-    def _call(
-        self, first: int, last: int, logit_rows: np.ndarray | None, keep: Any = None
-    ) -> None:
+    def _call(self, first: int, last: int, logit_rows: np.ndarray | None, keep: Any = None) -> None:
         """Run layers [first, last) and the head for `logit_rows`. `keep` lives until it is done."""
         p, starts = self._pass, self._current.starts
         count = 0 if logit_rows is None else len(logit_rows)

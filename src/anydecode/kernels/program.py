@@ -94,9 +94,7 @@ class NativeBackend(Backend):
             self._quantised[x] = self._record(Code.QUANTISE, (x,), width)
         return self._quantised[x]
 
-    def rms_norm(
-        self, x: Value, weight: torch.Tensor | None, eps: float, groups: int = 1
-    ) -> Value:
+    def rms_norm(self, x: Value, weight: torch.Tensor | None, eps: float, groups: int = 1) -> Value:
         fields: dict[str, Any] = {"groups": groups, "x": eps}
         if weight is not None:
             fields |= {"weight": self._keep(weight), "count": weight.numel()}
@@ -134,9 +132,7 @@ class NativeBackend(Backend):
         return out
 
     def gated(self, gate: Value, up: Value, activation: str) -> Value:
-        return self._record(
-            Code.GATED, (gate, up), gate.width, activation=_ACTIVATIONS[activation]
-        )
+        return self._record(Code.GATED, (gate, up), gate.width, activation=_ACTIVATIONS[activation])
 
     def add(self, x: Value, y: Value) -> Value:
         return self._record(Code.ADD, (x, y), x.width)
@@ -227,9 +223,7 @@ def place(steps: list[Step], result: Value, target: int, pinned: int) -> int:
     return pinned + room.size
 
 
-def _place_result(
-    steps: list[Step], result: Value, target: int, last: dict[Value, int]
-) -> None:
+def _place_result(steps: list[Step], result: Value, target: int, last: dict[Value, int]) -> None:
     """Let the last step write `target` directly, or copy the result there."""
     maker = next((s for s in reversed(steps) if s.output is result and s.code != Code.LORA), None)
     if maker is not None and result.place is None:

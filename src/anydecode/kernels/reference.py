@@ -87,10 +87,7 @@ class ReferenceBackend(Backend):
     def linear(
         self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        bound = self._bound
-        chosen = None if bound is None or bound.rows.adapters is None else bound
-        adapters = None if chosen is None else chosen.rows.adapters[chosen.index]  # type: ignore
-        return self._linear(x, weight, bias, adapters)
+        return self._linear(x, weight, bias, self._adapters())
 
     def _linear(
         self,
@@ -169,15 +166,13 @@ class ReferenceBackend(Backend):
         activation: str,
     ) -> torch.Tensor:
         shares = routed(router, top_k, normalise)
-        adapters = self._bound.rows.adapters if self._bound is not None else None
+        adapters = self._adapters()
         out = torch.zeros_like(x)
         for expert in range(len(gate)):
             at = shares[:, expert].nonzero().squeeze(-1)
             if not len(at):
                 continue
-            own = None
-            if adapters is not None:
-                own = adapters[self._rows().index[at.cpu().numpy()]]
+            own = None if adapters is None else adapters[at.cpu().numpy()]
             rows = x[at]
             inner = self.gated(
                 self._linear(rows, gate[expert], None, own),
@@ -187,6 +182,13 @@ class ReferenceBackend(Backend):
             y = self._linear(inner, down[expert], None, own)
             out[at] = out[at] + y * shares[at, expert].unsqueeze(-1)
         return out
+
+    def _adapters(self) -> np.ndarray | None:
+        """Each bound row's adapter, or -1; None where no row has one."""
+        if self._bound is None or self._bound.rows.adapters is None:
+            return None
+        chosen: np.ndarray = self._bound.rows.adapters[self._bound.index]
+        return chosen
 
     def _rows(self) -> _Bound:
         if self._bound is None:

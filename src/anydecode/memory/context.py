@@ -86,6 +86,16 @@ class Context:
         self.pending = Pending(self.pool.take(len(parents)), list(tokens), parents, depth)
         return self.pending
 
+    def grow_branch(self, tokens: Seq[int], parents: Seq[int]) -> Pending:
+        """Slots for further nodes of the pending token tree. Raises `PoolFull`, changing nothing."""
+        pending = self.pending
+        if pending is None:
+            raise ValueError("no token tree is pending")
+        pending.slots = np.concatenate([pending.slots, self.pool.take(len(tokens))])
+        pending.tokens = [*pending.tokens, *tokens]
+        pending.parents = [*pending.parents, *parents]
+        return pending
+
     def retain(self, path: Seq[int]) -> None:
         """Keep the pending nodes of `path` (from the first level down) as the next positions."""
         pending = self.pending

@@ -61,6 +61,7 @@ def open_model(
 
         checkpoint = load_checkpoint(model if isinstance(model, str) else Path(model))
         built = build_model(checkpoint, dtype, executor=choose_executor(backend, threads))
+        built.path = checkpoint.path
         return built, checkpoint.tokenizer
     if hasattr(model, "run") and hasattr(model, "spec"):
         return model, getattr(model, "tokenizer", None)

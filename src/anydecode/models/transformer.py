@@ -101,6 +101,7 @@ class Transformer:
             else EagerExecutor(self.network, backend or ReferenceBackend())
         )
         self.adapter_names: list[str] = []
+        self.path: Path | None = None  # the checkpoint, where it came from one
 
     def new_cache(self, num_slots: int, dtype: torch.dtype | None = None) -> KeyValues:
         """Zeroed keys and values for `num_slots` positions; float32 unless told otherwise."""

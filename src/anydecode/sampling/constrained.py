@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from anydecode.errors import ConstraintError
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.processor import Processor
+
+if TYPE_CHECKING:
+    from anydecode.sampling.policy import Policy
 
 
 class ConstraintState(Protocol):
@@ -49,3 +52,8 @@ class Constrained(Processor):
 
     def fork(self) -> Constrained:
         return Constrained(self.state.fork())
+
+
+def constraint_of(policy: Policy) -> Constrained | None:
+    """The part of `policy` that holds its constraint, or None."""
+    return next((part for part in policy.before if isinstance(part, Constrained)), None)

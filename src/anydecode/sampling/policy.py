@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from anydecode.errors import ConstraintError
+from anydecode.kernels.library import load_library, pick_gumbel
 from anydecode.sampling.candidates import Candidates, Distribution
 from anydecode.sampling.processor import Combiner, Processor
 from anydecode.scoring.noise import Noise
@@ -107,8 +108,12 @@ class Policy:
                 return int(logits.argmax())
             return self._prepare(logits).argmax()
         if self.is_plain:
+            inverse = 1 / self.temperature
+            if load_library() is not None and logits.flags.c_contiguous:
+                place = (noise.seed, noise.stream, position, attempt)
+                return pick_gumbel(logits, inverse, *place)
             # In float64, as the native kernels scale: both ways pick the same token.
-            scaled = logits.astype(np.float64) * (1 / self.temperature)
+            scaled = logits.astype(np.float64) * inverse
             return Distribution(None, scaled).pick(noise, position, attempt)
         return self.distribution(logits).pick(noise, position, attempt)
 

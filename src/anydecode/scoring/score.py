@@ -89,7 +89,7 @@ class Follow:
             row = scores.row(-1)
             position = int(scores.positions[-1]) + 1
             token = sequence.pick(policy, row, position)
-            sequence.note(row, position, token)
+            sequence.note(row, position, token, policy)
             policy.advance(token)
             tokens.append(token)
             if len(tokens) == self.count or sequence.stops_at(token):
@@ -197,9 +197,10 @@ class Scores:
         if key not in self._picked:
             position = int(self.positions[row]) + 1
             logits = self.row(row)
-            token = self.sequence.pick(self.state(row), logits, position)
+            state = self.state(row)
+            token = self.sequence.pick(state, logits, position)
             if self._score.lane == "target":
-                self.sequence.note(logits, position, token)
+                self.sequence.note(logits, position, token, state)
             self._picked[key] = token
         return self._picked[key]
 

@@ -12,6 +12,7 @@ import torch
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.memory.context import Context
+from anydecode.scoring.cost import Pace
 from anydecode.scoring.noise import Noise
 from anydecode.scoring.score import Follow, Score, Scores
 from anydecode.scoring.span import Block, Branches, Chain, Completion, Overwrite, Span
@@ -55,7 +56,7 @@ class Sequence:
     listener: Listener
     open_context: Callable[[str, list[int]], Context]
     companion_prompts: list[list[int]] = field(default_factory=list)
-    annotate: Callable[[np.ndarray, int], Any] | None = None  # log-probabilities of a picked token
+    annotate: Callable[[np.ndarray, int, Policy], Any] | None = None  # a token's log-probabilities
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
@@ -68,6 +69,7 @@ class Sequence:
     shares_prefix: bool = True
     num_passes: int = 0
     trace: list[dict[str, Any]] | None = None
+    pace: Pace | None = None  # what passes cost, and how busy the engine is
     parent: Sequence | None = None
     id: int = field(default_factory=lambda: next(_ids))
 
@@ -154,6 +156,26 @@ class Sequence:
             )
         return score
 
+    def extend(
+        self, tokens: Seq[int], parents: Seq[int], *, lane: str, hidden: tuple[int, ...] = ()
+    ) -> Score:
+        """Score further nodes of the token tree that is pending in `lane`, or its first ones.
+        `parents` are nodes of that tree in the order they were scored, or `ROOT`: the last position
+        of the context. One row per node comes back."""
+        context = self.context(lane)
+        held = [] if context.pending is None else context.pending.parents
+        whole = [*held, *parents]
+        depths: list[int] = []
+        for parent in whole:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        first, depth = len(held), context.pool.model.spec.num_layers
+        rows = range(len(tokens))
+        taps = self._taps(hidden, lane)
+        span = Branches(context, tokens, 0, depth, rows, taps, parents=whole, first=first)
+        positions = context.length - 1 + np.asarray(depths[first:], np.int64)
+        above = [parent - first if parent >= first else ROOT for parent in parents]
+        return Score(self, lane, [[span]], positions, above, list(tokens))
+
     def block(
         self,
         tokens: Seq[int],
@@ -232,10 +254,10 @@ class Sequence:
         """The token `policy` picks for `position`, with the noise that belongs there."""
         return policy.pick(logits, self.noise, position, attempt)
 
-    def note(self, logits: np.ndarray, position: int, token: int) -> None:
-        """Keep the log-probabilities of a picked token until it is emitted."""
+    def note(self, logits: np.ndarray, position: int, token: int, policy: Policy) -> None:
+        """Keep the log-probabilities of a token that `policy` picked until it is emitted."""
         if self.annotate is not None:
-            self._notes[position, token] = self.annotate(logits, token)
+            self._notes[position, token] = self.annotate(logits, token, policy)
 
     def stops_at(self, token: int) -> bool:
         """Whether `token` would end the generation."""

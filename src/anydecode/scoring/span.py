@@ -119,12 +119,17 @@ class Chain(Span):
 @dataclass(eq=False)
 class Branches(Span):
     """A token tree behind the context's last position; each row sees the context and its own path.
-    It stays pending until `Context.retain`."""
+    It stays pending until `Context.retain`. With `first`, `tokens` are the nodes from there on of a
+    tree that is pending already; `parents` are the whole tree's."""
 
     parents: list[int] = field(default_factory=list)
+    first: int = 0
 
     def reserve(self, count: int) -> None:
-        self.context.branch(self.tokens, self.parents, self.stop)
+        if self.first:
+            self.context.grow_branch(self.tokens, self.parents[self.first :])
+        else:
+            self.context.branch(self.tokens, self.parents, self.stop)
 
     def fill(self, rows: Rows, at: int, count: int) -> None:
         pending = self.context.pending
@@ -133,19 +138,22 @@ class Branches(Span):
         base = self.context.length
         self._inputs(rows, at, count)
         self._table(rows, at, count)
-        rows.slots[at:stop] = pending.slots
+        first = self.first
+        rows.slots[at:stop] = pending.slots[first:]
         rows.prefix[at:stop] = base
-        depths = np.empty(count, np.int32)
+        depths = np.empty(first + count, np.int32)
         offset = len(rows.tails)
         tails: list[np.ndarray] = [rows.tails]
         for node, parent in enumerate(self.parents):
             depths[node] = 1 if parent < 0 else depths[parent] + 1
+            if node < first:
+                continue
             path = pending.slots[pending.path(node)]
-            rows.tail_start[at + node] = offset
-            rows.tail_length[at + node] = len(path)
+            rows.tail_start[at + node - first] = offset
+            rows.tail_length[at + node - first] = len(path)
             offset += len(path)
             tails.append(path)
-        rows.positions[at:stop] = base + depths - 1
+        rows.positions[at:stop] = base + depths[first:] - 1
         rows.tails = np.concatenate(tails)
 
     def settle(self, hidden: torch.Tensor | None, count: int) -> None:

@@ -36,7 +36,9 @@ class TokenExact(Acceptance):
     exactness = "token-exact"
 
     def walk(self, tree: TokenTree, scores: Scores) -> Verdict:
-        node, path, tokens = ROOT, [], []
+        node = ROOT
+        path: list[int] = []
+        tokens: list[int] = []
         while True:
             token = scores.pick(node + 1)
             tokens.append(token)
@@ -86,7 +88,7 @@ class Threshold(Acceptance):
         tokens, row = [], 0
         for node in path:
             token, position = tree.tokens[node], int(scores.positions[row]) + 1
-            scores.sequence.note(scores.row(row), position, token)
+            scores.sequence.note(scores.row(row), position, token, scores.state(row))
             tokens.append(token)
             row = node + 1
         return Verdict(path, [*tokens, scores.pick(row)])

@@ -151,7 +151,13 @@ class Speculative(Decoder):
             scores = yield sequence.verify(tree)
             verdict = self.acceptance.walk(tree, scores)
             verified = perf_counter()
-            sequence.record(tree, verdict.path, verdict.tokens)
+            sequence.record(
+                tree,
+                verdict.path,
+                verdict.tokens,
+                draft_seconds=drafted - began,
+                verify_seconds=verified - drafted,
+            )
             sequence.accept(verdict.path, verdict.tokens, scores)
             round = Round(sequence, tree, scores, verdict, drafted - began, verified - drafted)
             budget.observe(round)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from anydecode.decoders.speculative.acceptance import Acceptance, TokenExact
 from anydecode.decoders.speculative.core import Drafter, Proposal, Session, Speculative
 from anydecode.decoders.speculative.rejection import RejectionSampling, rule
 from anydecode.errors import InvalidRequestError
+from anydecode.sampling.policy import Policy
 from anydecode.scoring.score import Decoding, Request, Submit, Wait
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
@@ -41,10 +42,11 @@ def draft_chain(
     size: int,
     lane: str = DRAFT,
     drawn: list[np.ndarray] | None = None,
+    ends: Callable[[Policy, np.ndarray, int], bool] | None = None,
 ) -> Generator[Request, Any, list[int]]:
     """`size` tokens behind the sequence's own and `behind`, one pass of `lane` each, picked by the
     sequence's policy with the target's noise. The lane's context must hold a true prefix of them.
-    The distribution each was drawn from, float64 `[vocab_size]`, is appended to `drawn`.
+    The distribution each was drawn from, float64 `[vocab_size]`, is appended to `drawn`. `ends(policy, logits, token)` is asked whether a token is the last one.
     """
     policy = sequence.policy.fork()
     for token in behind:
@@ -54,12 +56,27 @@ def draft_chain(
     for _ in range(size):
         context = sequence.context(lane)
         scores = yield sequence.score((known + drafts)[context.length :], lane=lane)
-        token = sequence.pick(policy, scores.row(-1), len(known) + len(drafts))
+        row = fitted(sequence, scores.row(-1))
+        token = sequence.pick(policy, row, len(known) + len(drafts))
         if drawn is not None:
-            drawn.append(policy.distribution(scores.row(-1)).dense(scores.logits.shape[1]))
+            drawn.append(policy.distribution(row).dense(len(row)))
+        last = ends is not None and ends(policy, row, token)
         policy.advance(token)
         drafts.append(token)
+        if last:
+            break
     return drafts
+
+
+def fitted(sequence: Sequence, row: np.ndarray) -> np.ndarray:
+    """A draft model's row, float32, cut or filled up (with -inf) to the target's vocabulary: models
+    of one tokenizer may pad their vocabularies to different sizes."""
+    size = sequence.context().pool.model.spec.vocab_size
+    if len(row) >= size:
+        return row[:size]
+    filled = np.full(size, -np.inf, np.float32)
+    filled[: len(row)] = row
+    return filled
 
 
 class ModelDrafter(Drafter):
@@ -112,14 +129,16 @@ def speculative_sampling(
 )
 class ParallelDraft(Decoder):
     """While the target verifies `size` drafts, the draft model steps on behind them; if all were
-    right, the next round's drafts are already there."""
+    right, the next round's drafts are already there. With `pre_verify` the target does not wait
+    for drafts: where there are none, it scores what is there while the first ones are made."""
 
     lanes = (DRAFT,)
 
-    def __init__(self, size: int = 4) -> None:
+    def __init__(self, size: int = 4, pre_verify: bool = False) -> None:
         if size < 1:
-            raise InvalidRequestError("parallel-draft needs at least one draft")
+            raise InvalidRequestError("drafting in parallel needs a size of at least one draft")
         self.size = size
+        self.pre_verify = pre_verify
         self.acceptance = TokenExact()
 
     def decode(self, sequence: Sequence) -> Decoding:
@@ -127,10 +146,12 @@ class ParallelDraft(Decoder):
         while not sequence.finished:
             if not drafts:
                 sequence.align(DRAFT)
-                drafts = yield from draft_chain(sequence, [], self.size)
+                if not self.pre_verify:
+                    drafts = yield from draft_chain(sequence, [], self.size)
             tree = TokenTree.chain(drafts)
             ticket = yield Submit(sequence.verify(tree))
-            ahead = yield from draft_chain(sequence, drafts, self.size + 1)
+            count = self.size if self.pre_verify else self.size + 1
+            ahead = yield from draft_chain(sequence, drafts, count)
             if ticket.scores is None:
                 yield Wait([ticket])
             verdict = self.acceptance.walk(tree, ticket.scores)
@@ -138,3 +159,23 @@ class ParallelDraft(Decoder):
             sequence.accept(verdict.path, verdict.tokens, ticket.scores)
             whole = len(verdict.path) == len(drafts) and verdict.tokens[-1] == ahead[0]
             drafts = ahead[1:] if whole else []
+
+
+@register(
+    Card(
+        "pearl",
+        "speculative",
+        paper="PEARL (arXiv:2408.11850)",
+        exactness="token-exact",
+        summary="Draft and target always run side by side: pre-verify and post-verify.",
+        needs=("draft model",),
+        works_with=("constraints", "samplers", "batches"),
+        deviations=(
+            "verified token-exactly with shared noise",
+            "side by side means threads or devices of one process",
+        ),
+    )
+)
+def pearl(size: int = 4) -> ParallelDraft:
+    """PEARL; `size` is best near the ratio of the target's pass to the draft's."""
+    return ParallelDraft(size, pre_verify=True)

@@ -70,7 +70,9 @@ class RejectionSampling(Acceptance):
             self.exactness = "lossy"
 
     def walk(self, tree: TokenTree, scores: Scores) -> Verdict:
-        node, path, tokens = ROOT, [], []
+        node = ROOT
+        path: list[int] = []
+        tokens: list[int] = []
         while True:
             child, token = self._step(tree, scores, node)
             tokens.append(token)
@@ -89,15 +91,16 @@ class RejectionSampling(Acceptance):
         rest = scores.distribution(row).dense(scores.logits.shape[1])
         drafted = [tree.tokens[child] for child in children]
         rungs = self.rungs(rest, tree.probabilities.get(node), tree.kind, drafted)
-        for index, (child, (chance, rest)) in enumerate(zip(children, rungs, strict=True)):
+        for index, (child, (chance, left)) in enumerate(zip(children, rungs, strict=True)):
+            rest = left
             if coins.coin(position, index=index) < chance:
-                sequence.note(scores.row(row), position, tree.tokens[child])
+                sequence.note(scores.row(row), position, tree.tokens[child], scores.state(row))
                 return child, tree.tokens[child]
         residual = sequence.noise.with_purpose("residual")
         support = np.flatnonzero(rest)
         keys = np.log(rest[support]) + residual.gumbel(support, position)
         token = int(support[keys.argmax()])
-        sequence.note(scores.row(row), position, token)
+        sequence.note(scores.row(row), position, token, scores.state(row))
         return None, token
 
     def rungs(

@@ -3,7 +3,7 @@ whose distribution is known."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import numpy as np
@@ -32,8 +32,12 @@ from anydecode.evaluation.chi_square import (
     table,
 )
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.sampling.policy import Policy
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
+
+#: A rule's ladder: from p, q, the kind and the siblings to chances and what is left.
+Rungs = Callable[[np.ndarray, np.ndarray, str, list[int]], Iterator[tuple[float, np.ndarray]]]
 
 
 def draws(q: np.ndarray, kind: str, width: int) -> Iterator[tuple[float, list[int]]]:
@@ -52,13 +56,15 @@ def draws(q: np.ndarray, kind: str, width: int) -> Iterator[tuple[float, list[in
             yield chance, list(tokens)
 
 
-def outcome(p: np.ndarray, q: np.ndarray, kind: str, width: int, rungs: object = ladder) -> np.ndarray:
-    """The distribution of the token a rule says, summed over all draws and coins. `rungs` is the
-    rule's ladder: float64 `[vocab_size]`."""
+def outcome(
+    p: np.ndarray, q: np.ndarray, kind: str, width: int, rungs: Rungs = ladder
+) -> np.ndarray:
+    """The distribution of the token a rule says, summed over all draws and coins.
+    float64 `[vocab_size]`."""
     said = np.zeros(len(p))
     for chance, tokens in draws(q, kind, width):
         rest = p
-        for token, (kept, after) in zip(tokens, rungs(p, q, kind, tokens), strict=True):  # type: ignore[operator]
+        for token, (kept, after) in zip(tokens, rungs(p, q, kind, tokens), strict=True):
             said[token] += chance * kept
             chance *= 1 - kept
             rest = after
@@ -96,7 +102,7 @@ class _TableSession(Session):
 
     def propose(self, size: int) -> Proposal:
         tree = TokenTree(kind=self.drafter.kind)
-        level = [(ROOT, [], self.sequence.policy.fork())]
+        level: list[tuple[int, list[int], Policy]] = [(ROOT, [], self.sequence.policy.fork())]
         for _ in range(2):
             grown = []
             for node, path, policy in level:
@@ -176,10 +182,14 @@ def lenient_loss(samples: int) -> float:
 def typical() -> Iterator[Check]:
     """The bound by hand, at low and high entropy, and drafts that get kept."""
     p = np.array([0.7, 0.2, 0.1])  # entropy 0.8018, exp(-entropy) 0.4485
-    yield Check("above delta exp(-H) = 0.224", Typical(0.3, 0.5).passes(p, [0, 1, 2], 1) == [True, False, False])
-    yield Check("above delta exp(-H) = 0.135", Typical(0.3, 0.3).passes(p, [0, 1, 2], 1) == [True, True, False])
-    yield Check("above epsilon = 0.15", Typical(0.15, 0.9).passes(p, [0, 1, 2], 1) == [True, True, False])
-    yield Check("never what is forbidden", Typical().passes(np.array([1.0, 0.0]), [1], 1) == [False])
+    for name, rule, kept in (
+        ("delta exp(-H) = 0.224", Typical(0.3, 0.5), [True, False, False]),
+        ("delta exp(-H) = 0.135", Typical(0.3, 0.3), [True, True, False]),
+        ("epsilon = 0.15", Typical(0.15, 0.9), [True, True, False]),
+    ):
+        yield Check(f"keeps what is above {name}", rule.passes(p, [0, 1, 2], 1) == kept)
+    forbidden = Typical().passes(np.array([1.0, 0.0]), [1], 1)
+    yield Check("never keeps what is forbidden", forbidden == [False])
     yield from _keeps_more("typical acceptance", typical_acceptance(), temperature=0.9)
 
 
@@ -193,7 +203,8 @@ def typical_loss(samples: int) -> float:
 def top_m() -> Iterator[Check]:
     """Ranks, the gap and the minimum block by hand, and drafts that get kept."""
     p = np.array([0.25, 0.4, 0.1, 0.25])
-    yield Check("ranks, ties to the lower id", TopM(2).passes(p, [0, 1, 2, 3], 1) == [True, True, False, False])
+    ranked = TopM(2).passes(p, [0, 1, 2, 3], 1)
+    yield Check("ranks, ties to the lower id", ranked == [True, True, False, False])
     yield Check("the gap", TopM(3, gap=0.4).passes(p, [0, 1], 1) == [False, True])
     yield Check("the gap is log p", TopM(3, gap=0.5).passes(p, [0, 1], 1) == [True, True])
     block = [TopM(1, block=3).passes(p, [2], depth) for depth in (1, 2, 3)]
@@ -246,7 +257,7 @@ def _likelihood(decoder: Speculative | None, samples: int) -> float:
     return total / (8 * samples)
 
 
-def _lenient(lenience: float) -> object:
+def _lenient(lenience: float) -> Rungs:
     return lambda p, q, kind, tokens: ladder(p, q, kind, tokens, lenience)
 
 

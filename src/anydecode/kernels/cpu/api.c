@@ -188,6 +188,32 @@ EXPORT int anydecode_run(const Pass *pass, int threads) {
   return OK;
 }
 
+typedef struct {
+  const uint64_t *words;
+  int64_t count;
+  uint64_t sums[256];
+} Read;
+
+static void read_part(void *argument, int thread, int threads, void *barrier) {
+  (void)barrier;
+  Read *job = argument;
+  uint64_t sum[8] = {0};
+  int64_t last = job->count / 8 * (thread + 1) / threads * 8;
+  for (int64_t i = job->count / 8 * thread / threads * 8; i < last; i += 8)
+    for (int j = 0; j < 8; j++) sum[j] += job->words[i + j];
+  for (int j = 1; j < 8; j++) sum[0] += sum[j];
+  job->sums[thread] = sum[0];
+}
+
+/* The sum of `count` words, read by all threads: how fast memory can be read. */
+EXPORT uint64_t anydecode_read(const uint64_t *words, int64_t count, int threads) {
+  Read job = {words, count, {0}};
+  pool_run(read_part, &job, threads);
+  uint64_t total = 0;
+  for (int i = 0; i < 256; i++) total += job.sums[i];
+  return total;
+}
+
 EXPORT int32_t anydecode_argmax(const float *logits, int64_t n) {
   return chosen->argmax(logits, n);
 }

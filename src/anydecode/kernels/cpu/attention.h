@@ -12,6 +12,7 @@ typedef struct {
   float *q, *sums;      /* [rows, group, padded] */
   float *total;         /* [rows, group, 8]: sums of weights by lane */
   float *most;          /* [rows, group]: running maxima */
+  float *scores;        /* [group, 32] */
 } Room;
 
 typedef struct {
@@ -24,11 +25,12 @@ typedef struct {
 
 static Room make_room(float *base, int padded, int group) {
   int64_t heads = (int64_t)ATTENTION_ROWS * group;
-  Room room = {base, base + KEY_BLOCK * padded, 0, 0, 0, 0};
+  Room room = {base, base + KEY_BLOCK * padded, 0, 0, 0, 0, 0};
   room.q = room.values + KEY_BLOCK * padded;
   room.sums = room.q + heads * padded;
   room.total = room.sums + heads * padded;
   room.most = room.total + heads * 8;
+  room.scores = room.most + (heads + 7) / 8 * 8;
   return room;
 }
 
@@ -81,6 +83,19 @@ static uint32_t gather(const Heads *h, const int32_t *slots, int count, Room *ro
   return present;
 }
 
+/* Ask for the slots of the next block while this one is summed. */
+static void expect(const Heads *h, const int32_t *slots, int count) {
+  int bytes = h->head_dim * h->size;
+  for (int j = 0; j < count; j++) {
+    if (slots[j] < 0) continue;
+    int64_t offset = ((int64_t)slots[j] * h->kv_heads + h->kv_head) * bytes;
+    for (int b = 0; b < bytes; b += 64) {
+      __builtin_prefetch((const char *)h->keys + offset + b);
+      __builtin_prefetch((const char *)h->values + offset + b);
+    }
+  }
+}
+
 /* Eight keys against one query. */
 INLINE f8 eight_scores(const float *q, const float *keys, int padded) {
   f8 sum[8];
@@ -116,6 +131,20 @@ static float block_scores(const Op *op, const float *q, const Room *room, int pa
   return f8_largest(most);
 }
 
+/* Scores become weights relative to the new maximum; answers what older sums shrink by. */
+INLINE f8 block_weights(Room *room, int at, float found, float *scores) {
+  float most = found > room->most[at] ? found : room->most[at];
+  f8 shrink = f8_exp(f8_set(room->most[at] - most)), sum = f8_set(0.0f);
+  for (int i = 0; i < KEY_BLOCK; i += 8) {
+    f8 weight = f8_exp(f8_sub(f8_load(scores + i), f8_set(most)));
+    f8_store(scores + i, weight);
+    sum = f8_add(sum, weight);
+  }
+  room->most[at] = most;
+  f8_store(room->total + 8 * at, f8_fma(f8_load(room->total + 8 * at), shrink, sum));
+  return shrink;
+}
+
 /* sums[d] = sums[d] * shrink + the block's weighted values, for `vectors` lanes of d. */
 INLINE void weigh_values(const float *weights, const float *values, int padded, int lo, int hi,
                          f8 shrink, int vectors, float *sums) {
@@ -132,26 +161,25 @@ INLINE void weigh_values(const float *weights, const float *values, int padded, 
   for (int i = 0; i < vectors; i++) f8_store(sums + 8 * i, sum[i]);
 }
 
-/* Fold one block into the state of one row and head. */
-static void fold_block(const Heads *h, Room *room, int at, uint32_t seen) {
-  float weights[KEY_BLOCK];
-  float *sums = room->sums + (int64_t)at * h->padded, *total = room->total + 8 * at;
-  float found = block_scores(h->op, room->q + (int64_t)at * h->padded, room, h->padded, seen,
-                             weights);
-  float most = found > room->most[at] ? found : room->most[at];
-  f8 shrink = f8_exp(f8_set(room->most[at] - most)), sum = f8_set(0.0f);
-  room->most[at] = most;
-  for (int i = 0; i < KEY_BLOCK; i += 8) {
-    f8 weight = f8_exp(f8_sub(f8_load(weights + i), f8_set(most)));
-    f8_store(weights + i, weight);
-    sum = f8_add(sum, weight);
+/* Fold one block into the state of a row's heads, a stage at a time: a head's exponentials hide
+ * behind its neighbours' products. */
+static void fold_block(const Heads *h, Room *room, int row, uint32_t seen) {
+  float *scores = room->scores, found[MAX_GROUP];
+  f8 shrink[MAX_GROUP];
+  int first = row * h->group, lo = __builtin_ctz(seen), hi = 32 - __builtin_clz(seen);
+  for (int g = 0; g < h->group; g++)
+    found[g] = block_scores(h->op, room->q + (int64_t)(first + g) * h->padded, room, h->padded,
+                            seen, scores + g * KEY_BLOCK);
+  for (int g = 0; g < h->group; g++)
+    shrink[g] = block_weights(room, first + g, found[g], scores + g * KEY_BLOCK);
+  for (int g = 0; g < h->group; g++) {
+    float *sums = room->sums + (int64_t)(first + g) * h->padded, *weights = scores + g * KEY_BLOCK;
+    int d = 0;
+    for (; d + 64 <= h->padded; d += 64)
+      weigh_values(weights, room->values + d, h->padded, lo, hi, shrink[g], 8, sums + d);
+    for (; d < h->padded; d += 8)
+      weigh_values(weights, room->values + d, h->padded, lo, hi, shrink[g], 1, sums + d);
   }
-  f8_store(total, f8_fma(f8_load(total), shrink, sum));
-  int lo = __builtin_ctz(seen), hi = 32 - __builtin_clz(seen), d = 0;
-  for (; d + 64 <= h->padded; d += 64)
-    weigh_values(weights, room->values + d, h->padded, lo, hi, shrink, 8, sums + d);
-  for (; d < h->padded; d += 8)
-    weigh_values(weights, room->values + d, h->padded, lo, hi, shrink, 1, sums + d);
 }
 
 /* Bits of the block's positions that row r sees. */
@@ -177,10 +205,11 @@ static void attend_block(const Pass *pass, const Heads *h, int row, int rows, in
     else own |= 1 << i;
   }
   if (shared) {
+    int next = pass->prefix[row] - start - KEY_BLOCK;
+    if (next > 0) expect(h, h->table + start + KEY_BLOCK, next < KEY_BLOCK ? next : KEY_BLOCK);
     uint32_t present = gather(h, h->table + start, shared - start, room, 0);
     for (int i = 0; i < rows; i++)
-      for (int g = 0; g < h->group && !((own >> i) & 1) && (seen[i] & present); g++)
-        fold_block(h, room, i * h->group + g, seen[i] & present);
+      if (!((own >> i) & 1) && (seen[i] & present)) fold_block(h, room, i, seen[i] & present);
   }
   for (int i = 0; i < rows; i++) {
     if (!((own >> i) & 1)) continue;
@@ -190,8 +219,7 @@ static void attend_block(const Pass *pass, const Heads *h, int row, int rows, in
     const int32_t *tail = pass->tails + pass->tail_start[row + i] + start + from_table - prefix;
     uint32_t present = gather(h, h->table + start, from_table, room, 0);
     present |= gather(h, tail, end - start - from_table, room, from_table);
-    for (int g = 0; g < h->group && (seen[i] & present); g++)
-      fold_block(h, room, i * h->group + g, seen[i] & present);
+    if (seen[i] & present) fold_block(h, room, i, seen[i] & present);
   }
 }
 

@@ -75,13 +75,14 @@ static void expert_products(const Op *op, const ExpertRoom *room, int part, cons
   for (int e = 0; e < op->count; e++) {
     const Matrix *w = op->experts[part * op->count + e];
     int first = room->start[e], rows = room->start[e + 1] - first;
-    int64_t groups = (w->out_features + 7) / 8;
+    int begin, end;
     if (!rows) continue;
+    split_groups(w, thread, threads, &begin, &end);
     const void *from = x + (int64_t)first * w->in_features;
     if (!is_float(w->format))
       from = room->quantised + (int64_t)first * (w->in_features / QUANT_BLOCK);
     linear_columns(w, from, rows, NULL, out + (int64_t)first * w->out_features, w->out_features,
-                   (int)(groups * thread / threads), (int)(groups * (thread + 1) / threads));
+                   begin, end);
   }
 }
 

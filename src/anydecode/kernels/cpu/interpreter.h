@@ -49,10 +49,10 @@ static void run_tap(const Step *s) {
 
 static void run_linear(const Step *s) {
   const Matrix *w = s->op->matrix;
-  int64_t groups = (w->out_features + 7) / 8;
+  int first, last;
+  split_groups(w, s->thread, s->threads, &first, &last);
   linear_columns(w, buffer(s, s->op->a), s->n, s->op->weight, buffer(s, s->op->out),
-                 w->out_features, (int)(groups * s->thread / s->threads),
-                 (int)(groups * (s->thread + 1) / s->threads));
+                 w->out_features, first, last);
 }
 
 static void run_lora(const Step *s, int r) {

@@ -5,9 +5,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, ATTENTION_ROWS = 4 };
+enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, ATTENTION_ROWS = 4, MAX_GROUP = 64 };
 
+/* Formats and tile sizes are constants once inlined; plain C has no use for that. */
+#ifdef ANYDECODE_SCALAR
+#define INLINE static inline
+#else
 #define INLINE static inline __attribute__((always_inline))
+#endif
 
 enum Format { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, NUM_FORMATS };
 
@@ -125,8 +130,8 @@ INLINE int64_t packed_group_bytes(int format, int in_features) {
 }
 
 INLINE int64_t attention_room_floats(int head_dim, int group) {
-  int64_t padded = (head_dim + 7) / 8 * 8;
-  return 2 * KEY_BLOCK * padded + ATTENTION_ROWS * group * (2 * padded + 16);
+  int64_t padded = (head_dim + 7) / 8 * 8, heads = ATTENTION_ROWS * group;
+  return 2 * KEY_BLOCK * padded + heads * (2 * padded + 16) + group * KEY_BLOCK + 16;
 }
 
 void barrier_wait(void *barrier);

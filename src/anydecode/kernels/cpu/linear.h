@@ -7,32 +7,43 @@
 
 enum { TILE_ROWS = 4 };
 
-INLINE void quant_tile(int format, int rows, const uint8_t *p, int blocks,
-                       const Activations *const *a, f8 *total) {
-  for (int r = 0; r < rows; r++) total[r] = f8_set(0.0f);
-  f8 super = f8_set(0.0f), super_min = super;
+/* Two groups of columns at a time, so that each broadcast of activations is used twice. */
+INLINE void quant_tile(int format, int rows, const uint8_t *const *groups, int blocks,
+                       const Activations *const *a, f8 (*total)[2]) {
+  const uint8_t *p[2] = {groups[0], groups[1]};
+  f8 super[2], super_min[2];
+  for (int g = 0; g < 2; g++) super[g] = super_min[g] = f8_set(0.0f);
+  for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = f8_set(0.0f);
   for (int b = 0; b < blocks; b++) {
-    if (is_super(format) && b % 8 == 0) {
-      super = f8_load_f16((const uint16_t *)p);
-      if (has_min(format)) super_min = f8_load_f16((const uint16_t *)p + 8);
-      p += header_bytes(format);
+    f8 first[2], second[2];
+    sums dot[TILE_ROWS][2];
+    memset(dot, 0, sizeof dot);
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; g++) {
+      if (is_super(format) && b % 8 == 0) {
+        super[g] = f8_load_f16((const uint16_t *)p[g]);
+        if (has_min(format)) super_min[g] = f8_load_f16((const uint16_t *)p[g] + 8);
+        p[g] += header_bytes(format);
+      }
+      load_scales(format, p[g], super[g], super_min[g], &first[g], &second[g]);
     }
-    f8 first, second;
-    load_scales(format, p, super, super_min, &first, &second);
-    sums dot[TILE_ROWS];
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
-      b32 w[4];
-      unpack_half(format, p, half, w);
+      b32 w[2][4];
+      unpack_half(format, p[0], half, w[0]);
+      unpack_half(format, p[1], half, w[1]);
 #pragma GCC unroll 4
-      for (int r = 0; r < rows; r++) {
-        dot[r] = dot_half(format, half, dot[r], w, a[r] + b);
-        if (format == Q6_K || half)
-          total[r] = add_block(format, half, total[r], dot[r], a[r] + b,
-                               format == Q6_K && half ? second : first, second);
-      }
+      for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; g++) {
+          dot[r][g] = settled(dot_half(format, half, dot[r][g], w[g], a[r] + b));
+          if (format == Q6_K || half)
+            total[r][g] = add_block(format, half, total[r][g], dot[r][g], a[r] + b,
+                                    format == Q6_K && half ? second[g] : first[g], second[g]);
+        }
     }
-    p += block_bytes(format);
+    p[0] += block_bytes(format);
+    p[1] += block_bytes(format);
   }
 }
 
@@ -75,11 +86,14 @@ INLINE void write_group(const Matrix *w, int group, f8 total, const float *bias,
 INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int n,
                           const float *bias, float *out, int64_t stride, int first, int last) {
   int blocks = w->in_features / QUANT_BLOCK;
-  for (int g = first; g < last; g++) {
-    const uint8_t *p = w->data + g * w->group_bytes;
+  for (int g = first; g < last; g += 2) {
+    const uint8_t *p[2];
+    int pair = g + 1 < last;
+    p[0] = w->data + g * w->group_bytes;
+    p[1] = pair ? p[0] + w->group_bytes : p[0];
     for (int r = 0; r < n; r += TILE_ROWS) {
       const Activations *a[TILE_ROWS];
-      f8 total[TILE_ROWS];
+      f8 total[TILE_ROWS][2];
       int rows = n - r < TILE_ROWS ? n - r : TILE_ROWS;
       for (int i = 0; i < rows; i++) a[i] = x + (int64_t)(r + i) * blocks;
       switch (rows) {
@@ -88,7 +102,9 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
         case 3: quant_tile(format, 3, p, blocks, a, total); break;
         default: quant_tile(format, 4, p, blocks, a, total); break;
       }
-      for (int i = 0; i < rows; i++) write_group(w, g, total[i], bias, out + (r + i) * stride);
+      for (int i = 0; i < rows; i++)
+        for (int j = 0; j <= pair; j++)
+          write_group(w, g + j, total[i][j], bias, out + (r + i) * stride);
     }
   }
 }
@@ -144,6 +160,14 @@ static const Columns columns_of[NUM_FORMATS] = {
     columns_F32,  columns_F16,  columns_BF16, columns_Q8_0, columns_Q4_0, columns_Q4_1,
     columns_Q5_0, columns_Q5_1, columns_Q4_K, columns_Q5_K, columns_Q6_K};
 
+/* A thread's groups of columns: whole pairs, but for the last. */
+static void split_groups(const Matrix *w, int thread, int threads, int *first, int *last) {
+  int64_t groups = (w->out_features + 7) / 8, pairs = (groups + 1) / 2;
+  *first = (int)(pairs * thread / threads * 2);
+  *last = (int)(pairs * (thread + 1) / threads * 2);
+  if (*last > groups) *last = (int)groups;
+}
+
 /* Columns [8 * first, 8 * last) of x @ w.T + bias. x: float rows, or `Activations` for block
  * formats. Rows are taken in chunks that stay in the first-level cache. */
 static void linear_columns(const Matrix *w, const void *x, int n, const float *bias, float *out,
@@ -153,7 +177,7 @@ static void linear_columns(const Matrix *w, const void *x, int n, const float *b
                           : (int64_t)(w->in_features / QUANT_BLOCK) * (int64_t)sizeof(Activations);
   int chunk = (int)(20000 / row_bytes) / TILE_ROWS * TILE_ROWS;
   if (chunk < 2 * TILE_ROWS) chunk = 2 * TILE_ROWS;
-  int span = (int)(200000 / w->group_bytes);
+  int span = (int)(200000 / w->group_bytes) / 2 * 2;
   if (span < 2 || n <= chunk) span = n <= chunk ? last - first : 2;
   for (int g = first; g < last; g += span)
     for (int r = 0; r < n; r += chunk) {

@@ -105,19 +105,9 @@ static void quantise_row(const float *x, int width, Activations *out) {
     for (int i = 0; i < QUANT_BLOCK; i += LANES) largest = f8_max(f8_abs(f8_load(x + i)), largest);
     float amax = f8_largest(largest);
     float inverse = amax > 0 ? 127.0f / amax : 0.0f;
-    int32_t sums[2] = {0, 0};
-    for (int i = 0; i < QUANT_BLOCK; i += LANES) {
-      float rounded[LANES];
-      f8_store(rounded, f8_round(f8_mul(f8_load(x + i), f8_set(inverse))));
-      for (int j = 0; j < LANES; j++) {
-        out->q[i + j] = (int8_t)rounded[j];
-        sums[i / 16] += (int32_t)rounded[j];
-      }
-    }
+    round_block(x, inverse, out->q, &out->low, &out->high);
     out->scale = amax / 127.0f;
-    out->low = sums[0];
-    out->high = sums[1];
-    out->scaled_sum = out->scale * (float)(sums[0] + sums[1]);
+    out->scaled_sum = out->scale * (float)(out->low + out->high);
   }
 }
 

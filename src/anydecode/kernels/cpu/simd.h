@@ -90,12 +90,4 @@ INLINE void f8_store_part(float *p, f8 x, int left) {
   memcpy(p, v, (size_t)left * 4);
 }
 
-INLINE float f8_largest(f8 x) {
-  float v[8], best;
-  f8_store(v, x);
-  best = v[0];
-  for (int i = 1; i < 8; i++) best = v[i] > best ? v[i] : best;
-  return best;
-}
-
 #endif

@@ -34,6 +34,11 @@ INLINE f8 f8_sums(const f8 *x) {
   return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20),
                        _mm256_permute2f128_ps(low, high, 0x31));
 }
+INLINE float f8_largest(f8 x) {
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+}
 INLINE f8 f8_from_i8(i8 x) { return _mm256_cvtepi32_ps(x); }
 /* x * 2^n for whole n in [-126, 127] */
 INLINE f8 f8_scale2(f8 x, f8 n) {
@@ -68,6 +73,32 @@ INLINE b32 b32_or(b32 x, b32 y) { return _mm256_or_si256(x, y); }
 /* Each byte shifted by a constant; the caller masks what a neighbour shifted in. */
 #define b32_right(x, n) _mm256_srli_epi16(x, n)
 #define b32_left(x, n) _mm256_slli_epi16(x, n)
+
+/* Keeps gcc from putting a sum off until every product of a tile has been spilled. */
+INLINE i8 settled(i8 x) {
+  __asm__ volatile("" : "+x"(x));
+  return x;
+}
+INLINE __m256i rounded8(const float *x, f8 by) {
+  return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x), by));
+}
+INLINE int32_t sum4(__m128i x) {
+  x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+}
+/* 32 values times `inverse`, rounded half to even; sums of the first and the second 16. */
+INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t *low, int32_t *high) {
+  f8 by = _mm256_set1_ps(inverse);
+  __m256i ab = _mm256_packs_epi32(rounded8(x, by), rounded8(x + 8, by));
+  __m256i cd = _mm256_packs_epi32(rounded8(x + 16, by), rounded8(x + 24, by));
+  __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(ab, cd), order);
+  __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
+  __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  _mm256_storeu_si256((__m256i *)q, bytes);
+  *low = sum4(_mm256_castsi256_si128(fours));
+  *high = sum4(_mm256_extracti128_si256(fours, 1));
+}
 
 INLINE b32 activations4(const int8_t *a) {
   int32_t four;

@@ -45,6 +45,7 @@ INLINE f8 f8_sums(const f8 *x) {
   }
   return F8(vpaddq_f32(s[0], s[1]), vpaddq_f32(s[2], s[3]));
 }
+INLINE float f8_largest(f8 x) { return vmaxvq_f32(vmaxq_f32(x.a, x.b)); }
 INLINE f8 f8_from_i8(i8 x) { return F8(vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b)); }
 INLINE float32x4_t power_of_two(float32x4_t n) {
   return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127)), 23));
@@ -87,6 +88,25 @@ INLINE b32 b32_right(b32 x, int n) {
 INLINE b32 b32_left(b32 x, int n) {
   int8x16_t by = vdupq_n_s8((int8_t)n);
   return B32(vshlq_u8(x.a, by), vshlq_u8(x.b, by));
+}
+
+INLINE i8 settled(i8 x) { return x; }
+INLINE int8x16_t rounded16(const float *x, float inverse) {
+  int16x8_t half[2];
+  for (int i = 0; i < 2; i++) {
+    int32x4_t a = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 8 * i), inverse));
+    int32x4_t b = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 8 * i + 4), inverse));
+    half[i] = vcombine_s16(vqmovn_s32(a), vqmovn_s32(b));
+  }
+  return vcombine_s8(vqmovn_s16(half[0]), vqmovn_s16(half[1]));
+}
+/* 32 values times `inverse`, rounded half to even; sums of the first and the second 16. */
+INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t *low, int32_t *high) {
+  int8x16_t first = rounded16(x, inverse), second = rounded16(x + 16, inverse);
+  vst1q_s8(q, first);
+  vst1q_s8(q + 16, second);
+  *low = vaddlvq_s8(first);
+  *high = vaddlvq_s8(second);
 }
 
 INLINE int32x4_t dot_quad(int32x4_t total, uint8x16_t w, int8x16_t a) {

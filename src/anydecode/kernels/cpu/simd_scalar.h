@@ -33,6 +33,11 @@ INLINE float sum_of(const float *v) {
   return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
 }
 INLINE f8 f8_sums(const f8 *x) { EACH(f8, sum_of(x[i].v)); }
+INLINE float f8_largest(f8 x) {
+  float best = x.v[0];
+  for (int i = 1; i < 8; i++) best = x.v[i] > best ? x.v[i] : best;
+  return best;
+}
 INLINE f8 f8_from_i8(i8 x) { EACH(f8, (float)x.v[i]); }
 INLINE f8 f8_scale2(f8 x, f8 n) { EACH(f8, x.v[i] * ldexpf(1.0f, (int)n.v[i])); }
 INLINE f8 f8_load_f16(const uint16_t *p) { EACH(f8, f16_to_float(p[i])); }
@@ -56,6 +61,17 @@ INLINE b32 b32_and(b32 x, int mask) { EACH_BYTE(x.v[i] & mask); }
 INLINE b32 b32_or(b32 x, b32 y) { EACH_BYTE(x.v[i] | y.v[i]); }
 INLINE b32 b32_right(b32 x, int n) { EACH_BYTE(x.v[i] >> n); }
 INLINE b32 b32_left(b32 x, int n) { EACH_BYTE(x.v[i] << n); }
+
+INLINE i8 settled(i8 x) { return x; }
+INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t *low, int32_t *high) {
+  int32_t sums[2] = {0, 0};
+  for (int i = 0; i < 32; i++) {
+    q[i] = (int8_t)rintf(x[i] * inverse);
+    sums[i / 16] += q[i];
+  }
+  *low = sums[0];
+  *high = sums[1];
+}
 
 /* `before` + the sum over four steps of w[i][4c..4c+3] * a[4i..4i+3], for lane c. */
 INLINE i8 dot_steps(i8 before, const b32 *w, const int8_t *a) {

@@ -1,0 +1,125 @@
+"""The cost of a pass over n new tokens, against what reading the weights once would take.
+
+python benchmarks/kernels.py [model.gguf] [--threads N] [--context 256] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from anydecode.kernels.interface import Rows, Want
+from anydecode.kernels.native import NativeExecutor, physical_cores
+from anydecode.models.families import build_model
+from anydecode.models.loading import load_checkpoint
+
+COUNTS = (1, 2, 4, 8, 16, 32, 512)
+_CACHES = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def rows_of(count: int, context: int, layers: int, table: np.ndarray) -> Rows:
+    """`count` new tokens of one sequence behind `context` old ones."""
+    positions = np.arange(context, context + count, dtype=np.int32)
+    zeros = np.zeros(count, np.int32)
+    tokens, stops = np.full(count, 5, np.int32), np.full(count, layers, np.int32)
+    return Rows(
+        tokens, positions, table[positions], [table], zeros, positions + 1, np.zeros(0, np.int32),
+        zeros, zeros, zeros, stops,
+    )  # fmt: skip
+
+
+def seconds(run: Any) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def read_bandwidth(executor: NativeExecutor, repeats: int = 15) -> float:
+    """Bytes per second that all threads read from memory, the best of several runs."""
+    words = torch.ones(1 << 24, dtype=torch.int64)
+    library = executor._library
+    best = min(
+        seconds(lambda: library.read(words.data_ptr(), words.numel(), executor.threads))
+        for _ in range(repeats)
+    )
+    return words.numel() * 8 / best
+
+
+def measure(executor: NativeExecutor, spec: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Times in interleaved rounds, so that a busy moment hits every row count alike."""
+    slots = args.context + max(COUNTS)
+    table = np.random.default_rng(0).permutation(slots).astype(np.int32)
+    cache = args.model.new_cache(slots, _CACHES[args.cache])
+    for tensor in (*cache.keys, *cache.values):
+        tensor.normal_()
+    times: dict[int, list[float]] = {count: [] for count in COUNTS}
+    for turn in range(args.rounds):
+        for count in COUNTS:
+            if count > 64 and turn % 8:
+                continue
+            rows = rows_of(count, args.context, spec.num_layers, table)
+            wanted = np.arange(count if count <= 64 else 1, dtype=np.int32)
+            want = Want(wanted)
+            times[count].append(seconds(lambda r=rows, w=want: executor.run(r, cache, w)))
+    bandwidth = read_bandwidth(executor)
+    weights = executor.packer.num_bytes
+    passes = [
+        {"n": n, "best": min(t), "median": statistics.median(t), "ratio": min(t) / min(times[1])}
+        for n, t in times.items()
+    ]
+    return {
+        "variant": executor._library.variant, "threads": executor.threads,
+        "context": args.context, "cache": args.cache, "weight_bytes": weights,
+        "read_bytes_per_second": bandwidth, "read_bound": weights / bandwidth, "passes": passes,
+    }  # fmt: skip
+
+
+def show(result: dict[str, Any]) -> None:
+    bound = result["read_bound"]
+    print(
+        f"{result['variant']}, {result['threads']} threads, context {result['context']},"
+        f" {result['cache']} cache; {result['weight_bytes'] / 1e6:.1f} MB of weights,"
+        f" read at {result['read_bytes_per_second'] / 1e9:.1f} GB/s in {bound * 1e3:.2f} ms"
+    )
+    print("    n  best ms  median ms   of n=1    GB/s  share of the reading bound")
+    for row in result["passes"]:
+        rate = result["weight_bytes"] / row["best"] / 1e9
+        print(
+            f"{row['n']:5d} {row['best'] * 1e3:8.2f} {row['median'] * 1e3:10.2f}"
+            f" {row['ratio']:7.2f}x {rate:7.1f} {bound / row['best']:8.0%}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default="default")
+    parser.add_argument("--threads", type=int, default=physical_cores())
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--cache", choices=sorted(_CACHES), default="float16")
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    args.model = build_model(load_checkpoint(args.model))
+    network, spec = args.model.network, args.model.spec
+    began = time.perf_counter()
+    executor = NativeExecutor(
+        network.weights.embedding, spec.vocab_size, spec.num_layers, network.layer, network.head,
+        embedding_scale=spec.embedding_scale, threads=args.threads,
+    )  # fmt: skip
+    packed = time.perf_counter() - began
+    result = measure(executor, spec, args) | {"seconds_to_pack": packed}
+    if args.json:
+        print(json.dumps(result))
+        return
+    show(result)
+    print(f"packed and recorded in {packed:.2f} s")
+
+
+if __name__ == "__main__":
+    main()

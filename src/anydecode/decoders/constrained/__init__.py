@@ -1,0 +1,1 @@
+"""Decoding under constraints beyond the mask."""

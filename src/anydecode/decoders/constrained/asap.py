@@ -1,0 +1,132 @@
+"""Grammar-aligned decoding (Park et al., "Grammar-Aligned Decoding", arXiv:2405.21047): ASAp.
+
+Masking alone distorts: it takes prefixes that the model likes but that hardly ever end well. ASAp
+learns, sample by sample, how likely each prefix is to end within the constraint, and weighs tokens
+with it. The estimates start at one, only fall, and end at the truth, so the samples of one prompt
+come to follow the model's own distribution given the constraint.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from anydecode.catalogue import Card, register
+from anydecode.constraints.constraint import ConstraintState
+from anydecode.decoders.constrained.free import spoken, unmasked
+from anydecode.decoders.decoder import Decoder
+from anydecode.errors import ConstraintError
+from anydecode.sampling.candidates import Distribution
+from anydecode.scoring.score import Decoding
+from anydecode.scoring.sequence import Sequence
+
+#: Prompts whose tries are kept.
+MOST_TRIES = 64
+
+
+@dataclass(eq=False)
+class Node:
+    """A prefix. `probability` is the model's, of its last token; `mass` what the model gives to the
+    tokens allowed next; `hope` the estimate that the text ends within the constraint."""
+
+    probability: float = 1.0
+    mass: float = 1.0
+    hope: float = 1.0
+    children: dict[int, Node] = field(default_factory=dict)
+
+    def settle(self) -> None:
+        """Bring `hope` up to date with the children; those never visited are hoped for in full."""
+        lost = sum(child.probability * (1 - child.hope) for child in self.children.values())
+        self.hope = max(0.0, self.mass - lost)
+
+
+@register(
+    Card(
+        "asap",
+        "constraint",
+        paper="Grammar-Aligned Decoding (arXiv:2405.21047)",
+        exactness="distribution-exact",
+        summary="Learns over samples which prefixes end within the constraint; undoes its bias.",
+        works_with=("constraints", "samplers", "batches", "adapters"),
+        deviations=(
+            "under a constraint the distribution is reached as samples accumulate, as in the paper;"
+            " the first sample is that of plain masking",
+            "unvisited children are kept as one sum instead of one node each",
+        ),
+    )
+)
+class Asap(Decoder):
+    """One trie per prompt, temperature and constraint; every finished sample refines it."""
+
+    def __init__(self) -> None:
+        self.tries: OrderedDict[Hashable, Node] = OrderedDict()
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        node = self.trie(sequence)
+        path = [node]
+        for token in sequence.tokens:
+            node = node.children.setdefault(token, Node())
+            path.append(node)
+        while not sequence.finished:
+            scores = yield sequence.score()
+            row, position = scores.row(-1), int(scores.positions[-1]) + 1
+            distribution, state = unmasked(sequence.policy, row)
+            token = self._draw(sequence, node, distribution, state, position)
+            if token is None:
+                node.hope = 0.0
+                self._refine(path[:-1])
+                raise ConstraintError("the constraint allows none of the tokens that may come here")
+            if token not in node.children:
+                node.children[token] = Node(float(np.exp(distribution.log_probability(token))))
+            node = node.children[token]
+            path.append(node)
+            sequence.note(row, position, token, sequence.policy)
+            sequence.emit([token])
+        self._refine(path[:-1])
+
+    def trie(self, sequence: Sequence) -> Node:
+        """What is known about the prompt of `sequence`."""
+        first = (tuple(sequence.prompt), sequence.adapter, sequence.namespace)
+        key = (*first, sequence.policy.temperature, sequence.state.get("constraint"))
+        self.tries.setdefault(key, Node())
+        self.tries.move_to_end(key)
+        if len(self.tries) > MOST_TRIES:
+            self.tries.popitem(last=False)
+        return self.tries[key]
+
+    @staticmethod
+    def _draw(
+        sequence: Sequence,
+        node: Node,
+        distribution: Distribution,
+        state: ConstraintState | None,
+        position: int,
+    ) -> int | None:
+        """A token with weight p times hope, or None where no token has any."""
+        tokens = spoken(distribution)
+        scores = distribution.scores.astype(np.float64)
+        mask = None if state is None else state.mask()
+        if mask is not None:
+            allowed = mask[tokens]
+            node.mass = float(distribution.probabilities()[allowed].sum())
+            scores = np.where(allowed, scores, -np.inf)
+        for token, child in node.children.items():
+            place = int(np.searchsorted(tokens, token))
+            if child.hope < 1 and place < len(tokens) and tokens[place] == token:
+                with np.errstate(divide="ignore"):
+                    scores[place] += np.log(child.hope)
+        kept = np.flatnonzero(scores > -np.inf)
+        if not len(kept):
+            return None
+        if sequence.policy.is_greedy:
+            return int(tokens[kept[scores[kept].argmax()]])
+        held = Distribution(tokens[kept].astype(np.int32), scores[kept])
+        return held.pick(sequence.noise, position)
+
+    @staticmethod
+    def _refine(path: list[Node]) -> None:
+        for node in reversed(path):
+            node.settle()

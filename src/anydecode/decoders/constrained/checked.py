@@ -1,0 +1,315 @@
+"""Checks what no mask expresses, and says an answer only once it has passed.
+
+Any decoder runs on a branch of the sequence. The watch of the constraint looks at each token the
+branch says. A value that closes wrong is taken back, and drawn again with noise of its own: values
+are rejected whole, so what passes is distributed as the decoder's values given that they are valid.
+Greedy decoding, which would only repeat itself, goes on without the token that closed the value.
+When half of the tries are used up the answer is begun again under narrowed forms of the constraint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from anydecode.constraints.closing import closing_tokens
+from anydecode.constraints.constraint import Constraint, ConstraintState, Watch
+from anydecode.decoders.decoder import Decoder
+from anydecode.errors import ConstraintError
+from anydecode.models.tokenizer import Tokenizer
+from anydecode.sampling.constrained import constraint_of
+from anydecode.sampling.policy import Policy
+from anydecode.scoring.score import Decoding
+from anydecode.scoring.sequence import Listener, Sequence
+
+KEY = "checked"
+
+
+@dataclass
+class Trials:
+    """What must survive a restart: the tokens that are kept, and what was tried."""
+
+    kept: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    banned: dict[int, list[int]] = field(default_factory=dict)  # by place behind the prompt
+    seen: dict[int, int] = field(default_factory=dict)  # wrong values by where they began
+    tries: int = 0
+    narrowed: int = 0
+    discarded: int = 0
+
+    def rewind(self, count: int) -> None:
+        """Keep the first `count` tokens; bans behind them belonged to another text."""
+        del self.kept[count:], self.logprobs[count:]
+        self.banned = {place: bans for place, bans in self.banned.items() if place <= count}
+
+
+class _Hold:
+    """Takes a branch's tokens, ends it where the answer ends or a value is wrong."""
+
+    def __init__(self, outer: Listener, watch: Watch | None, kept: Seq[int]) -> None:
+        self._outer = outer
+        self._watch = watch
+        self.tokens: list[int] = []
+        self.wrong: int | None = None  # tokens before the wrong value
+        self.reason: str | None = None
+        for token in kept:
+            self._watch_over(token)
+            self.tokens.append(token)
+
+    @property
+    def remaining(self) -> int:
+        return self._outer.remaining - len(self.tokens)
+
+    def stops_at(self, token: int) -> bool:
+        return self._outer.stops_at(token)
+
+    def push(self, tokens: list[int]) -> tuple[int, str | None]:
+        for taken, token in enumerate(tokens):
+            if self.reason is not None:
+                return taken, self.reason
+            self.wrong = self._watch_over(token)
+            self.tokens.append(token)
+            if self.wrong is not None:
+                self.reason = "wrong"
+            elif self._outer.stops_at(token):
+                self.reason = "stop"
+            elif self.remaining <= 0:
+                self.reason = "length"
+        return len(tokens), self.reason
+
+    def _watch_over(self, token: int) -> int | None:
+        if self._watch is None:
+            return None
+        return self._watch.end() if self._outer.stops_at(token) else self._watch.push(token)
+
+
+class _Without(ConstraintState):
+    """A state that does not allow some tokens next."""
+
+    def __init__(self, inner: ConstraintState, banned: Seq[int]) -> None:
+        self.inner = inner
+        self.banned = list(banned)
+
+    def mask(self) -> np.ndarray | None:
+        mask = self.inner.mask()
+        if not self.banned or mask is None:
+            return mask
+        mask = mask.copy()
+        mask[self.banned] = False
+        return mask
+
+    def advance(self, token: int) -> None:
+        self.inner.advance(token)
+        self.banned = []
+
+    def rollback(self, count: int) -> None:
+        self.inner.rollback(count)
+
+    def fork(self) -> _Without:
+        return _Without(self.inner.fork(), self.banned)
+
+    def forced(self) -> list[int]:
+        return [] if self.banned else self.inner.forced()
+
+    @property
+    def may_stop(self) -> bool:
+        return self.inner.may_stop
+
+    @property
+    def finished(self) -> bool:
+        return self.inner.finished
+
+
+class Checked(Decoder):
+    """`inner` under `constraint`, which must have been started."""
+
+    def __init__(
+        self,
+        inner: Decoder,
+        constraint: Constraint,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+    ) -> None:
+        self.inner = inner
+        self.constraint = constraint
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.tries = constraint.tries
+        self.close = constraint.close
+        self.lanes = inner.lanes
+        self.causal = inner.causal
+        self.samples = inner.samples
+
+    def prepare(self, sequence: Sequence) -> None:
+        self.inner.prepare(sequence)
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        trials: Trials = sequence.state.setdefault(KEY, Trials())
+        branch: Sequence | None = None
+        while not sequence.finished:
+            branch = self._branch(sequence, trials, branch)
+            hold = branch.listener
+            assert isinstance(hold, _Hold)
+            if hold.reason is None:
+                try:
+                    yield from self.inner.decode(branch)
+                except ConstraintError:
+                    self._dead_end(trials, hold)
+                    continue
+            if hold.reason == "wrong" or (hold.reason == "length" and trials.tries):
+                if self._retry(sequence, trials, branch, hold):
+                    continue
+            if hold.reason == "length" and self.close:
+                self._close(sequence, hold)
+            self._say(sequence, trials, branch, hold)
+            branch.release()
+
+    def _branch(self, sequence: Sequence, trials: Trials, old: Sequence | None) -> Sequence:
+        """A branch that has said what is kept, with the memory of the one before."""
+        kept = trials.kept
+        if old is None:
+            sequence.context()
+            branch = sequence.fork()
+        else:
+            branch = old.branch()
+            old.release()
+        branch.noise = sequence.noise.forked(trials.tries) if trials.tries else sequence.noise
+        branch.policy = self._policy(sequence, trials)
+        branch.annotate, branch.trace = sequence.annotate, sequence.trace
+        branch.tokens = sequence.tokens + kept
+        branch.logprobs = list(trials.logprobs)
+        branch.finish_reason = None
+        branch.state = {}
+        branch.listener = _Hold(sequence.listener, self.constraint.watch(self.tokenizer), kept)
+        length = len(sequence.prompt) + len(branch.tokens)
+        for lane in ("target", *self.lanes):
+            if branch.opened(lane) and branch.context(lane).length >= length:
+                branch.truncate(length - 1, lane)
+        return branch
+
+    def _policy(self, sequence: Sequence, trials: Trials) -> Policy:
+        policy = sequence.policy.fork()
+        part = constraint_of(policy)
+        if part is not None and trials.narrowed:
+            narrower = self.constraint.narrowed(trials.narrowed - 1)
+            assert narrower is not None
+            part.state = narrower.start(self.tokenizer, self.vocab_size)
+        for token in trials.kept:
+            policy.advance(token)
+        banned = trials.banned.get(len(trials.kept))
+        if part is not None and banned:
+            part.state = _Without(part.state, banned)
+        return policy
+
+    def _retry(
+        self, sequence: Sequence, trials: Trials, branch: Sequence, hold: _Hold
+    ) -> bool:
+        """Set up the next try; False where there is nothing left to try for a long answer."""
+        if hold.reason == "length" and (trials.narrowed or not self._narrow(trials, hold)):
+            return False
+        trials.tries += 1
+        if hold.reason == "length":
+            return True
+        if trials.tries > self.tries:
+            raise ConstraintError(
+                f"no valid answer within {self.tries} tries:"
+                f" {', '.join(self.constraint.report().checked[:3])}"
+            )
+        assert hold.wrong is not None
+        said = hold.tokens
+        if trials.tries * 2 > self.tries and self._narrow(trials, hold):
+            return True
+        greedy = sequence.policy.is_greedy or not self.inner.samples
+        seen = trials.seen[hold.wrong] = trials.seen.get(hold.wrong, 0) + 1
+        keep = len(said) - 1 if greedy else hold.wrong if seen <= 4 else 0
+        trials.discarded += len(said) - keep
+        trials.kept, trials.logprobs = list(said), list(branch.logprobs)
+        trials.rewind(keep)
+        if greedy:
+            trials.banned.setdefault(keep, []).append(said[keep])
+        return True
+
+    def _narrow(self, trials: Trials, hold: _Hold) -> bool:
+        """Begin again under the next narrowed constraint that has a start."""
+        for number in range(trials.narrowed, trials.narrowed + 4):
+            narrower = self.constraint.narrowed(number)
+            if narrower is None:
+                return False
+            try:
+                narrower.start(self.tokenizer, self.vocab_size)
+            except ConstraintError:
+                continue
+            trials.narrowed = number + 1
+            trials.discarded += len(hold.tokens)
+            trials.rewind(0)
+            trials.banned = {}
+            return True
+        return False
+
+    def _dead_end(self, trials: Trials, hold: _Hold) -> None:
+        """Nothing is allowed any more: take back the last token, too."""
+        trials.tries += 1
+        said = hold.tokens
+        if trials.tries > self.tries or not said:
+            raise ConstraintError(f"no valid answer within {self.tries} tries")
+        keep = len(said) - 1
+        trials.discarded += 1
+        trials.kept = list(said)
+        trials.logprobs += [None] * (len(said) - len(trials.logprobs))
+        trials.rewind(keep)
+        trials.banned.setdefault(keep, []).append(said[keep])
+
+    def _close(self, sequence: Sequence, hold: _Hold) -> None:
+        """Replace the end of a long answer by the shortest one that makes it whole."""
+        limit = len(hold.tokens)
+        state = self.constraint.start(self.tokenizer, self.vocab_size)
+        states = [state.fork()]
+        for token in hold.tokens:
+            state.advance(token)
+            states.append(state.fork())
+        keep = limit
+        while keep >= 0:
+            ending = closing_tokens(states[keep], self.tokenizer)
+            if ending is None or keep + len(ending) > limit:
+                keep -= 1 if ending is None else max(1, (keep + len(ending) - limit) // 2)
+                continue
+            text = hold.tokens[:keep] + ending
+            trial = _Hold(sequence.listener, self.constraint.watch(self.tokenizer), ())
+            if trial.push(text)[0] == len(text) and trial.wrong is None:
+                hold.tokens, hold.reason = text, "stop"
+                return
+            keep -= 1
+
+    @staticmethod
+    def _say(sequence: Sequence, trials: Trials, branch: Sequence, hold: _Hold) -> None:
+        first = len(sequence.tokens)
+        taken = sequence.emit(hold.tokens)
+        if sequence.annotate is not None:
+            notes = branch.logprobs[:taken] + [None] * (taken - len(branch.logprobs))
+            sequence.logprobs[first : first + taken] = notes
+
+
+def checked(
+    decoder: Decoder, constraint: Constraint | None, tokenizer: Tokenizer, vocab_size: int
+) -> Decoder:
+    """`decoder`, with checks around it where a started `constraint` needs them."""
+    if constraint is None or (constraint.watch(tokenizer) is None and not constraint.close):
+        return decoder
+    return Checked(decoder, constraint, tokenizer, vocab_size)
+
+
+def outcome(constraint: Constraint, sequence: Sequence) -> dict[str, Any]:
+    """How a constraint was enforced in a finished answer: its report, whether the answer is
+    complete under it, and what the checks cost."""
+    part = constraint_of(sequence.policy)
+    trials: Trials = sequence.state.get(KEY, Trials())
+    return {
+        **constraint.report().to_dict(),
+        "complete": part is not None and sequence.finish_reason == "stop" and part.state.may_stop,
+        "tries": trials.tries,
+        "narrowed": bool(trials.narrowed),
+        "discarded": trials.discarded,
+    }

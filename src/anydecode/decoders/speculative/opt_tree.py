@@ -1,0 +1,85 @@
+"""The draft tree with the largest expected number of accepted tokens (Wang et al., "OPT-Tree:
+Speculative Decoding with Adaptive Draft Tree Structure", arXiv:2406.17276)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from anydecode.catalogue import Card, register
+from anydecode.decoders.speculative.core import Speculative
+from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.score import Request
+from anydecode.scoring.tree import ROOT
+
+
+class OptTreeDrafter(TreeDrafter):
+    """Level by level the `size` best nodes; another level while the sum of the `size` best weights
+    of all levels grows by more than `delta`, up to `depth` levels. A weight is the product of the
+    draft model's beliefs along the path."""
+
+    def __init__(
+        self, delta: float = 0.5, depth: int = 10, with_probabilities: bool = False
+    ) -> None:
+        super().__init__(with_probabilities)
+        if delta < 0 or depth < 1:
+            raise InvalidRequestError("opt-tree needs delta of at least 0 and depth of at least 1")
+        self.delta = delta
+        self.depth = depth
+
+    def grow(self, growing: GrowingTree, size: int) -> Generator[Request, Any, list[int]]:
+        weights = {ROOT: 1.0}
+        frontier, total = [ROOT], 0.0
+        for depth in range(1, self.depth + 1):
+            if depth > 1:
+                yield from growing.expand(frontier)
+            options = [
+                (weights[node] * float(belief), node, int(token))
+                for node in frontier
+                for belief, token in zip(
+                    growing.guesses[node].beliefs[:size],
+                    growing.guesses[node].tokens[:size],
+                    strict=True,
+                )
+            ]
+            options.sort(key=lambda option: -option[0])
+            frontier = []
+            for weight, parent, token in options[:size]:
+                node = growing.add(token, parent)
+                weights[node] = weight
+                frontier.append(node)
+            best = _best(weights, size)
+            gain = sum(weights[node] for node in best) - total
+            total += gain
+            if gain <= self.delta:
+                break
+        return sorted(best)
+
+
+def _best(weights: dict[int, float], size: int) -> list[int]:
+    nodes = [node for node in weights if node != ROOT]
+    return sorted(nodes, key=lambda node: -weights[node])[:size]
+
+
+@register(
+    Card(
+        "opt-tree",
+        "speculative",
+        paper="OPT-Tree (arXiv:2406.17276)",
+        exactness="token-exact",
+        summary="Keeps the nodes with the largest path probabilities; stops when a level adds little.",
+        needs=("draft model",),
+        works_with=("constraints", "samplers", "guidance", "batches"),
+        deviations=(
+            "the gain counts the newest level too",
+            "above temperature 0 a node's weight is the draft model's belief given the noise the"
+            " target will use",
+        ),
+    )
+)
+def opt_tree(
+    size: int = 16, delta: float = 0.5, depth: int = 10, with_probabilities: bool = False
+) -> Speculative:
+    """OPT-Tree with `size` nodes (the paper: 50)."""
+    return Speculative(OptTreeDrafter(delta, depth, with_probabilities), size)

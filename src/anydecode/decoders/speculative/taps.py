@@ -1,0 +1,130 @@
+"""Several drafters on one target: the most confident one is asked, or their trees are merged (Zbeeb
+et al., "TAPS: Task-Aware Proposal Distributions for Speculative Sampling", 2026)."""
+
+from __future__ import annotations
+
+from anydecode import catalogue
+from anydecode.catalogue import Card, register
+from anydecode.decoders.speculative.core import Drafter, Proposal, Round, Session, Speculative
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import ROOT, TokenTree
+
+
+class Member:
+    """One drafter's session, and how often its first guess was right: `confidence`, with one
+    imagined success in two."""
+
+    def __init__(self, name: str, session: Session) -> None:
+        self.name = name
+        self.session = session
+        self.tree = TokenTree()
+        self._right, self._tried = 1.0, 2.0
+
+    @property
+    def confidence(self) -> float:
+        return self._right / self._tried
+
+    def judge(self, tokens: list[int]) -> None:
+        """The target went on with `tokens`. Older rounds count ever less."""
+        if len(self.tree):
+            right = self.tree.child(ROOT, tokens[0]) is not None
+            self._right = 0.9 * self._right + right
+            self._tried = 0.9 * self._tried + 1
+
+
+def merged(trees: list[tuple[str, TokenTree]], size: int) -> TokenTree:
+    """One tree of up to `size` nodes, shared prefixes once. Trees are taken in turns, a node at a
+    time, the first tree's first."""
+    tree = TokenTree(sources=[])
+    assert tree.sources is not None
+    places: list[dict[int, int]] = [{ROOT: ROOT} for _ in trees]
+    longest = max((len(part) for _, part in trees), default=0)
+    for node in range(longest):
+        for (name, part), place in zip(trees, places, strict=True):
+            if node >= len(part) or part.parents[node] not in place:
+                continue
+            parent, token = place[part.parents[node]], part.tokens[node]
+            child = tree.child(parent, token)
+            if child is None:
+                if len(tree) >= size:
+                    continue
+                child = tree.add(token, parent)
+                tree.sources.append(name)
+            place[node] = child
+    return tree
+
+
+class _Session(Session):
+    def __init__(self, members: list[Member], route: bool) -> None:
+        self.members = members
+        self.route = route
+
+    def propose(self, size: int) -> Proposal:
+        for member in self.members:
+            member.tree = yield from member.session.propose(size)
+        ranked = sorted(self.members, key=lambda member: -member.confidence)
+        drafting = [member for member in ranked if len(member.tree)]
+        if self.route:
+            drafting = drafting[:1]
+        return merged([(member.name, member.tree) for member in drafting], size)
+
+    def observe(self, round: Round) -> None:
+        for member in self.members:
+            member.judge(round.verdict.tokens)
+            member.session.observe(round)
+
+
+class TapsDrafter(Drafter):
+    """`parts` are drafters by name; `route` asks only the most confident, else trees are merged."""
+
+    def __init__(self, parts: dict[str, Drafter], route: bool = False) -> None:
+        self.parts = parts
+        self.route = route
+        self.lanes = tuple(dict.fromkeys(lane for part in parts.values() for lane in part.lanes))
+
+    def prepare(self, sequence: Sequence) -> None:
+        for part in self.parts.values():
+            part.prepare(sequence)
+
+    def open(self, sequence: Sequence) -> Session:
+        members = [Member(name, part.open(sequence)) for name, part in self.parts.items()]
+        return _Session(members, self.route)
+
+    def clear(self) -> None:
+        for part in self.parts.values():
+            part.clear()
+
+
+@register(
+    Card(
+        "taps",
+        "speculative",
+        paper="TAPS: composition of specialised drafters at inference",
+        exactness="token-exact",
+        summary="Several drafters at once: routed by confidence, or merged into one tree.",
+        works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
+        deviations=(
+            "any drafters of this catalogue that need no model or one draft model, in place of"
+            " EAGLE drafters trained per domain",
+            "confidence is how often a drafter's first guesses were right lately, not its mean top"
+            " probability, so that drafters without probabilities can compete",
+            "averaging the drafters' weights, which the paper finds bad, is left out",
+        ),
+    )
+)
+def taps(
+    parts: str = "prompt-lookup+token-recycling", route: bool = False, size: int = 8
+) -> Speculative:
+    """`parts`: keys of speculative methods, joined with "+"."""
+    drafters: dict[str, Drafter] = {}
+    for key in filter(None, str(parts).split("+")):
+        method = catalogue.build(key)
+        if not isinstance(method, Speculative):
+            raise UnsupportedCombinationError(f"taps cannot merge {key!r}: it is no drafter")
+        drafters[key] = method.drafter
+    if len(drafters) < 2:
+        raise InvalidRequestError("taps needs at least two different drafters, such as a+b")
+    if sum(bool(drafter.lanes) for drafter in drafters.values()) > 1:
+        raise UnsupportedCombinationError("taps can merge one method with a draft model at most")
+    return Speculative(TapsDrafter(drafters, route), size)

@@ -1,0 +1,137 @@
+"""Measuring what passes cost on this machine, once per model, backend and number of threads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from anydecode.kernels.interface import KeyValues, Rows, Want
+from anydecode.models.interface import Model
+from anydecode.scoring.cost import CostTable, guessed
+
+if TYPE_CHECKING:
+    from anydecode.engine.engine import Engine
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
+CONTEXTS = (256, 1024)
+ROUNDS = 3
+
+
+def measure(
+    model: Model,
+    rows: Seq[int] = ROWS,
+    contexts: Seq[int] = CONTEXTS,
+    rounds: int = ROUNDS,
+) -> CostTable:
+    """Time passes of `rows` rows behind `contexts` positions, logits of every row included: the
+    fastest of `rounds` interleaved rounds after a warm-up, since whatever else runs on the machine
+    only adds. Keys and values are zeros."""
+    longest = min(max(contexts), model.spec.max_positions - max(rows))
+    lengths = sorted({min(context, longest) for context in contexts})
+    cache = model.new_cache(longest + max(rows))
+    times: dict[tuple[int, int], list[float]] = {}
+    for turn in range(rounds + 1):
+        for length in lengths:
+            for count in rows:
+                seconds = _time(model, cache, count, length)
+                if turn:
+                    times.setdefault((length, count), []).append(seconds)
+    return CostTable(
+        {length: {count: min(times[length, count]) for count in rows} for length in lengths}
+    )
+
+
+def known(model: Model, folder: Path | None = None) -> CostTable:
+    """The model's table: measured at first use, then read from the cache folder. Models that did
+    not come from a file are not measured; their costs are a guess."""
+    held = getattr(model, "cost_table", None)
+    if held is None:
+        held = _stored(model, folder) if getattr(model, "path", None) else guessed()
+        model.cost_table = held  # type: ignore[attr-defined]
+    table: CostTable = held
+    return table
+
+
+class EnginePace:
+    """The engine as its decoders may see it (`scoring.cost.Pace`)."""
+
+    def __init__(self, engine: Engine, model: Model) -> None:
+        self._engine = engine
+        self._model = model
+        self._table: CostTable | None = None
+
+    def seconds(self, rows: int, context: int) -> float:
+        if self._table is None:
+            self._table = known(self._model)
+        return self._table.seconds(rows, context)
+
+    def others(self) -> int:
+        return max(0, len(self._engine.running) - 1)
+
+
+def identity(model: Any) -> dict[str, Any]:
+    """What a table belongs to: the file, who runs it, and on how many threads."""
+    path = Path(model.path)
+    status = path.stat()
+    executor = model.executor
+    return {
+        "file": str(path.resolve()),
+        "size": status.st_size,
+        "changed": status.st_mtime_ns,
+        "format": str(getattr(model, "dtype", None)),
+        "backend": type(executor).__name__,
+        "threads": getattr(executor, "threads", None) or os.cpu_count(),
+    }
+
+
+def _stored(model: Any, folder: Path | None) -> CostTable:
+    from anydecode.models.loading import default_cache
+
+    key = json.dumps(identity(model), sort_keys=True)
+    name = hashlib.sha256(key.encode()).hexdigest()[:16]
+    file = (folder or default_cache()) / "costs" / f"{name}.json"
+    try:
+        return CostTable.from_dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    table = measure(model)
+    scratch = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps({"for": json.loads(key), **table.to_dict()}), "utf-8")
+        scratch.replace(file)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+    return table
+
+
+def _time(model: Model, cache: KeyValues, count: int, context: int) -> float:
+    def numbers(value: Any) -> np.ndarray:
+        return np.array(value, np.int32)
+
+    slots = np.arange(context, context + count, dtype=np.int32)
+    zeros, depth = np.zeros(count, np.int32), model.spec.num_layers
+    rows = Rows(
+        tokens=zeros + 1,
+        positions=slots,
+        slots=slots,
+        tables=[np.arange(context + count, dtype=np.int32)],
+        table=zeros,
+        prefix=numbers(slots + 1),
+        tails=numbers([]),
+        tail_start=zeros,
+        tail_length=zeros,
+        start=zeros,
+        stop=numbers([depth] * count),
+    )
+    began = perf_counter()
+    output = model.run(rows, cache, Want(np.arange(count, dtype=np.int32)))
+    output.logits.cpu()
+    return perf_counter() - began

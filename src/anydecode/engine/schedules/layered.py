@@ -1,0 +1,132 @@
+"""Prefill layer group by layer group, between decode steps.
+
+Lee et al., "From Tokens to Layers: Redefining Stall-Free Scheduling for LLM Serving with Layered
+Prefill", arXiv:2510.08055.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from anydecode.catalogue import Card, register
+from anydecode.engine.schedule import Piece, Schedule, whole
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.score import Score
+from anydecode.scoring.span import Chain, Completion, Span
+
+
+def num_groups(rows: int, unit: int, most: int) -> int:
+    """How many layer groups a cohort of `rows` prompt tokens is cut into: the power of two that
+    leaves at most `unit` rows times all layers per pass, no more than `most`."""
+    groups = 1
+    while groups < most and rows > unit * groups:
+        groups *= 2
+    return min(groups, most)
+
+
+def boundaries(layers: int, groups: int) -> list[int]:
+    """Where groups of layers end, the larger groups first: `boundaries(5, 2)` is [3, 5]."""
+    size, larger = divmod(layers, groups)
+    return [(i + 1) * size + min(i + 1, larger) for i in range(groups)]
+
+
+@register(
+    Card(
+        "layered-prefill",
+        "serving",
+        paper="Lee et al. 2025, Layered Prefill, arXiv:2510.08055",
+        exactness="token-exact",
+        summary="A prompt goes through a group of layers per pass, whole, beside every decode.",
+        deviations=(
+            "a prompt that wants hidden states or more than its last row is not cut into layers",
+            "layers are cut into at most as many groups as the model has layers",
+        ),
+    )
+)
+class LayeredPrefill(Schedule):
+    """One cohort of prompts at a time, of at most `cohort` rows, a group of layers per pass.
+
+    `unit` rows through all layers is the work of a pass; `groups` is the largest number of groups.
+    Prompts longer than `cohort` are cut into chunks of that many rows, one after the other.
+    """
+
+    def __init__(
+        self, unit: int = 512, groups: int = 16, cohort: int = 8192, short: int = 64
+    ) -> None:
+        if min(unit, groups, cohort) < 1:
+            raise InvalidRequestError("unit, groups and cohort must be 1 or more")
+        self.unit, self.groups, self.cohort, self.short = unit, groups, cohort, short
+        self._cohort: list[Score] = []
+
+    def pieces(self, waiting: list[Score]) -> Iterator[Piece]:
+        here = set(waiting)
+        self._cohort = [score for score in self._cohort if score in here]
+        members = set(self._cohort)
+        prompts = []
+        for score in waiting:
+            if score in members:
+                continue
+            if score.num_rows > self.short:
+                prompts.append(score)
+            else:
+                yield from whole(score)
+        if not self._cohort:
+            self._gather(prompts)
+        for score in self._cohort:
+            yield from _stage(score)
+
+    def _gather(self, prompts: list[Score]) -> None:
+        """Choose the next cohort and cut its prompts into layer groups."""
+        rows = 0
+        for score in prompts:
+            if rows and rows + score.num_rows > self.cohort:
+                break
+            rows += score.num_rows
+            self._cohort.append(score)
+        for score in self._cohort:
+            for spans in score.groups:
+                if spans and _divisible(spans[0]):
+                    layers = spans[0].stop
+                    count = num_groups(min(rows, self.cohort), self.unit, min(self.groups, layers))
+                    spans[:1] = self._cut(spans[0], boundaries(layers, count))
+
+    def _cut(self, span: Span, stops: list[int]) -> list[Span]:
+        """`span` as spans of one layer group each, chunk after chunk."""
+        result: list[Span] = []
+        for first in range(0, len(span), self.cohort):
+            tokens = span.tokens[first : first + self.cohort]
+            inputs = None if span.inputs is None else span.inputs[first : first + self.cohort]
+            last = first + len(tokens) == len(span)
+            answers = [len(tokens) - 1] if last and len(span.answers) else []
+            result.append(Chain(span.context, tokens, 0, stops[0], inputs=inputs, logits=False))
+            for start, stop in zip(stops, stops[1:], strict=False):
+                result.append(
+                    Completion(span.context, [-1] * len(tokens), start, stop, logits=False)
+                )
+            result[-1].answers, result[-1].logits = answers, span.logits
+        return result
+
+
+def _divisible(span: Span) -> bool:
+    """Whether `span` may be cut into layer groups: a chain through all layers, of which at most the
+    last row is asked for, and not in hidden states."""
+    depth = span.context.pool.model.spec.num_layers
+    return (
+        isinstance(span, Chain)
+        and (span.start, span.stop, span.done) == (0, depth, 0)
+        and not span.taps
+        and not span.context.partials
+        and list(span.answers) in ([], [len(span) - 1])
+    )
+
+
+def _stage(score: Score) -> Iterator[Piece]:
+    """The next layer group of each of a prompt's contexts."""
+    for spans in score.groups:
+        for span in spans:
+            if span.remaining:
+                if isinstance(span, Completion) and span.partial is None:
+                    span.partial = span.context.partials[-1]
+                    span.inputs = span.partial.hidden
+                yield score, span, span.remaining
+                break

@@ -1,0 +1,69 @@
+"""Prompts packed into passes of even length.
+
+Zhao, Israel, Van den Broeck and Grover, "Prepacking: A Simple Method for Fast Prefilling and
+Increased Throughput in Large Language Models", arXiv:2404.09529.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence as Seq
+
+from anydecode.catalogue import Card, register
+from anydecode.engine.schedule import Piece, Schedule, whole
+from anydecode.scoring.score import Score
+
+
+def pack(lengths: Seq[int], capacity: int) -> list[list[int]]:
+    """Indices of `lengths` in bins that hold at most `capacity`: the longest first, each into the
+    emptiest bin that has room, else into a new one."""
+    bins: list[list[int]] = []
+    loads: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fitting = [b for b, load in enumerate(loads) if load + lengths[index] <= capacity]
+        if fitting:
+            chosen = min(fitting, key=lambda b: loads[b])
+        else:
+            chosen = len(bins)
+            bins.append([])
+            loads.append(0)
+        bins[chosen].append(index)
+        loads[chosen] += lengths[index]
+    return bins
+
+
+@register(
+    Card(
+        "prepacking",
+        "serving",
+        paper="Zhao et al. 2024, Prepacking, arXiv:2404.09529",
+        exactness="token-exact",
+        summary="Waiting prompts are packed into bins as long as the longest; a bin is a pass.",
+        deviations=(
+            "bins run one after the other, each as one pass without padding, not side by side as"
+            " the padded rows of one batch",
+            "a prompt's last token runs with it, so its first new token needs no further pass",
+        ),
+    )
+)
+class Prepacking(Schedule):
+    """All decodes, and one bin of whole prompts, in every pass. Scores of more than `short` rows
+    count as prompts; `capacity` makes bins longer than the longest prompt."""
+
+    def __init__(self, capacity: int = 0, short: int = 64) -> None:
+        self.capacity = capacity
+        self.short = short
+        self._bins: list[list[Score]] = []
+
+    def pieces(self, waiting: list[Score]) -> Iterator[Piece]:
+        here = set(waiting)
+        self._bins = [kept for bin in self._bins if (kept := [s for s in bin if s in here])]
+        prompts = [score for score in waiting if score.num_rows > self.short]
+        if not self._bins and prompts:
+            lengths = [score.num_rows for score in prompts]
+            packed = pack(lengths, max(self.capacity, *lengths))
+            self._bins = [[prompts[i] for i in sorted(bin)] for bin in packed]
+        for score in waiting:
+            if score.num_rows <= self.short:
+                yield from whole(score)
+        for score in self._bins.pop(0) if self._bins else ():
+            yield from whole(score)

@@ -1,0 +1,88 @@
+"""Chunked prefill beside running decodes.
+
+SARATHI: Agrawal et al., "Efficient LLM Inference by Piggybacking Decodes with Chunked Prefills",
+arXiv:2308.16369. Sarathi-Serve: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM
+Inference with Sarathi-Serve", OSDI 2024, arXiv:2403.02310.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from anydecode.catalogue import Card, register
+from anydecode.engine.schedule import Budget, Piece, Schedule, fill, whole
+from anydecode.scoring.score import Score
+
+
+def begun(score: Score) -> bool:
+    """Whether some rows of `score` have run in an earlier pass."""
+    return any(span.done for spans in score.groups for span in spans)
+
+
+class _Chunked(Schedule):
+    """`budget` rows a pass; scores of more than `short` rows count as prompts."""
+
+    def __init__(self, budget: int = 512, short: int = 64) -> None:
+        self.budget = Budget(budget).left
+        self.short = short
+
+    def split(self, waiting: list[Score]) -> tuple[list[Score], list[Score], list[Score]]:
+        """Decodes, prompts under way, prompts not begun; each in the order they came."""
+        resumed = [score for score in waiting if begun(score)]
+        fresh = [score for score in waiting if not begun(score)]
+        decodes = [score for score in fresh if score.num_rows <= self.short]
+        return decodes, resumed, [score for score in fresh if score.num_rows > self.short]
+
+    def prefill(
+        self, decodes: list[Score], prompts: list[Score]
+    ) -> Iterator[Piece]:
+        """All `decodes`, then as much of `prompts` as the budget leaves."""
+        rows = 0
+        for score in decodes:
+            rows += score.num_rows
+            yield from whole(score)
+        if rows < self.budget:
+            yield from fill(prompts, Budget(self.budget - rows, started=rows > 0))
+
+
+@register(
+    Card(
+        "sarathi",
+        "serving",
+        paper="Agrawal et al. 2023, SARATHI, arXiv:2308.16369",
+        exactness="token-exact",
+        summary="One chunk of one prompt a pass, beside every decode.",
+        deviations=(
+            "the chunk is what the decodes leave of the budget; it is not rounded to matrix tiles,"
+            " which the row kernels do not have",
+            "a draft tree counts with all its rows",
+        ),
+    )
+)
+class Sarathi(_Chunked):
+    """Every pass has all decodes and at most one prompt's next chunk."""
+
+    def pieces(self, waiting: list[Score]) -> Iterator[Piece]:
+        decodes, resumed, fresh = self.split(waiting)
+        yield from self.prefill(decodes, [*resumed, *fresh][:1])
+
+
+@register(
+    Card(
+        "sarathi-serve",
+        "serving",
+        paper="Agrawal et al. 2024, Sarathi-Serve, OSDI 2024, arXiv:2403.02310",
+        exactness="token-exact",
+        summary="A row budget per pass: decodes, then prompts under way, then new ones.",
+        deviations=(
+            "memory is taken chunk by chunk, not for the whole prompt on admission",
+            "a draft tree counts with all its rows",
+        ),
+    )
+)
+class SarathiServe(_Chunked):
+    """Stall-free: whoever speaks is in every pass, and a pass is never longer than its budget."""
+
+    def pieces(self, waiting: list[Score]) -> Iterator[Piece]:
+        decodes, resumed, fresh = self.split(waiting)
+        yield from self.prefill(decodes, [*resumed, *fresh])

@@ -1,0 +1,120 @@
+"""The default decoder's choices against an oracle that tries every draft, and its effect where the
+best choice is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import combinations
+
+import numpy as np
+
+from anydecode.decoders.speculative.auto import (
+    LEAST_GAIN,
+    PRIORS,
+    Auto,
+    Rates,
+    best_part,
+)
+from anydecode.decoders.speculative.copies import LONGEST, Corpus, Follower
+from anydecode.engine.llm import LLM
+from anydecode.evaluation.certify import Check, mechanism
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.scoring.tree import ROOT, TokenTree
+
+VOCABULARY, PERIOD = 32, 7
+
+
+def matched(text: list[int]) -> int:
+    """The length, up to `LONGEST`, of the longest end of `text` that stood before, by comparing."""
+    for n in range(min(LONGEST, len(text) - 1), 0, -1):
+        if any(text[i : i + n] == text[-n:] for i in range(len(text) - n)):
+            return n
+    return 0
+
+
+def best_by_trial(tree: TokenTree, costs: list[float], others: int, drafting: float) -> float:
+    """The highest rate over every set of nodes that holds its nodes' parents."""
+    best = LEAST_GAIN * (others + 1) / costs[0]
+    for count in range(1, len(costs)):
+        for nodes in combinations(range(len(tree)), count):
+            if all(tree.parents[node] in (ROOT, *nodes) for node in nodes):
+                said = others + 1 + sum(tree.probabilities[node] for node in nodes)
+                best = max(best, said / (costs[count] + drafting))
+    return best
+
+
+class FixedPace:
+    """A pass costs what `cost` says, in a company of `num_others`."""
+
+    def __init__(self, cost: Callable[[int], float], num_others: int = 0) -> None:
+        self.cost = cost
+        self.num_others = num_others
+
+    def seconds(self, rows: int, context: int) -> float:
+        return self.cost(rows)
+
+    def others(self) -> int:
+        return self.num_others
+
+
+def cyclic(seen: tuple[int, ...]) -> np.ndarray:
+    """Counts on, modulo `PERIOD`."""
+    logits = np.zeros(VOCABULARY, np.float32)
+    logits[(seen[-1] + 1) % PERIOD] = 9.0
+    return logits
+
+
+def passes(cost: Callable[[int], float], others: int = 0, tokens: int = 60) -> int:
+    """Passes that `auto` takes for a text that repeats itself."""
+    with LLM(ScriptedModel(cyclic, vocab_size=VOCABULARY), tokenizer=ByteTokenizer()) as llm:
+        llm.pace = FixedPace(cost, others)  # type: ignore[assignment]
+        return int(llm.generate([0, 1, 2], decoder=Auto(), max_tokens=tokens).stats.passes)
+
+
+@mechanism("auto")
+def auto() -> Iterator[Check]:
+    """Matches, rates and choices against oracles; drafts are kept; none where they do not pay."""
+    random = np.random.default_rng(6)
+    wrong = 0
+    for _ in range(20):
+        corpus, text = Corpus(), []
+        follower = Follower(corpus)
+        for token in random.integers(0, 3, 40).tolist():
+            corpus.append(token)
+            text.append(token)
+            follower.step(token, text[-8:])
+            here = text[follower.at - follower.length : follower.at]
+            honest = not follower.length or here == text[-follower.length :]
+            wrong += not honest or min(follower.length, LONGEST) < matched(text)
+    yield Check("follows a match as long as the longest there is", wrong == 0)
+    rates = Rates(weight=2.0)
+    for hit in (True, True, False, True):
+        rates.note(1, hit)
+    yield Check("rates by hand", abs(rates[1] - (2 * PRIORS[True][0] + 3) / 6) < 1e-12)
+    yield Check("other classes stay", rates[2] == PRIORS[True][1])
+    yield from _choices(random)
+    yield Check("drafts are kept where rows are cheap", passes(lambda n: 1 + 0.02 * n) <= 20)
+    yield Check("none where every row costs a pass", passes(lambda n: float(n)) == 60)
+    steep = 1 + 0.02 * np.maximum(np.arange(999) - 8, 0) * 40
+    alone, crowded = passes(lambda n: float(steep[n])), passes(lambda n: float(steep[n]), 8)
+    detail = f"{alone} passes alone, {crowded} in company"
+    yield Check("fewer drafts in company", alone < crowded == 60, detail)
+
+
+def _choices(random: np.random.Generator) -> Iterator[Check]:
+    worse = 0
+    for _ in range(60):
+        tree = TokenTree()
+        for node in range(6):
+            parent = int(random.integers(-1, node)) if node else ROOT
+            tree.add(node, parent)
+            above = 1.0 if parent == ROOT else tree.probabilities[parent]
+            tree.probabilities[node] = above * float(random.random())
+        costs = [1.0, *(1 + np.cumsum(random.random(6) * 0.4))]
+        others, drafting = int(random.integers(0, 4)), float(random.random() * 0.1)
+        nodes = best_part(tree, costs, others, drafting)
+        said = others + 1 + sum(tree.probabilities[node] for node in nodes)
+        rate = said / (costs[len(nodes)] + drafting) if nodes else LEAST_GAIN * said / costs[0]
+        whole = all(tree.parents[node] in (ROOT, *nodes) for node in nodes)
+        worse += not whole or rate < best_by_trial(tree, costs, others, drafting) - 1e-12
+    yield Check("picks what trying every part of a tree finds", worse == 0)

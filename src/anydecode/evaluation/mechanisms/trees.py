@@ -1,0 +1,213 @@
+"""Draft trees, against oracles that recompute the draft model's rows from whole texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+
+import numpy as np
+
+from anydecode.decoders.speculative.fixed_tree import DEFAULT
+from anydecode.decoders.speculative.rsd import conditioned
+from anydecode.evaluation.certify import Check, mechanism
+from anydecode.evaluation.rounds import Drafted, accepted, blurred, rounds, scripted, wordy
+from anydecode.scoring.noise import Noise
+
+PROMPTS = ("abcabcabd", "the cab had a bad cab", "h")
+TARGET, DRAFT = wordy(spread=1.8), blurred(wordy(spread=1.8), error=0.7)
+
+Path = tuple[int, ...]
+Oracle = Callable[[list[int], float], list[Path]]
+
+
+def draft_row(text: list[int], path: Path, temperature: float) -> dict[int, tuple[float, float]]:
+    """Token to (probability, key): the 64 likeliest, normalised, in order of falling key."""
+    row = DRAFT((*text, *path)).astype(float) / (temperature or 1.0)
+    top = np.sort(np.argsort(-row, kind="stable")[:64])
+    q = np.exp(row[top] - row.max())
+    q /= q.sum()
+    keys = np.log(q)
+    if temperature:
+        keys = keys + Noise(5).gumbel(top, len(text) + len(path))
+    order = np.argsort(-keys)
+    return {int(top[i]): (float(q[i]), float(keys[i])) for i in order}
+
+
+def against(key: str, oracle: Oracle, ordered: bool = True) -> Iterator[Check]:
+    """Every tree that `key` drafts is the oracle's; with `ordered`, node by node."""
+    for temperature in (0.0, 0.8):
+        with scripted(TARGET, DRAFT) as llm:
+            found: list[Drafted] = []
+            for prompt in PROMPTS:
+                found += rounds(llm, key, prompt, 24, temperature=temperature)
+        wrong = 0
+        for one in found:
+            expected = oracle(one.text, temperature)
+            same = one.paths == expected if ordered else set(one.paths) == set(expected)
+            wrong += not same or len(one.paths) != len(expected)
+        yield Check(f"{key} at T={temperature} equals the oracle", wrong == 0, f"{len(found)} trees")
+        deep = max(len(path) for one in found for path in one.paths)
+        yield Check(f"{key} at T={temperature} drafts deeper than one level", deep > 1, f"{deep}")
+        yield Check(f"{key} at T={temperature}: drafts are accepted", accepted(found) > 0)
+
+
+@mechanism("opt-tree")
+def opt_tree() -> Iterator[Check]:
+    """The n best nodes of the whole tree, found best first; levels while they add more than delta."""
+
+    def oracle(text: list[int], temperature: float) -> list[Path]:
+        before, found = 0.0, []
+        for depth in range(1, 11):
+            found = _likeliest(text, temperature, 8, depth)
+            total = sum(weight for weight, _ in found)
+            if total - before <= 0.2:
+                break
+            before = total
+        return [path for _, path in found]
+
+    yield from against("opt-tree:size=8,delta=0.2", oracle, ordered=False)
+
+
+def _likeliest(text: list[int], temperature: float, size: int, depth: int) -> list[tuple[float, Path]]:
+    heap: list[tuple[float, Path]] = [(-1.0, ())]
+    found: list[tuple[float, Path]] = []
+    while heap and len(found) <= size:
+        negative, path = heappop(heap)
+        found.append((-negative, path))
+        if len(path) < depth:
+            row = draft_row(text, path, temperature)
+            keys = np.array([key for _, key in row.values()])
+            beliefs = np.exp(keys - keys.max())
+            for token, belief in zip(row, beliefs / beliefs.sum(), strict=True):
+                heappush(heap, (negative * float(belief), (*path, token)))
+    return found[1:]
+
+
+@mechanism("dyspec")
+def dyspec() -> Iterator[Check]:
+    """The heap of the paper, one draw at a time, residuals as whole vectors."""
+
+    def oracle(text: list[int], temperature: float) -> list[Path]:
+        def slot(path: Path) -> tuple[list[int], np.ndarray]:
+            row = draft_row(text, path, temperature)
+            return list(row), np.array([q for q, _ in row.values()])
+
+        heap: list[tuple[float, int, Path, list[int], np.ndarray]] = []
+        count, tree = 0, []
+        heappush(heap, (-1.0, count, (), *slot(())))
+        while len(tree) < 10:
+            negative, _, parent, tokens, residual = heappop(heap)
+            share = residual[0] / residual.sum()
+            tree.append((*parent, tokens[0]))
+            count += 1
+            heappush(heap, (negative * (1 - share), count, parent, tokens[1:], residual[1:]))
+            count += 1
+            heappush(heap, (negative * share, count, tree[-1], *slot(tree[-1])))
+        return tree
+
+    yield from against("dyspec:size=10", oracle)
+
+
+@mechanism("rsd")
+def rsd() -> Iterator[Check]:
+    """Gumbel-top-k per node; stochastic beams with the formula of the paper."""
+    keys = np.array([0.3, 2.0, -1.0])
+    naive = -np.log(np.exp(-0.5) - np.exp(-2.0) + np.exp(-keys))
+    yield Check("conditioned keys equal the formula", np.allclose(conditioned(0.5, keys), naive))
+    yield Check("the largest becomes the parent's key", conditioned(0.5, keys)[1] == 0.5)
+    yield Check(
+        "no overflow far out", bool(np.isfinite(conditioned(800.0, np.array([-700.0, 5.0]))).all())
+    )
+
+    def branching(text: list[int], temperature: float) -> list[Path]:
+        tree: list[Path] = []
+        level: list[Path] = [()]
+        for count in (3, 2, 1):
+            level = [
+                (*path, token)
+                for path in level
+                for token in list(draft_row(text, path, temperature))[:count]
+            ]
+            tree += level
+        return tree
+
+    def beams(text: list[int], temperature: float) -> list[Path]:
+        tree: list[Path] = []
+        level: list[tuple[float, float, Path]] = [(0.0, 0.0, ())]
+        for _ in range(3):
+            options = []
+            for above, log, path in level:
+                row = draft_row(text, path, temperature)
+                raw = np.array([log + key for _, key in row.values()])
+                shifted = raw
+                if temperature:
+                    inner = np.exp(-above) - np.exp(-raw.max()) + np.exp(-raw)
+                    shifted = -np.log(inner)
+                for key, (token, (q, _)) in zip(shifted, row.items(), strict=True):
+                    options.append((float(key), log + float(np.log(q)), (*path, token)))
+            level = sorted(options, key=lambda option: -option[0])[:4]
+            tree += [path for _, _, path in level]
+        return tree
+
+    yield from against("rsd:branching=3-2-1", branching)
+    yield from against("rsd:width=4,depth=3", beams)
+
+
+@mechanism("fixed-tree")
+def fixed_tree() -> Iterator[Check]:
+    """Rank paths filled with the draft model's guesses."""
+
+    def oracle(text: list[int], temperature: float) -> list[Path]:
+        tree = []
+        for ranks in DEFAULT.split():
+            path: Path = ()
+            for rank in ranks:
+                path = (*path, list(draft_row(text, path, temperature))[int(rank)])
+            tree.append(path)
+        return tree
+
+    yield from against("fixed-tree", oracle)
+
+
+def _latest(text: list[int]) -> list[int]:
+    for n in (3, 2, 1):
+        for start in range(len(text) - n - 1, -1, -1):
+            if n < len(text) and text[start : start + n] == text[-n:]:
+                return text[start + n : start + n + 20]
+    return []
+
+
+def _first(text: list[int]) -> list[int]:
+    for start in range(len(text) - 3):
+        if text[start : start + 3] == text[-3:]:
+            return text[start + 3 : start + 23]
+    return []
+
+
+@mechanism("taps")
+def taps() -> Iterator[Check]:
+    """Merged trees hold every part's paths once; routing asks the part that was right more often."""
+    parts = {"prompt-lookup": _latest, "copyspec": _first}
+    for route in ("false", "true"):
+        with scripted(wordy()) as llm:
+            decoder = f"taps:parts=prompt-lookup+copyspec,route={route},size=40"
+            found = rounds(llm, decoder, PROMPTS[0], 120)
+        scores = {key: [1.0, 2.0] for key in parts}
+        wrong, both = 0, 0
+        for one in found:
+            drafts = {key: part(one.text)[:20] for key, part in parts.items()}
+            ranked = sorted(scores, key=lambda key: -scores[key][0] / scores[key][1])
+            asked = [key for key in ranked if drafts[key]]
+            both += len(asked) == 2 and drafts[asked[0]] != drafts[asked[1]]
+            asked = asked[:1] if route == "true" else asked
+            expected = {tuple(drafts[key][: n + 1]) for key in asked for n in range(len(drafts[key]))}
+            wrong += {path for path in one.paths if len(path) <= 20} != expected
+            wrong += len(set(one.paths)) != len(one.paths)
+            for key, score in scores.items():
+                if drafts[key]:
+                    score[0] = 0.9 * score[0] + (drafts[key][0] == one.said[0])
+                    score[1] = 0.9 * score[1] + 1
+        yield Check(f"route={route} equals the oracle", wrong == 0 and both > 0, f"{both} differ")
+        yield Check(f"route={route}: drafts are accepted", accepted(found) > 0)
+    sources = {source for one in found for source in one.facts["sources"] or ()}
+    yield Check("nodes name their drafter", sources == set(parts), f"{sources}")

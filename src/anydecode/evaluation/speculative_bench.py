@@ -1,0 +1,305 @@
+"""`anydecode bench speculative`: drafting methods and plain decoding, interleaved in one run.
+
+Each prompt is answered by every method in turn, in an order that rotates, so that whatever else the
+machine does falls on all alike. Drafter memories and shared prefixes are cleared before each timed
+answer; a warm figure, with memories kept from prompt to prompt, stands beside the cold one.
+"""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+
+from anydecode.engine.llm import LLM
+from anydecode.errors import InvalidRequestError
+from anydecode.evaluation.machine import cpu_name, usable_cores
+from anydecode.evaluation.prompts import PROMPTS
+
+PLAIN = "autoregressive"
+DEFAULT_METHODS = "auto,prompt-lookup,suffix,copyspec,token-recycling"
+#: Spec-Bench takes these from MT-Bench, a handful each; they are one category here.
+MT_BENCH = frozenset(
+    ("writing", "roleplay", "reasoning", "math", "coding", "stem", "humanities", "extraction")
+)
+#: Small enough to stand alone in MT-Bench, but named in the figures to reach.
+KEPT = frozenset(("extraction",))
+RESAMPLES = 2000
+WHERE_TO_GET = (
+    "no benchmark data given: running on the package's own prompts. Spec-Bench's questions are"
+    " data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench; put that file into a folder"
+    " and pass it as --data"
+)
+
+
+class Question(NamedTuple):
+    """One user message."""
+
+    category: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer. `seconds` is from the first token to the last, `draft_seconds` the part of it that
+    drafting took."""
+
+    category: str
+    prompt: int
+    method: str
+    temperature: float
+    warm: bool
+    num_tokens: int
+    passes: int
+    seconds: float
+    draft_seconds: float
+    loops: bool
+    same_text: bool
+
+    @property
+    def rate(self) -> float:
+        return (self.num_tokens - 1) / self.seconds if self.seconds > 0 else 0.0
+
+
+def questions(data: Path | None, limit: int | None) -> list[Question]:
+    """The first turns of Spec-Bench's questions, `limit` per category; our own without `data`."""
+    if data is None:
+        found = [Question(prompt.category, prompt.text) for prompt in PROMPTS]
+    else:
+        file = data / "question.jsonl" if data.is_dir() else data
+        try:
+            lines = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line]
+            found = [Question(_category(line["category"]), line["turns"][0]) for line in lines]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise InvalidRequestError(f"{file} holds no Spec-Bench questions: {error}") from None
+    counts: dict[str, int] = {}
+    kept = []
+    for question in found:
+        counts[question.category] = counts.get(question.category, 0) + 1
+        if limit is None or counts[question.category] <= limit:
+            kept.append(question)
+    return kept
+
+
+def _category(name: str) -> str:
+    return "mt-bench" if name in MT_BENCH - KEPT else name
+
+
+def loops(tokens: Sequence[int], longest: int = 64, least: int = 32) -> bool:
+    """Whether an answer ends in repetition: four times the same stretch of up to `longest` tokens,
+    `least` tokens in all."""
+    for period in range(1, longest + 1):
+        size = max(4 * period, least)
+        if len(tokens) < size:
+            continue
+        tail = tokens[-size:]
+        if all(a == b for a, b in zip(tail, tail[period:], strict=False)):
+            return True
+    return False
+
+
+def run(
+    llm: LLM,
+    asked: Sequence[Question],
+    methods: Sequence[str],
+    temperatures: Sequence[float],
+    tokens: int,
+    warm: bool = True,
+    on_answer: Callable[[], None] = lambda: None,
+) -> list[Run]:
+    """Every question, by every method and plainly, cold and (where a method has memory) warm."""
+    runs: list[Run] = []
+    entrants = [(PLAIN, False), *((method, False) for method in methods)]
+    entrants += [(method, True) for method in methods] if warm else []
+    kept = {method: llm.decoder(method) for method in methods}
+    options: dict[str, Any] = {"max_tokens": tokens, "trace": True}
+    llm.generate([1] * 8, max_tokens=4, ignore_eos=True)
+    for temperature in temperatures:
+        options.update(temperature=temperature, seed=1)
+        for number, question in enumerate(asked):
+            turn = number % len(entrants)
+            answers = {}
+            for method, keeps in entrants[turn:] + entrants[:turn]:
+                llm.clear()
+                decoder = kept[method] if keeps else llm.decoder(method)
+                message = [{"role": "user", "content": question.text}]
+                answers[method, keeps] = llm.chat(message, decoder=decoder, **options)
+                on_answer()
+            plain = answers[PLAIN, False].tokens
+            for (method, keeps), answer in answers.items():
+                stats = answer.stats
+                runs.append(
+                    Run(
+                        question.category,
+                        number,
+                        method,
+                        temperature,
+                        keeps,
+                        stats.num_tokens,
+                        stats.passes,
+                        stats.seconds - stats.time_to_first_token,
+                        sum(record.get("draft_seconds", 0.0) for record in answer.trace or ()),
+                        loops(answer.tokens),
+                        answer.tokens == plain,
+                    )
+                )
+    return runs
+
+
+def memory(llm: LLM, question: Question, methods: Sequence[str], tokens: int) -> dict[str, int]:
+    """Peak bytes that each method allocates beyond plain decoding, on one question, untimed."""
+    peaks = {}
+    for method in (PLAIN, *methods):
+        llm.clear()
+        tracemalloc.start()
+        llm.chat([{"role": "user", "content": question.text}], decoder=method, max_tokens=tokens)
+        peaks[method] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return {method: max(0, peaks[method] - peaks[PLAIN]) for method in methods}
+
+
+def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One row per temperature, warm or cold, with or without looping answers, method and category;
+    the category "overall" is the mean over categories."""
+    rows: list[dict[str, Any]] = []
+    plain = {(r.temperature, r.prompt): r for r in runs if r.method == PLAIN}
+    keys = dict.fromkeys((r.temperature, r.warm, r.method) for r in runs if r.method != PLAIN)
+    for temperature, warm, method in keys:
+        for with_loops in (True, False):
+            chosen = [
+                r
+                for r in runs
+                if (r.temperature, r.warm, r.method) == (temperature, warm, method)
+                and (with_loops or not (r.loops or plain[temperature, r.prompt].loops))
+                and min(r.num_tokens, plain[temperature, r.prompt].num_tokens) > 1
+            ]
+            head = {"temperature": temperature, "warm": warm, "loops": with_loops, "method": method}
+            parts = [
+                {**head, "category": category, **_figures(category_runs, plain)}
+                for category, category_runs in _by_category(chosen)
+            ]
+            if parts:
+                rows += [*parts, {**head, "category": "overall", **_overall(parts, chosen, plain)}]
+    return rows
+
+
+def _by_category(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
+    for category in dict.fromkeys(r.category for r in runs):
+        yield category, [r for r in runs if r.category == category]
+
+
+def _ratios(runs: Sequence[Run], plain: dict[tuple[float, int], Run]) -> np.ndarray:
+    """float64 `[len(runs)]`: tokens per second over plain's, prompt by prompt."""
+    return np.array([r.rate / plain[r.temperature, r.prompt].rate for r in runs])
+
+
+def _figures(runs: Sequence[Run], plain: dict[tuple[float, int], Run]) -> dict[str, Any]:
+    ratios = _ratios(runs, plain)
+    low, high = interval([ratios])
+    return {
+        "prompts": len(runs),
+        "tokens_per_pass": sum(r.num_tokens for r in runs) / sum(r.passes for r in runs),
+        "speedup": float(ratios.mean()),
+        "interval": [low, high],
+        "fifth_percentile": float(np.percentile(ratios, 5)),
+        "draft_share": sum(r.draft_seconds for r in runs) / sum(r.seconds for r in runs),
+        "same_text": sum(r.same_text for r in runs),
+    }
+
+
+def _overall(
+    parts: Sequence[dict[str, Any]], runs: Sequence[Run], plain: dict[tuple[float, int], Run]
+) -> dict[str, Any]:
+    groups = [_ratios(category_runs, plain) for _, category_runs in _by_category(runs)]
+    whole = _figures(runs, plain)
+    mean = {
+        name: float(np.mean([part[name] for part in parts]))
+        for name in ("tokens_per_pass", "speedup")
+    }
+    return {**whole, **mean, "interval": list(interval(groups))}
+
+
+def interval(groups: Sequence[np.ndarray], resamples: int = RESAMPLES) -> tuple[float, float]:
+    """95% bootstrap interval of the mean over groups of each group's mean; prompts are drawn anew
+    within their group."""
+    random = np.random.default_rng(0)
+    means = [
+        group[random.integers(0, len(group), (resamples, len(group)))].mean(axis=1)
+        for group in groups
+    ]
+    low, high = np.percentile(np.mean(means, axis=0), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def bench_speculative(
+    data: Annotated[
+        Path | None, typer.Option("--data", help="A folder with Spec-Bench's question.jsonl.")
+    ] = None,
+    methods: Annotated[
+        str, typer.Option("--methods", help="Keys of the catalogue, separated by commas.")
+    ] = DEFAULT_METHODS,
+    model: Annotated[str, typer.Option("--model", "-m", help="A name, folder or .gguf file.")] = (
+        "smollm2-135m-instruct"
+    ),
+    draft: Annotated[
+        str | None, typer.Option("--draft", help="A smaller model, for methods that want one.")
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", min=0, help="0: every core.")] = 0,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens per answer.")] = 128,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Prompts per category; all if absent.")
+    ] = None,
+    temperatures: Annotated[
+        str, typer.Option("--temperatures", help="Separated by commas.")
+    ] = "0,0.8",
+    warm: Annotated[bool, typer.Option("--warm/--no-warm", help="Warm figures as well.")] = True,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write an SVG here.")] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write all figures here; - for stdout."),
+    ] = None,
+) -> None:
+    """Time drafting methods against plain decoding, prompt by prompt.
+
+    Example: anydecode bench speculative --methods auto,prompt-lookup --limit 2 --json out.json
+    """
+    from anydecode.evaluation.speculative_report import note, print_report, progress, to_svg
+
+    if data is None:
+        note(WHERE_TO_GET)
+    chosen = [name.strip() for name in methods.replace(";", ",").split(",") if name.strip()]
+    try:
+        heats = [float(part) for part in temperatures.split(",")]
+    except ValueError:
+        raise InvalidRequestError(f"{temperatures!r} is no list of temperatures") from None
+    asked = questions(data, limit)
+    with LLM(model, draft=draft, threads=threads or None) as llm:
+        for method in chosen:
+            llm.decoder(method)
+        answers = len(asked) * len(heats) * (1 + len(chosen) * (2 if warm else 1))
+        with progress("answers", answers) as advance:
+            runs = run(llm, asked, chosen, heats, tokens, warm, advance)
+        beyond = memory(llm, asked[0], chosen, tokens)
+    report = {
+        "machine": {"cpu": cpu_name(), "cores": usable_cores(), "threads": threads},
+        "model": Path(model).name,
+        "tokens": tokens,
+        "data": "own prompts" if data is None else "Spec-Bench",
+        "rows": summary(runs),
+        "memory": beyond,
+        "runs": [asdict(one) for one in runs],
+    }
+    if plot is not None:
+        plot.write_text(to_svg(report), encoding="utf-8")
+    if json_file == Path("-"):
+        print(json.dumps(report))
+        return
+    print_report(report)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

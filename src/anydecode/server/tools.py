@@ -1,0 +1,106 @@
+"""What an answer may be: JSON formats and tool calls as constraints."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from anydecode.server.errors import ApiError
+from anydecode.server.parsers import ToolFormat
+from anydecode.server.protocol import Tool
+
+_EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def format_constraint(response_format: dict[str, Any] | None) -> Any:
+    """The constraint of OpenAI's `response_format`; None where it asks for plain text."""
+    schema = format_schema(response_format)
+    if schema is None:
+        return None
+    from anydecode import JsonSchema
+
+    return JsonSchema(schema)
+
+
+def format_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | bool | None:
+    """The JSON Schema that `response_format` asks for; None where it asks for plain text."""
+    kind = (response_format or {"type": "text"}).get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind == "json_schema":
+        assert response_format is not None
+        inner = response_format.get("json_schema", response_format)
+        schema = inner.get("schema") if isinstance(inner, dict) else None
+        if not isinstance(schema, (dict, bool)):
+            raise ApiError(400, "json_schema needs a schema", param="response_format")
+        return schema
+    raise ApiError(400, f"no response format {kind!r}", param="response_format")
+
+
+def chosen_tools(
+    tools: list[Tool] | None, choice: str | dict[str, Any] | None
+) -> tuple[list[Tool], bool]:
+    """The tools that may be called, and whether one must be."""
+    offered = tools or []
+    if choice is None or choice == "auto":
+        return offered, False
+    if choice == "none":
+        return [], False
+    if choice == "required":
+        if not offered:
+            raise ApiError(400, "tool_choice asks for a call, but no tools are given")
+        return offered, True
+    named = choice.get("function", choice) if isinstance(choice, dict) else None
+    name = named.get("name") if isinstance(named, dict) else None
+    found = [tool for tool in offered if tool.function.name == name]
+    if not found:
+        raise ApiError(400, f"tool_choice {choice!r} names none of the tools", param="tool_choice")
+    return found, True
+
+
+def tool_constraint(
+    tools: list[Tool],
+    style: ToolFormat,
+    *,
+    required: bool,
+    parallel: bool,
+    answer: dict[str, Any] | bool | None,
+) -> Any:
+    """Calls whose arguments fit their schemas; where none is `required`, text instead, or JSON of
+    the schema `answer`."""
+    from anydecode import Grammar
+
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                style.arguments: tool.function.parameters or _EMPTY,
+            },
+            "required": ["name", style.arguments],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    if style.listed:
+        schema = {"type": "array", "items": schema, "minItems": 1}
+        if not parallel:
+            schema["maxItems"] = 1
+    opening, closing = json.dumps(style.opening), json.dumps(style.closing)
+    body = f"{opening} /\\s?/ json /\\s?/ {closing}" if style.closing else f"{opening} json"
+    several = parallel and bool(style.closing)
+    calling = "call (/\\n?/ call)*" if several else "call"
+    rules = [f"call: {body}", f"json: %json {json.dumps(schema)}"]
+    if required:
+        rules.insert(0, f"start: {calling}")
+    elif answer is None:
+        rules.insert(0, f"start: TEXT | TEXT? {calling}")
+        tag = "".join(f"\\x{ord(letter):02x}" for letter in style.opening)
+        rules.append(f"TEXT: /(?s:.+)/ & ~/(?s:.*){tag}(?s:.*)/")
+    else:
+        rules.insert(0, f"start: answer | {calling}")
+        rules.append(f"answer: %json {json.dumps(answer)}")
+    return Grammar("\n".join(rules))

@@ -1,0 +1,232 @@
+"""The default decoder: right whatever it drafts, and never a fool about what drafts cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from anydecode.decoders.speculative import auto as module
+from anydecode.decoders.speculative.auto import Auto, Rates, Source, best_part, merged, part
+from anydecode.decoders.speculative.copies import BREAK, Corpus, Follower
+from anydecode.engine import costs
+from anydecode.engine.llm import LLM
+from anydecode.errors import InvalidRequestError
+from anydecode.evaluation.certify import certify_one
+from anydecode.evaluation.mechanisms.auto import FixedPace, cyclic, passes
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.scoring.cost import CostTable, guessed
+from anydecode.scoring.tree import ROOT, TokenTree
+
+
+def test_the_certificate() -> None:
+    certificate = certify_one("auto")
+    assert certificate.passed, [check for check in certificate.checks if not check.passed]
+
+
+def test_a_careless_acceptance_breaks_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anydecode.decoders.speculative.acceptance import TokenExact, Verdict
+
+    def careless(self, tree, scores):
+        path = tree.path(len(tree) - 1) if len(tree) else []
+        return Verdict(
+            path, [tree.tokens[n] for n in path] + [scores.pick(len(path) and path[-1] + 1)]
+        )
+
+    monkeypatch.setattr(TokenExact, "walk", careless)
+    monkeypatch.setattr(module, "LEAST_GAIN", 0.0)
+    checks = {check.name: check.passed for check in certify_one("auto").checks}
+    assert not checks["equals plain decoding, scripted, T=0.0"]
+
+
+def test_a_greedy_budget_breaks_the_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anydecode.evaluation.mechanisms import auto as checks
+
+    everything = lambda tree, costs, others, drafting: list(range(len(tree)))  # noqa: E731
+    monkeypatch.setattr(checks, "best_part", everything)
+    assert not all(check.passed for check in checks.auto())
+
+
+def test_dear_rows_are_never_drafted_for() -> None:
+    assert passes(lambda n: float(n)) == 60
+    assert passes(lambda n: 1.0) < 15
+
+
+def test_what_earlier_answers_said_is_drafted_and_can_be_forgotten() -> None:
+    random = np.random.default_rng(2)
+    text = random.permutation(60).tolist()
+    following = dict(zip(text, [*text[1:], 0], strict=True))
+
+    def script(seen: tuple[int, ...]) -> np.ndarray:
+        logits = np.zeros(64, np.float32)
+        logits[following.get(seen[-1], 0)] = 9.0
+        return logits
+
+    with LLM(ScriptedModel(script, vocab_size=64), tokenizer=ByteTokenizer()) as llm:
+        llm.pace = FixedPace(lambda n: 1 + 0.02 * n)
+        first = llm.generate([text[0]], decoder="auto", max_tokens=40)
+        again = llm.generate([text[0]], decoder="auto", max_tokens=40, trace=True)
+        llm.clear()
+        cold = llm.generate([text[0]], decoder="auto", max_tokens=40)
+    assert first.tokens == again.tokens == cold.tokens == text[1:41]
+    assert again.stats.passes < first.stats.passes == cold.stats.passes
+    assert any("past" in (record["sources"] or []) for record in again.trace)
+    assert all(record["verify_seconds"] >= 0 for record in again.trace)
+
+
+def test_memory_is_bounded() -> None:
+    decoder = Auto(memory=50)
+    for _ in range(20):
+        decoder._learn(list(range(9)))
+        assert len(decoder.past) <= 50
+    decoder._learn(list(range(200)))
+    assert len(decoder.past) <= 50
+
+
+def test_old_guesses_fade() -> None:
+    rates = Rates()
+    for _ in range(500):
+        rates.note(3, True)
+    for _ in range(120):
+        rates.note(3, False)
+    assert rates[3] < 0.2
+    assert rates[1] == pytest.approx(module.PRIORS[True][0])
+
+
+def test_chains_go_round_where_the_text_repeats_itself() -> None:
+    corpus, follower = Corpus(), None
+    follower = Follower(corpus)
+    for token in [5, 1, 2, 3, 1, 2, 3]:
+        corpus.append(token)
+        follower.step(token, corpus.tokens[-8:])
+    assert follower.chain(7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_chains_end_between_texts() -> None:
+    corpus = Corpus()
+    for token in [1, 2, 3, BREAK, 9]:
+        corpus.append(token)
+    follower = Follower(corpus)
+    follower.step(2, [1, 2])
+    assert follower.chain(5) == [3]
+
+
+def sources(*texts: list[int], rate: float = 0.6) -> list[Source]:
+    found = []
+    for number, text in enumerate(texts):
+        corpus = Corpus()
+        for token in text:
+            corpus.append(token)
+        source = Source(f"s{number}", corpus, Rates([rate - 0.1 * number] * len(module.CLASSES)))
+        source.follower.step(text[0], text[:1])
+        found.append(source)
+    return found
+
+
+def test_two_sources_share_a_tree() -> None:
+    tree = merged(sources([7, 1, 2], [7, 1, 3]), 2, 0.0)
+    assert tree.tokens == [1, 2, 3]
+    assert tree.parents == [ROOT, 0, 0]
+    assert tree.sources == ["s0", "s0", "s1"]
+    assert tree.probabilities[0] == pytest.approx(0.6)
+    assert tree.probabilities[1] == pytest.approx(0.36)
+    assert tree.probabilities[2] == pytest.approx(0.25 * 0.4)
+
+
+def test_a_part_keeps_the_shape() -> None:
+    tree = TokenTree(tokens=[4, 5, 6], parents=[ROOT, 0, 0], sources=["a", "b", "c"])
+    kept = part(tree, [0, 2])
+    assert (kept.tokens, kept.parents, kept.sources) == ([4, 6], [ROOT, 0], ["a", "c"])
+
+
+def test_no_draft_where_the_gain_is_nothing() -> None:
+    tree = TokenTree.chain([1, 2])
+    tree.probabilities = {0: 0.1, 1: 0.05}
+    assert best_part(tree, [1.0, 1.1, 1.2], 0, 0.0) == []
+    assert best_part(tree, [1.0, 1.0, 1.0], 0, 0.0) == [0, 1]
+    assert best_part(tree, [1.0, 1.0, 1.0], 0, 0.2) == []  # drafting takes time as well
+
+
+def test_the_answer_may_be_one_token_long() -> None:
+    with LLM(ScriptedModel(cyclic, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
+        llm.pace = FixedPace(lambda n: 1.0)
+        assert len(llm.generate([0, 1, 0, 1, 0], decoder="auto", max_tokens=1).tokens) == 1
+
+
+def test_bad_parameters_are_refused() -> None:
+    with pytest.raises(InvalidRequestError):
+        Auto(most=0)
+
+
+def test_costs_between_and_beyond_what_was_measured() -> None:
+    table = CostTable({100: {1: 1.0, 3: 2.0}, 200: {1: 2.0, 3: 4.0}})
+    assert table.seconds(1, 100) == 1.0
+    assert table.seconds(2, 100) == 1.5
+    assert table.seconds(2, 150) == pytest.approx(2.25)
+    assert table.seconds(5, 100) == pytest.approx(3.0)
+    assert table.seconds(1, 300) == pytest.approx(3.0)
+    assert table.seconds(1, 0) == 1.0
+    assert CostTable.from_dict(table.to_dict()) == table
+    with pytest.raises(ValueError):
+        CostTable({})
+
+
+def test_costs_never_fall_with_rows() -> None:
+    table = CostTable({0: {1: 2.0, 2: 1.5, 4: 3.0}})
+    assert table.seconds(2, 0) == 2.0
+    assert guessed().seconds(11, 5) == pytest.approx(2.0)
+
+
+class Timed(ScriptedModel):
+    """A scripted model that pretends to come from a file."""
+
+    def __init__(self, path) -> None:
+        super().__init__(cyclic, vocab_size=32)
+        self.path = path
+        self.executor = object()
+
+
+def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(1, 10_000))
+    monkeypatch.setattr(costs, "_time", lambda model, cache, count, context: 1.0 * next(times))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"x")
+    first = costs.known(Timed(file), tmp_path)
+    assert next(times) > 1
+    place = next(times)
+    assert costs.known(Timed(file), tmp_path) == first
+    assert next(times) == place + 1  # nothing was timed again
+    file.write_bytes(b"another model")
+    assert costs.known(Timed(file), tmp_path) != first
+
+
+def test_a_broken_cost_file_is_measured_anew(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "_time", lambda model, cache, count, context: 1.0 * count)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"x")
+    costs.known(Timed(file), tmp_path)
+    for stored in (tmp_path / "costs").iterdir():
+        stored.write_text("{}")
+    assert costs.known(Timed(file), tmp_path).seconds(4, 256) == 4.0
+
+
+def test_models_without_a_file_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "_time", lambda *_: 1 / 0)
+    assert costs.known(ScriptedModel(cyclic, vocab_size=32)) == guessed()
+
+
+def test_measuring_times_every_size_behind_every_context() -> None:
+    model = ScriptedModel(lambda seen: np.zeros(32, np.float32), vocab_size=32, max_positions=64)
+    asked = []
+
+    class Recording:
+        spec = model.spec
+        new_cache = model.new_cache
+
+        def run(self, rows, cache, want):
+            asked.append((len(rows), int(rows.prefix[0])))
+            assert rows.prefix[-1] == rows.positions[-1] + 1
+            return type("Output", (), {"logits": __import__("torch").zeros(len(rows), 32)})()
+
+    table = costs.measure(Recording(), rows=(1, 4), contexts=(16, 1024), rounds=2)
+    assert set(asked) == {(1, 17), (4, 17), (1, 61), (4, 61)}
+    assert table.seconds(4, 16) >= table.seconds(1, 16) > 0

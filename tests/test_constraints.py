@@ -1,0 +1,282 @@
+"""Constraints: the protocol, the engines, and equality with plain decoding under every decoder."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+
+from anydecode import Choice, Grammar, JsonSchema, Predicate, Regex
+from anydecode.constraints.constraint import ConstraintState
+from anydecode.errors import ConstraintError, InvalidRequestError
+from anydecode.evaluation.certify import _Restarts, scripted_llm
+from anydecode.models.scripted import EOS, ByteTokenizer
+from anydecode.sampling.constrained import constraint_of
+
+TOKENIZER = ByteTokenizer()
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PROMPT = 'the people: {"name": "ab", "age": 7} {"name": "cd", "age": 70} '
+
+
+def start(constraint, vocab_size=259) -> ConstraintState:
+    return constraint.start(TOKENIZER, vocab_size)
+
+
+def allowed(state: ConstraintState) -> str:
+    """The bytes that may follow, as text."""
+    return bytes(int(t) for t in np.flatnonzero(state.mask()) if t < 256).decode("latin-1")
+
+
+def feed(state: ConstraintState, text: str) -> ConstraintState:
+    for byte in text.encode():
+        state.advance(byte)
+    return state
+
+
+@pytest.mark.parametrize("engine", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize(
+    "make, good, bad",
+    [
+        (lambda e: Regex("a+b?", engine=e), ["a", "aab"], ["b", "abb", ""]),
+        (lambda e: Choice(["yes", "yesterday"], engine=e), ["yes", "yesterday"], ["ye", "no"]),
+        (
+            lambda e: Grammar('root ::= "a" root "b" | "c"', "gbnf", engine=e),
+            ["c", "aacbb"],
+            ["aac", "ab"],
+        ),
+        (lambda e: JsonSchema(PERSON, engine=e), ['{"name": "x", "age": 3}'], ["{}", "[]"]),
+    ],
+)
+def test_languages_say_what_may_be_said(engine, make, good, bad):
+    if engine == "xgrammar":
+        pytest.importorskip("xgrammar")
+    constraint = make(engine)
+    for text in good + bad:
+        state = start(constraint)
+        fits = True
+        for byte in text.encode():
+            fits = fits and state.allows(byte) and bool(state.mask()[byte])
+            if not fits:
+                break
+            state.advance(byte)
+        assert (fits and state.may_stop) == (text in good), text
+        if text in good:
+            assert state.mask()[EOS]
+
+
+def test_lark_grammars_and_special_tokens():
+    state = start(Grammar('start: "a" start "b" | "c"'))
+    assert allowed(state) == "ac" and not state.may_stop
+    feed(state, "acb")
+    assert state.may_stop and np.flatnonzero(state.mask()).tolist() == [EOS]
+    assert start(Regex("a"), vocab_size=300).mask().shape == (300,)
+
+
+@pytest.mark.parametrize("constraint", [Regex("(ab|ac)+"), JsonSchema(PERSON),
+    Predicate(lambda s: s == "abc", lambda s: "abc".startswith(s))])  # fmt: skip
+def test_states_fork_and_roll_back(constraint):
+    """A random walk: each state's mask is the same by advancing, forking or taking back."""
+    choose = random.Random(4)
+    state, trail = start(constraint), []
+    for _ in range(24):
+        trail.append((state.fork(), state.mask().copy()))
+        token = choose.choice(np.flatnonzero(state.mask()).tolist())
+        state.advance(token)
+        if token == EOS:
+            break
+    for count, (fork, mask) in enumerate(reversed(trail), 1):
+        assert np.array_equal(fork.mask(), mask)
+        back = state.fork()
+        back.rollback(count)
+        assert np.array_equal(back.mask(), mask), count
+    assert np.array_equal(state.fork().mask(), state.mask())
+    with pytest.raises(ConstraintError):
+        start(constraint).advance(200)
+
+
+def test_end_of_text_is_taken_back_as_one_token():
+    state = feed(start(Regex("ab")), "ab")
+    assert state.finished
+    state.advance(EOS)
+    state.rollback(1)
+    assert state.may_stop
+    state.rollback(1)
+    assert allowed(state) == "b"
+
+
+def test_forced_tokens_are_the_only_ones():
+    state = start(JsonSchema(PERSON, whitespace=""))
+    forced = state.forced()
+    assert bytes(forced) == b'{"name":"'
+    for token in forced:
+        assert np.flatnonzero(state.mask()).tolist() == [token]
+        state.advance(token)
+    assert state.forced() == []
+    assert feed(start(Regex("ab")), "ab").forced() == [EOS]
+
+
+def test_masks_prepared_on_a_thread_are_the_same():
+    text = '{"name": "abc", "age": 42}'
+    ahead, plain = start(JsonSchema(PERSON)), start(JsonSchema(PERSON))
+    for byte in text.encode():
+        ahead.prepare()
+        fork = ahead.fork()
+        assert np.array_equal(ahead.mask(), plain.mask())
+        assert np.array_equal(fork.mask(), plain.mask())
+        ahead.advance(byte)
+        plain.advance(byte)
+    ahead.prepare()
+    ahead.rollback(3)
+    plain.rollback(3)
+    assert np.array_equal(ahead.mask(), plain.mask())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("constraint", [
+    JsonSchema(PERSON),
+    Regex("(the |cat |on |7)+!"),
+    Grammar('start: "(" start ")" start | /[a-c]/'),
+    Predicate(lambda s: len(s) > 9 and s.endswith("."),
+              lambda s: s.isascii() and (len(s) < 20 or s[19:] == ".")),
+], ids=["json", "regex", "grammar", "predicate"])  # fmt: skip
+def test_every_decoder_says_what_plain_decoding_says(constraint, temperature):
+    options = {"constraint": constraint, "temperature": temperature, "seed": 5, "max_tokens": 40}
+    with scripted_llm() as llm:
+        expected = llm.generate(PROMPT, logprobs=2, repetition_penalty=1.2, **options)
+        for decoder in ("following", "prompt-lookup", "layer-draft", "speculative-sampling",
+                        "parallel-draft", "jump-forward"):  # fmt: skip
+            answer = llm.generate(
+                PROMPT, decoder=decoder, logprobs=2, repetition_penalty=1.2, **options
+            )
+            assert answer.tokens == expected.tokens, decoder
+            assert [one.logprob for one in answer.logprobs] == pytest.approx(
+                [one.logprob for one in expected.logprobs]
+            )
+        llm.engine.check_integrity()
+        assert llm.generate(PROMPT, **options | {"constraint": None}).tokens != expected.tokens
+
+
+@pytest.mark.parametrize("decoder", ["autoregressive", "jump-forward", "beam", "layer-draft"])
+def test_batches_samples_and_restarts(decoder):
+    """n samples differ, are valid, and come out the same when preempted at random."""
+    n = 1 if decoder == "beam" else 4
+    person = JsonSchema(PERSON, whitespace="")
+    options = {"decoder": decoder, "constraint": person, "max_tokens": 64, "seed": 2,
+               "temperature": 0.9, "n": n}  # fmt: skip
+    with scripted_llm() as llm:
+        calm = llm.generate([PROMPT, "x"], **options)
+    with scripted_llm() as llm, _Restarts(llm.engine, seed=7):
+        shaken = llm.generate([PROMPT, "x"], **options)
+        llm.engine.check_integrity()
+    texts = [[one.text for one in answer.samples] for answer in calm]
+    assert texts == [[one.text for one in answer.samples] for answer in shaken]
+    for text in texts[0] + texts[1]:
+        person = json.loads(text)
+        assert set(person) == {"name", "age"} and 0 <= person["age"] <= 120
+    assert len(set(texts[0])) == n
+
+
+def test_a_wrong_mask_would_be_noticed():
+    """The twin of the equality tests: a state whose forks forget a token changes the text."""
+
+    class Forgetful(Predicate):
+        def start(self, tokenizer, vocab_size):
+            state = super().start(tokenizer, vocab_size)
+            fork = state.fork
+
+            def forget():
+                branch = fork()
+                branch._mask = None
+                branch.tokens = branch.tokens[:-1]
+                return branch
+
+            state.fork = forget
+            return state
+
+    digits = Forgetful(
+        lambda s: re.fullmatch(r"(\d\D)+", s) is not None,
+        lambda s: re.fullmatch(r"(\d\D)*\d?", s) is not None,
+    )
+    options = {"constraint": digits, "max_tokens": 20, "temperature": 0.0}
+    with scripted_llm() as llm:
+        expected = llm.generate(PROMPT, **options).tokens
+        try:
+            found = llm.generate(PROMPT, decoder="following:count=3", **options).tokens
+        except ConstraintError:
+            found = None
+    assert found != expected
+
+
+def test_stop_strings_and_limits_say_so():
+    with scripted_llm() as llm:
+        cut = llm.generate(PROMPT, constraint=JsonSchema(PERSON), stop=['"name"'])
+        assert cut.finish_reason == "stop" and not cut.constraint["complete"]
+        short = llm.generate(PROMPT, constraint=JsonSchema(PERSON), max_tokens=4)
+        assert short.finish_reason == "length" and not short.constraint["complete"]
+        whole = llm.generate(PROMPT, constraint=JsonSchema(PERSON))
+        assert whole.finish_reason == "stop" and whole.constraint["complete"]
+        assert whole.to_dict()["constraint"]["guards"]["max_string"] == 256
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Regex("(?=a)b"),
+    lambda: Regex("(a"),
+    lambda: Regex(""),
+    lambda: Regex("[^\\s\\S]"),
+    lambda: Grammar("start: nothing"),
+    lambda: Grammar("root ::= (", "gbnf"),
+    lambda: Grammar('start: "a" start'),
+    lambda: Grammar("x" * (2 << 20)),
+    lambda: Predicate(lambda s: False, lambda s: False),
+])  # fmt: skip
+def test_bad_constraints_are_refused_before_anything_is_said(make):
+    with scripted_llm() as llm, pytest.raises(ConstraintError):
+        llm.generate("x", constraint=make(), max_tokens=4)
+
+
+def test_bad_arguments():
+    for make in (
+        lambda: Choice([]),
+        lambda: Choice("yes"),
+        lambda: Choice(["a", ""]),
+        lambda: Grammar("a", syntax="bnf"),
+        lambda: Regex("a", engine="mine"),
+    ):
+        with pytest.raises(ConstraintError):
+            make()
+    with scripted_llm() as llm, pytest.raises(InvalidRequestError, match="use JsonSchema"):
+        llm.generate("x", constraint={"type": "object"})
+
+
+def test_predicates_are_asked_once_per_text():
+    asked: list[str] = []
+
+    def prefix(text: str) -> bool:
+        asked.append(text)
+        return "ab".startswith(text)
+
+    state = start(Predicate(lambda s: s == "ab", prefix))
+    state.mask()
+    feed(state, "a").mask()
+    state.rollback(1)
+    state.mask()
+    assert len(asked) == len(set(asked))
+    assert allowed(state) == "a"
+
+
+def test_the_policy_part_is_found():
+    with scripted_llm() as llm:
+        request = llm._request("x", constraint=Regex("a"))
+        part = constraint_of(request.jobs[0].sequence.policy)
+        assert part is not None and allowed(part.state) == "a"

@@ -1,0 +1,156 @@
+"""Trees over a draft model: mechanisms, equality with plain decoding, and the memory they use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from anydecode import catalogue
+from anydecode.decoders.speculative import draft_trees
+from anydecode.decoders.speculative.draft_trees import GrowingTree
+from anydecode.errors import InvalidRequestError
+from anydecode.evaluation.certify import load_mechanisms
+from anydecode.evaluation.rounds import accepted, blurred, rounds, scripted, wordy
+from anydecode.memory.context import Context
+from anydecode.memory.pool import Pool
+from anydecode.models.scripted import ScriptedModel
+from anydecode.scoring.tree import ROOT
+
+TREES = ("opt-tree", "dyspec", "rsd", "fixed-tree", "taps")
+TARGET, DRAFT = wordy(), blurred(wordy())
+
+
+@pytest.mark.parametrize("key", TREES)
+def test_mechanism(key: str) -> None:
+    checks = list(load_mechanisms()[key]())
+    assert checks and [check for check in checks if not check.passed] == []
+
+
+@pytest.mark.parametrize("key", ["opt-tree", "dyspec", "rsd", "fixed-tree"])
+def test_a_chain_does_not_pass_as_a_tree(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = catalogue.entries()[key]
+    impostor = replace(entry, build=lambda **_: catalogue.build("speculative-sampling"))
+    monkeypatch.setitem(catalogue.entries(), key, impostor)
+    assert not all(check.passed for check in load_mechanisms()[key]())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("key", [*TREES, "rsd:branching=2-2-1", "taps:parts=suffix+opt-tree"])
+def test_tokens_equal_plain_decoding_in_a_batch(key: str, temperature: float) -> None:
+    prompts = ["abcabcabd", "the cab had a bad cab", "h"]
+    options = {"temperature": temperature, "seed": 4, "max_tokens": 30, "ignore_eos": True}
+    options["repetition_penalty"] = 1.2
+    with scripted(TARGET, DRAFT) as llm:
+        plain = [answer.tokens for answer in llm.generate(prompts, **options)]
+        drafted = llm.generate(prompts, decoder=key, **options)
+        assert [answer.tokens for answer in drafted] == plain
+        llm.engine.check_integrity()
+
+
+def test_a_tree_hides_its_branches_from_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rounds with every node hung on the root must draft something else."""
+    with scripted(TARGET, DRAFT) as llm:
+        right = rounds(llm, "fixed-tree", "abcabc", 20)
+    expand = GrowingTree.expand
+
+    def flat(self: GrowingTree, nodes: list[int]) -> object:
+        places, self._places = self._places, dict.fromkeys(self._places, ROOT)
+        yield from expand(self, nodes)
+        self._places = places | self._places
+
+    monkeypatch.setattr(GrowingTree, "expand", flat)
+    with scripted(TARGET, DRAFT) as llm:
+        wrong = rounds(llm, "fixed-tree", "abcabc", 20)
+    assert [one.tokens for one in right] != [one.tokens for one in wrong]
+
+
+@pytest.mark.parametrize("key", ["dyspec", "rsd", "rsd:branching=3-2"])
+def test_siblings_are_distinct_and_come_with_their_distribution(key: str) -> None:
+    trees = []
+    join = "," if ":" in key else ":"
+    method = f"{key}{join}with_probabilities=true"
+    with scripted(TARGET, DRAFT) as llm:
+        decoder = llm.decoder(method)
+        walk = decoder.acceptance.walk
+        decoder.acceptance.walk = lambda tree, scores: (trees.append(tree), walk(tree, scores))[1]
+        found = rounds(llm, decoder, "abcabc", 24, temperature=0.8)
+    assert accepted(found) > 0
+    for tree in trees:
+        assert tree.kind == "wor"
+        for parent in {*tree.parents}:
+            q = tree.probabilities[parent]
+            siblings = [tree.tokens[node] for node in tree.children(parent)]
+            assert len(set(siblings)) == len(siblings) and q[siblings].min() > 0
+            assert q.shape == (259,) and q.sum() == pytest.approx(1.0)
+
+
+def test_first_draws_follow_the_draft_distribution() -> None:
+    """Over many seeds, the first sibling is a sample of q (chi-square, 1% of the tail)."""
+    counts: dict[int, int] = {}
+    q = None
+    with scripted(TARGET, DRAFT) as llm:
+        for seed in range(400):
+            decoder = llm.decoder("rsd:branching=2-1,with_probabilities=true")
+            kept = []
+            decoder.acceptance.walk = _watch(decoder, kept)
+            llm.generate("ab", decoder=decoder, max_tokens=1, temperature=0.8, seed=seed)
+            llm.clear()
+            q = kept[0].probabilities[ROOT]
+            counts[kept[0].tokens[0]] = counts.get(kept[0].tokens[0], 0) + 1
+    assert q is not None
+    often = np.flatnonzero(400 * q >= 5)
+    seen = np.array([counts.get(int(token), 0) for token in often])
+    expected = 400 * q[often]
+    rest, rest_expected = 400 - seen.sum(), 400 - expected.sum()
+    statistic = ((seen - expected) ** 2 / expected).sum()
+    statistic += (rest - rest_expected) ** 2 / max(rest_expected, 1.0)
+    freedom = len(often)
+    assert statistic < freedom + 2.6 * np.sqrt(2 * freedom) + 4
+
+
+def _watch(decoder: object, kept: list) -> object:
+    from anydecode.decoders.speculative.acceptance import TokenExact
+
+    def walk(tree: object, scores: object) -> object:
+        kept.append(tree)
+        return TokenExact().walk(tree, scores)  # type: ignore[arg-type]
+
+    return walk
+
+
+def test_a_pending_tree_grows_and_keeps_a_path() -> None:
+    context = Context(Pool(ScriptedModel(TARGET, vocab_size=259), 16))
+    context.append(2)
+    context.tokens += [1, 2]
+    context.branch([3, 4], [ROOT, ROOT], 3)
+    pending = context.grow_branch([5, 6], [1, 2])
+    assert pending.path(3) == [1, 2, 3] and len(set(pending.slots.tolist())) == 4
+    context.retain([1, 2])
+    assert context.tokens == [1, 2, 4, 5] and context.pool.num_used == 4
+    with pytest.raises(ValueError, match="no token tree"):
+        context.grow_branch([7], [ROOT])
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    ["opt-tree:depth=0", "rsd:width=0", "rsd:branching=3-x", "fixed-tree:shape=00", "dyspec:size=0"],
+)
+def test_bad_parameters_are_refused_in_one_line(decoder: str) -> None:
+    with scripted(TARGET, DRAFT) as llm, pytest.raises(InvalidRequestError) as refusal:
+        llm.generate("abc", decoder=decoder)
+    assert "\n" not in str(refusal.value)
+
+
+def test_trees_without_a_draft_model_are_refused() -> None:
+    with scripted(TARGET) as llm, pytest.raises(InvalidRequestError, match="needs a draft model"):
+        llm.generate("abc", decoder="dyspec")
+
+
+def test_narrow_vocabularies_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_trees, "WIDTH", 4)
+    with scripted(TARGET, DRAFT) as llm:
+        found = rounds(llm, "fixed-tree", "abcabc", 20, temperature=0.8)
+        plain = llm.generate("abcabc", max_tokens=20, temperature=0.8, seed=5, ignore_eos=True)
+    assert [token for one in found for token in one.said][:20] == plain.tokens
