@@ -14,7 +14,7 @@ from anydecode.errors import InvalidRequestError
 from anydecode.evaluation.certify import certify_one
 from anydecode.evaluation.mechanisms.auto import FixedPace, cyclic, passes
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
-from anydecode.scoring.cost import CostTable, guessed
+from anydecode.scoring.cost import Correction, CostTable, guessed
 from anydecode.scoring.tree import ROOT, TokenTree
 
 
@@ -230,3 +230,29 @@ def test_measuring_times_every_size_behind_every_context() -> None:
     table = costs.measure(Recording(), rows=(1, 4), contexts=(16, 1024), rounds=2)
     assert set(asked) == {(1, 17), (4, 17), (1, 61), (4, 61)}
     assert table.seconds(4, 16) >= table.seconds(1, 16) > 0
+
+
+def test_a_wrong_table_mends_itself() -> None:
+    correction = Correction()
+    assert correction(8) == 1.0
+    for _ in range(200):
+        correction.note(1, 1.0)
+        correction.note(8, 3.0)
+    assert correction(1) == pytest.approx(1.0)
+    assert correction(9) == pytest.approx(3.0, abs=0.01)
+    assert correction(100) == correction(9)
+    correction.note(1, 1000.0)  # a hiccup
+    assert correction(1) < 1.2
+
+
+def test_a_machine_that_is_slow_throughout_changes_no_choice() -> None:
+    with LLM(ScriptedModel(cyclic, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
+        pace = llm.pace
+        pace.seconds(1, 0)
+        for _ in range(200):
+            for rows in (1, 3, 9):
+                pace.note(rows, 10, 2 * guessed().seconds(rows, 10))
+        for rows in (1, 3, 9):
+            assert pace.seconds(rows, 10) == pytest.approx(
+                2 * guessed().seconds(rows, 10), rel=1e-3
+            )

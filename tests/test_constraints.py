@@ -155,7 +155,7 @@ def test_every_decoder_says_what_plain_decoding_says(constraint, temperature):
     with scripted_llm() as llm:
         expected = llm.generate(PROMPT, logprobs=2, repetition_penalty=1.2, **options)
         for decoder in ("following", "prompt-lookup", "layer-draft", "speculative-sampling",
-                        "parallel-draft", "jump-forward"):  # fmt: skip
+                        "jump-forward"):  # fmt: skip
             answer = llm.generate(
                 PROMPT, decoder=decoder, logprobs=2, repetition_penalty=1.2, **options
             )

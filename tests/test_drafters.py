@@ -9,8 +9,8 @@ import pytest
 
 from anydecode import catalogue
 from anydecode.decoders.speculative.acceptance import Acceptance, Verdict
-from anydecode.decoders.speculative.aggressive import InputPointer
 from anydecode.decoders.speculative.aded import Search
+from anydecode.decoders.speculative.aggressive import InputPointer
 from anydecode.decoders.speculative.copyspec import RollingIndex
 from anydecode.decoders.speculative.core import Speculative
 from anydecode.decoders.speculative.static_trees import Shape, worthwhile
@@ -120,7 +120,9 @@ def test_bad_parameters_are_refused_in_one_line(decoder: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(("rows", "vocabulary", "count"), [(3, 49152, 8), (2, 50257, 10), (4, 259, 8)])
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "count"), [(3, 49152, 8), (2, 50257, 10), (4, 259, 8)]
+)
 def test_top_tokens_equal_a_sort(rows: int, vocabulary: int, count: int) -> None:
     logits = np.random.default_rng(0).normal(size=(rows, vocabulary)).astype(np.float32)
     logits[0, vocabulary - 1] = 9.0
@@ -158,9 +160,10 @@ def test_copyspec_keeps_its_gram_and_finds_first_places() -> None:
 
 def test_copyspec_takes_nothing_behind_a_rejected_last_token() -> None:
     """When the last copied token is wrong, the bonus must follow what was accepted."""
-    with scripted(wordy(echo=4)) as llm:
-        found = rounds(llm, "copyspec:size=2", "abcdabcd", 40)
-        plain = llm.generate("abcdabcd", max_tokens=40, ignore_eos=True, seed=5).tokens
+    options = {"temperature": 0.8, "seed": 5, "ignore_eos": True}
+    with scripted(wordy()) as llm:
+        found = rounds(llm, "copyspec:size=2,gram=1", "the cab had a bad cab", 40, **options)
+        plain = llm.generate("the cab had a bad cab", max_tokens=40, **options).tokens
     assert any(len(one.tokens) == 2 and len(one.accepted) == 1 for one in found)
     assert [token for one in found for token in one.said][:40] == plain
 

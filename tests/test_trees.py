@@ -135,7 +135,13 @@ def test_a_pending_tree_grows_and_keeps_a_path() -> None:
 
 @pytest.mark.parametrize(
     "decoder",
-    ["opt-tree:depth=0", "rsd:width=0", "rsd:branching=3-x", "fixed-tree:shape=00", "dyspec:size=0"],
+    [
+        "opt-tree:depth=0",
+        "rsd:width=0",
+        "rsd:branching=3-x",
+        "fixed-tree:shape=00",
+        "dyspec:size=0",
+    ],
 )
 def test_bad_parameters_are_refused_in_one_line(decoder: str) -> None:
     with scripted(TARGET, DRAFT) as llm, pytest.raises(InvalidRequestError) as refusal:

@@ -15,7 +15,9 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from anydecode.constraints.json_schema import JsonSchema as JsonSchema
-    from anydecode.constraints.languages import Choice as Choice, Grammar as Grammar, Regex as Regex
+    from anydecode.constraints.languages import Choice as Choice
+    from anydecode.constraints.languages import Grammar as Grammar
+    from anydecode.constraints.languages import Regex as Regex
     from anydecode.constraints.predicate import Predicate as Predicate
     from anydecode.engine.llm import LLM as LLM
 

@@ -21,6 +21,10 @@ class Bench(NamedTuple):
 
 
 BENCHES = {
+    "constrained": Bench(
+        "anydecode.evaluation.constrained_bench:bench_constrained",
+        "What constraints accept, get wrong and cost, on JSONSchemaBench and the test suite.",
+    ),
     "peers": Bench(
         "anydecode.evaluation.peers:bench_peers",
         "Against transformers, llama.cpp and OpenVINO GenAI, in one run.",
@@ -31,6 +35,10 @@ BENCHES = {
     "speculative": Bench(
         "anydecode.evaluation.speculative_bench:bench_speculative",
         "Drafting methods against plain decoding, prompt by prompt.",
+    ),
+    "serving": Bench(
+        "anydecode.evaluation.serving.bench:bench_serving",
+        "A trace replayed against a server: latencies and goodput under an objective.",
     ),
 }
 

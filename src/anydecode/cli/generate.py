@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from anydecode.cli import options
 from anydecode.cli.output import note, print_json, write_now
+from anydecode.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,6 +38,10 @@ def generate(
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     backend: options.Backend = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Write every pass into this HTML page."),
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Continue a text.
@@ -54,13 +60,27 @@ def generate(
         seed=seed,
         stop=stop or None,
         ignore_eos=ignore_eos or None,
+        trace=trace is not None or None,
     )
     if json:
-        print_json(describe(llm.generate(prompt, **settings), model))
-        return
-    pieces = llm.stream(prompt, **settings)
-    hint_at_chat(llm, model)
-    stream(pieces)
+        generation = llm.generate(prompt, **settings)
+        print_json(describe(generation, model))
+    else:
+        pieces = llm.stream(prompt, **settings)
+        hint_at_chat(llm, model)
+        generation = stream(pieces)
+    if trace is not None:
+        write_trace(generation, trace)
+
+
+def write_trace(generation: Generation, file: Path) -> None:
+    """The generation's passes as an HTML page."""
+    from anydecode.evaluation.trace_html import page
+
+    try:
+        file.write_text(page(generation), encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequestError(f"cannot write the trace: {error}") from None
 
 
 def stream(pieces: Iterable[Piece]) -> Generation:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from anydecode import __version__
-from anydecode.cli import bench, certify, chat, doctor, generate, methods, pull, score
+from anydecode.cli import bench, certify, chat, doctor, generate, methods, pull, score, serve
 from anydecode.errors import AnydecodeError
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -24,6 +24,7 @@ app = typer.Typer(
 for name, function in (
     ("generate", generate.generate),
     ("chat", chat.chat),
+    ("serve", serve.serve),
     ("pull", pull.pull_model),
     ("methods", methods.methods),
     ("certify", certify.certify_methods),

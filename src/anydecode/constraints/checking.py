@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ _SCALAR_ENDS = frozenset(b",]} \t\r\n")
 class Validator:
     """A schema's validators: of whole answers, and of values at known places."""
 
-    def __init__(self, schema: Any, size: int) -> None:
+    def __init__(self, schema: Any, size: int, resources: Mapping[str, Any] | None = None) -> None:
         try:
             import jsonschema_rs
         except ImportError:
@@ -38,6 +38,9 @@ class Validator:
             "offline": True,
         }
         try:
+            if resources:
+                registry = jsonschema_rs.Registry(list(resources.items()))
+                self._options["registry"] = registry
             self._whole = jsonschema_rs.validator_for(schema, **self._options)
         except Exception as error:  # the library raises its own errors and ValueError
             raise ConstraintError(f"the schema is not valid: {_message(error)}") from None

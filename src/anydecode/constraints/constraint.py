@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,7 +39,10 @@ class Report:
 
 
 class ConstraintState(ABC):
-    """Where one text stands. End-of-text tokens are among the tokens it is told."""
+    """Where one text stands. End-of-text tokens are among the tokens it is told. `origin` is equal
+    for states of equal constraints; None where that cannot be told."""
+
+    origin: Hashable = None
 
     @abstractmethod
     def mask(self) -> np.ndarray | None:

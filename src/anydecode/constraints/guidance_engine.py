@@ -139,6 +139,7 @@ class GuidanceState(ConstraintState):
         """The start of `grammar` (llguidance's own notation). Raises `ConstraintError`."""
         known = bridge(tokenizer, vocab_size)
         state = cls(known, known.matcher(grammar))
+        state.origin = grammar
         if not state.mask().any():
             raise ConstraintError("the constraint cannot be met: it allows no first token")
         return state
@@ -176,7 +177,7 @@ class GuidanceState(ConstraintState):
     def fork(self) -> GuidanceState:
         self._settle()
         branch = GuidanceState(self._bridge, self._matcher)
-        branch._ends, branch._mask = self._ends, self._mask
+        branch._ends, branch._mask, branch.origin = self._ends, self._mask, self.origin
         branch._shared = self._shared = True
         return branch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,14 @@ from anydecode.constraints.endless import is_endless
 from anydecode.constraints.guidance_engine import GuidanceState, bridge, library
 from anydecode.constraints.languages import ENGINES
 from anydecode.constraints.narrowing import narrowed
-from anydecode.constraints.relaxing import LEVELS, UNMASKED, guarded, nodes, relaxed, unknown_formats
+from anydecode.constraints.relaxing import (
+    LEVELS,
+    UNMASKED,
+    guarded,
+    nodes,
+    relaxed,
+    unknown_formats,
+)
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
@@ -43,20 +51,22 @@ class JsonSchema(Constraint):
     """JSON texts that are valid under `schema`: a dict, a boolean, JSON text, or a pydantic model.
 
     Guards, stated in the result: `whitespace` is a regular expression for the space between parts
-    ("" for none); strings without a bound have at most `max_string` characters (0: no limit).
-    A value that breaks a rule no mask expresses is drawn again, `tries` times per answer. With
-    `close` an answer that meets the token limit is brought to an end within it.
+    ("" for none, None for exactly one space behind each comma and colon); strings without a bound
+    have at most `max_string` characters (0: no limit). A value that breaks a rule no mask expresses is drawn again, `tries` times per answer. With
+    `close` an answer that meets the token limit is brought to an end within it. `resources` are
+    other schemas by URI, for references to them: nothing is ever fetched.
     """
 
     def __init__(
         self,
         schema: Any,
         *,
-        whitespace: str = WHITESPACE,
+        whitespace: str | None = WHITESPACE,
         max_string: int = 256,
         tries: int = 32,
         close: bool = False,
         engine: str = "llguidance",
+        resources: Mapping[str, Any] | None = None,
     ) -> None:
         if engine not in ENGINES:
             raise ConstraintError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
@@ -68,6 +78,7 @@ class JsonSchema(Constraint):
         self.tries = tries
         self.close = close
         self.engine = engine
+        self.resources = dict(resources or {})
         self._plan: _Plan | None = None
 
     def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
@@ -95,7 +106,9 @@ class JsonSchema(Constraint):
         except (ValueError, RecursionError):
             return False
         plan = self._plan
-        validator = plan.validator if plan else Validator(self.schema, len(self.text))
+        validator = (
+            plan.validator if plan else Validator(self.schema, len(self.text), self.resources)
+        )
         return validator.is_valid(value)
 
     def narrowed(self, number: int) -> JsonSchema | None:
@@ -106,7 +119,8 @@ class JsonSchema(Constraint):
 
     def _ready(self, tokenizer: Tokenizer, vocab_size: int) -> _Plan:
         if self._plan is None:
-            key = (self.text, self.whitespace, self.max_string, self.engine, type(self))
+            others = json.dumps(self.resources, sort_keys=True)
+            key = (self.text, others, self.whitespace, self.max_string, self.engine, type(self))
             with _lock:
                 plan = _PLANS.get(key)
             if plan is None:
@@ -119,10 +133,13 @@ class JsonSchema(Constraint):
         return self._plan
 
     def _make(self, tokenizer: Tokenizer, vocab_size: int) -> _Plan:
-        validator = Validator(self.schema, len(self.text))
+        validator = Validator(self.schema, len(self.text), self.resources)
         if is_endless(self.schema):
             raise ConstraintError("no text can meet the schema: its recursion has no end")
-        guards = {"whitespace": self.whitespace, "max_string": self.max_string or None}
+        guards = {
+            "whitespace": ", : " if self.whitespace is None else self.whitespace,
+            "max_string": self.max_string or None,
+        }
         present = _present(self.schema)
         if self.engine == "xgrammar":
             report = Report("json_schema", self.engine, (), tuple(present))
@@ -167,7 +184,11 @@ class JsonSchema(Constraint):
             yield relaxed(self.schema, level)
 
     def _grammar(self, schema: Any, dropped: list[str]) -> str:
-        options = {"whitespace_pattern": self.whitespace, "coerce_one_of": bool(dropped)}
+        options: dict[str, Any] = {"coerce_one_of": bool(dropped)}
+        if self.whitespace is None:
+            options |= {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+        else:
+            options["whitespace_pattern"] = self.whitespace
         text = json.dumps({} if schema is True else {"not": {}} if schema is False else schema)
         grammar: str = library().LLMatcher.grammar_from_json_schema(text, overrides=options)
         return grammar

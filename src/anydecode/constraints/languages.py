@@ -1,4 +1,4 @@
-"""Regular expressions, grammars and choices: constraints whose text the mask engine reads itself."""
+"""Regular expressions, grammars and choices: texts that the mask engine reads itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class _Language(Constraint):
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
-            raise ConstraintError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
+            raise ConstraintError(
+                f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}"
+            )
 
     @abstractmethod
     def guidance(self) -> str:

@@ -20,9 +20,9 @@ _REMEMBERED = 1 << 16
 
 @dataclass(frozen=True)
 class Predicate(Constraint):
-    """Texts for which `complete(text)` is true. `prefix(text)` tells whether a text can still become
-    one of them: true for every beginning of an allowed text, and for allowed texts themselves.
-    Without it every beginning is thought possible, and only the end is checked.
+    """Texts for which `complete(text)` is true. `prefix(text)` tells whether a text can still
+    become one of them: true for every beginning of an allowed text, and for allowed texts
+    themselves. Without it every beginning is thought possible, and only the end is checked.
 
     The mask asks `prefix` once per token of the vocabulary that can be told apart; decoder `awrs`
     asks for the few tokens that it draws instead. Both functions must be pure. A character whose
@@ -45,6 +45,7 @@ class _Judge:
     """A predicate over tokens of one tokenizer."""
 
     def __init__(self, predicate: Predicate, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.predicate = predicate
         self.vocab_size = vocab_size
         self.eos_ids = np.array(sorted(tokenizer.eos_ids), np.int64)
         self.pieces = _pieces(tokenizer, vocab_size)
@@ -67,6 +68,7 @@ class PredicateState(ConstraintState):
     def __init__(self, judge: _Judge, tokens: tuple[int, ...]) -> None:
         self.judge = judge
         self.tokens = tokens
+        self.origin = judge.predicate
         self._mask: np.ndarray | None = None
 
     @property

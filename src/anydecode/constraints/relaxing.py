@@ -119,25 +119,29 @@ def _node(schema: Any, path: str, level: int, dropped: list[str]) -> Any:
     ]
     result: dict[str, Any] = {}
     for key, value in schema.items():
-        at = f"{path}/{_escaped(key)}"
         if key in out:
             if key == "pattern" and level == 0 and (looser := without_assertions(value)):
                 result[key] = looser
-            continue
-        if key in _DATA:
+        elif key in _DATA:
             result[key] = value
-            continue
-
-        def visit(name: Any, one: Any, at: str = at) -> Any:
-            below = at if name is None else f"{at}/{_escaped(str(name))}"
-            return _node(one, below, level, dropped)
-
-        result[key] = _below(key, value, visit)
-        if key == "patternProperties":
-            bad = [pattern for pattern in value if not is_pattern(pattern)]
-            dropped += [f"patternProperties at {at}/{_escaped(pattern)}" for pattern in bad]
-            result[key] = {name: one for name, one in result[key].items() if name not in bad}
+        else:
+            result[key] = _members(key, value, f"{path}/{_escaped(key)}", level, dropped)
     return result
+
+
+def _members(key: str, value: Any, path: str, level: int, dropped: list[str]) -> Any:
+    """`value` of keyword `key` with its subschemas relaxed."""
+
+    def visit(name: Any, one: Any) -> Any:
+        below = path if name is None else f"{path}/{_escaped(str(name))}"
+        return _node(one, below, level, dropped)
+
+    relaxed = _below(key, value, visit)
+    if key == "patternProperties" and isinstance(value, dict):
+        bad = [pattern for pattern in value if not is_pattern(pattern)]
+        dropped += [f"patternProperties at {path}/{_escaped(pattern)}" for pattern in bad]
+        return {name: one for name, one in relaxed.items() if name not in bad}
+    return relaxed
 
 
 def _refused(schema: dict[str, Any], level: int) -> Iterator[str]:

@@ -23,7 +23,9 @@ class _Compiler:
         try:
             import xgrammar
         except ImportError:
-            raise ConstraintError("engine='xgrammar' needs xgrammar: pip install xgrammar") from None
+            raise ConstraintError(
+                "engine='xgrammar' needs xgrammar: pip install xgrammar"
+            ) from None
         own = min(vocab_size, tokenizer.vocab_size)
         pieces = [tokenizer.token_bytes(token) for token in range(own)]
         self.library = xgrammar
@@ -70,6 +72,7 @@ class XGrammarState(ConstraintState):
         except Exception as error:  # the library raises RuntimeError and its own kinds
             raise ConstraintError(f"xgrammar: {one_line(error)}") from None
         state = cls(compiler, compiler.library.GrammarMatcher(compiled))
+        state.origin = (kind, json.dumps(text))
         if not state.mask().any():
             raise ConstraintError("the constraint cannot be met: it allows no first token")
         return state
@@ -99,7 +102,7 @@ class XGrammarState(ConstraintState):
 
     def fork(self) -> XGrammarState:
         branch = XGrammarState(self._compiler, self._matcher)
-        branch._ends, branch._mask = self._ends, self._mask
+        branch._ends, branch._mask, branch.origin = self._ends, self._mask, self.origin
         branch._shared = self._shared = True
         return branch
 

@@ -23,6 +23,8 @@ class Decoder(ABC):
     lanes: tuple[str, ...] = ()
     #: Whether the method needs a causal model (True), a bidirectional one (False), or any (None).
     causal: bool | None = True
+    #: Whether the draft model may have a vocabulary of its own.
+    translates: bool = False
     #: How many samples' policies it may draw from; a method that ignores the policy says False.
     samples: bool = True
 

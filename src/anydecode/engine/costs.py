@@ -14,7 +14,7 @@ import numpy as np
 
 from anydecode.kernels.interface import KeyValues, Rows, Want
 from anydecode.models.interface import Model
-from anydecode.scoring.cost import CostTable, guessed
+from anydecode.scoring.cost import Correction, CostTable, guessed
 
 if TYPE_CHECKING:
     from anydecode.engine.engine import Engine
@@ -66,11 +66,16 @@ class EnginePace:
         self._engine = engine
         self._model = model
         self._table: CostTable | None = None
+        self._correction = Correction()
 
     def seconds(self, rows: int, context: int) -> float:
         if self._table is None:
             self._table = known(self._model)
-        return self._table.seconds(rows, context)
+        return self._table.seconds(rows, context) * self._correction(rows)
+
+    def note(self, rows: int, context: int, seconds: float) -> None:
+        if self._table is not None and (wanted := self._table.seconds(rows, context)) > 0:
+            self._correction.note(rows, seconds / wanted)
 
     def others(self) -> int:
         return max(0, len(self._engine.running) - 1)
@@ -85,7 +90,7 @@ def identity(model: Any) -> dict[str, Any]:
         "file": str(path.resolve()),
         "size": status.st_size,
         "changed": status.st_mtime_ns,
-        "format": str(getattr(model, "dtype", None)),
+        "dtype": str(getattr(model, "dtype", None)),
         "backend": type(executor).__name__,
         "threads": getattr(executor, "threads", None) or os.cpu_count(),
     }

@@ -71,6 +71,7 @@ class Engine:
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
         self.num_preemptions = 0
+        self.num_tokens = 0  # said since the start
         self.clock: Clock | None = None
         self.now = 0.0
         self._flights: dict[Lane, tuple[Plan, Any]] = {}
@@ -268,7 +269,9 @@ class Engine:
         except Exception as error:
             log.exception("decoder %s failed", type(job.decoder).__name__)
             self._end(job, error)
-        if job.on_progress is not None and len(job.sequence.tokens) > before and not job.done:
+        grown = len(job.sequence.tokens) - before
+        self.num_tokens += max(0, grown)
+        if job.on_progress is not None and grown > 0 and not job.done:
             job.on_progress(job)
 
     _answer: Any = None

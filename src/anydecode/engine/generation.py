@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -53,6 +54,13 @@ class Generation:
     trace: list[dict[str, Any]] | None = None
     constraint: dict[str, Any] | None = None
     samples: list[Generation] = field(default_factory=list, repr=False)
+    token_text: Callable[[int], str] | None = field(default=None, repr=False)
+
+    def _repr_html_(self) -> str:
+        """The answer in a notebook; with its passes, if it was made with `trace=True`."""
+        from anydecode.evaluation.trace_html import fragment
+
+        return fragment(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The answer as plain JSON."""

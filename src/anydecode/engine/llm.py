@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence as Seq
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from anydecode import catalogue
 from anydecode.decoders.decoder import Decoder
@@ -42,7 +45,8 @@ class LLM:
     `model` is a name ("smollm2-135m-instruct"), a Hugging Face repo id, a folder, a `.gguf` path,
     an object with the `Model` protocol, or a `transformers` causal model. `dtype` is "float32",
     "bfloat16", "int8", "int4" or None (as stored). `draft` is a smaller model for the methods that
-    want one, in any of those forms. `cache_positions` is how many positions the key-value cache
+    want one, in any of those forms, or a copy of `model`: "self:int4", "self:layers=10" or both
+    ("self:int4,layers=10"). `cache_positions` is how many positions the key-value cache
     holds, over all sequences; `row_budget` how many rows a pass may have. `schedule` is a key of the
     catalogue ("sarathi-serve:budget=256") or an object.
     """
@@ -63,6 +67,7 @@ class LLM:
         schedule: str | Schedule | None = None,
     ) -> None:
         from anydecode.models.opening import open_model
+        from anydecode.models.self_drafts import open_draft
 
         self.model, found = open_model(model, dtype=dtype, threads=threads, backend=backend)
         self.tokenizer = tokenizer or found
@@ -74,12 +79,27 @@ class LLM:
         self.engine = Engine({}, max_running)
         self.driver = Driver(self.engine)
         self.pace = EnginePace(self.engine, self.model)
+        self.draft_tokenizer = self.tokenizer
         self._geometry: Geometry | None = None
         self._built: dict[tuple[str, Hashable], Decoder] = {}
         self.add_lane(TARGET, self.model, None if schedule is None else self.schedule(schedule))
         if draft is not None:
-            small, _ = open_model(draft, dtype=dtype, threads=threads, backend=backend)
+            small, theirs = open_draft(
+                draft, self.model, dtype=dtype, threads=threads, backend=backend
+            )
+            self.draft_tokenizer = theirs or self.tokenizer
             self.add_lane("draft", small)
+
+    @cached_property
+    def shares_vocabulary(self) -> bool:
+        """Whether target and draft model mean the same by a token id, as far as both go."""
+        ours, theirs = self.tokenizer, self.draft_tokenizer
+        assert ours is not None and theirs is not None
+        count = min(ours.vocab_size, theirs.vocab_size)
+        return ours is theirs or all(
+            ours.token_bytes(token) == theirs.token_bytes(token)
+            for token in range(0, count, max(1, count // 512))
+        )
 
     @property
     def max_length(self) -> int:
@@ -195,6 +215,11 @@ class LLM:
             raise UnsupportedCombinationError("this kind of model takes no adapters")
         self._adapters()[name] = add(name, Path(path))
 
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters that are loaded."""
+        return sorted(self._adapters())
+
     def adapter_index(self, name: str | None) -> int:
         """The model's number of adapter `name`; -1 for none."""
         if name is None:
@@ -257,6 +282,10 @@ class LLM:
             context.adopt(held, tokens[: len(held)])
         return context
 
+    def request(self, prompt: Prompt, **options: Any) -> Request:
+        """A checked request that has not started yet: what `generate` would run."""
+        return self._request(prompt, **options)
+
     def _request(
         self,
         prompt: Prompt,
@@ -293,11 +322,19 @@ class LLM:
     def geometry(self) -> Geometry:
         """The model's embeddings as top-w wants them."""
         if self._geometry is None:
-            embeddings = getattr(self.model, "embeddings", None)
-            if embeddings is None:
+            embed = getattr(self.model, "embed", None)
+            if embed is None:
                 raise UnsupportedCombinationError("top_w needs a model whose embeddings can be read")
-            self._geometry = Geometry.of(embeddings())
+            self._geometry = Geometry.of(embed(np.arange(self.model.spec.vocab_size)).numpy())
         return self._geometry
+
+    def start(self, request: Request) -> None:
+        """Run a request in the background; it tells of progress through `Request.notify`."""
+        self._start(request, background=True)
+
+    def abandon(self, request: Request) -> None:
+        """Cancel a request and free its memory."""
+        self._abandon(request)
 
     def _start(self, request: Request, background: bool = False) -> None:
         if background:

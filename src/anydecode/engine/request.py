@@ -115,6 +115,11 @@ class Request:
                 raise UnsupportedCombinationError(
                     f"decoder {self.name!r} needs a {lane} model: LLM(..., {lane}=...)"
                 )
+        if decoder.lanes and not decoder.translates and not self.llm.shares_vocabulary:
+            raise UnsupportedCombinationError(
+                f"decoder {self.name!r} needs a draft model with the target's vocabulary;"
+                " 'omnidraft' translates between vocabularies"
+            )
         room = self.llm.max_length - len(self.prompt)
         return min(DEFAULT_TOKENS if self.params.max_tokens is None else self.params.max_tokens, room)
 
@@ -152,6 +157,7 @@ class Request:
         sequence = Sequence(
             prompt=self.prompt,
             policy=policy,
+            tokenizers={"target": tokenizer, "draft": llm.draft_tokenizer or tokenizer},
             noise=Noise(self.seed, stream_id(number)),
             listener=rules,
             open_context=lambda lane, tokens: llm.open_context(lane, tokens, key),
@@ -193,6 +199,14 @@ class Request:
             return distribution_logprobs(policy.distribution(logits), token, count)
         return token_logprobs(logits, token, count)
 
+    def _token_text(self, token: int) -> str:
+        """A token alone; what is no whole character is U+FFFD, a special token its name."""
+        tokenizer = self.llm.tokenizer
+        assert tokenizer is not None
+        if tokenizer.is_special(token):
+            return tokenizer.token_text(token)
+        return tokenizer.token_bytes(token).decode(errors="replace")
+
     def _progressed(self, number: int) -> None:
         if self._first[number] is None:
             self._first[number] = perf_counter()
@@ -231,5 +245,6 @@ class Request:
             decoder=self.name,
             logprobs=list(sequence.logprobs) if self.params.logprobs is not None else None,
             trace=sequence.trace,
+            token_text=self._token_text,
             constraint=outcome(self.constraint, sequence) if self.constraint else None,
         )

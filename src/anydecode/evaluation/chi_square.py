@@ -22,7 +22,7 @@ LEVEL = 1e-3
 #: Outcomes expected less often than this are counted together.
 LEAST_EXPECTED = 5.0
 
-VOCABULARY, LENGTH, SAMPLES = 5, 3, 500
+VOCABULARY, LENGTH, SAMPLES = 5, 3, 400
 PROMPT = [1, 0, 3]
 
 Text = tuple[int, ...]

@@ -1,9 +1,10 @@
-"""What a speculative method drafted, round by round, for tests of mechanisms: scripted targets whose
-logits anyone can recompute, and the trace of a generation as plain data."""
+"""What a speculative method drafted, round by round, for tests of mechanisms: scripted targets
+whose logits anyone can recompute, and the trace of a generation as plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,12 +50,12 @@ def wordy(seed: int = 0, spread: float = 2.5, echo: int = 0) -> Logits:
     def logits(seen: tuple[int, ...]) -> np.ndarray:
         key = seen[-2:]
         if key not in rows:
-            row = np.random.default_rng((seed, *key)).normal(size=VOCABULARY)
-            row[97:109] += spread
-            rows[key] = (spread * row).astype(np.float32)
+            fresh = np.random.default_rng((seed, *key)).normal(size=VOCABULARY)
+            fresh[97:109] += spread
+            rows[key] = (spread * fresh).astype(np.float32)
         if not 0 < echo <= len(seen):
             return rows[key]
-        row = rows[key].copy()
+        row: np.ndarray = rows[key].copy()
         row[seen[-echo]] += 3 * spread
         return row
 
@@ -90,9 +91,7 @@ def rounds(
 ) -> list[Drafted]:
     """The rounds of one generation, recomputed from its trace."""
     options = {"seed": 5, "ignore_eos": True, **options}
-    answer = llm.generate(
-        prompt, decoder=decoder, max_tokens=max_tokens, trace=True, **options
-    )
+    answer = llm.generate(prompt, decoder=decoder, max_tokens=max_tokens, trace=True, **options)
     text = llm.encode(prompt) + answer.tokens
     return [
         Drafted(

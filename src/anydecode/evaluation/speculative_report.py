@@ -52,8 +52,17 @@ def print_report(report: dict[str, Any]) -> None:
             title = f"T={temperature:g}, {'all answers' if loops else 'answers that do not loop'}"
             table = Table(title=title, box=None, title_justify="left")
             for name in ("method", "category"):
-                table.add_column(name)
-            for name in ("prompts", "tokens/pass", "speed-up", "interval", "5th", "warm", "drafting"):
+                table.add_column(name, no_wrap=True)
+            for name in (
+                "prompts",
+                "tokens/pass",
+                "speed-up",
+                "interval",
+                "5th",
+                "warm",
+                "modelled",
+                "drafting",
+            ):
                 table.add_column(name, justify="right")
             for row in report["rows"]:
                 if (row["temperature"], row["loops"], row["warm"]) == (temperature, loops, False):
@@ -75,9 +84,10 @@ def _cells(row: dict[str, Any], warm: dict[str, Any] | None) -> list[str]:
         str(row["prompts"]),
         f"{row['tokens_per_pass']:.2f}",
         f"{row['speedup']:.2f}x",
-        f"{low:.2f} to {high:.2f}",
+        f"{low:.2f}-{high:.2f}",
         f"{row['fifth_percentile']:.2f}",
         f"{warm['speedup']:.2f}x" if warm else "",
+        f"{row['modelled']:.2f}x",
         f"{100 * row['draft_share']:.1f}%",
     ]
 
@@ -96,7 +106,7 @@ def to_svg(report: dict[str, Any]) -> str:
     bar, gap, left, top, height = 14, 22, 44, 46, 240
     group = bar * len(methods) + gap
     width = max(left + group * len(categories) + 20, 420)
-    most = max([row["interval"][1] for row in rows] + [1.5]) * 1.05
+    most: float = max([row["interval"][1] for row in rows] + [1.5]) * 1.05
 
     def y(value: float) -> float:
         return top + height * (1 - value / most)

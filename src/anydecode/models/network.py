@@ -6,6 +6,7 @@ run it in one call later.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +78,25 @@ class Network:
     spec: ModelSpec
     weights: ModelWeights
     adapters: list[Adapter] = field(default_factory=list)
+
+    def matrices(self) -> Iterator[Weight]:
+        """Every matrix of the model; tied ones may come twice."""
+        yield self.weights.embedding
+        yield self.weights.head
+        for layer in self.weights.layers:
+            for linear in (layer.query, layer.key, layer.value, layer.output):
+                yield linear.weight
+            if isinstance(layer.mlp, GatedMlp):
+                for linear in (layer.mlp.gate, layer.mlp.up, layer.mlp.down):
+                    yield linear.weight
+            else:
+                yield layer.mlp.router
+                yield from (*layer.mlp.gate, *layer.mlp.up, *layer.mlp.down)
+
+    def forget_matrices(self) -> None:
+        """Let go of the matrices' bytes, once an executor has packed them for itself."""
+        for weight in self.matrices():
+            weight.data = weight.data.new_empty(0)
 
     def layer(self, backend: Backend, x: Any, index: int) -> Any:
         """The state after layer `index`, from the state before it."""

@@ -34,16 +34,22 @@ def choose_executor(
         if wanted == "native":
             raise UnsupportedCombinationError("the native kernels are not available here")
         return None
-    return lambda network: NativeExecutor(
-        network.weights.embedding,
-        network.spec.vocab_size,
-        network.spec.num_layers,
-        network.layer,
-        network.head,
-        embedding_scale=network.spec.embedding_scale,
-        adapters=network.adapters,
-        threads=threads,
-    )
+
+    def execute(network: Network) -> Executor:
+        executor = NativeExecutor(
+            network.weights.embedding,
+            network.spec.vocab_size,
+            network.spec.num_layers,
+            network.layer,
+            network.head,
+            embedding_scale=network.spec.embedding_scale,
+            adapters=network.adapters,
+            threads=threads,
+        )
+        network.forget_matrices()
+        return executor
+
+    return execute
 
 
 def open_model(
@@ -61,7 +67,7 @@ def open_model(
 
         checkpoint = load_checkpoint(model if isinstance(model, str) else Path(model))
         built = build_model(checkpoint, dtype, executor=choose_executor(backend, threads))
-        built.path = checkpoint.path
+        built.path, built.dtype = checkpoint.path, dtype
         return built, checkpoint.tokenizer
     if hasattr(model, "run") and hasattr(model, "spec"):
         return model, getattr(model, "tokenizer", None)

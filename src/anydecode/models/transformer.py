@@ -102,6 +102,7 @@ class Transformer:
         )
         self.adapter_names: list[str] = []
         self.path: Path | None = None  # the checkpoint, where it came from one
+        self.dtype: str | None = None  # what its weights were converted to; None: as stored
 
     def new_cache(self, num_slots: int, dtype: torch.dtype | None = None) -> KeyValues:
         """Zeroed keys and values for `num_slots` positions; float32 unless told otherwise."""
@@ -109,6 +110,9 @@ class Transformer:
         def one(layer: int) -> torch.Tensor:
             shape = self.spec.layers[layer].attention
             size = (num_slots, shape.num_kv_heads, shape.head_dim)
+            if dtype in (None, torch.float32) and self.executor.device.type == "cpu":
+                # The system hands out zeroed pages as they are first used; torch would touch all.
+                return torch.from_numpy(np.zeros(size, np.float32))
             return torch.zeros(size, dtype=dtype or torch.float32, device=self.executor.device)
 
         count = range(self.spec.num_layers)

@@ -38,6 +38,10 @@ class Constrained(Processor):
         mask = self.state.mask()
         if mask is None:
             return candidates
+        if mask.dtype == np.bool_ and candidates.tokens is None:
+            count = int(np.count_nonzero(mask[: len(candidates)]))
+            if 2 * count > len(candidates):  # an open string: dropping few beats gathering many
+                return self._without_few(candidates, mask[: len(candidates)], count)
         if mask.dtype == np.bool_:
             allowed = mask if candidates.tokens is None else mask[candidates.tokens]
             index = np.flatnonzero(allowed[: len(candidates)])
@@ -46,6 +50,13 @@ class Constrained(Processor):
         if not len(index):
             raise ConstraintError("the constraint allows none of the tokens that may come here")
         return candidates if len(index) == len(candidates) else candidates.keep(index)
+
+    @staticmethod
+    def _without_few(candidates: Candidates, mask: np.ndarray, count: int) -> Candidates:
+        if count == len(candidates):
+            return candidates
+        scores = np.where(mask, candidates.scores, np.float32(-np.inf))
+        return Candidates(None, scores, owned=True, masked=True)
 
     def advance(self, token: int) -> None:
         self.state.advance(token)

@@ -93,6 +93,10 @@ class Policy:
         if self.is_greedy:
             token = np.array([candidates.argmax()], np.int32)
             return Distribution(token, np.zeros(1, np.float32))
+        return self._scaled(candidates)
+
+    def _scaled(self, candidates: Candidates) -> Distribution:
+        """The distribution of what `before` has left."""
         candidates = candidates.allowed()
         candidates.scores = candidates.scores / self._divisor
         candidates.owned = True
@@ -108,14 +112,24 @@ class Policy:
                 return int(logits.argmax())
             return self._prepare(logits).argmax()
         if self.is_plain:
-            inverse = 1 / self.temperature
-            if load_library() is not None and logits.flags.c_contiguous:
-                place = (noise.seed, noise.stream, position, attempt)
-                return pick_gumbel(logits, inverse, *place)
-            # In float64, as the native kernels scale: both ways pick the same token.
-            scaled = logits.astype(np.float64) * inverse
-            return Distribution(None, scaled).pick(noise, position, attempt)
-        return self.distribution(logits).pick(noise, position, attempt)
+            return self._pick_scaled(logits, noise, position, attempt)
+        if self.after or self.combiner:
+            return self.distribution(logits).pick(noise, position, attempt)
+        candidates = self._prepare(logits)
+        if candidates.tokens is None:  # penalties, or a constraint that forbids little
+            candidates.argmax()  # raises where everything is forbidden
+            return self._pick_scaled(candidates.scores, noise, position, attempt)
+        return self._scaled(candidates).pick(noise, position, attempt)
+
+    def _pick_scaled(self, logits: np.ndarray, noise: Noise, position: int, attempt: int) -> int:
+        """The pick among all tokens where nothing but the temperature acts any more."""
+        inverse = 1 / self.temperature
+        if load_library() is not None and logits.flags.c_contiguous:
+            place = (noise.seed, noise.stream, position, attempt)
+            return pick_gumbel(logits, inverse, *place)
+        # In float64, as the native kernels scale: both ways pick the same token.
+        scaled = logits.astype(np.float64) * inverse
+        return Distribution(None, scaled).pick(noise, position, attempt)
 
     def _prepare(self, logits: np.ndarray) -> Candidates:
         candidates = Candidates(None, logits, masked=self.combiner is not None)

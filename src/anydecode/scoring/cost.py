@@ -23,6 +23,10 @@ class Pace(Protocol):
         """How many other sequences are running now; each adds about a row to every pass."""
         ...
 
+    def note(self, rows: int, context: int, seconds: float) -> None:
+        """A pass of the sequence alone took this long."""
+        ...
+
 
 @dataclass(frozen=True)
 class CostTable:
@@ -51,8 +55,9 @@ class CostTable:
         if len(lines) == 1:
             return _along(rows, lines[0][1], lines[0][2])
         place = min(max(bisect_right([line[0] for line in lines], context), 1), len(lines) - 1)
-        (low, *below), (high, *above) = lines[place - 1], lines[place]
-        left, right = _along(rows, *below), _along(rows, *above)
+        low, counts, costs = lines[place - 1]
+        high, more_counts, more_costs = lines[place]
+        left, right = _along(rows, counts, costs), _along(rows, more_counts, more_costs)
         return max(left + (right - left) * (max(context, low) - low) / (high - low), 0.0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,6 +77,33 @@ class CostTable:
         for row in data["rows"]:
             found.setdefault(int(row["context"]), {})[int(row["n"])] = float(row["seconds"])
         return CostTable(found)
+
+
+class Correction:
+    """Factors that bring a table closer to the passes really seen, by the number of rows' order of
+    magnitude. A table measured while the machine was busy mends itself this way."""
+
+    def __init__(self, learning: float = 0.05, most: float = 4.0) -> None:
+        self._learning = learning
+        self._most = most
+        self._factors: dict[int, float] = {}
+
+    def __call__(self, rows: int) -> float:
+        """What the table's cost of `rows` rows is to be multiplied with. Sizes not seen yet take
+        the factor of the nearest smaller one, else that of the nearest larger one."""
+        factors = self._factors
+        if not factors:
+            return 1.0
+        place = rows.bit_length()
+        below = [known for known in factors if known <= place]
+        return factors[max(below)] if below else factors[min(factors)]
+
+    def note(self, rows: int, ratio: float) -> None:
+        """A pass took `ratio` times what the table says."""
+        place = rows.bit_length()
+        known = self(rows)
+        ratio = min(max(ratio, 1 / self._most), self._most)
+        self._factors[place] = known + self._learning * (ratio - known)
 
 
 def guessed(unit: float = 1.0) -> CostTable:

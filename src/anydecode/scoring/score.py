@@ -143,7 +143,12 @@ class Scores:
         self._states: dict[tuple[int, int], Policy] = {}
         self._picked: dict[tuple[int, int], int] = {}
         self._tapped: dict[int, np.ndarray] | None = None
-        self.picks = Picks(self)
+
+    @property
+    def picks(self) -> Picks:
+        """What plain decoding says after each row. Made anew each time, so that scores hold no
+        cycle and their logits go as soon as nobody needs them."""
+        return Picks(self)
 
     def __len__(self) -> int:
         return len(self.positions)

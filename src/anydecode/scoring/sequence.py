@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.memory.context import Context
+from anydecode.memory.context import Context, Partial
 from anydecode.scoring.cost import Pace
 from anydecode.scoring.noise import Noise
 from anydecode.scoring.score import Follow, Score, Scores
@@ -69,6 +69,7 @@ class Sequence:
     shares_prefix: bool = True
     num_passes: int = 0
     trace: list[dict[str, Any]] | None = None
+    tokenizers: dict[str, Any] = field(default_factory=dict)  # by lane
     pace: Pace | None = None  # what passes cost, and how busy the engine is
     parent: Sequence | None = None
     id: int = field(default_factory=lambda: next(_ids))
@@ -228,22 +229,26 @@ class Sequence:
         *,
         lane: str = TARGET,
         hidden: tuple[int, ...] = (),
+        stop: int | None = None,
     ) -> Score:
         """Run the positions that stopped at an early layer through the rest, and `tokens` behind
-        them through all layers. All those rows come back."""
+        them through all layers. All those rows come back. With `stop` (and no tokens), run those
+        that stopped before that layer up to it."""
         context = self.context(lane)
-        if not context.partials:
+        depth = context.pool.model.spec.num_layers
+        last = depth if stop is None else stop
+        if not context.partials or (len(tokens) and last < depth):
             raise InvalidRequestError("no position stopped at an early layer")
         taps = self._taps(hidden, lane)
-        spans: list[Span] = list(self._completions(context, taps))
-        for span in spans:
+        spans: list[Span] = list(self._completions(context, taps, last))
+        places: list[int] = []
+        for span, partial in zip(spans, _behind(context, last), strict=True):
             span.answers = range(len(span))
+            places += range(partial.start, partial.stop)
         if len(tokens):
-            depth = context.pool.model.spec.num_layers
             spans.append(Chain(context, tokens, 0, depth, range(len(tokens)), taps))
-        first = context.complete
-        positions = np.arange(first, context.length + len(tokens))
-        held = [*context.tokens[first:], *tokens]
+        held = [*(context.tokens[place] for place in places), *tokens]
+        positions = np.array([*places, *range(context.length, context.length + len(tokens))])
         return Score(self, lane, [spans], positions, self._chain_parents(positions), held)
 
     def follow(self, count: int) -> Follow:
@@ -449,21 +454,28 @@ class Sequence:
             spans.append(Chain(context, tokens, span.start, span.stop, list(answers), span.taps))
         return spans
 
-    def _completions(self, context: Context, taps: tuple[int, ...]) -> list[Completion]:
-        depth = context.pool.model.spec.num_layers
+    def _completions(
+        self, context: Context, taps: tuple[int, ...], stop: int | None = None
+    ) -> list[Completion]:
+        last = context.pool.model.spec.num_layers if stop is None else stop
         return [
             Completion(
                 context,
                 [-1] * len(partial.hidden),
                 partial.depth,
-                depth,
+                last,
                 taps=taps,
                 inputs=partial.hidden,
                 partial=partial,
             )
-            for partial in context.partials
+            for partial in _behind(context, last)
         ]
 
     @staticmethod
     def _chain_parents(positions: Any) -> list[int]:
         return [row - 1 for row in range(len(positions))]
+
+
+def _behind(context: Context, layer: int) -> list[Partial]:
+    """Positions that have not reached `layer`."""
+    return [partial for partial in context.partials if partial.depth < layer]

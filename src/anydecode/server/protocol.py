@@ -24,8 +24,8 @@ class StreamOptions(BaseModel):
 
 class Options(BaseModel):
     """What all ways of generating share. `decoder` is a key of the catalogue, with parameters as
-    "key:name=value"; `trace` asks for what was drafted and accepted, round by round; `adapter` is
-    chosen through `model`; smaller `priority` goes first under schedules that look at it."""
+    "key:name=value"; `trace` asks for what was drafted and accepted, round by round, and "html" for
+    the same as a page; an adapter is chosen through `model`; smaller `priority` goes first under schedules that look at it."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     model: str | None = None
@@ -41,7 +41,7 @@ class Options(BaseModel):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     decoder: str | None = None
-    trace: bool = False
+    trace: bool | Literal["html"] = False
     priority: int = Field(default=0, ge=-1000, le=1000)
 
 

@@ -9,6 +9,8 @@ from anydecode.server.errors import ApiError
 from anydecode.server.parsers import ToolFormat
 from anydecode.server.protocol import Tool
 
+#: One way of writing JSON, so that a model cannot fill its answer with white space.
+_WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -22,7 +24,7 @@ def format_constraint(response_format: dict[str, Any] | None) -> Any:
     return JsonSchema(schema)
 
 
-def format_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | bool | None:
+def format_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
     """The JSON Schema that `response_format` asks for; None where it asks for plain text."""
     kind = (response_format or {"type": "text"}).get("type")
     if kind == "text":
@@ -33,8 +35,8 @@ def format_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | bo
         assert response_format is not None
         inner = response_format.get("json_schema", response_format)
         schema = inner.get("schema") if isinstance(inner, dict) else None
-        if not isinstance(schema, (dict, bool)):
-            raise ApiError(400, "json_schema needs a schema", param="response_format")
+        if not isinstance(schema, dict):
+            raise ApiError(400, "json_schema needs a schema object", param="response_format")
         return schema
     raise ApiError(400, f"no response format {kind!r}", param="response_format")
 
@@ -66,7 +68,7 @@ def tool_constraint(
     *,
     required: bool,
     parallel: bool,
-    answer: dict[str, Any] | bool | None,
+    answer: dict[str, Any] | None,
 ) -> Any:
     """Calls whose arguments fit their schemas; where none is `required`, text instead, or JSON of
     the schema `answer`."""
@@ -93,7 +95,7 @@ def tool_constraint(
     body = f"{opening} /\\s?/ json /\\s?/ {closing}" if style.closing else f"{opening} json"
     several = parallel and bool(style.closing)
     calling = "call (/\\n?/ call)*" if several else "call"
-    rules = [f"call: {body}", f"json: %json {json.dumps(schema)}"]
+    rules = [f"call: {body}", f"json: %json {_written(schema)}"]
     if required:
         rules.insert(0, f"start: {calling}")
     elif answer is None:
@@ -102,5 +104,9 @@ def tool_constraint(
         rules.append(f"TEXT: /(?s:.+)/ & ~/(?s:.*){tag}(?s:.*)/")
     else:
         rules.insert(0, f"start: answer | {calling}")
-        rules.append(f"answer: %json {json.dumps(answer)}")
+        rules.append(f"answer: %json {_written(answer)}")
     return Grammar("\n".join(rules))
+
+
+def _written(schema: Any) -> str:
+    return json.dumps({**schema, "x-guidance": _WRITING})

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.constraints.constraint import ConstraintState
-from anydecode.decoders.constrained.free import spoken, unmasked
+from anydecode.decoders.constrained.free import split, spoken, unmasked
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import ConstraintError
 from anydecode.sampling.candidates import Distribution
+from anydecode.sampling.constrained import ConstraintState
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
@@ -48,12 +48,12 @@ class Node:
         "asap",
         "constraint",
         paper="Grammar-Aligned Decoding (arXiv:2405.21047)",
-        exactness="distribution-exact",
+        exactness="lossy",
         summary="Learns over samples which prefixes end within the constraint; undoes its bias.",
         works_with=("constraints", "samplers", "batches", "adapters"),
         deviations=(
-            "under a constraint the distribution is reached as samples accumulate, as in the paper;"
-            " the first sample is that of plain masking",
+            "called lossy because plain masking is what it departs from: it follows the model's"
+            " distribution given the constraint, which is reached as samples accumulate",
             "unvisited children are kept as one sum instead of one node each",
         ),
     )
@@ -67,8 +67,8 @@ class Asap(Decoder):
     def decode(self, sequence: Sequence) -> Decoding:
         node = self.trie(sequence)
         path = [node]
-        for token in sequence.tokens:
-            node = node.children.setdefault(token, Node())
+        for said in sequence.tokens:
+            node = node.children.setdefault(said, Node())
             path.append(node)
         while not sequence.finished:
             scores = yield sequence.score()
@@ -89,8 +89,12 @@ class Asap(Decoder):
 
     def trie(self, sequence: Sequence) -> Node:
         """What is known about the prompt of `sequence`."""
+        free, state = split(sequence.policy)
+        origin = getattr(state, "origin", None)
+        if state is not None and origin is None:
+            origin = sequence.root.id  # who knows which constraint this is: learn for it alone
         first = (tuple(sequence.prompt), sequence.adapter, sequence.namespace)
-        key = (*first, sequence.policy.temperature, sequence.state.get("constraint"))
+        key = (*first, free.temperature, origin, *map(_settings, (*free.before, *free.after)))
         self.tries.setdefault(key, Node())
         self.tries.move_to_end(key)
         if len(self.tries) > MOST_TRIES:
@@ -110,6 +114,8 @@ class Asap(Decoder):
         scores = distribution.scores.astype(np.float64)
         mask = None if state is None else state.mask()
         if mask is not None:
+            if mask.dtype != np.bool_:
+                mask = np.isin(np.arange(int(tokens[-1]) + 1), mask)
             allowed = mask[tokens]
             node.mass = float(distribution.probabilities()[allowed].sum())
             scores = np.where(allowed, scores, -np.inf)
@@ -130,3 +136,9 @@ class Asap(Decoder):
     def _refine(path: list[Node]) -> None:
         for node in reversed(path):
             node.settle()
+
+
+def _settings(part: object) -> Hashable:
+    """The kind of a policy's part and its numbers."""
+    plain = {name: value for name, value in vars(part).items() if isinstance(value, (int, float))}
+    return (type(part).__name__, *sorted(plain.items()))

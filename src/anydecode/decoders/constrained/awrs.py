@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.constraints.constraint import ConstraintState
-from anydecode.decoders.constrained.free import spoken, unmasked
+from anydecode.decoders.constrained.free import allows, spoken, unmasked
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.sampling.candidates import Distribution, log_sum_exp
+from anydecode.sampling.constrained import ConstraintState
 from anydecode.scoring.noise import Noise
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -125,13 +125,14 @@ class _Particle:
         "constraint",
         paper="Fast Controlled Generation with Adaptive Weighted Rejection Sampling"
         " (arXiv:2504.05410)",
-        exactness="distribution-exact",
+        exactness="lossy",
         summary="Tests the few tokens it draws instead of masking all; weighted particles undo the"
         " bias of the constraint.",
         works_with=("constraints", "samplers", "batches", "adapters"),
         deviations=(
-            "under a constraint the distribution is reached as the number of particles grows;"
-            " the weights are unbiased for every number",
+            "called lossy because plain masking is what it departs from: it follows the model's"
+            " distribution given the constraint, which is reached as particles grow in number; the"
+            " weights are unbiased for every number",
             "the text is emitted when the search ends, not while it runs",
             "at the token limit unfinished particles keep their weight",
         ),
@@ -169,9 +170,7 @@ class Awrs(Decoder):
             state["particles"] = [(p.sequence.tokens[said:], p.weight, p.done) for p in particles]
         self._say(sequence, particles, state)
 
-    def _say(
-        self, sequence: Sequence, particles: list[_Particle], state: dict[str, Any]
-    ) -> None:
+    def _say(self, sequence: Sequence, particles: list[_Particle], state: dict[str, Any]) -> None:
         weights = np.array([one.weight for one in particles])
         if weights.max() == -np.inf:
             raise ConstraintError("no particle met the constraint; more particles may")
@@ -195,7 +194,7 @@ class Awrs(Decoder):
             found = draw(
                 distribution.probabilities(),
                 spoken(distribution),
-                (lambda token: True) if state is None else state.allows,
+                lambda token: allows(state, token),
                 noise,
                 position,
             )
@@ -248,6 +247,6 @@ def _likeliest(distribution: Distribution, state: ConstraintState | None) -> Dra
     """The likeliest token that is allowed, by testing in order; ties to the lowest id."""
     tokens = spoken(distribution)
     for tests, place in enumerate(np.argsort(-distribution.scores, kind="stable"), 1):
-        if state is None or state.allows(int(tokens[place])):
+        if allows(state, int(tokens[place])):
             return Draw(int(tokens[place]), 0.0, tests)
     return Draw(None, -np.inf, len(tokens))

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from anydecode.constraints.closing import closing_tokens
-from anydecode.constraints.constraint import Constraint, ConstraintState, Watch
+from anydecode.constraints.constraint import Constraint, Watch
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
-from anydecode.sampling.constrained import constraint_of
+from anydecode.sampling.constrained import ConstraintState, constraint_of
 from anydecode.sampling.policy import Policy
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Listener, Sequence
@@ -86,41 +86,31 @@ class _Hold:
         return self._watch.end() if self._outer.stops_at(token) else self._watch.push(token)
 
 
-class _Without(ConstraintState):
-    """A state that does not allow some tokens next."""
+class _Without:
+    """A constraint's state that does not allow some tokens next."""
 
     def __init__(self, inner: ConstraintState, banned: Seq[int]) -> None:
         self.inner = inner
         self.banned = list(banned)
 
+    @property
+    def may_stop(self) -> bool:
+        return bool(getattr(self.inner, "may_stop", True))
+
     def mask(self) -> np.ndarray | None:
         mask = self.inner.mask()
         if not self.banned or mask is None:
             return mask
-        mask = mask.copy()
-        mask[self.banned] = False
-        return mask
+        left: np.ndarray = mask.copy()
+        left[self.banned] = False
+        return left
 
     def advance(self, token: int) -> None:
         self.inner.advance(token)
         self.banned = []
 
-    def rollback(self, count: int) -> None:
-        self.inner.rollback(count)
-
-    def fork(self) -> _Without:
-        return _Without(self.inner.fork(), self.banned)
-
-    def forced(self) -> list[int]:
-        return [] if self.banned else self.inner.forced()
-
-    @property
-    def may_stop(self) -> bool:
-        return self.inner.may_stop
-
-    @property
-    def finished(self) -> bool:
-        return self.inner.finished
+    def fork(self) -> ConstraintState:
+        return _Without(self.inner.fork(), self.banned) if self.banned else self.inner.fork()
 
 
 class Checked(Decoder):
@@ -156,16 +146,17 @@ class Checked(Decoder):
             if hold.reason is None:
                 try:
                     yield from self.inner.decode(branch)
-                except ConstraintError:
-                    self._dead_end(trials, hold)
+                except ConstraintError as error:
+                    self._dead_end(trials, hold, error)
                     continue
             if hold.reason == "wrong" or (hold.reason == "length" and trials.tries):
                 if self._retry(sequence, trials, branch, hold):
                     continue
             if hold.reason == "length" and self.close:
                 self._close(sequence, hold)
-            self._say(sequence, trials, branch, hold)
+            self._say(sequence, branch, hold)
             branch.release()
+            return
 
     def _branch(self, sequence: Sequence, trials: Trials, old: Sequence | None) -> Sequence:
         """A branch that has said what is kept, with the memory of the one before."""
@@ -204,9 +195,7 @@ class Checked(Decoder):
             part.state = _Without(part.state, banned)
         return policy
 
-    def _retry(
-        self, sequence: Sequence, trials: Trials, branch: Sequence, hold: _Hold
-    ) -> bool:
+    def _retry(self, sequence: Sequence, trials: Trials, branch: Sequence, hold: _Hold) -> bool:
         """Set up the next try; False where there is nothing left to try for a long answer."""
         if hold.reason == "length" and (trials.narrowed or not self._narrow(trials, hold)):
             return False
@@ -249,12 +238,12 @@ class Checked(Decoder):
             return True
         return False
 
-    def _dead_end(self, trials: Trials, hold: _Hold) -> None:
+    def _dead_end(self, trials: Trials, hold: _Hold, error: ConstraintError) -> None:
         """Nothing is allowed any more: take back the last token, too."""
         trials.tries += 1
         said = hold.tokens
         if trials.tries > self.tries or not said:
-            raise ConstraintError(f"no valid answer within {self.tries} tries")
+            raise ConstraintError(f"no valid answer within {self.tries} tries: {error}") from None
         keep = len(said) - 1
         trials.discarded += 1
         trials.kept = list(said)
@@ -284,7 +273,7 @@ class Checked(Decoder):
             keep -= 1
 
     @staticmethod
-    def _say(sequence: Sequence, trials: Trials, branch: Sequence, hold: _Hold) -> None:
+    def _say(sequence: Sequence, branch: Sequence, hold: _Hold) -> None:
         first = len(sequence.tokens)
         taken = sequence.emit(hold.tokens)
         if sequence.annotate is not None:
@@ -305,10 +294,11 @@ def outcome(constraint: Constraint, sequence: Sequence) -> dict[str, Any]:
     """How a constraint was enforced in a finished answer: its report, whether the answer is
     complete under it, and what the checks cost."""
     part = constraint_of(sequence.policy)
+    whole = part is not None and bool(getattr(part.state, "may_stop", True))
     trials: Trials = sequence.state.get(KEY, Trials())
     return {
         **constraint.report().to_dict(),
-        "complete": part is not None and sequence.finish_reason == "stop" and part.state.may_stop,
+        "complete": whole and sequence.finish_reason == "stop",
         "tries": trials.tries,
         "narrowed": bool(trials.narrowed),
         "discarded": trials.discarded,

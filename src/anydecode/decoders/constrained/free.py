@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.constraints.constraint import ConstraintState
 from anydecode.sampling.candidates import Distribution
-from anydecode.sampling.constrained import Constrained, constraint_of
+from anydecode.sampling.constrained import Constrained, ConstraintState, constraint_of
 from anydecode.sampling.policy import Policy
 
 
@@ -17,8 +16,20 @@ def split(policy: Policy) -> tuple[Policy, ConstraintState | None]:
         return policy, None
     others = [one for one in policy.before if not isinstance(one, Constrained)]
     free = Policy(policy.temperature, others, policy.after, policy.combiner)
-    state = part.state
-    return free, state if isinstance(state, ConstraintState) else None
+    return free, part.state
+
+
+def allows(state: ConstraintState | None, token: int) -> bool:
+    """Whether `token` may follow; states that can tell without a mask are asked to."""
+    if state is None:
+        return True
+    ask = getattr(state, "allows", None)
+    if ask is not None:
+        return bool(ask(token))
+    mask = state.mask()
+    if mask is None:
+        return True
+    return bool(mask[token]) if mask.dtype == np.bool_ else token in mask
 
 
 def unmasked(policy: Policy, logits: np.ndarray) -> tuple[Distribution, ConstraintState | None]:

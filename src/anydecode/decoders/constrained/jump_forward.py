@@ -98,7 +98,7 @@ def pruned(forced: list[int], drafted: TokenTree, state: ConstraintState) -> Tok
     Card(
         "jump-forward",
         "constraint",
-        paper="SGLang: Efficient Execution of Structured Language Model Programs (arXiv:2312.07104)",
+        paper="SGLang: Efficient Execution of Language Model Programs (arXiv:2312.07104)",
         exactness="token-exact",
         summary="Tokens that the constraint forces are drafted for free, prompt lookup goes on.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),

@@ -29,7 +29,7 @@ RowOf = Callable[[TokenTree, int], Row]
 
 
 class TrigramTable:
-    """P(w3 | w1, w2): counted in the prompt at first, the target's own once it has scored a pair."""
+    """P(w3 | w1, w2): counted in the prompt at first, the target's own once it scored a pair."""
 
     def __init__(self, width: int = 8) -> None:
         self.width = width
@@ -60,7 +60,8 @@ class Search:
         """The tree of up to `size` nodes after at most twice as many simulations."""
         rows = {ROOT: first}
         for _ in range(2 * size):
-            node, value, path = ROOT, 1.0, []
+            node, value = ROOT, 1.0
+            path: list[int] = []
             while len(path) < self.depth:
                 if node not in rows:
                     rows[node] = row(self.tree, node)
@@ -164,7 +165,7 @@ class _Session(TextSession):
         "speculative",
         paper="Adaptive Draft-Verification (arXiv:2407.12021)",
         exactness="token-exact",
-        summary="Monte-Carlo search in a tri-gram table that takes over the target's probabilities.",
+        summary="Monte-Carlo search in a tri-gram table that follows the target's probabilities.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
             "the table is seeded from the prompt, not from a corpus",

@@ -54,8 +54,10 @@ class _Session(TextSession):
 
     def tree(self, size: int) -> TokenTree:
         place = self.pointer.place
-        return TokenTree() if place is None else TokenTree.chain(
-            self.pointer.source[place : place + size]
+        return (
+            TokenTree()
+            if place is None
+            else TokenTree.chain(self.pointer.source[place : place + size])
         )
 
 

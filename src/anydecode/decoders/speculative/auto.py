@@ -8,7 +8,7 @@ tree. The objective is the goodput of Liu et al., SmartSpec, arXiv:2406.14066.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence as Seq
 from time import perf_counter
 
 from anydecode.catalogue import Card, register
@@ -23,15 +23,17 @@ from anydecode.scoring.tree import ROOT, TokenTree
 
 #: A draft must promise this much more than plain decoding.
 LEAST_GAIN = 1.02
+#: Branches less likely than this are not grown.
+LEAST_CHANCE = 0.02
 #: Match lengths are told apart up to here.
 CLASSES = (1, 2, 3, 4, 6, 9, 14, 20)
-#: How often a guess behind a match of each class is right, in greedy and in sampled texts of a small
-#: model, and how many guesses that knowledge is worth.
+#: How often a guess behind a match of each class is right, in greedy (True) and in sampled texts of
+#: a small model, and how many guesses that knowledge is worth.
 PRIORS = {
     True: (0.24, 0.53, 0.65, 0.72, 0.82, 0.83, 0.9, 0.97),
     False: (0.17, 0.39, 0.48, 0.61, 0.73, 0.75, 0.9, 0.92),
 }
-PRIOR_WEIGHT = 6.0
+PRIOR_WEIGHT = 8.0
 #: Guesses older than about this many count no more.
 MEMORY = 60.0
 
@@ -119,18 +121,25 @@ def merged(sources: list[Source], count: int, least: float) -> TokenTree:
     return tree
 
 
-def best_part(tree: TokenTree, costs: list[float], others: int, drafting: float) -> list[int]:
-    """The nodes worth scoring: those for which all running sequences together say most tokens per
-    second. `costs[n]` is the pass with n drafts, `drafting` the seconds a draft takes."""
-    chances = tree.probabilities
-    order = sorted(chances, key=lambda node: (-chances[node], node))
+def best_count(chances: Iterable[float], costs: Seq[float], others: int, drafting: float) -> int:
+    """How many of the nodes with these falling chances to score: the count at which all running
+    sequences together say most tokens per second. `costs[n]` is the pass with n drafts, `drafting`
+    the seconds a draft takes."""
     said = others + 1.0
     best, best_rate = 0, LEAST_GAIN * said / costs[0]
-    for count, node in enumerate(order[: len(costs) - 1], 1):
-        said += chances[node]
-        rate = said / (costs[count] + drafting)
+    for count, (chance, cost) in enumerate(zip(chances, costs[1:], strict=False), 1):
+        said += chance
+        rate = said / (cost + drafting)
         if rate > best_rate:
             best, best_rate = count, rate
+    return best
+
+
+def best_part(tree: TokenTree, costs: Seq[float], others: int, drafting: float) -> list[int]:
+    """The nodes of a tree worth scoring; `tree.probabilities` holds their chances."""
+    chances = tree.probabilities
+    order = sorted(chances, key=lambda node: (-chances[node], node))
+    best = best_count([chances[node] for node in order], costs, others, drafting)
     return sorted(order[:best])
 
 
@@ -156,6 +165,8 @@ class _Session:
         self.sources = [Source("copy", self.own, own), Source("past", decoder.past, past)]
         self.pace: Pace = sequence.pace or _Unmeasured()
         self.drafting = 0.0
+        self._known: list[float] = []
+        self._costs_for: tuple[int, int] | None = None
         self.read()
 
     def read(self) -> None:
@@ -178,18 +189,39 @@ class _Session:
         sources = [source for source in self.sources if source.follower.length]
         if most < 1 or not sources or len(sequence.unscored()) > 1:
             return TokenTree()
-        pace, context, others = self.pace, sequence.length, self.pace.others()
-        cost = [pace.seconds(others + 1, context), pace.seconds(others + 2, context)]
-        # The dearest thing is finding out that a draft does not pay; the first node tells.
+        others = self.pace.others()
+        costs = self._costs(others)[: most + 1]
+        # Where two drafts as likely as the best first one would not pay, none will: growing a
+        # tree only to find that out is what would make `auto` slower than plain decoding.
         best = max(source.rates[source.follower.length] for source in sources)
-        if (others + 1 + 2 * best) / (cost[1] + self.drafting) < (others + 1) / cost[0]:
+        if (others + 1 + 2 * best) / (costs[1] + self.drafting) < (others + 1) / costs[0]:
             return TokenTree()
         began = perf_counter()
-        tree = merged(sources, most, 0.02)
-        cost += [pace.seconds(others + 1 + n, context) for n in range(2, len(tree) + 1)]
-        chosen = part(tree, best_part(tree, cost[: most + 1], others, self.drafting))
+        if len(sources) == 1:
+            drafted = list(sources[0].draft(most))
+            chances = [chance for _, chance in drafted]
+            count = best_count(chances, costs, others, self.drafting)
+            tokens = [token for token, _ in drafted[:count]]
+            chosen = TokenTree.chain(tokens, sources=[sources[0].name] * count)
+        else:
+            tree = merged(sources, most, LEAST_CHANCE)
+            chosen = part(tree, best_part(tree, costs, others, self.drafting))
         self.drafting += 0.1 * (perf_counter() - began - self.drafting)
         return chosen
+
+    def _costs(self, others: int) -> list[float]:
+        """Of passes with 0 to `most` drafts. Looked up anew every 32 tokens only."""
+        key = (others, self.sequence.length // 32)
+        if key != self._costs_for:
+            context, pace = self.sequence.length, self.pace
+            self._known = [pace.seconds(others + 1 + n, context) for n in range(self.most + 1)]
+            self._costs_for = key
+        return self._known
+
+    def timed(self, rows: int, seconds: float) -> None:
+        """A pass has come back."""
+        if rows <= self.most + 1 and not self.pace.others():
+            self.pace.note(rows, self.sequence.length, seconds)
 
 
 class _Unmeasured:
@@ -203,6 +235,9 @@ class _Unmeasured:
 
     def others(self) -> int:
         return 0
+
+    def note(self, rows: int, context: int, seconds: float) -> None:
+        """Nothing is learned."""
 
 
 @register(
@@ -236,7 +271,10 @@ class Auto(Decoder):
         self.rates = {greedy: (Rates(prior), Rates(prior)) for greedy, prior in PRIORS.items()}
 
     def prepare(self, sequence: Sequence) -> None:
-        """Nothing is refused: where drafts cannot help there are none."""
+        """Nothing is refused: where drafts cannot help there are none. Has the costs of passes
+        measured, if nobody has yet, so that no pass waits for them."""
+        if sequence.pace is not None:
+            sequence.pace.seconds(1, 0)
 
     def decode(self, sequence: Sequence) -> Decoding:
         session = _Session(sequence, self)
@@ -244,8 +282,10 @@ class Auto(Decoder):
             began = perf_counter()
             tree = session.draft()
             drafted = perf_counter()
+            rows = len(sequence.unscored()) + len(tree)
             scores = yield sequence.verify(tree)
             verified = perf_counter()
+            session.timed(rows, verified - drafted)
             verdict = self.acceptance.walk(tree, scores)
             sequence.record(
                 tree,

@@ -20,6 +20,7 @@ class Corpus:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in range(LONGEST)]
+        self._longest_first = self._ends[::-1]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -28,9 +29,10 @@ class Corpus:
         """Lengthen the text by one token."""
         tokens = self.tokens
         tail = tuple(tokens[-LONGEST:])
-        end, size = len(tokens), len(tail)
-        for n in range(1, size + 1):
-            self._ends[n - 1][tail[size - n :]] = end
+        end = len(tokens)
+        for ends in self._longest_first[LONGEST - len(tail) :]:
+            ends[tail] = end
+            tail = tail[1:]
         tokens.append(token)
 
     def find(self, tail: Seq[int], above: int) -> tuple[int, int]:

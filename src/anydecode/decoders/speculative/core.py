@@ -84,6 +84,8 @@ class Drafter(ABC):
     """Proposes token trees. What it learns across requests lives here; `clear` forgets it."""
 
     lanes: tuple[str, ...] = ()
+    #: Whether the draft model may have a vocabulary of its own.
+    translates: bool = False
 
     def prepare(self, sequence: Sequence) -> None:
         """Refuse a request this drafter cannot serve (`UnsupportedCombinationError`)."""
@@ -133,6 +135,7 @@ class Speculative(Decoder):
         self.acceptance = acceptance or TokenExact()
         self.size = size
         self.lanes = drafter.lanes
+        self.translates = drafter.translates
         self._budget = budget
 
     def budget(self, sequence: Sequence) -> Budget:

@@ -1,4 +1,4 @@
-"""Drafts from a smaller model (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318)."""
+"""Drafts from a smaller model (Leviathan et al., arXiv:2211.17192; Chen et al., 2302.01318)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def draft_chain(
 ) -> Generator[Request, Any, list[int]]:
     """`size` tokens behind the sequence's own and `behind`, one pass of `lane` each, picked by the
     sequence's policy with the target's noise. The lane's context must hold a true prefix of them.
-    The distribution each was drawn from, float64 `[vocab_size]`, is appended to `drawn`. `ends(policy, logits, token)` is asked whether a token is the last one.
+    The distribution each was drawn from, float64 `[vocab_size]`, is appended to `drawn`.
+    `ends(policy, logits, token)` is asked whether a token is the last one.
     """
     policy = sequence.policy.fork()
     for token in behind:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Sequence as Seq
+from collections.abc import Generator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,8 @@ class Guesses:
         """How likely each token is the one that the noise picks, if the draft model were right up
         to standard Gumbel error: softmax of the keys."""
         weights: np.ndarray = np.exp(self.keys - self.keys[0])
-        return weights / weights.sum()
+        weights /= weights.sum()
+        return weights
 
 
 class GrowingTree:
@@ -79,7 +81,7 @@ class GrowingTree:
         return self.tree.add(int(token), parent)
 
     def expand(self, nodes: Seq[int]) -> Generator[Request, Any, None]:
-        """Score `nodes`, whose parents are scored, in one pass, so that their `guesses` are known."""
+        """Score `nodes`, whose parents are scored, in one pass; their `guesses` are then known."""
         if not len(nodes):
             return
         tree = self.tree
@@ -179,7 +181,7 @@ class TreeSession(Session):
 
 
 class TreeDrafter(Drafter):
-    """Trees from the model in the lane "draft". `kind` is how siblings are chosen, see `TokenTree`."""
+    """Trees from the lane "draft". `kind` is how siblings are chosen, see `TokenTree`."""
 
     lanes = (DRAFT,)
     kind = "point"

@@ -1,5 +1,5 @@
 """Draft trees of a fixed shape over a draft model (Miao et al., "SpecInfer: Accelerating Large
-Language Model Serving with Tree-based Speculative Inference and Verification", arXiv:2305.09781)."""
+Language Model Serving with Tree-based Speculative Inference", arXiv:2305.09781)."""
 
 from __future__ import annotations
 

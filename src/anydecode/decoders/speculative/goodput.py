@@ -4,7 +4,6 @@ and a bandit by Thompson sampling (as in Liu et al., EESD, arXiv:2406.03853)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -146,7 +145,9 @@ class BanditBudget(Budget):
 
         def worth(size: int) -> float:
             rows = size + 1 + others
-            return expected_tokens(rate, size) / self.costs.of(sequence, rows, sequence.length, size)
+            return expected_tokens(rate, size) / self.costs.of(
+                sequence, rows, sequence.length, size
+            )
 
         return max(range(self.largest + 1), key=worth)
 
@@ -178,9 +179,7 @@ _WORKS = ("constraints", "samplers", "guidance", "batches", "adapters")
         exactness="token-exact",
         summary="The draft length with the best goodput at the present load.",
         works_with=_WORKS,
-        deviations=(
-            "sequences of other decoders count with one row each",
-        ),
+        deviations=("sequences of other decoders count with one row each",),
     )
 )
 def smartspec(
@@ -219,5 +218,8 @@ def bandit(
     if not 0 < memory <= 1:
         raise InvalidRequestError("bandit needs 0 < memory <= 1")
     costs = Costs(None if fixed is None else PassCost(fixed, per_row))
-    make: Callable[[Sequence], Budget] = lambda s: BanditBudget(s, costs, largest, memory)
-    return Speculative(chain_drafter(drafter), largest, budget=make)
+    return Speculative(
+        chain_drafter(drafter),
+        largest,
+        budget=lambda sequence: BanditBudget(sequence, costs, largest, memory),
+    )

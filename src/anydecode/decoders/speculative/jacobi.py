@@ -1,5 +1,5 @@
-"""Fixed-point iteration over a block of tokens (Santilli et al., "Accelerating Transformer Inference
-for Translation via Parallel Decoding", arXiv:2305.10427)."""
+"""Fixed-point iteration over a block of tokens (Santilli et al., "Accelerating Transformer
+Inference for Translation via Parallel Decoding", arXiv:2305.10427)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from anydecode.scoring.tree import TokenTree
         "speculative",
         paper="Parallel Decoding (arXiv:2305.10427): PJ, PGJ and HGJ",
         exactness="token-exact",
-        summary="Every token of a block is guessed at once and guessed again until nothing changes.",
+        summary="All tokens of a block are guessed at once, and again until nothing changes.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
             "tokens that can no longer change are said at once and not run again",

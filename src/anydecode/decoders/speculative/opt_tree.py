@@ -68,7 +68,7 @@ def _best(weights: dict[int, float], size: int) -> list[int]:
         "speculative",
         paper="OPT-Tree (arXiv:2406.17276)",
         exactness="token-exact",
-        summary="Keeps the nodes with the largest path probabilities; stops when a level adds little.",
+        summary="Keeps the nodes with the largest path probabilities; stops at small gains.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(

@@ -104,7 +104,7 @@ class StochasticBeam(TreeDrafter):
         "speculative",
         paper="Recursive Speculative Decoding (arXiv:2402.14160), RSD-C and RSD-S",
         exactness="token-exact",
-        summary="Sibling drafts are drawn without replacement, by branching or by stochastic beams.",
+        summary="Siblings are drawn without replacement, by branching or stochastic beams.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(

@@ -1,5 +1,5 @@
-"""Speculation on the outcome of a verification while it runs (Kumar et al., "Speculative Speculative
-Decoding", SSD with Saguaro's fan-out, 2025, github.com/tanishqkumar/ssd)."""
+"""Speculation on the outcome of a verification while it runs (Kumar et al., "Speculative
+Speculative Decoding", SSD with Saguaro's fan-out, 2025, github.com/tanishqkumar/ssd)."""
 
 from __future__ import annotations
 
@@ -90,9 +90,7 @@ class Saguaro(Decoder):
             if ticket.scores is None:
                 yield Wait([ticket])
             verdict = self.acceptance.walk(tree, ticket.scores)
-            sequence.record(
-                tree, verdict.path, verdict.tokens, hit=hit, prepared=sorted(branches)
-            )
+            sequence.record(tree, verdict.path, verdict.tokens, hit=hit, prepared=sorted(branches))
             sequence.accept(verdict.path, verdict.tokens, ticket.scores)
             growing.keep(verdict.tokens[:-1])
             branch = branches.get(_outcome(verdict))
@@ -101,7 +99,7 @@ class Saguaro(Decoder):
     def _prepare(
         self, growing: GrowingTree, tree: TokenTree, ticket: Ticket
     ) -> Generator[Request, Any, dict[Outcome, _Branch]]:
-        """Drafts for every outcome that fits the fan-out; for the true one only once it is known."""
+        """Drafts for every outcome in the fan-out; for the true one only once it is known."""
         yield from growing.start(tree.tokens)
         branches: dict[Outcome, _Branch] = {}
         for kept, count in enumerate(self.fans):

@@ -1,5 +1,5 @@
-"""A chain that ends where a reject has become likely (Huang et al., "SpecDec++: Boosting Speculative
-Decoding via Adaptive Candidate Lengths", arXiv:2405.19715)."""
+"""A chain that ends where a reject has become likely (Huang et al., "SpecDec++: Boosting
+Speculative Decoding via Adaptive Candidate Lengths", arXiv:2405.19715)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _Session(Session):
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
             "a draft's acceptance is predicted by its draft probability, not by a trained head",
-            "verified token-exactly with shared noise; acceptance='rejection' takes the paper's rule",
+            "verified token-exactly with shared noise; acceptance='rejection' is the paper's rule",
         ),
     )
 )

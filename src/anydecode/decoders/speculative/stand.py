@@ -117,7 +117,8 @@ class _Session(TextSession):
     def _dense(self, row: dict[int, float]) -> np.ndarray:
         dense = np.zeros(self.sequence.context().pool.model.spec.vocab_size)
         dense[list(row)] = list(row.values())
-        return dense / dense.sum()
+        dense /= dense.sum()
+        return dense
 
 
 @register(

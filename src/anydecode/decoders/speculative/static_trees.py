@@ -6,7 +6,8 @@ behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -68,7 +69,9 @@ class Shape:
 def worthwhile(paths: Seq[RankPath], rates: Seq[float], row_cost: float) -> Shape:
     """The part of a shape that gives the most expected tokens per cost of a pass. `rates[r]` is how
     often the guess of rank r is right, `row_cost` what one more row costs, in passes of one row."""
-    values = {path: prod(rates[rank] if rank < len(rates) else 0.0 for rank in path) for path in paths}
+    values = {
+        path: prod(rates[rank] if rank < len(rates) else 0.0 for rank in path) for path in paths
+    }
     ordered = sorted(values, key=lambda path: (-values[path], len(path), path))
     best, best_gain, expected = 0, 1.0, 1.0
     for count, path in enumerate(ordered, 1):

@@ -17,8 +17,15 @@ from anydecode.decoders.speculative.goodput import (
 )
 from anydecode.decoders.speculative.saguaro import fan_out
 from anydecode.evaluation.certify import Check, mechanism
-from anydecode.evaluation.mechanisms.speculative import DRAFT, PROMPTS, TARGET, chain_oracle, overlap
-from anydecode.evaluation.mechanisms.trees import DRAFT as SHARP, draft_row
+from anydecode.evaluation.mechanisms.speculative import (
+    DRAFT,
+    PROMPTS,
+    TARGET,
+    chain_oracle,
+    overlap,
+)
+from anydecode.evaluation.mechanisms.trees import DRAFT as SHARP
+from anydecode.evaluation.mechanisms.trees import draft_row
 from anydecode.evaluation.rounds import Drafted, accepted, picked, rounds, scripted, wordy
 from anydecode.scoring.sequence import Sequence
 
@@ -65,9 +72,12 @@ def smartspec() -> Iterator[Check]:
     expected = [_best(0.8, count, 0.05) for count in (1, 2, 4, 8, 16, 64)]
     yield Check("every load equals the formula", sizes == expected, f"{sizes}")
     yield Check(
-        "drafts shorten as load grows", sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+        "drafts shorten as load grows",
+        sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1],
     )
-    yield Check("nothing is drafted where rows cost a pass", _chosen(0.4, 1, PassCost(0.0, 1.0)) == 0)
+    yield Check(
+        "nothing is drafted where rows cost a pass", _chosen(0.4, 1, PassCost(0.0, 1.0)) == 0
+    )
     with scripted(wordy()) as llm:
         found = rounds(llm, "smartspec:fixed=1,per_row=0.02", "abcabcabd", 60)
     yield Check("drafts are accepted", accepted(found) > 0, f"{accepted(found)}")
@@ -87,12 +97,13 @@ def _chosen(rate: float, count: int, cost: PassCost) -> int:
 
 
 def _sequence() -> Sequence:
-    return Sequence([1], None, None, None, lambda lane, tokens: None)  # type: ignore[arg-type]
+    return Sequence([1], None, None, None, lambda lane, tokens: None)  # type: ignore[arg-type,return-value]
 
 
 def _best(rate: float, count: int, per_row: float) -> int:
     worth = [
-        count * sum(rate**i for i in range(k + 1)) / (1 + per_row * count * (k + 1)) for k in range(9)
+        count * sum(rate**i for i in range(k + 1)) / (1 + per_row * count * (k + 1))
+        for k in range(9)
     ]
     return max(range(9), key=lambda k: worth[k])
 
@@ -146,12 +157,14 @@ def pearl() -> Iterator[Check]:
 
 @mechanism("saguaro")
 def saguaro() -> Iterator[Check]:
-    """Fan-out by the formula; prepared outcomes and their drafts equal an oracle; hits save time."""
+    """Fan-out by the formula; prepared outcomes and drafts equal an oracle; hits save time."""
     yield Check("uniform shares", fan_out(3, 8, 0.999999, 0.5)[:3] == [1, 1, 1])
     shares = [0.8 ** (k / 1.5) for k in range(4)]
     shares[3] *= 0.2 ** (-1 / 1.5)
     by_hand = [round(20 * share / sum(shares)) for share in shares]
-    yield Check("fan-out of 20 over three drafts", fan_out(3, 20, 0.8, 0.5) == by_hand, f"{by_hand}")
+    yield Check(
+        "fan-out of 20 over three drafts", fan_out(3, 20, 0.8, 0.5) == by_hand, f"{by_hand}"
+    )
     for temperature in (0.0, 0.8):
         wrong = hits = misses = 0
         with scripted(wordy(spread=1.8), SHARP) as llm:
@@ -166,7 +179,9 @@ def saguaro() -> Iterator[Check]:
                     wrong += following.facts["hit"] != (outcome in expected)
                     wrong += following.tokens != _chain(following, temperature)
         yield Check(f"T={temperature} equals the oracle", wrong == 0)
-        yield Check(f"T={temperature}: hits and misses occur", hits > 0 < misses, f"{hits}, {misses}")
+        yield Check(
+            f"T={temperature}: hits and misses occur", hits > 0 < misses, f"{hits}, {misses}"
+        )
     yield from overlap("saguaro:size=4,fan=3")
 
 

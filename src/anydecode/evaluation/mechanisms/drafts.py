@@ -12,7 +12,7 @@ from anydecode.decoders.speculative.stand import NgramProbabilities
 from anydecode.decoders.speculative.suffix import SuffixAutomaton
 from anydecode.decoders.speculative.token_recycling import PUBLISHED
 from anydecode.evaluation.certify import Check, mechanism
-from anydecode.evaluation.rounds import Drafted, accepted, rounds, scripted, wordy
+from anydecode.evaluation.rounds import Drafted, Logits, accepted, rounds, scripted, wordy
 from anydecode.scoring.noise import Noise
 
 PROMPTS = ("abcabcabd", "the cab had a bad cab", "aaaa", "h")
@@ -139,7 +139,7 @@ def _likeliest(text: list[int]) -> list[tuple[int, ...]]:
         (text[-n:] for n in range(len(text) - 1, 0, -1) if len(places(text[-n:])) > 1), []
     )
     share: dict[tuple[int, ...], float] = {}
-    level = [((), 1.0)] if match else []
+    level: list[tuple[tuple[int, ...], float]] = [((), 1.0)] if match else []
     for _ in range(2 * len(match)):
         grown = []
         for path, weight in level:
@@ -158,15 +158,11 @@ def _best_first(
     share: dict[tuple[int, ...], float], text: list[int], match: list[int]
 ) -> list[tuple[int, ...]]:
     taken: list[tuple[int, ...]] = []
-    arrived = {path: 0 for path in share if len(path) == 1}
+    arrived: dict[tuple[int, ...], int] = {path: 0 for path in share if len(path) == 1}
 
     def order_of(path: tuple[int, ...]) -> tuple[float, int, int]:
         part = match + list(path[:-1])
-        first = [
-            text[e]
-            for e in range(len(part), len(text))
-            if text[e - len(part) : e] == part
-        ]
+        first = [text[e] for e in range(len(part), len(text)) if text[e - len(part) : e] == part]
         return -share[path], arrived[path], list(dict.fromkeys(first)).index(path[-1])
 
     while arrived and len(taken) < 8:
@@ -242,15 +238,17 @@ def stand() -> Iterator[Check]:
         yield Check(f"drafts are accepted at T={temperature}", accepted(found) > 0)
 
 
-def _stand_mistakes(found: list[Drafted], logits: Callable, temperature: float) -> int:
+def _stand_mistakes(found: list[Drafted], logits: Logits, temperature: float) -> int:
     held: dict[tuple[int, ...], tuple[int, np.ndarray]] = {}
     noise = Noise(5)
     wrong = 0
     for one in found:
         for node, path in enumerate(one.paths):
             text = [*one.text, *path[:-1]]
-            key = next(k for n in (3, 2, 1) if (k := tuple(text[-n:])) in held)
-            row = held[key][1]
+            keys_held = [k for n in (3, 2, 1) if (k := tuple(text[-n:])) in held]
+            if not keys_held:
+                return len(found)
+            row = held[keys_held[0]][1]
             ids = np.flatnonzero(row)
             keys = np.log(row[ids])
             if temperature:
@@ -270,7 +268,7 @@ def _stand_mistakes(found: list[Drafted], logits: Callable, temperature: float) 
 def _learn(
     held: dict[tuple[int, ...], tuple[int, np.ndarray]],
     text: list[int],
-    logits: Callable,
+    logits: Logits,
     temperature: float,
 ) -> None:
     row = logits(tuple(text)).astype(float)

@@ -1,5 +1,4 @@
-"""Jacobi iteration, lookahead and the search of ADED, against oracles written from their definitions.
-"""
+"""Jacobi iteration, lookahead and the search of ADED, against oracles from their definitions."""
 
 from __future__ import annotations
 
@@ -82,8 +81,10 @@ def _replays(found: list[Drafted]) -> bool:
         known = [gram[1:] for gram in reversed(pool) if gram[0] == text[-1]][:2]
         guessed = {path[:n] for path in known for n in (1, 2)}
         inputs = [
-            [(*levels[0][: column + 1], *(level[column] for level in levels[1 : row + 1]))
-             for column in range(3)]
+            [
+                (*levels[0][: column + 1], *(level[column] for level in levels[1 : row + 1]))
+                for column in range(3)
+            ]
             for row in range(len(levels))
         ]
         window = [path for row in inputs for path in row]
@@ -157,19 +158,8 @@ def _search(
             if not shares:
                 break
 
-            def visits(node: tuple[int, ...]) -> int:
-                return sum(run[: len(node)] == node for run, _ in runs)
-
-            total = sum(visits((*path, t)) for t in shares)
-
-            def score(token: int) -> float:
-                node = (*path, token)
-                through = [v for run, v in runs if run[: len(node)] == node]
-                explore = sqrt(max(total, 1)) * (1.25 + log((total + 19653) / 19652))
-                mean = sum(through) / len(through) if through else 0.0
-                return mean + shares[token] * explore / (1 + len(through))
-
-            token = max(shares, key=score)
+            scores = _scores(runs, path, shares)
+            token = max(shares, key=scores.__getitem__)
             value *= shares[token]
             path = (*path, token)
             if path not in nodes:
@@ -181,3 +171,17 @@ def _search(
         if len(nodes) >= size:
             break
     return nodes
+
+
+def _scores(
+    runs: list[tuple[tuple[int, ...], float]], path: tuple[int, ...], shares: dict[int, float]
+) -> dict[int, float]:
+    """Mean value of the runs through each child plus what exploring it is worth."""
+    through = {t: [v for run, v in runs if run[: len(path) + 1] == (*path, t)] for t in shares}
+    total = sum(map(len, through.values()))
+    explore = sqrt(max(total, 1)) * (1.25 + log((total + 19653) / 19652))
+    return {
+        token: (sum(values) / len(values) if values else 0.0)
+        + shares[token] * explore / (1 + len(values))
+        for token, values in through.items()
+    }

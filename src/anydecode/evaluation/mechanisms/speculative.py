@@ -64,7 +64,7 @@ def parallel_draft() -> Iterator[Check]:
 
 
 def overlap(decoder: str, sure: bool = True) -> Iterator[Check]:
-    """Passes of `decoder` overlap on a virtual clock on which the target's pass takes four times the
+    """Passes of `decoder` overlap on a virtual clock with target passes four times as long as the
     draft's, and it needs less time than drafting first, then verifying."""
     times = {}
     for key in ("speculative-sampling:size=4", decoder):

@@ -45,7 +45,9 @@ def against(key: str, oracle: Oracle, ordered: bool = True) -> Iterator[Check]:
             expected = oracle(one.text, temperature)
             same = one.paths == expected if ordered else set(one.paths) == set(expected)
             wrong += not same or len(one.paths) != len(expected)
-        yield Check(f"{key} at T={temperature} equals the oracle", wrong == 0, f"{len(found)} trees")
+        yield Check(
+            f"{key} at T={temperature} equals the oracle", wrong == 0, f"{len(found)} trees"
+        )
         deep = max(len(path) for one in found for path in one.paths)
         yield Check(f"{key} at T={temperature} drafts deeper than one level", deep > 1, f"{deep}")
         yield Check(f"{key} at T={temperature}: drafts are accepted", accepted(found) > 0)
@@ -53,7 +55,7 @@ def against(key: str, oracle: Oracle, ordered: bool = True) -> Iterator[Check]:
 
 @mechanism("opt-tree")
 def opt_tree() -> Iterator[Check]:
-    """The n best nodes of the whole tree, found best first; levels while they add more than delta."""
+    """The n best nodes of the whole tree, best first; levels while they add more than delta."""
 
     def oracle(text: list[int], temperature: float) -> list[Path]:
         before, found = 0.0, []
@@ -68,7 +70,9 @@ def opt_tree() -> Iterator[Check]:
     yield from against("opt-tree:size=8,delta=0.2", oracle, ordered=False)
 
 
-def _likeliest(text: list[int], temperature: float, size: int, depth: int) -> list[tuple[float, Path]]:
+def _likeliest(
+    text: list[int], temperature: float, size: int, depth: int
+) -> list[tuple[float, Path]]:
     heap: list[tuple[float, Path]] = [(-1.0, ())]
     found: list[tuple[float, Path]] = []
     while heap and len(found) <= size:
@@ -93,7 +97,8 @@ def dyspec() -> Iterator[Check]:
             return list(row), np.array([q for q, _ in row.values()])
 
         heap: list[tuple[float, int, Path, list[int], np.ndarray]] = []
-        count, tree = 0, []
+        count = 0
+        tree: list[Path] = []
         heappush(heap, (-1.0, count, (), *slot(())))
         while len(tree) < 10:
             negative, _, parent, tokens, residual = heappop(heap)
@@ -158,7 +163,7 @@ def fixed_tree() -> Iterator[Check]:
     """Rank paths filled with the draft model's guesses."""
 
     def oracle(text: list[int], temperature: float) -> list[Path]:
-        tree = []
+        tree: list[Path] = []
         for ranks in DEFAULT.split():
             path: Path = ()
             for rank in ranks:
@@ -186,7 +191,7 @@ def _first(text: list[int]) -> list[int]:
 
 @mechanism("taps")
 def taps() -> Iterator[Check]:
-    """Merged trees hold every part's paths once; routing asks the part that was right more often."""
+    """Merged trees hold every part's paths once; routing asks the part that was right most."""
     parts = {"prompt-lookup": _latest, "copyspec": _first}
     for route in ("false", "true"):
         with scripted(wordy()) as llm:
@@ -200,7 +205,9 @@ def taps() -> Iterator[Check]:
             asked = [key for key in ranked if drafts[key]]
             both += len(asked) == 2 and drafts[asked[0]] != drafts[asked[1]]
             asked = asked[:1] if route == "true" else asked
-            expected = {tuple(drafts[key][: n + 1]) for key in asked for n in range(len(drafts[key]))}
+            expected = {
+                tuple(drafts[key][: n + 1]) for key in asked for n in range(len(drafts[key]))
+            }
             wrong += {path for path in one.paths if len(path) <= 20} != expected
             wrong += len(set(one.paths)) != len(one.paths)
             for key, score in scores.items():

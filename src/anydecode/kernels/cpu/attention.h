@@ -8,7 +8,7 @@
 
 /* One thread's room, in floats. */
 typedef struct {
-  float *keys, *values; /* [32, padded]: one block, converted */
+  float *keys, *values; /* [padded / 8, 32, 8]: one block, converted */
   float *q, *sums;      /* [rows, group, padded] */
   float *total;         /* [rows, group, 8]: sums of weights by lane */
   float *most;          /* [rows, group]: running maxima */
@@ -34,21 +34,27 @@ static Room make_room(float *base, int padded, int group) {
   return room;
 }
 
+/* One slot's vector into its place in the room; the padding stays zero. */
 INLINE void widen(int format, const char *from, int count, int padded, float *to) {
   if (count == padded) {
-    for (int i = 0; i < count; i += 8) {
-      if (format == F32) f8_store(to + i, f8_load((const float *)from + i));
-      else if (format == F16) f8_store(to + i, f8_load_f16((const uint16_t *)from + i));
-      else f8_store(to + i, f8_load_bf16((const uint16_t *)from + i));
+    for (int i = 0; i < count; i += 8, to += 8 * KEY_BLOCK) {
+      if (format == F32) f8_store(to, f8_load((const float *)from + i));
+      else if (format == F16) f8_store(to, f8_load_f16((const uint16_t *)from + i));
+      else f8_store(to, f8_load_bf16((const uint16_t *)from + i));
     }
     return;
   }
   for (int i = 0; i < padded; i++) {
     const uint16_t *half = (const uint16_t *)from + i;
-    if (i >= count) to[i] = 0.0f;
-    else if (format == F32) to[i] = ((const float *)from)[i];
-    else to[i] = format == F16 ? f16_to_float(*half) : bf16_to_float(*half);
+    float *at = to + i / 8 * 8 * KEY_BLOCK + i % 8;
+    if (i >= count) *at = 0.0f;
+    else if (format == F32) *at = ((const float *)from)[i];
+    else *at = format == F16 ? f16_to_float(*half) : bf16_to_float(*half);
   }
+}
+
+INLINE void blank(int padded, float *to) {
+  for (int i = 0; i < padded; i += 8) f8_store(to + i * KEY_BLOCK, f8_set(0.0f));
 }
 
 INLINE void narrow(int format, const float *from, int count, char *to) {
@@ -64,34 +70,46 @@ INLINE void narrow(int format, const float *from, int count, char *to) {
   }
 }
 
-/* Bring the slots of `count` positions into the room; bit j of the answer: position j exists. */
-static uint32_t gather(const Heads *h, const int32_t *slots, int count, Room *room, int at) {
+INLINE uint32_t gather_as(int format, int padded, const Heads *h, const int32_t *slots, int count,
+                          Room *room, int at) {
   uint32_t present = 0;
+  int64_t stride = (int64_t)h->kv_heads * h->head_dim * h->size;
+  int64_t offset = (int64_t)h->kv_head * h->head_dim * h->size;
   for (int j = 0; j < count; j++) {
-    float *key = room->keys + (int64_t)(at + j) * h->padded;
-    float *value = room->values + (int64_t)(at + j) * h->padded;
+    float *key = room->keys + 8 * (at + j), *value = room->values + 8 * (at + j);
     if (slots[j] < 0) {
-      memset(key, 0, (size_t)h->padded * 4);
-      memset(value, 0, (size_t)h->padded * 4);
+      blank(padded, key);
+      blank(padded, value);
       continue;
     }
-    int64_t offset = ((int64_t)slots[j] * h->kv_heads + h->kv_head) * h->head_dim * h->size;
-    widen(h->format, (const char *)h->keys + offset, h->head_dim, h->padded, key);
-    widen(h->format, (const char *)h->values + offset, h->head_dim, h->padded, value);
+    widen(format, (const char *)h->keys + slots[j] * stride + offset, h->head_dim, padded, key);
+    widen(format, (const char *)h->values + slots[j] * stride + offset, h->head_dim, padded, value);
     present |= 1u << (at + j);
   }
   return present;
 }
 
-/* Ask for the slots of the next block while this one is summed. */
+/* Bring the slots of `count` positions into the room; bit j of the answer: position j exists. */
+static uint32_t gather(const Heads *h, const int32_t *slots, int count, Room *room, int at) {
+  switch (h->format) {
+    case F32: return gather_as(F32, h->padded, h, slots, count, room, at);
+    case F16: return gather_as(F16, h->padded, h, slots, count, room, at);
+    default: return gather_as(BF16, h->padded, h, slots, count, room, at);
+  }
+}
+
+enum { BLOCKS_AHEAD = 4 };
+
+/* Ask for slots a few blocks before they are summed: their lines are too scattered for the
+ * processor to foresee. */
 static void expect(const Heads *h, const int32_t *slots, int count) {
   int bytes = h->head_dim * h->size;
   for (int j = 0; j < count; j++) {
     if (slots[j] < 0) continue;
     int64_t offset = ((int64_t)slots[j] * h->kv_heads + h->kv_head) * bytes;
     for (int b = 0; b < bytes; b += 64) {
-      __builtin_prefetch((const char *)h->keys + offset + b);
-      __builtin_prefetch((const char *)h->values + offset + b);
+      __builtin_prefetch((const char *)h->keys + offset + b, 0, 2);
+      __builtin_prefetch((const char *)h->values + offset + b, 0, 2);
     }
   }
 }
@@ -101,10 +119,10 @@ INLINE f8 eight_scores(const float *q, const float *keys, int padded) {
   f8 sum[8];
 #pragma GCC unroll 8
   for (int j = 0; j < 8; j++) sum[j] = f8_set(0.0f);
-  for (int d = 0; d < padded; d += 8) {
+  for (int d = 0; d < padded; d += 8, keys += 8 * KEY_BLOCK) {
     f8 part = f8_load(q + d);
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) sum[j] = f8_fma(part, f8_load(keys + j * padded + d), sum[j]);
+    for (int j = 0; j < 8; j++) sum[j] = f8_fma(part, f8_load(keys + 8 * j), sum[j]);
   }
   return f8_sums(sum);
 }
@@ -118,7 +136,7 @@ static float block_scores(const Op *op, const float *q, const Room *room, int pa
       f8_store(scores + i, f8_set(-INFINITY));
       continue;
     }
-    f8 s = f8_mul(eight_scores(q, room->keys + i * padded, padded), f8_set(op->x));
+    f8 s = f8_mul(eight_scores(q, room->keys + 8 * i, padded), f8_set(op->x));
     if (op->y > 0) s = f8_mul(f8_set(op->y), f8_tanh(f8_mul(s, f8_set(1.0f / op->y))));
     f8_store(scores + i, s);
     if (((seen >> i) & 255) != 255) {
@@ -146,8 +164,8 @@ INLINE f8 block_weights(Room *room, int at, float found, float *scores) {
 }
 
 /* sums[d] = sums[d] * shrink + the block's weighted values, for `vectors` lanes of d. */
-INLINE void weigh_values(const float *weights, const float *values, int padded, int lo, int hi,
-                         f8 shrink, int vectors, float *sums) {
+INLINE void weigh_values(const float *weights, const float *values, int lo, int hi, f8 shrink,
+                         int vectors, float *sums) {
   f8 sum[8];
 #pragma GCC unroll 8
   for (int i = 0; i < vectors; i++) sum[i] = f8_mul(f8_load(sums + 8 * i), shrink);
@@ -155,7 +173,7 @@ INLINE void weigh_values(const float *weights, const float *values, int padded, 
     f8 weight = f8_set(weights[j]);
 #pragma GCC unroll 8
     for (int i = 0; i < vectors; i++)
-      sum[i] = f8_fma(weight, f8_load(values + j * padded + 8 * i), sum[i]);
+      sum[i] = f8_fma(weight, f8_load(values + 8 * (j + i * KEY_BLOCK)), sum[i]);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < vectors; i++) f8_store(sums + 8 * i, sum[i]);
@@ -176,9 +194,9 @@ static void fold_block(const Heads *h, Room *room, int row, uint32_t seen) {
     float *sums = room->sums + (int64_t)(first + g) * h->padded, *weights = scores + g * KEY_BLOCK;
     int d = 0;
     for (; d + 64 <= h->padded; d += 64)
-      weigh_values(weights, room->values + d, h->padded, lo, hi, shrink[g], 8, sums + d);
+      weigh_values(weights, room->values + d * KEY_BLOCK, lo, hi, shrink[g], 8, sums + d);
     for (; d < h->padded; d += 8)
-      weigh_values(weights, room->values + d, h->padded, lo, hi, shrink[g], 1, sums + d);
+      weigh_values(weights, room->values + d * KEY_BLOCK, lo, hi, shrink[g], 1, sums + d);
   }
 }
 
@@ -205,8 +223,8 @@ static void attend_block(const Pass *pass, const Heads *h, int row, int rows, in
     else own |= 1 << i;
   }
   if (shared) {
-    int next = pass->prefix[row] - start - KEY_BLOCK;
-    if (next > 0) expect(h, h->table + start + KEY_BLOCK, next < KEY_BLOCK ? next : KEY_BLOCK);
+    int next = start + BLOCKS_AHEAD * KEY_BLOCK, left = pass->prefix[row] - next;
+    if (left > 0) expect(h, h->table + next, left < KEY_BLOCK ? left : KEY_BLOCK);
     uint32_t present = gather(h, h->table + start, shared - start, room, 0);
     for (int i = 0; i < rows; i++)
       if (!((own >> i) & 1) && (seen[i] & present)) fold_block(h, room, i, seen[i] & present);
@@ -243,6 +261,9 @@ static void attend_tile(const Pass *pass, const Heads *h, int row, int rows, con
     }
   }
   begin = begin > 0 ? begin / KEY_BLOCK * KEY_BLOCK : 0;
+  int soon = pass->prefix[row] - begin;
+  if (soon > BLOCKS_AHEAD * KEY_BLOCK) soon = BLOCKS_AHEAD * KEY_BLOCK;
+  expect(h, h->table + begin, soon);
   for (int start = begin; start < end; start += KEY_BLOCK)
     attend_block(pass, h, row, rows, start, room);
   for (int i = 0; i < heads; i++) {

@@ -47,12 +47,26 @@ static void run_tap(const Step *s) {
   }
 }
 
+/* Ask for the first weights that this thread reads in the next product. */
+static void expect_next(const Step *s) {
+  for (const Op *op = s->op + 1; op < s->op + 9; op++) {
+    if (op == s->pass->ops + s->pass->num_ops) return;
+    if (op->code != OP_LINEAR) continue;
+    int first, last;
+    split_groups(op->matrix, s->thread, s->threads, &first, &last);
+    const uint8_t *p = op->matrix->data + first * op->matrix->group_bytes;
+    for (int i = 0; i < 128 && first < last; i++) __builtin_prefetch(p + 64 * i, 0, 2);
+    return;
+  }
+}
+
 static void run_linear(const Step *s) {
   const Matrix *w = s->op->matrix;
   int first, last;
   split_groups(w, s->thread, s->threads, &first, &last);
   linear_columns(w, buffer(s, s->op->a), s->n, s->op->weight, buffer(s, s->op->out),
                  w->out_features, first, last);
+  expect_next(s);
 }
 
 static void run_lora(const Step *s, int r) {

@@ -7,9 +7,10 @@
 
 enum { TILE_ROWS = 4 };
 
-/* Two groups of columns at a time, so that each broadcast of activations is used twice. */
+/* Two groups of columns at a time, so that each broadcast of activations is used twice. `next`:
+ * weights to ask for meanwhile, or NULL; the processor's own prefetching rests with the reads. */
 INLINE void quant_tile(int format, int rows, const uint8_t *const *groups, int blocks,
-                       const Activations *const *a, f8 (*total)[2]) {
+                       const Activations *const *a, const uint8_t *next, f8 (*total)[2]) {
   const uint8_t *p[2] = {groups[0], groups[1]};
   f8 super[2], super_min[2];
   for (int g = 0; g < 2; g++) super[g] = super_min[g] = f8_set(0.0f);
@@ -44,6 +45,11 @@ INLINE void quant_tile(int format, int rows, const uint8_t *const *groups, int b
     }
     p[0] += block_bytes(format);
     p[1] += block_bytes(format);
+    if (next) {
+#pragma GCC unroll 9
+      for (int o = 0; o < 2 * block_bytes(format); o += 64) __builtin_prefetch(next + o, 0, 2);
+      next += 2 * block_bytes(format);
+    }
   }
 }
 
@@ -95,12 +101,13 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
       const Activations *a[TILE_ROWS];
       f8 total[TILE_ROWS][2];
       int rows = n - r < TILE_ROWS ? n - r : TILE_ROWS;
+      const uint8_t *next = r || g + 2 >= last ? NULL : p[0] + 2 * w->group_bytes;
       for (int i = 0; i < rows; i++) a[i] = x + (int64_t)(r + i) * blocks;
       switch (rows) {
-        case 1: quant_tile(format, 1, p, blocks, a, total); break;
-        case 2: quant_tile(format, 2, p, blocks, a, total); break;
-        case 3: quant_tile(format, 3, p, blocks, a, total); break;
-        default: quant_tile(format, 4, p, blocks, a, total); break;
+        case 1: quant_tile(format, 1, p, blocks, a, next, total); break;
+        case 2: quant_tile(format, 2, p, blocks, a, next, total); break;
+        case 3: quant_tile(format, 3, p, blocks, a, next, total); break;
+        default: quant_tile(format, 4, p, blocks, a, next, total); break;
       }
       for (int i = 0; i < rows; i++)
         for (int j = 0; j <= pair; j++)

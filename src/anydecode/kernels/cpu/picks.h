@@ -19,7 +19,10 @@ static float largest_of(const float *x, int64_t n) {
 /* The lowest index of the largest value. NaN is never picked unless nothing else is there. */
 static int32_t argmax(const float *x, int64_t n) {
   float most = largest_of(x, n);
-  for (int64_t i = 0; i < n; i++)
+  f8 below = f8_set(nextafterf(most, -INFINITY));
+  int64_t i = 0;
+  while (i + 8 <= n && !f8_any_above(f8_load(x + i), below)) i += 8;
+  for (; i < n; i++)
     if (x[i] == most) return (int32_t)i;
   return 0;
 }
@@ -40,23 +43,35 @@ static double logsumexp(const float *x, int64_t n) {
   return (double)most + log(sum);
 }
 
-static void philox(uint64_t seed, const uint32_t *counter, uint32_t *words) {
+enum { NOISE_TOKENS = 32 };
+
+/* The words of 32 tokens from `token` on, which is a multiple of 4: eight blocks side by side. */
+static void philox(uint64_t seed, uint32_t token, const uint32_t *place, uint32_t *words) {
   uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
-  uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
+  uint32_t c0[8], c1[8], c2[8], c3[8];
+  for (int i = 0; i < 8; i++) {
+    c0[i] = (token >> 2) + (uint32_t)i;
+    c1[i] = place[0];
+    c2[i] = place[1];
+    c3[i] = place[2];
+  }
   for (int round = 0; round < 10; round++) {
-    uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
-    uint32_t next0 = (uint32_t)(p1 >> 32) ^ c1 ^ key0, next2 = (uint32_t)(p0 >> 32) ^ c3 ^ key1;
-    c1 = (uint32_t)p1;
-    c3 = (uint32_t)p0;
-    c0 = next0;
-    c2 = next2;
+    for (int i = 0; i < 8; i++) {
+      uint64_t p0 = (uint64_t)0xD2511F53u * c0[i], p1 = (uint64_t)0xCD9E8D57u * c2[i];
+      c0[i] = (uint32_t)(p1 >> 32) ^ c1[i] ^ key0;
+      c2[i] = (uint32_t)(p0 >> 32) ^ c3[i] ^ key1;
+      c1[i] = (uint32_t)p1;
+      c3[i] = (uint32_t)p0;
+    }
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
-  words[0] = c0;
-  words[1] = c1;
-  words[2] = c2;
-  words[3] = c3;
+  for (int i = 0; i < 8; i++) {
+    words[4 * i] = c0[i];
+    words[4 * i + 1] = c1[i];
+    words[4 * i + 2] = c2[i];
+    words[4 * i + 3] = c3[i];
+  }
 }
 
 /* Gumbel noise is at most -log(-log(1 - 2^-33)) = 22.8740. */
@@ -64,60 +79,65 @@ static void philox(uint64_t seed, const uint32_t *counter, uint32_t *words) {
 
 typedef struct {
   const float *logits;
+  int64_t count;
   double inverse_temperature;
   uint64_t seed;
-  uint32_t stream, position, attempt;
-} Noise;
+  uint32_t place[3]; /* position, stream, attempt */
+  double best;
+  int32_t pick;
+} Draw;
 
-static double noisy(const Noise *noise, int64_t token, const uint32_t *words) {
-  double u = ((double)words[token & 3] + 0.5) * 0x1p-32;
-  return (double)noise->logits[token] * noise->inverse_temperature - log(-log(u));
+static void consider(Draw *draw, int64_t token, uint32_t word) {
+  double u = ((double)word + 0.5) * 0x1p-32;
+  double value = (double)draw->logits[token] * draw->inverse_temperature - log(-log(u));
+  if (draw->pick >= 0 && !(value > draw->best || (value == draw->best && token < draw->pick)))
+    return;
+  draw->best = value;
+  draw->pick = (int32_t)token;
 }
 
-/* A word below this cannot lift a value that lies `gap` under the best: u < exp(-exp(-gap)). */
-static double least_word(double gap) {
-  if (gap <= -4.0) return 0.0;
-  double words = exp(-exp(-gap)) * 0x1p32;
-  return words - 16.0;
+/* The exact value is formed only where u = word / 2^32 may lift a token over the best, which needs
+ * u > exp(-exp(-gap)) > 1 - exp(-gap). Slack covers float32's rounding of gap and u. */
+static void consider_eight(Draw *draw, int64_t token, const float *logits, const uint32_t *words) {
+  float u[8], least[8], slack = 1e-3f + 1e-6f * fabsf((float)draw->best);
+  for (int i = 0; i < 8; i++) u[i] = (float)(int32_t)(words[i] >> 8) * 0x1p-24f;
+  f8 value = f8_mul(f8_load(logits), f8_set((float)draw->inverse_temperature));
+  f8 gap = f8_mul(f8_sub(f8_set((float)draw->best), value), f8_set(0.9999f));
+  f8 chance = f8_exp(f8_sub(f8_set(slack), gap));
+  f8 limit = f8_sub(f8_set(1.0f - 5e-7f), chance);
+  if (!f8_any_above(f8_load(u), limit)) return;
+  f8_store(least, limit);
+  for (int i = 0; i < 8; i++)
+    if (u[i] > least[i] && token + i < draw->count) consider(draw, token + i, words[i]);
 }
 
-static void consider(const Noise *noise, int64_t token, const uint32_t *words, double *best,
-                     int32_t *pick) {
-  double gap = *best - (double)noise->logits[token] * noise->inverse_temperature;
-  if (*pick >= 0 && (gap > MOST_NOISE || (double)words[token & 3] < least_word(gap))) return;
-  double value = noisy(noise, token, words);
-  if (*pick < 0 || value > *best || (value == *best && token < *pick)) {
-    *best = value;
-    *pick = (int32_t)token;
+static void consider_part(Draw *draw, int64_t token) {
+  float logits[NOISE_TOKENS];
+  uint32_t words[NOISE_TOKENS];
+  const float *from = draw->logits + token;
+  double floor = (draw->best - MOST_NOISE) / draw->inverse_temperature;
+  f8 bound = f8_set((float)(floor - fabs(floor) * 1e-6)), most = f8_set(-INFINITY);
+  if (token + NOISE_TOKENS > draw->count) {
+    for (int i = 0; i < NOISE_TOKENS; i++)
+      logits[i] = token + i < draw->count ? from[i] : -INFINITY;
+    from = logits;
   }
+  for (int i = 0; i < NOISE_TOKENS; i += 8) most = f8_max(f8_load(from + i), most);
+  if (!f8_any_above(most, bound)) return;
+  philox(draw->seed, (uint32_t)token, draw->place, words);
+  for (int i = 0; i < NOISE_TOKENS; i += 8) consider_eight(draw, token + i, from + i, words + i);
 }
 
 /* argmax of logit * inverse_temperature + Gumbel noise, ties to the lowest id. */
 static int32_t pick_gumbel(const float *logits, int64_t n, double inverse_temperature,
                            uint64_t seed, uint32_t stream, uint32_t position, uint32_t attempt) {
-  Noise noise = {logits, inverse_temperature, seed, stream, position, attempt};
-  uint32_t counter[4] = {0, position, stream, attempt}, words[4];
-  int32_t pick = -1;
-  double best = -INFINITY;
+  Draw draw = {logits, n, inverse_temperature, seed, {position, stream, attempt}, -INFINITY, -1};
+  uint32_t words[NOISE_TOKENS];
   int32_t top = argmax(logits, n);
-  counter[0] = (uint32_t)top >> 2;
-  philox(seed, counter, words);
-  consider(&noise, top, words, &best, &pick);
-  for (int64_t start = 0; start < n; start += 8) {
-    int left = n - start < 8 ? (int)(n - start) : 8;
-    double floor = (best - MOST_NOISE) / inverse_temperature;
-    /* float32 rounds the bound: a little slack keeps it below every candidate */
-    f8 bound = f8_set((float)(floor - fabs(floor) * 1e-6));
-    if (left == 8 && inverse_temperature > 0 && !f8_any_above(f8_load(logits + start), bound))
-      continue;
-    for (int64_t token = start; token < start + left; token += 4) {
-      counter[0] = (uint32_t)token >> 2;
-      philox(seed, counter, words);
-      for (int64_t t = token; t < token + 4 && t < start + left; t++)
-        consider(&noise, t, words, &best, &pick);
-    }
-  }
-  return pick;
+  philox(seed, (uint32_t)top & ~3u, draw.place, words);
+  consider(&draw, top, words[top & 3]);
+  for (int64_t token = 0; token < n; token += NOISE_TOKENS) consider_part(&draw, token);
+  return draw.pick;
 }
 
 #endif

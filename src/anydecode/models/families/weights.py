@@ -58,8 +58,8 @@ class TensorReader:
         if isinstance(tensor, Weight):
             raise CheckpointError(f"{self._source}: {self._full(name)} is packed as a matrix")
         self._check(name, tuple(tensor.shape), (size,))
-        values = tensor.to(self._device, torch.float32)
-        return values + offset if offset else values
+        # A copy: a view would keep a mapped file in memory for the sake of a few numbers.
+        return tensor.to(self._device, torch.float32, copy=True) + offset
 
     def matrix(
         self,

@@ -1,0 +1,165 @@
+"""Schedules against passes laid out by hand, and the text they must not change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence as Seq
+from types import SimpleNamespace
+from typing import Any
+
+from anydecode.engine.llm import LLM
+from anydecode.engine.schedules.layered import boundaries, num_groups
+from anydecode.engine.schedules.prepacking import pack
+from anydecode.engine.schedules.priorities import Fair, Priority
+from anydecode.evaluation.certify import PROMPTS, Check, _Restarts, mechanism, scripted_llm
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+
+#: One pass: (request, rows, first layer, last layer) of every piece.
+Pass = set[tuple[int, int, int, int]]
+_LONG = ("x" * 200 + "abc" * 50, "hello " * 40, "q" * 300)
+
+
+def same_text(schedule: str) -> Check:
+    """Long and short prompts, drafted and not, with restarts: the text of the plain schedule."""
+    prompts = [*_LONG, *PROMPTS]
+    options = {"max_tokens": 24, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+    with scripted_llm() as llm:
+        expected = [answer.tokens for answer in llm.generate(prompts, **options)]
+    for decoder in ("autoregressive", "prompt-lookup"):
+        with scripted_llm(schedule=schedule) as llm, _Restarts(llm.engine, seed=5):
+            found = llm.generate(prompts, decoder=decoder, **options)
+            llm.engine.check_integrity()
+        if [answer.tokens for answer in found] != expected:
+            return Check(f"the text is that of plain scheduling, {decoder}", False)
+    return Check("the text is that of plain scheduling, with restarts", True)
+
+
+def passes(
+    schedule: str, lengths: Seq[int], *, tokens: int, layers: int = 3, **more: Any
+) -> list[Pass]:
+    """What every pass ran for prompts of these lengths, all asked at once; `more` holds one option
+    per prompt, and `running`."""
+    running = more.pop("running", 256)
+    model = ScriptedModel(seed=1, num_layers=layers)
+    engine = {"schedule": schedule, "prefix_cache": False, "max_running": running}
+    found: list[Pass] = []
+    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096, **engine) as llm:
+        lane = llm.engine.lanes["target"]
+        options = [{key: values[i] for key, values in more.items()} for i in range(len(lengths))]
+        requests = [
+            llm.request([97 + i] * length, max_tokens=tokens, ignore_eos=True, **options[i])
+            for i, length in enumerate(lengths)
+        ]
+        number = {id(request.jobs[0].sequence): i for i, request in enumerate(requests)}
+        run = lane.run
+
+        def watched(plan: Any) -> Any:
+            found.append(
+                {
+                    (number[id(score.sequence.root)], count, span.start, span.stop)
+                    for score, span, count in plan.pieces
+                }
+            )
+            return run(plan)
+
+        lane.run = watched  # type: ignore[method-assign]
+        for request in requests:
+            llm.engine.submit(request.jobs[0])
+        while not all(request.done for request in requests):
+            llm.engine.step()
+    return found
+
+
+def _rows(found: list[Pass]) -> list[dict[int, int]]:
+    return [{who: rows for who, rows, _, _ in one} for one in found]
+
+
+@mechanism("sarathi")
+def sarathi() -> Iterator[Check]:
+    """Budget 100; prompts of 230 and 150 tokens, four tokens each."""
+    rows = _rows(passes("sarathi:budget=100", [230, 150], tokens=4))
+    expected = [
+        {0: 100}, {0: 100}, {0: 30}, {0: 1, 1: 99}, {0: 1, 1: 51}, {0: 1, 1: 1}, {1: 1}, {1: 1},
+    ]  # fmt: skip
+    yield Check("one chunk of one prompt beside every decode", rows == expected, str(rows))
+    yield same_text("sarathi:budget=100")
+
+
+@mechanism("sarathi-serve")
+def sarathi_serve() -> Iterator[Check]:
+    """The same prompts: what one prompt leaves of the budget, the next one gets."""
+    rows = _rows(passes("sarathi-serve:budget=100", [230, 150], tokens=4))
+    expected = [
+        {0: 100}, {0: 100}, {0: 30, 1: 70}, {0: 1, 1: 80}, {0: 1, 1: 1}, {0: 1, 1: 1}, {1: 1},
+    ]  # fmt: skip
+    yield Check("decodes, then prompts under way, then new ones", rows == expected, str(rows))
+    rows = _rows(passes("sarathi-serve:budget=80", [70, 70, 70], tokens=30))
+    yield Check("no pass is above its budget", all(sum(one.values()) <= 80 for one in rows))
+    began = next(i for i, one in enumerate(rows) if 0 in one and one[0] == 1)
+    yield Check("whoever speaks is in every pass", all(0 in one for one in rows[began:][:29]))
+    yield same_text("sarathi-serve:budget=70")
+
+
+@mechanism("prepacking")
+def prepacking() -> Iterator[Check]:
+    """Bins of 200: 80 goes to the emptier of two bins with room, which is not the tightest."""
+    lengths = [200, 120, 110, 80, 70]
+    yield Check("bins by hand", pack(lengths, 200) == [[0], [1, 4], [2, 3]])
+    rows = _rows(passes("prepacking", lengths, tokens=2))
+    expected = [{0: 200}, {0: 1, 1: 120, 4: 70}, {1: 1, 4: 1, 2: 110, 3: 80}, {2: 1, 3: 1}]
+    yield Check("a bin is a pass, beside every decode", rows == expected, str(rows))
+    yield same_text("prepacking")
+
+
+@mechanism("layered-prefill")
+def layered_prefill() -> Iterator[Check]:
+    """A prompt of 180 tokens in four groups of one layer, beside one that speaks already."""
+    table = {512: 1, 513: 2, 1024: 2, 1025: 4, 2048: 4, 2049: 8, 4096: 8, 4097: 16, 99999: 16}
+    groups = {rows: num_groups(rows, 512, 16) for rows in table}
+    yield Check("as many groups as published", groups == table, str(groups))
+    yield Check("larger groups first", boundaries(5, 2) == [3, 5] and boundaries(4, 4)[0] == 1)
+    found = passes("layered-prefill:unit=50", [2, 180], tokens=6, layers=4)
+    expected = [{(0, 2 if i == 0 else 1, 0, 4), (1, 180, i, i + 1)} for i in range(4)]
+    expected += [{(0, 1, 0, 4), (1, 1, 0, 4)}] * 2 + [{(1, 1, 0, 4)}] * 3
+    yield Check("a layer group per pass, beside every decode", found == expected, str(found))
+    found = passes("layered-prefill:unit=1000,cohort=100", [150, 70], tokens=2)
+    expected = [{(0, 100, 0, 3)}, {(0, 50, 0, 3)}, {(0, 1, 0, 3), (1, 70, 0, 3)}, {(1, 1, 0, 3)}]
+    yield Check("one cohort at a time, long prompts in chunks", found == expected, str(found))
+    yield same_text("layered-prefill:unit=64,cohort=300")
+
+
+@mechanism("priority")
+def priority() -> Iterator[Check]:
+    """One place; the smallest number goes first, whoever came first."""
+    rows = _rows(passes("priority", [5, 5, 5], tokens=2, running=1, priority=[5, -1, 3]))
+    order = list(dict.fromkeys(who for one in rows for who in one))
+    yield Check("admitted by priority", order == [1, 2, 0], str(order))
+    sequences: Any = [SimpleNamespace(priority=number) for number in (0, 7, 7, 2)]
+    yield Check("the least urgent, and of those the last, gives way", Priority().victim(sequences) == 2)
+    yield same_text("priority")
+
+
+@mechanism("online-offline")
+def online_offline() -> Iterator[Check]:
+    """Budget 100; offline work gets what online leaves, and at most 30 rows."""
+    schedule = "online-offline:row_budget=100,offline=30"
+    rows = _rows(passes(schedule, [75, 90], tokens=2, priority=[1, 0]))
+    expected = [{1: 90, 0: 10}, {1: 1, 0: 30}, {0: 30}, {0: 5}, {0: 1}]
+    yield Check("offline fills what online leaves", rows == expected, str(rows))
+    yield same_text("online-offline")
+
+
+@mechanism("fair")
+def fair() -> Iterator[Check]:
+    """One place, every request 10 + 2 * 5 = 20 units: the flood of one tenant does not delay
+    another's requests behind it."""
+    tenants = ["a", "a", "a", "a", "b", "b"]
+    rows = _rows(passes("fair", [10] * 6, tokens=5, running=1, namespace=tenants))
+    order = list(dict.fromkeys(who for one in rows for who in one))
+    yield Check("the tenant that was served least is next", order == [0, 4, 1, 5, 2, 3], str(order))
+    schedule = Fair()
+    schedule.served = {"a": 40.0, "b": 90.0}
+    waiting: Any = [SimpleNamespace(namespace=name, tokens=[], finished=False) for name in "abc"]
+    schedule.next_job(waiting[:2])
+    schedule.next_job(waiting)
+    yield Check("who comes late earns no credit for idling", schedule.served["c"] == 40.0)
+    yield same_text("fair")

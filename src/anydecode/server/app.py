@@ -1,0 +1,239 @@
+"""The application: routes, errors, and the gate around them."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from anydecode import __version__, catalogue
+from anydecode.decoders.decoder import Decoder
+from anydecode.engine.llm import LLM
+from anydecode.errors import AnydecodeError
+from anydecode.server import metrics
+from anydecode.server.chat import chat
+from anydecode.server.completions import complete
+from anydecode.server.embeddings import embed
+from anydecode.server.errors import ApiError, api_error
+from anydecode.server.gate import Gate
+from anydecode.server.logs import log
+from anydecode.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    ResponsesRequest,
+)
+from anydecode.server.responses import respond
+from anydecode.server.run import Disconnected
+from anydecode.server.service import Service
+from anydecode.server.settings import Settings
+
+_PAGE = {
+    "index.html": "text/html; charset=utf-8",
+    "page.css": "text/css; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+}
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline';"
+    " img-src 'self' data:;"
+    " frame-ancestors 'none'; base-uri 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text}
+    for status, text in {
+        400: "The request cannot be served; the message says why.",
+        401: "No key, or a wrong one.",
+        404: "No such model.",
+        413: "The body is too large.",
+        429: "Too many requests are at work; Retry-After says when to come back.",
+        500: "The server made a mistake.",
+        503: "The server is shutting down.",
+    }.items()
+}
+
+
+def create_app(llm: LLM, settings: Settings | None = None) -> Gate:
+    """The ASGI application that serves `llm`. It does not close `llm`."""
+    service = Service(llm, settings or Settings())
+    app = FastAPI(title="anydecode", version=__version__, docs_url=None, redoc_url=None)
+    _add_api(app, service)
+    _add_figures(app, service)
+    _add_page(app)
+    _add_errors(app)
+    gate = Gate(app, service.settings, service.metrics)
+
+    @app.get("/health", responses={503: _ERRORS[503]})
+    async def health() -> Response:
+        """Whether the server takes requests."""
+        status = "draining" if gate.draining else "ok"
+        return JSONResponse({"status": status}, 503 if gate.draining else 200)
+
+    return gate
+
+
+def _add_api(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", responses=_ERRORS)
+    async def chat_completions(body: ChatRequest, http: Request) -> Response:
+        """Answer a conversation."""
+        return await chat(service, body, http)
+
+    @app.post("/v1/completions", responses=_ERRORS)
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        """Continue a text."""
+        return await complete(service, body, http)
+
+    @app.post("/v1/responses", responses=_ERRORS)
+    async def responses(body: ResponsesRequest, http: Request) -> Response:
+        """Answer an input."""
+        return await respond(service, body, http)
+
+    @app.post("/v1/embeddings", responses=_ERRORS)
+    async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
+        """Vectors of texts."""
+        return await embed(service, body, http)
+
+    @app.get("/v1/models", responses={401: _ERRORS[401]})
+    async def models() -> Response:
+        """The model and its adapters."""
+        return JSONResponse({"object": "list", "data": _models(service)})
+
+    @app.get("/v1/models/{name:path}", responses={401: _ERRORS[401], 404: _ERRORS[404]})
+    async def model(name: str) -> Response:
+        """One of them."""
+        for found in _models(service):
+            if found["id"] == name:
+                return JSONResponse(found)
+        raise ApiError(404, f"the model {name!r} does not exist here", code="model_not_found")
+
+
+def _models(service: Service) -> list[dict[str, Any]]:
+    settings, llm = service.settings, service.llm
+    names = [settings.name, *llm.adapters]
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "anydecode",
+            "max_model_len": llm.max_length,
+            "parent": settings.name if index else None,
+        }
+        for index, name in enumerate(names)
+    ]
+
+
+def _add_figures(app: FastAPI, service: Service) -> None:
+    engine = service.llm.engine
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        """Figures in Prometheus's text format."""
+        return Response(service.metrics.exposition(), media_type=metrics.CONTENT_TYPE)
+
+    @app.get("/live")
+    async def live() -> Response:
+        """The load at this moment, for the page."""
+        lanes = {
+            name: {
+                "capacity": lane.pool.num_slots,
+                "used": lane.pool.num_used,
+                "shared": lane.prefixes.num_slots,
+                "passes": lane.num_passes,
+                "rows": lane.num_rows,
+            }
+            for name, lane in list(engine.lanes.items())
+        }
+        return JSONResponse(
+            {
+                "model": service.settings.name,
+                "running": len(engine.running),
+                "waiting": len(engine.waiting),
+                "preemptions": engine.num_preemptions,
+                "said": engine.num_tokens,
+                "lanes": lanes,
+            }
+        )
+
+    @app.get("/decoders")
+    async def decoders() -> Response:
+        """The decoders of the catalogue that can run here, for the page."""
+        return JSONResponse({"decoders": _decoders(service)})
+
+
+def _decoders(service: Service) -> list[dict[str, str]]:
+    found = []
+    lanes = set(service.llm.engine.lanes)
+    for key, entry in sorted(catalogue.entries().items()):
+        try:
+            built = entry.build()
+        except (AnydecodeError, TypeError):  # it wants parameters, which the page does not offer
+            continue
+        if not isinstance(built, Decoder) or set(built.lanes) - lanes:
+            continue
+        if built.causal in (None, service.llm.model.spec.causal):
+            card = entry.card
+            found.append({"key": key, "exactness": card.exactness, "summary": card.summary})
+    return found
+
+
+def _add_page(app: FastAPI) -> None:
+    folder = files("anydecode.server") / "page"
+    pages = {name: (folder / name).read_bytes() for name in _PAGE}
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return _file(pages, "index.html")
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page(name: str) -> Response:
+        return _file(pages, name)
+
+
+def _file(pages: dict[str, bytes], name: str) -> Response:
+    if name not in pages:
+        raise ApiError(404, f"there is no page {name!r}")
+    return Response(pages[name], media_type=_PAGE[name], headers=_PAGE_HEADERS)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    @app.exception_handler(AnydecodeError)
+    @app.exception_handler(UnicodeEncodeError)
+    @app.exception_handler(RuntimeError)
+    async def told(http: Request, error: Exception) -> Response:
+        answer = api_error(error)
+        if answer.status == 500:
+            log.error("a request failed", exc_info=error)
+        return _answer(answer)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(http: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = f"{place}: {first['msg']}" if place else f"the body: {first['msg']}"
+        return _answer(ApiError(400, message, code="invalid_body", param=place or None))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(http: Request, error: HTTPException) -> Response:
+        headers = dict(error.headers or {})
+        return _answer(ApiError(error.status_code, str(error.detail), headers=headers))
+
+    @app.exception_handler(Disconnected)
+    async def gone(http: Request, error: Disconnected) -> Response:
+        return Response(status_code=499)
+
+    @app.exception_handler(Exception)
+    async def broken(http: Request, error: Exception) -> Response:
+        return _answer(api_error(error))
+
+
+def _answer(error: ApiError) -> Response:
+    return Response(
+        error.to_json(), error.status, headers=error.headers, media_type="application/json"
+    )

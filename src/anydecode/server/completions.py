@@ -1,0 +1,127 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from anydecode.engine.generation import Generation
+from anydecode.server import logprobs
+from anydecode.server.events import DONE, EventStream, data
+from anydecode.server.options import engine_options
+from anydecode.server.prompts import prompt_list
+from anydecode.server.protocol import CompletionRequest
+from anydecode.server.run import Run
+from anydecode.server.service import Service, extension, usage
+from anydecode.server.tools import format_constraint, format_schema
+
+#: OpenAI's own limit where a request names none.
+DEFAULT_TOKENS = 16
+
+
+async def complete(service: Service, body: CompletionRequest, http: HttpRequest) -> Response:
+    """Continue one prompt or several, whole or as a stream."""
+    state = http.scope["state"]
+    options = engine_options(body, service.llm, service.settings, state["namespace"])
+    options["max_tokens"] = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    options["logprobs"] = body.logprobs
+    constrain = None
+    if format_schema(body.response_format) is not None:
+
+        def constrain() -> Any:
+            return format_constraint(body.response_format)
+
+    prompts = prompt_list(body.prompt)
+    run = await service.run(prompts, options, state, constrain=constrain, streamed=body.stream)
+    answer = _Answer(service, body, run)
+    if body.stream:
+        return EventStream(run, answer.chunks(), service.settings.stall_seconds)
+    async with run:
+        generations = await run.finished(http.receive)
+    return JSONResponse(answer.whole(generations))
+
+
+class _Answer:
+    """The answer in OpenAI's shape, in one piece or in chunks."""
+
+    def __init__(self, service: Service, body: CompletionRequest, run: Run) -> None:
+        self.service = service
+        self.body = body
+        self.run = run
+        self._noted = [0] * len(run.choices)
+        self._length = [0] * len(run.choices)
+
+    def whole(self, generations: list[Generation]) -> dict[str, Any]:
+        """The answer of a request that did not ask for a stream."""
+        choices = []
+        for index, generation in enumerate(generations):
+            text = self._echo(index) + generation.text
+            choices.append(self._choice(index, text, self._notes(index), self._reason(index)))
+        return {
+            **self.service.head("text_completion", "cmpl"),
+            "choices": choices,
+            "usage": usage(self.run),
+            "anydecode": extension(generations, self.service.tokenizer, self.body.trace),
+        }
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The events of a stream."""
+        head = self.service.head("text_completion", "cmpl")
+        wants_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        shared = {**head, "usage": None} if wants_usage else head
+        live = set(range(len(self.run.choices)))
+        echoes = [self._echo(index) for index in sorted(live)]
+        while live:
+            await self.run.news()
+            for index in sorted(live):
+                request, number = self.run.choices[index]
+                job = request.jobs[number]
+                ended = job.done
+                if ended and job.error is not None:
+                    request.generation()  # raises what ended it
+                text = echoes[index] + request.take_text(number)
+                echoes[index] = ""
+                notes = self._notes(index) if text or ended else None
+                reason = self._reason(index) if ended else None
+                further: dict[str, Any] = {}
+                if ended:
+                    live.discard(index)
+                    if not live:
+                        told = extension(
+                            self.run.generations(), self.service.tokenizer, self.body.trace
+                        )
+                        further = {"anydecode": told}
+                if text or ended:
+                    choice = self._choice(index, text, notes, reason)
+                    yield data({**shared, "choices": [choice], **further})
+        if wants_usage:
+            yield data({**head, "choices": [], "usage": usage(self.run)})
+        yield DONE
+
+    def _choice(self, index: int, text: str, notes: Any, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": notes, "finish_reason": reason}
+
+    def _echo(self, index: int) -> str:
+        if not self.body.echo:
+            return ""
+        prompt = self.run.choices[index][0].prompt
+        return self.service.tokenizer.decode(prompt)
+
+    def _notes(self, index: int) -> dict[str, list[Any]] | None:
+        """Log-probabilities of what has come since the last time."""
+        if self.body.logprobs is None:
+            return None
+        request, number = self.run.choices[index]
+        notes = logprobs.said(request.jobs[number].sequence, self._noted[index])
+        self._noted[index] += len(notes)
+        offset = self._length[index] or len(self._echo(index))
+        lists = logprobs.completion_lists(notes, self.service.tokenizer, offset)
+        self._length[index] = offset + sum(map(len, lists["tokens"]))
+        return lists
+
+    def _reason(self, index: int) -> str:
+        request, number = self.run.choices[index]
+        return request.jobs[number].sequence.finish_reason or "stop"

@@ -1,0 +1,76 @@
+"""Server-sent events: an answer that grows while the client reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import Response
+
+from anydecode.server.errors import api_error
+from anydecode.server.logs import log
+from anydecode.server.run import Disconnected, Run, left
+
+DONE = b"data: [DONE]\n\n"
+_HEAD = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+
+def data(value: Any) -> bytes:
+    """One event."""
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """An ASGI response that sends `chunks` of `run`. When the client leaves, or reads nothing for
+    `stall` seconds, the run is cancelled. An error after the head becomes an event."""
+
+    def __init__(self, run: Run, chunks: AsyncIterator[bytes], stall: float) -> None:
+        super().__init__(media_type="text/event-stream")
+        self._run = run
+        self._chunks = chunks
+        self._stall = stall
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async with self._run:
+            await send(_HEAD)
+            writing = asyncio.ensure_future(self._write(send))
+            leaving = asyncio.ensure_future(left(receive))
+            try:
+                await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                if writing.done():
+                    writing.result()
+            except Disconnected:
+                return
+            finally:
+                leaving.cancel()
+                writing.cancel()
+
+    async def _write(self, send: Any) -> None:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            async for chunk in self._chunks:
+                timer = loop.call_later(self._stall, task.cancel)
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                timer.cancel()
+        except asyncio.CancelledError:
+            raise Disconnected from None
+        except Exception as error:
+            told = api_error(error)
+            if told.status >= 500:
+                log.exception("a stream failed")
+            await send(
+                {"type": "http.response.body", "body": data(told.to_dict()), "more_body": True}
+            )
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

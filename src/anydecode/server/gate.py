@@ -1,0 +1,163 @@
+"""What every request passes before a handler sees it: key, size, and whether there is room."""
+
+from __future__ import annotations
+
+import hmac
+import math
+from time import perf_counter
+from typing import Any
+from uuid import uuid4
+
+from anydecode.server import logs
+from anydecode.server.errors import ApiError
+from anydecode.server.metrics import Metrics
+from anydecode.server.settings import Settings
+
+Message = dict[str, Any]
+
+
+class TooLarge(Exception):
+    """The body turned out to be longer than it may be."""
+
+
+class Gate:
+    """ASGI middleware around the whole application.
+
+    Under `/v1/` it asks for the API key, and for a free place where something is to be computed
+    (POST). `scope["state"]` gets the request's id and the key's namespace. Every request is counted
+    and logged when it ends.
+    """
+
+    def __init__(self, app: Any, settings: Settings, metrics: Metrics) -> None:
+        self.app = app
+        self.settings = settings
+        self.metrics = metrics
+        self.active = 0
+        self.draining = False
+        self._namespaces = settings.namespaces
+        self._mean_seconds = 1.0
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        visit = _Visit(self, scope, receive, send)
+        computes = scope["method"] == "POST" and scope["path"].startswith("/v1/")
+        try:
+            self._admit(visit, computes)
+        except ApiError as error:
+            await visit.refuse(error)
+            self._ended(visit)
+            return
+        self.active += computes
+        try:
+            await self.app(scope, visit.receive, visit.send)
+        except TooLarge:
+            if not visit.status:
+                await visit.refuse(self._too_large())
+        finally:
+            self.active -= computes
+            if computes:
+                self._mean_seconds += 0.1 * (visit.seconds - self._mean_seconds)
+            self._ended(visit)
+
+    def _admit(self, visit: _Visit, computes: bool) -> None:
+        scope = visit.scope
+        headers = dict(scope["headers"])
+        state = scope.setdefault("state", {})
+        state["id"] = visit.id
+        state["namespace"] = None
+        if self._namespaces and scope["path"].startswith("/v1/"):
+            state["namespace"] = self._namespace(headers)
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self.settings.max_body:
+            raise self._too_large()
+        if computes and self.draining:
+            raise ApiError(503, "the server is shutting down", headers={"retry-after": "5"})
+        if computes and self.active >= self.settings.max_requests:
+            wait = str(min(60, max(1, math.ceil(self._mean_seconds))))
+            message = f"{self.active} requests are at work already; try again in {wait} s"
+            raise ApiError(429, message, code="too_many_requests", headers={"retry-after": wait})
+
+    def _namespace(self, headers: dict[bytes, bytes]) -> str:
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        found = None
+        for key, namespace in self._namespaces.items():  # all of them, whichever fits
+            if hmac.compare_digest(key.encode(), given.strip()) and scheme.lower() == b"bearer":
+                found = namespace
+        if found is None:
+            raise ApiError(401, "this server asks for an API key", code="invalid_api_key")
+        return found
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413, f"the body is larger than {self.settings.max_body} bytes", code="body_too_large"
+        )
+
+    def _ended(self, visit: _Visit) -> None:
+        path = visit.scope["path"]
+        route = visit.scope.get("route")
+        known = getattr(route, "path", None) or ("other" if visit.status == 404 else path)
+        if visit.status in (401, 413, 429, 503) and route is None:
+            known = "refused"
+        self.metrics.requests.labels(known, str(visit.status or 499)).inc()
+        logs.event(
+            "request",
+            id=visit.id,
+            method=visit.scope["method"],
+            path=path,
+            status=visit.status or 499,
+            ms=round(visit.seconds * 1e3, 2),
+            tenant=visit.scope["state"]["namespace"],
+            **visit.scope["state"].get("facts", {}),
+        )
+
+
+class _Visit:
+    """One request on its way through the gate."""
+
+    def __init__(self, gate: Gate, scope: Message, receive: Any, send: Any) -> None:
+        self.scope = scope
+        self.id = uuid4().hex
+        self.status = 0
+        self._left = gate.settings.max_body
+        self._receive = receive
+        self._send = send
+        self._began = perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return perf_counter() - self._began
+
+    async def receive(self) -> Message:
+        """The next part of the body. Raises `TooLarge`."""
+        message: Message = await self._receive()
+        if message["type"] == "http.request":
+            self._left -= len(message.get("body", b""))
+            if self._left < 0:
+                raise TooLarge
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Pass an answer on, with the request's id in its head."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = [*message.get("headers", []), (b"x-request-id", self.id.encode())]
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Answer with an error without asking anybody."""
+        body = error.to_json()
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            **error.headers,
+        }
+        if error.status == 413:
+            headers["connection"] = "close"
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self.send(
+            {"type": "http.response.start", "status": error.status, "headers": pairs}
+        )
+        await self.send({"type": "http.response.body", "body": body})

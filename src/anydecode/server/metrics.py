@@ -1,0 +1,113 @@
+"""Figures for Prometheus, read from the engine when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from anydecode.engine.generation import Generation
+from anydecode.engine.llm import LLM
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0)
+_PER_PASS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """Counters and histograms of one server; gauges come from its engine."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter(
+            "requests", "Requests answered, by endpoint and status.", "endpoint", "status"
+        )
+        self.cancelled = self._counter("cancelled_requests", "Clients that left early.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.generated = self._counter("generation_tokens", "Tokens said.")
+        self.first = self._histogram(
+            "time_to_first_token_seconds", "From submission to the first token.", _SECONDS
+        )
+        self.per_token = self._histogram(
+            "time_per_output_token_seconds", "Between tokens, the mean of a request.", _PER_TOKEN
+        )
+        self.whole = self._histogram("request_seconds", "From submission to the end.", _SECONDS)
+        self.per_pass = self._histogram(
+            "tokens_per_pass", "Tokens accepted per pass of the target, by request.", _PER_PASS
+        )
+        self.registry.register(EngineFigures(llm))
+
+    def record(self, generations: list[Generation]) -> None:
+        """Count finished answers."""
+        for generation in generations:
+            stats = generation.stats
+            self.prompt_tokens.inc(stats.num_prompt_tokens)
+            self.generated.inc(stats.num_tokens)
+            self.first.observe(stats.time_to_first_token)
+            self.whole.observe(stats.seconds)
+            if stats.passes:
+                self.per_pass.observe(stats.tokens_per_pass)
+            if stats.num_tokens > 1:
+                spent = stats.seconds - stats.time_to_first_token
+                self.per_token.observe(spent / (stats.num_tokens - 1))
+
+    def exposition(self) -> bytes:
+        """Everything in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"anydecode_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"anydecode_{name}", text, registry=self.registry, buckets=buckets)
+
+
+class EngineFigures:
+    """The engine's own state as metrics."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine = llm.engine
+
+    def describe(self) -> list[Metric]:
+        """Nothing ahead of time: what there is depends on the lanes."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges and counters, per lane where lanes differ."""
+        engine = self._engine
+        yield GaugeMetricFamily(
+            "anydecode_running_sequences", "Sequences being decoded.", len(engine.running)
+        )
+        yield GaugeMetricFamily(
+            "anydecode_waiting_sequences", "Sequences that wait for a place.", len(engine.waiting)
+        )
+        yield CounterMetricFamily(
+            "anydecode_preemptions", "Sequences that gave way to others.", engine.num_preemptions
+        )
+        lane_gauges = {
+            "cache_positions": ("Positions the cache holds.", lambda lane: lane.pool.num_slots),
+            "cache_used": ("Positions in use, shared prefixes included.",
+                           lambda lane: lane.pool.num_used),
+            "cache_prefix": ("Positions kept for prefixes to come.",
+                             lambda lane: lane.prefixes.num_slots),
+        }  # fmt: skip
+        lane_counters = {
+            "prefix_hit_tokens": ("Prompt tokens found in the cache.",
+                                  lambda lane: lane.prefixes.num_hits),
+            "passes": ("Passes run.", lambda lane: lane.num_passes),
+            "rows": ("Rows run.", lambda lane: lane.num_rows),
+            "pass_seconds": ("Time spent in passes.", lambda lane: lane.seconds),
+        }  # fmt: skip
+        for name, (text, read) in lane_gauges.items():
+            gauge = GaugeMetricFamily(f"anydecode_{name}", text, labels=["lane"])
+            for lane in list(engine.lanes.values()):
+                gauge.add_metric([lane.name], read(lane))
+            yield gauge
+        for name, (text, read) in lane_counters.items():
+            counter = CounterMetricFamily(f"anydecode_{name}", text, labels=["lane"])
+            for lane in list(engine.lanes.values()):
+                counter.add_metric([lane.name], read(lane))
+            yield counter

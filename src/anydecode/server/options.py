@@ -1,0 +1,101 @@
+"""From a request body to what the engine is asked for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from anydecode.engine.llm import LLM
+from anydecode.errors import InvalidRequestError
+from anydecode.sampling.params import SamplingParams
+from anydecode.server.errors import ApiError
+from anydecode.server.protocol import WITHOUT_EFFECT, Options
+from anydecode.server.settings import Settings
+
+#: Largest number that a client may give a decoder as a parameter.
+LARGEST = 4096
+_SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
+_SHARED = ("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty")
+_NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
+
+
+def engine_options(
+    body: Options, llm: LLM, settings: Settings, namespace: str | None
+) -> dict[str, Any]:
+    """Options for `LLM.request`. Raises `ApiError` or `InvalidRequestError`."""
+    options: dict[str, Any] = {"temperature": 1.0}
+    for name in _SHARED:
+        if (value := getattr(body, name)) is not None:
+            options[name] = value
+    if body.stop is not None:
+        options["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
+    if body.logit_bias:
+        options["logit_bias"] = token_biases(body.logit_bias)
+    options.update(further(body))
+    if options.get("temperature") == 0 and options.get("n", 1) == 1:
+        options.pop("n", None)
+    options["decoder"] = checked_decoder(body.decoder or settings.decoder)
+    options["adapter"] = adapter_of(body.model, llm, settings)
+    options["trace"] = bool(body.trace)
+    options["priority"] = body.priority
+    options["namespace"] = namespace
+    return options
+
+
+def further(body: Options) -> dict[str, Any]:
+    """Fields beyond OpenAI's: those of `SamplingParams`. Others are refused by name."""
+    extra = body.model_extra or {}
+    unknown = sorted(set(extra) - _SAMPLING - WITHOUT_EFFECT)
+    if unknown:
+        names = ", ".join(unknown)
+        raise ApiError(400, f"unknown field {names}", code="unknown_parameter", param=unknown[0])
+    return {name: extra[name] for name in extra if name in _SAMPLING and extra[name] is not None}
+
+
+def token_biases(biases: dict[str, float]) -> dict[int, float]:
+    """OpenAI's string keys as token ids."""
+    try:
+        return {int(token): value for token, value in biases.items()}
+    except ValueError:
+        raise ApiError(400, "logit_bias maps token ids to numbers", param="logit_bias") from None
+
+
+def checked_decoder(choice: str) -> str:
+    """`choice`, unless its parameters reach for files or are out of all proportion."""
+    for part in filter(None, choice.partition(":")[2].split(",")):
+        value = part.partition("=")[2].strip()
+        if "/" in value or "\\" in value or ".." in value:
+            raise ApiError(400, "a decoder's parameters may not name files", param="decoder")
+        if _NUMBER.fullmatch(value) and abs(float(value)) > LARGEST:
+            raise ApiError(400, f"a decoder's parameters go up to {LARGEST}", param="decoder")
+    return choice
+
+
+def adapter_of(model: str | None, llm: LLM, settings: Settings) -> str | None:
+    """The adapter that `model` names; None for the model itself."""
+    if model in (None, "", settings.name):
+        return None
+    if model in llm.adapters:
+        return model
+    known = ", ".join([settings.name, *llm.adapters])
+    message = f"the model {model!r} does not exist here; there are {known}"
+    raise ApiError(404, message, code="model_not_found", param="model")
+
+
+def check_prompt(tokens: list[int], settings: Settings) -> None:
+    """Raise `ApiError` for a prompt above the operator's limit."""
+    if settings.max_prompt and len(tokens) > settings.max_prompt:
+        raise ApiError(
+            400,
+            f"the prompt has {len(tokens)} tokens; this server takes {settings.max_prompt}",
+            code="context_length_exceeded",
+            param="messages",
+        )
+
+
+def check_choices(count: int, settings: Settings) -> None:
+    """Raise `InvalidRequestError` where one request asks for too many answers at once."""
+    if count > settings.max_choices:
+        raise InvalidRequestError(
+            f"prompts times n is {count}; this server gives {settings.max_choices} at a time"
+        )

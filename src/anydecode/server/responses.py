@@ -1,0 +1,149 @@
+"""`/v1/responses`, for text. Nothing is stored between requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import uuid4
+
+from fastapi import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from anydecode.engine.generation import Generation
+from anydecode.server.errors import ApiError
+from anydecode.server.events import EventStream
+from anydecode.server.options import engine_options
+from anydecode.server.prompts import conversation, response_items
+from anydecode.server.protocol import ResponsesRequest
+from anydecode.server.run import Run
+from anydecode.server.service import Service, extension, usage
+from anydecode.server.tools import format_constraint, format_schema
+
+
+async def respond(service: Service, body: ResponsesRequest, http: HttpRequest) -> Response:
+    """Answer an input, whole or as a stream of events."""
+    if body.previous_response_id is not None:
+        raise ApiError(400, "responses are not stored here; send the whole conversation")
+    if body.n not in (None, 1):
+        raise ApiError(400, "a response has one answer", param="n")
+    state = http.scope["state"]
+    options = engine_options(body, service.llm, service.settings, state["namespace"])
+    limit = body.max_output_tokens or body.max_tokens
+    options["max_tokens"] = service.llm.max_length if limit is None else limit
+    wanted = (body.text or {}).get("format")
+    constrain = None
+    if format_schema(wanted) is not None:
+
+        def constrain() -> Any:
+            return format_constraint(wanted)
+
+    messages = response_items(body.input, body.instructions)
+    text = service.tokenizer.render_chat(conversation(messages))
+    tokens = service.tokenizer.encode(text, special=False)
+    run = await service.run([tokens], options, state, constrain=constrain, streamed=body.stream)
+    answer = _Answer(service, body, run, text[-64:])
+    if body.stream:
+        return EventStream(run, answer.events(), service.settings.stall_seconds)
+    async with run:
+        generations = await run.finished(http.receive)
+    return JSONResponse(answer.whole(generations[0]))
+
+
+class _Answer:
+    """A response object, and the events of its coming about."""
+
+    def __init__(self, service: Service, body: ResponsesRequest, run: Run, end: str) -> None:
+        self.service = service
+        self.body = body
+        self.run = run
+        self._parser = service.parser(end, False)
+        head = service.head("response", "resp")
+        self._head = {"id": head["id"], "object": "response", "created_at": head["created"]}
+        self._item = f"msg_{uuid4().hex}"
+        self._number = 0
+
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        """The response when it is complete."""
+        events = list(self._parser.push(generation.text, final=True))
+        text = "".join(value for kind, value in events if kind == "content")
+        return self._done(generation, text)
+
+    def _done(self, generation: Generation, text: str) -> dict[str, Any]:
+        counted = usage(self.run)
+        cut = generation.finish_reason == "length"
+        return {
+            **self._response("incomplete" if cut else "completed", [self._message(text)]),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "usage": {
+                "input_tokens": counted["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": counted["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counted["total_tokens"],
+            },
+            "anydecode": extension([generation], self.service.tokenizer, self.body.trace),
+        }
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The events of a stream, in OpenAI's order."""
+        place = {"item_id": self._item, "output_index": 0, "content_index": 0}
+        started = self._response("in_progress", [])
+        yield self._event("response.created", response=started)
+        yield self._event("response.in_progress", response=started)
+        item = {**self._message(""), "status": "in_progress", "content": []}
+        yield self._event("response.output_item.added", output_index=0, item=item)
+        yield self._event("response.content_part.added", **place, part=_part(""))
+        text, ended = "", False
+        request = self.run.requests[0]
+        while not ended:
+            await self.run.news()
+            ended = request.done
+            if ended:
+                self.run.generations()  # raises what ended it
+            for kind, value in self._parser.push(request.take_text(), final=ended):
+                if kind == "content":
+                    text += value
+                    yield self._event(
+                        "response.output_text.delta", **place, delta=value, logprobs=[]
+                    )
+        yield self._event("response.output_text.done", **place, text=text, logprobs=[])
+        yield self._event("response.content_part.done", **place, part=_part(text))
+        yield self._event("response.output_item.done", output_index=0, item=self._message(text))
+        done = self._done(self.run.generations()[0], text)
+        yield self._event(f"response.{done['status']}", response=done)
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            **self._head,
+            "status": status,
+            "model": self.service.settings.name,
+            "output": output,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": self.body.instructions,
+            "metadata": {},
+            "parallel_tool_calls": False,
+            "temperature": self.body.temperature,
+            "top_p": self.body.top_p,
+            "tool_choice": "none",
+            "tools": [],
+        }
+
+    def _message(self, text: str) -> dict[str, Any]:
+        return {
+            "id": self._item,
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [_part(text)],
+        }
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body = json.dumps({"type": kind, "sequence_number": self._number, **fields})
+        self._number += 1
+        return f"event: {kind}\ndata: {body}\n\n".encode()
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

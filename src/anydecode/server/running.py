@@ -1,0 +1,85 @@
+"""Running the application: uvicorn on a socket, and an orderly end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType
+
+import uvicorn
+
+from anydecode.engine.llm import LLM
+from anydecode.server import logs
+from anydecode.server.app import create_app
+from anydecode.server.settings import Settings
+
+
+class _Server(uvicorn.Server):
+    """Refuses new work from the moment a shutdown is asked for, while answers under way go on."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        gate = self.config.app
+        gate.draining = True  # type: ignore[union-attr]
+        super().handle_exit(sig, frame)
+
+
+def _server(llm: LLM, settings: Settings) -> _Server:
+    config = uvicorn.Config(
+        create_app(llm, settings),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        timeout_keep_alive=30,
+    )
+    return _Server(config)
+
+
+def serve(llm: LLM, settings: Settings) -> None:
+    """Serve until SIGINT or SIGTERM; then finish what is under way, cancel what takes longer than
+    `drain_seconds`, and close the engine."""
+    logs.write_json_lines()
+    # uvicorn raises the signal again at its end; the engine is to be closed all the same.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    logs.event("start", model=settings.name, url=f"http://{settings.host}:{settings.port}")
+    try:
+        _server(llm, settings).run()
+    finally:
+        llm.close()
+        logs.event("stop")
+
+
+class LiveServer:
+    """A server on a thread of this process, for notebooks, benchmarks and tests. Port 0 finds a free
+    one. Leaving the `with` block stops the server; `llm` is the caller's to close."""
+
+    def __init__(self, llm: LLM, settings: Settings) -> None:
+        self._server = _server(llm, settings)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+
+    @property
+    def url(self) -> str:
+        """`http://host:port`."""
+        host, port = self._server.servers[0].sockets[0].getsockname()[:2]
+        return f"http://{host}:{port}"
+
+    def __enter__(self) -> LiveServer:
+        self._thread.start()
+        while not self._server.started:
+            if not self._thread.is_alive():
+                raise RuntimeError("the server did not start")
+            time.sleep(0.005)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Shut down as a signal would, and wait for the end."""
+        self._server.config.app.draining = True  # type: ignore[union-attr]
+        self._server.should_exit = True
+        self._thread.join()

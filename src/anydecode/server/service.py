@@ -1,0 +1,154 @@
+"""What the handlers share: the engine, the settings, and how a request becomes a run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+from anydecode.engine.generation import Generation
+from anydecode.engine.llm import LLM
+from anydecode.engine.request import Request
+from anydecode.errors import AnydecodeError
+from anydecode.server.metrics import Metrics
+from anydecode.server.options import check_choices, check_prompt
+from anydecode.server.parsers import Parser, reasoning_tags, tool_format
+from anydecode.server.run import Run
+from anydecode.server.settings import Settings
+
+#: Prompts of more characters are tokenised on a thread, so that others' streams go on.
+LONG_TEXT = 16384
+
+
+class Service:
+    """One model, served."""
+
+    def __init__(self, llm: LLM, settings: Settings) -> None:
+        assert llm.tokenizer is not None
+        self.llm = llm
+        self.tokenizer = llm.tokenizer
+        self.settings = settings
+        self.metrics = Metrics(llm)
+        self.created = int(time.time())
+        template = self.tokenizer.chat_template
+        self.tool_format = tool_format(settings.tool_parser, template)
+        self._reasoning = reasoning_tags(settings.reasoning_parser, template)
+
+    async def run(
+        self,
+        prompts: list[Any],
+        options: dict[str, Any],
+        state: dict[str, Any],
+        *,
+        constrain: Callable[[], Any] | None = None,
+        streamed: bool = False,
+    ) -> Run:
+        """A run of `prompts` (text or tokens), not started. `constrain` makes the constraint."""
+        check_choices(len(prompts) * int(options.get("n", 1)), self.settings)
+
+        def make() -> list[Request]:
+            if constrain is not None:
+                options["constraint"] = constrain()
+            tokens = [self.llm.encode(prompt) for prompt in prompts]
+            for prompt in tokens:
+                check_prompt(prompt, self.settings)
+            return [self.llm.request(prompt, **options) for prompt in tokens]
+
+        long = sum(len(prompt) for prompt in prompts) > LONG_TEXT
+        if constrain is not None or long:
+            requests = await asyncio.to_thread(make)
+        else:
+            requests = make()
+        return self.joined(requests, state, streamed)
+
+    def joined(
+        self, requests: list[Request], state: dict[str, Any], streamed: bool = False
+    ) -> Run:
+        """One run of several requests to the engine."""
+        return Run(self.llm, requests, lambda run: self._ended(run, state), streamed)
+
+    def parser(self, prompt_end: str, tools: bool) -> Parser:
+        """The parser of an answer to a conversation whose rendering ends with `prompt_end`."""
+        tags = self._reasoning
+        thinking = tags is not None and prompt_end.rstrip().endswith(tags[0])
+        return Parser(tags, self.tool_format if tools else None, thinking)
+
+    def head(self, kind: str, prefix: str) -> dict[str, Any]:
+        """How every answer begins."""
+        return {
+            "id": f"{prefix}-{uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.settings.name,
+        }
+
+    def _ended(self, run: Run, state: dict[str, Any]) -> None:
+        """Count a run that is over, for better or worse."""
+        facts: dict[str, Any] = {"decoder": run.requests[0].name}
+        state["facts"] = facts
+        if not run.done:
+            self.metrics.cancelled.inc()
+            facts["finish"] = "disconnected"
+            return
+        try:
+            generations = run.generations()
+        except Exception as error:
+            kind = type(error).__name__
+            facts["error"] = str(error) if isinstance(error, AnydecodeError) else kind
+            return
+        self.metrics.record(generations)
+        facts["prompt_tokens"] = sum(len(request.prompt) for request in run.requests)
+        facts["completion_tokens"] = sum(len(one.tokens) for one in generations)
+        facts["passes"] = sum(one.stats.passes for one in generations)
+        facts["ttft_ms"] = round(1e3 * min(g.stats.time_to_first_token for g in generations), 2)
+        facts["finish"] = generations[0].finish_reason
+
+
+def usage(run: Run) -> dict[str, int]:
+    """OpenAI's count of tokens."""
+    prompt = sum(len(request.prompt) for request in run.requests)
+    said = sum(len(job.sequence.tokens) for request in run.requests for job in request.jobs)
+    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+
+
+def extension(
+    generations: list[Generation], tokenizer: Any, trace: bool | str = False
+) -> dict[str, Any]:
+    """What we tell beyond OpenAI's fields: the seed that gives the same text again, and how the
+    decoder fared. Samples of one request come in the order of their index."""
+    first = generations[0]
+    passes = sum(generation.stats.passes for generation in generations)
+    tokens = sum(generation.stats.num_tokens for generation in generations)
+    told: dict[str, Any] = {
+        "seed": first.seed,
+        "decoder": first.decoder,
+        "passes": passes,
+        "tokens_per_pass": tokens / passes if passes else 0.0,
+        "seconds": max(generation.stats.seconds for generation in generations),
+        "time_to_first_token": first.stats.time_to_first_token,
+    }
+    if first.constraint is not None:
+        told["constraint"] = first.constraint
+    if trace == "html":
+        from anydecode.evaluation.trace_html import page
+
+        told["trace_html"] = [page(one) for one in generations]
+    elif first.trace is not None:
+        told["trace"] = [rounds(one.trace or [], tokenizer) for one in generations]
+    return told
+
+
+def rounds(trace: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
+    """A trace as plain JSON, with the text of its tokens."""
+    from anydecode.cli.output import to_plain
+
+    told = []
+    for entry in trace:
+        plain = to_plain(entry)
+        for name in ("drafted", "tokens"):
+            if isinstance(plain.get(name), list):
+                plain[f"{name}_text"] = [tokenizer.decode([token]) for token in plain[name]]
+        told.append(plain)
+    return told

@@ -1,0 +1,175 @@
+"""The benchmark of drafting methods: its arithmetic by hand, and a whole run on scripted models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from anydecode.engine.llm import LLM
+from anydecode.errors import InvalidRequestError
+from anydecode.evaluation import speculative_bench as bench
+from anydecode.evaluation.speculative_bench import (
+    PLAIN,
+    Question,
+    Run,
+    interval,
+    loops,
+    memory,
+    questions,
+    summary,
+)
+from anydecode.evaluation.speculative_report import print_report, to_svg
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+
+
+def answer(method: str, prompt: int, seconds: float, category: str = "a", **facts: object) -> Run:
+    values = {"passes": 11, "draft_seconds": 0.1, "modelled": 1.5, "loops": False,
+              "same_text": True, **facts}  # fmt: skip
+    return Run(category, prompt, method, 0.0, False, 21, seconds=seconds, **values)
+
+
+def test_speed_ups_are_ratios_prompt_by_prompt() -> None:
+    runs = [
+        answer(PLAIN, 0, 2.0),
+        answer("m", 0, 1.0),
+        answer(PLAIN, 1, 2.0),
+        answer("m", 1, 4.0, passes=31),
+        answer(PLAIN, 2, 3.0, "b"),
+        answer("m", 2, 1.0, "b"),
+    ]
+    rows = {row["category"]: row for row in summary(runs) if row["loops"]}
+    assert rows["a"]["speedup"] == pytest.approx(1.25)
+    assert rows["b"]["speedup"] == pytest.approx(3.0)
+    assert rows["overall"]["speedup"] == pytest.approx((1.25 + 3.0) / 2)
+    assert rows["a"]["tokens_per_pass"] == pytest.approx(1.0)
+    assert rows["overall"]["modelled"] == pytest.approx(1.5)
+    assert rows["a"]["draft_share"] == pytest.approx(0.2 / 5.0)
+    assert rows["overall"]["fifth_percentile"] == pytest.approx(np.percentile([2, 0.5, 3], 5))
+
+
+def test_looping_answers_can_be_left_out() -> None:
+    runs = [
+        answer(PLAIN, 0, 2.0, loops=True),
+        answer("m", 0, 0.1, loops=True),
+        answer(PLAIN, 1, 2.0),
+        answer("m", 1, 2.0),
+    ]
+    found = {row["loops"]: row["speedup"] for row in summary(runs) if row["category"] == "overall"}
+    assert found[False] == pytest.approx(1.0)
+    assert found[True] == pytest.approx(10.5)
+
+
+def test_what_counts_as_a_loop() -> None:
+    text = list(range(40))
+    assert not loops(text)
+    assert loops(text + [7] * 32)
+    assert loops(text + [1, 2, 3, 4, 5, 6, 7, 8, 9, 10] * 4)
+    assert not loops(text + [1, 2, 3, 4, 5, 6, 7, 8, 9, 10] * 3)
+    assert not loops([7] * 20)
+
+
+def test_the_interval_holds_the_mean_and_narrows() -> None:
+    random = np.random.default_rng(1)
+    few, many = random.normal(2, 0.5, 10), random.normal(2, 0.5, 1000)
+    low, high = interval([few])
+    assert low < few.mean() < high
+    narrow = interval([many])
+    assert narrow[1] - narrow[0] < (high - low) / 3
+
+
+def test_small_categories_are_merged(tmp_path: Path) -> None:
+    names = ["writing", "math", "math", "qa", "qa", "qa", "extraction"]
+    lines = [json.dumps({"category": name, "turns": [f"{name}?", "more"]}) for name in names]
+    (tmp_path / "question.jsonl").write_text("\n".join(lines))
+    found = questions(tmp_path, 2)
+    assert [question.category for question in found] == [
+        "mt-bench", "mt-bench", "qa", "qa", "extraction",
+    ]  # fmt: skip
+    assert found[0].text == "writing?"
+    assert len(questions(tmp_path, None)) == 7
+
+
+def test_data_that_is_none_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "question.jsonl").write_text('{"category": "qa"}\n')
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(InvalidRequestError) as error:
+            questions(folder, None)
+        assert "\n" not in str(error.value)
+
+
+def scripted() -> LLM:
+    return LLM(
+        ScriptedModel(vocab_size=263, seed=3), tokenizer=ByteTokenizer(), cache_positions=4096
+    )
+
+
+def test_a_whole_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [Question("a", "one two one two"), Question("b", "three")]
+    count = []
+    with scripted() as llm:
+        methods = ["prompt-lookup", "auto"]
+        runs = bench.run(llm, asked, methods, [0.0, 0.8], 12, True, lambda: count.append(1))
+        beyond = memory(llm, asked[0], methods, 8)
+        more = bench.run(llm, asked[:1], ["auto"], [0.0], 12, True, rounds=3)
+    assert len(runs) == len(count) == 2 * 2 * (1 + 2 * 2)
+    assert len(more) == 3
+    assert all(one.modelled > 0 for one in runs)
+    assert all(one.same_text for one in runs)
+    assert {(one.method, one.warm) for one in runs} == {
+        (PLAIN, False), ("prompt-lookup", False), ("prompt-lookup", True), ("auto", False),
+        ("auto", True),
+    }  # fmt: skip
+    assert all(one.draft_seconds > 0 for one in runs if one.method != PLAIN)
+    assert set(beyond) == set(methods)
+    report = {
+        "machine": {"cpu": "c", "cores": 2, "threads": 0},
+        "model": "scripted",
+        "tokens": 12,
+        "data": "two",
+        "rows": summary(runs),
+        "memory": beyond,
+        "runs": [],
+    }
+    print_report(report)
+    assert "prompt-lookup" in capsys.readouterr().out
+    picture = ElementTree.fromstring(to_svg(report))
+    bars = [node for node in picture.iter() if node.tag.endswith("title")]
+    assert len(bars) == 2 * 3  # two methods; two categories and overall
+    json.dumps(report)
+
+
+def test_cold_answers_start_with_nothing_learned() -> None:
+    asked = [Question("a", "q")] * 2
+    with scripted() as llm:
+        runs = bench.run(llm, asked, ["auto"], [0.0], 24)
+        cold = [one.passes for one in runs if one.method == "auto" and not one.warm]
+        warm = [one.passes for one in runs if one.method == "auto" and one.warm]
+    assert cold[0] == cold[1]
+    assert warm[1] < cold[1]  # the second time, the first answer is remembered
+
+
+def test_an_unknown_method_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "LLM", lambda *args, **options: scripted())
+    with pytest.raises(InvalidRequestError, match="no-such"):
+        bench.bench_speculative(None, "no-such", draft=None, limit=1, temperatures="0", rounds=1)
+    with pytest.raises(InvalidRequestError, match="temperatures"):
+        bench.bench_speculative(None, methods="auto", temperatures="warm", draft=None)
+
+
+def test_without_data_it_says_where_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench, "LLM", lambda *args, **options: scripted())
+    file, picture = tmp_path / "out.json", tmp_path / "out.svg"
+    bench.bench_speculative(
+        None, "auto", "m", None, 1, 4, 1, "0", False, 1, plot=picture, json_file=file
+    )
+    assert "question.jsonl" in capsys.readouterr().err
+    report = json.loads(file.read_text())
+    assert report["data"] == "own prompts"
+    assert {row["category"] for row in report["rows"]} >= {"overall", "code", "summary"}
+    assert picture.read_text().startswith("<svg")

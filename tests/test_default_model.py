@@ -1,0 +1,97 @@
+"""The promise of exactness on a real model: same text whatever the drafter, batch, chunk or cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from anydecode import LLM
+from anydecode.decoders.decoder import Decoder
+from anydecode.evaluation.prompts import spread
+from anydecode.scoring.score import Decoding
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import TokenTree
+
+pytestmark = pytest.mark.model
+
+DTYPES = [None, "float32", "bfloat16", "int8", "int4"]
+OPTIONS = {"max_tokens": 20, "seed": 5, "ignore_eos": True}
+PROMPTS = [prompt.text if hasattr(prompt, "text") else prompt for prompt in spread(6)]
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=lambda dtype: dtype or "stored")
+def llm(request: pytest.FixtureRequest, default_model_path: Path) -> Iterator[LLM]:
+    with LLM(default_model_path, dtype=request.param, cache_positions=4096) as llm:
+        yield llm
+
+
+class Rows(Decoder):
+    """Keeps the logits of every row of the prompt, scored in parts of `size`, or as one tree."""
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+        self.logits = np.empty(0)
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        prompt, parts = sequence.prompt, []
+        if self.size is None:
+            sequence.tokens, sequence.prompt = [], prompt[:5]
+            tree = TokenTree.chain(prompt[5:])
+            for extra in (7, 11, 13):
+                tree.add(extra, -1)
+                tree.add(extra, len(prompt) // 2)
+            scores = yield sequence.verify(tree)
+            parts.append(scores.logits[: len(prompt) - 4].copy())
+        else:
+            for start in range(0, len(prompt), self.size):
+                scores = yield sequence.score(prompt[start : start + self.size], rows="all")
+                parts.append(scores.logits.copy())
+        self.logits = np.concatenate(parts)
+
+
+def rows(llm: LLM, prompt: list[int], size: int | None) -> np.ndarray:
+    decoder = Rows(size)
+    llm.clear()
+    llm.generate(prompt, decoder=decoder, max_tokens=1)
+    return decoder.logits
+
+
+def test_rows_are_the_same_bits_in_any_company(llm: LLM) -> None:
+    prompt = llm.encode(" ".join(PROMPTS))[:70]
+    whole = rows(llm, prompt, len(prompt))
+    for size in (1, 3, 16, 33):
+        assert np.array_equal(rows(llm, prompt, size), whole), f"chunks of {size}"
+    assert np.array_equal(rows(llm, prompt, None), whole[4:]), "a tree with siblings"
+    different = [*prompt[:30], (prompt[30] + 1) % 1000, *prompt[31:]]
+    assert not np.array_equal(rows(llm, different, 16)[30:], whole[30:])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_batches_caches_and_drafters_change_nothing(llm: LLM, temperature: float) -> None:
+    options = {**OPTIONS, "temperature": temperature, "logprobs": 2}
+    llm.clear()
+    plain = [llm.generate(p, decoder="autoregressive", **options) for p in PROMPTS]
+    for decoder in ("autoregressive", "prompt-lookup", "layer-draft", "following", "auto"):
+        llm.clear()
+        batch = llm.generate(PROMPTS, decoder=decoder, **options)
+        assert [out.tokens for out in batch] == [out.tokens for out in plain], decoder
+        assert [out.logprobs for out in batch] == [out.logprobs for out in plain], decoder
+    warm = [llm.generate(p, decoder="prompt-lookup", **options).tokens for p in PROMPTS]
+    assert warm == [out.tokens for out in plain]
+
+
+def test_a_batch_of_sixteen(llm: LLM) -> None:
+    alone = llm.generate(PROMPTS[0], **OPTIONS)
+    batch = llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(16)], **OPTIONS)
+    assert all(out.tokens == alone.tokens for out in batch[:: len(PROMPTS)])
+
+
+def test_it_answers(default_model_path: Path) -> None:
+    with LLM(default_model_path) as llm:
+        assert "Paris" in llm.generate("The capital of France is", max_tokens=4).text
+        answer = llm.chat([{"role": "user", "content": "Say hello."}], max_tokens=40)
+        assert answer.finish_reason in ("stop", "length") and answer.text
+        assert llm.score("The capital of France is", " Paris").total > -3

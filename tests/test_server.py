@@ -1,0 +1,587 @@
+"""The server under what clients really do: keys, limits, bad bodies, early leaves, shutdowns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from anydecode.decoders.decoder import Decoder  # noqa: E402
+from anydecode.errors import InvalidRequestError  # noqa: E402
+from anydecode.evaluation.certify import scripted_llm  # noqa: E402
+from anydecode.evaluation.mechanisms import serving as mechanisms  # noqa: E402
+from anydecode.evaluation.serving.bench import bench_serving, parse_objective  # noqa: E402
+from anydecode.evaluation.serving.plot import distribution_svg  # noqa: E402
+from anydecode.evaluation.serving.replay import Objective, Outcome, summary  # noqa: E402
+from anydecode.evaluation.serving.traces import (  # noqa: E402
+    Arrival,
+    fitted,
+    prompt_text,
+    read_trace,
+)
+from anydecode.models.scripted import ScriptedModel  # noqa: E402
+from anydecode.server import logs  # noqa: E402
+from anydecode.server.app import create_app  # noqa: E402
+from anydecode.server.parsers import TOOL_FORMATS, Parser  # noqa: E402
+from anydecode.server.running import LiveServer  # noqa: E402
+from anydecode.server.settings import Settings  # noqa: E402
+
+Post = Callable[..., Any]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
+def assert_clean(llm: Any) -> None:
+    """Nothing runs, nothing waits, and every page belongs to a shared prefix or to nobody."""
+    wait_until(lambda: not llm.engine.has_work)
+    llm.engine.check_integrity()
+    for lane in llm.engine.lanes.values():
+        assert lane.pool.num_used == lane.prefixes.num_slots
+    llm.clear()
+    assert all(lane.pool.num_used == 0 for lane in llm.engine.lanes.values())
+
+
+@pytest.fixture
+def llm() -> Iterator[Any]:
+    with scripted_llm() as llm:
+        yield llm
+
+
+@pytest.fixture
+def slow() -> Iterator[Any]:
+    """An engine whose passes take 20 ms, so that there is time to interfere."""
+    with scripted_llm() as llm:
+        lane = llm.engine.lanes["target"]
+        run = lane.run
+
+        def slowly(plan: Any) -> Any:
+            time.sleep(0.02)
+            return run(plan)
+
+        lane.run = slowly
+        yield llm
+
+
+def settings(**options: Any) -> Settings:
+    return Settings(name="scripted", port=0, **options)
+
+
+def client(server: LiveServer, **options: Any) -> Any:
+    return httpx.Client(base_url=server.url, timeout=30, trust_env=False, **options)
+
+
+def test_limits_have_their_status_codes(slow: Any) -> None:
+    limits = settings(max_body=2000, max_prompt=50, max_requests=1, max_choices=4)
+    with LiveServer(slow, limits) as server, client(server) as http:
+        large = http.post("/v1/completions", json={"prompt": "a" * 3000})
+        assert large.status_code == 413
+        unannounced = http.post(
+            "/v1/completions",
+            content=(b"x" * 500 for _ in range(10)),
+            headers={"content-type": "application/json"},
+        )
+        assert unannounced.status_code == 413
+        long = http.post("/v1/completions", json={"prompt": "a" * 60})
+        assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
+        many = http.post("/v1/completions", json={"prompt": "a", "n": 5})
+        assert many.status_code == 400
+        with http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True,
+                                                          "max_tokens": 100}) as stream:  # fmt: skip
+            next(stream.iter_lines())
+            busy = http.post("/v1/completions", json={"prompt": "b"})
+            assert busy.status_code == 429
+            assert 1 <= int(busy.headers["retry-after"]) <= 60
+            assert http.get("/health").status_code == 200
+        wait_until(lambda: http.post("/v1/completions", json={"prompt": "b"}).status_code == 200)
+    assert_clean(slow)
+
+
+def test_keys_are_asked_for_and_keep_caches_apart(llm: Any) -> None:
+    prompt = "a prompt that is long enough to be shared by those who may share it"
+    with LiveServer(llm, settings(api_keys=("one", "two"))) as server, client(server) as http:
+
+        def ask(key: str | None) -> Any:
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            body = {"prompt": prompt, "max_tokens": 1}
+            return http.post("/v1/completions", json=body, headers=headers)
+
+        assert [ask(key).status_code for key in (None, "three", "on")] == [401, 401, 401]
+        assert ask(None).json()["error"]["type"] == "authentication_error"
+        assert http.get("/v1/models").status_code == 401
+        assert http.get("/health").status_code == 200
+        prefixes = llm.engine.lanes["target"].prefixes
+        assert ask("one").status_code == 200
+        hits = prefixes.num_hits
+        assert ask("two").status_code == 200
+        assert prefixes.num_hits == hits
+        assert ask("one").status_code == 200
+        assert prefixes.num_hits > hits
+    assert llm.decoder("suffix", "a") is llm.decoder("suffix", "a")
+    assert llm.decoder("suffix", "a") is not llm.decoder("suffix", "b")
+
+
+def test_bad_bodies_are_told_in_one_line(llm: Any) -> None:
+    cases = {
+        "/v1/completions": [
+            {}, [], "x", {"prompt": {}}, {"prompt": []}, {"prompt": ""}, {"prompt": "\ud800"},
+            {"prompt": "a", "temperature": -1}, {"prompt": "a", "n": 0}, {"prompt": "a", "stop": ""},
+            {"prompt": "a", "logit_bias": {"x": 1}}, {"prompt": "a", "logit_bias": {"99999": 1}},
+            {"prompt": "a", "decoder": "nonsense"}, {"prompt": "a", "max_tokens": -5},
+            {"prompt": "a", "decoder": "prompt-lookup:size=/etc/passwd"},
+            {"prompt": "a", "decoder": "beam:width=100000"}, {"prompt": [[1], []]},
+            {"prompt": "a", "decoder": "sarathi"}, {"prompt": [-1]}, {"prompt": "a", "logprobs": 99},
+        ],
+        "/v1/chat/completions": [
+            {"messages": []}, {"messages": [{"role": "king", "content": "x"}]},
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3},
+            {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
+            {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema"}},
+        ],
+        "/v1/embeddings": [{"input": ""}, {"input": []}, {"input": "a", "dimensions": 7}],
+        "/v1/responses": [{"input": [{"type": "image"}]}, {"input": "a", "n": 2}],
+    }  # fmt: skip
+    with LiveServer(llm, settings()) as server, client(server) as http:
+        headers = {"content-type": "application/json"}
+        for path, bodies in cases.items():
+            for body in bodies:
+                answer = http.post(path, content=json.dumps(body), headers=headers)
+                assert answer.status_code == 400, (body, answer.text)
+                error = answer.json()["error"]
+                assert error["message"] and "\n" not in error["message"]
+        for content in (b"{", b"\xff\xfe", b"[" * 3000, b'{"prompt": NaN}'):
+            answer = http.post("/v1/completions", content=content, headers=headers)
+            assert answer.status_code == 400, answer.text
+        assert http.get("/nowhere").json()["error"]["type"] == "not_found_error"
+        assert http.get("/v1/completions").status_code == 405
+    assert_clean(llm)
+
+
+class Broken(Decoder):
+    """Says three tokens, then has a fault of its own."""
+
+    def decode(self, sequence: Any) -> Any:
+        for _ in range(3):
+            scores = yield sequence.score(sequence.unscored())
+            sequence.emit([scores.picks[-1]])
+        raise ZeroDivisionError("a fault in the decoder")
+
+
+def test_a_fault_ends_only_its_request(slow: Any, caplog: Any) -> None:
+    caplog.set_level(logging.CRITICAL)
+    build = slow.decoder
+    slow.decoder = lambda choice, *rest: Broken() if choice == "beam" else build(choice, *rest)
+    body = {"prompt": "abc", "max_tokens": 20, "temperature": 0}
+    with LiveServer(slow, settings()) as server, client(server) as http:
+        answers: list[Any] = []
+        other = threading.Thread(
+            target=lambda: answers.append(http.post("/v1/completions", json=body))
+        )
+        other.start()
+        broken = http.post("/v1/completions", json={**body, "decoder": "beam"})
+        assert broken.status_code == 500
+        assert broken.json()["error"]["code"] == "internal_error"
+        with http.stream(
+            "POST", "/v1/completions", json={**body, "decoder": "beam", "stream": True}
+        ) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+        assert "internal_error" in lines[-1]
+        other.join()
+        assert answers[0].json()["choices"][0]["text"] == slow.generate("abc", max_tokens=20).text
+    assert_clean(slow)
+
+
+def test_a_fault_of_a_pass_leaves_the_server_alive(llm: Any, caplog: Any) -> None:
+    caplog.set_level(logging.CRITICAL)
+    lane = llm.engine.lanes["target"]
+    plan, faults = lane.plan, [ZeroDivisionError("a fault in the engine")]
+
+    def faulty(make_room: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return plan(make_room)
+
+    with LiveServer(llm, settings()) as server, client(server) as http:
+        lane.plan = faulty
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 500
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+    assert_clean(llm)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_is_not_decoded_for(slow: Any, stream: bool) -> None:
+    body = json.dumps({"prompt": "abc", "max_tokens": 2000, "stream": stream}).encode()
+    with LiveServer(slow, settings()) as server, client(server) as http:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as raw:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            raw.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            wait_until(lambda: slow.engine.num_tokens > 3)
+        wait_until(lambda: not slow.engine.has_work)
+        assert slow.engine.num_tokens < 1000
+        wait_until(lambda: "anydecode_cancelled_requests_total 1.0" in http.get("/metrics").text)
+    assert_clean(slow)
+
+
+def test_who_does_not_read_is_cut_off(llm: Any) -> None:
+    body = {"prompt": ["abc"] * 30, "max_tokens": 3000, "stream": True, "logprobs": 20}
+    data = json.dumps({**body, "ignore_eos": True}).encode()
+    with LiveServer(llm, settings(stall_seconds=0.3)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.connect((host, int(port)))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+            raw.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+            wait_until(lambda: llm.engine.num_tokens > 30)
+            wait_until(lambda: not llm.engine.has_work, 20)
+        assert llm.engine.num_tokens < 30 * 3000
+    assert_clean(llm)
+
+
+def test_metrics_tell_what_happened(llm: Any) -> None:
+    with LiveServer(llm, settings()) as server, client(server) as http:
+        body = {"prompt": "abc", "max_tokens": 7, "temperature": 0, "ignore_eos": True}
+        for _ in range(3):
+            assert http.post("/v1/completions", json=body).status_code == 200
+        lines = dict(
+            line.rsplit(" ", 1)
+            for line in http.get("/metrics").text.splitlines()
+            if not line.startswith("#")
+        )
+        path = 'endpoint="/v1/completions",status="200"'
+        assert lines[f"anydecode_requests_total{{{path}}}"] == "3.0"
+        assert lines["anydecode_generation_tokens_total"] == "21.0"
+        assert lines["anydecode_prompt_tokens_total"] == "9.0"
+        assert lines["anydecode_time_to_first_token_seconds_count"] == "3.0"
+        assert lines["anydecode_time_per_output_token_seconds_count"] == "3.0"
+        assert lines['anydecode_tokens_per_pass_bucket{le="1.0"}'] == "3.0"
+        assert lines["anydecode_running_sequences"] == "0.0"
+        assert lines["anydecode_preemptions_total"] == "0.0"
+        assert lines['anydecode_cache_positions{lane="target"}'] == "4096.0"
+        live = http.get("/live").json()
+        assert (live["said"], live["running"]) == (21, 0)
+        keys = [entry["key"] for entry in http.get("/decoders").json()["decoders"]]
+        assert "prompt-lookup" in keys and "block-denoiser" not in keys
+
+
+def test_logs_are_json(llm: Any) -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(logs.JsonLines().format(record))  # type: ignore[method-assign]
+    logs.log.addHandler(handler)
+    logs.log.setLevel("INFO")
+    try:
+        with LiveServer(llm, settings()) as server, client(server) as http:
+            answer = http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 3})
+            wait_until(lambda: bool(lines))
+    finally:
+        logs.log.removeHandler(handler)
+    line = json.loads(lines[0])
+    assert line["id"] == answer.headers["x-request-id"]
+    assert (line["status"], line["path"], line["prompt_tokens"]) == (200, "/v1/completions", 3)
+    assert line["completion_tokens"] <= 3 and line["decoder"] == "autoregressive"
+
+
+@pytest.mark.parametrize(("drain", "whole"), [(10.0, True), (1.0, False)])
+def test_a_shutdown_drains_and_then_cancels(slow: Any, drain: float, whole: bool) -> None:
+    body = {"prompt": "abc", "max_tokens": 25 if whole else 3000, "ignore_eos": True}
+    answers: list[Any] = []
+    with LiveServer(slow, settings(drain_seconds=drain)) as server, client(server) as http:
+
+        def ask() -> None:
+            try:
+                answers.append(http.post("/v1/completions", json=body).status_code)
+            except httpx.HTTPError:
+                answers.append(None)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_until(lambda: slow.engine.num_tokens > 2)
+        server.stop()
+        asking.join()
+        assert (answers == [200]) == whole
+    assert_clean(slow)
+
+
+def test_a_draining_server_refuses_new_work(llm: Any) -> None:
+    gate = create_app(llm, settings())
+    gate.draining = True
+
+    async def ask() -> list[int]:
+        transport = httpx.ASGITransport(app=gate)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            refused = await http.post("/v1/completions", json={"prompt": "a"})
+            assert refused.headers["retry-after"] == "5"
+            return [refused.status_code, (await http.get("/health")).status_code]
+
+    assert asyncio.run(ask()) == [503, 503]
+
+
+def test_soak(llm: Any) -> None:
+    """Random lengths, cancellations, bad bodies and early leaves: nothing is left behind, and every
+    answer is the one that the same request gets alone."""
+    chance = random.Random(7)
+    asked: list[tuple[dict[str, Any], str]] = []
+
+    async def one(http: Any, kind: str, body: dict[str, Any]) -> None:
+        if kind == "bad":
+            answer = await http.post("/v1/completions", json={**body, "temperature": -1})
+            assert answer.status_code == 400
+        elif kind == "whole":
+            answer = await http.post("/v1/completions", json=body)
+            asked.append((body, answer.json()["choices"][0]["text"]))
+        else:
+            leave = chance.randrange(1, 4) if kind == "leave" else None
+            text = ""
+            async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as s:
+                async for line in s.aiter_lines():
+                    if line.startswith("data: {"):
+                        text += json.loads(line[6:])["choices"][0]["text"]
+                        if leave is not None and (leave := leave - 1) == 0:
+                            return
+            if kind == "stream":
+                asked.append((body, text))
+
+    async def soak(url: str) -> None:
+        limits = httpx.Limits(max_connections=24)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits, trust_env=False) as h:
+            tasks = []
+            for _ in range(300):
+                body = {
+                    "prompt": chance.choice("abcdef") * chance.randrange(1, 120),
+                    "max_tokens": chance.randrange(1, 16),
+                    "seed": chance.randrange(4),
+                    "temperature": chance.choice([0, 0.8]),
+                    "decoder": chance.choice(["autoregressive", "prompt-lookup", "suffix"]),
+                }
+                kinds = ["whole"] * 4 + ["stream"] * 4 + ["leave"] * 2 + ["bad", "cancel"]
+                kind = chance.choice(kinds)
+                task = asyncio.ensure_future(one(h, "stream" if kind == "cancel" else kind, body))
+                if kind == "cancel":
+                    asyncio.get_running_loop().call_later(chance.random() * 0.5, task.cancel)
+                tasks.append(task)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            wrong = [r for r in results if isinstance(r, Exception)]
+            assert not wrong, wrong[:3]
+
+    with LiveServer(llm, settings(max_requests=1000)) as server:
+        asyncio.run(soak(server.url))
+    assert len(asked) > 150
+    assert_clean(llm)
+    llm.prefix_cache = False
+    for body, text in asked:
+        options = {key: body[key] for key in ("max_tokens", "seed", "temperature")}
+        assert llm.generate(body["prompt"], **options).text == text
+    body, text = asked[0]
+    other = llm.generate(body["prompt"] + "!", max_tokens=16, seed=99, temperature=0.8).text
+    assert other != text  # the comparison above can tell texts apart
+
+
+def test_memory_that_runs_out_changes_no_text() -> None:
+    model = ScriptedModel(seed=1)
+    from anydecode.engine.llm import LLM
+    from anydecode.models.scripted import ByteTokenizer
+
+    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=200) as llm:
+        with LiveServer(llm, settings()) as server, client(server) as http:
+            body = {"prompt": "abc" * 10, "max_tokens": 60, "ignore_eos": True, "n": 6, "seed": 1}
+            answer = http.post("/v1/completions", json=body).json()
+            assert llm.engine.num_preemptions > 0
+            alone = llm.generate("abc" * 10, max_tokens=60, ignore_eos=True, n=6, seed=1, temperature=1.0)
+        texts = [choice["text"] for choice in answer["choices"]]
+        assert texts == [sample.text for sample in alone.samples]
+
+
+def test_parsers_take_answers_apart_at_any_cut() -> None:
+    text = 'hm<think>why\n</think>\n\nso <b> <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    for size in (1, 2, 3, 7, 1000):
+        parser = Parser(("<think>", "</think>"), TOOL_FORMATS["hermes"])
+        found: dict[str, str] = {"content": "", "reasoning": ""}
+        calls = []
+        for at in range(0, len(text), size):
+            for kind, value in parser.push(text[at : at + size]):
+                if kind == "tool":
+                    calls.append(value)
+                else:
+                    found[kind] += value
+        found["content"] += "".join(str(value) for _, value in parser.push("", final=True))
+        assert found == {"content": "hmso <b> ", "reasoning": "why\n"}
+        assert calls == [{"name": "f", "arguments": '{"x": 1}'}]
+    listed = Parser(None, TOOL_FORMATS["mistral"])
+    events = list(listed.push('[TOOL_CALLS][{"name": "a", "arguments": {}}, {"name": "b"}]', True))
+    assert [value["name"] for _, value in events] == ["a", "b"]
+    broken = Parser(None, TOOL_FORMATS["hermes"])
+    assert list(broken.push("<tool_call>no json</tool_call>", True)) == [
+        ("content", "<tool_call>no json</tool_call>")
+    ]
+    thinking = Parser(("<think>", "</think>"), None, thinking=True)
+    assert list(thinking.push("a</think>b", True)) == [("reasoning", "a"), ("content", "b")]
+
+
+@pytest.mark.parametrize(
+    "key", ["sarathi", "sarathi-serve", "prepacking", "layered-prefill", "priority",
+            "online-offline", "fair"],
+)  # fmt: skip
+def test_schedules_work_as_published(key: str) -> None:
+    checks = list(getattr(mechanisms, key.replace("-", "_"))())
+    assert checks and all(check.passed for check in checks), checks
+
+
+def test_a_schedule_that_works_otherwise_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anydecode.engine.schedule import DecodesFirst
+    from anydecode.engine.schedules import layered, sarathi
+
+    monkeypatch.setattr(sarathi.SarathiServe, "pieces", DecodesFirst(100).pieces)
+    assert not all(check.passed for check in mechanisms.sarathi())or not all(
+        check.passed for check in mechanisms.sarathi_serve()
+    )
+    monkeypatch.setattr(layered, "boundaries", lambda layers, groups: [1, layers])
+    assert not all(check.passed for check in mechanisms.layered_prefill())
+
+
+def test_schedules_are_chosen_by_key() -> None:
+    with scripted_llm(schedule="sarathi-serve:budget=64") as llm:
+        assert llm.engine.lanes["target"].schedule.budget == 64
+    with pytest.raises(InvalidRequestError, match="not a schedule"):
+        scripted_llm(schedule="prompt-lookup")
+    with pytest.raises(InvalidRequestError, match="at least one row"):
+        scripted_llm(schedule="sarathi:budget=0")
+
+
+def test_traces_are_read_and_fitted(tmp_path: Path) -> None:
+    azure = tmp_path / "a.csv"
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:05.0000000,400,10\n2023-11-16 18:17:03.5000000,30,8\n"
+    )
+    assert read_trace(azure) == [Arrival(0.0, 30, 8), Arrival(1.5, 400, 10)]
+    mooncake = tmp_path / "m.jsonl"
+    row = {"timestamp": 500, "input_length": 700, "output_length": 5, "hash_ids": [4, 5]}
+    mooncake.write_text(json.dumps(row) + "\n" + json.dumps({**row, "timestamp": 2500}) + "\n")
+    trace = read_trace(mooncake)
+    assert trace[1] == Arrival(2.0, 700, 5, (4, 5))
+    options = {"rate": 4.0, "longest": 256, "output": 3, "shrink": 0.5}
+    assert fitted(trace, requests=2, **options)[1] == Arrival(0.25, 256, 2, (4, 5))
+    texts = [prompt_text(arrival, number) for number, arrival in enumerate(trace)]
+    assert texts[0] == texts[1] and len(texts[0].split()) == 700
+    assert prompt_text(Arrival(0, 9, 1), 0) != prompt_text(Arrival(0, 9, 1), 1)
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(InvalidRequestError, match="x.csv is no trace"):
+        read_trace(tmp_path / "x.csv")
+
+
+def test_figures_of_a_replay_by_hand() -> None:
+    outcomes = [
+        Outcome(0.0, 5, first=0.1, seconds=1.1, tokens=11, gaps=[0.1] * 10),
+        Outcome(1.0, 5, first=0.9, seconds=1.0, tokens=2, gaps=[0.1]),
+        Outcome(2.0, 5, first=0.2, seconds=2.2, tokens=3, gaps=[0.5, 1.5]),
+        Outcome(3.0, 5, error="429"),
+    ]
+    found = summary(outcomes, Objective(ttft=0.5, tpot=0.15))
+    assert found["attainment"] == 0.25
+    assert found["seconds"] == pytest.approx(4.2)
+    assert found["goodput_requests_per_second"] == pytest.approx(1 / 4.2)
+    assert found["goodput_tokens_per_second"] == pytest.approx(11 / 4.2)
+    assert found["ttft"] == {"p50": 0.2, "p99": 0.9}
+    assert found["tpot"] == pytest.approx({"p50": 0.1, "p99": 1.0})
+    assert found["itl"] == {"p50": 0.1, "p99": 1.5}
+    assert parse_objective("ttft=1") == Objective(1.0, float("inf"))
+    with pytest.raises(InvalidRequestError, match="--slo"):
+        parse_objective("speed=3")
+    svg = distribution_svg("t", {"a": [0.1, 0.2], "b": [1.0], "none": []}, {"ttft": 0.5})
+    assert svg.count("<polyline") == 2 and "none" not in svg
+
+
+def test_a_trace_is_replayed_against_a_server(llm: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "m.jsonl"
+    rows = [{"timestamp": 50 * i, "input_length": 30, "output_length": 6} for i in range(8)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with LiveServer(llm, settings()) as server:
+        bench_serving(
+            trace, f"{server.url}/v1", "scripted", "ttft=10,tpot=10", 8, 40.0, 64, 6, 1.0, None,
+            None, 30.0, tmp_path / "out.json", tmp_path / "out.svg",
+        )  # fmt: skip
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert (report["requests"], report["failed"], report["attainment"]) == (8, 0, 1.0)
+    assert report["tokens"] == 48
+    assert (tmp_path / "out.svg").read_text().startswith("<svg")
+
+
+def test_the_api_keeps_to_its_own_description(llm: Any) -> None:
+    schemathesis = pytest.importorskip("schemathesis")
+    hypothesis = pytest.importorskip("hypothesis")
+    gate = create_app(llm, settings(max_choices=4))
+    gate.app.openapi()
+    schema = schemathesis.openapi.from_dict(gate.app.openapi())
+    statuses = set()
+
+    async def send(calls: list[Any]) -> None:
+        transport = httpx.ASGITransport(app=gate, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            for method, path, body in calls:
+                answer = await http.request(method, path, json=body)
+                assert answer.status_code < 500, (path, body, answer.text)
+                statuses.add(answer.status_code)
+
+    calls: list[Any] = []
+    for result in schema.get_all_operations():
+        operation = result.ok()
+
+        @hypothesis.given(case=operation.as_strategy())
+        @hypothesis.settings(
+            max_examples=8, deadline=None, derandomize=True, database=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )  # fmt: skip
+        def collect(case: Any) -> None:
+            body = case.body if isinstance(case.body, (dict, list, str, int)) else None
+            if isinstance(body, dict) and body.get("max_tokens") is None:
+                body = {**body, "max_tokens": 3}
+            calls.append((case.method, case.formatted_path, body))
+
+        collect()
+    asyncio.run(send(calls))
+    assert len(calls) > 40 and {200, 400} <= statuses
+    assert_clean(llm)
+
+
+def test_the_command_serves_and_ends_in_order(tmp_path: Path) -> None:
+    program = (
+        "import anydecode.engine.llm as m, anydecode.evaluation.certify as c, anydecode;"
+        "anydecode.LLM = lambda name, **o: c.scripted_llm();"
+        "from anydecode.cli.main import run; run(['serve', 'scripted', '--port', '0'])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(json.loads(line)["event"])
+        if "Uvicorn running" in lines[-1]:
+            break
+    process.send_signal(signal.SIGTERM)
+    _, rest = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert lines[0] == "start"
+    assert json.loads(rest.splitlines()[-1])["event"] == "stop"

@@ -1,0 +1,182 @@
+"""The page in a real browser: chromium, driven through chromedriver on the loopback."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from anydecode.evaluation.certify import scripted_llm  # noqa: E402
+from anydecode.server.running import LiveServer  # noqa: E402
+from anydecode.server.settings import Settings  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="chromium and chromedriver are not installed"
+)
+#: Screenshots are kept in this folder where the variable is set.
+SCREENSHOTS = os.environ.get("ANYDECODE_SCREENSHOTS")
+
+
+class Browser:
+    """One headless chromium. Every wait is bounded."""
+
+    def __init__(self, folder: Path, dark: bool = False) -> None:
+        port_file = folder / "chromedriver.log"
+        self._log = port_file.open("w+")
+        self._process = subprocess.Popen(
+            [str(DRIVER), "--port=0"], stdout=self._log, stderr=subprocess.STDOUT
+        )
+        self._http = httpx.Client(base_url=self._base(port_file), timeout=30, trust_env=False)
+        flags = [
+            "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+            "--no-first-run", "--disable-dev-shm-usage", f"--user-data-dir={folder / 'profile'}",
+        ]  # fmt: skip
+        if dark:
+            flags.append("--blink-settings=preferredColorScheme=0")
+        options = {"binary": CHROMIUM, "args": flags}
+        capabilities = {"alwaysMatch": {"goog:chromeOptions": options}}
+        answer = self._http.post("/session", json={"capabilities": capabilities}).json()
+        self._session = f"/session/{answer['value']['sessionId']}"
+
+    def _base(self, log: Path) -> str:
+        for _ in range(200):
+            text = log.read_text()
+            if "started successfully on port" in text:
+                number = text.rsplit("on port", 1)[1].strip().rstrip(".")
+                return f"http://127.0.0.1:{number}"
+            time.sleep(0.05)
+        raise RuntimeError("chromedriver did not start")
+
+    def do(self, command: str, **body: Any) -> Any:
+        """One WebDriver command."""
+        answer = self._http.post(f"{self._session}/{command}", json=body)
+        value = answer.json()["value"]
+        assert answer.status_code == 200, value
+        return value
+
+    def script(self, text: str) -> Any:
+        """What `text`, the body of a function, returns in the page."""
+        return self.do("execute/sync", script=text, args=[])
+
+    def until(self, condition: str, seconds: float = 20.0) -> None:
+        """Wait until the expression `condition` holds."""
+        for _ in range(int(seconds / 0.05)):
+            if self.script(f"return Boolean({condition})"):
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"never came true: {condition}")
+
+    def size(self, width: int, height: int) -> None:
+        """Set the size of the page itself, in CSS pixels."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.do(
+            "goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=metrics
+        )
+
+    def picture(self, name: str) -> bytes:
+        """A screenshot as PNG."""
+        data = base64.b64decode(self._http.get(f"{self._session}/screenshot").json()["value"])
+        if SCREENSHOTS:
+            Path(SCREENSHOTS, f"{name}.png").write_bytes(data)
+        return data
+
+    def errors(self) -> list[str]:
+        """Messages of severity SEVERE in the console."""
+        entries = self.do("se/log", type="browser")
+        return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
+
+    def close(self) -> None:
+        """End the session and the driver."""
+        self._http.delete(self._session)
+        self._http.close()
+        self._process.terminate()
+        self._process.wait(10)
+        self._log.close()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with scripted_llm() as llm, LiveServer(llm, Settings(name="scripted", port=0)) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module", params=["light", "dark"])
+def browser(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("browser"), dark=request.param == "dark")
+    browser.theme = request.param  # type: ignore[attr-defined]
+    yield browser
+    browser.close()
+
+
+def opened(browser: Browser, url: str, width: int) -> None:
+    browser.size(width, 800)
+    browser.do("url", url=url)
+    browser.until("document.body.dataset.ready")
+
+
+@pytest.mark.parametrize("width", [1200, 380])
+def test_chat_race_and_trace(browser: Any, url: str, width: int) -> None:
+    opened(browser, url, width)
+    name = f"{browser.theme}-{width}"
+    dark = browser.script("return matchMedia('(prefers-color-scheme: dark)').matches")
+    assert dark == (browser.theme == "dark")
+    ground = browser.script("return getComputedStyle(document.body).backgroundColor")
+    assert ground == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
+
+    browser.script(
+        "at('tokens').value = 60; at('seed').value = 4; at('temperature').value = 0.3;"
+        "at('decoder').value = 'prompt-lookup'; at('message').value = 'one two one two one';"
+        "at('ask').requestSubmit()"
+    )
+    browser.until("document.querySelector('.assistant .facts button') && !pending")
+    facts = browser.script("return document.querySelector('.assistant .facts').innerText")
+    assert "prompt-lookup" in facts and "60 tokens" in facts and "seed 4" in facts
+    assert browser.script("return messages.map((m) => m.role)") == ["user", "assistant"]
+    fits = "document.documentElement.scrollWidth <= innerWidth"
+    assert browser.script(f"return {fits}")
+    browser.picture(f"chat-{name}")
+
+    browser.script("document.querySelector('.assistant .facts button').click()")
+    browser.until("document.querySelector('dialog[open] iframe').srcdoc.includes('prompt-lookup')")
+    time.sleep(0.3)  # the picture is for people; nothing is asserted of it
+    browser.picture(f"trace-{name}")
+    browser.script("at('viewer').close()")
+
+    browser.script("document.querySelector('[data-view=race]').click()")
+    browser.script("at('start').requestSubmit()")
+    browser.until("at('verdict').textContent")
+    assert "the same text" in browser.script("return at('verdict').textContent")
+    assert browser.script("return document.querySelectorAll('article.won').length") == 1
+    assert browser.script(f"return {fits}")
+    browser.picture(f"race-{name}")
+    assert browser.errors() == []
+
+
+def test_an_error_is_told_and_does_no_harm(browser: Any, url: str) -> None:
+    opened(browser, url, 800)
+    browser.script(
+        "at('temperature').value = -5; at('message').value = 'x'; at('ask').requestSubmit()"
+    )
+    browser.until("document.querySelector('.facts .error')")
+    told = browser.script("return document.querySelector('.facts .error').innerText")
+    assert told == "temperature must be between 0 and 100, not -5.0"
+    assert browser.script("return messages.length") == 0
+
+
+def test_nothing_is_fetched_from_elsewhere(browser: Any, url: str) -> None:
+    opened(browser, url, 800)
+    fetched = browser.script("return performance.getEntriesByType('resource').map((e) => e.name)")
+    assert fetched and all(name.startswith(url) for name in fetched)

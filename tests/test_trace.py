@@ -1,0 +1,156 @@
+"""The view of one generation: every token is in it once, in the colour of who drafted it."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from anydecode.engine.generation import Generation, Stats
+from anydecode.engine.llm import LLM
+from anydecode.evaluation.trace_html import fragment, page, passes_of
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+
+RECORD = {
+    "position": 3,
+    "drafted": [11, 12, 13, 14],
+    "parents": [-1, 0, 0, -1],
+    "sources": ["copy", "past", "copy", "copy"],
+    "accepted": [0, 2],
+    "tokens": [11, 13, 15],
+    "draft_seconds": 0.001,
+    "verify_seconds": 0.009,
+}
+
+
+def made(records: list[dict] | None, tokens: list[int], **facts: object) -> Generation:
+    stats = Stats(passes=2, num_tokens=len(tokens), num_prompt_tokens=2, seconds=1.0,
+                  time_to_first_token=0.1)  # fmt: skip
+    show = {11: "<b>", 12: " no", 13: "\n", 14: "alt", 15: "end", 10: "start"}
+    return Generation("text", tokens, "stop", 1, stats, "auto", trace=records,
+                      token_text=lambda token: show.get(token, f"[{token}]"), **facts)  # fmt: skip
+
+
+class Reader(HTMLParser):
+    """Checks that tags close in order, and collects what is asked for."""
+
+    VOID = frozenset(("meta", "input", "br", "link"))
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[tuple[str, dict[str, str | None]]] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.words: list[tuple[str, str]] = []
+        self.feed(html)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if "id" in found:
+            self.ids.append(str(found["id"]))
+        if tag == "a":
+            self.links.append(str(found["href"]))
+        assert tag not in ("script", "img", "iframe")
+        if tag not in self.VOID:
+            self.open.append((tag, found))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1][0] == "a":
+            self.words.append((str(self.open[-1][1].get("class")), data))
+
+
+def test_tokens_are_coloured_by_who_drafted_them() -> None:
+    reader = Reader(page(made([RECORD], [10, 11, 13, 15])))
+    assert reader.words == [("own", "start"), ("s0", "<b>"), ("s0", "\n"), ("own", "end")]
+
+
+def test_rejected_drafts_stand_where_they_were_rejected() -> None:
+    rejected = {**RECORD, "accepted": [], "tokens": [15]}
+    html = fragment(made([rejected], [10, 15]))
+    text = html[html.index('<div class="text">') : html.index("<h2>Time")]
+    assert unescape(re.sub("<[^>]*>", "|", text)).replace("||", "|") == "|start|<b> no|end|"
+    assert "0 of 4" in html
+
+
+def test_every_node_of_a_tree_is_shown_once_and_kept_ones_in_colour() -> None:
+    html = page(made([RECORD], [10, 11, 13, 15]))
+    listed = html[html.index('<ol class="passes">') :]
+    chips = [(kind, unescape(text)) for kind, text in
+             re.findall(r'class="chip (\w+)"[^>]*>([^<]*)<', listed)]  # fmt: skip
+    assert chips == [
+        ("own", "start"), ("s0", "<b>"), ("off", " no"), ("s0", "↵"), ("off", "alt"),
+        ("own", "end"),
+    ]  # fmt: skip
+
+
+def test_a_node_wrongly_called_kept_would_be_seen() -> None:
+    wrong = {**RECORD, "accepted": [0, 1]}
+    assert page(made([wrong], [10, 11, 13, 15])) != page(made([RECORD], [10, 11, 13, 15]))
+
+
+def test_every_link_leads_somewhere_and_nothing_is_fetched() -> None:
+    for records in ([RECORD], [{**RECORD, "position": 2}], []):
+        html = page(made(records, [10, 11, 13, 15, 15]))
+        reader = Reader(html)
+        if records:
+            assert {link[1:] for link in reader.links} <= set(reader.ids)
+        assert not re.search(r"https?:|url\(|@import|src=", html)
+
+
+def test_tokens_nobody_recorded_are_still_there() -> None:
+    generation = made([RECORD], [10, 11, 13, 15, 10, 10])
+    assert [p.tokens for p in passes_of(generation)] == [[10], [11, 13, 15], [10, 10]]
+    assert passes_of(made(None, [10]))[0].tokens == [10]
+
+
+def test_an_answer_that_ended_inside_accepted_drafts() -> None:
+    generation = made([RECORD], [10, 11])
+    assert [p.num_kept for p in passes_of(generation)] == [0, 1]
+    Reader(page(generation))
+
+
+def real(decoder: str, **options: object) -> Generation:
+    with LLM(ScriptedModel(vocab_size=263, seed=5), tokenizer=ByteTokenizer()) as llm:
+        return llm.generate("one two one two one", decoder=decoder, trace=True, max_tokens=30,
+                            ignore_eos=True, **options)  # fmt: skip
+
+
+@pytest.mark.parametrize("decoder", ["autoregressive", "prompt-lookup", "suffix", "auto"])
+def test_a_real_trace_says_every_token_once(decoder: str) -> None:
+    generation = real(decoder)
+    assert [token for p in passes_of(generation) for token in p.tokens] == generation.tokens
+    reader = Reader(page(generation))
+    shown = "".join(text for _, text in reader.words)
+    assert shown == "".join(map(generation.token_text, generation.tokens)).replace("\r", "\n")
+
+
+def test_a_notebook_shows_the_answer_with_and_without_a_trace() -> None:
+    Reader(real("auto")._repr_html_())
+    with LLM(ScriptedModel(vocab_size=263, seed=5), tokenizer=ByteTokenizer()) as llm:
+        Reader(llm.generate("a", max_tokens=5, ignore_eos=True)._repr_html_())
+
+
+def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from anydecode.cli import options
+    from anydecode.cli.main import app
+
+    def load(*args: object) -> LLM:
+        return LLM(ScriptedModel(vocab_size=263, seed=5), tokenizer=ByteTokenizer())
+
+    monkeypatch.setattr(options, "load", load)
+    monkeypatch.setenv("ANYDECODE_CACHE", str(tmp_path))
+    file = tmp_path / "out.html"
+    arguments = ["generate", "one two one two", "-d", "auto", "-n", "9", "--trace", str(file)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    Reader(file.read_text(encoding="utf-8"))
