@@ -19,7 +19,7 @@ pytestmark = pytest.mark.model
 
 DTYPES = [None, "float32", "bfloat16", "int8", "int4"]
 OPTIONS = {"max_tokens": 20, "seed": 5, "ignore_eos": True}
-PROMPTS = [prompt.text if hasattr(prompt, "text") else prompt for prompt in spread(6)]
+PROMPTS = [prompt.text if hasattr(prompt, "text") else prompt for prompt in spread(4)]
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=lambda dtype: dtype or "stored")

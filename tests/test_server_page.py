@@ -82,9 +82,7 @@ class Browser:
     def size(self, width: int, height: int) -> None:
         """Set the size of the page itself, in CSS pixels."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.do(
-            "goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=metrics
-        )
+        self.do("goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=metrics)
 
     def picture(self, name: str) -> bytes:
         """A screenshot as PNG."""

@@ -52,9 +52,10 @@ class JsonSchema(Constraint):
 
     Guards, stated in the result: `whitespace` is a regular expression for the space between parts
     ("" for none, None for exactly one space behind each comma and colon); strings without a bound
-    have at most `max_string` characters (0: no limit). A value that breaks a rule no mask expresses is drawn again, `tries` times per answer. With
-    `close` an answer that meets the token limit is brought to an end within it. `resources` are
-    other schemas by URI, for references to them: nothing is ever fetched.
+    have at most `max_string` characters (0: no limit). A value that breaks a rule no mask expresses
+    is drawn again, `tries` times per answer. With `close` an answer that meets the token limit is
+    brought to an end within it. `resources` are other schemas by URI, for references to them:
+    nothing is ever fetched.
     """
 
     def __init__(

@@ -258,7 +258,7 @@ class Engine:
                     job.generators.pop()
                     if not job.generators:
                         self._end(job, None)
-                        return
+                        break
                     value = stop.value
                     continue
                 if not self._take(job, request):

@@ -42,6 +42,8 @@ def print_report(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     machine, console = report["machine"], Console()
+    if not console.is_terminal:
+        console.width = 120
     console.print(
         f"{machine['cpu']}, {machine['cores']} cores; {report['model']}, {report['tokens']} tokens,"
         f" {report['data']}; speed-up over plain decoding, 95% interval, 5th percentile of prompts"

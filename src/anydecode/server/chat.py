@@ -119,7 +119,9 @@ class _Answer:
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events of a stream."""
         head = self.service.head("chat.completion.chunk", "chatcmpl")
-        wants_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        wants_usage = (
+            self.body.stream_options is not None and self.body.stream_options.include_usage
+        )
         shared = {**head, "usage": None} if wants_usage else head
         opening = json.dumps(shared, separators=(",", ":"))[:-1].encode()
         live = set(range(len(self.run.choices)))

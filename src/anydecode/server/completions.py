@@ -70,7 +70,9 @@ class _Answer:
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events of a stream."""
         head = self.service.head("text_completion", "cmpl")
-        wants_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        wants_usage = (
+            self.body.stream_options is not None and self.body.stream_options.include_usage
+        )
         shared = {**head, "usage": None} if wants_usage else head
         live = set(range(len(self.run.choices)))
         echoes = [self._echo(index) for index in sorted(live)]

@@ -73,4 +73,6 @@ def api_error(error: BaseException) -> ApiError:
         if isinstance(error, InvalidRequestError):
             return ApiError(400, message, code="invalid_value")
         return ApiError(400, message)
-    return ApiError(500, "the server made a mistake; its log has the details", code="internal_error")
+    return ApiError(
+        500, "the server made a mistake; its log has the details", code="internal_error"
+    )

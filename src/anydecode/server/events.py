@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from anydecode.server.errors import api_error
 from anydecode.server.logs import log
-from anydecode.server.run import Disconnected, Run, left
+from anydecode.server.run import Run, left
 
 DONE = b"data: [DONE]\n\n"
 _HEAD = {
@@ -47,10 +47,8 @@ class EventStream(Response):
             leaving = asyncio.ensure_future(left(receive))
             try:
                 await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-                if writing.done():
+                if writing.done() and not writing.cancelled():
                     writing.result()
-            except Disconnected:
-                return
             finally:
                 leaving.cancel()
                 writing.cancel()
@@ -64,8 +62,6 @@ class EventStream(Response):
                 timer = loop.call_later(self._stall, task.cancel)
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 timer.cancel()
-        except asyncio.CancelledError:
-            raise Disconnected from None
         except Exception as error:
             told = api_error(error)
             if told.status >= 500:

@@ -8,6 +8,8 @@ from time import perf_counter
 from typing import Any
 from uuid import uuid4
 
+from fastapi import HTTPException
+
 from anydecode.server import logs
 from anydecode.server.errors import ApiError
 from anydecode.server.metrics import Metrics
@@ -16,8 +18,11 @@ from anydecode.server.settings import Settings
 Message = dict[str, Any]
 
 
-class TooLarge(Exception):
+class TooLarge(HTTPException):
     """The body turned out to be longer than it may be."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(413, f"the body is larger than {limit} bytes")
 
 
 class Gate:
@@ -52,9 +57,6 @@ class Gate:
         self.active += computes
         try:
             await self.app(scope, visit.receive, visit.send)
-        except TooLarge:
-            if not visit.status:
-                await visit.refuse(self._too_large())
         finally:
             self.active -= computes
             if computes:
@@ -71,7 +73,9 @@ class Gate:
             state["namespace"] = self._namespace(headers)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.settings.max_body:
-            raise self._too_large()
+            limit = self.settings.max_body
+            message = f"the body is larger than {limit} bytes"
+            raise ApiError(413, message, code="body_too_large")
         if computes and self.draining:
             raise ApiError(503, "the server is shutting down", headers={"retry-after": "5"})
         if computes and self.active >= self.settings.max_requests:
@@ -88,11 +92,6 @@ class Gate:
         if found is None:
             raise ApiError(401, "this server asks for an API key", code="invalid_api_key")
         return found
-
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413, f"the body is larger than {self.settings.max_body} bytes", code="body_too_large"
-        )
 
     def _ended(self, visit: _Visit) -> None:
         path = visit.scope["path"]
@@ -120,7 +119,7 @@ class _Visit:
         self.scope = scope
         self.id = uuid4().hex
         self.status = 0
-        self._left = gate.settings.max_body
+        self._limit = self._left = gate.settings.max_body
         self._receive = receive
         self._send = send
         self._began = perf_counter()
@@ -135,7 +134,7 @@ class _Visit:
         if message["type"] == "http.request":
             self._left -= len(message.get("body", b""))
             if self._left < 0:
-                raise TooLarge
+                raise TooLarge(self._limit)
         return message
 
     async def send(self, message: Message) -> None:
@@ -157,7 +156,5 @@ class _Visit:
         if error.status == 413:
             headers["connection"] = "close"
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self.send(
-            {"type": "http.response.start", "status": error.status, "headers": pairs}
-        )
+        await self.send({"type": "http.response.start", "status": error.status, "headers": pairs})
         await self.send({"type": "http.response.body", "body": body})

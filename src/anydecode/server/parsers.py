@@ -183,5 +183,3 @@ def read_calls(written: str, style: ToolFormat) -> list[dict[str, str]]:
             arguments = json.dumps(arguments, ensure_ascii=False)
         found.append({"name": call["name"], "arguments": arguments})
     return found
-
-

@@ -63,9 +63,7 @@ class Service:
             requests = make()
         return self.joined(requests, state, streamed)
 
-    def joined(
-        self, requests: list[Request], state: dict[str, Any], streamed: bool = False
-    ) -> Run:
+    def joined(self, requests: list[Request], state: dict[str, Any], streamed: bool = False) -> Run:
         """One run of several requests to the engine."""
         return Run(self.llm, requests, lambda run: self._ended(run, state), streamed)
 

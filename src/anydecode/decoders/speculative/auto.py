@@ -8,7 +8,8 @@ tree. The objective is the goodput of Liu et al., SmartSpec, arXiv:2406.14066.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence as Seq
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from time import perf_counter
 
 from anydecode.catalogue import Card, register

@@ -6,7 +6,8 @@ Increased Throughput in Large Language Models", arXiv:2404.09529.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 
 from anydecode.catalogue import Card, register
 from anydecode.engine.schedule import Piece, Schedule, whole

@@ -5,10 +5,11 @@ Fair shares: Sheng et al., "Fairness in Serving Large Language Models", OSDI 202
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence as Seq
+from collections.abc import Hashable, Iterator
+from collections.abc import Sequence as Seq
 
 from anydecode.catalogue import Card, register
-from anydecode.engine.schedule import Budget, DecodesFirst, Piece, Schedule, fill
+from anydecode.engine.schedule import Budget, DecodesFirst, Piece, fill
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Score
 from anydecode.scoring.sequence import Sequence

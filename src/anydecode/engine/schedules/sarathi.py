@@ -33,9 +33,7 @@ class _Chunked(Schedule):
         decodes = [score for score in fresh if score.num_rows <= self.short]
         return decodes, resumed, [score for score in fresh if score.num_rows > self.short]
 
-    def prefill(
-        self, decodes: list[Score], prompts: list[Score]
-    ) -> Iterator[Piece]:
+    def prefill(self, decodes: list[Score], prompts: list[Score]) -> Iterator[Piece]:
         """All `decodes`, then as much of `prompts` as the budget leaves."""
         rows = 0
         for score in decodes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,7 +135,9 @@ def priority() -> Iterator[Check]:
     order = list(dict.fromkeys(who for one in rows for who in one))
     yield Check("admitted by priority", order == [1, 2, 0], str(order))
     sequences: Any = [SimpleNamespace(priority=number) for number in (0, 7, 7, 2)]
-    yield Check("the least urgent, and of those the last, gives way", Priority().victim(sequences) == 2)
+    yield Check(
+        "the least urgent, and of those the last, gives way", Priority().victim(sequences) == 2
+    )
     yield same_text("priority")
 
 

@@ -42,10 +42,10 @@ def distribution_svg(title: str, curves: dict[str, list[float]], marks: dict[str
     for curve, colour in zip(curves.values(), _COLOURS, strict=False):
         shares = [(i + 1) / min(len(curve), 400) for i in range(min(len(curve), 400))]
         at = [curve[math.ceil(share * len(curve)) - 1] for share in shares]
-        points = " ".join(
-            f"{x(v):.1f},{y(share):.1f}" for v, share in zip(at, shares, strict=True)
+        points = " ".join(f"{x(v):.1f},{y(share):.1f}" for v, share in zip(at, shares, strict=True))
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
         )
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
     for number, ((name, value), colour) in enumerate(zip(marks.items(), _COLOURS, strict=False)):
         parts.append(_line(x(value), 34, x(value), 34 + tall, colour, ' stroke-dasharray="4 3"'))
         parts.append(f'<text x="{x(value) + 3:.1f}" y="{44 + 12 * number}">{escape(name)}</text>')
