@@ -25,7 +25,7 @@ class Echo(Decoder):
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:
             text = sequence.all_tokens
-            guesses = [b for a, b in zip(text, text[1:]) if a == text[-1]][-1:]
+            guesses = [b for a, b in zip(text, text[1:], strict=False) if a == text[-1]][-1:]
             tree = TokenTree.chain(guesses)
             scores = yield sequence.verify(tree)
             verdict = TokenExact().walk(tree, scores)

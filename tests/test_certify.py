@@ -57,7 +57,7 @@ class Careless(Decoder):
 
 
 class Forgetful(Decoder):
-    """Keeps what it should have in `sequence.state` in a local, so that restarts change its text."""
+    """Keeps in a local what belongs into `sequence.state`, so that restarts change its text."""
 
     card = Card("forgetful", "speculative", paper="", exactness="lossy")
 

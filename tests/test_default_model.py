@@ -1,4 +1,4 @@
-"""The promise of exactness on a real model: same text whatever the drafter, batch, chunk or cache."""
+"""Exactness on a real model: the same text whatever the drafter, batch, chunk or cache."""
 
 from __future__ import annotations
 

@@ -177,6 +177,7 @@ def test_end_of_text_ends() -> None:
 def test_threads_share_one_engine() -> None:
     found: dict[int, list[int]] = {}
     with scripted_llm() as llm:
+
         def work(i: int) -> None:
             found[i] = llm.generate(PROMPTS[i], **OPTIONS).tokens
 

@@ -13,6 +13,7 @@ import pytest
 from anydecode import JsonSchema
 from anydecode.constraints import json_schema as module
 from anydecode.constraints.checking import JsonWatch, Validator
+from anydecode.constraints.closing import closing_tokens
 from anydecode.constraints.endless import is_endless
 from anydecode.constraints.narrowing import narrowed
 from anydecode.constraints.relaxing import LEVELS, nodes, relaxed, without_assertions
@@ -349,3 +350,17 @@ def test_schemas_are_compiled_once():
     first.start(TOKENIZER, 259)
     second.start(TOKENIZER, 259)
     assert first._plan is second._plan and len(module._PLANS) == 1
+
+
+def test_endings_are_found_far_from_the_end():
+    names = [f"name{i}" for i in range(9)]
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names},
+              "required": names}  # fmt: skip
+    state = JsonSchema(schema).start(TOKENIZER, 259)
+    for byte in b'{"name0": "abc':
+        state.advance(byte)
+    ending = closing_tokens(state, TOKENIZER)
+    text = b'{"name0": "abc' + bytes(ending[:-1])
+    jsonschema.validate(json.loads(text), schema)
+    assert set(json.loads(text)) == set(names)
+    assert len(closing_tokens(JsonSchema({"enum": [1]}).start(TOKENIZER, 259), TOKENIZER)) == 2

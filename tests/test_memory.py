@@ -61,7 +61,9 @@ class Memory(RuleBasedStateMachine):
         tokens = data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
         context.tokens += tokens
 
-    @rule(context=contexts, shape=st.lists(st.integers(-1, 6), min_size=1, max_size=8), data=st.data())
+    @rule(
+        context=contexts, shape=st.lists(st.integers(-1, 6), min_size=1, max_size=8), data=st.data()
+    )
     def draft(self, context: Context, shape: list[int], data: st.DataObject) -> None:
         parents = [min(parent, node - 1) for node, parent in enumerate(shape)]
         try:

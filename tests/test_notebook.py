@@ -11,7 +11,9 @@ NOTEBOOK = Path(__file__).parents[1] / "docs" / "quickstart.ipynb"
 
 
 def cells() -> list[dict]:
-    return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    return [
+        cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
 
 
 def test_the_notebook_was_executed() -> None:
@@ -24,6 +26,8 @@ def test_the_notebook_was_executed() -> None:
 def test_the_notebook_runs(default_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, object] = {}
     for cell in cells():
-        source = "".join(cell["source"]).replace('"smollm2-135m-instruct"', repr(str(default_model_path)))
+        source = "".join(cell["source"]).replace(
+            '"smollm2-135m-instruct"', repr(str(default_model_path))
+        )
         exec(compile(source, str(NOTEBOOK), "exec"), names)
     assert names["mine"].stats.passes > 0

@@ -111,8 +111,8 @@ def test_limits_have_their_status_codes(slow: Any) -> None:
         assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
         many = http.post("/v1/completions", json={"prompt": "a", "n": 5})
         assert many.status_code == 400
-        with http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True,
-                                                          "max_tokens": 500, "ignore_eos": True}) as stream:  # fmt: skip
+        body = {"prompt": "a", "stream": True, "max_tokens": 500, "ignore_eos": True}
+        with http.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()  # kept, for its end would end the stream
             next(lines)
             busy = http.post("/v1/completions", json={"prompt": "b"})
@@ -148,22 +148,24 @@ def test_keys_are_asked_for_and_keep_caches_apart(llm: Any) -> None:
 
 
 def test_bad_bodies_are_told_in_one_line(llm: Any) -> None:
+    ask = [{"role": "user", "content": "x"}]
     cases = {
         "/v1/completions": [
             {}, [], "x", {"prompt": {}}, {"prompt": []}, {"prompt": ""}, {"prompt": "\ud800"},
-            {"prompt": "a", "temperature": -1}, {"prompt": "a", "n": 0}, {"prompt": "a", "stop": ""},
+            {"prompt": "a", "temperature": -1}, {"prompt": "a", "n": 0},
+            {"prompt": "a", "stop": ""},
             {"prompt": "a", "logit_bias": {"x": 1}}, {"prompt": "a", "logit_bias": {"99999": 1}},
             {"prompt": "a", "decoder": "nonsense"}, {"prompt": "a", "max_tokens": -5},
             {"prompt": "a", "decoder": "prompt-lookup:size=/etc/passwd"},
-            {"prompt": "a", "decoder": "beam:width=100000"}, {"prompt": [[1], []]},
-            {"prompt": "a", "decoder": "sarathi"}, {"prompt": [-1]}, {"prompt": "a", "logprobs": 99},
+            {"prompt": "a", "decoder": "beam:width=99999"}, {"prompt": [[1], []]},
+            {"prompt": "a", "decoder": "sarathi"}, {"prompt": [-1]},
+            {"prompt": "a", "logprobs": 99},
         ],
         "/v1/chat/completions": [
             {"messages": []}, {"messages": [{"role": "king", "content": "x"}]},
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3},
-            {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
-            {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema"}},
+            {"messages": ask, "top_logprobs": 3}, {"messages": ask, "tool_choice": "required"},
+            {"messages": ask, "response_format": {"type": "json_schema"}},
         ],
         "/v1/embeddings": [{"input": ""}, {"input": []}, {"input": "a", "dimensions": 7}],
         "/v1/responses": [{"input": [{"type": "image"}]}, {"input": "a", "n": 2}],
@@ -423,7 +425,8 @@ def test_memory_that_runs_out_changes_no_text() -> None:
 
 
 def test_parsers_take_answers_apart_at_any_cut() -> None:
-    text = 'hm<think>why\n</think>\n\nso <b> <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    call = '<tool_call>\\n{"name": "f", "arguments": {"x": 1}}\\n</tool_call>'
+    text = f"hm<think>why\\n</think>\\n\\nso <b> {call}"
     for size in (1, 2, 3, 7, 1000):
         parser = Parser(("<think>", "</think>"), TOOL_FORMATS["hermes"])
         found: dict[str, str] = {"content": "", "reasoning": ""}

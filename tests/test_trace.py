@@ -148,7 +148,7 @@ def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return LLM(ScriptedModel(vocab_size=263, seed=5), tokenizer=ByteTokenizer())
 
     monkeypatch.setattr(options, "load", load)
-    monkeypatch.setenv("ANYDECODE_CACHE", str(tmp_path))
+    monkeypatch.setenv("ANYDECODE_HOME", str(tmp_path))
     file = tmp_path / "out.html"
     arguments = ["generate", "one two one two", "-d", "auto", "-n", "9", "--trace", str(file)]
     result = CliRunner().invoke(app, arguments)

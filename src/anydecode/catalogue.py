@@ -29,7 +29,12 @@ FAMILIES = (
 )
 EXACTNESS = ("token-exact", "greedy-exact", "distribution-exact", "lossy")
 _GROUPS = ("anydecode.decoders", "anydecode.drafters", "anydecode.policies")
-_PACKAGES = ("anydecode.decoders", "anydecode.sampling", "anydecode.constraints", "anydecode.engine")
+_PACKAGES = (
+    "anydecode.decoders",
+    "anydecode.sampling",
+    "anydecode.constraints",
+    "anydecode.engine",
+)
 
 
 @dataclass(frozen=True)

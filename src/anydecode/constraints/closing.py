@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from heapq import heappop, heappush
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -12,9 +14,9 @@ from anydecode.models.tokenizer import Tokenizer
 #: Bytes in the order in which they lead to an end, outside of strings.
 _ENDS = b'}]":,0entflu{[1'
 #: Tokens that a step away from the likeliest one counts as.
-_DETOUR = 6
+_DETOUR = 40
 #: States looked at before the search gives up.
-_MOST_STATES = 600
+_MOST_STATES = 400
 
 
 def closing_tokens(state: ConstraintState, tokenizer: Tokenizer) -> list[int] | None:
@@ -45,15 +47,35 @@ def _candidates(state: ConstraintState, tokenizer: Tokenizer) -> list[int]:
     mask = state.mask()
     if mask is None:
         return []
-    allowed = [int(token) for token in np.flatnonzero(mask)]
-    pieces = [(tokenizer.token_bytes(token), token) for token in allowed]
+    allowed = np.flatnonzero(mask)
+    known = _vocabulary(tokenizer)
     if len(allowed) > 64:  # inside a string: what closes it comes first
-        quotes = [token for piece, token in pieces if piece == b'"']
+        quotes = [token for token in known.quotes if mask[token]]
         if quotes:
             return quotes
-        pieces = [(piece, token) for piece, token in pieces if len(piece) == 1]
+        allowed = known.single[mask[known.single]]
+    pieces = [(known.piece(int(token)), int(token)) for token in allowed]
     ranked = sorted((_rank(piece), token) for piece, token in pieces if piece)
     return [token for _, token in ranked[:4]]
+
+
+class _Vocabulary:
+    """A tokenizer's tokens of one byte, and among them those that close a string."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.piece = lru_cache(1 << 14)(tokenizer.token_bytes)
+        sizes = [(token, tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)]
+        self.single = np.array([token for token, piece in sizes if len(piece) == 1], np.int64)
+        self.quotes = [token for token, piece in sizes if piece == b'"']
+
+
+_vocabularies: WeakKeyDictionary[Tokenizer, _Vocabulary] = WeakKeyDictionary()
+
+
+def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
+    if tokenizer not in _vocabularies:
+        _vocabularies[tokenizer] = _Vocabulary(tokenizer)
+    return _vocabularies[tokenizer]
 
 
 def _rank(piece: bytes) -> tuple[int, int]:

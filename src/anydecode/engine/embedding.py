@@ -1,4 +1,4 @@
-"""Text as one vector: the mean of the model's last hidden states, by a decoder that says nothing."""
+"""Text as one vector: the mean of the last hidden states, by a decoder that says nothing."""
 
 from __future__ import annotations
 

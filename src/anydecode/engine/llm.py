@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Hashable, Iterator, Sequence as Seq
+from collections.abc import AsyncIterator, Hashable, Iterator
+from collections.abc import Sequence as Seq
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from anydecode import catalogue
 from anydecode.decoders.decoder import Decoder
 from anydecode.engine.costs import EnginePace
 from anydecode.engine.driver import Driver
-from anydecode.engine.engine import Engine, Job
+from anydecode.engine.engine import Engine
 from anydecode.engine.generation import Generation, Piece
 from anydecode.engine.lane import Lane
 from anydecode.engine.request import Request
@@ -25,7 +26,6 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.memory.context import Context
 from anydecode.memory.pool import Pool
 from anydecode.models.interface import Model
-from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.top_w import Geometry
 from anydecode.scoring.sequence import TARGET
@@ -47,15 +47,15 @@ class LLM:
     "bfloat16", "int8", "int4" or None (as stored). `draft` is a smaller model for the methods that
     want one, in any of those forms, or a copy of `model`: "self:int4", "self:layers=10" or both
     ("self:int4,layers=10"). `cache_positions` is how many positions the key-value cache
-    holds, over all sequences; `row_budget` how many rows a pass may have. `schedule` is a key of the
-    catalogue ("sarathi-serve:budget=256") or an object.
+    holds, over all sequences; `row_budget` how many rows a pass may have. `schedule` is a key of
+    the catalogue ("sarathi-serve:budget=256") or an object.
     """
 
     def __init__(
         self,
         model: Any = "smollm2-135m-instruct",
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Any = None,
         dtype: str | None = None,
         threads: int | None = None,
         backend: str | None = None,
@@ -66,20 +66,22 @@ class LLM:
         prefix_cache: bool = True,
         schedule: str | Schedule | None = None,
     ) -> None:
-        from anydecode.models.opening import open_model
+        from anydecode.models.opening import open_model, open_tokenizer
         from anydecode.models.self_drafts import open_draft
 
         self.model, found = open_model(model, dtype=dtype, threads=threads, backend=backend)
-        self.tokenizer = tokenizer or found
-        if self.tokenizer is None:
+        given = open_tokenizer(tokenizer) or found
+        if given is None:
             raise InvalidRequestError("this model brings no tokenizer; give tokenizer=")
+        self.tokenizer: Tokenizer = given
+        self._adapters: dict[str, int] = {}
         self.prefix_cache = prefix_cache
         self._positions = cache_positions
         self._row_budget = row_budget
         self.engine = Engine({}, max_running)
         self.driver = Driver(self.engine)
         self.pace = EnginePace(self.engine, self.model)
-        self.draft_tokenizer = self.tokenizer
+        self.draft_tokenizer: Tokenizer = self.tokenizer
         self._geometry: Geometry | None = None
         self._built: dict[tuple[str, Hashable], Decoder] = {}
         self.add_lane(TARGET, self.model, None if schedule is None else self.schedule(schedule))
@@ -94,7 +96,6 @@ class LLM:
     def shares_vocabulary(self) -> bool:
         """Whether target and draft model mean the same by a token id, as far as both go."""
         ours, theirs = self.tokenizer, self.draft_tokenizer
-        assert ours is not None and theirs is not None
         count = min(ours.vocab_size, theirs.vocab_size)
         return ours is theirs or all(
             ours.token_bytes(token) == theirs.token_bytes(token)
@@ -120,7 +121,8 @@ class LLM:
 
         Options: `decoder` (a key of the catalogue, "key:name=value", or an object), `constraint`,
         `max_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, `seed`, `stop`, `ignore_eos`, `n`,
-        `logprobs`, `adapter`, `trace`, `negative_prompt` (for guidance) and every other field of `SamplingParams`. Returns a
+        `logprobs`, `adapter`, `trace`, `negative_prompt` (for guidance) and every other
+        field of `SamplingParams`; words in `banned_words` may be text. Returns a
         `Generation` (`n` > 1: the first; all are in `samples`). Raises `InvalidRequestError`.
         """
         many = _is_batch(prompt)
@@ -213,18 +215,18 @@ class LLM:
         add = getattr(self.model, "add_adapter", None)
         if add is None:
             raise UnsupportedCombinationError("this kind of model takes no adapters")
-        self._adapters()[name] = add(name, Path(path))
+        self._adapters[name] = add(name, Path(path))
 
     @property
     def adapters(self) -> list[str]:
         """Names of the adapters that are loaded."""
-        return sorted(self._adapters())
+        return sorted(self._adapters)
 
     def adapter_index(self, name: str | None) -> int:
         """The model's number of adapter `name`; -1 for none."""
         if name is None:
             return -1
-        known = self._adapters()
+        known = self._adapters
         if name not in known:
             have = ", ".join(sorted(known)) or "none is loaded"
             raise InvalidRequestError(f"no adapter is called {name!r} ({have})")
@@ -305,6 +307,8 @@ class LLM:
         sampling.setdefault("temperature", 0.0)
         if isinstance(sampling.get("stop"), str):
             sampling["stop"] = [sampling["stop"]]
+        if "banned_words" in sampling:
+            sampling["banned_words"] = self._word_tokens(sampling["banned_words"])
         return Request(
             self,
             self.encode(prompt),
@@ -319,12 +323,25 @@ class LLM:
             companion=None if negative_prompt is None else self.encode(negative_prompt),
         )
 
+    def _word_tokens(self, words: Seq[str | Seq[int]]) -> list[Seq[int]]:
+        """Words as token ids; a word given as text is meant with and without a space before it."""
+        found: list[Seq[int]] = []
+        for word in words:
+            if isinstance(word, str):
+                forms = (word, " " + word)
+                found += [self.encode(form, special=False) for form in forms]
+            else:
+                found.append(word)
+        return found
+
     def geometry(self) -> Geometry:
         """The model's embeddings as top-w wants them."""
         if self._geometry is None:
             embed = getattr(self.model, "embed", None)
             if embed is None:
-                raise UnsupportedCombinationError("top_w needs a model whose embeddings can be read")
+                raise UnsupportedCombinationError(
+                    "top_w needs a model whose embeddings can be read"
+                )
             self._geometry = Geometry.of(embed(np.arange(self.model.spec.vocab_size)).numpy())
         return self._geometry
 
@@ -380,13 +397,9 @@ class LLM:
             self._abandon(request)
 
     def _rendered(self, messages: Messages, options: dict[str, Any]) -> list[int]:
-        assert self.tokenizer is not None
         variables = options.pop("template_variables", {})
         text = self.tokenizer.render_chat(list(messages), **variables)
         return self.tokenizer.encode(text, special=False)
-
-    def _adapters(self) -> dict[str, int]:
-        return self.__dict__.setdefault("_adapter_names", {})
 
 
 def _is_batch(prompt: Any) -> bool:

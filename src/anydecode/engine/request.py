@@ -121,7 +121,9 @@ class Request:
                 " 'omnidraft' translates between vocabularies"
             )
         room = self.llm.max_length - len(self.prompt)
-        return min(DEFAULT_TOKENS if self.params.max_tokens is None else self.params.max_tokens, room)
+        return min(
+            DEFAULT_TOKENS if self.params.max_tokens is None else self.params.max_tokens, room
+        )
 
     def _job(
         self,

@@ -26,7 +26,7 @@ class Schedule(ABC):
         """The next pass, out of the scores that wait, in the order they came."""
 
     def next_job(self, waiting: Seq[Sequence]) -> int:
-        """Which of the waiting sequences is admitted next: the first, unless a schedule says else."""
+        """Which of the waiting sequences is admitted next: the one that came first."""
         return 0
 
     def admitted(self, sequence: Sequence) -> None:  # noqa: B027  most schedules keep no account

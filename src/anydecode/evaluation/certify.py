@@ -138,7 +138,9 @@ def certify_one(key: str, model: Any = None) -> Certificate:
         try:
             checks += list(claim(card, make))
             if model is not None:
-                checks += list(claim(card, make, lambda: LLM(model, draft=_draft_for(built, model))))
+                checks += list(
+                    claim(card, make, lambda: LLM(model, draft=_draft_for(built, model)))
+                )
         except AnydecodeError as error:
             checks.append(Check("runs", False, str(error)))
     if key in load_mechanisms():

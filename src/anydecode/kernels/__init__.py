@@ -1,1 +1,1 @@
-"""Arithmetic on rows: one signature per operation, one torch reference, faster backends beside it."""
+"""Arithmetic on rows: a signature per operation, its torch reference, and faster backends."""

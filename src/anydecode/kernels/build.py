@@ -57,11 +57,11 @@ def find_compiler() -> list[str] | None:
 
 
 def cache_folder() -> Path:
-    """Where libraries built at first use are kept: $ANYDECODE_CACHE, or the user's cache."""
-    if os.environ.get("ANYDECODE_CACHE"):
-        return Path(os.environ["ANYDECODE_CACHE"]) / "kernels"
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "anydecode" / "kernels"
+    """Where libraries built at first use are kept."""
+    # Imported late: a build hook runs this file by itself, before there is a package.
+    from anydecode.folders import default_cache
+
+    return default_cache() / "kernels"
 
 
 def _machine() -> str:

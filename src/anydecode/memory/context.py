@@ -87,7 +87,7 @@ class Context:
         return self.pending
 
     def grow_branch(self, tokens: Seq[int], parents: Seq[int]) -> Pending:
-        """Slots for further nodes of the pending token tree. Raises `PoolFull`, changing nothing."""
+        """Slots for more nodes of the pending token tree. Raises `PoolFull`, changing nothing."""
         pending = self.pending
         if pending is None:
             raise ValueError("no token tree is pending")

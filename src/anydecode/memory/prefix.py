@@ -8,7 +8,8 @@ tenants). Leaves that were used longest ago are given back first.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Sequence as Seq
+from collections.abc import Hashable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import count
 

@@ -25,5 +25,5 @@ class Model(Protocol):
         ...
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits float32 `[n, vocab_size]` of hidden states `[n, hidden_size]` (final norm included)."""
+        """Logits float32 `[n, vocab_size]` of states `[n, hidden_size]`, final norm included."""
         ...

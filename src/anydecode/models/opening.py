@@ -13,7 +13,6 @@ from anydecode.models.network import Network
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.transformer import Executor
 
-
 BACKENDS = ("native", "torch")
 
 
@@ -24,7 +23,9 @@ def choose_executor(
     (None). `backend`, or the environment variable ANYDECODE_BACKEND, settles it."""
     wanted = backend or os.environ.get("ANYDECODE_BACKEND") or None
     if wanted not in (None, *BACKENDS):
-        raise InvalidRequestError(f"no backend is called {wanted!r}; there are {', '.join(BACKENDS)}")
+        raise InvalidRequestError(
+            f"no backend is called {wanted!r}; there are {', '.join(BACKENDS)}"
+        )
     if wanted == "torch":
         return None
     from anydecode.kernels.library import load_library
@@ -50,6 +51,21 @@ def choose_executor(
         return executor
 
     return execute
+
+
+def open_tokenizer(tokenizer: Any) -> Tokenizer | None:
+    """A tokenizer of ours, or of `transformers`, as ours. Raises `InvalidRequestError`."""
+    if tokenizer is None or hasattr(tokenizer, "token_bytes"):
+        ours: Tokenizer | None = tokenizer
+        return ours
+    if hasattr(tokenizer, "backend_tokenizer"):
+        from anydecode.models.tokenizers import HFTokenizer
+
+        return HFTokenizer.from_transformers(tokenizer)
+    raise InvalidRequestError(
+        f"a {type(tokenizer).__name__} is no tokenizer: give a fast tokenizer of transformers, or"
+        " an object with anydecode's Tokenizer protocol"
+    )
 
 
 def open_model(

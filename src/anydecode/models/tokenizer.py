@@ -32,7 +32,11 @@ class Tokenizer(Protocol):
     def is_special(self, token: int) -> bool: ...
 
     def render_chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> str:
         """The conversation as the checkpoint's template writes it."""
         ...

@@ -86,6 +86,21 @@ class HFTokenizer:
         )
 
     @classmethod
+    def from_transformers(cls, tokenizer: Any) -> HFTokenizer:
+        """The same as a fast tokenizer of `transformers` (one with a `backend_tokenizer`)."""
+        backend = tokenizer.backend_tokenizer
+        names = ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token")
+        texts = {name: str(text) for name in names if (text := getattr(tokenizer, name, None))}
+        return cls(
+            backend,
+            eos_ids=[] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
+            bos_id=tokenizer.bos_token_id,
+            mask_id=tokenizer.mask_token_id,
+            templates=tokenizer.chat_template,
+            special_texts=texts,
+        )
+
+    @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], source: str = "GGUF") -> HFTokenizer:
         """The tokenizer that a GGUF file's metadata describe. `source` names it in errors."""
         tokenizer = tokenizer_from_gguf(metadata, source)

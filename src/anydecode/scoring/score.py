@@ -13,7 +13,8 @@ from anydecode.scoring.span import Span
 from anydecode.scoring.tree import ROOT
 
 if TYPE_CHECKING:
-    from anydecode.sampling.policy import Distribution, Policy
+    from anydecode.sampling.candidates import Distribution
+    from anydecode.sampling.policy import Policy
     from anydecode.scoring.sequence import Sequence
 
 
@@ -164,12 +165,11 @@ class Scores:
         """Logits float32 `[vocab_size]` that the policy works on."""
         policy = self.sequence.policy
         if self._score.lane != "target" or not (policy.companions or policy.taps):
-            return self.logits[row]
+            logits: np.ndarray = self.logits[row]
+            return logits
         if self._tapped is None:
             model = self._score.groups[0][-1].context.pool.model
-            self._tapped = {
-                layer: model.head(self.hidden[layer]).numpy() for layer in policy.taps
-            }
+            self._tapped = {layer: model.head(self.hidden[layer]).numpy() for layer in policy.taps}
         taps = {layer: logits[row] for layer, logits in self._tapped.items()}
         return policy.combine(self.logits[row], [rows[row] for rows in self._companions], taps)
 

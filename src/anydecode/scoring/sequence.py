@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence as Seq
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
@@ -192,7 +193,14 @@ class Sequence:
         depth = context.pool.model.spec.num_layers
         rows = list(range(len(tokens)))
         span = Block(
-            context, tokens, 0, depth, rows, self._taps(hidden, lane), inputs=embeddings, store=store
+            context,
+            tokens,
+            0,
+            depth,
+            rows,
+            self._taps(hidden, lane),
+            inputs=embeddings,
+            store=store,
         )
         positions = context.length + np.arange(len(tokens))
         return self._build(lane, span, tokens, positions, list(tokens))
@@ -294,9 +302,7 @@ class Sequence:
             state.advance(tokens[-1])
         return taken
 
-    def accept(
-        self, path: Seq[int], tokens: Seq[int], scores: Scores, lane: str = TARGET
-    ) -> int:
+    def accept(self, path: Seq[int], tokens: Seq[int], scores: Scores, lane: str = TARGET) -> int:
         """Keep the nodes of `path` from a verified tree and say `tokens` (the path's, then one
         more). Returns how many tokens were taken."""
         for context in self._opened(lane):
@@ -322,12 +328,13 @@ class Sequence:
     def truncate(self, length: int, lane: str = TARGET) -> None:
         """Forget positions from `length` on, in every context of `lane`."""
         contexts = self._opened(lane)
-        for context, prompt in zip(contexts, [self.prompt, *self.companion_prompts]):
+        prompts = [self.prompt, *self.companion_prompts][: len(contexts)]
+        for context, prompt in zip(contexts, prompts, strict=True):
             context.truncate(length - len(self.prompt) + len(prompt))
 
     def fork(self, number: int = 0) -> Sequence:
-        """A branch of this sequence: the same tokens, memory and policy state, and noise of its own if
-        `number` is not 0. It belongs to this sequence and is released with it."""
+        """A branch of this sequence: the same tokens, memory and policy state, and noise of its own
+        if `number` is not 0. It belongs to this sequence and is released with it."""
         child = Sequence(
             prompt=self.prompt,
             policy=self.policy.fork(),

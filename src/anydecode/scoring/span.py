@@ -166,7 +166,7 @@ class Branches(Span):
 
 @dataclass(eq=False)
 class Block(Span):
-    """Rows that all see the context and each other. They are appended if `store`, else forgotten."""
+    """Rows that all see the context and each other; appended if `store`, else forgotten."""
 
     store: bool = False
     _slots: np.ndarray | None = field(default=None, init=False)

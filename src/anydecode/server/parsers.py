@@ -49,11 +49,12 @@ def tool_format(name: str, template: str | None) -> ToolFormat | None:
             if template is not None and style.opening in template:
                 return TOOL_FORMATS[known]
         return TOOL_FORMATS["hermes"]
-    return _known(TOOL_FORMATS, name, "tool parser")
+    found: ToolFormat = _known(TOOL_FORMATS, name, "tool parser")
+    return found
 
 
 def reasoning_tags(name: str, template: str | None) -> tuple[str, str] | None:
-    """The tags called `name`; "auto" takes those of which the chat template speaks, or `<think>`."""
+    """The tags called `name`; "auto" takes those in the chat template, or `<think>`."""
     if name == "none":
         return None
     if name == "auto":
@@ -61,7 +62,8 @@ def reasoning_tags(name: str, template: str | None) -> tuple[str, str] | None:
             if template is not None and tags[1] in template:
                 return tags
         return REASONING_TAGS["think"]
-    return _known(REASONING_TAGS, name, "reasoning parser")
+    found: tuple[str, str] = _known(REASONING_TAGS, name, "reasoning parser")
+    return found
 
 
 def _known(table: dict[str, Any], name: str, what: str) -> Any:

@@ -79,8 +79,8 @@ def prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[s
     if not prompt:
         raise ApiError(400, "the prompt is empty", param="prompt")
     if isinstance(prompt[0], int):
-        return [list(prompt)]  # type: ignore[arg-type]
-    return list(prompt)  # type: ignore[arg-type]
+        return [list(prompt)]
+    return list(prompt)
 
 
 def response_items(items: str | list[dict[str, Any]], instructions: str | None) -> list[Message]:

@@ -23,9 +23,12 @@ class StreamOptions(BaseModel):
 
 
 class Options(BaseModel):
-    """What all ways of generating share. `decoder` is a key of the catalogue, with parameters as
-    "key:name=value"; `trace` asks for what was drafted and accepted, round by round, and "html" for
-    the same as a page; an adapter is chosen through `model`; smaller `priority` goes first under schedules that look at it."""
+    """What all ways of generating share.
+
+    `decoder` is a key of the catalogue, with parameters as "key:name=value". `trace` asks for what
+    was drafted and accepted, round by round; "html" for the same as a page. An adapter is chosen
+    through `model`. Smaller `priority` goes first under schedules that look at it.
+    """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     model: str | None = None

@@ -54,8 +54,8 @@ def serve(llm: LLM, settings: Settings) -> None:
 
 
 class LiveServer:
-    """A server on a thread of this process, for notebooks, benchmarks and tests. Port 0 finds a free
-    one. Leaving the `with` block stops the server; `llm` is the caller's to close."""
+    """A server on a thread of this process, for notebooks, benchmarks and tests. Port 0 finds a
+    free one. Leaving the `with` block stops the server; `llm` is the caller's to close."""
 
     def __init__(self, llm: LLM, settings: Settings) -> None:
         self._server = _server(llm, settings)

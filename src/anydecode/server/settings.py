@@ -14,8 +14,8 @@ class Settings:
     in bytes, `max_prompt` in tokens (0: what the context holds), `max_requests` counts requests at
     work, `max_choices` prompts times samples of one request. `stall_seconds` is how long a client
     may leave a streamed answer unread; `drain_seconds` how long a shutdown waits for answers under
-    way. `tool_parser` and `reasoning_parser` are names of `server.parsers`, "auto" to go by the chat
-    template, or "none".
+    way. `tool_parser` and `reasoning_parser` are names of `server.parsers`, "auto" to go by the
+    chat template, or "none".
     """
 
     name: str = "model"

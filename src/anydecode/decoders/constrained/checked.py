@@ -26,6 +26,8 @@ from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Listener, Sequence
 
 KEY = "checked"
+#: Places from which the end of a long answer is looked for.
+_MOST_ENDINGS = 32
 
 
 @dataclass
@@ -259,18 +261,21 @@ class Checked(Decoder):
         for token in hold.tokens:
             state.advance(token)
             states.append(state.fork())
-        keep = limit
-        while keep >= 0:
+        keep, step = limit, 1
+        for _ in range(_MOST_ENDINGS):
+            if keep < 0:
+                return
             ending = closing_tokens(states[keep], self.tokenizer)
             if ending is None or keep + len(ending) > limit:
-                keep -= 1 if ending is None else max(1, (keep + len(ending) - limit) // 2)
+                over = 0 if ending is None else (keep + len(ending) - limit) // 2
+                keep, step = keep - max(step, over), step + (ending is None)
                 continue
             text = hold.tokens[:keep] + ending
             trial = _Hold(sequence.listener, self.constraint.watch(self.tokenizer), ())
             if trial.push(text)[0] == len(text) and trial.wrong is None:
                 hold.tokens, hold.reason = text, "stop"
                 return
-            keep -= 1
+            keep, step = keep - step, 2 * step
 
     @staticmethod
     def _say(sequence: Sequence, branch: Sequence, hold: _Hold) -> None:

@@ -59,8 +59,8 @@ class Priority(DecodesFirst):
     )
 )
 class OnlineOffline(Priority):
-    """Online requests (priority 0 or less) as if alone; offline ones fill the rest of the pass, with
-    at most `offline` rows (0: all that is left)."""
+    """Online requests (priority 0 or less) as if alone; offline ones fill the rest of the pass,
+    with at most `offline` rows (0: all that is left)."""
 
     def __init__(self, row_budget: int = 512, short: int = 64, offline: int = 0) -> None:
         super().__init__(row_budget, short)

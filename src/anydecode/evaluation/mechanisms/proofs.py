@@ -1,5 +1,4 @@
-"""Beam search, block denoising and guidance against oracles that recompute every row from its text.
-"""
+"""Beam search, denoising and guidance against oracles that recompute every row from its text."""
 
 from __future__ import annotations
 
@@ -102,9 +101,7 @@ def denoiser_faults(samples: int) -> float:
     return wrong / (8 * samples)
 
 
-def denoising_oracle(
-    model: ScriptedModel, prompt: list[int], block: int, passes: int
-) -> list[int]:
+def denoising_oracle(model: ScriptedModel, prompt: list[int], block: int, passes: int) -> list[int]:
     """One block at temperature 0, every row recomputed from the whole canvas."""
     canvas = [MASK] * block
     for step in range(passes):
@@ -120,7 +117,7 @@ def denoising_oracle(
 
 @mechanism("block-denoiser")
 def block_denoiser() -> Iterator[Check]:
-    """Rows see the prompt, the whole canvas and nothing stale; the schedule unmasks what it says."""
+    """Rows see prompt and canvas and nothing stale; the schedule unmasks what it says."""
     model = ScriptedModel(seed=2, causal=False, vocab_size=256, memory=12)
     for passes in (1, 2, 4, 8):
         with LLM(model, tokenizer=ByteTokenizer()) as llm:

@@ -41,8 +41,9 @@ def distribution_svg(title: str, curves: dict[str, list[float]], marks: dict[str
         parts.append(f'<text x="{at:.1f}" y="{50 + tall}" text-anchor="middle">{label}</text>')
     for curve, colour in zip(curves.values(), _COLOURS, strict=False):
         shares = [(i + 1) / min(len(curve), 400) for i in range(min(len(curve), 400))]
-        at = [curve[math.ceil(share * len(curve)) - 1] for share in shares]
-        points = " ".join(f"{x(v):.1f},{y(share):.1f}" for v, share in zip(at, shares, strict=True))
+        levels = [curve[math.ceil(share * len(curve)) - 1] for share in shares]
+        corners = zip(levels, shares, strict=True)
+        points = " ".join(f"{x(value):.1f},{y(share):.1f}" for value, share in corners)
         parts.append(
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
         )

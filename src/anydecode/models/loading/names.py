@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from anydecode.errors import CheckpointError, ModelNotFoundError
+from anydecode.folders import default_cache
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -56,21 +56,6 @@ PACKAGED = {
     )
 }
 _ALIASES = {"smollm2": "smollm2-135m-instruct", "smollm2-135m": "smollm2-135m-instruct"}
-
-
-def default_cache() -> Path:
-    """The folder for models and measurements: `ANYDECODE_HOME`, or the platform's cache folder."""
-    home = os.environ.get("ANYDECODE_HOME")
-    if home:
-        return Path(home).expanduser()
-    if sys.platform == "win32":
-        local = os.environ.get("LOCALAPPDATA")
-        base = Path(local) if local else Path.home() / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "anydecode"
 
 
 def present() -> list[str]:
