@@ -26,6 +26,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.memory.context import Context
 from anydecode.memory.pool import Pool
 from anydecode.models.interface import Model
+from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.top_w import Geometry
 from anydecode.scoring.sequence import TARGET

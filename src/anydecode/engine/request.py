@@ -137,7 +137,6 @@ class Request:
     ) -> Job:
         llm, params = self.llm, self.params
         tokenizer = llm.tokenizer
-        assert tokenizer is not None
         rules = StopRules(
             tokenizer,
             params.stop,
@@ -204,7 +203,6 @@ class Request:
     def _token_text(self, token: int) -> str:
         """A token alone; what is no whole character is U+FFFD, a special token its name."""
         tokenizer = self.llm.tokenizer
-        assert tokenizer is not None
         if tokenizer.is_special(token):
             return tokenizer.token_text(token)
         return tokenizer.token_bytes(token).decode(errors="replace")
