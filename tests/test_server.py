@@ -268,6 +268,35 @@ def test_who_does_not_read_is_cut_off(llm: Any) -> None:
     assert_clean(llm)
 
 
+def test_nobody_waits_for_a_pass_to_be_heard(llm: Any) -> None:
+    """While a pass is under way the server takes, refuses and cancels requests all the same."""
+    lane = llm.engine.lanes["target"]
+    run, under_way, go_on = lane.run, threading.Event(), threading.Event()
+
+    def held(plan: Any) -> Any:
+        under_way.set()
+        go_on.wait(20)
+        return run(plan)
+
+    lane.run = held
+    with LiveServer(llm, settings()) as server, client(server) as http:
+        asking = [
+            threading.Thread(target=http.post, args=("/v1/completions",), kwargs={"json": LONG})
+            for _ in range(3)
+        ]
+        asking[0].start()
+        under_way.wait(20)
+        for further in asking[1:]:
+            further.start()
+        wait_until(lambda: len(llm.driver._inbox) == 2)
+        assert http.get("/health", timeout=5).status_code == 200
+        lane.run = run
+        go_on.set()
+        for one in asking:
+            one.join()
+    assert_clean(llm)
+
+
 def test_metrics_tell_what_happened(llm: Any) -> None:
     with LiveServer(llm, settings()) as server, client(server) as http:
         body = {"prompt": "abc", "max_tokens": 7, "temperature": 0, "ignore_eos": True}
@@ -425,8 +454,8 @@ def test_memory_that_runs_out_changes_no_text() -> None:
 
 
 def test_parsers_take_answers_apart_at_any_cut() -> None:
-    call = '<tool_call>\\n{"name": "f", "arguments": {"x": 1}}\\n</tool_call>'
-    text = f"hm<think>why\\n</think>\\n\\nso <b> {call}"
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    text = f"hm<think>why\n</think>\n\nso <b> {call}"
     for size in (1, 2, 3, 7, 1000):
         parser = Parser(("<think>", "</think>"), TOOL_FORMATS["hermes"])
         found: dict[str, str] = {"content": "", "reasoning": ""}

@@ -13,8 +13,8 @@ from anydecode.models.tokenizer import Tokenizer
 
 #: Bytes in the order in which they lead to an end, outside of strings.
 _ENDS = b'}]":,0entflu{[1'
-#: Tokens that a step away from the likeliest one counts as.
-_DETOUR = 40
+#: Tokens that a step away from the likeliest one counts as: such steps are the last resort.
+_DETOUR = 1000
 #: States looked at before the search gives up.
 _MOST_STATES = 400
 

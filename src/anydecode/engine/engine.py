@@ -171,6 +171,9 @@ class Engine:
         plan = lane.plan(lambda score, planned: self._make_room(lane, score, planned))
         if plan is None:
             return
+        if lane.name == TARGET:
+            for score, _, _ in plan.pieces:
+                score.sequence.policy.prepare()
         others = any(o.waiting for o in self.lanes.values() if o is not lane) or self._flights
         if self.clock is not None:
             due = self.now + self.clock.seconds(lane, plan)

@@ -61,6 +61,11 @@ class Constrained(Processor):
     def advance(self, token: int) -> None:
         self.state.advance(token)
 
+    def prepare(self) -> None:
+        prepare = getattr(self.state, "prepare", None)
+        if prepare is not None:
+            prepare()
+
     def fork(self) -> Constrained:
         return Constrained(self.state.fork())
 

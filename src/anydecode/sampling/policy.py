@@ -81,6 +81,11 @@ class Policy:
             self.combiner,
         )
 
+    def prepare(self) -> None:
+        """A pass for the next token starts: whatever can be computed beside it may begin."""
+        for processor in self._told:
+            processor.prepare()
+
     def advance(self, token: int) -> None:
         """The text goes on with `token`. Policies that learn from probabilities (mirostat) take
         them from the last `distribution` or `pick` of this branch."""

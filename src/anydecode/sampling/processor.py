@@ -26,6 +26,9 @@ class Processor(ABC):
     def advance(self, token: int) -> None:  # noqa: B027  most parts have nothing to learn
         """The text goes on with `token`."""
 
+    def prepare(self) -> None:
+        """The model is about to score the next token: begin what can be computed meanwhile."""
+
     def fork(self) -> Processor:
         """The same for a branch; must be cheap."""
         return self

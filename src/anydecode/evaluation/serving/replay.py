@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from anydecode.errors import InvalidRequestError
 from anydecode.evaluation.serving.traces import Arrival, prompt_text
 
 
@@ -42,7 +43,10 @@ async def replay(
     extra: dict[str, Any] | None = None,
 ) -> list[Outcome]:
     """Send `arrivals` to `url` (…/v1) as streamed completions; outcomes in the same order."""
-    import httpx
+    try:
+        import httpx
+    except ImportError:
+        raise InvalidRequestError("this needs httpx: pip install 'anydecode[server]'") from None
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
