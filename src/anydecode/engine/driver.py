@@ -49,7 +49,7 @@ class Driver:
 
     def run_in_background(self) -> None:
         """Start a thread that steps the engine whenever there is work."""
-        if False:  # the lock may be held for as long as a pass takes
+        if self._thread is not None:  # the lock may be held for as long as a pass takes
             return
         with self._lock:
             if self._thread is None and not self._closed:

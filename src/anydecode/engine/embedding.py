@@ -40,4 +40,5 @@ class MeanState(Decoder):
     def vector(self) -> list[float]:
         """The mean, scaled to length 1, once the engine has run it."""
         assert self._sum is not None
-        return (self._sum / self._sum.norm().clamp_min(1e-12)).tolist()
+        unit: list[float] = (self._sum / self._sum.norm().clamp_min(1e-12)).tolist()
+        return unit

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from anydecode.engine.generation import Generation
+from anydecode.engine.lane import Lane
 from anydecode.engine.llm import LLM
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0)
 _PER_PASS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0)
+
+#: By name: what it is, and how it is read.
+Figures = dict[str, tuple[str, Callable[[Lane], float]]]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -87,14 +91,14 @@ class EngineFigures:
         yield CounterMetricFamily(
             "anydecode_preemptions", "Sequences that gave way to others.", engine.num_preemptions
         )
-        lane_gauges = {
+        lane_gauges: Figures = {
             "cache_positions": ("Positions the cache holds.", lambda lane: lane.pool.num_slots),
             "cache_used": ("Positions in use, shared prefixes included.",
                            lambda lane: lane.pool.num_used),
             "cache_prefix": ("Positions kept for prefixes to come.",
                              lambda lane: lane.prefixes.num_slots),
         }  # fmt: skip
-        lane_counters = {
+        lane_counters: Figures = {
             "prefix_hit_tokens": ("Prompt tokens found in the cache.",
                                   lambda lane: lane.prefixes.num_hits),
             "passes": ("Passes run.", lambda lane: lane.num_passes),
