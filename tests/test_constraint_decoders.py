@@ -143,7 +143,7 @@ def test_awrs_evidence_is_unbiased_for_every_number_of_particles():
         decoder, values, tests = Awrs(particles), [], 0
         with small() as llm:
             for seed in range(200):
-                request = llm._request(
+                request = llm.request(
                     PROMPT, decoder=decoder, constraint=WORDS, temperature=1.0, seed=seed
                 )
                 try:

@@ -277,6 +277,6 @@ def test_predicates_are_asked_once_per_text():
 
 def test_the_policy_part_is_found():
     with scripted_llm() as llm:
-        request = llm._request("x", constraint=Regex("a"))
+        request = llm.request("x", constraint=Regex("a"))
         part = constraint_of(request.jobs[0].sequence.policy)
         assert part is not None and allowed(part.state) == "a"

@@ -99,9 +99,9 @@ def test_a_fault_in_one_decoder_ends_only_its_request() -> None:
             raise ZeroDivisionError
 
     with scripted_llm() as llm:
-        requests = [llm._request("abc", decoder=d, **OPTIONS) for d in (Faulty(), Autoregressive())]
+        requests = [llm.request("abc", decoder=d, **OPTIONS) for d in (Faulty(), Autoregressive())]
         for request in requests:
-            llm._start(request)
+            llm.start(request, background=False)
         llm.driver.advance(lambda: all(request.done for request in requests))
         assert requests[1].generation().tokens == alone(["abc"])[0]
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):

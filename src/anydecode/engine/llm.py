@@ -128,13 +128,13 @@ class LLM:
         """
         many = _is_batch(prompt)
         prompts: list[Any] = list(prompt) if many else [prompt]
-        requests = [self._request(one, **options) for one in prompts]
+        requests = [self.request(one, **options) for one in prompts]
         answers = self._finish(requests)
         return answers if many else answers[0]
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
         """Complete `prompt`, text piece by piece; the last piece carries the `Generation`."""
-        request = self._request(prompt, **options)
+        request = self.request(prompt, **options)
         if len(request.jobs) > 1:
             raise InvalidRequestError("streaming gives one sample; ask for n=1")
         return self._pieces(request)
@@ -152,10 +152,8 @@ class LLM:
         """`generate` for asyncio; requests of one process share passes."""
         many = _is_batch(prompt)
         prompts: list[Any] = list(prompt) if many else [prompt]
-        answers = [await self._afinish(self._request(one, **options)) for one in prompts[:1]]
-        if len(prompts) > 1:
-            rest = [self._afinish(self._request(one, **options)) for one in prompts[1:]]
-            answers += await asyncio.gather(*rest)
+        requests = [self.request(one, **options) for one in prompts]
+        answers = await asyncio.gather(*map(self._afinish, requests))
         return answers if many else answers[0]
 
     async def achat(self, messages: Messages, **options: Any) -> Generation:
@@ -166,10 +164,10 @@ class LLM:
     async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Piece]:
         """`stream` for asyncio. Leaving the loop early cancels the generation."""
         loop = asyncio.get_running_loop()
-        request = self._request(prompt, **options)
+        request = self.request(prompt, **options)
         news = asyncio.Event()
         request.notify(lambda: loop.call_soon_threadsafe(news.set))
-        self._start(request, background=True)
+        self.start(request)
         try:
             while not request.done:
                 await news.wait()
@@ -178,7 +176,7 @@ class LLM:
                     yield Piece(text)
             yield request.last_piece()
         finally:
-            self._abandon(request)
+            self.abandon(request)
 
     def score(self, prompt: Prompt, continuation: Prompt) -> Likelihood:
         """Log-likelihood of `continuation` after `prompt`, under the model's own logits."""
@@ -285,11 +283,7 @@ class LLM:
             context.adopt(held, tokens[: len(held)])
         return context
 
-    def request(self, prompt: Prompt, **options: Any) -> Request:
-        """A checked request that has not started yet: what `generate` would run."""
-        return self._request(prompt, **options)
-
-    def _request(
+    def request(
         self,
         prompt: Prompt,
         *,
@@ -302,6 +296,7 @@ class LLM:
         negative_prompt: Prompt | None = None,
         **sampling: Any,
     ) -> Request:
+        """A checked request that has not started yet: what `generate` would run."""
         unknown = sorted(set(sampling) - _SAMPLING)
         if unknown:
             raise InvalidRequestError(f"no option is called {', '.join(unknown)}")
@@ -346,32 +341,27 @@ class LLM:
             self._geometry = Geometry.of(embed(np.arange(self.model.spec.vocab_size)).numpy())
         return self._geometry
 
-    def start(self, request: Request) -> None:
-        """Run a request in the background; it tells of progress through `Request.notify`."""
-        self._start(request, background=True)
-
-    def abandon(self, request: Request) -> None:
-        """Cancel a request and free its memory."""
-        self._abandon(request)
-
-    def _start(self, request: Request, background: bool = False) -> None:
+    def start(self, request: Request, *, background: bool = True) -> None:
+        """Queue a request. In the background it runs by itself and tells of progress through
+        `Request.notify`; else someone must step the engine."""
         if background:
             self.driver.run_in_background()
         for job in request.jobs:
             self.driver.submit(job)
 
-    def _abandon(self, request: Request) -> None:
+    def abandon(self, request: Request) -> None:
+        """Cancel a request and free its memory."""
         for job in request.jobs:
             self.driver.cancel(job)
 
     def _finish(self, requests: list[Request]) -> list[Generation]:
         for request in requests:
-            self._start(request)
+            self.start(request, background=False)
         try:
             self.driver.advance(lambda: all(request.done for request in requests))
         except BaseException:
             for request in requests:
-                self._abandon(request)
+                self.abandon(request)
             raise
         return [request.generation() for request in requests]
 
@@ -379,15 +369,15 @@ class LLM:
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
         request.notify(lambda: request.done and loop.call_soon_threadsafe(done.set))
-        self._start(request, background=True)
+        self.start(request)
         try:
             await done.wait()
         finally:
-            self._abandon(request)
+            self.abandon(request)
         return request.generation()
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
-        self._start(request)
+        self.start(request, background=False)
         try:
             while not request.done:
                 self.driver.advance(lambda: request.done or request.has_text)
@@ -395,7 +385,7 @@ class LLM:
                     yield Piece(text)
             yield request.last_piece()
         finally:
-            self._abandon(request)
+            self.abandon(request)
 
     def _rendered(self, messages: Messages, options: dict[str, Any]) -> list[int]:
         variables = options.pop("template_variables", {})
