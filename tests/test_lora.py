@@ -12,7 +12,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.errors import (
+    CheckpointError,
+    InvalidRequestError,
+    UnsupportedCombinationError,
+)
 from tiny_models import chain, hf_model, logits, make_rows, own_model
 
 PROMPT = [5, 17, 99, 3, 128, 64, 64, 11, 42]
@@ -129,6 +133,9 @@ def test_experts_take_adapters(tmp_path: Path) -> None:
         weight.data = weight.data + up @ down * 0.5
     assert (logits(model, chain(PROMPT)) - got).abs().max() < 1e-4
     assert (plain - got).abs().max() > 1e-3
+    model.executor.adapts_experts = False
+    with pytest.raises(UnsupportedCombinationError, match="single experts"):
+        model.add_adapter("b", tmp_path)
 
 
 def rewrite(path: Path, **change: Any) -> None:

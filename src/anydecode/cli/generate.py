@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from anydecode import LLM
+    from anydecode.constraints.constraint import Constraint
     from anydecode.engine.generation import Generation, Piece
 
 HINT_MARKER = ".chat-hint-given"
@@ -38,6 +39,11 @@ def generate(
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     backend: options.Backend = None,
+    draft: options.Draft = None,
+    schema: Annotated[
+        Path | None,
+        typer.Option("--schema", metavar="FILE", help="Answer in JSON that this schema allows."),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option("--trace", metavar="FILE", help="Write every pass into this HTML page."),
@@ -49,7 +55,8 @@ def generate(
     Example: anydecode generate --prompt "Once upon a time" --temperature 0.8 --seed 7
     """
     prompt = options.read_text(prompt if prompt is not None else text, "prompt")
-    llm = options.load(model, dtype, threads, backend)
+    constraint = None if schema is None else read_schema(schema)
+    llm = options.load(model, dtype, threads, backend, draft)
     settings = options.given(
         decoder=decoder,
         max_tokens=max_tokens,
@@ -61,6 +68,7 @@ def generate(
         stop=stop or None,
         ignore_eos=ignore_eos or None,
         trace=trace is not None or None,
+        constraint=constraint,
     )
     if json:
         generation = llm.generate(prompt, **settings)
@@ -71,6 +79,16 @@ def generate(
         generation = stream(pieces)
     if trace is not None:
         write_trace(generation, trace)
+
+
+def read_schema(file: Path) -> Constraint:
+    """The constraint of a JSON schema in a file."""
+    from anydecode import JsonSchema
+
+    try:
+        return JsonSchema(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequestError(f"cannot read the schema: {error}") from None
 
 
 def write_trace(generation: Generation, file: Path) -> None:

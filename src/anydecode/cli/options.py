@@ -24,7 +24,10 @@ Model = Annotated[
     ),
 ]
 Decoder = Annotated[
-    str, typer.Option("--decoder", "-d", help="A key of `anydecode methods`, or package:Class.")
+    str,
+    typer.Option(
+        "--decoder", "-d", help="A key of `anydecode methods`; key:name=value,... sets it up."
+    ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="At most this many new tokens.")]
 Temperature = Annotated[
@@ -46,6 +49,10 @@ Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
 Backend = Annotated[
     str | None, typer.Option("--backend", help="Which kernels to use; the best found if absent.")
 ]
+Draft = Annotated[
+    str | None,
+    typer.Option("--draft", help="A smaller model for methods that want one; self:int4 thins it."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 
@@ -55,14 +62,18 @@ def given(**values: Any) -> dict[str, Any]:
 
 
 def load(
-    model: str, dtype: str | None = None, threads: int | None = None, backend: str | None = None
+    model: str,
+    dtype: str | None = None,
+    threads: int | None = None,
+    backend: str | None = None,
+    draft: str | None = None,
 ) -> LLM:
     """The model, with a note on stderr while it loads."""
     from anydecode import LLM
     from anydecode.cli.output import status
 
     with status(f"loading {model}"):
-        return LLM(model, **given(dtype=dtype, threads=threads, backend=backend))
+        return LLM(model, **given(dtype=dtype, threads=threads, backend=backend, draft=draft))
 
 
 def read_text(value: str | None, what: str) -> str:

@@ -84,6 +84,7 @@ class NativeExecutor:
     """
 
     device = torch.device("cpu")
+    adapts_experts = False
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.formats import dequantize_rows
 from anydecode.kernels.interface import KeyValues, Output, Rows, Want
 from anydecode.kernels.reference import ReferenceBackend
@@ -162,7 +162,14 @@ class Transformer:
         """Load a PEFT LoRA adapter from a folder; its index is what `rows.adapters` names."""
         if name in self.adapter_names:
             raise InvalidRequestError(f"there is already an adapter named {name!r}")
-        self.network.adapters.append(load_adapter(Path(path), self.network, self.executor.device))
+        adapter = load_adapter(Path(path), self.network, self.executor.device)
+        experts = [target for target in adapter if ".experts." in target]
+        if experts and not getattr(self.executor, "adapts_experts", True):
+            raise UnsupportedCombinationError(
+                f"adapter {name!r} changes single experts ({experts[0]}), which the native kernels"
+                " cannot do; open the model with backend='torch'"
+            )
+        self.network.adapters.append(adapter)
         self.adapter_names.append(name)
         return len(self.adapter_names) - 1
 
