@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.kernels.formats import quantize
+from anydecode.kernels.library import load_library
 from anydecode.models.families import build_model, spec_from_config
+from anydecode.models.opening import choose_executor
 from tiny_models import chain, checkpoint_of, greedy, hf_model, logits, own_model
 
 PROMPT = [5, 17, 99, 3, 128, 64, 64, 11, 42]
@@ -181,11 +183,14 @@ def expected_tokens(model: Any, prompt: list[int], count: int) -> tuple[list[int
     return tokens[len(prompt) :], torch.cat(rows)
 
 
+@pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_greedy_tokens(case: str) -> None:
+def test_logits_and_greedy_tokens(case: str, backend: str) -> None:
+    if backend == "native" and load_library() is None:
+        pytest.skip("the native kernels are not available here")
     family, settings = CASES[case]
     theirs = hf_model(family, **settings)
-    ours = own_model(theirs, "float32")
+    ours = own_model(theirs, "float32", executor=choose_executor(backend))
     tokens, reference = expected_tokens(theirs, PROMPT, NUM_TOKENS)
     assert len(set(tokens)) > 2, "a model that repeats itself proves little"
     assert greedy(ours, PROMPT, NUM_TOKENS) == tokens

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from anydecode.cli import options
 from anydecode.errors import InvalidRequestError
+
+
+def known_as(model: str) -> str:
+    """A model's name to clients: a path's last part says enough, and no more."""
+    path = Path(model)
+    return path.stem if path.is_file() else path.name if path.is_dir() else model
 
 
 def serve(
@@ -88,7 +95,7 @@ def serve(
     from anydecode.cli.output import status
 
     settings = Settings(
-        name=name or model,
+        name=name or known_as(model),
         host=host,
         port=port,
         api_keys=tuple(api_key or ()),
