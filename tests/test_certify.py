@@ -110,3 +110,10 @@ def test_a_strangers_method_is_found_through_its_entry_point(tmp_path: Path) -> 
         check=True,
     )
     assert all(certificate["passed"] for certificate in json.loads(done.stdout))
+
+
+def test_cards_cite_their_papers() -> None:
+    card = Card("x", "search", "One Title (arXiv:1211.3711); Other (arXiv:2404.16710)", "lossy")
+    assert card.citation.count("@misc") == 2
+    assert "title = {One Title}, year = {2012}, eprint = {1211.3711}" in card.citation
+    assert all(one.citation for one in catalogue.cards() if "arXiv:" in one.paper)

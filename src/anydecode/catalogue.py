@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -58,9 +59,21 @@ class Card:
         if self.exactness not in EXACTNESS:
             raise ValueError(f"{self.exactness!r} is no kind of exactness")
 
+    @property
+    def citation(self) -> str:
+        """BibTeX: the card's own, or one entry per arXiv number in `paper`."""
+        if self.bibtex:
+            return self.bibtex
+        found = re.findall(r"(?:([^;()]*?)[ ,(]*)?arXiv:(\d{4}\.\d{4,5})", self.paper)
+        return "\n".join(
+            f"@misc{{arxiv{number.replace('.', '_')}, title = {{{title.strip(' ,)')}}}, "
+            f"year = {{20{number[:2]}}}, eprint = {{{number}}}, archivePrefix = {{arXiv}}}}"
+            for title, number in found
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The card as plain JSON."""
-        return asdict(self)
+        return {**asdict(self), "bibtex": self.citation}
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ def doctor(json: options.Json = False) -> None:
         print_json(found)
         return
     width = max(map(len, found))
+    found["memory"] = f"{found['memory'] / 2**30:.1f} GiB"
     for name, value in found.items():
         print(f"{name.replace('_', ' '):<{width}}  {_as_line(value)}")
 
