@@ -232,6 +232,31 @@ def test_submit_wait_cancel() -> None:
         llm.engine.check_integrity()
 
 
+def test_a_score_cancelled_under_way_leaves_nothing_behind() -> None:
+    class Slow:
+        def seconds(self, lane, plan) -> float:
+            return 5.0 if lane.name == "target" else 1.0
+
+    class Impatient(Decoder):
+        lanes = ("draft",)
+
+        def decode(self, sequence: Sequence) -> Decoding:
+            late = yield Submit(sequence.score(rows="all"))
+            yield sequence.score(sequence.unscored("draft"), lane="draft")
+            assert late.scores is None
+            yield Cancel(late)
+            scores = yield sequence.score([7], lane="draft")
+            sequence.emit([scores.picks[-1]])
+
+    with scripted_llm(row_budget=8) as llm:
+        llm.engine.clock = Slow()
+        llm.generate("abcdefgh" * 4, decoder=Impatient(), max_tokens=1)
+        while llm.engine.has_work:
+            llm.engine.step()
+        assert all(not lane._parts and not lane.waiting for lane in llm.engine.lanes.values())
+        llm.engine.check_integrity()
+
+
 def test_waiting_for_nothing_is_an_error_not_a_hang() -> None:
     class Waiting(Decoder):
         def decode(self, sequence: Sequence) -> Decoding:

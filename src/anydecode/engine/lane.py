@@ -19,11 +19,10 @@ from anydecode.scoring.span import Span
 
 @dataclass(eq=False)
 class Plan:
-    """One pass as plain data. `pieces[i]` has the rows from `offsets[i]` on; its wanted rows are
-    `wanted[i]` (indices into the span), from `answered[i]` on in the output."""
+    """One pass as plain data. Of `pieces[i]` the rows `wanted[i]` (indices into its span) are
+    wanted; they stand from `answered[i]` on in the output."""
 
     pieces: list[Piece]
-    offsets: list[int]
     rows: Rows
     want: Want
     wanted: list[list[int]]
@@ -115,6 +114,8 @@ class Lane:
                 for layer in span.taps
             }
             span.settle(stopped, count)
+            if score not in self.waiting:  # dropped while the pass was under way
+                continue
             if span.remaining and rows:
                 self._keep(span, part, taps)
             elif not span.remaining:
@@ -123,7 +124,7 @@ class Lane:
                 touched.append(score)
         done = []
         for score in touched:
-            if score.num_rows == 0 and score in self.waiting:
+            if score.num_rows == 0:
                 self.waiting.remove(score)
                 done.append((score, self._assemble(score, fresh)))
             else:
@@ -216,7 +217,6 @@ class _Builder:
         )
         self._num_rows = 0
         self._pieces: list[Piece] = []
-        self._offsets: list[int] = []
         self._wanted: list[list[int]] = []
         self._answered: list[int] = []
         self._logits: list[int] = []
@@ -242,7 +242,6 @@ class _Builder:
         if span.is_partial:
             self._tap(index, span.stop, list(range(offset, offset + count)))
         self._pieces.append(piece)
-        self._offsets.append(offset)
         self._wanted.append(wanted)
         self._num_rows += count
 
@@ -257,9 +256,7 @@ class _Builder:
                     setattr(rows, name, getattr(rows, name)[:used])
         hidden = {layer: np.array(index, np.int32) for layer, index in self._hidden.items()}
         want = Want(np.array(self._logits, np.int32), hidden)
-        return Plan(
-            self._pieces, self._offsets, rows, want, self._wanted, self._answered, self._tapped
-        )
+        return Plan(self._pieces, rows, want, self._wanted, self._answered, self._tapped)
 
     def _tap(self, piece: int, layer: int, index: list[int]) -> None:
         rows = self._hidden.setdefault(layer, [])
