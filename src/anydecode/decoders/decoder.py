@@ -27,6 +27,9 @@ class Decoder(ABC):
     translates: bool = False
     #: How many samples' policies it may draw from; a method that ignores the policy says False.
     samples: bool = True
+    #: Whether it brings a policy of its own, so that plain decoding under the request's policy says
+    #: something else.
+    own_policy: bool = False
 
     @abstractmethod
     def decode(self, sequence: Sequence) -> Decoding:

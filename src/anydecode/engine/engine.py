@@ -264,9 +264,9 @@ class Engine:
                         break
                     value = stop.value
                     continue
-                if not self._take(job, request):
+                goes_on, value = self._take(job, request)
+                if not goes_on:
                     break
-                value = self._answer
         except AnydecodeError as error:
             self._end(job, error)
         except Exception as error:
@@ -277,42 +277,36 @@ class Engine:
         if job.on_progress is not None and grown > 0 and not job.done:
             job.on_progress(job)
 
-    _answer: Any = None
-
-    def _take(self, job: Job, request: Any) -> bool:
-        """Act on what a decoder yielded. True if it can go on at once, with `self._answer`."""
-        self._answer = None
+    def _take(self, job: Job, request: Any) -> tuple[bool, Any]:
+        """Act on what a decoder yielded: whether it can go on at once, and what it is sent."""
         if isinstance(request, Score):
             job.group, job.is_group = [request], False
             self._queue(job, request)
-            return False
+            return False, None
         if isinstance(request, list):
             if not request:
-                self._answer = []
-                return True
+                return True, []
             job.group, job.is_group = request, True
             for score in request:
                 self._queue(job, score)
-            return False
+            return False, None
         if isinstance(request, Submit):
-            self._answer = ticket = Ticket(request.score)
-            job.tickets[request.score] = ticket
+            job.tickets[request.score] = ticket = Ticket(request.score)
             self._queue(job, request.score)
-            return True
+            return True, ticket
         if isinstance(request, Wait):
             for ticket in request.tickets:
                 if ticket.scores is not None or ticket.cancelled:
-                    self._answer = ticket
-                    return True
+                    return True, ticket
             job.wait = request
-            return False
+            return False, None
         if isinstance(request, Cancel):
             self._drop(job, request.ticket.score)
             request.ticket.cancelled = True
-            return True
+            return True, None
         if isinstance(request, Follow):
             job.generators.append(request.steps())
-            return True
+            return True, None
         raise TypeError(f"a decoder yielded {type(request).__name__}, which is no request")
 
     def _queue(self, job: Job, score: Score) -> None:

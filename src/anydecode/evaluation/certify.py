@@ -178,11 +178,12 @@ def claim(
     """The card's exactness: equality with plain decoding where the card says token-exact (at
     temperature 0: greedy-exact) and the policy is the request's own, a chi-square test where it
     says distribution-exact, and equality with itself in other company everywhere."""
-    causal = make().causal is not False
+    method = make()
+    causal = method.causal is not False
     where = "model" if open_llm else "scripted"
     open_llm = open_llm or (lambda: scripted_llm(causal=causal))
     exact = {"token-exact": (0.0, 0.8), "greedy-exact": (0.0,), "distribution-exact": (0.0,)}
-    plain = () if card.key in _OWN_REFERENCE else exact.get(card.exactness, ())
+    plain = () if method.own_policy else exact.get(card.exactness, ())
     if where == "scripted":
         yield from distribution_claim(card, make)
     for temperature in (0.0, 0.8):
@@ -213,10 +214,6 @@ def distribution_claim(card: Card, make: Callable[[], Decoder]) -> Iterator[Chec
     if card.exactness == "distribution-exact":
         for name, found in follows(make).items():
             yield Check(f"follows the target's distribution, {name}", found.passed, str(found))
-
-
-#: Methods whose policy is part of the method, so that plain decoding says something else.
-_OWN_REFERENCE = {"classifier-free-guidance"}
 
 
 class _Restarts:

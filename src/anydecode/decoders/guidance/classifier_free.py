@@ -29,6 +29,8 @@ class ClassifierFreeGuidance(Decoder):
     token of the prompt alone, as the paper does.
     """
 
+    own_policy = True
+
     def __init__(
         self,
         scale: float = 1.5,
