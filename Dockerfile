@@ -1,6 +1,8 @@
 # Serves a model on port 8000. Build: docker build -t anydecode .
 # Run: docker run --rm -p 127.0.0.1:8000:8000 -v anydecode-models:/models anydecode
 FROM python:3.12-slim-bookworm AS build
+# The release's own versions: exact ones vanish from the mirrors with every fix.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
@@ -8,9 +10,10 @@ WORKDIR /source
 COPY . .
 RUN python -m venv /opt/anydecode \
     && /opt/anydecode/bin/pip install --no-cache-dir \
-        --extra-index-url https://download.pytorch.org/whl/cpu ".[server,constraints]"
+        --extra-index-url https://download.pytorch.org/whl/cpu ".[server,constraints,telemetry]"
 
 FROM python:3.12-slim-bookworm
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends libgomp1 \
     && rm -rf /var/lib/apt/lists/* \
@@ -22,7 +25,7 @@ ENV PATH=/opt/anydecode/bin:$PATH \
     XDG_CACHE_HOME=/models \
     HF_HOME=/models/huggingface \
     PYTHONUNBUFFERED=1
-USER anydecode
+USER 1000
 VOLUME /models
 EXPOSE 8000
 HEALTHCHECK --interval=30s --timeout=5s --start-period=120s \

@@ -2,8 +2,9 @@
 
 A wheel that holds the library is tagged `py3-none-<platform>`; without a compiler, or when the
 build fails, the wheel is pure and the torch reference does the arithmetic. `ANYDECODE_BUILD` is
-`auto` (the default), `never`, or `always` (a failed build then fails the wheel: for releases);
-`ANYDECODE_PLATFORM` names another platform tag, for a cross compiler in `CC`.
+`auto` (the default), `never`, or `always` (a failed build then fails the wheel: for releases).
+`ANYDECODE_PLATFORM` names another platform tag: one of `kernels/build.py: TARGETS`, for which the
+`ziglang` package compiles on any machine, or any other with a cross compiler in `CC`.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ def build_library(root: Path, out_dir: Path) -> Path:
         raise FileNotFoundError(path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    tag = os.environ.get("ANYDECODE_PLATFORM", "")
+    if tag in module.TARGETS and "CC" not in os.environ:
+        return Path(module.compile_for(tag, out_dir))
     compiler = module.find_compiler()
     if compiler is None:
         raise RuntimeError("no C compiler was found")

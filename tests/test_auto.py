@@ -89,7 +89,12 @@ def test_old_guesses_fade() -> None:
     for _ in range(120):
         rates.note(3, False)
     assert rates[3] < 0.2
-    assert rates[1] == pytest.approx(module.PRIORS[True][0])
+    assert rates.shares()[0] == pytest.approx(module.PRIORS[True][0])
+
+
+def test_little_evidence_counts_for_less() -> None:
+    few, many = Rates([0.5], weight=4.0), Rates([0.5], weight=400.0)
+    assert few[1] < many[1] < 0.5
 
 
 def test_chains_go_round_where_the_text_repeats_itself() -> None:
@@ -97,7 +102,7 @@ def test_chains_go_round_where_the_text_repeats_itself() -> None:
     follower = Follower(corpus)
     for token in [5, 1, 2, 3, 1, 2, 3]:
         corpus.append(token)
-        follower.step(token, corpus.tokens[-8:])
+        follower.step(corpus.tokens)
     assert follower.chain(7) == [1, 2, 3, 1, 2, 3, 1]
 
 
@@ -106,8 +111,19 @@ def test_chains_end_between_texts() -> None:
     for token in [1, 2, 3, BREAK, 9]:
         corpus.append(token)
     follower = Follower(corpus)
-    follower.step(2, [1, 2])
+    follower.step([1, 2])
     assert follower.chain(5) == [3]
+
+
+def test_a_match_is_as_long_as_the_texts_agree() -> None:
+    corpus = Corpus()
+    for token in [9, 1, 2, 3, 4, 5, 6, 7, 8, BREAK]:
+        corpus.append(token)
+    follower = Follower(corpus)
+    follower.step([0, 1, 2, 3, 4, 5, 6])
+    assert (follower.at, follower.length) == (7, 6)
+    assert follower.ahead([5, 6], [7]).chain(3) == [8]
+    assert (follower.at, follower.length) == (7, 6)
 
 
 def sources(*texts: list[int], rate: float = 0.6) -> list[Source]:
@@ -117,12 +133,13 @@ def sources(*texts: list[int], rate: float = 0.6) -> list[Source]:
         for token in text:
             corpus.append(token)
         source = Source(f"s{number}", corpus, Rates([rate - 0.1 * number] * len(module.CLASSES)))
-        source.follower.step(text[0], text[:1])
+        source.follower.step(text[:1])
         found.append(source)
     return found
 
 
-def test_two_sources_share_a_tree() -> None:
+def test_two_sources_share_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CAUTION", 0.0)
     tree = merged(sources([7, 1, 2], [7, 1, 3]), 2, 0.0)
     assert tree.tokens == [1, 2, 3]
     assert tree.parents == [ROOT, 0, 0]
@@ -130,6 +147,14 @@ def test_two_sources_share_a_tree() -> None:
     assert tree.probabilities[0] == pytest.approx(0.6)
     assert tree.probabilities[1] == pytest.approx(0.36)
     assert tree.probabilities[2] == pytest.approx(0.25 * 0.4)
+
+
+def test_what_is_forced_stands_before_what_sources_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CAUTION", 0.0)
+    tree = merged(sources([7, 1], [7, 2]), 1, 0.0, forced=[5, 6])
+    assert tree.tokens == [5, 6, 1, 2]
+    assert tree.parents == [ROOT, 0, 1, 1]
+    assert [tree.probabilities[node] for node in range(4)] == pytest.approx([1, 1, 0.6, 0.2])
 
 
 def test_a_part_keeps_the_shape() -> None:

@@ -22,7 +22,7 @@ PROOFS = (
     "autoregressive",
     "prompt-lookup",
     "beam",
-    "block-denoiser",
+    "llada",
     "layer-draft",
     "parallel-draft",
     "classifier-free-guidance",

@@ -275,7 +275,7 @@ def test_waiting_for_nothing_is_an_error_not_a_hang() -> None:
         ({"colour": 1}, "no option is called colour"),
         ({"temperature": -1}, "temperature"),
         ({"adapter": "x"}, "no adapter"),
-        ({"decoder": "block-denoiser"}, "diffusion"),
+        ({"decoder": "llada"}, "diffusion"),
     ],
 )
 def test_bad_requests_are_refused_in_one_line(options: dict, message: str) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels import build, formats
+from anydecode.kernels.cache import CACHE_FORMATS, bytes_per_position, decode, encode, new_cache
 from anydecode.kernels.interface import (
     FORMATS,
     Attention,
@@ -29,7 +30,14 @@ from anydecode.kernels.interface import (
     Want,
     Weight,
 )
-from anydecode.kernels.library import Library, argmax, load_library, logsumexp, pick_gumbel
+from anydecode.kernels.library import (
+    Library,
+    argmax,
+    largest,
+    load_library,
+    logsumexp,
+    pick_gumbel,
+)
 from anydecode.kernels.native import NativeExecutor
 from anydecode.kernels.packing import Packer
 from anydecode.kernels.reference import ReferenceBackend
@@ -203,10 +211,11 @@ class Network:
             embedding_scale=1.5, threads=threads, adapters=adapters,
         )  # fmt: skip
 
-    def cache(self, slots: int, dtype: torch.dtype = torch.float32) -> KeyValues:
-        size = (slots, self.shape.num_kv_heads, self.shape.head_dim)
-        full = [torch.full(size, float("nan"), dtype=dtype) for _ in range(4)]
-        return KeyValues(full[:2], full[2:])
+    def cache(self, slots: int, format: str = "float32") -> KeyValues:
+        cache = new_cache(format, slots, [self.shape, self.shape])
+        for tensor in (*cache.keys, *cache.values):
+            tensor.view(torch.uint8).fill_(0xFF)  # NaN, whatever the format
+        return cache
 
 
 def ints(values: Any) -> np.ndarray:
@@ -287,7 +296,7 @@ def tree_rows(tokens: Any, prefix: int, slots: Any, holes: Any = ()) -> Rows:
 
 
 @few
-@given(st.integers(0, 70), st.integers(1, 12), st.booleans(), st.integers(1, 3), st.integers(0, 9))
+@given(st.integers(0, 300), st.integers(1, 12), st.booleans(), st.integers(1, 5), st.integers(0, 9))
 def test_slots_tails_threads_and_company_never_matter(
     library: Library, prefix: int, n: int, holes: bool, threads: int, seed: int
 ) -> None:
@@ -297,8 +306,9 @@ def test_slots_tails_threads_and_company_never_matter(
     hidden = [3, 33] if holes and prefix > 33 else []
     results = []
     for together in (True, False):
-        slots = random.permutation(120)[: prefix + n]
-        cache, executor = network.cache(120, torch.float16), network.executor(threads)
+        slots = random.permutation(320)[: prefix + n]
+        format = ("float16", "int8", "int4")[seed % 3]
+        cache, executor = network.cache(320, format), network.executor(threads)
         if prefix:
             executor.run(sequence_rows(tokens[:prefix], slots), cache, Want(ints([])))
         rows = tree_rows(tokens[prefix:], prefix, slots, hidden)
@@ -323,6 +333,59 @@ def test_a_neighbour_in_the_window_would_be_seen(library: Library) -> None:
     other = network.executor().run(rows, network.cache(12), all_logits(rows)).logits
     changed = (one != other).any(-1).nonzero().flatten().tolist()
     assert changed[0] == 5
+
+
+@pytest.mark.parametrize("format", CACHE_FORMATS)
+@pytest.mark.parametrize("head_dim", [16, 20, 64, 80])
+def test_caches_hold_what_the_reference_writes(
+    library: Library, format: str, head_dim: int
+) -> None:
+    network = Network(7, head_dim=head_dim)
+    executor, slots = network.executor(), np.random.default_rng(head_dim).permutation(60)[:50]
+    rows = sequence_rows(np.arange(50) % 50, slots)
+    exact, packed = network.cache(60), network.cache(60, format)
+    executor.run(rows, exact, Want(ints([])))
+    executor.run(rows, packed, Want(ints([])))
+    at = torch.from_numpy(slots)
+    for plain, stored in ((exact.keys[0], packed.keys[0]), (exact.values[0], packed.values[0])):
+        assert torch.equal(
+            stored[at].view(torch.uint8), encode(format, plain[at]).view(torch.uint8)
+        )
+    # A row that stores nothing reads the same numbers from a cache that holds them in float32.
+    asking = sequence_rows([3], slots[:40], 39)
+    asking.slots[:], asking.prefix[:] = -1, 37
+    unpacked = KeyValues(
+        [decode(format, keys, head_dim).contiguous() for keys in packed.keys],
+        [decode(format, values, head_dim).contiguous() for values in packed.values],
+    )
+    packed_answer = executor.run(asking, packed, all_logits(asking)).logits.clone()
+    assert torch.equal(executor.run(asking, unpacked, all_logits(asking)).logits, packed_answer)
+    other = relative(executor.run(asking, exact, all_logits(asking)).logits, packed_answer)
+    assert (other == 0) == (format == "float32")
+    assert other < 0.3
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_the_reference_reads_packed_caches_too(library: Library, format: str) -> None:
+    network = Network(5, head_dim=32)
+    rows = sequence_rows(np.random.default_rng(1).integers(0, 50, 70), np.arange(70))
+    expected, _ = by_reference(network, rows, network.cache(80, format))
+    output = network.executor().run(rows, network.cache(80, format), all_logits(rows))
+    assert relative(output.logits, expected) < 5e-3  # a code may round the other way
+    exact, _ = by_reference(network, rows, network.cache(80))
+    assert relative(exact, expected) > 5e-3 or format == "int8"
+
+
+def test_packed_caches_are_small() -> None:
+    shapes = [Attention(9, 3, 64, 0.125)] * 30
+    sizes = {name: bytes_per_position(new_cache(name, 4, shapes)) for name in CACHE_FORMATS}
+    assert sizes["float16"] == sizes["bfloat16"] == 23040
+    assert sizes == sizes | {"float32": 46080, "int8": 12240, "int4": 7200}
+
+
+def test_an_unknown_cache_format_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="int7"):
+        new_cache("int7", 4, [Attention(2, 1, 16, 1.0)])
 
 
 def test_layer_ranges_compose(library: Library) -> None:
@@ -435,6 +498,20 @@ def test_argmax_and_logsumexp(library: Library, n: int, seed: int) -> None:
     assert abs(logsumexp(logits) - expected) < 1e-5
 
 
+@few
+@given(st.integers(1, 4), st.integers(1, 3000), st.integers(1, 40), st.integers(0, 99))
+def test_the_largest_equal_a_stable_sort(
+    library: Library, rows: int, n: int, count: int, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    logits = random.integers(-9, 9 + 999 * (seed % 2), (rows, n)).astype(np.float32)
+    logits[random.random((rows, n)) < 0.1] = -np.inf
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :count]
+    ids, values = largest(logits, count)
+    assert np.array_equal(ids, order)
+    assert np.array_equal(values, np.take_along_axis(logits, order, axis=1))
+
+
 # --- the build and the start-up check
 
 
@@ -443,8 +520,8 @@ def test_a_wrong_kernel_is_caught_at_start(tmp_path: Path) -> None:
     if compiler is None or platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("needs a C compiler and an x86-64 processor")
     sources = shutil.copytree(build.SOURCES, tmp_path / "cpu")
-    right = "_mm256_maddubs_epi16((w)[i], activations4((a) + 4 * (i)))"
-    wrong = right.replace("4 * (i)", "4 * ((i) ^ 1)")
+    right = "_mm256_add_epi16(before, _mm256_maddubs_epi16(w, a))"
+    wrong = right.replace("add", "sub", 1)
     header = sources / "simd_avx2.h"
     text = header.read_text()
     assert right in text

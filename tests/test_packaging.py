@@ -122,3 +122,36 @@ def test_the_kernels_look_where_the_wheel_puts_the_library(repository: Path) -> 
 
     assert build.SOURCES == repository / "src" / "anydecode" / "kernels" / "cpu"
     assert callable(build.compile_library) and callable(build.find_compiler)
+
+
+def test_one_machine_builds_the_library_of_every_wheel(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from anydecode.kernels import build
+
+    commands: list[list[str]] = []
+
+    def run(command: list[str]) -> None:
+        commands.append(command)
+        Path(command[command.index("-o") + 1]).write_bytes(b"")
+
+    monkeypatch.setattr(build, "_run", run)
+    workflow = (repository / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    names = []
+    for tag, target in build.TARGETS.items():
+        assert f"- {tag}\n" in workflow
+        names.append(build.compile_for(tag, tmp_path / tag).name)
+        assert all(command[2:5] == ["ziglang", "cc", "-target"] for command in commands)
+        assert {command[5] for command in commands} == {target}
+        words = {word for command in commands for word in command}
+        assert ("-DVARIANT=neon_dot" in words) == target.startswith("aarch64")
+        assert ("-pthread" in words) == ("windows" not in target)
+        commands.clear()
+    assert [name.rpartition(".")[2] for name in names] == [
+        "so",
+        "so",
+        "dylib",
+        "dylib",
+        "dll",
+        "dll",
+    ]

@@ -619,10 +619,18 @@ class TestOthers:
         assert row[3] == np.float32(last[3] - far[3])
         strict = DoLa((2, 5), relative_top=0.5)
         row = strict.combine(locked(last), [], {2: locked(far), 5: locked(near)})
-        assert row[2] == row[3] == -math.inf
+        assert row[2:].max() < row[:2].min() - 1000
         assert policy.pick(row, NOISE, 0) == 1
         sampled = SamplingParams(dola_layers=(2, 5)).policy([], 4).distribution(row)
         assert sampled.tokens.tolist() == [0, 1]
+
+    def test_dola_leaves_the_last_word_to_a_constraint(self):
+        last, early = locked(np.log([0.8, 0.15, 0.03, 0.02])), locked(np.log([0.25] * 4))
+        for allowed, expected in (([1, 2], [1.0, 0.0]), ([2, 3], [0.6, 0.4])):
+            policy = SamplingParams(dola_layers=(2,)).policy([], 4, constraint=Allow(allowed))
+            row = policy.combine(last, [], {2: early})
+            found = policy.distribution(row).dense(4)[allowed]
+            np.testing.assert_allclose(found, expected, atol=2e-3)
 
 
 class TestLogprobs:

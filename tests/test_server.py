@@ -198,8 +198,8 @@ class Broken(Decoder):
 
 def test_a_fault_ends_only_its_request(slow: Any, caplog: Any) -> None:
     caplog.set_level(logging.CRITICAL)
-    build = slow.decoder
-    slow.decoder = lambda choice, *rest: Broken() if choice == "beam" else build(choice, *rest)
+    build = slow.method
+    slow.method = lambda choice, *rest: Broken() if choice == "beam" else build(choice, *rest)
     body = {"prompt": "abc", "max_tokens": 20, "temperature": 0}
     with LiveServer(slow, settings()) as server, client(server) as http:
         answers: list[Any] = []
@@ -243,8 +243,10 @@ def test_who_leaves_is_not_decoded_for(slow: Any, stream: bool) -> None:
     with LiveServer(slow, settings()) as server, client(server) as http:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as raw:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-            raw.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            head = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n"
+            raw.sendall(
+                head.encode() + b"Host: localhost\r\nContent-Type: application/json\r\n\r\n" + body
+            )
             wait_until(lambda: slow.engine.num_tokens > 3)
         wait_until(lambda: not slow.engine.has_work)
         assert slow.engine.num_tokens < 1000
@@ -260,8 +262,10 @@ def test_who_does_not_read_is_cut_off(llm: Any) -> None:
         with socket.socket() as raw:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             raw.connect((host, int(port)))
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
-            raw.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+            head = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(data)}\r\n"
+            raw.sendall(
+                head.encode() + b"Host: localhost\r\nContent-Type: application/json\r\n\r\n" + data
+            )
             wait_until(lambda: llm.engine.num_tokens > 30)
             wait_until(lambda: not llm.engine.has_work, 20)
         assert llm.engine.num_tokens < 30 * 3000
@@ -300,6 +304,7 @@ def test_nobody_waits_for_a_pass_to_be_heard(llm: Any) -> None:
 def test_metrics_tell_what_happened(llm: Any) -> None:
     with LiveServer(llm, settings()) as server, client(server) as http:
         body = {"prompt": "abc", "max_tokens": 7, "temperature": 0, "ignore_eos": True}
+        body["decoder"] = "autoregressive"
         for _ in range(3):
             assert http.post("/v1/completions", json=body).status_code == 200
         lines = dict(
@@ -320,7 +325,7 @@ def test_metrics_tell_what_happened(llm: Any) -> None:
         live = http.get("/live").json()
         assert (live["said"], live["running"]) == (21, 0)
         keys = [entry["key"] for entry in http.get("/decoders").json()["decoders"]]
-        assert "prompt-lookup" in keys and "block-denoiser" not in keys
+        assert "prompt-lookup" in keys and "llada" not in keys
 
 
 def test_logs_are_json(llm: Any) -> None:
@@ -331,7 +336,8 @@ def test_logs_are_json(llm: Any) -> None:
     logs.log.setLevel("INFO")
     try:
         with LiveServer(llm, settings()) as server, client(server) as http:
-            answer = http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 3})
+            body = {"prompt": "abc", "max_tokens": 3, "decoder": "autoregressive"}
+            answer = http.post("/v1/completions", json=body)
             wait_until(lambda: bool(lines))
     finally:
         logs.log.removeHandler(handler)
@@ -368,7 +374,7 @@ def test_a_draining_server_refuses_new_work(llm: Any) -> None:
 
     async def ask() -> list[int]:
         transport = httpx.ASGITransport(app=gate)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             refused = await http.post("/v1/completions", json={"prompt": "a"})
             assert refused.headers["retry-after"] == "5"
             return [refused.status_code, (await http.get("/health")).status_code]
@@ -580,7 +586,7 @@ def test_the_api_keeps_to_its_own_description(llm: Any) -> None:
 
     async def send(calls: list[Any]) -> None:
         transport = httpx.ASGITransport(app=gate, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             for method, path, body in calls:
                 answer = await http.request(method, path, json=body)
                 assert answer.status_code < 500, (path, body, answer.text)

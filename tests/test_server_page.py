@@ -178,3 +178,25 @@ def test_nothing_is_fetched_from_elsewhere(browser: Any, url: str) -> None:
     opened(browser, url, 800)
     fetched = browser.script("return performance.getEntriesByType('resource').map((e) => e.name)")
     assert fetched and all(name.startswith(url) for name in fetched)
+
+
+def test_a_canvas_fills_in(browser: Any) -> None:
+    """A diffusion model without a chat template: the message is the prompt."""
+    browser.errors()  # those that were meant to be
+    with scripted_llm(causal=False) as llm:
+        llm.tokenizer.chat_template = None
+        with LiveServer(llm, Settings(name="diffusion", port=0)) as server:
+            for width in (1200, 380):
+                opened(browser, server.url, width)
+                assert browser.script("return document.getElementById('decoder').value") == "llada"
+                browser.script("document.getElementById('tokens').value = 24")
+                browser.script("document.getElementById('message').value = 'fill this in'")
+                browser.script("document.getElementById('ask').requestSubmit()")
+                browser.until("document.querySelector('.assistant .facts button')")
+                browser.script("document.querySelector('.assistant .facts button').click()")
+                trace = "document.querySelector('iframe').srcdoc"
+                browser.until(f"{trace}.includes('<h2>Canvas</h2>')")
+                assert browser.script(f"return ({trace}.match(/class=.cell/g) || []).length") > 0
+                time.sleep(0.5)
+                browser.picture(f"canvas-{width}-{browser.theme}")
+                assert not browser.errors()

@@ -41,7 +41,13 @@ _PACKAGES = (
 @dataclass(frozen=True)
 class Card:
     """What a method is and claims. `needs`: nothing, "draft model", "trained heads", "diffusion
-    model", ... `deviations`: every way in which it differs from the paper."""
+    model", ... `deviations`: every way in which it differs from the paper.
+
+    `exactness` is held against plain decoding of the same model. A sampling rule is "lossy": it
+    changes what is drawn on purpose. It is exact in another sense, which its certificate proves:
+    its distribution is its oracle's, and every exact decoder says under it what plain decoding
+    says under it.
+    """
 
     key: str
     family: str
@@ -126,7 +132,7 @@ def cards(family: str | None = None) -> list[Card]:
     return sorted(found, key=lambda card: (FAMILIES.index(card.family), card.key))
 
 
-def build(key: str, **parameters: Any) -> Any:
+def build(key: str, /, **parameters: Any) -> Any:
     """The method `key`, with `parameters`. Raises `InvalidRequestError` for unknown ones."""
     if key not in entries():
         from difflib import get_close_matches

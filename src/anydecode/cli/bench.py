@@ -25,6 +25,10 @@ BENCHES = {
         "anydecode.evaluation.constrained_bench:bench_constrained",
         "What constraints accept, get wrong and cost, on JSONSchemaBench and the test suite.",
     ),
+    "parallelbench": Bench(
+        "anydecode.evaluation.parallelbench.bench:bench_parallelbench",
+        "Diffusion methods: accuracy against passes per token, on tasks that can be checked.",
+    ),
     "peers": Bench(
         "anydecode.evaluation.peers:bench_peers",
         "Against transformers, llama.cpp and OpenVINO GenAI, in one run.",
@@ -39,6 +43,10 @@ BENCHES = {
     "serving": Bench(
         "anydecode.evaluation.serving.bench:bench_serving",
         "A trace replayed against a server: latencies and goodput under an objective.",
+    ),
+    "soak": Bench(
+        "anydecode.evaluation.serving.soak:bench_soak",
+        "Thousands of requests by unreliable clients: no leak, no wrong text, no hang.",
     ),
 }
 

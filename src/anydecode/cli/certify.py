@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from anydecode.cli import options
 from anydecode.cli.output import note, print_json, progress
+
+if TYPE_CHECKING:
+    from anydecode.evaluation.certify import Certificate
+    from anydecode.evaluation.certify_model import Trials
 
 
 def certify_methods(
@@ -16,23 +21,46 @@ def certify_methods(
         typer.Argument(metavar="[KEY]...", help="Keys, or package:Class; all if absent."),
     ] = None,
     json: options.Json = False,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Token-exactness on this model instead, at length."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="With --model: a folder with Spec-Bench's question.jsonl."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Prompts per category; all if absent.")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens per answer.")] = 128,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts decoded together.")] = 8,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0)] = 0.8,
+    sample: Annotated[
+        int, typer.Option("--sample", min=0, help="Prompts tried in every --dtypes; 0: none.")
+    ] = 24,
+    dtypes: Annotated[
+        str, typer.Option("--dtypes", help="Formats of the sample, separated by commas.")
+    ] = "as stored,bfloat16,float32",
+    draft: options.Draft = "self:layers=10",
+    threads: options.Threads = None,
 ) -> None:
     """Run the proofs of methods; exits 1 when one does not hold.
 
+    With --model, answers of that model are held against its plain decoding: every prompt in
+    batches, and a sample in every format, greedy and sampled, alone and restarted at random.
+
     Example: anydecode certify prompt-lookup --json
     """
-    from anydecode.catalogue import cards
-    from anydecode.evaluation.certify import Certificate, certify
+    if model is None:
+        certificates = _by_proof(keys or [])
+    else:
+        from anydecode.evaluation.certify_model import Trials
+        from anydecode.evaluation.speculative_bench import questions
 
-    wanted = list(keys) if keys else sorted(card.key for card in cards())
-    with progress() as bar:
-        task = bar.add_task("certifying", total=len(wanted))
-
-        def report(certificate: Certificate) -> None:
-            bar.update(task, description=certificate.key)
-            bar.advance(task)
-
-        certificates = certify(wanted, on_done=report)
+        formats = tuple(part.strip() for part in dtypes.split(",") if part.strip())
+        asked = questions(data, limit)
+        trials = Trials(asked, tokens, batch, temperature, sample, min(tokens, 64), formats)
+        certificates = _on_model(keys or [], model, trials, draft, threads)
     if json:
         print_json(certificates)
     else:
@@ -45,3 +73,41 @@ def certify_methods(
     if failed:
         note(f"not certified: {', '.join(failed)}")
         raise typer.Exit(1)
+
+
+def _by_proof(keys: list[str]) -> list[Certificate]:
+    from anydecode.catalogue import cards
+    from anydecode.evaluation.certify import certify
+
+    wanted = keys or sorted(card.key for card in cards())
+    with progress() as bar:
+        task = bar.add_task("certifying", total=len(wanted))
+
+        def report(certificate: Certificate) -> None:
+            bar.update(task, description=certificate.key)
+            bar.advance(task)
+
+        return certify(wanted, on_done=report)
+
+
+def _on_model(
+    keys: list[str], model: str, trials: Trials, draft: str | None, threads: int | None
+) -> list[Certificate]:
+    from anydecode.catalogue import cards
+    from anydecode.evaluation.certify_model import certify_on
+
+    wanted = keys or sorted(
+        card.key
+        for card in cards()
+        if card.exactness == "token-exact" and card.family in ("speculative", "depth")
+    )
+    return certify_on(
+        model,
+        wanted,
+        trials,
+        draft=draft,
+        threads=threads,
+        on_done=lambda key, check: note(
+            f"{'passed' if check.passed else 'FAILED'}  {key}: {check.name}: {check.detail}"
+        ),
+    )

@@ -27,7 +27,8 @@ def chat(
         str | None, typer.Option("--system", help="An instruction ahead of all.")
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
-    decoder: options.Decoder = "autoregressive",
+    decoder: options.Decoder = None,
+    sampler: options.Sampler = None,
     max_tokens: options.MaxTokens = 512,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -36,6 +37,7 @@ def chat(
     seed: options.Seed = None,
     stop: options.Stop = None,
     dtype: options.Dtype = None,
+    cache: options.Cache = None,
     threads: options.Threads = None,
     backend: options.Backend = None,
     json: options.Json = False,
@@ -49,9 +51,10 @@ def chat(
         message = "-"
     if message is not None:
         message = options.read_text(message, "prompt")
-    llm = options.load(model, dtype, threads, backend)
+    llm = options.load(model, dtype, threads, backend, None, cache)
     settings = options.given(
         decoder=decoder,
+        sampler=sampler or None,
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,

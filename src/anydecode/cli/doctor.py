@@ -60,6 +60,7 @@ def examine() -> dict[str, Any]:
         "compiler": compiler(),
         **_torch(),
         **_kernels(),
+        "cuda": cuda(),
         **_models(),
         "packages": packages(),
     }
@@ -104,6 +105,19 @@ def _kernels() -> dict[str, Any]:
         return {"backend": "reference", "why": why, "instruction_set": None}
     why = "the fastest of the compiled kernels that this processor runs and that pass their checks"
     return {"backend": "native", "why": why, "instruction_set": library.variant}
+
+
+def cuda() -> str:
+    """What `device="cuda"` would run, and why."""
+    import torch
+
+    from anydecode.kernels.cuda.available import interpreted, why_not
+
+    problem = why_not()
+    if problem is None:
+        where = "in its interpreter, on the CPU" if interpreted() else "on the GPU"
+        return f"triton kernels, {where}"
+    return f"torch reference: {problem}" if torch.cuda.is_available() else f"none: {problem}"
 
 
 def _models() -> dict[str, Any]:

@@ -27,7 +27,8 @@ def generate(
         str | None, typer.Option("--prompt", "-p", help="The prompt; - for stdin.")
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
-    decoder: options.Decoder = "autoregressive",
+    decoder: options.Decoder = None,
+    sampler: options.Sampler = None,
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -37,12 +38,17 @@ def generate(
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
     dtype: options.Dtype = None,
+    cache: options.Cache = None,
     threads: options.Threads = None,
     backend: options.Backend = None,
     draft: options.Draft = None,
     schema: Annotated[
         Path | None,
         typer.Option("--schema", metavar="FILE", help="Answer in JSON that this schema allows."),
+    ] = None,
+    constraint: Annotated[
+        str | None,
+        typer.Option("--constraint", help="A constraint of `anydecode methods`, as monitors."),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -55,10 +61,13 @@ def generate(
     Example: anydecode generate --prompt "Once upon a time" --temperature 0.8 --seed 7
     """
     prompt = options.read_text(prompt if prompt is not None else text, "prompt")
-    constraint = None if schema is None else read_schema(schema)
-    llm = options.load(model, dtype, threads, backend, draft)
+    if schema is not None and constraint is not None:
+        raise InvalidRequestError("--schema and --constraint are both constraints; give one")
+    told: Any = constraint if schema is None else read_schema(schema)
+    llm = options.load(model, dtype, threads, backend, draft, cache)
     settings = options.given(
         decoder=decoder,
+        sampler=sampler or None,
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -68,7 +77,7 @@ def generate(
         stop=stop or None,
         ignore_eos=ignore_eos or None,
         trace=trace is not None or None,
-        constraint=constraint,
+        constraint=told,
     )
     if json:
         generation = llm.generate(prompt, **settings)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from anydecode import __version__
-from anydecode.cli import bench, certify, chat, doctor, generate, methods, pull, score, serve
+from anydecode.cli import bench, certify, chat, doctor, generate, methods, pull, score, serve, train
 from anydecode.errors import AnydecodeError
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -33,6 +33,7 @@ for name, function in (
 ):
     app.command(name)(function)
 app.add_typer(bench.app, name="bench")
+app.add_typer(train.app, name="train")
 
 #: What typer raises for wrong usage; the base of these is not among its public names.
 _USAGE_ERRORS: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")

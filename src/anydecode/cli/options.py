@@ -24,9 +24,18 @@ Model = Annotated[
     ),
 ]
 Decoder = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--decoder", "-d", help="A key of `anydecode methods`; key:name=value,... sets it up."
+        "--decoder",
+        "-d",
+        help="A key of `anydecode methods`; key:name=value,... sets it up. Default: auto, or what a"
+        " diffusion model was made for.",
+    ),
+]
+Sampler = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sampler", help="A sampling rule of `anydecode methods`, as mirostat:tau=4; repeatable."
     ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="At most this many new tokens.")]
@@ -44,6 +53,10 @@ IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the mo
 Dtype = Annotated[
     str | None,
     typer.Option("--dtype", help="float32, bfloat16, int8 or int4; as stored if absent."),
+]
+Cache = Annotated[
+    str | None,
+    typer.Option("--cache", help="Keys and values as float32, float16, bfloat16, int8 or int4."),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
 Backend = Annotated[
@@ -67,13 +80,15 @@ def load(
     threads: int | None = None,
     backend: str | None = None,
     draft: str | None = None,
+    cache: str | None = None,
 ) -> LLM:
     """The model, with a note on stderr while it loads."""
     from anydecode import LLM
     from anydecode.cli.output import status
 
     with status(f"loading {model}"):
-        return LLM(model, **given(dtype=dtype, threads=threads, backend=backend, draft=draft))
+        chosen = given(dtype=dtype, threads=threads, backend=backend, draft=draft, cache=cache)
+        return LLM(model, **chosen)
 
 
 def read_text(value: str | None, what: str) -> str:

@@ -15,6 +15,7 @@ def score(
     continuation: Annotated[str, typer.Option("--continuation", "-c", help="What is scored.")],
     model: options.Model = options.DEFAULT_MODEL,
     dtype: options.Dtype = None,
+    cache: options.Cache = None,
     threads: options.Threads = None,
     backend: options.Backend = None,
     json: options.Json = False,
@@ -24,7 +25,7 @@ def score(
     Example: anydecode score --prompt "The sky is" --continuation " blue"
     """
     prompt = options.read_text(prompt, "prompt")
-    llm = options.load(model, dtype, threads, backend)
+    llm = options.load(model, dtype, threads, backend, None, cache)
     result = llm.score(prompt, options.read_text(continuation, "continuation"))
     if json:
         print_json({"model": model, **to_plain(result)})

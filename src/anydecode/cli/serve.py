@@ -41,9 +41,20 @@ def serve(
             help="Ask for this key; repeatable. Each key has a cache of its own.",
         ),
     ] = None,
-    decoder: options.Decoder = "autoregressive",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option("--allow-host", help="A further name to answer to; repeatable; *: any."),
+    ] = None,
+    open_metrics: Annotated[
+        bool, typer.Option("--open-metrics", help="/metrics and /live without a key.")
+    ] = False,
+    decoder: options.Decoder = None,
     schedule: Annotated[
         str | None, typer.Option("--schedule", help="A serving key of `anydecode methods`.")
+    ] = None,
+    drafting: Annotated[
+        str | None,
+        typer.Option("--drafting", help="Who says how much all may draft: smartspec-server."),
     ] = None,
     draft: Annotated[
         str | None, typer.Option("--draft", help="A smaller model, for methods that want one.")
@@ -67,6 +78,17 @@ def serve(
     cache_positions: Annotated[
         int | None, typer.Option("--cache-positions", min=1, help="Size of the key-value cache.")
     ] = None,
+    prefix_spill: Annotated[
+        str | None,
+        typer.Option(
+            "--prefix-spill",
+            metavar="DIR",
+            help="Keep evicted prefixes in this folder (or in 'memory').",
+        ),
+    ] = None,
+    spill_limit: Annotated[
+        str, typer.Option("--spill-limit", help="Most bytes of them: 512MiB, 4g.")
+    ] = "4GiB",
     row_budget: Annotated[
         int, typer.Option("--row-budget", min=1, help="Most rows of a pass.")
     ] = 512,
@@ -77,6 +99,7 @@ def serve(
         str, typer.Option("--reasoning-parser", help="auto, think, seed or none.")
     ] = "auto",
     dtype: options.Dtype = None,
+    cache: options.Cache = None,
     threads: options.Threads = None,
     backend: options.Backend = None,
 ) -> None:
@@ -106,18 +129,24 @@ def serve(
         decoder=decoder,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        allowed_hosts=tuple(name.lower() for name in allow_host or ()),
+        open_metrics=open_metrics,
     )
     engine = options.given(
         dtype=dtype,
+        cache=cache,
         threads=threads,
         backend=backend,
         draft=draft,
         schedule=schedule,
+        drafting=drafting,
         cache_positions=cache_positions,
+        prefix_spill=prefix_spill,
+        spill_limit=spill_limit,
     )
     with status(f"loading {model}"):
         llm = LLM(model, row_budget=row_budget, **engine)
-        llm.decoder(decoder)
+        llm.method(decoder or llm.default_decoder)
         for entry in adapter or ():
             called, equals, folder = entry.partition("=")
             if not equals:

@@ -4,20 +4,23 @@ turned into alternatives (by jsonschema-rs), and property names into properties.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from anydecode.constraints.endless import target
 from anydecode.constraints.relaxing import nodes
 
 #: Longest schema, in characters, that is brought into this form: the work can grow faster than
 #: the schema does.
 LONGEST = 40_000
+#: Most conditions on one object: each of them doubles the alternatives.
+MOST_CONDITIONS = 8
 
 
 def canonical(schema: Any, size: int) -> Any | None:
     """An equivalent schema, or None where there is none to be had in reasonable time. Raises
     `ValueError` where no text can meet the schema."""
-    if size > LONGEST:
+    if size > LONGEST or _most_conditions(schema) > MOST_CONDITIONS:
         return None
     import jsonschema_rs
 
@@ -28,39 +31,88 @@ def canonical(schema: Any, size: int) -> Any | None:
         return None
     if str(found.satisfiability()) == "no":
         raise ValueError("no value can meet the schema")
-    return _rewritten(rewritten, _ranks(schema))
-
-
-def _ranks(schema: Any) -> dict[str, int]:
-    """Property names by first appearance: the order in which the author wants them written."""
-    ranks: dict[str, int] = {}
-    for name in _names(schema):
-        ranks.setdefault(name, len(ranks))
-    return ranks
-
-
-def _names(node: Any) -> Iterator[str]:
-    if isinstance(node, dict):
-        properties = node.get("properties")
-        if isinstance(properties, dict):
-            yield from properties
-        for value in node.values():
-            yield from _names(value)
-    elif isinstance(node, list):
-        for value in node:
-            yield from _names(value)
-
-
-def _rewritten(schema: Any, ranks: dict[str, int]) -> Any:
-    for _, node in nodes(schema):
+    orders = _Orders(schema)
+    for _, node in nodes(rewritten):
         _name_properties(node)
-        properties = node.get("properties")
-        if isinstance(properties, dict):
-            last = len(ranks)
-            node["properties"] = dict(
-                sorted(properties.items(), key=lambda item: ranks.get(item[0], last))
-            )
-    return schema
+        properties, required = node.get("properties", {}), node.get("required", [])
+        rank = orders.ranks({*properties, *required})
+        if properties:
+            node["properties"] = dict(sorted(properties.items(), key=lambda item: rank(item[0])))
+        if required:
+            node["required"] = sorted(required, key=rank)
+    return rewritten
+
+
+def _most_conditions(schema: Any) -> int:
+    """The most `if` and `dependent` keywords that one `allOf` of the schema puts together."""
+    parts = [node.get("allOf") for _, node in nodes(schema)]
+    return max((sum(map(_is_condition, one)) for one in parts if isinstance(one, list)), default=0)
+
+
+def _is_condition(node: Any) -> bool:
+    return isinstance(node, dict) and ("if" in node or not _DEPENDENT.isdisjoint(node))
+
+
+#: Keywords whose subschemas speak of the same object as the schema they stand in.
+_SAME_OBJECT = frozenset({"allOf", "anyOf", "oneOf", "if", "then", "else", "not"})
+_DEPENDENT = frozenset({"dependentRequired", "dependentSchemas", "dependencies"})
+
+
+class _Orders:
+    """The orders in which a schema's author wrote the properties of its objects."""
+
+    def __init__(self, schema: Any) -> None:
+        self._root = schema
+        self._lists: list[dict[str, int]] = []
+        known: set[tuple[str, ...]] = set()
+        everywhere: dict[str, None] = {}
+        for _, node in nodes(schema):
+            names = tuple(dict.fromkeys(self._named(node, set())))
+            everywhere.update(dict.fromkeys(names))
+            if names and names not in known:
+                known.add(names)
+                self._lists.append({name: place for place, name in enumerate(names)})
+        self._lists.sort(key=len)
+        self._everywhere = {name: place for place, name in enumerate(everywhere)}
+
+    def ranks(self, properties: Collection[str]) -> Callable[[str], tuple[int, int]]:
+        """A key to sort `properties` by: their order in the smallest object that has most of
+        them, then that of the whole schema."""
+        places: dict[str, int] = max(
+            self._lists, key=lambda own: sum(name in own for name in properties), default={}
+        )
+        last = len(self._everywhere)
+        return lambda name: (places.get(name, len(places)), self._everywhere.get(name, last))
+
+    def _named(self, node: Any, followed: set[str]) -> Iterator[str]:
+        """Property names of one object as they are written, its own first, each reference followed
+        once."""
+        if not isinstance(node, dict):
+            return
+        if isinstance(node.get("properties"), dict):
+            yield from node["properties"]
+        for key, value in node.items():
+            if key == "required" and isinstance(value, list):
+                yield from filter(_is_text, value)
+            elif key == "propertyNames" and isinstance(value, dict):
+                yield from filter(_is_text, value.get("enum", ()))
+            elif key == "$ref" and _is_text(value) and value not in followed:
+                followed.add(value)
+                yield from self._named(target(self._root, value), followed)
+            elif key in _DEPENDENT and isinstance(value, dict):
+                for name, needed in value.items():
+                    if isinstance(needed, list):
+                        yield from filter(_is_text, needed)
+                    else:
+                        yield from self._named(needed, followed)
+                    yield name
+            elif key in _SAME_OBJECT:
+                for one in value if isinstance(value, list) else [value]:
+                    yield from self._named(one, followed)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _name_properties(node: dict[str, Any]) -> None:

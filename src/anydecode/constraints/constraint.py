@@ -104,6 +104,10 @@ class Constraint(ABC):
     tries: int = 32
     close: bool = False
 
+    def of_prompt(self, prompt: str) -> Constraint:
+        """This constraint for an answer to `prompt`; the same where the prompt does not matter."""
+        return self
+
     @abstractmethod
     def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
         """The state before the first token, for logits of width `vocab_size`. Raises

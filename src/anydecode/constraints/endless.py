@@ -71,16 +71,18 @@ class _Finder:
             return True
         if reference in self._open:
             return False
-        target = _target(self.root, reference)
         self._open.add(reference)
-        ends = self.ends(target)
+        ends = self.ends(target(self.root, reference))
         self._open.discard(reference)
         if ends:
             self.new.add(reference)
         return ends
 
 
-def _target(root: Any, reference: str) -> Any:
+def target(root: Any, reference: str) -> Any:
+    """What a reference within the schema `root` points to; None where that is nothing."""
+    if not reference.startswith("#"):
+        return None
     node = root
     for part in filter(None, reference[1:].split("/")):
         part = part.replace("~1", "/").replace("~0", "~")

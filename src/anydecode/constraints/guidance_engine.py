@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -67,7 +68,8 @@ class Bridge:
         if not tokenizer.eos_ids:
             raise ConstraintError("constraints need a tokenizer with an end-of-text token")
         self.vocab_size = vocab_size
-        self.eos_ids = np.array(sorted(tokenizer.eos_ids), np.int64)
+        self.ends = frozenset(tokenizer.eos_ids)
+        self.eos_ids = np.array(sorted(self.ends), np.int64)
         self.tokenizer = guidance.LLTokenizer(
             _Vocabulary(tokenizer, vocab_size),
             n_vocab=vocab_size,
@@ -113,14 +115,51 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split())[:300]
 
 
-_workers: ThreadPoolExecutor | None = None
+class _Ahead:
+    """A mask that the mask thread computes. Plainer than a `Future`, whose locks cost more than
+    most masks do."""
+
+    def __init__(self, compute: Callable[[], np.ndarray]) -> None:
+        self._compute = compute
+        self._done = threading.Lock()
+        self._done.acquire()
+        self._mask: np.ndarray | None = None
+        self._error: BaseException | None = None
+        _waiting().put(self)
+
+    def run(self) -> None:
+        """On the mask thread."""
+        try:
+            self._mask = self._compute()
+        except BaseException as error:
+            self._error = error
+        self._done.release()
+
+    def result(self) -> np.ndarray:
+        """The mask, once it is there."""
+        with self._done:
+            pass
+        if self._error is not None:
+            raise self._error
+        assert self._mask is not None
+        return self._mask
 
 
-def _worker() -> ThreadPoolExecutor:
-    global _workers
-    if _workers is None:
-        _workers = ThreadPoolExecutor(1, "anydecode-mask")
-    return _workers
+_queue: SimpleQueue[_Ahead] | None = None
+
+
+def _waiting() -> SimpleQueue[_Ahead]:
+    """What the mask thread has to do; the thread starts when first asked for."""
+    global _queue
+    if _queue is None:
+        _queue = SimpleQueue()
+        threading.Thread(target=_work, args=(_queue,), name="anydecode-mask", daemon=True).start()
+    return _queue
+
+
+def _work(queue: SimpleQueue[_Ahead]) -> None:
+    while True:
+        queue.get().run()
 
 
 class GuidanceState(ConstraintState):
@@ -132,7 +171,7 @@ class GuidanceState(ConstraintState):
         self._shared = False
         self._ends = 0  # end-of-text tokens told; the matcher never sees them
         self._mask: np.ndarray | None = None
-        self._ahead: Future[np.ndarray] | None = None
+        self._ahead: _Ahead | None = None
 
     @classmethod
     def of(cls, grammar: str, tokenizer: Tokenizer, vocab_size: int) -> GuidanceState:
@@ -152,7 +191,7 @@ class GuidanceState(ConstraintState):
         return self._mask
 
     def advance(self, token: int) -> None:
-        if token in self._bridge.eos_ids:
+        if token in self._bridge.ends:
             if not self.may_stop:
                 raise ConstraintError("the text ends before the constraint is met")
             self._ends += 1
@@ -191,7 +230,7 @@ class GuidanceState(ConstraintState):
         probe = self.fork()
         while True:
             tokens = np.flatnonzero(probe.mask())
-            if len(tokens) != 1 or tokens[0] in self._bridge.eos_ids:
+            if len(tokens) != 1 or int(tokens[0]) in self._bridge.ends:
                 return found
             token = int(tokens[0])
             found.append(token)
@@ -208,14 +247,14 @@ class GuidanceState(ConstraintState):
         return bool(self._ends or (self._matcher.is_stopped() and not self._matcher.is_error()))
 
     def allows(self, token: int) -> bool:
-        if self._mask is None and self._ahead is None and token not in self._bridge.eos_ids:
+        if self._mask is None and self._ahead is None and token not in self._bridge.ends:
             return not self._ends and self._matcher.validate_tokens([token]) == 1
         return bool(self.mask()[token])
 
     def prepare(self) -> None:
         if self._mask is None and self._ahead is None and not self._ends:
             self._own()
-            self._ahead = _worker().submit(self._compute)
+            self._ahead = _Ahead(self._compute)
 
     def _settle(self) -> None:
         """Wait for a mask under way: a matcher serves one thread at a time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,12 @@ from anydecode.constraints.narrowing import narrowed
 from anydecode.constraints.relaxing import (
     LEVELS,
     UNMASKED,
+    closed,
     guarded,
     nodes,
     relaxed,
     unknown_formats,
+    without_formats,
 )
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
@@ -52,10 +54,12 @@ class JsonSchema(Constraint):
 
     Guards, stated in the result: `whitespace` is a regular expression for the space between parts
     ("" for none, None for exactly one space behind each comma and colon); strings without a bound
-    have at most `max_string` characters (0: no limit). A value that breaks a rule no mask expresses
-    is drawn again, `tries` times per answer. With `close` an answer that meets the token limit is
-    brought to an end within it. `resources` are other schemas by URI, for references to them:
-    nothing is ever fetched.
+    have at most `max_string` characters (0: no limit); objects that name their properties get no
+    others unless the schema speaks of others, or `extra_properties` is true. A value that breaks a
+    rule no mask expresses is drawn again, `tries` times per answer. With `close` an answer that
+    meets the token limit is brought to an end within it. With `formats` the values of `format` are
+    rules; without, they are the annotations that the specification has them be by default.
+    `resources` are other schemas by URI, for references to them: nothing is ever fetched.
     """
 
     def __init__(
@@ -64,9 +68,11 @@ class JsonSchema(Constraint):
         *,
         whitespace: str | None = WHITESPACE,
         max_string: int = 256,
+        extra_properties: bool = False,
         tries: int = 32,
         close: bool = False,
         engine: str = "llguidance",
+        formats: bool = True,
         resources: Mapping[str, Any] | None = None,
     ) -> None:
         if engine not in ENGINES:
@@ -74,8 +80,13 @@ class JsonSchema(Constraint):
         if tries < 0 or max_string < 0:
             raise ConstraintError("tries and max_string must be 0 or more")
         self.schema, self.text = _read(schema)
+        self._annotations: list[str] = []
+        if not formats:
+            self.schema, self._annotations = without_formats(self.schema)
+            self.text = json.dumps(self.schema)
         self.whitespace = whitespace
         self.max_string = max_string
+        self.extra_properties = extra_properties
         self.tries = tries
         self.close = close
         self.engine = engine
@@ -121,9 +132,12 @@ class JsonSchema(Constraint):
     def _ready(self, tokenizer: Tokenizer, vocab_size: int) -> _Plan:
         if self._plan is None:
             others = json.dumps(self.resources, sort_keys=True)
-            key = (self.text, others, self.whitespace, self.max_string, self.engine, type(self))
+            guards = (self.whitespace, self.max_string, self.extra_properties)
+            key = (self.text, others, tuple(self._annotations), guards, self.engine, type(self))
             with _lock:
                 plan = _PLANS.get(key)
+                if plan is not None:
+                    _PLANS.move_to_end(key)
             if plan is None:
                 plan = self._make(tokenizer, vocab_size)
                 with _lock:
@@ -137,28 +151,37 @@ class JsonSchema(Constraint):
         validator = Validator(self.schema, len(self.text), self.resources)
         if is_endless(self.schema):
             raise ConstraintError("no text can meet the schema: its recursion has no end")
-        guards = {
-            "whitespace": ", : " if self.whitespace is None else self.whitespace,
-            "max_string": self.max_string or None,
-        }
+        whitespace = ", : " if self.whitespace is None else self.whitespace
         present = _present(self.schema)
         if self.engine == "xgrammar":
             report = Report("json_schema", self.engine, (), tuple(present))
             return _Plan("", report, validator, True)
-        grammar, dropped = self._compiled(tokenizer, vocab_size)
+        grammar, dropped, kept = self._compiled(tokenizer, vocab_size)
+        guards = {
+            "whitespace": whitespace,
+            "max_string": (kept and self.max_string) or None,
+            "extra_properties": self.extra_properties or not kept,
+        }
         out = {entry.partition(" ")[0] for entry in dropped}
         masked = tuple(keyword for keyword in present if keyword not in out)
-        ignored = tuple(unknown_formats(self.schema))
+        ignored = (*self._annotations, *unknown_formats(self.schema))
         report = Report("json_schema", self.engine, masked, tuple(dropped), ignored, guards)
         return _Plan(grammar, report, validator, bool(dropped))
 
-    def _compiled(self, tokenizer: Tokenizer, vocab_size: int) -> tuple[str, list[str]]:
-        """The grammar that says most of the schema, and what it leaves out."""
+    def _guarded(self, schema: Any) -> Any:
+        """`schema` with what the guards leave of it."""
+        if not self.extra_properties:
+            schema = closed(schema)
+        return guarded(schema, self.max_string) if self.max_string else schema
+
+    def _compiled(self, tokenizer: Tokenizer, vocab_size: int) -> tuple[str, list[str], bool]:
+        """The grammar that says most of the schema, what it leaves out, and whether it keeps to
+        the guards."""
         known = bridge(tokenizer, vocab_size)
         said = ""
-        for schema, dropped in self._candidates():
-            for longest in dict.fromkeys((self.max_string, 0)):
-                grammar = self._grammar(guarded(schema, longest) if longest else schema, dropped)
+        for schema, dropped, coerce in self._candidates():
+            for is_guarded in (True, False):
+                grammar = self._grammar(self._guarded(schema) if is_guarded else schema, coerce)
                 try:
                     known.matcher(grammar)
                 except ConstraintError as error:
@@ -166,26 +189,35 @@ class JsonSchema(Constraint):
                     if not said.startswith("Unsatisfiable"):
                         break
                 else:
-                    return grammar, dropped
+                    return grammar, dropped, is_guarded
             if said.startswith("Unsatisfiable"):
                 raise ConstraintError(f"no text can meet the schema: {said}")
         raise ConstraintError(f"the schema cannot be enforced: {said}")
 
-    def _candidates(self) -> Any:
-        """Schemas for the mask engine, the strongest first."""
-        yield self.schema, []
+    def _candidates(self) -> Iterator[tuple[Any, list[str], bool]]:
+        """Schemas for the mask engine, the strongest first; what each leaves out; and whether
+        `oneOf` is to be read as `anyOf`, and so left to the checks as well."""
+        if not any(UNMASKED & node.keys() for _, node in nodes(self.schema)):
+            yield self.schema, [], False
         try:
             rewritten = canonical(self.schema, len(self.text))
         except ValueError as error:
             raise ConstraintError(str(error)) from None
+        one_of = [f"oneOf at {path}" for path, node in nodes(self.schema) if "oneOf" in node]
         if rewritten is not None:
             weaker, dropped = relaxed(rewritten)
-            yield weaker, _where(self.schema, dropped)
+            dropped = _where(self.schema, dropped)
+            yield weaker, dropped, False
+            if one_of:
+                yield weaker, dropped + one_of, True
         for level in range(LEVELS):
-            yield relaxed(self.schema, level)
+            weaker, dropped = relaxed(self.schema, level)
+            if level == 0 and rewritten is None:
+                yield weaker, dropped, False
+            yield weaker, dropped + one_of, True
 
-    def _grammar(self, schema: Any, dropped: list[str]) -> str:
-        options: dict[str, Any] = {"coerce_one_of": bool(dropped)}
+    def _grammar(self, schema: Any, coerce: bool) -> str:
+        options: dict[str, Any] = {"coerce_one_of": coerce}
         if self.whitespace is None:
             options |= {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
         else:

@@ -6,11 +6,11 @@ import codecs
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from anydecode.constraints.constraint import Constraint, ConstraintState, Report
+from anydecode.constraints.vocabulary import vocabulary
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
@@ -48,7 +48,7 @@ class _Judge:
         self.predicate = predicate
         self.vocab_size = vocab_size
         self.eos_ids = np.array(sorted(tokenizer.eos_ids), np.int64)
-        self.pieces = _pieces(tokenizer, vocab_size)
+        self.pieces = vocabulary(tokenizer, vocab_size).pieces
         self.count = 0
         self.complete = lru_cache(_REMEMBERED)(self._counted(predicate.complete))
         prefix = predicate.prefix
@@ -140,16 +140,3 @@ class PredicateState(ConstraintState):
         said = b"".join(self.judge.pieces[token] for token in self.tokens) + piece
         text, used = codecs.utf_8_decode(said, "strict", False)
         return text if used == len(said) else text + "\ufffd"
-
-
-_known: WeakKeyDictionary[Tokenizer, dict[int, list[bytes]]] = WeakKeyDictionary()
-
-
-def _pieces(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """The bytes of every token, empty beyond the tokenizer's own."""
-    sizes = _known.setdefault(tokenizer, {})
-    if vocab_size not in sizes:
-        own = min(vocab_size, tokenizer.vocab_size)
-        pieces = [tokenizer.token_bytes(token) for token in range(own)]
-        sizes[vocab_size] = pieces + [b""] * (vocab_size - own)
-    return sizes[vocab_size]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any
 
@@ -95,6 +96,52 @@ def guarded(schema: Any, longest: int) -> Any:
     return result
 
 
+#: Keywords beside which an object's properties do not tell all that it may have.
+_OPENING = frozenset(
+    {
+        "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties",
+        "dependentRequired", "dependentSchemas", "dependencies", "allOf", "anyOf", "oneOf", "not",
+        "if", "$ref", "$dynamicRef", "$recursiveRef",
+    }
+)  # fmt: skip
+_WITHIN = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"})
+
+
+def closed(schema: Any) -> Any:
+    """`schema` with objects that name their properties held to those, where it says nothing of
+    others and nothing else speaks of the same object."""
+    shared = {
+        node["$ref"]
+        for path, node in nodes(schema)
+        if isinstance(node.get("$ref"), str)
+        and (len(_asserting(node)) > 1 or _WITHIN & set(path.split("/")))
+    }
+    strange = any(
+        not str(node.get("$ref", "#/")).startswith("#/") or "$dynamicRef" in node
+        for _, node in nodes(schema)
+    )
+    result = deepcopy(schema)
+    for path, node in nodes(result):
+        within = _WITHIN & set(path.split("/"))
+        used = strange or any(path == one or path.startswith(one + "/") for one in shared)
+        if path == "#" and "#" in shared:
+            used = True
+        if not within and not used and _can_close(node):
+            node["additionalProperties"] = False
+    return result
+
+
+def _can_close(node: dict[str, Any]) -> bool:
+    properties, required = node.get("properties"), node.get("required", [])
+    return (
+        isinstance(properties, dict)
+        and bool(properties)
+        and not _OPENING & node.keys()
+        and all(name in properties for name in required)
+        and node.get("minProperties", 0) <= len(properties)
+    )
+
+
 def _below(key: str, value: Any, visit: Any) -> Any:
     """`value` of keyword `key` with `visit(name or index, subschema)` done to its subschemas."""
     if key in _BY_NAME and isinstance(value, dict):
@@ -161,6 +208,16 @@ def _refused(schema: dict[str, Any], level: int) -> Iterator[str]:
 def _loses_pattern(schema: dict[str, Any]) -> bool:
     patterns = schema.get("patternProperties")
     return isinstance(patterns, dict) and not all(is_pattern(pattern) for pattern in patterns)
+
+
+def without_formats(schema: Any) -> tuple[Any, list[str]]:
+    """A copy of `schema` in which formats are not asserted, and what was taken out."""
+    copy = deepcopy(schema)
+    taken = []
+    for path, node in nodes(copy):
+        if "format" in node:
+            taken.append(f"format {node.pop('format')} at {path}")
+    return copy, taken
 
 
 def unknown_formats(schema: Any) -> list[str]:

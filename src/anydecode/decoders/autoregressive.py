@@ -45,4 +45,6 @@ class Following(Decoder):
 
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:
-            sequence.emit((yield sequence.follow(self.count)))
+            following = sequence.follow(self.count)
+            tokens = yield following
+            sequence.emit(tokens, following.state)

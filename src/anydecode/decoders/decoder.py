@@ -25,11 +25,15 @@ class Decoder(ABC):
     causal: bool | None = True
     #: Whether the draft model may have a vocabulary of its own.
     translates: bool = False
+    #: Whether the draft model is a causal one, or a diffusion model.
+    draft_causal: bool = True
     #: How many samples' policies it may draw from; a method that ignores the policy says False.
     samples: bool = True
     #: Whether it brings a policy of its own, so that plain decoding under the request's policy says
     #: something else.
     own_policy: bool = False
+    #: The decoder whose text an exact method says: what plain decoding means for its kind of model.
+    plain: str = "autoregressive"
 
     @abstractmethod
     def decode(self, sequence: Sequence) -> Decoding:

@@ -224,8 +224,12 @@ class Engine:
         if lane.name == TARGET:
             for sequence in {score.sequence.root for score, _, _ in plan.pieces}:
                 sequence.num_passes += 1
+            for score, _, count in plan.pieces:
+                score.sequence.root.num_rows += count
         for score, scores in answered:
-            job = self._owners.pop(score)
+            job = self._owners.pop(score, None)
+            if job is None:  # cancelled by what an earlier answer of this pass led to
+                continue
             self._share_prompt(lane, job.sequence)
             if score in job.tickets:
                 ticket = job.tickets.pop(score)

@@ -9,13 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Stats:
-    """`seconds` is from submission to the last token; `time_to_first_token` from submission too."""
+    """`seconds` is from submission to the last token; `time_to_first_token` from submission too.
+    `rows` is how many rows the target has computed for this answer."""
 
     passes: int
     num_tokens: int
     num_prompt_tokens: int
     seconds: float
     time_to_first_token: float
+    rows: int = 0
 
     @property
     def tokens_per_pass(self) -> float:
@@ -42,7 +44,8 @@ class Generation:
     """One answer. `finish_reason` is "stop" (end of text, or a stop rule), "length" or "cancelled".
     `samples` holds all answers where `n` was more than 1, this one first. `constraint` says how the
     request's constraint was enforced (`constraints.constraint.Report`), whether the answer is
-    `complete` under it, and how many `tries` and `discarded` tokens the checks cost."""
+    `complete` under it, and how many `tries` and `discarded` tokens the checks cost. `resume` goes
+    on with the samples that a segment cut off."""
 
     text: str
     tokens: list[int]
@@ -53,6 +56,7 @@ class Generation:
     logprobs: list[Any] | None = None
     trace: list[dict[str, Any]] | None = None
     constraint: dict[str, Any] | None = None
+    resume: dict[str, Any] | None = None
     samples: list[Generation] = field(default_factory=list, repr=False)
     token_text: Callable[[int], str] | None = field(default=None, repr=False)
 
@@ -76,6 +80,7 @@ class Generation:
             "decoder": self.decoder,
             "stats": stats,
             **({} if self.constraint is None else {"constraint": self.constraint}),
+            **({} if self.resume is None else {"resume": self.resume}),
         }
 
 

@@ -86,12 +86,17 @@ class Lane:
                 planned.add(score.sequence.root.id)
             else:
                 stuck.add(id(score))
-        return builder.finish()
+        plan = builder.finish()
+        self.prefixes.busy = plan is not None
+        return plan
 
     def run(self, plan: Plan) -> Output:
         """The pass itself; safe to call on a thread of its own."""
         start = perf_counter()
-        output = self.model.run(plan.rows, self.pool.cache, plan.want)
+        try:
+            output = self.model.run(plan.rows, self.pool.cache, plan.want)
+        finally:
+            self.prefixes.busy = False
         plan.seconds = perf_counter() - start
         return output
 
@@ -202,6 +207,7 @@ class _Builder:
         fields = np.empty((9, capacity), np.int32)
         fed = any(span.inputs is not None for _, span, _ in pieces)
         adapted = any(score.sequence.adapter >= 0 for score, _, _ in pieces)
+        parallel = any(span.parallel for _, span, _ in pieces)
         self._rows = Rows(
             *fields[:3],
             tables=[],
@@ -214,6 +220,7 @@ class _Builder:
             stop=fields[8],
             inputs=torch.empty(capacity, hidden_size) if fed else None,
             adapters=np.full(capacity, -1, np.int32) if adapted else None,
+            parallel=np.zeros(capacity, np.int32) if parallel else None,
         )
         self._num_rows = 0
         self._pieces: list[Piece] = []
@@ -230,6 +237,8 @@ class _Builder:
         span.fill(self._rows, offset, count)
         if self._rows.adapters is not None:
             self._rows.adapters[offset : offset + count] = score.sequence.adapter
+        if self._rows.parallel is not None:
+            self._rows.parallel[offset : offset + count] = span.parallel
         done = span.done
         wanted = [row for row in span.answers if done <= row < done + count]
         shifted = [offset + row - done for row in wanted]
@@ -276,4 +285,5 @@ _PER_ROW = (
     "stop",
     "inputs",
     "adapters",
+    "parallel",
 )

@@ -8,29 +8,38 @@ from collections.abc import AsyncIterator, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from anydecode import catalogue
+from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.decoder import Decoder
 from anydecode.engine.costs import EnginePace
 from anydecode.engine.driver import Driver
 from anydecode.engine.engine import Engine
+from anydecode.engine.first_finish import FirstFinish
 from anydecode.engine.generation import Generation, Piece
+from anydecode.engine.goodput import ServerGoodput
 from anydecode.engine.lane import Lane
 from anydecode.engine.request import Request
 from anydecode.engine.schedule import DecodesFirst, Schedule
 from anydecode.engine.scoring import Likelihood, Scoring
+from anydecode.engine.segments import Segment
+from anydecode.engine.spilling import open_spill, stable_name
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.kernels.cache import bytes_per_position
 from anydecode.memory.context import Context
-from anydecode.memory.pool import Pool
+from anydecode.memory.pool import Pool, new_cache
 from anydecode.models.interface import Model
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.params import SamplingParams
+from anydecode.sampling.sampler import Sampler
 from anydecode.sampling.top_w import Geometry
+from anydecode.scoring.embedded import Embedded
 from anydecode.scoring.sequence import TARGET
 
+Kind = TypeVar("Kind")
 Prompt = str | Seq[int]
 Messages = Seq[dict[str, Any]]
 
@@ -45,11 +54,15 @@ class LLM:
 
     `model` is a name ("smollm2-135m-instruct"), a Hugging Face repo id, a folder, a `.gguf` path,
     an object with the `Model` protocol, or a `transformers` causal model. `dtype` is "float32",
-    "bfloat16", "int8", "int4" or None (as stored). `draft` is a smaller model for the methods that
+    "bfloat16", "int8", "int4" or None (as stored). `device` is "cpu" (None means it) or "cuda":
+    Triton's kernels where that package is there, else torch. `draft` is a smaller model for the methods that
     want one, in any of those forms, or a copy of `model`: "self:int4", "self:layers=10" or both
-    ("self:int4,layers=10"). `cache_positions` is how many positions the key-value cache
-    holds, over all sequences; `row_budget` how many rows a pass may have. `schedule` is a key of
-    the catalogue ("sarathi-serve:budget=256") or an object.
+    ("self:int4,layers=10"). `cache` is what keys and values are kept as: "float32", "float16",
+    "bfloat16", "int8", "int4" or None (what the backend prefers); texts are equal within one such
+    format. `cache_positions` is how many positions the key-value cache holds, over all sequences; `row_budget` how many rows a pass may have. `schedule` is a key of
+    the catalogue ("sarathi-serve:budget=256") or an object; `drafting` likewise what says how much
+    all requests together may draft ("smartspec-server"). Shared prefixes of the target that its
+    cache has no room for go to `prefix_spill`: a folder, or "memory"; at most `spill_limit` bytes.
     """
 
     def __init__(
@@ -60,17 +73,24 @@ class LLM:
         dtype: str | None = None,
         threads: int | None = None,
         backend: str | None = None,
+        device: str | None = None,
         draft: Any = None,
+        cache: str | None = None,
         cache_positions: int | None = None,
         row_budget: int = 512,
         max_running: int = 256,
         prefix_cache: bool = True,
         schedule: str | Schedule | None = None,
+        drafting: str | ServerGoodput | None = None,
+        prefix_spill: str | Path | None = None,
+        spill_limit: str | int = "4GiB",
     ) -> None:
         from anydecode.models.opening import open_model, open_tokenizer
         from anydecode.models.self_drafts import open_draft
 
-        self.model, found = open_model(model, dtype=dtype, threads=threads, backend=backend)
+        self.model, found = open_model(
+            model, dtype=dtype, threads=threads, backend=backend, device=device
+        )
         given = open_tokenizer(tokenizer) or found
         if given is None:
             raise InvalidRequestError("this model brings no tokenizer; give tokenizer=")
@@ -78,6 +98,7 @@ class LLM:
         self._adapters: dict[str, int] = {}
         self.prefix_cache = prefix_cache
         self._positions = cache_positions
+        self._cache = cache
         self._row_budget = row_budget
         self.engine = Engine({}, max_running)
         self.driver = Driver(self.engine)
@@ -85,7 +106,12 @@ class LLM:
         self.draft_tokenizer: Tokenizer = self.tokenizer
         self._geometry: Geometry | None = None
         self._built: dict[tuple[str, Hashable], Decoder] = {}
+        self._drafting = None if drafting is None else self._of_kind(drafting, ServerGoodput)
         self.add_lane(TARGET, self.model, None if schedule is None else self.schedule(schedule))
+        if prefix_spill is not None:
+            lane = self.engine.lanes[TARGET]
+            lane.prefixes.told = stable_name
+            lane.prefixes.spill = open_spill(prefix_spill, spill_limit, self.model, lane.pool.cache)
         if draft is not None:
             small, theirs = open_draft(
                 draft, self.model, dtype=dtype, threads=threads, backend=backend
@@ -111,8 +137,11 @@ class LLM:
 
     def add_lane(self, name: str, model: Model, schedule: Schedule | None = None) -> Lane:
         """Put a further model beside the target, for methods that score in several."""
-        positions = self._positions or _default_positions(model)
-        lane = Lane(name, Pool(model, positions), schedule or DecodesFirst(self._row_budget))
+        format = self._cache
+        if name != TARGET and format not in getattr(model, "cache_formats", ()):
+            format = None
+        positions = self._positions or _default_positions(model, format)
+        lane = Lane(name, Pool(model, positions, format), schedule or DecodesFirst(self._row_budget))
         self.engine.lanes[name] = lane
         return lane
 
@@ -120,11 +149,14 @@ class LLM:
         """Complete `prompt`: text, or a list of integers (a tokenised prompt). A list of prompts is
         decoded together and gives a list. Where nothing is said, decoding is greedy.
 
-        Options: `decoder` (a key of the catalogue, "key:name=value", or an object), `constraint`,
-        `max_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, `seed`, `stop`, `ignore_eos`, `n`,
-        `logprobs`, `adapter`, `trace`, `negative_prompt` (for guidance) and every other
-        field of `SamplingParams`; words in `banned_words` may be text. Returns a
-        `Generation` (`n` > 1: the first; all are in `samples`). Raises `InvalidRequestError`.
+        Options: `decoder` (a key of the catalogue, "key:name=value", or an object), `sampler` (one
+        sampling rule or several, named alike), `constraint`, `max_tokens`, `temperature`, `top_k`,
+        `top_p`, `min_p`, `seed`, `stop`, `ignore_eos`, `n`, `logprobs`, `adapter`, `trace`, `negative_prompt` (for guidance) and every other
+        field of `SamplingParams`; words in `banned_words` may be text. Of `n` samples,
+        `first_finish=k` keeps the k that end first and cancels the others. `segment=m` says at most
+        m tokens now; `resume=answer.resume` goes on from there. `embedded` puts embeddings in place
+        of some of the prompt's tokens. Returns a `Generation` (`n` > 1:
+        the first; all are in `samples`). Raises `InvalidRequestError`.
         """
         many = _is_batch(prompt)
         prompts: list[Any] = list(prompt) if many else [prompt]
@@ -234,28 +266,57 @@ class LLM:
     def decoder(self, choice: str | Decoder, namespace: Hashable = None) -> Decoder:
         """The decoder a user named: an object, a key, or "key:name=value,name=value". What it
         learns from requests is kept per `namespace`."""
+        method = self.method(choice, namespace)
+        if isinstance(method, Sampler):
+            raise InvalidRequestError(f"{method.key!r} is a sampler, not a decoder: sampler=")
+        if isinstance(method, Constraint):
+            raise InvalidRequestError(f"{choice!r} is a constraint, not a decoder: constraint=")
+        return method
+
+    def method(
+        self, choice: str | Decoder | Sampler, namespace: Hashable = None
+    ) -> Decoder | Sampler | Constraint:
+        """The same, or the sampler or constraint that `choice` names: plain decoding under it is
+        meant."""
         if not isinstance(choice, str):
             return choice
         found = self._built.pop((choice, namespace), None)
         if found is None:
             key, _, rest = choice.partition(":")
             built = catalogue.build(key, **_parameters(rest))
+            if isinstance(built, Sampler | Constraint):
+                return built
             if not isinstance(built, Decoder):
                 raise InvalidRequestError(f"{key!r} is a {type(built).__name__}, not a decoder")
-            found = built
+            found = built if self._drafting is None else self._drafting.over(built)
         self._built[choice, namespace] = found  # the most recently used stands last
         if len(self._built) > MOST_DECODERS:
             del self._built[next(iter(self._built))]
         return found
 
+    @property
+    def default_decoder(self) -> str:
+        """Who decodes where nothing is said: "auto", or what a diffusion model was made for."""
+        spec = self.model.spec
+        if spec.causal:
+            return "auto"
+        return "sdar" if spec.block_size else "dream" if spec.logit_shift else "llada"
+
     def schedule(self, choice: str | Schedule) -> Schedule:
         """The schedule a user named: an object, a key, or "key:name=value,name=value"."""
-        if not isinstance(choice, str):
-            return choice
-        key, _, rest = choice.partition(":")
-        built = catalogue.build(key, **_parameters(rest))
-        if not isinstance(built, Schedule):
-            raise InvalidRequestError(f"{key!r} is a {type(built).__name__}, not a schedule")
+        return self._of_kind(choice, Schedule)  # type: ignore[type-abstract]
+
+    @staticmethod
+    def _of_kind(choice: Any, kind: type[Kind]) -> Kind:
+        """`choice`, or what it names in the catalogue."""
+        built = choice
+        if isinstance(choice, str):
+            key, _, rest = choice.partition(":")
+            built = catalogue.build(key, **_parameters(rest))
+        if not isinstance(built, kind):
+            name = choice.partition(":")[0] if isinstance(choice, str) else "it"
+            wanted = "a schedule" if kind is Schedule else f"of kind {kind.__name__}"
+            raise InvalidRequestError(f"{name!r} is a {type(built).__name__}, not {wanted}")
         return built
 
     def clear(self) -> None:
@@ -265,8 +326,12 @@ class LLM:
             lane.prefixes.clear()
 
     def close(self) -> None:
-        """Cancel what runs and stop the engine."""
+        """Cancel what runs and stop the engine; prefixes go to the spill, if there is one."""
         self.driver.close()
+        for lane in self.engine.lanes.values():
+            if lane.prefixes.spill is not None:
+                lane.prefixes.flush()
+                lane.prefixes.spill.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -287,19 +352,43 @@ class LLM:
         self,
         prompt: Prompt,
         *,
-        decoder: str | Decoder = "autoregressive",
+        decoder: str | Decoder | Sampler | None = None,
+        sampler: str | Sampler | Seq[str | Sampler] = (),
         constraint: Any = None,
         adapter: str | None = None,
         trace: bool = False,
         priority: int = 0,
         namespace: Any = None,
         negative_prompt: Prompt | None = None,
+        first_finish: int | FirstFinish | None = None,
+        segment: int | Segment | None = None,
+        resume: dict[str, Any] | None = None,
+        embedded: Embedded | None = None,
         **sampling: Any,
     ) -> Request:
         """A checked request that has not started yet: what `generate` would run."""
         unknown = sorted(set(sampling) - _SAMPLING)
         if unknown:
             raise InvalidRequestError(f"no option is called {', '.join(unknown)}")
+        decoder = decoder or self.default_decoder
+        name = decoder if isinstance(decoder, str) else type(decoder).__name__
+        rules = [sampler] if isinstance(sampler, str | Sampler) else list(sampler)
+        method = self.method(decoder, namespace)
+        if isinstance(method, Sampler):
+            rules.append(method)
+            method = self.decoder("autoregressive", namespace)
+        elif isinstance(method, Constraint):
+            if constraint is not None:
+                raise InvalidRequestError(f"{name} is a constraint, and there is another one")
+            constraint, method = method, self.decoder("autoregressive", namespace)
+        if isinstance(constraint, str):
+            constraint = self._of_kind(constraint, Constraint)  # type: ignore[type-abstract]
+        for rule in (self._of_kind(rule, Sampler) for rule in rules):
+            sampling = rule.settle(sampling)
+            if rule.draws and not method.samples:
+                raise UnsupportedCombinationError(
+                    f"{name} draws nothing: the sampler {rule.key!r} would have no effect"
+                )
         sampling.setdefault("temperature", 0.0)
         if isinstance(sampling.get("stop"), str):
             sampling["stop"] = [sampling["stop"]]
@@ -308,15 +397,20 @@ class LLM:
         return Request(
             self,
             self.encode(prompt),
-            self.decoder(decoder, namespace),
+            method,
             SamplingParams(**sampling),
-            name=decoder if isinstance(decoder, str) else type(decoder).__name__,
+            name=name,
             constraint=constraint,
             adapter=self.adapter_index(adapter),
             trace=trace,
             priority=priority,
             namespace=namespace,
             companion=None if negative_prompt is None else self.encode(negative_prompt),
+            first_finish=(
+                FirstFinish(first_finish) if isinstance(first_finish, int) else first_finish
+            ),
+            segment=segment if isinstance(segment, Segment) else Segment(segment or 0, resume),
+            embedded=embedded,
         )
 
     def _word_tokens(self, words: Seq[str | Seq[int]]) -> list[Seq[int]]:
@@ -415,11 +509,10 @@ def _parameters(text: str) -> dict[str, Any]:
     return found
 
 
-def _default_positions(model: Model) -> int:
+def _default_positions(model: Model, format: str | None) -> int:
     """As many positions as a quarter of the machine's memory holds, at most 131072 and at least one
     full sequence of up to 8192."""
-    probe = model.new_cache(1)
-    per_position = sum(t.numel() * t.element_size() for t in probe.keys + probe.values)
+    per_position = bytes_per_position(new_cache(model, 1, format))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fitting = memory // 4 // max(1, per_position)
     wanted = max(16 * 1024, 4 * model.spec.max_positions)

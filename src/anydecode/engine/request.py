@@ -12,12 +12,15 @@ from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.constrained.checked import checked, outcome
 from anydecode.decoders.decoder import Decoder
 from anydecode.engine.engine import Job
+from anydecode.engine.first_finish import FirstFinish, Sample
 from anydecode.engine.generation import Generation, Piece, Stats
+from anydecode.engine.segments import Segment, Unfinished
 from anydecode.engine.text import StopRules
 from anydecode.errors import AnydecodeError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.logprobs import TokenLogprobs, distribution_logprobs, token_logprobs
 from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.policy import Policy
+from anydecode.scoring.embedded import Embedded
 from anydecode.scoring.noise import Noise, fresh_seed, stream_id
 from anydecode.scoring.sequence import Sequence
 
@@ -46,22 +49,32 @@ class Request:
         priority: int = 0,
         namespace: Any = None,
         companion: list[int] | None = None,
+        first_finish: FirstFinish | None = None,
+        segment: Segment | None = None,
+        embedded: Embedded | None = None,
     ) -> None:
         self.llm = llm
         self.prompt = prompt
         self.companion = companion or prompt[-1:]
         self.params = params
         self.name = name
-        self.seed = fresh_seed() if params.seed is None else params.seed
+        self.segment = segment or Segment()
+        self.first_finish = first_finish
+        self.embedded = embedded
+        self.seed = self._chosen_seed()
         self.limit = self._check(decoder)
+        if isinstance(constraint, Constraint):
+            constraint = constraint.of_prompt(llm.tokenizer.decode(prompt))
         self.constraint = constraint if isinstance(constraint, Constraint) else None
+        samples = self._samples(decoder, constraint)
+        self._numbers = [sample.number for sample in samples]
         self._began = perf_counter()
-        self._first: list[float | None] = [None] * params.n
-        self._ended: list[float] = [self._began] * params.n
+        self._first: list[float | None] = [None] * len(samples)
+        self._ended: list[float] = [self._began] * len(samples)
         self._news: Callable[[], Any] | None = None
         self.jobs = [
-            self._job(number, decoder, constraint, adapter, trace, priority, namespace)
-            for number in range(params.n)
+            self._job(place, sample, decoder, constraint, adapter, trace, priority, namespace)
+            for place, sample in enumerate(samples)
         ]
 
     @property
@@ -93,9 +106,55 @@ class Request:
                 raise job.error
             if job.error is not None:
                 raise RuntimeError(f"decoder {self.name!r} failed: {job.error!r}") from job.error
-        samples = [self._sample(number) for number in range(len(self.jobs))]
+        samples = [self._sample(number) for number in self.shown]
         samples[0].samples = samples
+        samples[0].resume = self._resume()
         return samples[0]
+
+    @property
+    def shown(self) -> list[int]:
+        """The samples that make the answer: all of them, or those that finished first."""
+        if self.first_finish is None or not self.done:
+            return list(range(len(self.jobs)))
+        return self.first_finish.winners(self._standings())
+
+    def _standings(self) -> list[Sample]:
+        return [(len(job.sequence.tokens), job.sequence.finish_reason) for job in self.jobs]
+
+    def _chosen_seed(self) -> int:
+        resumed, given = self.segment.seed, self.params.seed
+        if resumed is not None and given not in (None, resumed):
+            raise InvalidRequestError("resume goes on with its own seed, not with another one")
+        if given is None:
+            given = resumed
+        return fresh_seed() if given is None else given
+
+    def _samples(self, decoder: Decoder, constraint: Any) -> list[Unfinished]:
+        """What this call works on, once it has been checked that it can."""
+        segment, count = self.segment, self.params.n
+        if self.first_finish is not None and self.first_finish.first > count:
+            raise InvalidRequestError(f"the first {self.first_finish.first} of {count} samples?")
+        if segment.tokens or segment.resume is not None:
+            exact = (
+                getattr(decoder, "card", None) is None or decoder.card.exactness == "token-exact"
+            )
+            if constraint is not None or self.first_finish is not None or not exact:
+                raise UnsupportedCombinationError(
+                    "segments go with token-exact decoders, without constraints and first_finish"
+                )
+        samples = segment.samples(count, self.llm.model.spec.vocab_size)
+        if any(len(sample.tokens) >= self.limit for sample in samples):
+            raise InvalidRequestError(f"resume: a sample has its {self.limit} tokens already")
+        return samples
+
+    def _resume(self) -> dict[str, Any] | None:
+        """What goes on with the samples that this call's segment cut off, if there are any."""
+        unfinished = [
+            {"number": number, "tokens": list(job.sequence.tokens)}
+            for number, job in zip(self._numbers, self.jobs, strict=True)
+            if job.sequence.finish_reason == "length" and len(job.sequence.tokens) < self.limit
+        ]
+        return {"seed": self.seed, "samples": unfinished} if unfinished else None
 
     def _check(self, decoder: Decoder) -> int:
         """The token limit, once everything that can be refused has been."""
@@ -115,11 +174,22 @@ class Request:
                 raise UnsupportedCombinationError(
                     f"decoder {self.name!r} needs a {lane} model: LLM(..., {lane}=...)"
                 )
+            if self.llm.engine.lanes[lane].model.spec.causal != decoder.draft_causal:
+                kind = "causal" if decoder.draft_causal else "diffusion (bidirectional)"
+                raise UnsupportedCombinationError(
+                    f"decoder {self.name!r} needs a {kind} {lane} model"
+                )
         if decoder.lanes and not decoder.translates and not self.llm.shares_vocabulary:
             raise UnsupportedCombinationError(
                 f"decoder {self.name!r} needs a draft model with the target's vocabulary;"
                 " 'omnidraft' translates between vocabularies"
             )
+        if self.embedded is not None:
+            self.embedded.check(self.prompt, spec.hidden_size)
+            if not getattr(decoder, "takes_embeddings", False):
+                raise UnsupportedCombinationError(
+                    f"decoder {self.name!r} takes no embeddings; quickprefill and mustdrop do"
+                )
         room = self.llm.max_length - len(self.prompt)
         return min(
             DEFAULT_TOKENS if self.params.max_tokens is None else self.params.max_tokens, room
@@ -127,7 +197,8 @@ class Request:
 
     def _job(
         self,
-        number: int,
+        place: int,
+        sample: Unfinished,
         decoder: Decoder,
         constraint: Any,
         adapter: int,
@@ -137,12 +208,13 @@ class Request:
     ) -> Job:
         llm, params = self.llm, self.params
         tokenizer = llm.tokenizer
+        segment = self.segment.tokens or self.limit
         rules = StopRules(
             tokenizer,
             params.stop,
             params.stop_tokens,
             tokenizer.eos_ids,
-            self.limit,
+            min(self.limit, len(sample.tokens) + segment),
             params.ignore_eos,
             params.include_stop,
             params.min_tokens,
@@ -154,12 +226,14 @@ class Request:
             tokenizer.eos_ids,
             constraint=None if constraint is None else self._started(constraint),
             geometry=llm.geometry() if params.needs_geometry else None,
+            num_layers=llm.model.spec.num_layers,
+            hidden_size=llm.model.spec.hidden_size,
         )
         sequence = Sequence(
             prompt=self.prompt,
             policy=policy,
             tokenizers={"target": tokenizer, "draft": llm.draft_tokenizer or tokenizer},
-            noise=Noise(self.seed, stream_id(number)),
+            noise=Noise(self.seed, stream_id(sample.number)),
             listener=rules,
             open_context=lambda lane, tokens: llm.open_context(lane, tokens, key),
             companion_prompts=[self.companion] * policy.companions,
@@ -173,13 +247,19 @@ class Request:
             trace=[] if trace else None,
             pace=llm.pace,
         )
+        if self.embedded is not None:
+            sequence.state["embedded"] = self.embedded
+        if policy.learns and (self.segment.tokens or sample.tokens):
+            raise UnsupportedCombinationError("mirostat cannot go on where another call left off")
+        if sample.tokens:
+            _go_on(sequence, rules, sample.tokens)
         decoder = checked(decoder, self.constraint, tokenizer, llm.model.spec.vocab_size)
         decoder.prepare(sequence)
         return Job(
             sequence,
             decoder,
-            on_finish=lambda job: self._finished(number),
-            on_progress=lambda job: self._progressed(number),
+            on_finish=lambda job: self._finished(place),
+            on_progress=lambda job: self._progressed(place),
         )
 
     def _started(self, constraint: Any) -> Any:
@@ -210,13 +290,21 @@ class Request:
     def _progressed(self, number: int) -> None:
         if self._first[number] is None:
             self._first[number] = perf_counter()
+        self._decide()
         if self._news is not None:
             self._news()
+
+    def _decide(self) -> None:
+        """On the engine's thread: cancel the samples that others have finished before."""
+        if self.first_finish is not None:
+            for number in self.first_finish.lost(self._standings()):
+                self.llm.engine.cancel(self.jobs[number])
 
     def _finished(self, number: int) -> None:
         self._ended[number] = perf_counter()
         if self._first[number] is None:
             self._first[number] = self._ended[number]
+        self._decide()
         if self._news is not None:
             self._news()
 
@@ -231,6 +319,7 @@ class Request:
         first = self._first[number] or self._ended[number]
         stats = Stats(
             passes=sequence.num_passes,
+            rows=sequence.num_rows,
             num_tokens=len(sequence.tokens),
             num_prompt_tokens=len(self.prompt),
             seconds=self._ended[number] - self._began,
@@ -248,3 +337,17 @@ class Request:
             token_text=self._token_text,
             constraint=outcome(self.constraint, sequence) if self.constraint else None,
         )
+
+
+def _go_on(sequence: Sequence, rules: StopRules, tokens: tuple[int, ...]) -> None:
+    """Bring a new sequence to where an earlier call left it."""
+    taken, reason = rules.push(tokens)
+    if reason is not None or taken < len(tokens):
+        raise InvalidRequestError("resume: a sample has ended already")
+    rules.take()  # that text has been said
+    sequence.tokens.extend(tokens)
+    sequence.state["resumed"] = len(tokens)
+    if sequence.annotate is not None:
+        sequence.logprobs.extend([None] * len(tokens))
+    for token in tokens:
+        sequence.policy.advance(token)

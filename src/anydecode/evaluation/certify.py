@@ -3,9 +3,10 @@
 A certificate has two parts. The *claim* is tested in general: a token-exact method must give the
 tokens of plain decoding at temperature 0 and above (a greedy-exact one at 0), alone and in a batch,
 with restarts at random yields; a distribution-exact one must follow the target's distribution in a
-chi-square test; a lossy one must keep within the margins of its `measure`s. The *mechanism* is
-tested by what the method's own module registers with `mechanism`: its drafts, budgets or masks
-against an independent oracle of the published algorithm.
+chi-square test; a lossy one must keep within the margins of its `measure`s. A sampling rule must
+have the distribution of its oracle and leave every exact decoder exact (`samplers`). The
+*mechanism* is tested by what the method's own module registers with `mechanism`: its drafts,
+budgets or masks against an independent oracle of the published algorithm.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from anydecode.engine.engine import Engine
 from anydecode.engine.llm import LLM
 from anydecode.errors import AnydecodeError, InvalidRequestError
 from anydecode.evaluation.chi_square import follows
-from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.models.scripted import ByteTokenizer, FillInTokenizer, ScriptedModel
+from anydecode.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class Certificate:
         """The certificate as plain JSON."""
         return {**asdict(self), "passed": self.passed}
 
+
+#: What a card `needs` whose method works with models that fill in the middle only.
+FILLS_IN = "fill-in-the-middle model"
 
 Mechanism = Callable[[], Iterable[Check]]
 _mechanisms: dict[str, Mechanism] = {}
@@ -137,10 +142,18 @@ def certify_one(key: str, model: Any = None) -> Certificate:
     if isinstance(built, Decoder):
         try:
             checks += list(claim(card, make))
-            if model is not None:
+            if model is not None and FILLS_IN not in card.needs and built.draft_causal:
                 checks += list(
                     claim(card, make, lambda: LLM(model, draft=_draft_for(built, model)))
                 )
+        except AnydecodeError as error:
+            checks.append(Check("runs", False, str(error)))
+    if isinstance(built, Sampler):
+        from anydecode.evaluation.samplers import sampler_claim
+
+        load_mechanisms()
+        try:
+            checks += list(sampler_claim(key, make))
         except AnydecodeError as error:
             checks.append(Check("runs", False, str(error)))
     if key in load_mechanisms():
@@ -155,11 +168,21 @@ def certify_one(key: str, model: Any = None) -> Certificate:
     return Certificate(key, card.exactness, checks)
 
 
-def scripted_llm(*, causal: bool = True, seed: int = 1, **options: Any) -> LLM:
-    """A small engine over scripted models: a target, and a draft that often agrees with it."""
-    target = ScriptedModel(seed=seed, causal=causal)
-    draft = ScriptedModel(seed=seed, noise=0.5)
-    return LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=4096, **options)
+def scripted_llm(
+    *,
+    causal: bool = True,
+    seed: int = 1,
+    fills_in: bool = False,
+    draft_causal: bool = True,
+    **options: Any,
+) -> LLM:
+    """A small engine over scripted models: a target, and a draft that often agrees with it.
+    `draft_causal` False: a draft that sees both ways instead. `fills_in`: its tokenizer has the marks of models that fill in the middle."""
+    tokenizer = FillInTokenizer() if fills_in else ByteTokenizer()
+    size = tokenizer.vocab_size
+    target = ScriptedModel(vocab_size=size, seed=seed, causal=causal)
+    draft = ScriptedModel(vocab_size=size, seed=seed, noise=0.5, causal=draft_causal)
+    return LLM(target, tokenizer=tokenizer, draft=draft, cache_positions=4096, **options)
 
 
 PROMPTS = (
@@ -181,7 +204,10 @@ def claim(
     method = make()
     causal = method.causal is not False
     where = "model" if open_llm else "scripted"
-    open_llm = open_llm or (lambda: scripted_llm(causal=causal))
+    fills_in = FILLS_IN in card.needs
+    open_llm = open_llm or (
+        lambda: scripted_llm(causal=causal, fills_in=fills_in, draft_causal=method.draft_causal)
+    )
     exact = {"token-exact": (0.0, 0.8), "greedy-exact": (0.0,), "distribution-exact": (0.0,)}
     plain = () if method.own_policy else exact.get(card.exactness, ())
     if where == "scripted":
@@ -191,7 +217,9 @@ def claim(
         with open_llm() as llm:
             alone = [llm.generate(p, decoder=make(), **options).tokens for p in PROMPTS]
             if temperature in plain:
-                expected = [llm.generate(p, **options).tokens for p in PROMPTS]
+                expected = [
+                    llm.generate(p, decoder=method.plain, **options).tokens for p in PROMPTS
+                ]
                 yield _equal(f"equals plain decoding, {where}, T={temperature}", alone, expected)
         with open_llm() as llm:
             decoder = make()
@@ -217,10 +245,11 @@ def distribution_claim(card: Card, make: Callable[[], Decoder]) -> Iterator[Chec
 
 
 class _Restarts:
-    """Preempts a random running job before one step in four."""
+    """Preempts a random running job before a `share` of the steps."""
 
-    def __init__(self, engine: Engine, seed: int) -> None:
+    def __init__(self, engine: Engine, seed: int, share: float = 0.25) -> None:
         self.engine = engine
+        self.share = share
         self.random = random.Random(seed)
         self.step = engine.step
         self.left = 200
@@ -233,13 +262,14 @@ class _Restarts:
         self.engine.step = self.step  # type: ignore[method-assign]
 
     def _step(self) -> None:
-        if self.engine.running and self.left and self.random.random() < 0.25:
+        if self.engine.running and self.left and self.random.random() < self.share:
             self.left -= 1
             self.engine.preempt(self.random.choice(self.engine.running))
         self.step()
 
 
 def _equal(name: str, got: list[list[int]], expected: list[list[int]]) -> Check:
+    """Whether every answer is what was expected; else how many differ, and where first."""
     wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
     if not wrong:
         return Check(name, True, f"{len(got)} prompts, {sum(map(len, got))} tokens")

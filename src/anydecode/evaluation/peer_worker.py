@@ -8,6 +8,7 @@ without Python's samplers.
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
 import json
 import os
@@ -56,9 +57,12 @@ class Anydecode:
 
 
 class Transformers:
-    """`transformers`, with the checkpoint's weights in a dense type."""
+    """`transformers`, with the checkpoint's weights in a dense type. `lookup`: drafts by its prompt
+    lookup, up to so many; `layers`: by a copy with so many layers, spread evenly."""
 
-    def __init__(self, model: str, threads: int, dtype: str = "float32") -> None:
+    def __init__(
+        self, model: str, threads: int, dtype: str = "float32", lookup: int = 0, layers: int = 0
+    ) -> None:
         import torch
         import transformers
 
@@ -75,13 +79,53 @@ class Transformers:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
         kind = getattr(torch, dtype)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(dtype=kind, **where).eval()
+        self.drafting: dict[str, Any] = {}
+        if lookup:
+            self.drafting = {"prompt_lookup_num_tokens": lookup}
+            self.settings += f", prompt lookup of {lookup}"
+        if layers:
+            self.drafting = {"assistant_model": self._thinned(layers)}
+            self.settings += f", assisted by {layers} of its layers"
 
-    def generate(self, prompt: str, tokens: int) -> Timing:
+    def _thinned(self, count: int) -> Any:
+        """A model that shares the weights of `count` layers."""
+        depth = len(self.model.model.layers)
+        kept = [round(place * (depth - 1) / (count - 1)) for place in range(count)]
+        config = copy.deepcopy(self.model.config)
+        config.num_hidden_layers = count
+        if getattr(config, "layer_types", None):
+            config.layer_types = [config.layer_types[layer] for layer in kept]
+        few = copy.copy(self.model)
+        few._modules = dict(self.model._modules)
+        few.model = copy.copy(self.model.model)
+        few.model._modules = dict(self.model.model._modules)
+        layers = [copy.copy(self.model.model.layers[layer]) for layer in kept]
+        for place, layer in enumerate(layers):
+            layer._modules = dict(layer._modules)
+            layer.self_attn = copy.copy(layer.self_attn)
+            layer.self_attn.layer_idx = place
+        few.model.layers = self.torch.nn.ModuleList(layers)
+        few.config = few.model.config = config
+        few.generation_config = copy.deepcopy(self.model.generation_config)
+        return few
+
+    def generate(
+        self, prompt: str, tokens: int, temperature: float = 0.0, ends: bool = False
+    ) -> Timing:
         clock = _Clock()
         inputs = self.tokenizer(prompt, return_tensors="pt")
-        limits = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+        options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": temperature > 0}
+        if not ends:
+            options["min_new_tokens"] = tokens
+        if temperature > 0:
+            options.update(temperature=temperature, top_k=0, top_p=1.0)
+        if self.drafting:
+            clock = _Criterion(inputs["input_ids"].shape[1])
+            options["stopping_criteria"] = [clock]
+        else:
+            options["streamer"] = clock
         with self.torch.inference_mode():
-            out = self.model.generate(**inputs, **limits, streamer=clock, pad_token_id=0)
+            out = self.model.generate(**inputs, **options, **self.drafting, pad_token_id=0)
         length = inputs["input_ids"].shape[1]
         return Timing(clock.times[1], clock.times[-1], out.shape[1] - length, length)
 
@@ -119,6 +163,49 @@ class _Clock:
 
     def end(self) -> None:
         return
+
+
+class _Criterion(_Clock):
+    """The same where streamers are not allowed: a stopping criterion that never stops."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.times.append(0.0)
+
+    def __call__(self, ids: Any, scores: Any, **options: Any) -> Any:
+        self.put(None)
+        return ids.new_zeros(len(ids)).bool()
+
+
+class LlamaCppPython:
+    """llama.cpp through `llama-cpp-python`'s own loop, with or without its prompt lookup."""
+
+    def __init__(self, model: str, threads: int, drafts: int = 0) -> None:
+        import llama_cpp
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        self.version = llama_cpp.__version__
+        self.settings = f"{threads} threads" + (f", prompt lookup of {drafts}" if drafts else "")
+        draft = LlamaPromptLookupDecoding(num_pred_tokens=drafts) if drafts else None
+        self.llama = llama_cpp.Llama(
+            model, n_ctx=CONTEXT, n_threads=threads, n_threads_batch=threads, draft_model=draft,
+            verbose=False,
+        )  # fmt: skip
+
+    def generate(
+        self, prompt: str, tokens: int, temperature: float = 0.0, ends: bool = False
+    ) -> Timing:
+        llama = self.llama
+        llama.reset()
+        start = time.perf_counter()
+        ids = llama.tokenize(prompt.encode(), add_bos=False, special=True)
+        times: list[float] = []
+        sampler = {"temp": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        for token in llama.generate(ids, **sampler, repeat_penalty=1.0, reset=True):
+            times.append(time.perf_counter() - start)
+            if len(times) == tokens or (ends and token == llama.token_eos()):
+                break
+        return Timing(times[0], times[-1], len(times), len(ids))
 
 
 class LlamaCpp:
@@ -235,23 +322,35 @@ def quantize(source: str, target: str) -> None:
 
 
 class OpenVino:
-    """OpenVINO GenAI, which reads GGUF itself."""
+    """OpenVINO GenAI, which reads GGUF itself. `lookup`: drafts by its prompt lookup."""
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, model: str, threads: int, lookup: int = 0) -> None:
         import openvino_genai
 
         self.library = openvino_genai
         self.version = openvino_genai.__version__
         self.settings = f"{threads} threads"
         limits = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+        self.lookup = lookup
+        if lookup:
+            limits["prompt_lookup"] = True
+            self.settings += f", prompt lookup of {lookup}"
         self.pipeline = openvino_genai.LLMPipeline(model, "CPU", **limits)
 
-    def generate(self, prompt: str, tokens: int) -> Timing:
+    def generate(
+        self, prompt: str, tokens: int, temperature: float = 0.0, ends: bool = False
+    ) -> Timing:
         config = self.library.GenerationConfig()
         config.max_new_tokens = tokens
-        config.ignore_eos = True
-        config.do_sample = False
+        config.ignore_eos = not ends
+        config.do_sample = temperature > 0
+        if temperature > 0:
+            config.temperature = temperature
         config.apply_chat_template = False
+        if self.lookup:
+            config.num_assistant_tokens, config.max_ngram_size = self.lookup, 3
+        if ends:
+            config.eos_token_id = self.pipeline.get_tokenizer().get_eos_token_id()
         start = time.perf_counter()
         metrics = self.pipeline.generate([prompt], config).perf_metrics
         total = time.perf_counter() - start
@@ -266,7 +365,28 @@ ENGINES: dict[str, Callable[[str, int], Any]] = {
     "llama.cpp": LlamaCpp,
     "llama.cpp-q4_0": LlamaCpp,
     "openvino-genai": OpenVino,
+    "llama-cpp-python": LlamaCppPython,
+    "llama.cpp-prompt-lookup": lambda model, threads: LlamaCppPython(model, threads, drafts=10),
+    "transformers-prompt-lookup": lambda model, threads: Transformers(model, threads, lookup=10),
+    "transformers-assisted": lambda model, threads: Transformers(model, threads, layers=10),
+    "openvino-prompt-lookup": lambda model, threads: OpenVino(model, threads, lookup=5),
 }
+
+#: Engines that draft, each behind the same engine without drafts.
+SPECULATIVE = (
+    "llama-cpp-python",
+    "llama.cpp-prompt-lookup",
+    "transformers-float32",
+    "transformers-prompt-lookup",
+    "transformers-assisted",
+    "openvino-genai",
+    "openvino-prompt-lookup",
+)
+#: What `bench peers` compares by default.
+PLAIN = tuple(name for name in ENGINES if name not in SPECULATIVE) + (
+    "transformers-float32",
+    "openvino-genai",
+)
 
 #: Engines whose single passes can be timed.
 SHOWING_PASSES = frozenset(
@@ -309,7 +429,12 @@ def serve(engine: str, model: str, threads: int) -> None:
         if "rows" in request:
             answer({"rows": worker.rows(request["rows"], request["context"])})
         else:
-            timing = worker.generate(request["prompt"], request["tokens"])
+            how = {name: request[name] for name in ("temperature", "ends") if name in request}
+            try:
+                timing = worker.generate(request["prompt"], request["tokens"], **how)
+            except Exception as error:
+                answer({"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"})
+                continue
             answer({**timing._asdict(), "peak_memory": peak_memory()})
 
 

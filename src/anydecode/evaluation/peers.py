@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -49,10 +49,17 @@ class Result:
 
 
 class Worker:
-    """A running `peer_worker.py`. `missing` says why it does not run, if it does not."""
+    """A running `peer_worker.py` (or another such `file`). `missing` says why it does not run, if it does not."""
 
-    def __init__(self, engine: str, model: str, threads: int, python: str) -> None:
-        program = [python, peer_worker.__file__, engine, model, "--threads", str(threads)]
+    def __init__(
+        self,
+        engine: str,
+        model: str,
+        threads: int,
+        python: str,
+        file: str = peer_worker.__file__,
+    ) -> None:
+        program = [python, file, engine, model, "--threads", str(threads)]
         quiet = {
             **os.environ,
             "OMP_NUM_THREADS": str(threads),
@@ -93,6 +100,18 @@ class Worker:
             if pipe is not None:
                 pipe.close()
         self.process.wait()
+
+
+def started(
+    engines: Sequence[str], model: str, threads: int, python: str, stack: ExitStack
+) -> list[Worker]:
+    """Workers for engines other than ours, until `stack` closes; those that do not run say why."""
+    workers = []
+    for engine in engines:
+        worker = Worker(engine, model, threads, python)
+        stack.callback(worker.close)
+        workers.append(worker)
+    return workers
 
 
 def compare(
@@ -276,7 +295,7 @@ def bench_peers(
     ),
     engines: Annotated[
         str, typer.Option("--engines", help="Names, separated by commas.")
-    ] = ",".join(peer_worker.ENGINES),
+    ] = ",".join(peer_worker.PLAIN),
     threads: Annotated[int, typer.Option("--threads", help="CPU threads for each.")] = 0,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens per prompt.")] = 128,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="How many prompts.")] = 4,

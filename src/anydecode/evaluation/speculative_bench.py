@@ -8,8 +8,10 @@ answer; a warm figure, with memories kept from prompt to prompt, stands beside t
 from __future__ import annotations
 
 import json
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -17,10 +19,13 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
+from anydecode.decoders.decoder import Decoder
 from anydecode.engine.generation import Generation
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
+from anydecode.evaluation import peer_worker
 from anydecode.evaluation.machine import cpu_name, usable_cores
+from anydecode.evaluation.peers import Worker, find_file, started
 from anydecode.evaluation.prompts import PROMPTS
 from anydecode.scoring.cost import Pace
 
@@ -51,7 +56,7 @@ class Question(NamedTuple):
 class Run:
     """One answer. `seconds` is from the first token to the last, `draft_seconds` what drafting took
     of it, `modelled` the speed-up if every pass cost what the cost table says: free of the noise of
-    a busy machine."""
+    a busy machine. Other engines show no `passes`, and nothing is modelled of them."""
 
     category: str
     prompt: int
@@ -117,51 +122,134 @@ def run(
     warm: bool = True,
     on_answer: Callable[[], None] = lambda: None,
     rounds: int = 1,
+    peers: Sequence[Worker] = (),
+    diary: Diary | None = None,
 ) -> list[Run]:
-    """Every question, by every method and plainly, cold and with memories kept (`warm`). The
-    fastest of `rounds` cold answers counts."""
+    """Every question, by every method and plainly, cold and with memories kept (`warm`), and by
+    other engines. The fastest of `rounds` cold answers counts. What `diary` holds is not asked
+    again."""
     runs: list[Run] = []
+    kept = {method: llm.decoder(method) for method in methods}
     entrants = [(PLAIN, False), *((method, False) for method in methods)]
     entrants += [(method, True) for method in methods] if warm else []
-    kept = {method: llm.decoder(method) for method in methods}
-    options: dict[str, Any] = {"max_tokens": tokens, "trace": True}
     llm.generate([1] * 8, max_tokens=4, ignore_eos=True)
     llm.pace.seconds(1, 0)  # costs are measured once per machine, not per answer
     for temperature in temperatures:
-        options.update(temperature=temperature, seed=1)
+        options = {"max_tokens": tokens, "trace": True, "temperature": temperature, "seed": 1}
         for number, question in enumerate(asked):
-            turn = number % len(entrants)
-            answers: dict[tuple[str, bool], Generation] = {}
-            for method, keeps in (entrants[turn:] + entrants[:turn]) * rounds:
-                if keeps and (method, keeps) in answers:
-                    continue  # a second time it would remember this very answer
-                llm.clear()
-                decoder = kept[method] if keeps else llm.decoder(method)
-                message = [{"role": "user", "content": question.text}]
-                answer = llm.chat(message, decoder=decoder, **options)
-                best = answers.get((method, keeps), answer)
-                answers[method, keeps] = min(best, answer, key=_decode_seconds)
-                on_answer()
-            plain = answers[PLAIN, False].tokens
-            for (method, keeps), answer in answers.items():
-                stats = answer.stats
-                runs.append(
-                    Run(
-                        question.category,
-                        number,
-                        method,
-                        temperature,
-                        keeps,
-                        stats.num_tokens,
-                        stats.passes,
-                        _decode_seconds(answer),
-                        sum(record.get("draft_seconds", 0.0) for record in answer.trace or ()),
-                        _modelled(answer, llm.pace),
-                        loops(answer.tokens),
-                        answer.tokens == plain,
-                    )
-                )
+            held = diary.runs.get((temperature, number)) if diary is not None else None
+            if held is None:
+                held = _ours(llm, question, number, entrants, kept, options, rounds, on_answer)
+                held += _theirs(llm, question, number, peers, options, held[0], on_answer)
+                if diary is not None:
+                    diary.write(held)
+            runs += held
     return runs
+
+
+def _ours(
+    llm: LLM,
+    question: Question,
+    number: int,
+    entrants: list[tuple[str, bool]],
+    kept: dict[str, Decoder],
+    options: dict[str, Any],
+    rounds: int,
+    on_answer: Callable[[], None],
+) -> list[Run]:
+    """One question by all of our methods, plain decoding first in the result."""
+    turn = number % len(entrants)
+    answers: dict[tuple[str, bool], Generation] = {}
+    for method, keeps in (entrants[turn:] + entrants[:turn]) * rounds:
+        if keeps and (method, keeps) in answers:
+            continue  # a second time it would remember this very answer
+        llm.clear()
+        decoder = kept[method] if keeps else llm.decoder(method)
+        message = [{"role": "user", "content": question.text}]
+        answer = llm.chat(message, decoder=decoder, **options)
+        best = answers.get((method, keeps), answer)
+        answers[method, keeps] = min(best, answer, key=_decode_seconds)
+        on_answer()
+    plain = answers[PLAIN, False].tokens
+    return [
+        Run(
+            question.category,
+            number,
+            method,
+            options["temperature"],
+            keeps,
+            (stats := answers[method, keeps].stats).num_tokens,
+            stats.passes,
+            _decode_seconds(answers[method, keeps]),
+            sum(r.get("draft_seconds", 0.0) for r in answers[method, keeps].trace or ()),
+            _modelled(answers[method, keeps], llm.pace),
+            loops(answers[method, keeps].tokens),
+            answers[method, keeps].tokens == plain,
+        )
+        for method, keeps in entrants
+    ]
+
+
+def _theirs(
+    llm: LLM,
+    question: Question,
+    number: int,
+    peers: Sequence[Worker],
+    options: dict[str, Any],
+    plain: Run,
+    on_answer: Callable[[], None],
+) -> list[Run]:
+    """The same question by other engines, which show neither passes nor drafts. Whether an answer
+    loops is what our plain one did."""
+    prompt = llm.tokenizer.render_chat([{"role": "user", "content": question.text}])
+    turn = number % max(len(peers), 1)
+    found = []
+    for worker in [*peers[turn:], *peers[:turn]]:
+        if worker.missing is None:
+            told = worker.ask(
+                prompt=prompt,
+                tokens=options["max_tokens"],
+                temperature=options["temperature"],
+                ends=True,
+            )
+            worker.missing = told.get("missing")
+            if worker.missing is None and told["tokens"] > 1:
+                seconds = told["total"] - told["first"]
+                found.append(
+                    Run(
+                        question.category, number, worker.engine, options["temperature"], False,
+                        told["tokens"], 0, seconds, 0.0, 0.0, plain.loops, False,
+                    )
+                )  # fmt: skip
+        on_answer()
+    return found
+
+
+class Diary:
+    """Answers as they come, one question a line, in a file; a later run with the same `settings`
+    goes on where this one was stopped."""
+
+    def __init__(self, file: Path, settings: dict[str, Any]) -> None:
+        self.file = file
+        self.runs: dict[tuple[float, int], list[Run]] = {}
+        lines = file.read_text("utf-8").splitlines() if file.exists() else []
+        if not lines:
+            file.write_text(json.dumps(settings) + "\n", "utf-8")
+            return
+        try:
+            held = [json.loads(line) for line in lines]
+            if held[0] != json.loads(json.dumps(settings)):
+                raise InvalidRequestError(f"{file} holds answers of other settings: {lines[0]}")
+            for answers in held[1:]:
+                runs = [Run(**one) for one in answers]
+                self.runs[runs[0].temperature, runs[0].prompt] = runs
+        except (ValueError, TypeError, LookupError):
+            raise InvalidRequestError(f"{file} holds no answers of this benchmark") from None
+
+    def write(self, runs: Sequence[Run]) -> None:
+        """Keep the answers to one question."""
+        with self.file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps([asdict(one) for one in runs]) + "\n")
 
 
 def _decode_seconds(answer: Generation) -> float:
@@ -231,7 +319,9 @@ def _figures(runs: Sequence[Run], plain: dict[tuple[float, int], Run]) -> dict[s
     low, high = interval([ratios])
     return {
         "prompts": len(runs),
-        "tokens_per_pass": sum(r.num_tokens for r in runs) / sum(r.passes for r in runs),
+        "tokens_per_pass": sum(r.num_tokens for r in runs) / max(1, sum(r.passes for r in runs))
+        if runs[0].passes
+        else 0.0,
         "speedup": float(ratios.mean()),
         "interval": [low, high],
         "modelled": float(np.mean([r.modelled for r in runs])),
@@ -290,6 +380,21 @@ def bench_speculative(
     rounds: Annotated[
         int, typer.Option("--rounds", min=1, help="The fastest of so many cold answers counts.")
     ] = 1,
+    peers: Annotated[
+        str,
+        typer.Option(
+            "--peers",
+            help="Other engines in the same run, separated by commas, as"
+            " llama.cpp-prompt-lookup; all: every speculative one, and each without.",
+        ),
+    ] = "",
+    python: Annotated[
+        str, typer.Option("--python", help="The interpreter that has the peers.")
+    ] = sys.executable,
+    keep: Annotated[
+        Path | None,
+        typer.Option("--keep", help="Write answers here as they come, and go on from there."),
+    ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write an SVG here.")] = None,
     json_file: Annotated[
         Path | None,
@@ -310,13 +415,26 @@ def bench_speculative(
     except ValueError:
         raise InvalidRequestError(f"{temperatures!r} is no list of temperatures") from None
     asked = questions(data, limit)
-    with LLM(model, draft=draft, threads=threads or None) as llm:
+    names = peer_worker.SPECULATIVE if peers == "all" else tuple(filter(None, peers.split(",")))
+    if unknown := sorted(set(names) - set(peer_worker.SPECULATIVE)):
+        known = ", ".join(peer_worker.SPECULATIVE)
+        raise InvalidRequestError(f"no peer {', '.join(unknown)}: there are {known}")
+    settings = {
+        "model": model, "draft": draft, "methods": chosen, "peers": names, "tokens": tokens,
+        "warm": warm, "rounds": rounds, "questions": len(asked),
+    }  # fmt: skip
+    diary = None if keep is None else Diary(keep, settings)
+    with LLM(model, draft=draft, threads=threads or None) as llm, ExitStack() as stack:
         for method in chosen:
             llm.decoder(method)
+        workers = []
+        if names:
+            workers = started(names, find_file(model), threads or usable_cores(), python, stack)
         cold, remembering = 1 + len(chosen), len(chosen) if warm else 0
-        answers = len(asked) * len(heats) * (cold * rounds + remembering)
-        with progress("answers", answers) as advance:
-            runs = run(llm, asked, chosen, heats, tokens, warm, advance, rounds)
+        left = len(asked) * len(heats) - (len(diary.runs) if diary else 0)
+        answers = left * (cold * rounds + remembering + len(workers))
+        with progress("answers", max(0, answers)) as advance:
+            runs = run(llm, asked, chosen, heats, tokens, warm, advance, rounds, workers, diary)
         beyond = memory(llm, asked[0], chosen, tokens)
     report = {
         "machine": {"cpu": cpu_name(), "cores": usable_cores(), "threads": threads},
@@ -325,6 +443,8 @@ def bench_speculative(
         "data": "own prompts" if data is None else "Spec-Bench",
         "rows": summary(runs),
         "memory": beyond,
+        "peers": {worker.engine: worker.hello.get("settings", "") for worker in workers},
+        "missing": {worker.engine: worker.missing for worker in workers if worker.missing},
         "runs": [asdict(one) for one in runs],
     }
     if plot is not None:

@@ -70,6 +70,11 @@ def print_report(report: dict[str, Any]) -> None:
                 if (row["temperature"], row["loops"], row["warm"]) == (temperature, loops, False):
                     table.add_row(*_cells(row, warm.get(_place(row))))
             console.print(table)
+    for engine, reason in report.get("missing", {}).items():
+        console.print(f"{engine}: missing ({reason})", highlight=False)
+    for engine, settings in report.get("peers", {}).items():
+        if settings:
+            console.print(f"{engine}: {settings}", highlight=False)
     for method, extra in report["memory"].items():
         console.print(f"{method}: {extra / 2**20:.2f} MiB beyond plain", highlight=False)
 
@@ -84,13 +89,13 @@ def _cells(row: dict[str, Any], warm: dict[str, Any] | None) -> list[str]:
         row["method"],
         row["category"],
         str(row["prompts"]),
-        f"{row['tokens_per_pass']:.2f}",
+        f"{row['tokens_per_pass']:.2f}" if row["tokens_per_pass"] else "",
         f"{row['speedup']:.2f}x",
         f"{low:.2f}-{high:.2f}",
         f"{row['fifth_percentile']:.2f}",
         f"{warm['speedup']:.2f}x" if warm else "",
-        f"{row['modelled']:.2f}x",
-        f"{100 * row['draft_share']:.1f}%",
+        f"{row['modelled']:.2f}x" if row["modelled"] else "",
+        f"{100 * row['draft_share']:.1f}%" if row["tokens_per_pass"] else "",
     ]
 
 

@@ -1,5 +1,5 @@
 """A generation as one self-contained page: its text with what was drafted, kept and rejected in
-colour, the time of every pass, and every pass's tree."""
+colour, the time of every pass, and every pass's tree; for a diffusion decoder, its canvas."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from itertools import groupby
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from anydecode.evaluation import trace_canvas
 from anydecode.evaluation.trace_style import STYLE
 
 if TYPE_CHECKING:
@@ -62,9 +63,13 @@ def page(generation: Generation) -> str:
 def fragment(generation: Generation) -> str:
     """The view alone, for a notebook's cell."""
     view = _View(generation)
-    parts = [view.head(), view.text()]
-    if generation.trace:
-        parts += [view.times(), view.passes()]
+    canvas = trace_canvas.view(generation.trace or [], generation.tokens, view.show)
+    if canvas:
+        parts = [view.head(), canvas]
+    else:
+        parts = [view.head(), view.text()]
+        if generation.trace:
+            parts += [view.times(), view.passes()]
     return f'<div class="adt"><style>{STYLE}</style><main>{"".join(parts)}</main></div>'
 
 

@@ -45,6 +45,23 @@ padding:.45rem .3rem;border-top:1px solid var(--line)}
 margin:1px 1px;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,monospace;white-space:pre-wrap}
 .adt .chip.off{color:var(--bad);text-decoration:line-through;background:none;opacity:.85}
 .adt .chip.own{border-bottom:2px solid var(--verify)}
-@media(max-width:40rem){.adt .passes>li{grid-template-columns:1fr auto}
+.adt{--early:#bfe3c8;--late:#c3dafa}
+@media(prefers-color-scheme:dark){.adt{--early:#1f5a34;--late:#3c3f8f}}
+.adt .ramp{background:linear-gradient(90deg,var(--early),var(--late))}
+.adt .canvas{margin-top:.3rem;font:14px/1.9 ui-monospace,SFMono-Regular,Menlo,monospace}
+.adt .cell{border-radius:3px;
+background:color-mix(in oklab,var(--late) calc(100%*var(--n)/var(--passes)),var(--early));
+animation:adt-fill 1ms calc(var(--n)*var(--pause)) step-end backwards}
+.adt .replay:checked~.canvas .cell{animation-name:adt-fill-again}
+@keyframes adt-fill{from{color:transparent;background:var(--line)}}
+@keyframes adt-fill-again{from{color:transparent;background:var(--line)}}
+@media(prefers-reduced-motion:reduce){.adt .cell{animation:none}}
+.adt .steps{overflow-wrap:anywhere;white-space:pre-wrap;
+font:13px/1.7 ui-monospace,SFMono-Regular,Menlo,monospace}
+.adt .mask{color:var(--faint);letter-spacing:.15em}
+.adt .chip.new{background:var(--early);border-color:transparent}
+.adt .chip.again{outline:2px solid var(--draft)}
+@media(max-width:40rem){.adt .passes>li .steps{grid-column:1/-1;grid-row:2}
+.adt .passes>li{grid-template-columns:1fr auto}
 .adt .passes>li .tree{grid-column:1/-1;grid-row:2}}
 """

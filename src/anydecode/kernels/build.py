@@ -36,13 +36,38 @@ _VARIANTS: dict[str, dict[str, list[str]]] = {
         "neon": [],
     },
 }
+# What zig calls otherwise; and it adds symbols for a debugger unless told not to.
+_ZIG_WORDS = {"-march=armv8.2-a+dotprod": "-mcpu=generic+dotprod"}
+_ZIG_FLAGS = ["-g0"]
 _MACHINES = {"x86_64": "x86_64", "AMD64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
 
 
-def library_name() -> str:
-    """The file name of the library on this platform."""
-    endings = {"darwin": "dylib", "win32": "dll"}
-    return f"libanydecode.{endings.get(sys.platform, 'so')}"
+#: Platform tags of wheels and the targets of `zig cc` that build them, on any machine.
+TARGETS = {
+    "manylinux_2_17_x86_64.manylinux2014_x86_64": "x86_64-linux-gnu.2.17",
+    "manylinux_2_17_aarch64.manylinux2014_aarch64": "aarch64-linux-gnu.2.17",
+    "macosx_11_0_x86_64": "x86_64-macos.11.0",
+    "macosx_11_0_arm64": "aarch64-macos.11.0",
+    "win_amd64": "x86_64-windows-gnu",
+    "win_arm64": "aarch64-windows-gnu",
+}
+
+
+def library_name(target: str = "") -> str:
+    """The file name of the library on this platform, or on a target of `zig cc`."""
+    endings = {"darwin": "dylib", "macos": "dylib", "win32": "dll", "windows": "dll"}
+    system = target.split("-")[1].split(".")[0] if target else sys.platform
+    return f"libanydecode.{endings.get(system, 'so')}"
+
+
+def compile_for(tag: str, folder: Path, sources: Path = SOURCES) -> Path:
+    """The library for the wheel with this tag of `TARGETS`, cross-compiled by the `ziglang`
+    package. Raises RuntimeError where it fails."""
+    target = TARGETS[tag]
+    compiler = [sys.executable, "-m", "ziglang", "cc", "-target", target]
+    return compile_library(
+        folder / library_name(target), compiler, sources, machine=target.split("-")[0]
+    )
 
 
 def find_compiler() -> list[str] | None:
@@ -91,7 +116,7 @@ def _units(
     # gcc takes minutes over plain C at more than -O1, and nothing of it needs to be fast.
     units.append((variant, ["-DVARIANT=scalar", "-DANYDECODE_SCALAR", "-O1"]))
     units.append((str(sources / "api.c"), [f"-DWITH_{name}" for name in chosen]))
-    return [*units, *((str(sources / name), []) for name in ("check.c", "threads.c"))]
+    return [*units, *((str(sources / name), []) for name in ("check.c", "plan.c", "threads.c"))]
 
 
 def _run(command: Sequence[str]) -> None:
@@ -114,16 +139,19 @@ def compile_library(
     Raises RuntimeError with the compiler's words where it fails.
     """
     machine = machine or _machine()
+    words = _ZIG_WORDS if "ziglang" in compiler else {}
+    flags = [*flags, *_ZIG_FLAGS] if "ziglang" in compiler else flags
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         commands, objects = [], []
         for index, (source, extra) in enumerate(_units(machine, sources, variants)):
             objects.append(str(Path(folder) / f"{index}.o"))
-            commands.append([*compiler, *flags, *extra, "-c", source, "-o", objects[-1]])
+            options = [words.get(word, word) for word in (*flags, *extra)]
+            commands.append([*compiler, *options, "-c", source, "-o", objects[-1]])
         with ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
             list(pool.map(_run, commands))
         linked = Path(folder) / target.name
-        libraries = [] if sys.platform == "win32" else ["-lm", "-pthread"]
+        libraries = [] if target.suffix == ".dll" else ["-lm", "-pthread"]
         _run([*compiler, "-shared", "-o", str(linked), *objects, *libraries])
         os.replace(linked, target)
     return target

@@ -99,6 +99,11 @@ class RotaryTable:
             self._grow(max(highest + 1, known + 64, known * 5 // 4))
         return self._cos[positions], self._sin[positions]
 
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of all positions so far. Growing makes new tensors."""
+        return self._cos, self._sin
+
     def _grow(self, length: int) -> None:
         places = torch.arange(len(self._cos), length, dtype=torch.float32)
         angles = (places[:, None] * self._frequencies[None, :]).flatten().tolist()

@@ -82,10 +82,16 @@ class Attention:
 
 @dataclass(eq=False)
 class KeyValues:
-    """The cache: per layer, keys and values `[num_slots, num_kv_heads, head_dim]`."""
+    """The cache: per layer, keys and values `[num_slots, num_kv_heads, head_dim]`, or
+    `[num_slots, num_kv_heads, bytes]` where `format` packs them (`kernels/cache.py`)."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    format: str = ""  # "float32", "float16", "bfloat16", "int8" or "int4"; by dtype where empty
+
+    def __post_init__(self) -> None:
+        if not self.format and self.keys:
+            self.format = str(self.keys[0].dtype).removeprefix("torch.")
 
     @property
     def num_slots(self) -> int:
@@ -116,6 +122,7 @@ class Rows:
     stop: np.ndarray  # int32, one past the last layer to run
     inputs: torch.Tensor | None = None  # float32 [n, hidden_size], read where token is -1
     adapters: np.ndarray | None = None  # int32, index of the row's LoRA adapter; -1: none
+    parallel: np.ndarray | None = None  # int32, see `Network.grouped`; 0: layer after layer
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -102,6 +102,7 @@ _SIGNATURES = {
     "run": (c_int, [pointer, c_int]),
     "read": (c_uint64, [pointer, c_int64, c_int]),
     "argmax": (c_int32, [pointer, c_int64]),
+    "largest": (None, [pointer, c_int64, c_int64, c_int, pointer, pointer]),
     "logsumexp": (c_double, [pointer, c_int64]),
     "pick_gumbel": (
         c_int32,
@@ -176,6 +177,22 @@ def _library() -> Library:
 def argmax(logits: np.ndarray) -> int:
     """The index of the largest of float32 `[vocab_size]`, ties to the lowest."""
     return int(_library().argmax(*_row(logits)))
+
+
+def largest(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids int32 and values float32 `[rows, min(count, vocab_size)]` of the largest logits of each
+    row of float32 `[rows, vocab_size]`, falling, the lowest id first among equals."""
+    rows, size = logits.shape
+    count = min(count, size)
+    library = load_library()
+    if library is None or logits.dtype != np.float32:
+        order = np.argsort(-logits, axis=1, kind="stable")[:, :count]
+        return order.astype(np.int32), np.take_along_axis(logits, order, axis=1)
+    ids, values = np.empty((rows, count), np.int32), np.empty((rows, count), np.float32)
+    if ids.size:
+        flat = np.ascontiguousarray(logits)
+        library.largest(flat.ctypes.data, rows, size, count, ids.ctypes.data, values.ctypes.data)
+    return ids, values
 
 
 def logsumexp(logits: np.ndarray) -> float:

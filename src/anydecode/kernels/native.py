@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.kernels.cache import CACHE_FORMATS
 from anydecode.kernels.interface import (
     Adapter,
     Backend,
@@ -21,17 +22,18 @@ from anydecode.kernels.interface import (
     Want,
     Weight,
 )
-from anydecode.kernels.library import Library, Lora, Pass, Tap, load_library
+from anydecode.kernels.library import FORMAT_CODES, Library, Lora, Pass, Tap, load_library
 from anydecode.kernels.packing import Packer
 from anydecode.kernels.program import Program, record
 
-_CACHE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_CACHE_CODES = {name: FORMAT_CODES[same] for name, same in CACHE_FORMATS.items()}
 _INT_FIELDS = ("tokens", "positions", "slots", "table", "prefix", "tail_start", "tail_length")
 _PROBLEMS = {
     1: "a token lies outside the vocabulary, or has no input",
     2: "a slot lies outside the cache",
     3: "a row names a table that is missing or too short",
     4: "a row names an adapter that is not loaded",
+    5: "there is not enough memory for this pass",
 }
 
 
@@ -85,6 +87,7 @@ class NativeExecutor:
 
     device = torch.device("cpu")
     adapts_experts = False
+    cache_formats = tuple(CACHE_FORMATS)
 
     def __init__(
         self,
@@ -111,6 +114,8 @@ class NativeExecutor:
         self._num_layers = num_layers
         self.program = record(self.packer, *self._network, {})
         self._adapted: Program | None = None
+        self._others: dict[Callable[[Backend, Any, int], Any], Program] = {}
+        self._plain = self.program
         self._cache: KeyValues | None = None
         self._cache_key: tuple[Any, ...] = ()
         self._rows: Rows | None = None
@@ -207,14 +212,19 @@ class NativeExecutor:
         return self._buffers.stream[: len(active)].clone()
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits float32 `[m, vocab_size]` of states, final norm included."""
+        """Logits float32 `[m, vocab_size]` of states, final norm included; the last pass's stay."""
         count = len(x)
         self._ready(count, count)
         self._pass.embed, self._pass.num_taps, self._pass.num_rows = 0, 0, count
         self._pass.adapters = None
         self._buffers.stream[:count].copy_(x)
-        self._call(0, 0, np.arange(count, dtype=np.int32))
-        return self._logits(count)
+        logits = torch.empty(count, self._vocab_size)
+        self._pass.logits = logits.data_ptr()
+        try:
+            self._call(0, 0, np.arange(count, dtype=np.int32))
+        finally:
+            self._pass.logits = self._buffers.out.data_ptr()
+        return logits
 
     # --- filling in the pass
 
@@ -278,15 +288,17 @@ class NativeExecutor:
             return
         dtype = cache.keys[0].dtype
         tensors = [*cache.keys, *cache.values]
-        if dtype not in _CACHE_CODES or any(t.dtype != dtype for t in tensors):
-            raise InvalidRequestError("the cache is float32, float16 or bfloat16 throughout")
+        if cache.format not in _CACHE_CODES or any(t.dtype != dtype for t in tensors):
+            raise InvalidRequestError(
+                f"the cache has one of the formats {', '.join(CACHE_FORMATS)} throughout"
+            )
         if not all(t.is_contiguous() and t.device.type == "cpu" for t in tensors):
             raise InvalidRequestError("the cache lies contiguous in main memory")
         pointer_list = ctypes.c_void_p * self._num_layers
         keys = pointer_list(*(t.data_ptr() for t in cache.keys))
         values = pointer_list(*(t.data_ptr() for t in cache.values))
         self._pass.keys, self._pass.values = ctypes.addressof(keys), ctypes.addressof(values)
-        self._pass.cache_format = _CACHE_CODES[dtype]
+        self._pass.cache_format = _CACHE_CODES[cache.format]
         self._pass.num_slots = cache.num_slots
         self._cache_arrays = (keys, values)
         self._cache, self._cache_key = cache, key
@@ -338,12 +350,20 @@ class NativeExecutor:
             return torch.empty(0, self._vocab_size)
         return self._buffers.out[:count]
 
+    def regroup(self, layer: Callable[[Backend, Any, int], Any] | None) -> None:
+        """Run `layer` from now on in place of the network's own, over the same packed weights;
+        None: the network's own again."""
+        if layer is not None and layer not in self._others:
+            embedding, scale, count, _, head = self._network
+            self._others[layer] = record(self.packer, embedding, scale, count, layer, head, {})
+        self._plain = self.program if layer is None else self._others[layer]
+
     # --- adapters
 
     def _choose_program(self, rows: Rows) -> None:
         if rows.adapters is None:
-            if self._current is not self.program:
-                self._use(self.program)
+            if self._current is not self._plain:
+                self._use(self._plain)
             return
         if self._adapted is None or self._loaded != len(self._adapters):
             self._load_adapters()

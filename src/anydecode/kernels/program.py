@@ -100,6 +100,8 @@ class NativeBackend(Backend):
         limits = {"window": shape.window or 0, "x": shape.scale, "y": shape.softcap or 0.0}
         out = self._record(Code.ATTEND, (q,), q.width, **fields, **limits)
         self.steps[-1].cache = "read"
+        limits |= {"width": q.width, "width_out": q.width}
+        self.steps.append(Step(Code.MERGE, (out,), out, {**fields, **limits}))
         return out
 
     def gated(self, gate: Value, up: Value, activation: str) -> Value:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from anydecode.kernels import elementary
+from anydecode.kernels.cache import decode, encode
 from anydecode.kernels.interface import (
     KEY_BLOCK,
     Adapter,
@@ -132,14 +133,15 @@ class ReferenceBackend(Backend):
         at = torch.from_numpy(slots[kept].astype(np.int64)).to(self.device)
         heads = (len(kept), shape.num_kv_heads, shape.head_dim)
         picked = torch.from_numpy(kept).to(self.device)
-        keys[at] = k[picked].view(heads).to(keys.dtype)
-        values[at] = v[picked].view(heads).to(values.dtype)
+        format = bound.cache.format
+        keys[at] = encode(format, k[picked].view(heads))
+        values[at] = encode(format, v[picked].view(heads))
         out = torch.empty_like(q)
         for group in _row_groups(bound, shape):
             seen = visible(bound.rows, bound.index[group], layer, shape.window)
             table = torch.from_numpy(seen.slots).to(self.device)
             place = torch.from_numpy(group).to(self.device)
-            out[place] = _attend(q[place], keys, values, table, shape)
+            out[place] = _attend(q[place], keys, values, format, table, shape)
         return out
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -227,6 +229,7 @@ def _attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    format: str,
     table: torch.Tensor,
     shape: Attention,
 ) -> torch.Tensor:
@@ -240,7 +243,7 @@ def _attend(
     seen = (table >= 0)[:, None, None, :]
     query = q.view(rows, shape.num_kv_heads, group, 1, shape.head_dim)
     slots = table.clamp(min=0)
-    key = keys[slots].to(torch.float32).transpose(1, 2).unsqueeze(2)
+    key = decode(format, keys[slots], shape.head_dim).transpose(1, 2).unsqueeze(2)
     scores = elementary.tree_sum(query * key) * shape.scale
     if shape.softcap is not None:
         scores = elementary.tanh(scores / shape.softcap) * shape.softcap
@@ -250,7 +253,7 @@ def _attend(
     most = scores.amax(-1, keepdim=True)
     most = most.masked_fill(most == float("-inf"), 0.0)
     weights = elementary.exp(scores - most).masked_fill(~seen, 0.0)
-    value = values[slots].to(torch.float32).transpose(1, 2).unsqueeze(2)
+    value = decode(format, values[slots], shape.head_dim).transpose(1, 2).unsqueeze(2)
     # A hidden slot may hold anything, and 0 times infinity is not 0.
     value = value.masked_fill(~seen.unsqueeze(-1), 0.0)
     blocks = (*weights.shape[:-1], -1, KEY_BLOCK)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from anydecode.errors import OutOfMemoryError
+from anydecode.errors import OutOfMemoryError, UnsupportedCombinationError
+from anydecode.kernels.cache import bytes_per_position
 from anydecode.kernels.interface import KeyValues
 from anydecode.models.interface import Model
 
@@ -22,18 +23,39 @@ class PoolFull(Exception):
     """Fewer slots are free than asked for; the engine preempts someone and tries again."""
 
 
-class Pool:
-    """`num_slots` slots of `model`'s cache. `reclaim(n)` is asked for slots before `PoolFull`."""
+def new_cache(model: Model, num_slots: int, format: str | None = None) -> KeyValues:
+    """Keys and values of `num_slots` positions, in the format the model prefers where none is
+    given. Raises UnsupportedCombinationError for a format that the model's backend cannot keep."""
+    if format is None:
+        return model.new_cache(num_slots)
+    formats = getattr(model, "cache_formats", ())
+    if format not in formats:
+        raise UnsupportedCombinationError(
+            f"{model.name} cannot keep a cache in {format!r}; it can in "
+            + (", ".join(formats) or "its own format only")
+        )
+    make: Callable[..., KeyValues] = model.new_cache
+    return make(num_slots, format)
 
-    def __init__(self, model: Model, num_slots: int) -> None:
+
+class Pool:
+    """`num_slots` slots of `model`'s cache, kept in `format`. `reclaim(n)` is asked for slots
+    before `PoolFull`."""
+
+    def __init__(self, model: Model, num_slots: int, format: str | None = None) -> None:
         if num_slots < 1:
             raise OutOfMemoryError(f"a cache of {num_slots} positions cannot hold a sequence")
         self.model = model
         self.num_slots = num_slots
-        self.cache: KeyValues = model.new_cache(num_slots)
+        self.cache = new_cache(model, num_slots, format)
         self.references = np.zeros(num_slots, np.int32)
         self._free = list(range(num_slots - 1, -1, -1))
         self.reclaim: Callable[[int], None] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What the keys and values of all slots take when every slot is in use."""
+        return bytes_per_position(self.cache) * self.num_slots
 
     @property
     def num_free(self) -> int:

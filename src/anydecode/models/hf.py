@@ -107,6 +107,7 @@ class HuggingFaceModel:
             "score rows it does not store": bool((rows.slots < 0).any()),
             "give back hidden states": bool(want.hidden),
             "carry adapters": rows.adapters is not None and bool((rows.adapters >= 0).any()),
+            "run layers in parallel": rows.parallel is not None,
             "keep different positions in each layer": any(t.ndim != 1 for t in rows.tables),
         }
         for what, asked in refused.items():

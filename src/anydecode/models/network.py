@@ -6,7 +6,7 @@ run it in one call later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,18 +100,45 @@ class Network:
 
     def layer(self, backend: Backend, x: Any, index: int) -> Any:
         """The state after layer `index`, from the state before it."""
+        x = backend.add(x, self._attended(backend, x, index))
+        return backend.add(x, self._fed(backend, x, index))
+
+    def grouped(self, size: int) -> Callable[[Backend, Any, int], Any]:
+        """`layer` for a network whose layers, all but the first and the last, run in groups of
+        `size`: the attentions of a group read the state before it, side by side, and then attention
+        and MLP of one layer after the other are added (Wu et al., EasySpec, arXiv:2502.02493). What
+        is called the group's first layer does all of it, the others nothing."""
+        last = self.spec.num_layers - 1
+
+        def layer(backend: Backend, x: Any, index: int) -> Any:
+            if index in (0, last):
+                return self.layer(backend, x, index)
+            if (index - 1) % size:
+                return x
+            group = range(index, min(index + size, last))
+            attended = [self._attended(backend, x, member) for member in group]
+            for member, y in zip(group, attended, strict=True):
+                x = backend.add(x, y)
+                x = backend.add(x, self._fed(backend, x, member))
+            return x
+
+        return layer
+
+    def _attended(self, backend: Backend, x: Any, index: int) -> Any:
+        """What the attention of a layer adds to a state, its norms included."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
         eps = self.spec.norm_eps
         y = x if spec.norms == "post" else backend.rms_norm(x, weights.attention_norm, eps)
         y = self._attention(backend, y, spec, weights, index)
-        if spec.norms != "pre":
-            y = backend.rms_norm(y, weights.attention_post_norm, eps)
-        x = backend.add(x, y)
+        return y if spec.norms == "pre" else backend.rms_norm(y, weights.attention_post_norm, eps)
+
+    def _fed(self, backend: Backend, x: Any, index: int) -> Any:
+        """What the MLP of a layer adds to a state, its norms included."""
+        spec, weights = self.spec.layers[index], self.weights.layers[index]
+        eps = self.spec.norm_eps
         y = x if spec.norms == "post" else backend.rms_norm(x, weights.mlp_norm, eps)
         y = _mlp(backend, y, spec, weights.mlp)
-        if spec.norms != "pre":
-            y = backend.rms_norm(y, weights.mlp_post_norm, eps)
-        return backend.add(x, y)
+        return y if spec.norms == "pre" else backend.rms_norm(y, weights.mlp_post_norm, eps)
 
     def head(self, backend: Backend, x: Any) -> Any:
         """Logits, from the state after whichever layer a row stops at."""

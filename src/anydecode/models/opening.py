@@ -7,25 +7,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.kernels.reference import ReferenceBackend
 from anydecode.models.interface import Model
 from anydecode.models.network import Network
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.transformer import Executor
 
-BACKENDS = ("native", "torch")
+BACKENDS = ("native", "torch", "triton")
 
 
 def choose_executor(
-    backend: str | None = None, threads: int | None = None
+    backend: str | None = None, threads: int | None = None, device: str | None = None
 ) -> Callable[[Network], Executor] | None:
-    """What runs a network: the compiled kernels ("native") where they can be had, else torch
-    (None). `backend`, or the environment variable ANYDECODE_BACKEND, settles it."""
+    """What runs a network: on the CPU the compiled kernels ("native") where they can be had, else
+    torch (None); on `device` "cuda" the Triton kernels ("triton") where they can be had, else
+    torch. `backend`, or the environment variable ANYDECODE_BACKEND, settles it."""
     wanted = backend or os.environ.get("ANYDECODE_BACKEND") or None
     if wanted not in (None, *BACKENDS):
         raise InvalidRequestError(
             f"no backend is called {wanted!r}; there are {', '.join(BACKENDS)}"
         )
+    kind = (device or "cpu").partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise InvalidRequestError(f"device {device!r} is unknown; choose cpu or cuda")
+    on_gpu = kind == "cuda"
+    if on_gpu and wanted == "native":
+        raise UnsupportedCombinationError("the native kernels run on the CPU, not on cuda")
+    if wanted == "triton" or (on_gpu and wanted is None):
+        return _triton_executor(wanted)
     if wanted == "torch":
         return None
     from anydecode.kernels.library import load_library
@@ -53,6 +65,34 @@ def choose_executor(
     return execute
 
 
+def _triton_executor(wanted: str | None) -> Callable[[Network], Executor] | None:
+    from anydecode.kernels.cuda.available import why_not
+
+    problem = why_not()
+    if problem is not None:
+        if wanted:
+            raise UnsupportedCombinationError(f"the Triton kernels cannot run here: {problem}")
+        return None
+
+    def execute(network: Network) -> Executor:
+        from anydecode.kernels.cuda.executor import TritonExecutor
+
+        executor = TritonExecutor(
+            network.weights.embedding,
+            network.spec.vocab_size,
+            network.layer,
+            network.head,
+            [layer.attention for layer in network.spec.layers],
+            matrices=network.matrices(),
+            embedding_scale=network.spec.embedding_scale,
+            adapters=network.adapters,
+        )
+        network.forget_matrices()
+        return executor
+
+    return execute
+
+
 def open_tokenizer(tokenizer: Any) -> Tokenizer | None:
     """A tokenizer of ours, or of `transformers`, as ours. Raises `InvalidRequestError`."""
     if tokenizer is None or hasattr(tokenizer, "token_bytes"):
@@ -68,21 +108,32 @@ def open_tokenizer(tokenizer: Any) -> Tokenizer | None:
     )
 
 
+def _reference(device: str | None) -> ReferenceBackend:
+    """The torch reference on a device. Raises UnsupportedCombinationError where there is none."""
+    if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+        raise UnsupportedCombinationError("torch finds no CUDA device")
+    return ReferenceBackend(device or "cpu")
+
+
 def open_model(
     model: Any,
     *,
     dtype: str | None = None,
     threads: int | None = None,
     backend: str | None = None,
+    device: str | None = None,
 ) -> tuple[Model, Tokenizer | None]:
     """The model, and the tokenizer its checkpoint brings. `model` is a name, a repo id, a folder, a
-    `.gguf` path, an object with the `Model` protocol or a `transformers` causal model."""
+    `.gguf` path, an object with the `Model` protocol or a `transformers` causal model. `device` is
+    "cpu" (None means it) or "cuda"."""
     if isinstance(model, str | os.PathLike):
         from anydecode.models.families import build_model
         from anydecode.models.loading import load_checkpoint
 
+        executor = choose_executor(backend, threads, device)
+        reference = None if executor else _reference(device)
         checkpoint = load_checkpoint(model if isinstance(model, str) else Path(model))
-        built = build_model(checkpoint, dtype, executor=choose_executor(backend, threads))
+        built = build_model(checkpoint, dtype, reference, executor=executor)
         built.path, built.dtype = checkpoint.path, dtype
         return built, checkpoint.tokenizer
     if hasattr(model, "run") and hasattr(model, "spec"):

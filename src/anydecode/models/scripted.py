@@ -33,7 +33,8 @@ class ScriptedModel:
     key wins) to the logits of the tokens that stand out. Without one, logits are pseudo-random in
     the last `memory` visible tokens and `seed`, sharpened towards repeating what stood there before
     so that texts have structure. `noise` adds pseudo-random error: two models with one seed and
-    different noise often agree. Rows that stop early answer with noise of their own. A causal row
+    different noise often agree. Rows that stop early, or whose layers run in parallel, answer with
+    noise of their own. A causal row
     whose position is not the number of tokens before it gets other logits than one where it is.
     A hidden state names a path this model has met, so it means nothing to another model.
     """
@@ -90,7 +91,8 @@ class ScriptedModel:
             for layer in range(rows.start[row], rows.stop[row]):
                 held[layer][rows.slots[row]] = tokens[row]
         states = self._states(rows, held, tokens)
-        answers = np.array([states(int(row), int(rows.stop[row])) for row in want.logits])
+        last = rows.stop if rows.parallel is None else rows.stop - (rows.parallel > 0)
+        answers = np.array([states(int(row), int(last[row])) for row in want.logits])
         logits = self.head(torch.from_numpy(answers.reshape(-1, _HIDDEN_SIZE)))
         hidden = {
             layer: torch.from_numpy(
@@ -101,6 +103,12 @@ class ScriptedModel:
             for layer, index in want.hidden.items()
         }
         return Output(logits, hidden)
+
+    def embed(self, tokens: np.ndarray) -> torch.Tensor:
+        """What stands for these tokens as an input: float32 `[n, hidden_size]`."""
+        inputs = torch.zeros(len(tokens), _HIDDEN_SIZE)
+        inputs[:, 0] = torch.from_numpy(np.asarray(tokens, np.float32))
+        return inputs
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits float32 `[n, vocab_size]` of hidden states."""
@@ -217,3 +225,48 @@ class ByteTokenizer:
         """`role: content` line by line."""
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
+
+
+class FillInTokenizer(ByteTokenizer):
+    """Bytes, and the marks of models that fill in the middle."""
+
+    vocab_size = BYTE_VOCABULARY + 3
+    marks = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+
+    def token_text(self, token: int) -> str:
+        """A printable name."""
+        if token >= BYTE_VOCABULARY:
+            return self.marks[token - BYTE_VOCABULARY]
+        return super().token_text(token)
+
+
+class PieceTokenizer(ByteTokenizer):
+    """Tokens of several bytes, and an end; text is split into the longest that fit, from its
+    beginning on."""
+
+    mask_id: int | None = None
+
+    def __init__(self, *pieces: str) -> None:
+        self._pieces = [piece.encode() for piece in pieces]
+        self.vocab_size = len(pieces) + 1
+        self.eos_ids = frozenset({len(pieces)})
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The longest pieces, one after the other."""
+        left, tokens = text.encode(), []
+        while left:
+            fitting = [token for token, one in enumerate(self._pieces) if left.startswith(one)]
+            tokens.append(max(fitting, key=lambda token: len(self._pieces[token])))
+            left = left[len(self._pieces[tokens[-1]]) :]
+        return tokens
+
+    def token_bytes(self, token: int) -> bytes:
+        """A piece; none for the end."""
+        return self._pieces[token] if token < len(self._pieces) else b""
+
+    def token_text(self, token: int) -> str:
+        """A printable name."""
+        return self.token_bytes(token).decode() or "<eos>"
+
+    def is_special(self, token: int) -> bool:
+        return token == len(self._pieces)

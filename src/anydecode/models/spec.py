@@ -37,6 +37,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     causal: bool = True
     logit_shift: int = 0  # 1: row r of the logits predicts r + 1 in a bidirectional model (Dream)
+    block_size: int | None = None  # positions see their own block of this size and those before
 
     @property
     def num_layers(self) -> int:

@@ -80,7 +80,7 @@ class HFTokenizer:
             tokenizer,
             eos_ids=[token for token in ends if isinstance(token, int)],
             bos_id=_token_id(tokenizer, texts.get("bos_token")),
-            mask_id=_token_id(tokenizer, texts.get("mask_token")),
+            mask_id=_mask_id(tokenizer, texts.get("mask_token"), folder),
             templates=_folder_templates(folder, settings),
             special_texts=texts,
         )
@@ -214,6 +214,12 @@ def _token_text(entry: Any) -> str | None:
 
 def _token_id(tokenizer: tokenizers.Tokenizer, text: str | None) -> int | None:
     return None if text is None else tokenizer.token_to_id(text)
+
+
+def _mask_id(tokenizer: tokenizers.Tokenizer, text: str | None, folder: Path) -> int | None:
+    """The mask token: the tokenizer's, or the one that the config names."""
+    named = read_json(folder / "config.json").get("mask_token_id")
+    return named if text is None and isinstance(named, int) else _token_id(tokenizer, text)
 
 
 def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> str | dict[str, str] | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.kernels.cache import CACHE_FORMATS, new_cache
 from anydecode.kernels.formats import dequantize_rows
 from anydecode.kernels.interface import KeyValues, Output, Rows, Want
 from anydecode.kernels.reference import ReferenceBackend
@@ -46,10 +48,13 @@ class Executor(Protocol):
 class EagerExecutor:
     """Runs operation by operation on a backend that computes."""
 
+    cache_formats = tuple(CACHE_FORMATS)
+
     def __init__(self, network: Network, backend: ReferenceBackend) -> None:
         self.device = backend.device
         self._network = network
         self._backend = backend
+        self._layer: Callable[[Any, Any, int], Any] = network.layer
         self._pass: tuple[Rows, KeyValues] | None = None
 
     def begin(self, rows: Rows, cache: KeyValues) -> None:
@@ -60,13 +65,17 @@ class EagerExecutor:
         scale = self._network.spec.embedding_scale
         return x if scale == 1.0 else x * scale
 
+    def regroup(self, layer: Callable[[Any, Any, int], Any] | None) -> None:
+        """Run `layer` from now on in place of the network's own; None: that again."""
+        self._layer = layer or self._network.layer
+
     def layers(self, x: torch.Tensor, active: np.ndarray, first: int, last: int) -> torch.Tensor:
         if self._pass is None:
             raise RuntimeError("begin a pass before running its layers")
         rows, cache = self._pass
         self._backend.bind(rows, active, cache, self._network.adapters)
         for index in range(first, last):
-            x = self._network.layer(self._backend, x, index)
+            x = self._layer(self._backend, x, index)
         return x
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,31 +110,33 @@ class Transformer:
             else EagerExecutor(self.network, backend or ReferenceBackend())
         )
         self.adapter_names: list[str] = []
+        self._grouped: dict[int, Callable[[Any, Any, int], Any]] = {}
         self.path: Path | None = None  # the checkpoint, where it came from one
         self.dtype: str | None = None  # what its weights were converted to; None: as stored
 
-    def new_cache(self, num_slots: int, dtype: torch.dtype | None = None) -> KeyValues:
-        """Zeroed keys and values for `num_slots` positions; float32 unless told otherwise."""
+    def new_cache(self, num_slots: int, format: torch.dtype | str | None = None) -> KeyValues:
+        """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`),
+        else in what the executor prefers (`cache_dtype`), else in float32."""
+        kind = format or getattr(self.executor, "cache_dtype", torch.float32)
+        shapes = [layer.attention for layer in self.spec.layers]
+        return new_cache(kind, num_slots, shapes, self.executor.device)
 
-        def one(layer: int) -> torch.Tensor:
-            shape = self.spec.layers[layer].attention
-            size = (num_slots, shape.num_kv_heads, shape.head_dim)
-            if dtype in (None, torch.float32) and self.executor.device.type == "cpu":
-                # The system hands out zeroed pages as they are first used; torch would touch all.
-                return torch.from_numpy(np.zeros(size, np.float32))
-            return torch.zeros(size, dtype=dtype or torch.float32, device=self.executor.device)
-
-        count = range(self.spec.num_layers)
-        return KeyValues([one(layer) for layer in count], [one(layer) for layer in count])
+    @property
+    def cache_formats(self) -> tuple[str, ...]:
+        """What the cache may be kept in."""
+        return getattr(self.executor, "cache_formats", ("float32", "float16", "bfloat16"))
 
     @torch.no_grad()
     def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
         """One pass. Raises InvalidRequestError for rows that cannot be run."""
         self._check(rows, want)
+        if rows.parallel is not None:
+            return self._run_parallel(rows, cache, want)
         whole = getattr(self.executor, "run", None)
         if whole is not None:
-            output: Output = whole(rows, cache, want)
-            return output
+            output: Output | None = whole(rows, cache, want)
+            if output is not None:  # an executor may decline what it has no short way for
+                return output
         x = self._inputs(rows)
         hidden: dict[int, torch.Tensor] = {}
         self.executor.begin(rows, cache)
@@ -154,6 +165,12 @@ class Transformer:
         return self.executor.head(hidden.to(self.executor.device, torch.float32))
 
     @torch.no_grad()
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """States `[n, hidden_size]` after the final norm, as the head sees them."""
+        norm = self.network.weights.final_norm
+        return ReferenceBackend().rms_norm(hidden.to(norm.device), norm, self.spec.norm_eps)
+
+    @torch.no_grad()
     def embed(self, tokens: np.ndarray) -> torch.Tensor:
         """What rows of these tokens start from: float32 `[n, hidden_size]`, scale included."""
         return self.executor.embed(tokens)
@@ -172,6 +189,38 @@ class Transformer:
         self.network.adapters.append(adapter)
         self.adapter_names.append(name)
         return len(self.adapter_names) - 1
+
+    def _run_parallel(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
+        """Rows that run layers in parallel, by the size of their groups, and those that do not."""
+        regroup = getattr(self.executor, "regroup", None)
+        if regroup is None or rows.adapters is not None:
+            raise UnsupportedCombinationError(
+                "running layers in parallel (easyspec) works on CPUs and without adapters"
+            )
+        assert rows.parallel is not None
+        logits = torch.empty(len(want.logits), self.spec.vocab_size, device=self.executor.device)
+        hidden = {
+            place: torch.empty(len(index), self.spec.hidden_size, device=self.executor.device)
+            for place, index in want.hidden.items()
+        }
+        for size in np.unique(rows.parallel).tolist():
+            chosen = rows.parallel == size
+            if size and size not in self._grouped:
+                self._grouped[size] = self.network.grouped(size)
+            part = _part(rows, np.flatnonzero(chosen))
+            number = np.cumsum(chosen, dtype=np.int32) - 1
+            mine = chosen[want.logits]
+            taps = {place: chosen[index] for place, index in want.hidden.items()}
+            wanted = {p: number[index[taps[p]]] for p, index in want.hidden.items()}
+            regroup(self._grouped.get(size))
+            try:
+                found = self.run(part, cache, Want(number[want.logits[mine]], wanted))
+            finally:
+                regroup(None)
+            logits[torch.from_numpy(mine)] = found.logits
+            for place, kept in taps.items():
+                hidden[place][torch.from_numpy(kept)] = found.hidden[place]
+        return Output(logits, hidden)
 
     def _index(self, rows: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(rows.astype(np.int64)).to(self.executor.device)
@@ -205,3 +254,11 @@ class Transformer:
                 raise InvalidRequestError(f"a row was asked for its state after {place} layers")
         if rows.adapters is not None and (rows.adapters >= len(self.adapter_names)).any():
             raise InvalidRequestError(f"there is no adapter {int(rows.adapters.max())}")
+
+
+def _part(rows: Rows, index: np.ndarray) -> Rows:
+    """The rows of `index`, layer after layer."""
+    names = "tokens positions slots table prefix tail_start tail_length start stop".split()
+    fields = {name: getattr(rows, name)[index] for name in names}
+    inputs = None if rows.inputs is None else rows.inputs[torch.from_numpy(index)]
+    return replace(rows, **fields, inputs=inputs, parallel=None)

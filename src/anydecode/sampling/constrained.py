@@ -34,6 +34,20 @@ class Constrained(Processor):
     def __init__(self, state: ConstraintState) -> None:
         self.state = state
 
+    def permits(self, token: int) -> bool:
+        """Whether `token` may come next."""
+        mask = self.state.mask()
+        if mask is None:
+            return True
+        return bool(mask[token]) if mask.dtype == np.bool_ else token in mask
+
+    def forbids_little(self) -> bool:
+        """Whether most of the vocabulary may come next."""
+        mask = self.state.mask()
+        return mask is None or (
+            mask.dtype == np.bool_ and 2 * int(np.count_nonzero(mask)) > len(mask)
+        )
+
     def apply(self, candidates: Candidates) -> Candidates:
         mask = self.state.mask()
         if mask is None:

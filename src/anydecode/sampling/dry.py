@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from anydecode.catalogue import Card, register
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.history import History
 from anydecode.sampling.processor import Processor
+from anydecode.sampling.sampler import WORKS_WITH, Sampler
 
 #: Longer matches are penalised like this one, so that the penalty stays finite.
 LONGEST_MATCH = 64
@@ -68,3 +70,26 @@ class Dry(Processor):
                 following = np.unique(tokens[ends + 1]).tolist()
                 longest.update((token, length) for token in following)
         return {token: n for token, n in longest.items() if token not in self._breakers}
+
+
+@register(
+    Card(
+        "dry",
+        "sampling",
+        paper="Don't Repeat Yourself (p-e-w, text-generation-webui pull request 5677, 2024)",
+        bibtex="@misc{dry2024, title = {Don't Repeat Yourself (DRY)}, author = {p-e-w},"
+        " year = {2024},"
+        " howpublished = {oobabooga/text-generation-webui, pull request 5677}}",
+        exactness="lossy",
+        summary="A token that would go on with a repetition loses more the longer that is.",
+        works_with=WORKS_WITH,
+        deviations=(
+            "matches longer than 64 tokens count like 64, so that the penalty stays finite",
+            "sequence breakers are token ids, and there are none by default",
+        ),
+    )
+)
+def dry(multiplier: float = 0.8, base: float = 1.75, allowed: int = 2) -> Sampler:
+    """A repetition of n >= `allowed` tokens costs `multiplier` * `base` ** (n - `allowed`)."""
+    options = {"dry_multiplier": multiplier, "dry_base": base, "dry_allowed": allowed}
+    return Sampler("dry", options, draws=False)

@@ -10,8 +10,10 @@ import math
 
 import numpy as np
 
+from anydecode.catalogue import Card, register
 from anydecode.sampling.candidates import Candidates, descending, exponentials, largest
 from anydecode.sampling.processor import Processor
+from anydecode.sampling.sampler import WORKS_WITH, Sampler
 
 #: How many of the most probable tokens version 1 fits Zipf's law to.
 ZIPF_TOKENS = 100
@@ -25,6 +27,7 @@ class Mirostat(Processor):
     """
 
     stateful = True
+    learns = True
 
     def __init__(self, target: float = 5.0, rate: float = 0.1) -> None:
         self.target = target
@@ -94,3 +97,27 @@ class MirostatZipf(Mirostat):
             factor = excess / -math.expm1(-excess * math.log(size))
         log_count = (math.log(factor) + self.mu * math.log(2)) / exponent
         return max(1, round(math.exp(min(log_count, math.log(size)))))
+
+
+@register(
+    Card(
+        "mirostat",
+        "sampling",
+        paper="Mirostat: A Neural Text Decoding Algorithm that Directly Controls Perplexity"
+        " (arXiv:2007.14966)",
+        exactness="lossy",
+        summary="Cuts so that the surprise of the text stays at `tau` bits per token.",
+        works_with=WORKS_WITH,
+        deviations=(
+            "version 2, from the authors' later code, unless version=1 is asked for",
+            "tau is 5 bits and eta 0.1, as users of llama.cpp know them; the paper's are 3 and 1",
+            "mu is held between 0 and 4 tau, so that a target out of reach does not wind it up",
+            "surprise is measured after penalties, constraint and temperature, on what may be said",
+            "version 1 keeps k tokens, where the authors' code keeps k + 1",
+        ),
+    )
+)
+def mirostat(tau: float = 5.0, eta: float = 0.1, version: int = 2) -> Sampler:
+    """`tau` is the target in bits, `eta` the rate, `version` 1 or 2."""
+    options = {"mirostat": version, "mirostat_tau": tau, "mirostat_eta": eta}
+    return Sampler("mirostat", options)

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from anydecode.catalogue import Card, register
 from anydecode.sampling.candidates import Candidates, exponentials, largest
 from anydecode.sampling.history import History
 from anydecode.sampling.processor import Processor
+from anydecode.sampling.sampler import WORKS_WITH, Sampler
 
 #: Resistance of a token by the length of the n-gram it would repeat; the paper's, for GPT-2.
 RESISTANCE = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
@@ -62,3 +64,24 @@ class Momentum(Processor):
         branch.__dict__.update(self.__dict__)
         branch._history = self._history.fork()
         return branch
+
+
+@register(
+    Card(
+        "momentum",
+        "sampling",
+        paper="Momentum Decoding: Open-ended Text Generation As Graph Exploration"
+        " (arXiv:2212.02175)",
+        exactness="lossy",
+        summary="Greedy search that resists tokens which would walk in a circle.",
+        works_with=WORKS_WITH,
+        deviations=(
+            "n-grams longer than the resistance table count like its longest, where the paper's"
+            " resistance becomes infinite",
+            "the k most probable tokens are taken among those that penalties and constraint allow",
+        ),
+    )
+)
+def momentum(alpha: float = 0.2, k: int = 5) -> Sampler:
+    """`alpha` weighs the resistance against the probability; `k` tokens are considered."""
+    return Sampler("momentum", {"momentum_alpha": alpha, "momentum_k": k}, draws=False)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 
 from anydecode.errors import InvalidRequestError
+from anydecode.sampling.autodeco import AutoDeco, Heads
 from anydecode.sampling.bias import BannedWords, LogitBias, MinimumLength, NoRepeatNgram
 from anydecode.sampling.constrained import Constrained, ConstraintState
-from anydecode.sampling.dola import DoLa
+from anydecode.sampling.dola import DoLa, Plausible, candidate_layers
 from anydecode.sampling.dry import Dry
 from anydecode.sampling.guidance import Guidance
 from anydecode.sampling.logprobs import MOST_ALTERNATIVES
@@ -25,6 +26,8 @@ from anydecode.sampling.xtc import ExcludeTopChoices
 
 #: The most samples of one prompt: their number is part of the noise's stream.
 MOST_SAMPLES = 1 << 16
+
+_BIG = 1 << 31
 
 #: Below this temperature, float32 no longer holds logit / T to a fraction of the noise.
 COLDEST = 1e-4
@@ -43,7 +46,9 @@ class SamplingParams:
 
     Order of the parts: repetition penalty, presence and frequency, DRY, bias, no-repeat n-gram,
     bans, minimum length, constraint, momentum; temperature; top-n-sigma, top-k, top-p, min-p,
-    typical, epsilon, eta, top-w, XTC, or mirostat.
+    typical, epsilon, eta, top-w, XTC, or mirostat, or what the heads of `autodeco` say.
+
+    `dola_layers` are layers to contrast with, or "low" or "high" for every second one of that half.
     """
 
     temperature: float = 1.0
@@ -75,7 +80,8 @@ class SamplingParams:
     banned_words: Sequence[Sequence[int]] = ()
     no_repeat_ngram: int = 0
     guidance_scale: float = 1.0
-    dola_layers: Sequence[int] = ()
+    dola_layers: Sequence[int] | str = ()
+    autodeco: Heads | None = None
     min_tokens: int = 0
     max_tokens: int | None = None
     stop: Sequence[str] = ()
@@ -108,16 +114,21 @@ class SamplingParams:
         *,
         constraint: ConstraintState | None = None,
         geometry: Geometry | None = None,
+        num_layers: int = _BIG,
+        hidden_size: int | None = None,
     ) -> Policy:
-        """The policy at the start of an answer to `prompt`.
+        """The policy at the start of an answer to `prompt`, for a model of that many tokens, layers
+        and numbers per state.
 
         `geometry` holds the model's embeddings and is needed by top-w alone. Raises
-        `InvalidRequestError` where a token id is not in the vocabulary.
+        `InvalidRequestError` where a token, a layer or heads do not belong to the model.
         """
         self._check_ids(vocab_size)
+        if self.autodeco is not None and hidden_size is not None:
+            self.autodeco.check(hidden_size)
         before = list(self._before(prompt, eos_ids, constraint))
         after = [] if self.temperature == 0 else list(self._after(geometry))
-        return Policy(self.temperature, before, after, self._combiner())
+        return Policy(self.temperature, before, after, self._combiner(num_layers))
 
     @property
     def needs_geometry(self) -> bool:
@@ -145,6 +156,8 @@ class SamplingParams:
             yield MinimumLength(self.min_tokens, {*eos_ids, *self.stop_tokens})
         if constraint is not None:
             yield Constrained(constraint)
+        if self.dola_layers:
+            yield Plausible()
         if self.momentum_alpha:
             yield Momentum(self.momentum_alpha, self.momentum_k, prompt=prompt)
 
@@ -172,11 +185,13 @@ class SamplingParams:
         if self.mirostat:
             kind = MirostatZipf if self.mirostat == 1 else Mirostat
             yield kind(self.mirostat_tau, self.mirostat_eta)
+        if self.autodeco is not None:
+            yield AutoDeco(self.autodeco)
 
-    def _combiner(self) -> Combiner | None:
+    def _combiner(self, num_layers: int) -> Combiner | None:
         if self.guidance_scale != 1:
             return Guidance(self.guidance_scale)
-        return DoLa(tuple(self.dola_layers)) if self.dola_layers else None
+        return DoLa(candidate_layers(self.dola_layers, num_layers)) if self.dola_layers else None
 
     def _contradictions(self) -> Iterator[str]:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -186,13 +201,21 @@ class SamplingParams:
             yield f"temperature must be 0 or at least {COLDEST}, not {self.temperature}"
         if greedy and self.n > 1:
             yield f"n is {self.n}, but at temperature 0 all samples would be the same"
-        for name in ("mirostat", "xtc_probability", "top_w"):
+        for name in ("mirostat", "xtc_probability", "top_w", "autodeco"):
             if greedy and getattr(self, name):
                 yield f"{name} needs a temperature above 0"
-        if self.mirostat:
+        if self.autodeco is not None and not isinstance(self.autodeco, Heads):
+            yield f"autodeco must be heads (`Heads.load`), not {type(self.autodeco).__name__}"
+        for rule in ("mirostat", "autodeco"):
+            if not getattr(self, rule):
+                continue
             for name, off in _TRUNCATIONS.items():
                 if getattr(self, name) != off:
-                    yield f"mirostat and {name} exclude each other: mirostat sets its own limit"
+                    yield f"{rule} and {name} exclude each other: {rule} sets its own limit"
+        if self.autodeco and self.mirostat:
+            yield "autodeco and mirostat exclude each other: each sets its own limit"
+        if self.autodeco and self.temperature != 1:
+            yield "autodeco sets the temperature itself: leave it at 1"
         if self.guidance_scale != 1 and self.dola_layers:
             yield "guidance_scale and dola_layers cannot be combined"
         if any(not word for word in self.banned_words):
@@ -223,7 +246,6 @@ class SamplingParams:
 
 
 _INF = math.inf
-_BIG = 1 << 31
 _SMALLEST = 5e-324  # the smallest number above 0
 _BELOW_ONE = math.nextafter(1.0, 0.0)
 _LARGEST = 1.7976931348623157e308

@@ -15,6 +15,7 @@ import numpy as np
 from anydecode.errors import ConstraintError
 from anydecode.kernels.library import load_library, pick_gumbel
 from anydecode.sampling.candidates import Candidates, Distribution
+from anydecode.sampling.constrained import Constrained
 from anydecode.sampling.processor import Combiner, Processor
 from anydecode.scoring.noise import Noise
 
@@ -38,7 +39,10 @@ class Policy:
         self.after = tuple(after)
         self.combiner = combiner
         self._divisor = np.float32(temperature)
+        last = self.before[-1] if self.before else None
+        self._constraint = last if isinstance(last, Constrained) else None
         self._told = tuple(p for p in (*self.before, *self.after) if p.stateful)
+        self._seeing = tuple(p for p in self._told if p.sees_states)
 
     @property
     def stateful(self) -> bool:
@@ -53,6 +57,22 @@ class Policy:
     def is_plain(self) -> bool:
         """Whether the temperature is all there is, so that a backend may pick by itself."""
         return not (self.before or self.after or self.combiner)
+
+    @property
+    def learns(self) -> bool:
+        """Whether a text's tokens alone do not tell where it stands (mirostat)."""
+        return any(processor.learns for processor in self._told)
+
+    @property
+    def sees_states(self) -> bool:
+        """Whether it must be shown the last layer's state of each row (`see`)."""
+        return bool(self._seeing)
+
+    def see(self, state: np.ndarray, logits: np.ndarray) -> None:
+        """Show the row that the next `distribution` or `pick` is asked of: its last layer's state
+        after the final norm, float32 `[hidden_size]`, and the model's own logits."""
+        for processor in self._seeing:
+            processor.see(state, logits)
 
     @property
     def companions(self) -> int:
@@ -115,12 +135,22 @@ class Policy:
         if self.is_greedy:
             if not self.before and self.combiner is None:
                 return int(logits.argmax())
-            return self._prepare(logits).argmax()
+            if self._constraint is None:
+                return self._prepare(logits).argmax()
+            free = self._free(logits)
+            token = free.argmax()  # mostly the constraint has nothing against it
+            return token if self._constraint.permits(token) else self._held(free).argmax()
         if self.is_plain:
             return self._pick_scaled(logits, noise, position, attempt)
         if self.after or self.combiner:
             return self.distribution(logits).pick(noise, position, attempt)
-        candidates = self._prepare(logits)
+        candidates = self._free(logits)
+        if self._constraint is not None:
+            if candidates.tokens is None and self._constraint.forbids_little():
+                token = self._pick_scaled(candidates.scores, noise, position, attempt)
+                if self._constraint.permits(token):
+                    return token
+            candidates = self._held(candidates)
         if candidates.tokens is None:  # penalties, or a constraint that forbids little
             candidates.argmax()  # raises where everything is forbidden
             return self._pick_scaled(candidates.scores, noise, position, attempt)
@@ -136,10 +166,20 @@ class Policy:
         scaled = logits.astype(np.float64) * inverse
         return Distribution(None, scaled).pick(noise, position, attempt)
 
-    def _prepare(self, logits: np.ndarray) -> Candidates:
+    def _free(self, logits: np.ndarray) -> Candidates:
+        """What `before` has left without its last part, if that is a constraint."""
         candidates = Candidates(None, logits, masked=self.combiner is not None)
-        for processor in self.before:
+        for processor in self.before if self._constraint is None else self.before[:-1]:
             candidates = processor.apply(candidates)
+        return candidates
+
+    def _prepare(self, logits: np.ndarray) -> Candidates:
+        return self._held(self._free(logits))
+
+    def _held(self, candidates: Candidates) -> Candidates:
+        """`candidates` under the constraint."""
+        if self._constraint is not None:
+            candidates = self._constraint.apply(candidates)
         if not len(candidates):
             raise ConstraintError("no token is allowed here: bans and constraint leave none")
         return candidates

@@ -18,6 +18,13 @@ class Processor(ABC):
     """
 
     stateful = False
+    #: Whether it must be shown the last layer's state of the row it works on, by `see`. Such a part
+    #: is stateful: what it was shown belongs to one row.
+    sees_states = False
+
+    #: Whether it learns from the rows it was asked about, so that the tokens alone do not tell
+    #: where it stands.
+    learns = False
 
     @abstractmethod
     def apply(self, candidates: Candidates) -> Candidates:
@@ -25,6 +32,10 @@ class Processor(ABC):
 
     def advance(self, token: int) -> None:  # noqa: B027  most parts have nothing to learn
         """The text goes on with `token`."""
+
+    def see(self, state: np.ndarray, logits: np.ndarray) -> None:  # noqa: B027
+        """The next row: its state float32 `[hidden_size]` after the final norm, and the model's own
+        logits float32 `[vocab_size]`."""
 
     def prepare(self) -> None:
         """The model is about to score the next token: begin what can be computed meanwhile."""

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from anydecode.catalogue import Card, register
 from anydecode.sampling.candidates import Candidates, descending, largest
 from anydecode.sampling.processor import Processor
+from anydecode.sampling.sampler import WORKS_WITH, Sampler
 from anydecode.sampling.truncation import log_probabilities
 
 
@@ -87,3 +89,27 @@ def best_set(p: np.ndarray, potential: np.ndarray, mass_weight: float) -> np.nda
     mass = np.cumsum(p[order])
     value = np.cumsum((p * potential)[order]) / mass + mass_weight * np.log(mass)
     return np.sort(order[: len(value) - int(value[::-1].argmax())])
+
+
+@register(
+    Card(
+        "top-w",
+        "sampling",
+        paper="Top-W, geometry-aware truncation by Wasserstein distance (arXiv:2602.10346)",
+        exactness="lossy",
+        summary="Keeps the set whose distance in embedding space, entropy and mass balance best.",
+        needs=("a model whose embeddings can be read",),
+        works_with=WORKS_WITH,
+        deviations=(
+            "where the mass weight is below the entropy weight the optimum is a single token; the"
+            " paper names the token of largest potential, but enumeration of all subsets shows that"
+            " it is the one that maximises potential + (mass - entropy) ln p, which is taken",
+            "of several equally good sets the largest is kept",
+            "selection sees the probabilities at the sampling temperature (the paper's T_sel = T)",
+            "only the nearest-neighbour potential; the k-neighbour and exact ones are left out",
+        ),
+    )
+)
+def top_w(entropy: float = 2.2, mass: float = 2.8) -> Sampler:
+    """`entropy` and `mass` are the weights of the kept set's entropy and of its log mass."""
+    return Sampler("top-w", {"top_w": True, "top_w_entropy": entropy, "top_w_mass": mass})

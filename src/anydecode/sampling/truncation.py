@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from anydecode.catalogue import Card, register
 from anydecode.sampling.candidates import Candidates, descending, exponentials, largest
 from anydecode.sampling.processor import Processor
+from anydecode.sampling.sampler import WORKS_WITH, Sampler
 
 #: Weight, against 1 for the best token, of the tokens that top-p looks at first.
 _NEAR = 1e-3
@@ -156,3 +158,71 @@ def _heaviest(keys: np.ndarray, weights: np.ndarray, index: np.ndarray, mass: fl
     kept[inside[:stop]] = True
     places: np.ndarray = index[kept]
     return places
+
+
+@register(
+    Card(
+        "min-p",
+        "sampling",
+        paper="Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs"
+        " (arXiv:2407.01082)",
+        exactness="lossy",
+        summary="Keeps tokens at least `p` times as probable as the best one.",
+        works_with=WORKS_WITH,
+        deviations=("the bound is applied after the temperature, as transformers does",),
+    )
+)
+def min_p(p: float = 0.05) -> Sampler:
+    """`p` is relative to the best token's probability."""
+    return Sampler("min-p", {"min_p": p})
+
+
+@register(
+    Card(
+        "typical",
+        "sampling",
+        paper="Locally Typical Sampling (arXiv:2202.00666)",
+        exactness="lossy",
+        summary="Keeps tokens whose surprise is closest to the entropy, up to a mass of `p`.",
+        works_with=WORKS_WITH,
+        deviations=("tokens equally far from the entropy are taken by rising id",),
+    )
+)
+def typical(p: float = 0.95) -> Sampler:
+    """`p` is the mass that is kept."""
+    return Sampler("typical", {"typical_p": p})
+
+
+@register(
+    Card(
+        "eta",
+        "sampling",
+        paper="Truncation Sampling as Language Model Desmoothing (arXiv:2210.15191)",
+        exactness="lossy",
+        summary="Drops tokens below min(epsilon, sqrt(epsilon) exp(-entropy)).",
+        works_with=WORKS_WITH,
+        deviations=("the best token always stays, however small the bound leaves the rest",),
+    )
+)
+def eta(epsilon: float = 6e-4) -> Sampler:
+    """`epsilon` is a probability; the paper uses 2e-4 to 4e-3."""
+    return Sampler("eta", {"eta": epsilon})
+
+
+@register(
+    Card(
+        "top-n-sigma",
+        "sampling",
+        paper="Top-nsigma: Not All Logits Are You Need (arXiv:2411.07641)",
+        exactness="lossy",
+        summary="Keeps tokens within `n` standard deviations of the best logit, however hot.",
+        works_with=WORKS_WITH,
+        deviations=(
+            "the deviation is taken over the tokens that penalties and constraint allow, since a"
+            " forbidden token has no logit",
+        ),
+    )
+)
+def top_n_sigma(n: float = 1.0) -> Sampler:
+    """`n` counts standard deviations."""
+    return Sampler("top-n-sigma", {"top_n_sigma": n})

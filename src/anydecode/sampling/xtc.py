@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from anydecode.catalogue import Card, register
 from anydecode.sampling.candidates import Candidates, exponentials
 from anydecode.sampling.processor import Processor
+from anydecode.sampling.sampler import WORKS_WITH, Sampler
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,27 @@ class ExcludeTopChoices(Processor):
         scores += raised
         scores[dropped] = lowered
         return candidates
+
+
+@register(
+    Card(
+        "xtc",
+        "sampling",
+        paper="Exclude Top Choices (p-e-w, text-generation-webui pull request 6335, 2024)",
+        bibtex="@misc{xtc2024, title = {Exclude Top Choices (XTC)}, author = {p-e-w},"
+        " year = {2024},"
+        " howpublished = {oobabooga/text-generation-webui, pull request 6335}}",
+        exactness="lossy",
+        summary="Now and then all likely tokens but the least likely of them are dropped.",
+        works_with=WORKS_WITH,
+        deviations=(
+            "the coin is summed out: tokens are drawn from the mixture of both outcomes, which is"
+            " the same distribution",
+            "end-of-text and newline are not spared, as the first implementation did",
+        ),
+    )
+)
+def xtc(probability: float = 0.5, threshold: float = 0.1) -> Sampler:
+    """With `probability`, only the least likely of the tokens above `threshold` stays of them."""
+    options = {"xtc_probability": probability, "xtc_threshold": threshold}
+    return Sampler("xtc", options)

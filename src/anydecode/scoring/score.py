@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from anydecode.kernels.library import largest
 from anydecode.scoring.span import Span
 from anydecode.scoring.tree import ROOT
 
@@ -74,10 +75,12 @@ class Cancel:
 @dataclass(eq=False)
 class Follow:
     """Yielded to pick and rescore up to `count` tokens without resuming in between; the decoder is
-    sent the picked tokens. They are not emitted yet: overrun past a stop is simply dropped."""
+    sent the picked tokens. They are not emitted yet: overrun past a stop is simply dropped. `state`
+    is then the policy that has been told all of them but the last, as `emit` takes it."""
 
     sequence: Sequence
     count: int
+    state: Policy | None = None
 
     def steps(self) -> Generator[Score, Scores, list[int]]:
         """The same, one score at a time, for backends that pick on the host."""
@@ -89,12 +92,14 @@ class Follow:
             scores = yield sequence.score(inputs)
             row = scores.row(-1)
             position = int(scores.positions[-1]) + 1
+            scores.show(policy, -1)
             token = sequence.pick(policy, row, position)
             sequence.note(row, position, token, policy)
-            policy.advance(token)
             tokens.append(token)
             if len(tokens) == self.count or sequence.stops_at(token):
+                self.state = policy
                 return tokens
+            policy.advance(token)
             inputs = [token]
 
 
@@ -161,21 +166,52 @@ class Scores:
         self._companions = [rows.copy() for rows in self._companions]
         return self
 
+    def top(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int32 and logits float32 `[rows, min(count, vocab_size)]`: the largest `logits` of
+        each row, falling, the lowest id first among equals."""
+        return largest(self.logits, count)
+
     def row(self, row: int) -> np.ndarray:
         """Logits float32 `[vocab_size]` that the policy works on."""
         policy = self.sequence.policy
-        if self._score.lane != "target" or not (policy.companions or policy.taps):
+        tapped = all(layer in self.hidden for layer in policy.taps)  # not in a row that stops early
+        if self._score.lane != "target" or not (policy.companions or policy.taps) or not tapped:
             logits: np.ndarray = self.logits[row]
             return logits
         if self._tapped is None:
-            model = self._score.groups[0][-1].context.pool.model
-            self._tapped = {layer: model.head(self.hidden[layer]).numpy() for layer in policy.taps}
+            head = self._model.head
+            self._tapped = {layer: head(self.hidden[layer]).numpy() for layer in policy.taps}
         taps = {layer: logits[row] for layer, logits in self._tapped.items()}
         return policy.combine(self.logits[row], [rows[row] for rows in self._companions], taps)
 
+    @property
+    def _model(self) -> Any:
+        return self._score.groups[0][-1].context.pool.model
+
+    def last_state(self, row: int) -> np.ndarray:
+        """The last layer's state of `row`, float32 `[hidden_size]`, as the model's head sees it:
+        after the final norm. It must have been asked for."""
+        model = self._model
+        states = self.hidden[model.spec.num_layers][row : row + 1 or None]
+        normed = getattr(model, "normed", None)
+        state: np.ndarray = (normed(states) if normed else states)[0].cpu().numpy()
+        return state
+
+    def show(self, policy: Policy, row: int) -> None:
+        """Let `policy` see `row`, if it wants to and the row went through all layers."""
+        if not policy.sees_states or self._score.lane != "target":
+            return
+        if self._model.spec.num_layers in self.hidden:
+            policy.see(self.last_state(row), self.logits[row])
+
     def state(self, row: int) -> Policy:
-        """The policy after the token of `row`: the sequence's own where that is already emitted,
-        else a fork that has been told the tokens on the way from there."""
+        """The policy after the token of `row`, shown that row: the sequence's own where the token
+        is already emitted, else a fork that has been told the tokens on the way from there."""
+        policy = self._told(row)
+        self.show(policy, row)
+        return policy
+
+    def _told(self, row: int) -> Policy:
         policy = self.sequence.policy
         row = row % len(self)
         if not policy.stateful:
@@ -190,7 +226,7 @@ class Scores:
             parent = self._score.row_parents[row]
             if parent == ROOT and self.positions[row] != length:
                 raise ValueError("the tokens before this row were not asked for")
-            before = self.state(parent) if parent != ROOT else policy
+            before = self._told(parent) if parent != ROOT else policy
             self._states[key] = fork = before.fork()
             fork.advance(self._score.row_tokens[row])
         return self._states[key]
@@ -213,6 +249,7 @@ class Scores:
         """What the policy draws from `row` for the row's own position: for models whose rows
         predict themselves. `attempt` counts redraws."""
         place = int(self.positions[row])
+        self.show(self.sequence.policy, row)
         return self.sequence.pick(self.sequence.policy, self.row(row), place, attempt)
 
     def distribution(self, row: int) -> Distribution:

@@ -69,6 +69,7 @@ class Sequence:
     namespace: Hashable = None
     shares_prefix: bool = True
     num_passes: int = 0
+    num_rows: int = 0
     trace: list[dict[str, Any]] | None = None
     tokenizers: dict[str, Any] = field(default_factory=dict)  # by lane
     pace: Pace | None = None  # what passes cost, and how busy the engine is
@@ -111,12 +112,14 @@ class Sequence:
         layers: tuple[int, int] | None = None,
         hidden: tuple[int, ...] = (),
         embeddings: torch.Tensor | None = None,
+        parallel: int = 0,
     ) -> Score:
         """Score `tokens` (default: the unscored ones) as a chain behind the context.
 
         `rows` is "last" or "all": which rows come back. `layers` is the layer range `(0, k)` of an
         early exit. `hidden` names layers whose states come back. `embeddings`, float32
-        `[rows, hidden_size]`, stand in place of tokens.
+        `[rows, hidden_size]`, stand in place of tokens. With `parallel`, layers run in groups of
+        that many, side by side: an approximation that drafts can be made with (`Network.grouped`).
         """
         if tokens is None:
             tokens = self.unscored(lane)
@@ -127,22 +130,36 @@ class Sequence:
         depth = context.pool.model.spec.num_layers
         start, stop = layers or (0, depth)
         answers = [len(tokens) - 1] if rows == "last" else list(range(len(tokens)))
-        span = Chain(
-            context, tokens, start, stop, answers, self._taps(hidden, lane), inputs=embeddings
-        )
+        taps = self._taps(hidden, lane, stop)
+        span = Chain(context, tokens, start, stop, answers, taps, inputs=embeddings)
+        span.parallel = parallel
         return self._build(
             lane, span, tokens, first + np.asarray(answers), [tokens[i] for i in answers]
         )
 
-    def verify(self, tree: TokenTree, *, lane: str = TARGET, hidden: tuple[int, ...] = ()) -> Score:
+    def verify(
+        self,
+        tree: TokenTree,
+        *,
+        lane: str = TARGET,
+        hidden: tuple[int, ...] = (),
+        grows: bool = False,
+    ) -> Score:
         """Score the unscored tokens and then `tree` behind them. Row 0 answers for the last
-        unscored token, row i + 1 for node i. Keep a path with `accept`."""
+        unscored token, row i + 1 for node i. Keep a path with `accept`. With `grows`, `extend` may
+        lengthen the tree before."""
         unscored = self.unscored(lane)
         if not len(tree):
             return self.score(unscored, lane=lane, hidden=hidden)
         context = self.context(lane)
         depth = context.pool.model.spec.num_layers
         taps = self._taps(hidden, lane)
+        if tree.is_chain and not grows:  # positions like any others, until some are taken back
+            tokens = [*unscored, *tree.tokens]
+            first = len(unscored) - 1
+            span = Chain(context, tokens, 0, depth, range(first, len(tokens)), taps)
+            positions = np.arange(context.length + first, context.length + len(tokens))
+            return self._build(lane, span, tokens, positions, tokens[first:])
         root = Chain(context, unscored, 0, depth, [len(unscored) - 1], taps)
         nodes = range(len(tree))
         base = context.length + len(unscored) - 1
@@ -247,7 +264,12 @@ class Sequence:
         last = depth if stop is None else stop
         if not context.partials or (len(tokens) and last < depth):
             raise InvalidRequestError("no position stopped at an early layer")
-        taps = self._taps(hidden, lane)
+        taps = self._taps(hidden, lane, last)
+        if any(layer < partial.depth for layer in taps for partial in _behind(context, last)):
+            raise UnsupportedCombinationError(
+                "a policy that looks at early layers (DoLa) does not work with a decoder that stops"
+                " at early layers"
+            )
         spans: list[Span] = list(self._completions(context, taps, last))
         places: list[int] = []
         for span, partial in zip(spans, _behind(context, last), strict=True):
@@ -281,9 +303,12 @@ class Sequence:
         """How many tokens may still be said."""
         return self.listener.remaining
 
-    def emit(self, tokens: Seq[int], state: Policy | None = None) -> int:
+    def emit(
+        self, tokens: Seq[int], state: Policy | None = None, notes: Seq[Any] | None = None
+    ) -> int:
         """Say `tokens`. Applies the stop rules; returns how many tokens were taken. `state` is a
-        policy that has already been told all of `tokens` but the last."""
+        policy that has already been told all of `tokens` but the last. `notes` are the tokens'
+        log-probabilities, where the decoder has kept them itself."""
         if self.finished or not len(tokens):
             return 0
         first = self.length
@@ -291,8 +316,9 @@ class Sequence:
         said = list(tokens[:taken])
         self.tokens.extend(said)
         if self.annotate is not None:
-            notes = [self._notes.get((first + i, token)) for i, token in enumerate(said)]
-            self.logprobs.extend(notes)
+            if notes is None:
+                notes = [self._notes.get((first + i, token)) for i, token in enumerate(said)]
+            self.logprobs.extend(notes[:taken])
             self._notes.clear()
         if state is None:
             for token in said:
@@ -305,8 +331,12 @@ class Sequence:
     def accept(self, path: Seq[int], tokens: Seq[int], scores: Scores, lane: str = TARGET) -> int:
         """Keep the nodes of `path` from a verified tree and say `tokens` (the path's, then one
         more). Returns how many tokens were taken."""
-        for context in self._opened(lane):
-            context.retain(path)
+        contexts = self._opened(lane)
+        if contexts[0].pending is not None:
+            for context in contexts:
+                context.retain(path)
+        elif contexts[0].length > self.length + len(path):  # a chain
+            self.truncate(self.length + len(path), lane)
         state = scores.state(path[-1] + 1 if len(path) else 0) if self.policy.stateful else None
         return self.emit(tokens, state)
 
@@ -424,10 +454,14 @@ class Sequence:
             return self.tokens[position - len(self.prompt) :]
         return self.prompt[position:] + self.tokens
 
-    def _taps(self, hidden: tuple[int, ...], lane: str) -> tuple[int, ...]:
-        if lane == TARGET and self.policy.taps:
-            return tuple(sorted({*hidden, *self.policy.taps}))
-        return hidden
+    def _taps(self, hidden: tuple[int, ...], lane: str, stop: int | None = None) -> tuple[int, ...]:
+        """`hidden` and what the policy wants to see of rows that run through all layers."""
+        policy, depth = self.policy, self.num_layers
+        if lane != TARGET or (stop is not None and stop < depth):
+            return hidden
+        if not policy.taps and not policy.sees_states:
+            return hidden
+        return tuple(sorted({*hidden, *policy.taps, *([depth] if policy.sees_states else ())}))
 
     def _build(
         self, lane: str, span: Span, chain: Seq[int], positions: np.ndarray, held: list[int]

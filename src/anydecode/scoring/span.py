@@ -31,6 +31,7 @@ class Span(ABC):
     logits: bool = True
     inputs: torch.Tensor | None = None  # float32 [rows, hidden], in place of `tokens`
     done: int = field(default=0, init=False)
+    parallel: int = field(default=0, init=False)  # see `Network.grouped`
 
     #: Whether a pass may run some of the rows and leave the rest to the next.
     divisible = False

@@ -48,6 +48,11 @@ class TokenTree:
                 node = tree.add(token, node) if child is None else child
         return tree
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether there is but one path."""
+        return self.parents == list(range(ROOT, len(self.parents) - 1))
+
     def add(self, token: int, parent: int = ROOT) -> int:
         """Append a node; returns its index."""
         node = len(self.tokens)

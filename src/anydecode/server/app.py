@@ -31,6 +31,7 @@ from anydecode.server.responses import respond
 from anydecode.server.run import Disconnected
 from anydecode.server.service import Service
 from anydecode.server.settings import Settings
+from anydecode.server.telemetry import Telemetry
 
 _PAGE = {
     "index.html": "text/html; charset=utf-8",
@@ -49,6 +50,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "The request cannot be served; the message says why.",
         401: "No key, or a wrong one.",
+        403: "The server does not answer to the name in the Host header.",
         404: "No such model.",
         413: "The body is too large.",
         429: "Too many requests are at work; Retry-After says when to come back.",
@@ -58,7 +60,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(llm: LLM, settings: Settings | None = None) -> Gate:
+def create_app(
+    llm: LLM, settings: Settings | None = None, telemetry: Telemetry | None = None
+) -> Gate:
     """The ASGI application that serves `llm`. It does not close `llm`."""
     service = Service(llm, settings or Settings())
     app = FastAPI(title="anydecode", version=__version__, docs_url=None, redoc_url=None)
@@ -66,7 +70,7 @@ def create_app(llm: LLM, settings: Settings | None = None) -> Gate:
     _add_figures(app, service)
     _add_page(app)
     _add_errors(app)
-    gate = Gate(app, service.settings, service.metrics)
+    gate = Gate(app, service.settings, service.metrics, telemetry)
 
     @app.get("/health", responses={503: _ERRORS[503]})
     async def health() -> Response:
@@ -131,12 +135,12 @@ def _models(service: Service) -> list[dict[str, Any]]:
 def _add_figures(app: FastAPI, service: Service) -> None:
     engine = service.llm.engine
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses={401: _ERRORS[401]})
     async def prometheus() -> Response:
         """Figures in Prometheus's text format."""
         return Response(service.metrics.exposition(), media_type=metrics.CONTENT_TYPE)
 
-    @app.get("/live")
+    @app.get("/live", responses={401: _ERRORS[401]})
     async def live() -> Response:
         """The load at this moment, for the page."""
         lanes = {
@@ -162,8 +166,10 @@ def _add_figures(app: FastAPI, service: Service) -> None:
 
     @app.get("/decoders")
     async def decoders() -> Response:
-        """The decoders of the catalogue that can run here, for the page."""
-        return JSONResponse({"decoders": _decoders(service)})
+        """The decoders of the catalogue that can run here, and whether the model converses, for the
+        page."""
+        chats = service.tokenizer.chat_template is not None
+        return JSONResponse({"decoders": _decoders(service), "chat": chats})
 
 
 def _decoders(service: Service) -> list[dict[str, str]]:

@@ -1,10 +1,11 @@
-"""What every request passes before a handler sees it: key, size, and whether there is room."""
+"""What every request passes before a handler sees it: host, key, size, and a free place."""
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import math
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import Any
 from uuid import uuid4
 
@@ -14,6 +15,10 @@ from anydecode.server import logs
 from anydecode.server.errors import ApiError
 from anydecode.server.metrics import Metrics
 from anydecode.server.settings import Settings
+from anydecode.server.telemetry import Telemetry
+
+#: What tells about the load, and needs a key where there are keys.
+FIGURES = ("/metrics", "/live")
 
 Message = dict[str, Any]
 
@@ -28,13 +33,22 @@ class TooLarge(HTTPException):
 class Gate:
     """ASGI middleware around the whole application.
 
-    Under `/v1/` it asks for the API key, and for a free place where something is to be computed
-    (POST). `scope["state"]` gets the request's id and the key's namespace. Every request is counted
-    and logged when it ends.
+    On the loopback it answers to the loopback's names only: a page from elsewhere whose own name
+    was made to point here (DNS rebinding) is refused. Under `/v1/` it asks for the API key, and for
+    a free place where something is to be computed (POST). `scope["state"]` gets the request's id
+    and the key's namespace. Every request is counted, logged and told to `telemetry` when it ends.
     """
 
-    def __init__(self, app: Any, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        app: Any,
+        settings: Settings,
+        metrics: Metrics,
+        telemetry: Telemetry | None = None,
+    ) -> None:
         self.app = app
+        self.telemetry = telemetry
+        self._local = is_loopback(settings.host)
         self.settings = settings
         self.metrics = metrics
         self.active = 0
@@ -69,7 +83,9 @@ class Gate:
         state = scope.setdefault("state", {})
         state["id"] = visit.id
         state["namespace"] = None
-        if self._namespaces and scope["path"].startswith("/v1/"):
+        self._check_host(headers)
+        guarded = scope["path"] in FIGURES and not self.settings.open_metrics
+        if self._namespaces and (guarded or scope["path"].startswith("/v1/")):
             state["namespace"] = self._namespace(headers)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.settings.max_body:
@@ -82,6 +98,15 @@ class Gate:
             wait = str(min(60, max(1, math.ceil(self._mean_seconds))))
             message = f"{self.active} requests are at work already; try again in {wait} s"
             raise ApiError(429, message, code="too_many_requests", headers={"retry-after": wait})
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        allowed = self.settings.allowed_hosts
+        if b"host" not in headers or "*" in allowed or not (self._local or allowed):
+            return
+        name = host_name(headers[b"host"].decode("latin-1"))
+        if name not in allowed and not (self._local and is_loopback(name)):
+            message = f"this server is not {name!r}; --allow-host lets it answer to that name"
+            raise ApiError(403, message, code="host_not_allowed")
 
     def _namespace(self, headers: dict[bytes, bytes]) -> str:
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
@@ -97,7 +122,7 @@ class Gate:
         path = visit.scope["path"]
         route = visit.scope.get("route")
         known = getattr(route, "path", None) or ("other" if visit.status == 404 else path)
-        if visit.status in (401, 413, 429, 503) and route is None:
+        if visit.status in (401, 403, 413, 429, 503) and route is None:
             known = "refused"
         self.metrics.requests.labels(known, str(visit.status or 499)).inc()
         logs.event(
@@ -110,6 +135,32 @@ class Gate:
             tenant=visit.scope["state"]["namespace"],
             **visit.scope["state"].get("facts", {}),
         )
+        if self.telemetry is not None:
+            headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in visit.scope["headers"]}
+            self.telemetry.record(
+                method=visit.scope["method"],
+                path=path,
+                status=visit.status or 499,
+                headers=headers,
+                began=visit.began,
+                ended=time_ns(),
+                facts=visit.scope["state"].get("facts", {}),
+            )
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without its port: `[::1]:80` is `::1`."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].rstrip(".").lower()
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or address stands for this machine alone."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
 
 
 class _Visit:
@@ -123,6 +174,7 @@ class _Visit:
         self._receive = receive
         self._send = send
         self._began = perf_counter()
+        self.began = time_ns()
 
     @property
     def seconds(self) -> float:

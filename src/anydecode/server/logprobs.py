@@ -15,8 +15,9 @@ FLOOR = -9999.0
 
 
 def said(sequence: Sequence, start: int = 0) -> list[TokenLogprobs]:
-    """The notes of a sequence's tokens from `start` on, without the token that only ends it."""
-    notes = list(sequence.logprobs[start:])
+    """The notes of a sequence's tokens from `start` on, without the token that only ends it and
+    without those of earlier calls that this one resumed."""
+    notes = list(sequence.logprobs[max(start, sequence.state.get("resumed", 0)) :])
     if None in notes:
         raise UnsupportedCombinationError("this decoder gives no log-probabilities")
     if notes and sequence.finished and sequence.stops_at(notes[-1].token):

@@ -97,10 +97,13 @@ class EngineFigures:
                            lambda lane: lane.pool.num_used),
             "cache_prefix": ("Positions kept for prefixes to come.",
                              lambda lane: lane.prefixes.num_slots),
+            "spill_bytes": ("Bytes of prefixes kept outside the cache.", _spilled),
         }  # fmt: skip
         lane_counters: Figures = {
             "prefix_hit_tokens": ("Prompt tokens found in the cache.",
                                   lambda lane: lane.prefixes.num_hits),
+            "prefix_restored_tokens": ("Of these, brought back from the spill.",
+                                       lambda lane: lane.prefixes.num_restored),
             "passes": ("Passes run.", lambda lane: lane.num_passes),
             "rows": ("Rows run.", lambda lane: lane.num_rows),
             "pass_seconds": ("Time spent in passes.", lambda lane: lane.seconds),
@@ -115,3 +118,8 @@ class EngineFigures:
             for lane in list(engine.lanes.values()):
                 counter.add_metric([lane.name], read(lane))
             yield counter
+
+
+def _spilled(lane: Lane) -> float:
+    spill = lane.prefixes.spill
+    return 0 if spill is None else spill.num_bytes

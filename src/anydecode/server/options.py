@@ -34,11 +34,17 @@ def engine_options(
     options.update(further(body))
     if options.get("temperature") == 0 and options.get("n", 1) == 1:
         options.pop("n", None)
-    options["decoder"] = checked_decoder(body.decoder or settings.decoder)
+    options["decoder"] = checked_decoder(body.decoder or settings.decoder or llm.default_decoder)
     options["adapter"] = adapter_of(body.model, llm, settings)
     options["trace"] = bool(body.trace)
     options["priority"] = body.priority
     options["namespace"] = namespace
+    options["first_finish"] = body.first_finish
+    options["segment"] = body.segment
+    options["resume"] = body.resume
+    if body.first_finish is not None and body.stream:
+        message = "who finishes first is known at the end only; first_finish answers whole"
+        raise ApiError(400, message, param="first_finish")
     return options
 
 

@@ -27,7 +27,9 @@ class Options(BaseModel):
 
     `decoder` is a key of the catalogue, with parameters as "key:name=value". `trace` asks for what
     was drafted and accepted, round by round; "html" for the same as a page. An adapter is chosen
-    through `model`. Smaller `priority` goes first under schedules that look at it.
+    through `model`. Smaller `priority` goes first under schedules that look at it. Of `n` samples
+    the `first_finish` that end first are the answer. `segment` is the most tokens this call says;
+    `resume` goes on from what an earlier answer's `anydecode.resume` holds.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -46,6 +48,9 @@ class Options(BaseModel):
     decoder: str | None = None
     trace: bool | Literal["html"] = False
     priority: int = Field(default=0, ge=-1000, le=1000)
+    first_finish: int | None = Field(default=None, ge=1)
+    segment: int | None = Field(default=None, ge=1)
+    resume: dict[str, Any] | None = None
 
 
 class Message(BaseModel):

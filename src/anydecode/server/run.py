@@ -22,8 +22,8 @@ class Run:
     """Engine requests that answer one HTTP request, several where it holds several prompts.
 
     Use as an async context manager: whatever ends the block, nothing goes on decoding after it.
-    `choices` lists (request, sample) in the order of the answer. `streamed`: wake for every token,
-    not at the end only. `on_end` is told when the block ends, before anything is cancelled.
+    `streamed`: wake for every token, not at the end only. `on_end` is told when the block ends,
+    before anything is cancelled.
     """
 
     def __init__(
@@ -37,9 +37,6 @@ class Run:
         self.streamed = streamed
         self._on_end = on_end
         self.requests = requests
-        self.choices = [
-            (request, number) for request in requests for number in range(len(request.jobs))
-        ]
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._told = False
@@ -53,6 +50,11 @@ class Run:
     async def __aexit__(self, *error: object) -> None:
         self._on_end(self)
         self.cancel()
+
+    @property
+    def choices(self) -> list[tuple[Request, int]]:
+        """(request, sample) in the order of the answer."""
+        return [(request, number) for request in self.requests for number in request.shown]
 
     @property
     def done(self) -> bool:

@@ -13,6 +13,7 @@ from anydecode.engine.llm import LLM
 from anydecode.server import logs
 from anydecode.server.app import create_app
 from anydecode.server.settings import Settings
+from anydecode.server.telemetry import Telemetry, from_environment
 
 
 class _Server(uvicorn.Server):
@@ -24,9 +25,9 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _server(llm: LLM, settings: Settings) -> _Server:
+def _server(llm: LLM, settings: Settings, telemetry: Telemetry | None = None) -> _Server:
     config = uvicorn.Config(
-        create_app(llm, settings),
+        create_app(llm, settings, telemetry),
         host=settings.host,
         port=settings.port,
         log_config=None,
@@ -42,14 +43,17 @@ def _server(llm: LLM, settings: Settings) -> _Server:
 def serve(llm: LLM, settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM; then finish what is under way, cancel what takes longer than
     `drain_seconds`, and close the engine."""
+    telemetry = from_environment(settings.name)
     logs.write_json_lines()
     # uvicorn raises the signal again at its end; the engine is to be closed all the same.
     signal.signal(signal.SIGTERM, lambda *_: None)
     logs.event("start", model=settings.name, url=f"http://{settings.host}:{settings.port}")
     try:
-        _server(llm, settings).run()
+        _server(llm, settings, telemetry).run()
     finally:
         llm.close()
+        if telemetry is not None:
+            telemetry.close()
         logs.event("stop")
 
 

@@ -11,7 +11,7 @@ from uuid import uuid4
 from anydecode.engine.generation import Generation
 from anydecode.engine.llm import LLM
 from anydecode.engine.request import Request
-from anydecode.errors import AnydecodeError
+from anydecode.errors import AnydecodeError, InvalidRequestError
 from anydecode.server.metrics import Metrics
 from anydecode.server.options import check_choices, check_prompt
 from anydecode.server.parsers import Parser, reasoning_tags, tool_format
@@ -46,7 +46,11 @@ class Service:
         streamed: bool = False,
     ) -> Run:
         """A run of `prompts` (text or tokens), not started. `constrain` makes the constraint."""
-        check_choices(len(prompts) * int(options.get("n", 1)), self.settings)
+        resumed = options.get("resume")
+        samples = int(options.get("n", 1)) if resumed is None else len(resumed.get("samples") or ())
+        check_choices(len(prompts) * samples, self.settings)
+        if resumed is not None and len(prompts) > 1:
+            raise InvalidRequestError("resume goes on with one prompt")
 
         def make() -> list[Request]:
             if constrain is not None:
@@ -129,6 +133,8 @@ def extension(
     }
     if first.constraint is not None:
         told["constraint"] = first.constraint
+    if first.resume is not None:
+        told["resume"] = first.resume
     if trace == "html":
         from anydecode.evaluation.trace_html import page
 

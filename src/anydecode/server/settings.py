@@ -15,7 +15,9 @@ class Settings:
     work, `max_choices` prompts times samples of one request. `stall_seconds` is how long a client
     may leave a streamed answer unread; `drain_seconds` how long a shutdown waits for answers under
     way. `tool_parser` and `reasoning_parser` are names of `server.parsers`, "auto" to go by the
-    chat template, or "none".
+    chat template, or "none". On the loopback the server answers to the loopback's names and to
+    `allowed_hosts`; elsewhere to any name, unless some are given ("*": any). With keys, /metrics
+    and /live want one too, unless `open_metrics`.
     """
 
     name: str = "model"
@@ -28,9 +30,11 @@ class Settings:
     max_choices: int = 64
     stall_seconds: float = 60.0
     drain_seconds: float = 10.0
-    decoder: str = "autoregressive"
+    decoder: str | None = None  # None: the model's default
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    allowed_hosts: tuple[str, ...] = ()
+    open_metrics: bool = False
 
     @property
     def namespaces(self) -> dict[str, str]:

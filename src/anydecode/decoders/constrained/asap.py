@@ -73,7 +73,7 @@ class Asap(Decoder):
         while not sequence.finished:
             scores = yield sequence.score()
             row, position = scores.row(-1), int(scores.positions[-1]) + 1
-            distribution, state = unmasked(sequence.policy, row)
+            distribution, state = unmasked(scores.state(-1), row)
             token = self._draw(sequence, node, distribution, state, position)
             if token is None:
                 node.hope = 0.0

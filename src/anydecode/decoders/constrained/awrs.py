@@ -187,7 +187,7 @@ class Awrs(Decoder):
         """Lengthen one particle; how many tests it took."""
         branch = particle.sequence
         position = int(scores.positions[-1]) + 1
-        distribution, state = unmasked(branch.policy, scores.row(-1))
+        distribution, state = unmasked(scores.state(-1), scores.row(-1))
         if branch.policy.is_greedy:
             found = _likeliest(distribution, state)
         else:

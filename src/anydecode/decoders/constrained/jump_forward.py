@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from anydecode.catalogue import Card, register
-from anydecode.constraints.constraint import ConstraintState
+from anydecode.constraints.drafts import constraint_state, pruned
 from anydecode.decoders.speculative.core import Drafter, Proposal, Round, Session, Speculative
 from anydecode.decoders.speculative.prompt_lookup import PromptLookupDrafter
-from anydecode.errors import ConstraintError, InvalidRequestError
-from anydecode.sampling.constrained import constraint_of
+from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
-from anydecode.scoring.tree import ROOT, TokenTree
 
 
 class JumpForward(Drafter):
     """Up to `longest` forced tokens, then what `inner` drafts behind them and the constraint
     allows. Without a constraint it drafts what `inner` drafts."""
+
+    drafts_forced = True
 
     def __init__(self, inner: Drafter, longest: int = 64) -> None:
         if longest < 1:
@@ -42,9 +42,8 @@ class _Session(Session):
         self.longest = longest
 
     def propose(self, size: int) -> Proposal:
-        part = constraint_of(self.sequence.policy)
-        state = getattr(part, "state", None)
-        if not isinstance(state, ConstraintState):
+        state = constraint_state(self.sequence.policy)
+        if state is None:
             return (yield from self.inner.propose(size))
         forced = state.forced()[: min(self.longest, max(0, self.sequence.remaining - 1))]
         with _ahead(self.sequence, forced):
@@ -67,31 +66,6 @@ def _ahead(sequence: Sequence, forced: list[int]) -> Iterator[None]:
         yield
     finally:
         sequence.tokens, sequence.policy = tokens, policy
-
-
-def pruned(forced: list[int], drafted: TokenTree, state: ConstraintState) -> TokenTree:
-    """The chain `forced` with `drafted` behind it, without what the constraint forbids. Draft
-    distributions move with their nodes."""
-    tree = TokenTree.chain(forced)
-    tree.kind = drafted.kind
-    state = state.fork()
-    for token in forced:
-        state.advance(token)
-    last = len(forced) - 1
-    places, states = {ROOT: last}, {ROOT: state}
-    for node, (parent, token) in enumerate(zip(drafted.parents, drafted.tokens, strict=True)):
-        if parent not in places or not states[parent].allows(token):
-            continue
-        ahead = states[parent].fork()
-        try:
-            ahead.advance(token)
-        except ConstraintError:  # narrowed away, though the text would be allowed
-            continue
-        places[node], states[node] = tree.add(token, places[parent]), ahead
-    tree.probabilities = {
-        places[node]: given for node, given in drafted.probabilities.items() if node in places
-    }
-    return tree
 
 
 @register(

@@ -1,26 +1,29 @@
 """An index of repetitions: where the last few tokens stood before, and what followed them there.
 
-It costs a few microseconds per token, so that it can be kept whether or not anybody drafts from it.
+It costs about a microsecond per token, so that it can be kept whether or not anybody drafts from
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-#: The longest n-gram looked up. A match once found grows without limit.
-LONGEST = 6
+#: The n-grams looked up, longest first. A match is as long as the texts agree, up to `LONGEST`.
+GRAMS = (4, 2, 1)
+LONGEST = 20
 #: Stands between texts; no token has this id.
 BREAK = -1
 
 
 class Corpus:
-    """A growing text and where each n-gram, n = 1 to `LONGEST`, last ended in it. An n-gram counts
-    once something follows it."""
+    """A growing text and where each n-gram of `GRAMS` last ended in it. An n-gram counts once
+    something follows it."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in range(LONGEST)]
-        self._longest_first = self._ends[::-1]
+        self._four: dict[tuple[int, int, int, int], int] = {}
+        self._two: dict[tuple[int, int], int] = {}
+        self._one: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -28,23 +31,39 @@ class Corpus:
     def append(self, token: int) -> None:
         """Lengthen the text by one token."""
         tokens = self.tokens
-        tail = tuple(tokens[-LONGEST:])
         end = len(tokens)
-        for ends in self._longest_first[LONGEST - len(tail) :]:
-            ends[tail] = end
-            tail = tail[1:]
+        if end:
+            last = tokens[-1]
+            self._one[last] = end
+            if end > 1:
+                before = tokens[-2]
+                self._two[before, last] = end
+                if end > 3:
+                    self._four[tokens[-4], tokens[-3], before, last] = end
         tokens.append(token)
 
-    def find(self, tail: Seq[int], above: int) -> tuple[int, int]:
-        """Behind the latest place of the longest n-gram that ends `tail`, and its n; only matches
-        longer than `above` count. (0, 0): none."""
-        size = min(LONGEST, len(tail))
-        last = tuple(tail[-size:])
-        for n in range(size, above, -1):
-            end = self._ends[n - 1].get(last[size - n :])
-            if end is not None:
-                return end, n
-        return 0, 0
+    def find(self, text: Seq[int]) -> tuple[int, int]:
+        """Behind the latest place of the longest n-gram that ends `text`, and for how many tokens
+        the text before that place is the end of `text`. (0, 0): none."""
+        size = len(text)
+        if not size:
+            return 0, 0
+        last = text[-1]
+        end = None
+        if size > 1:
+            before = text[-2]
+            if size > 3:
+                end = self._four.get((text[-4], text[-3], before, last))
+            if end is None:
+                end = self._two.get((before, last))
+        if end is None:
+            end = self._one.get(last)
+            return (0, 0) if end is None else (end, 1)
+        tokens, length = self.tokens, 2
+        most = min(end, size, LONGEST)
+        while length < most and tokens[end - 1 - length] == text[-1 - length]:
+            length += 1
+        return end, length
 
 
 class Follower:
@@ -61,17 +80,28 @@ class Follower:
         tokens = self.corpus.tokens
         return tokens[self.at] if self.length and self.at < len(tokens) else BREAK
 
-    def step(self, token: int, tail: Seq[int]) -> None:
-        """The text, whose last tokens are `tail`, has gone on with `token`."""
-        if self.guess == token:
+    def step(self, text: Seq[int]) -> None:
+        """The text has gone on: `text` with its last token is what it is now."""
+        if self.guess == text[-1]:
             self.at += 1
             self.length += 1
+            if self.length >= GRAMS[0]:
+                return
         else:
             self.length = 0
-        if self.length < LONGEST:
-            at, length = self.corpus.find(tail, self.length)
-            if length:
-                self.at, self.length = at, length
+        at, length = self.corpus.find(text)
+        if length > self.length:
+            self.at, self.length = at, length
+
+    def ahead(self, text: Seq[int], tokens: Seq[int]) -> Follower:
+        """Where this follower would be if `text` went on with `tokens`."""
+        other = Follower(self.corpus)
+        other.at, other.length = self.at, self.length
+        text = list(text[-LONGEST:])
+        for token in tokens:
+            text.append(token)
+            other.step(text)
+        return other
 
     def chain(self, count: int) -> list[int]:
         """Up to `count` tokens that followed. Where the match reaches to the end of the corpus the

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from anydecode.constraints.drafts import constraint_state, forced_draft, pruned
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.acceptance import Acceptance, TokenExact, Verdict
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Decoding, Request, Scores
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
+
+#: Most tokens that a constraint forces and one round takes.
+MOST_FORCED = 64
 
 #: A generator that may ask for scores of its own and returns the draft.
 Proposal = Generator[Request, Any, TokenTree]
@@ -34,6 +38,20 @@ class Round:
     @property
     def num_accepted(self) -> int:
         return len(self.verdict.path)
+
+
+def verified(
+    sequence: Sequence, tree: TokenTree, acceptance: Acceptance, draft_seconds: float = 0.0
+) -> Generator[Request, Any, Round]:
+    """Have `tree` scored, say what `acceptance` keeps of it, and note it all in the trace."""
+    began = perf_counter()
+    scores = yield sequence.verify(tree)
+    seconds = perf_counter() - began
+    verdict = acceptance.walk(tree, scores)
+    path, tokens = verdict.path, verdict.tokens
+    sequence.record(tree, path, tokens, draft_seconds=draft_seconds, verify_seconds=seconds)
+    sequence.accept(path, tokens, scores)
+    return Round(sequence, tree, scores, verdict, draft_seconds, seconds)
 
 
 class Session(ABC):
@@ -86,6 +104,12 @@ class Drafter(ABC):
     lanes: tuple[str, ...] = ()
     #: Whether the draft model may have a vocabulary of its own.
     translates: bool = False
+    #: Whether the draft model is a causal one, or a diffusion model.
+    draft_causal: bool = True
+    #: Whether it learns from rows of its own tree, so that a constraint must not thin that out.
+    needs_every_row: bool = False
+    #: Whether it drafts by itself what a constraint forces.
+    drafts_forced: bool = False
 
     def prepare(self, sequence: Sequence) -> None:
         """Refuse a request this drafter cannot serve (`UnsupportedCombinationError`)."""
@@ -136,7 +160,10 @@ class Speculative(Decoder):
         self.size = size
         self.lanes = drafter.lanes
         self.translates = drafter.translates
+        self.draft_causal = drafter.draft_causal
         self._budget = budget
+        # Rules that weigh draws against the draft's distribution must see every draw.
+        self._exact = isinstance(self.acceptance, TokenExact)
 
     def budget(self, sequence: Sequence) -> Budget:
         """The budget of one sequence."""
@@ -149,19 +176,26 @@ class Speculative(Decoder):
         session, budget = self.drafter.open(sequence), self.budget(sequence)
         while not sequence.finished:
             began = perf_counter()
-            tree = yield from session.propose(budget.size(sequence))
-            drafted = perf_counter()
-            scores = yield sequence.verify(tree)
-            verdict = self.acceptance.walk(tree, scores)
-            verified = perf_counter()
-            sequence.record(
-                tree,
-                verdict.path,
-                verdict.tokens,
-                draft_seconds=drafted - began,
-                verify_seconds=verified - drafted,
-            )
-            sequence.accept(verdict.path, verdict.tokens, scores)
-            round = Round(sequence, tree, scores, verdict, drafted - began, verified - drafted)
-            budget.observe(round)
+            tree = self._forced(sequence)
+            free = bool(len(tree))
+            if not free:
+                tree = yield from session.propose(budget.size(sequence))
+                tree = self._allowed(sequence, tree)
+            drafted = perf_counter() - began
+            round = yield from verified(sequence, tree, self.acceptance, drafted)
+            if not free:
+                budget.observe(round)
             session.observe(round)
+
+    def _forced(self, sequence: Sequence) -> TokenTree:
+        """What the request's constraint forces: a draft that costs nothing and is always right."""
+        if not self._exact or self.drafter.drafts_forced:
+            return TokenTree()
+        return forced_draft(sequence.policy, min(MOST_FORCED, sequence.remaining - 1))
+
+    def _allowed(self, sequence: Sequence, tree: TokenTree) -> TokenTree:
+        """`tree` without what the request's constraint forbids."""
+        state = constraint_state(sequence.policy)
+        if state is None or not len(tree) or not self._exact or self.drafter.needs_every_row:
+            return tree
+        return pruned([], tree, state)

@@ -66,7 +66,7 @@ class GrowingTree:
         known."""
         sequence = self.sequence
         sequence.align(self.lane)
-        scores = yield sequence.verify(TokenTree.chain(chain), lane=self.lane)
+        scores = yield sequence.verify(TokenTree.chain(chain), lane=self.lane, grows=True)
         self._policies[ROOT] = sequence.policy.fork()
         self._take(ROOT, scores.row(0))
         for place, token in enumerate(chain):

@@ -19,6 +19,8 @@ from anydecode.scoring.tree import ROOT, TokenTree
 class LookaheadDrafter(Drafter):
     """`window` columns, n-grams of `ngram` tokens, at most `guesses` of them verified at a time."""
 
+    needs_every_row = True
+
     def __init__(self, window: int, ngram: int, guesses: int) -> None:
         if window < 1 or ngram < 2 or guesses < 1:
             raise InvalidRequestError("lookahead needs window >= 1, ngram >= 2 and guesses >= 1")

@@ -31,6 +31,7 @@ class Member:
             right = self.tree.child(ROOT, tokens[0]) is not None
             self._right = 0.9 * self._right + right
             self._tried = 0.9 * self._tried + 1
+            self.tree = TokenTree()
 
 
 def merged(trees: list[tuple[str, TokenTree]], size: int) -> TokenTree:

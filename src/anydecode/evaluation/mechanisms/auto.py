@@ -8,14 +8,16 @@ from itertools import combinations
 
 import numpy as np
 
+from anydecode.constraints.languages import Regex
 from anydecode.decoders.speculative.auto import (
+    CAUTION,
     LEAST_GAIN,
     PRIORS,
     Auto,
     Rates,
     best_part,
 )
-from anydecode.decoders.speculative.copies import LONGEST, Corpus, Follower
+from anydecode.decoders.speculative.copies import GRAMS, Corpus, Follower
 from anydecode.engine.llm import LLM
 from anydecode.evaluation.certify import Check, mechanism
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
@@ -25,8 +27,8 @@ VOCABULARY, PERIOD = 32, 7
 
 
 def matched(text: list[int]) -> int:
-    """The length, up to `LONGEST`, of the longest end of `text` that stood before, by comparing."""
-    for n in range(min(LONGEST, len(text) - 1), 0, -1):
+    """The longest of `GRAMS` for which the end of `text` stood before, by comparing."""
+    for n in GRAMS:
         if any(text[i : i + n] == text[-n:] for i in range(len(text) - n)):
             return n
     return 0
@@ -85,16 +87,18 @@ def auto() -> Iterator[Check]:
         for token in random.integers(0, 3, 40).tolist():
             corpus.append(token)
             text.append(token)
-            follower.step(token, text[-8:])
+            follower.step(text)
             here = text[follower.at - follower.length : follower.at]
             honest = not follower.length or here == text[-follower.length :]
-            wrong += not honest or min(follower.length, LONGEST) < matched(text)
+            wrong += not honest or follower.length < matched(text)
     yield Check("follows a match as long as the longest there is", wrong == 0)
     rates = Rates(weight=2.0)
     for hit in (True, True, False, True):
         rates.note(1, hit)
-    yield Check("rates by hand", abs(rates[1] - (2 * PRIORS[True][0] + 3) / 6) < 1e-12)
-    yield Check("other classes stay", rates[2] == PRIORS[True][1])
+    rate = (2 * PRIORS[True][0] + 3) / 6
+    bound = rate - CAUTION * (rate * (1 - rate) / 6) ** 0.5
+    yield Check("rates and their lower bounds by hand", abs(rates[1] - bound) < 1e-12)
+    yield Check("other classes stay", rates.shares()[1:] == list(PRIORS[True][1:]))
     yield from _choices(random)
     yield Check("drafts are kept where rows are cheap", passes(lambda n: 1 + 0.02 * n) <= 20)
     yield Check("none where every row costs a pass", passes(lambda n: float(n)) == 60)
@@ -102,6 +106,7 @@ def auto() -> Iterator[Check]:
     alone, crowded = passes(lambda n: float(steep[n])), passes(lambda n: float(steep[n]), 8)
     detail = f"{alone} passes alone, {crowded} in company"
     yield Check("fewer drafts in company", alone < crowded == 60, detail)
+    yield from _forced()
 
 
 def _choices(random: np.random.Generator) -> Iterator[Check]:
@@ -121,3 +126,16 @@ def _choices(random: np.random.Generator) -> Iterator[Check]:
         whole = all(tree.parents[node] in (ROOT, *nodes) for node in nodes)
         worse += not whole or rate < best_by_trial(tree, costs, others, drafting) - 1e-12
     yield Check("picks what trying every part of a tree finds", worse == 0)
+
+
+def _forced() -> Iterator[Check]:
+    """Nothing is repeated in `tell me (yes|yEs)[.]`, and all but the choice is drafted."""
+    constraint = Regex("tell me (yes|yEs)[.]")
+    with LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer()) as llm:
+        llm.pace = FixedPace(lambda n: 1 + 0.02 * n)  # type: ignore[assignment]
+        plain = llm.generate("?", constraint=constraint, decoder="autoregressive")
+        found = llm.generate("?", constraint=constraint, decoder=Auto(), trace=True)
+    drafted = [one["sources"] for one in found.trace or ()]
+    wanted = [["constraint"] * len("tell me y"), ["constraint"] * len("s.")]
+    same = found.tokens == plain.tokens and found.stats.passes == 2
+    yield Check("what a constraint forces is drafted", same and drafted == wanted)

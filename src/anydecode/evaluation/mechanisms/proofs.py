@@ -1,4 +1,4 @@
-"""Beam search, denoising and guidance against oracles that recompute every row from its text."""
+"""Beam search and guidance against oracles that recompute every row from its text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from anydecode.decoders.guidance.classifier_free import ClassifierFreeGuidance
 from anydecode.engine.llm import LLM
 from anydecode.evaluation.certify import Check, measure, mechanism
-from anydecode.models.scripted import EOS, MASK, ByteTokenizer, ScriptedModel
+from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
 
 PROMPTS = ("ab", "the cat sat on the cat", "0101")
 
@@ -66,7 +66,9 @@ def beam() -> Iterator[Check]:
                 decoder = f"beam:width={width},penalty={penalty}"
                 wrong += llm.generate(prompt, max_tokens=14, decoder=decoder).tokens != expected
             yield Check(f"width {width}, penalty {penalty} equals the oracle", wrong == 0)
-        greedy = [llm.generate(prompt, max_tokens=14).tokens for prompt in PROMPTS]
+        greedy = [
+            llm.generate(p, max_tokens=14, decoder="autoregressive").tokens for p in PROMPTS
+        ]
         one = [llm.generate(p, max_tokens=14, decoder="beam:width=1").tokens for p in PROMPTS]
         yield Check("width 1 is greedy decoding", greedy == one)
 
@@ -86,48 +88,6 @@ def beam_gain(samples: int) -> float:
     return float(np.mean(losses))
 
 
-@measure("block-denoiser", "tokens that differ from the oracle's", samples=16, margin=0.0)
-def denoiser_faults(samples: int) -> float:
-    """The plain loop loses nothing against itself written down naively."""
-    model = ScriptedModel(seed=3, causal=False, vocab_size=256, memory=12)
-    wrong = 0
-    with LLM(model, tokenizer=ByteTokenizer()) as llm:
-        for i in range(samples):
-            prompt = [i + 1, 3 * i + 2, 40 + i]
-            decoder = f"block-denoiser:block=8,passes=4,mask={MASK}"
-            answer = llm.generate(prompt, max_tokens=8, decoder=decoder, ignore_eos=True)
-            expected = denoising_oracle(model, prompt, 8, 4)
-            wrong += sum(a != b for a, b in zip(answer.tokens, expected, strict=True))
-    return wrong / (8 * samples)
-
-
-def denoising_oracle(model: ScriptedModel, prompt: list[int], block: int, passes: int) -> list[int]:
-    """One block at temperature 0, every row recomputed from the whole canvas."""
-    canvas = [MASK] * block
-    for step in range(passes):
-        masked = [i for i, token in enumerate(canvas) if token == MASK]
-        best = {}
-        for i in masked:
-            seen = (*prompt, *canvas, len(prompt) + i)
-            best[i] = int(np.argmax(model.script(seen)))
-        for i in masked[: -(-len(masked) // (passes - step))]:
-            canvas[i] = best[i]
-    return canvas
-
-
-@mechanism("block-denoiser")
-def block_denoiser() -> Iterator[Check]:
-    """Rows see prompt and canvas and nothing stale; the schedule unmasks what it says."""
-    model = ScriptedModel(seed=2, causal=False, vocab_size=256, memory=12)
-    for passes in (1, 2, 4, 8):
-        with LLM(model, tokenizer=ByteTokenizer()) as llm:
-            decoder = f"block-denoiser:block=8,passes={passes},mask={MASK}"
-            answer = llm.generate("abcdef", max_tokens=8, decoder=decoder, ignore_eos=True)
-        expected = denoising_oracle(model, list(b"abcdef"), 8, passes)
-        yield Check(f"{passes} passes equal the oracle", answer.tokens == expected)
-        yield Check(f"{passes} passes are counted", answer.stats.passes == passes + 1)
-
-
 @mechanism("classifier-free-guidance")
 def guidance() -> Iterator[Check]:
     """Greedy guided text against logits combined by hand from two separate texts."""
@@ -145,7 +105,8 @@ def guidance() -> Iterator[Check]:
             yield Check(f"{prompt!r} equals the formula", guided.tokens == text)
             drafted = llm.generate(prompt, guidance_scale=scale, decoder="prompt-lookup", **options)
             yield Check(f"{prompt!r} with drafts as well", drafted.tokens == text)
-        plain = llm.generate("ab", max_tokens=12, ignore_eos=True).tokens
+        options = {"max_tokens": 12, "ignore_eos": True, "decoder": "autoregressive"}
+        plain = llm.generate("ab", **options).tokens
         decoder = ClassifierFreeGuidance(3.0, negative)
         guided = llm.generate("ab", max_tokens=12, ignore_eos=True, decoder=decoder).tokens
         yield Check("it changes the text", guided != plain)

@@ -9,6 +9,7 @@ from typing import Any
 
 from anydecode.engine.llm import LLM
 from anydecode.engine.schedules.layered import boundaries, num_groups
+from anydecode.engine.schedules.nexus import chosen_share
 from anydecode.engine.schedules.prepacking import pack
 from anydecode.engine.schedules.priorities import Fair, Priority
 from anydecode.evaluation.certify import PROMPTS, Check, _Restarts, mechanism, scripted_llm
@@ -45,9 +46,13 @@ def passes(
     found: list[Pass] = []
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096, **engine) as llm:
         lane = llm.engine.lanes["target"]
-        options = [{key: values[i] for key, values in more.items()} for i in range(len(lengths))]
+        plain: dict[str, Any] = {"decoder": "autoregressive", "ignore_eos": True}
+        options = [
+            {**plain, **{key: values[i] for key, values in more.items()}}
+            for i in range(len(lengths))
+        ]
         requests = [
-            llm.request([97 + i] * length, max_tokens=tokens, ignore_eos=True, **options[i])
+            llm.request([97 + i] * length, max_tokens=tokens, **options[i])
             for i, length in enumerate(lengths)
         ]
         number = {id(request.jobs[0].sequence): i for i, request in enumerate(requests)}
@@ -166,3 +171,35 @@ def fair() -> Iterator[Check]:
     schedule.next_job(waiting)
     yield Check("who comes late earns no credit for idling", schedule.served["c"] == 40.0)
     yield same_text("fair")
+
+
+def _linear(rows: int) -> float:
+    """The cost of a pass that nobody measured: a first row, and a tenth of it for each further."""
+    return 0.9 + 0.1 * rows
+
+
+@mechanism("nexus")
+def nexus() -> Iterator[Check]:
+    """Shares of 10 to 100 rows beside one decode. Between tokens: 1 + n / 10, best 2. Prefill of
+    200 rows: ceil(200 / n) times that, best 22 at 100; 40, 30, 28, 25 for 10 to 40."""
+    shares = list(range(10, 101, 10))
+    options: dict[str, Any] = {"decodes": 1, "prompt": 200, "shares": shares}
+    for slack, expected in ((1.0, 10), (1.6, 20), (2.6, 40), (9.0, 100)):
+        found = chosen_share(_linear, decode_first=False, slack=slack, **options)
+        yield Check(f"prefill first, beta {slack:g}", found == expected, str(found))
+    for slack, expected in ((1.0, 100), (1.2, 40), (1.3, 30), (1.4, 20), (2.0, 10)):
+        found = chosen_share(_linear, decode_first=True, slack=slack, **options)
+        yield Check(f"decode first, alpha {slack:g}", found == expected, str(found))
+    rows = _rows(passes("nexus:row_budget=100,steps=10,beta=1.6", [5, 150, 70], tokens=12))
+    first = [{0: 5, 2: 20}, *[{0: 1, 2: 20}] * 2, {0: 1, 2: 10, 1: 10}]
+    yield Check("the shortest prompt first, in shares of 20", rows[:4] == first, str(rows))
+    speaking = [one for one in rows if 0 in one]
+    yield Check("whoever speaks is in every pass", rows[:12] == speaking)
+    for ageing, who in ((0, 2), (1000, 1)):
+        late = f"nexus:row_budget=20,steps=2,ageing={ageing}"
+        rows = _rows(passes(late, [5, 150, 70], tokens=1, running=2))
+        yield Check(f"ageing {ageing}: {who} goes first", list(rows[1]) == [who], str(rows[1]))
+    full = passes("nexus:row_budget=100,steps=10,beta=1,full=-1,alpha=1.2", [5, 200], tokens=3)
+    counts = [one.get(1) for one in _rows(full)][:2]
+    yield Check("a full cache puts decodes first", counts == [40, 40], str(counts))
+    yield same_text("nexus:row_budget=100,steps=10")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,13 @@ import typer
 
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation.machine import cpu_name, usable_cores
+from anydecode.evaluation.serving.peers import (
+    Comparison,
+    Endpoint,
+    compare,
+    parse_peer,
+    started,
+)
 from anydecode.evaluation.serving.plot import distribution_svg
 from anydecode.evaluation.serving.replay import Objective, Outcome, replay, summary
 from anydecode.evaluation.serving.traces import fitted, read_trace
@@ -61,8 +69,30 @@ def bench_serving(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Write an SVG picture here.")
     ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option("--peer", metavar="NAME=URL", help="A further server; repeatable."),
+    ] = None,
+    start: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--start",
+            metavar="NAME=COMMAND",
+            help="One to be started for this run, with {port} in its command; repeatable.",
+        ),
+    ] = None,
+    peer_model: Annotated[
+        list[str] | None,
+        typer.Option("--peer-model", metavar="NAME=MODEL", help="A model's name there."),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, help="How often, where there are several servers.")
+    ] = 3,
 ) -> None:
-    """Replay a trace against a server and tell how its users fared.
+    """Replay a trace against a server, or several in turn, and tell how its users fared.
+
+    Servers that are started here come first, then peers; without --start the one at --url is
+    first. Ratios are the first server's goodput over each other's.
 
     Example: anydecode bench serving --trace conversation_trace.jsonl --slo ttft=1,tpot=0.1
     """
@@ -78,6 +108,30 @@ def bench_serving(
         shrink=shrink,
     )
     extra = {"decoder": decoder} if decoder else {}
+    if peer or start:
+        models = dict(parse_peer(text, "--peer-model") for text in peer_model or ())
+        with ExitStack() as stack:
+            servers = [parse_peer(text, "--start") for text in start or ()]
+            urls = [(name, stack.enter_context(started(name, line))) for name, line in servers]
+            if not urls:
+                urls = [("anydecode", url)]
+                models.setdefault("anydecode", model)
+            urls += [parse_peer(text, "--peer") for text in peer or ()]
+            endpoints = [
+                Endpoint(
+                    name,
+                    at.rstrip("/"),
+                    models.get(name, ""),
+                    api_key if number == 0 else None,
+                    extra=extra if number == 0 else {},
+                )
+                for number, (name, at) in enumerate(urls)
+            ]
+            if len({endpoint.name for endpoint in endpoints}) < len(endpoints):
+                raise InvalidRequestError("every server needs a name of its own")
+            comparison = compare(endpoints, arrivals, rounds, timeout)
+        _tell(comparison, objective, trace, rate, rounds, json_file, plot)
+        return
     outcomes = asyncio.run(
         replay(url, arrivals, model=model, api_key=api_key, timeout=timeout, extra=extra)
     )
@@ -95,6 +149,40 @@ def bench_serving(
         print(json.dumps(_finite(report)))
         return
     print_report(report)
+    if json_file is not None:
+        json_file.write_text(json.dumps(_finite(report), indent=1) + "\n", encoding="utf-8")
+
+
+def _tell(
+    comparison: Comparison,
+    objective: Objective,
+    trace: Path,
+    rate: float,
+    rounds: int,
+    json_file: Path | None,
+    plot: Path | None,
+) -> None:
+    """Print and write what a comparison gave."""
+    servers = comparison.report(objective)
+    report = {
+        "trace": trace.name,
+        "rate": rate,
+        "rounds": rounds,
+        "machine": {"cpu": cpu_name(), "cores": usable_cores()},
+        "servers": servers,
+    }
+    if plot is not None:
+        title = f"{trace.name}, {rate:g}/s"
+        plot.write_text(comparison.picture(title, objective), encoding="utf-8")
+    if json_file == Path("-"):
+        print(json.dumps(_finite(report)))
+        return
+    first = comparison.endpoints[0].name
+    for name, figures in servers.items():
+        print(f"\n{name} ({figures['api']}, {rounds} rounds)")
+        print_report(figures)
+        if name != first and figures["ratio"] is not None:
+            print(f"goodput of {first}: {figures['ratio']:.2f} times as much")
     if json_file is not None:
         json_file.write_text(json.dumps(_finite(report), indent=1) + "\n", encoding="utf-8")
 
@@ -136,4 +224,6 @@ def _finite(value: Any) -> Any:
     """JSON has no infinity; a limit that is not set becomes null."""
     if isinstance(value, dict):
         return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
     return None if value == float("inf") else value

@@ -6,7 +6,7 @@ import math
 from html import escape
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 300, 52, 40
-_COLOURS = ("#2f6fb4", "#c2571a", "#3b8f4a")
+_COLOURS = ("#2f6fb4", "#c2571a", "#3b8f4a", "#8a4fa3", "#7a6a1c", "#1c7f86")
 
 
 def distribution_svg(title: str, curves: dict[str, list[float]], marks: dict[str, float]) -> str:

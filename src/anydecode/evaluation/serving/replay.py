@@ -41,8 +41,11 @@ async def replay(
     api_key: str | None = None,
     timeout: float = 300.0,
     extra: dict[str, Any] | None = None,
+    chat: bool = False,
+    plain: bool = False,
 ) -> list[Outcome]:
-    """Send `arrivals` to `url` (…/v1) as streamed completions; outcomes in the same order."""
+    """Send `arrivals` to `url` (…/v1) as streamed completions, or conversations of one message
+    (`chat`); outcomes in the same order. `plain`: without fields that not every server knows."""
     try:
         import httpx
     except ImportError:
@@ -56,27 +59,33 @@ async def replay(
         began = perf_counter()
 
         async def one(number: int, arrival: Arrival) -> Outcome:
+            text = prompt_text(arrival, number)
+            asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+            further = {} if plain else {"ignore_eos": True, "stream_options": _USAGE}
             body = {
                 "model": model,
-                "prompt": prompt_text(arrival, number),
+                **asked,
                 "max_tokens": arrival.output,
                 "temperature": 0,
-                "ignore_eos": True,
                 "stream": True,
-                "stream_options": {"include_usage": True},
+                **further,
                 **(extra or {}),
             }
+            path = "/chat/completions" if chat else "/completions"
             await asyncio.sleep(max(0.0, arrival.at - (perf_counter() - began)))
-            return await _ask(client, body, arrival)
+            return await _ask(client, path, body, arrival)
 
         return list(await asyncio.gather(*(one(n, a) for n, a in enumerate(arrivals))))
 
 
-async def _ask(client: Any, body: dict[str, Any], arrival: Arrival) -> Outcome:
+_USAGE = {"include_usage": True}
+
+
+async def _ask(client: Any, path: str, body: dict[str, Any], arrival: Arrival) -> Outcome:
     outcome = Outcome(arrival.at, arrival.prompt)
     began = last = perf_counter()
     try:
-        async with client.stream("POST", "/completions", json=body) as answer:
+        async with client.stream("POST", path, json=body) as answer:
             if answer.status_code != 200:
                 text = (await answer.aread()).decode(errors="replace")
                 outcome.error = f"{answer.status_code}: {text[:200]}"
@@ -91,7 +100,7 @@ async def _ask(client: Any, body: dict[str, Any], arrival: Arrival) -> Outcome:
                 counted = (event.get("usage") or {}).get("completion_tokens")
                 if counted:
                     outcome.tokens = counted
-                if any(choice.get("text") for choice in event.get("choices", ())):
+                if any(map(_text, event.get("choices") or ())):
                     if outcome.first is None:
                         outcome.first = now - began
                     else:
@@ -102,6 +111,12 @@ async def _ask(client: Any, body: dict[str, Any], arrival: Arrival) -> Outcome:
     outcome.seconds = last - began
     outcome.tokens = outcome.tokens or len(outcome.gaps) + (outcome.first is not None)
     return outcome
+
+
+def _text(choice: dict[str, Any]) -> str:
+    delta = choice.get("delta") or {}
+    found: str = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+    return found
 
 
 @dataclass(frozen=True)

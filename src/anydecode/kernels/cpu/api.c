@@ -1,6 +1,6 @@
 /* What Python calls: the choice of a variant, and passes, products and picks through it. */
 #include "check.h"
-#include "layout.h"
+#include "plan.h"
 #include "threads.h"
 
 #include <string.h>
@@ -24,24 +24,39 @@ static int always(void) { return 1; }
 #include <cpuid.h>
 extern const Kernels kernels_avx512vnni, kernels_avxvnni, kernels_avx2;
 
-#ifdef WITH_avx2
+/* What processor and system together can do. The compilers' own tests are not there everywhere. */
+typedef struct {
+  unsigned basic, wide, vector, vector1; /* 1: ecx; 7: ebx, ecx; 7, 1: eax */
+  uint64_t saved;                        /* registers that the system saves */
+} Features;
+
+static Features features(void) {
+  Features found = {0};
+  unsigned a, b, c, d, low, high;
+  if (!__get_cpuid(1, &a, &b, &found.basic, &d) || !(found.basic >> 27 & 1)) return found;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  found.saved = (uint64_t)high << 32 | low;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
+    found.wide = b;
+    found.vector = c;
+  }
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) found.vector1 = a;
+  return found;
+}
+
 static int has_avx2(void) {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  Features found = features();
+  return (found.basic >> 12 & found.basic >> 28 & found.basic >> 29 & found.wide >> 5 & 1) &&
+         (found.saved & 6) == 6;
 }
-#endif
 #ifdef WITH_avxvnni
-static int has_avx_vnni(void) {
-  unsigned a, b, c, d;
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
-}
+static int has_avx_vnni(void) { return has_avx2() && (features().vector1 >> 4 & 1); }
 #endif
 #ifdef WITH_avx512vnni
 static int has_avx512_vnni(void) {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512bw");
+  Features found = features();
+  return has_avx2() && (found.saved & 0xe6) == 0xe6 &&
+         (found.wide >> 16 & found.wide >> 30 & found.wide >> 31 & found.vector >> 11 & 1);
 }
 #endif
 #elif defined(__aarch64__)
@@ -102,18 +117,22 @@ typedef struct {
   int64_t row_bytes;
 } Repack;
 
-static void repack_part(void *argument, int thread, int threads, void *barrier) {
-  (void)barrier;
+enum { REPACK_PARTS = 64 };
+
+static void repack_part(void *argument, int stage, int part, int thread) {
+  (void)stage, (void)thread;
   const Repack *job = argument;
-  int64_t groups = (job->to->out_features + 7) / 8;
-  chosen->repack(job->to, job->from, job->row_bytes, (int)(groups * thread / threads),
-                 (int)(groups * (thread + 1) / threads));
+  int groups = (job->to->out_features + 7) / 8;
+  chosen->repack(job->to, job->from, job->row_bytes, first_part(groups, part, REPACK_PARTS),
+                 first_part(groups, part + 1, REPACK_PARTS));
 }
 
 EXPORT void anydecode_repack(const Matrix *to, const uint8_t *from, int64_t row_bytes,
                              int threads) {
-  Repack job = {to, from, row_bytes};
-  pool_run(repack_part, &job, threads);
+  static const int32_t parts = REPACK_PARTS;
+  Repack repack = {to, from, row_bytes};
+  Job job = {repack_part, NULL, &repack, &parts, 1};
+  pool_run(&job, threads);
 }
 
 EXPORT void anydecode_linear(const Matrix *w, const float *x, int n, const float *bias, float *out,
@@ -176,46 +195,64 @@ static int check_pass(const Pass *pass) {
   return layers ? check_tables(pass) : OK;
 }
 
-static void run_part(void *argument, int thread, int threads, void *barrier) {
-  chosen->run(argument, thread, threads, barrier);
+static void run_part(void *argument, int stage, int part, int thread) {
+  chosen->run(argument, stage, part, thread);
+}
+
+static void expect_part(void *argument, int stage, int thread) {
+  chosen->expect(argument, stage, thread);
 }
 
 /* One pass over a slice of a program; 0, or which input is out of range (enum Error). */
 EXPORT int anydecode_run(const Pass *pass, int threads) {
   int problem = check_pass(pass);
+  Plan plan;
   if (problem) return problem;
-  pool_run(run_part, (void *)pass, threads);
+  if (!make_plan(pass, threads, &plan)) return ERROR_MEMORY;
+  Job job = {run_part, expect_part, &plan, plan.parts, plan.num_stages};
+  pool_run(&job, threads);
   return OK;
 }
+
+enum { READ_PARTS = 64 };
 
 typedef struct {
   const uint64_t *words;
   int64_t count;
-  uint64_t sums[256];
+  uint64_t sums[READ_PARTS];
 } Read;
 
-static void read_part(void *argument, int thread, int threads, void *barrier) {
-  (void)barrier;
+static void read_part(void *argument, int stage, int part, int thread) {
+  (void)stage, (void)thread;
   Read *job = argument;
   uint64_t sum[8] = {0};
-  int64_t last = job->count / 8 * (thread + 1) / threads * 8;
-  for (int64_t i = job->count / 8 * thread / threads * 8; i < last; i += 8)
+  int64_t last = job->count / 8 * (part + 1) / READ_PARTS * 8;
+  for (int64_t i = job->count / 8 * part / READ_PARTS * 8; i < last; i += 8)
     for (int j = 0; j < 8; j++) sum[j] += job->words[i + j];
   for (int j = 1; j < 8; j++) sum[0] += sum[j];
-  job->sums[thread] = sum[0];
+  job->sums[part] = sum[0];
 }
 
 /* The sum of `count` words, read by all threads: how fast memory can be read. */
 EXPORT uint64_t anydecode_read(const uint64_t *words, int64_t count, int threads) {
-  Read job = {words, count, {0}};
-  pool_run(read_part, &job, threads);
+  static const int32_t parts = READ_PARTS;
+  Read read = {words, count, {0}};
+  Job job = {read_part, NULL, &read, &parts, 1};
+  pool_run(&job, threads);
   uint64_t total = 0;
-  for (int i = 0; i < 256; i++) total += job.sums[i];
+  for (int i = 0; i < READ_PARTS; i++) total += read.sums[i];
   return total;
 }
 
 EXPORT int32_t anydecode_argmax(const float *logits, int64_t n) {
   return chosen->argmax(logits, n);
+}
+
+/* Of each of `rows` rows the `count` largest, [rows, count]. */
+EXPORT void anydecode_largest(const float *logits, int64_t rows, int64_t n, int count, int32_t *ids,
+                              float *values) {
+  for (int64_t r = 0; r < rows; r++)
+    chosen->largest(logits + r * n, n, count, ids + r * count, values + r * count);
 }
 
 EXPORT double anydecode_logsumexp(const float *logits, int64_t n) {

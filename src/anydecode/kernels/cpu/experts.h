@@ -70,14 +70,15 @@ static void assign_slots(const Op *op, int n, ExpertRoom *room) {
   room->start[op->count] = next;
 }
 
-static void expert_products(const Op *op, const ExpertRoom *room, int part, const float *x,
-                            float *out, int thread, int threads) {
+static void expert_products(const Op *op, const ExpertRoom *room, int which, const float *x,
+                            float *out, int part, int parts) {
   for (int e = 0; e < op->count; e++) {
-    const Matrix *w = op->experts[part * op->count + e];
+    const Matrix *w = op->experts[which * op->count + e];
     int first = room->start[e], rows = room->start[e + 1] - first;
     int begin, end;
     if (!rows) continue;
-    split_groups(w, thread, threads, &begin, &end);
+    split_groups(w, part, parts, &begin, &end);
+    if (begin >= end) continue;
     const void *from = x + (int64_t)first * w->in_features;
     if (!is_float(w->format))
       from = room->quantised + (int64_t)first * (w->in_features / QUANT_BLOCK);
@@ -99,42 +100,47 @@ static void mix_row(const Op *op, const ExpertRoom *room, int row, float *out) {
   }
 }
 
-/* op: groups = experts per row, count = experts, kv_heads = whether to normalise. */
+/* op: groups = experts per row, count = experts, kv_heads = whether to normalise. Phases follow one
+ * another; the first has one part. */
 static void experts(const Op *op, int n, const float *x, const float *router, float *base,
-                    float *out, int thread, int threads, void *barrier) {
+                    float *out, int phase, int part, int parts) {
   ExpertRoom room = expert_room(op, n, base);
   const Matrix *gate = op->experts[0], *down = op->experts[2 * op->count];
   int slots = n * op->groups, inner = gate->out_features;
-  int first = (int)((int64_t)slots * thread / threads);
-  int last = (int)((int64_t)slots * (thread + 1) / threads);
-  if (thread == 0) {
-    for (int r = 0; r < n; r++)
-      route(router + (int64_t)r * op->count, op->count, op->groups, op->kv_heads,
-            room.expert + r * op->groups, room.weight + r * op->groups);
-    assign_slots(op, n, &room);
+  int first = (int)((int64_t)slots * part / parts);
+  int last = (int)((int64_t)slots * (part + 1) / parts);
+  switch (phase) {
+    case 0:
+      for (int r = 0; r < n; r++)
+        route(router + (int64_t)r * op->count, op->count, op->groups, op->kv_heads,
+              room.expert + r * op->groups, room.weight + r * op->groups);
+      assign_slots(op, n, &room);
+      break;
+    case 1:
+      for (int s = first; s < last; s++) {
+        const float *from = x + (int64_t)room.row[s] * op->width;
+        memcpy(room.x + (int64_t)s * op->width, from, (size_t)op->width * 4);
+        if (!is_float(gate->format))
+          quantise_row(from, op->width, room.quantised + (int64_t)s * (op->width / QUANT_BLOCK));
+      }
+      break;
+    case 2:
+      expert_products(op, &room, 0, room.x, room.gate, part, parts);
+      expert_products(op, &room, 1, room.x, room.up, part, parts);
+      break;
+    case 3:
+      for (int s = first; s < last; s++) {
+        float *hidden = room.gate + (int64_t)s * inner;
+        gated(hidden, room.up + (int64_t)s * inner, inner, op->activation, hidden);
+        if (!is_float(down->format))
+          quantise_row(hidden, inner, room.quantised + (int64_t)s * (inner / QUANT_BLOCK));
+      }
+      break;
+    case 4: expert_products(op, &room, 2, room.gate, room.y, part, parts); break;
+    default:
+      for (int r = n * part / parts; r < n * (part + 1) / parts; r++)
+        mix_row(op, &room, r, out + (int64_t)r * op->width_out);
   }
-  barrier_wait(barrier);
-  for (int s = first; s < last; s++) {
-    const float *from = x + (int64_t)room.row[s] * op->width;
-    memcpy(room.x + (int64_t)s * op->width, from, (size_t)op->width * 4);
-    if (!is_float(gate->format))
-      quantise_row(from, op->width, room.quantised + (int64_t)s * (op->width / QUANT_BLOCK));
-  }
-  barrier_wait(barrier);
-  expert_products(op, &room, 0, room.x, room.gate, thread, threads);
-  expert_products(op, &room, 1, room.x, room.up, thread, threads);
-  barrier_wait(barrier);
-  for (int s = first; s < last; s++) {
-    float *hidden = room.gate + (int64_t)s * inner;
-    gated(hidden, room.up + (int64_t)s * inner, inner, op->activation, hidden);
-    if (!is_float(down->format))
-      quantise_row(hidden, inner, room.quantised + (int64_t)s * (inner / QUANT_BLOCK));
-  }
-  barrier_wait(barrier);
-  expert_products(op, &room, 2, room.gate, room.y, thread, threads);
-  barrier_wait(barrier);
-  for (int r = n * thread / threads; r < n * (thread + 1) / threads; r++)
-    mix_row(op, &room, r, out + (int64_t)r * op->width_out);
 }
 
 #endif

@@ -1,20 +1,22 @@
-/* Runs a slice of a program over the rows of a pass: every thread walks the same ops. */
+/* Runs the parts of a pass. */
 #ifndef ANYDECODE_INTERPRETER_H
 #define ANYDECODE_INTERPRETER_H
 
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
+#include "plan.h"
 #include "pointwise.h"
 #include "repack.h"
+#include "threads.h"
 
-/* One thread's view of the op being run. */
+/* An op over the rows [first, last) of the n that it has. */
 typedef struct {
+  const Plan *plan;
   const Pass *pass;
   const Op *op;
-  int n, thread, threads, first, last; /* rows [first, last) are this thread's */
-  int64_t base;                        /* floats per row before this part's buffers */
-  void *barrier;
+  int n, first, last;
+  int64_t base; /* floats per row before this stretch's buffers */
 } Step;
 
 INLINE float *buffer(const Step *s, int64_t at) {
@@ -47,26 +49,13 @@ static void run_tap(const Step *s) {
   }
 }
 
-/* Ask for the first weights that this thread reads in the next product. */
-static void expect_next(const Step *s) {
-  for (const Op *op = s->op + 1; op < s->op + 9; op++) {
-    if (op == s->pass->ops + s->pass->num_ops) return;
-    if (op->code != OP_LINEAR) continue;
-    int first, last;
-    split_groups(op->matrix, s->thread, s->threads, &first, &last);
-    const uint8_t *p = op->matrix->data + first * op->matrix->group_bytes;
-    for (int i = 0; i < 128 && first < last; i++) __builtin_prefetch(p + 64 * i, 0, 2);
-    return;
-  }
-}
-
-static void run_linear(const Step *s) {
+/* Part `part` of a product: some pairs of column groups. */
+static void run_linear(const Step *s, int part) {
   const Matrix *w = s->op->matrix;
-  int first, last;
-  split_groups(w, s->thread, s->threads, &first, &last);
+  int each = 2 * pairs_per_part(w, s->n, s->plan->threads), groups = (w->out_features + 7) / 8;
+  int first = part * each, last = first + each < groups ? first + each : groups;
   linear_columns(w, buffer(s, s->op->a), s->n, s->op->weight, buffer(s, s->op->out),
                  w->out_features, first, last);
-  expect_next(s);
 }
 
 static void run_lora(const Step *s, int r) {
@@ -94,7 +83,10 @@ static void run_row(const Step *s, int r) {
     case OP_QUANTISE:
       quantise_row(a + from, op->width, (Activations *)out + r * (wide / QUANT_BLOCK));
       break;
-    case OP_LORA: run_lora(s, r); break;
+    case OP_LORA:
+      if (s->pass->adapters) run_lora(s, r);
+      break;
+    case OP_MERGE: merge_row(s->plan, op, r, out + from); break;
     case OP_ROPE_TABLE:
       rope_table(s->pass->positions[r], op->weight, op->count, op->x, out + r * 2 * op->count);
       break;
@@ -112,47 +104,70 @@ static void run_row(const Step *s, int r) {
   }
 }
 
-static void run_op(const Step *s) {
-  const Op *op = s->op;
-  switch (op->code) {
-    case OP_EMBED:
-      if (s->pass->embed) run_embed(s);
-      break;
-    case OP_TAP: run_tap(s); break;
-    case OP_LINEAR: run_linear(s); break;
-    case OP_ATTEND:
-      attend(s->pass, op, buffer(s, op->a), buffer(s, op->out), s->thread, s->threads);
-      break;
-    case OP_EXPERTS:
-      experts(op, s->n, buffer(s, op->a), buffer(s, op->b), buffer(s, op->c), buffer(s, op->out),
-              s->thread, s->threads, s->barrier);
-      break;
-    case OP_LORA:
-      if (!s->pass->adapters) break; /* fall through */
-    default:
-      for (int r = s->first; r < s->last; r++) run_row(s, r);
+static void run_rows(const Step *s) {
+  if (s->op->code == OP_EMBED) {
+    if (s->pass->embed) run_embed(s);
+  } else if (s->op->code == OP_TAP) {
+    run_tap(s);
+  } else {
+    for (int r = s->first; r < s->last; r++) run_row(s, r);
   }
 }
 
-static void run_ops(Step *s, int first, int last, int n) {
-  s->n = n;
-  s->first = (int)((int64_t)n * s->thread / s->threads);
-  s->last = (int)((int64_t)n * (s->thread + 1) / s->threads);
-  for (int i = first; i < last; i++) {
-    s->op = s->pass->ops + i;
-    if (s->op->barrier) barrier_wait(s->barrier);
-    run_op(s);
+static void run_experts(const Step *s, int phase, int part, int parts) {
+  experts(s->op, s->n, buffer(s, s->op->a), buffer(s, s->op->b), buffer(s, s->op->c),
+          buffer(s, s->op->out), phase, part, parts);
+}
+
+/* Rows first, then the parts of each op that is divided otherwise. */
+static void run(const Plan *plan, int number, int part, int thread) {
+  const Stage *stage = plan->stages + number;
+  Step s = {plan, plan->pass, NULL, stage->rows, 0, 0, stage->base};
+  int rows = part < stage->row_parts;
+  if (rows) {
+    s.first = first_part(s.n, part, stage->row_parts);
+    s.last = first_part(s.n, part + 1, stage->row_parts);
+  }
+  part -= stage->row_parts;
+  for (int i = stage->first; i < stage->last; i++) {
+    s.op = plan->pass->ops + i;
+    if (by_row(s.op->code)) {
+      if (rows) run_rows(&s);
+      continue;
+    }
+    if (rows) continue;
+    int parts = plan->parts[number];
+    if (s.op->code == OP_LINEAR) parts = linear_parts(s.op->matrix, s.n, plan->threads);
+    if (part < parts) {
+      if (s.op->code == OP_LINEAR) run_linear(&s, part);
+      else if (s.op->code == OP_ATTEND)
+        attend(plan, s.op, buffer(&s, s.op->a), buffer(&s, s.op->out), part, thread);
+      else run_experts(&s, stage->phase, part, parts);
+      return;
+    }
+    part -= parts;
   }
 }
 
-static void run(const Pass *pass, int thread, int threads, void *barrier) {
-  Step step = {pass, NULL, 0, thread, threads, 0, 0, 0, barrier};
-  run_ops(&step, 0, pass->num_prologue, pass->num_rows);
-  run_ops(&step, pass->first, pass->last, pass->num_rows);
-  if (!pass->num_logits) return;
-  barrier_wait(barrier);
-  step.base = pass->head_offset * pass->num_rows;
-  run_ops(&step, pass->head, pass->num_ops, pass->num_logits);
+/* Ask for the first weights that a thread reads in the next product. */
+static void expect(const Plan *plan, int number, int thread) {
+  for (int next = number + 1; next < plan->num_stages && next < number + 4; next++) {
+    const Stage *stage = plan->stages + next;
+    int part = first_part(plan->parts[next], thread, plan->threads) - stage->row_parts;
+    for (int i = stage->first; i < stage->last; i++) {
+      const Op *op = plan->pass->ops + i;
+      if (op->code != OP_LINEAR) continue;
+      int parts = linear_parts(op->matrix, stage->rows, plan->threads);
+      if (part < 0 || part >= parts) {
+        part -= parts;
+        continue;
+      }
+      int pairs = pairs_per_part(op->matrix, stage->rows, plan->threads);
+      const uint8_t *p = op->matrix->data + (int64_t)part * pairs * 2 * op->matrix->group_bytes;
+      for (int j = 0; j < 128; j++) __builtin_prefetch(p + 64 * j, 0, 2);
+      return;
+    }
+  }
 }
 
 /* A whole product on one thread; `scratch` holds the quantised rows. */

@@ -5,6 +5,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Attention sums segments of this many positions by themselves, then adds them in order. */
+enum { SEGMENT = 128 };
 enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, ATTENTION_ROWS = 4, MAX_GROUP = 64 };
 
 /* Formats and tile sizes are constants once inlined; plain C has no use for that. */
@@ -18,7 +20,7 @@ enum Format { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, NU
 
 enum Code {
   OP_EMBED, OP_TAP, OP_GATHER, OP_NORM, OP_QUANTISE, OP_LINEAR, OP_LORA, OP_ROPE_TABLE, OP_ROPE,
-  OP_STORE, OP_ATTEND, OP_GATED, OP_ADD, OP_SCALE, OP_SOFTCAP, OP_COPY, OP_EXPERTS
+  OP_STORE, OP_ATTEND, OP_MERGE, OP_GATED, OP_ADD, OP_SCALE, OP_SOFTCAP, OP_COPY, OP_EXPERTS
 };
 
 /* Where a value lives: an offset in floats per row into the workspace, or one of these. */
@@ -40,7 +42,7 @@ typedef struct {
 } Lora;
 
 typedef struct {
-  int32_t code, barrier; /* barrier: wait for all threads before this op */
+  int32_t code, barrier; /* barrier: begins a stage, after all that came before */
   int32_t layer, activation;
   int64_t a, b, c, out; /* buffers */
   int32_t width, width_out, heads, kv_heads, head_dim, groups, window, count;
@@ -85,14 +87,36 @@ typedef struct {
   int8_t q[QUANT_BLOCK];
 } Activations;
 
+/* Ops that no thread waits between: their parts are first stretches of rows, then the parts of each
+ * op that is divided otherwise. */
+typedef struct {
+  int32_t first, last; /* ops */
+  int32_t rows, row_parts;
+  int32_t phase; /* of OP_EXPERTS, which stands alone */
+  int64_t base;  /* floats per row before the buffers */
+} Stage;
+
+/* A pass as stages. Rows are attended to in tiles of neighbours that share a table. */
+typedef struct {
+  const Pass *pass;
+  Stage *stages;
+  int32_t *parts;      /* of each stage */
+  int32_t *tile_start; /* [num_tiles + 1], rows */
+  int32_t *tile_of;    /* of each row */
+  float *states;       /* attention of the segments of each tile and key head, where divided */
+  int num_stages, num_tiles, threads;
+} Plan;
+
 typedef struct {
   const char *name;
-  void (*run)(const Pass *pass, int thread, int threads, void *barrier);
+  void (*run)(const Plan *plan, int stage, int part, int thread);
+  void (*expect)(const Plan *plan, int stage, int thread);
   void (*repack)(const Matrix *to, const uint8_t *from, int64_t row_bytes, int first, int last);
   void (*linear)(const Matrix *w, const float *x, int n, const float *bias, float *out,
                  uint8_t *scratch);
   void (*unpack_row)(const Matrix *w, int row, float *out);
   int32_t (*argmax)(const float *logits, int64_t n);
+  void (*largest)(const float *logits, int64_t n, int count, int32_t *ids, float *values);
   double (*logsumexp)(const float *logits, int64_t n);
   int32_t (*pick_gumbel)(const float *logits, int64_t n, double inverse_temperature, uint64_t seed,
                          uint32_t stream, uint32_t position, uint32_t attempt);
@@ -129,11 +153,24 @@ INLINE int64_t packed_group_bytes(int format, int in_features) {
   return is_super(format) ? bytes + blocks / 8 * header_bytes(format) : bytes;
 }
 
-INLINE int64_t attention_room_floats(int head_dim, int group) {
-  int64_t padded = (head_dim + 7) / 8 * 8, heads = ATTENTION_ROWS * group;
-  return 2 * KEY_BLOCK * padded + heads * (2 * padded + 16) + group * KEY_BLOCK + 16;
+/* Bytes of one head's key or value in the cache: plain numbers, or GGUF's blocks Q8_0 and Q4_1. */
+INLINE int64_t cache_head_bytes(int format, int head_dim) {
+  int64_t blocks = (head_dim + QUANT_BLOCK - 1) / QUANT_BLOCK;
+  if (format == Q8_0) return blocks * 34;
+  if (format == Q4_1) return blocks * 20;
+  return (int64_t)head_dim * (format == F32 ? 4 : 2);
 }
 
-void barrier_wait(void *barrier);
+/* What attention keeps of `heads` query heads over a stretch of keys: weighted sums of values
+ * [heads, padded], sums of weights by lane [heads, 8] and largest scores [heads]. */
+INLINE int64_t attention_state_floats(int padded, int heads) {
+  return (int64_t)heads * (padded + 8) + (heads + 7) / 8 * 8;
+}
+
+INLINE int64_t attention_room_floats(int head_dim, int group) {
+  int64_t padded = (head_dim + 7) / 8 * 8, heads = ATTENTION_ROWS * group;
+  return 2 * KEY_BLOCK * padded + heads * padded + group * KEY_BLOCK + 16 +
+         2 * attention_state_floats((int)padded, (int)heads);
+}
 
 #endif

@@ -7,42 +7,97 @@
 
 enum { TILE_ROWS = 4 };
 
+/* Integer sums of one block of a format with nibbles, for `rows` rows and two groups of columns.
+ * Two steps at a time, so that weights and sums of a whole tile stay in registers. Sums of `parts`
+ * are widened before they could overflow; Q6_K's halves have scales of their own. */
+INLINE void nibble_sums(int format, int rows, const uint8_t *const *p, const Activations *const *a,
+                        int b, int half, i8 (*whole)[2]) {
+  parts dot[TILE_ROWS][2];
+  int first = format == Q6_K ? 2 * half : 0, last = format == Q6_K ? first + 2 : 4;
+  int span = format == Q6_K ? 1 : five_bits(format) ? 2 : 4;
+#pragma GCC unroll 4
+  for (int j = first; j < last; j++) {
+    int fresh = j % span == 0, full = (j + 1) % span == 0, again = j - first >= span;
+    int step[2] = {format == Q6_K ? 2 * j : j, format == Q6_K ? 2 * j + 1 : j + 4};
+    b32 w[2][2];
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; g++)
+#pragma GCC unroll 2
+      for (int t = 0; t < 2; t++) w[t][g] = settled_bytes(unpack_step(format, p[g], step[t]));
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+#pragma GCC unroll 2
+      for (int t = 0; t < 2; t++) {
+        quad x = quad_load(a[r][b].q + 4 * step[t]);
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; g++)
+          dot[r][g] = settled(fresh && t == 0 ? parts_of(w[t][g], x)
+                                              : more_parts(dot[r][g], w[t][g], x));
+      }
+#pragma GCC unroll 2
+      for (int g = 0; g < 2 && full; g++)
+        whole[r][g] = again ? settled(i8_add(whole[r][g], whole_of(dot[r][g])))
+                            : whole_of(dot[r][g]);
+    }
+  }
+}
+
+INLINE void byte_sums(int rows, const uint8_t *const *p, const Activations *const *a, int b,
+                      i8 (*whole)[2]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    bytes w[2];
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; g++) w[g] = bytes_of(b32_load(p[g] + 16 + 32 * i));
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+      quad x = quad_load(a[r][b].q + 4 * i);
+#pragma GCC unroll 2
+      for (int g = 0; g < 2; g++)
+        whole[r][g] = settled(more_bytes(i ? whole[r][g] : first_bytes(&a[r][b]), w[g], x));
+    }
+  }
+}
+
+/* Adds one block, or half a block of Q6_K, to the totals of a tile. */
+INLINE void add_blocks(int format, int rows, const uint8_t *const *p, const Activations *const *a,
+                       int b, int half, const f8 *super, const f8 *super_min, f8 (*total)[2]) {
+  f8 first[2], second[2];
+  i8 whole[TILE_ROWS][2];
+  if (format == Q8_0) byte_sums(rows, p, a, b, whole);
+  else nibble_sums(format, rows, p, a, b, half, whole);
+#pragma GCC unroll 2
+  for (int g = 0; g < 2; g++)
+    load_scales(format, p[g], super[g], super_min[g], &first[g], &second[g]);
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; g++)
+      total[r][g] = add_block(format, half, total[r][g], whole[r][g], a[r] + b,
+                              half ? second[g] : first[g], second[g]);
+}
+
 /* Two groups of columns at a time, so that each broadcast of activations is used twice. `next`:
  * weights to ask for meanwhile, or NULL; the processor's own prefetching rests with the reads. */
 INLINE void quant_tile(int format, int rows, const uint8_t *const *groups, int blocks,
-                       const Activations *const *a, const uint8_t *next, f8 (*total)[2]) {
+                       const Activations *const *rows_of, const uint8_t *next, f8 (*total)[2]) {
   const uint8_t *p[2] = {groups[0], groups[1]};
+  const Activations *a[TILE_ROWS];
   f8 super[2], super_min[2];
+  for (int r = 0; r < rows; r++) a[r] = rows_of[r];
   for (int g = 0; g < 2; g++) super[g] = super_min[g] = f8_set(0.0f);
   for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = f8_set(0.0f);
   for (int b = 0; b < blocks; b++) {
-    f8 first[2], second[2];
-    sums dot[TILE_ROWS][2];
-    memset(dot, 0, sizeof dot);
+    if (is_super(format) && b % 8 == 0) {
 #pragma GCC unroll 2
-    for (int g = 0; g < 2; g++) {
-      if (is_super(format) && b % 8 == 0) {
+      for (int g = 0; g < 2; g++) {
         super[g] = f8_load_f16((const uint16_t *)p[g]);
         if (has_min(format)) super_min[g] = f8_load_f16((const uint16_t *)p[g] + 8);
         p[g] += header_bytes(format);
       }
-      load_scales(format, p[g], super[g], super_min[g], &first[g], &second[g]);
     }
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {
-      b32 w[2][4];
-      unpack_half(format, p[0], half, w[0]);
-      unpack_half(format, p[1], half, w[1]);
-#pragma GCC unroll 4
-      for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-        for (int g = 0; g < 2; g++) {
-          dot[r][g] = settled(dot_half(format, half, dot[r][g], w[g], a[r] + b));
-          if (format == Q6_K || half)
-            total[r][g] = add_block(format, half, total[r][g], dot[r][g], a[r] + b,
-                                    format == Q6_K && half ? second[g] : first[g], second[g]);
-        }
-    }
+    add_blocks(format, rows, p, a, b, 0, super, super_min, total);
+    if (format == Q6_K) add_blocks(format, rows, p, a, b, 1, super, super_min, total);
     p[0] += block_bytes(format);
     p[1] += block_bytes(format);
     if (next) {
@@ -91,7 +146,7 @@ INLINE void write_group(const Matrix *w, int group, f8 total, const float *bias,
 
 INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int n,
                           const float *bias, float *out, int64_t stride, int first, int last) {
-  int blocks = w->in_features / QUANT_BLOCK;
+  int blocks = w->in_features / QUANT_BLOCK, groups = (w->out_features + 7) / 8;
   for (int g = first; g < last; g += 2) {
     const uint8_t *p[2];
     int pair = g + 1 < last;
@@ -101,7 +156,7 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
       const Activations *a[TILE_ROWS];
       f8 total[TILE_ROWS][2];
       int rows = n - r < TILE_ROWS ? n - r : TILE_ROWS;
-      const uint8_t *next = r || g + 2 >= last ? NULL : p[0] + 2 * w->group_bytes;
+      const uint8_t *next = r || g + 2 >= groups ? NULL : p[0] + 2 * w->group_bytes;
       for (int i = 0; i < rows; i++) a[i] = x + (int64_t)(r + i) * blocks;
       switch (rows) {
         case 1: quant_tile(format, 1, p, blocks, a, next, total); break;
@@ -167,7 +222,7 @@ static const Columns columns_of[NUM_FORMATS] = {
     columns_F32,  columns_F16,  columns_BF16, columns_Q8_0, columns_Q4_0, columns_Q4_1,
     columns_Q5_0, columns_Q5_1, columns_Q4_K, columns_Q5_K, columns_Q6_K};
 
-/* A thread's groups of columns: whole pairs, but for the last. */
+/* One of `threads` shares of the groups of columns: whole pairs, but for the last. */
 static void split_groups(const Matrix *w, int thread, int threads, int *first, int *last) {
   int64_t groups = (w->out_features + 7) / 8, pairs = (groups + 1) / 2;
   *first = (int)(pairs * thread / threads * 2);

@@ -27,6 +27,42 @@ static int32_t argmax(const float *x, int64_t n) {
   return 0;
 }
 
+/* Puts a value at its place among `held` falling ones, of which at most `count` stay. */
+INLINE int insert(float value, int32_t id, int held, int count, int32_t *ids, float *values) {
+  int at = held < count ? held : count - 1;
+  for (; at > 0 && values[at - 1] < value; at--) {
+    values[at] = values[at - 1];
+    ids[at] = ids[at - 1];
+  }
+  values[at] = value;
+  ids[at] = id;
+  return held < count ? held + 1 : count;
+}
+
+/* The `count` largest, falling, the lowest index first among equals. NaN is never among them:
+ * where too few are left, ids are -1 and values -inf. */
+static void largest(const float *x, int64_t n, int count, int32_t *ids, float *values) {
+  int held = 0;
+  float least = -INFINITY;
+  for (int64_t i = 0; i < n; i += 32) {
+    int part = n - i < 32 ? (int)(n - i) : 32;
+    if (part == 32 && held == count) {
+      f8 most = f8_set(least);
+      for (int j = 0; j < 32; j += 8) most = f8_max(f8_load(x + i + j), most);
+      if (!f8_any_above(most, f8_set(least))) continue;
+    }
+    for (int j = 0; j < part; j++) {
+      if (held == count ? !(x[i + j] > least) : x[i + j] != x[i + j]) continue;
+      held = insert(x[i + j], (int32_t)(i + j), held, count, ids, values);
+      if (held == count) least = values[count - 1];
+    }
+  }
+  for (; held < count; held++) {
+    ids[held] = -1;
+    values[held] = -INFINITY;
+  }
+}
+
 static double logsumexp(const float *x, int64_t n) {
   float most = largest_of(x, n);
   if (most == -INFINITY) return -INFINITY;
@@ -47,31 +83,23 @@ enum { NOISE_TOKENS = 32 };
 
 /* The words of 32 tokens from `token` on, which is a multiple of 4: eight blocks side by side. */
 static void philox(uint64_t seed, uint32_t token, const uint32_t *place, uint32_t *words) {
+  static const uint32_t order[8] = {0, 1, 2, 3, 4, 5, 6, 7};
   uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
-  uint32_t c0[8], c1[8], c2[8], c3[8];
-  for (int i = 0; i < 8; i++) {
-    c0[i] = (token >> 2) + (uint32_t)i;
-    c1[i] = place[0];
-    c2[i] = place[1];
-    c3[i] = place[2];
-  }
+  i8 c[4] = {i8_add(i8_set((int32_t)(token >> 2)), i8_load(order)), i8_set((int32_t)place[0]),
+             i8_set((int32_t)place[1]), i8_set((int32_t)place[2])};
+#pragma GCC unroll 10
   for (int round = 0; round < 10; round++) {
-    for (int i = 0; i < 8; i++) {
-      uint64_t p0 = (uint64_t)0xD2511F53u * c0[i], p1 = (uint64_t)0xCD9E8D57u * c2[i];
-      c0[i] = (uint32_t)(p1 >> 32) ^ c1[i] ^ key0;
-      c2[i] = (uint32_t)(p0 >> 32) ^ c3[i] ^ key1;
-      c1[i] = (uint32_t)p1;
-      c3[i] = (uint32_t)p0;
-    }
+    i8 high0, low0, high1, low1;
+    i8_multiply(c[0], 0xD2511F53u, &high0, &low0);
+    i8_multiply(c[2], 0xCD9E8D57u, &high1, &low1);
+    c[0] = i8_xor(i8_xor(high1, c[1]), i8_set((int32_t)key0));
+    c[2] = i8_xor(i8_xor(high0, c[3]), i8_set((int32_t)key1));
+    c[1] = low1;
+    c[3] = low0;
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
-  for (int i = 0; i < 8; i++) {
-    words[4 * i] = c0[i];
-    words[4 * i + 1] = c1[i];
-    words[4 * i + 2] = c2[i];
-    words[4 * i + 3] = c3[i];
-  }
+  i8_store_fours(words, c);
 }
 
 /* Gumbel noise is at most -log(-log(1 - 2^-33)) = 22.8740. */
@@ -100,12 +128,13 @@ static void consider(Draw *draw, int64_t token, uint32_t word) {
  * u > exp(-exp(-gap)) > 1 - exp(-gap). Slack covers float32's rounding of gap and u. */
 static void consider_eight(Draw *draw, int64_t token, const float *logits, const uint32_t *words) {
   float u[8], least[8], slack = 1e-3f + 1e-6f * fabsf((float)draw->best);
-  for (int i = 0; i < 8; i++) u[i] = (float)(int32_t)(words[i] >> 8) * 0x1p-24f;
+  f8 uniform = f8_mul(f8_from_i8(i8_right(i8_load(words), 8)), f8_set(0x1p-24f));
   f8 value = f8_mul(f8_load(logits), f8_set((float)draw->inverse_temperature));
   f8 gap = f8_mul(f8_sub(f8_set((float)draw->best), value), f8_set(0.9999f));
   f8 chance = f8_exp(f8_sub(f8_set(slack), gap));
   f8 limit = f8_sub(f8_set(1.0f - 5e-7f), chance);
-  if (!f8_any_above(f8_load(u), limit)) return;
+  if (!f8_any_above(uniform, limit)) return;
+  f8_store(u, uniform);
   f8_store(least, limit);
   for (int i = 0; i < 8; i++)
     if (u[i] > least[i] && token + i < draw->count) consider(draw, token + i, words[i]);

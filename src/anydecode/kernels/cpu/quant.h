@@ -18,45 +18,31 @@
 #include "layout.h"
 #include "simd.h"
 
-/* Steps 4 * half to 4 * half + 3 of a block with nibbles: weights without their upper bits. */
-INLINE void unpack_nibbles(const uint8_t *q, int half, b32 *w) {
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    b32 both = b32_load(q + 32 * i);
-    w[i] = b32_and(half ? b32_right(both, 4) : both, 15);
-  }
-}
-
-INLINE void add_fifth_bits(const uint8_t *h, int half, b32 *w) {
-  b32 bits = b32_load(h);
-  w[0] = b32_or(w[0], b32_and(half ? bits : b32_left(bits, 4), 16));
-  w[1] = b32_or(w[1], b32_and(half ? b32_right(bits, 1) : b32_left(bits, 3), 16));
-  w[2] = b32_or(w[2], b32_and(half ? b32_right(bits, 2) : b32_left(bits, 2), 16));
-  w[3] = b32_or(w[3], b32_and(half ? b32_right(bits, 3) : b32_left(bits, 1), 16));
-}
-
-INLINE void add_two_bits(const uint8_t *h, int half, b32 *w) {
-  b32 bits = b32_load(h + 32 * half);
-  w[0] = b32_or(w[0], b32_and(b32_left(bits, 4), 48));
-  w[1] = b32_or(w[1], b32_and(b32_left(bits, 2), 48));
-  w[2] = b32_or(w[2], b32_and(bits, 48));
-  w[3] = b32_or(w[3], b32_and(b32_right(bits, 2), 48));
-}
-
 /* The quants of a block start behind its scales. */
 INLINE int scales_bytes(int format) { return is_super(format) ? 16 : header_bytes(format); }
 
-/* Half a block: four steps, 16 k. */
-INLINE void unpack_half(int format, const uint8_t *block, int half, b32 *w) {
-  const uint8_t *q = block + scales_bytes(format);
-  if (format == Q8_0) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) w[i] = prepare_8bit(b32_load(q + 128 * half + 32 * i));
-    return;
+/* Bits `from` to `from` + `count` - 1 of each byte, moved to bit 4. */
+INLINE b32 upper_bits(b32 x, int from, int count) {
+  int mask = ((1 << count) - 1) << 4;
+  switch (from) {
+    case 0: return b32_and(b32_left(x, 4), mask);
+    case 1: return b32_and(b32_left(x, 3), mask);
+    case 2: return b32_and(b32_left(x, 2), mask);
+    case 3: return b32_and(b32_left(x, 1), mask);
+    case 4: return b32_and(x, mask);
+    case 5: return b32_and(b32_right(x, 1), mask);
+    case 6: return b32_and(b32_right(x, 2), mask);
+    default: return b32_and(b32_right(x, 3), mask);
   }
-  unpack_nibbles(q, half, w);
-  if (five_bits(format)) add_fifth_bits(q + 128, half, w);
-  if (format == Q6_K) add_two_bits(q + 128, half, w);
+}
+
+/* The weights of step `i` of a block with nibbles. */
+INLINE b32 unpack_step(int format, const uint8_t *block, int i) {
+  const uint8_t *q = block + scales_bytes(format);
+  b32 both = b32_load(q + 32 * (i % 4)), w = b32_and(i < 4 ? both : b32_right(both, 4), 15);
+  if (five_bits(format)) w = b32_or(w, upper_bits(b32_load(q + 128), i, 1));
+  if (format == Q6_K) w = b32_or(w, upper_bits(b32_load(q + 128 + 32 * (i / 4)), i % 4 * 2, 2));
+  return w;
 }
 
 /* Scales of a block for eight columns; `second` is the minimum, or Q6_K's second half. */
@@ -74,22 +60,10 @@ INLINE void load_scales(int format, const uint8_t *block, f8 super, f8 super_min
   }
 }
 
-/* The integer sums of half a block, on top of those of the half before. */
-INLINE sums dot_half(int format, int half, sums before, const b32 *w, const Activations *a) {
-  const int8_t *q = a->q + 16 * half;
-  if (format == Q8_0) return half ? more_8bit(before, w, q) : sums_8bit(w, q);
-  if (format == Q6_K) return sums_6bit(w, q);
-  if (five_bits(format)) return half ? more_5bit(before, w, q) : sums_5bit(w, q);
-  return half ? more_4bit(before, w, q) : sums_4bit(w, q);
-}
-
-/* total + one block's part of the product; for Q6_K half a block's, `scale` being that half's. */
-INLINE f8 add_block(int format, int half, f8 total, sums dot, const Activations *a, f8 scale,
+/* total + the part of the product that the integer sum `whole` stands for: a block, or half a block
+ * of Q6_K, `scale` being that half's. */
+INLINE f8 add_block(int format, int half, f8 total, i8 whole, const Activations *a, f8 scale,
                     f8 min) {
-  i8 whole;
-  if (format == Q8_0) whole = end_8bit(dot, a->low + a->high);
-  else if (format == Q6_K || five_bits(format)) whole = end_wide(dot);
-  else whole = end_4bit(dot);
   if (format == Q4_0) whole = i8_sub(whole, i8_set(8 * (a->low + a->high)));
   if (format == Q5_0) whole = i8_sub(whole, i8_set(16 * (a->low + a->high)));
   if (format == Q6_K) whole = i8_sub(whole, i8_set(32 * (half ? a->high : a->low)));

@@ -48,6 +48,11 @@ INLINE f8 f8_scale2(f8 x, f8 n) {
 INLINE f8 f8_load_f16(const uint16_t *p) {
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
+INLINE f8 f8_set_f16(const uint8_t *p) {
+  uint16_t half;
+  memcpy(&half, p, 2);
+  return _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
+}
 INLINE f8 f8_load_bf16(const uint16_t *p) {
   __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
@@ -65,6 +70,29 @@ INLINE i8 i8_set(int32_t x) { return _mm256_set1_epi32(x); }
 INLINE i8 i8_add(i8 x, i8 y) { return _mm256_add_epi32(x, y); }
 INLINE i8 i8_sub(i8 x, i8 y) { return _mm256_sub_epi32(x, y); }
 
+INLINE i8 i8_load(const uint32_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+INLINE i8 i8_xor(i8 x, i8 y) { return _mm256_xor_si256(x, y); }
+/* Each lane as unsigned, shifted by a constant. */
+#define i8_right(x, n) _mm256_srli_epi32(x, n)
+/* Both halves of the unsigned products with one number. */
+INLINE void i8_multiply(i8 x, uint32_t by, i8 *high, i8 *low) {
+  i8 factor = _mm256_set1_epi32((int32_t)by), even = _mm256_mul_epu32(x, factor);
+  i8 odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), factor);
+  *high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+  *low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+}
+/* out[4 * i + j] = lane i of x[j] */
+INLINE void i8_store_fours(uint32_t *out, const i8 *x) {
+  i8 a = _mm256_unpacklo_epi32(x[0], x[1]), b = _mm256_unpacklo_epi32(x[2], x[3]);
+  i8 c = _mm256_unpackhi_epi32(x[0], x[1]), d = _mm256_unpackhi_epi32(x[2], x[3]);
+  i8 four[4] = {_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b),
+                _mm256_unpacklo_epi64(c, d), _mm256_unpackhi_epi64(c, d)};
+  for (int i = 0; i < 4; i++) {
+    _mm_storeu_si128((__m128i *)(out + 4 * i), _mm256_castsi256_si128(four[i]));
+    _mm_storeu_si128((__m128i *)(out + 16 + 4 * i), _mm256_extracti128_si256(four[i], 1));
+  }
+}
+
 INLINE b32 b32_load(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 INLINE b32 b32_and(b32 x, int mask) {
   return _mm256_and_si256(x, _mm256_set1_epi8((char)mask));
@@ -79,6 +107,7 @@ INLINE i8 settled(i8 x) {
   __asm__ volatile("" : "+x"(x));
   return x;
 }
+INLINE b32 settled_bytes(b32 x) { return settled(x); }
 INLINE __m256i rounded8(const float *x, f8 by) {
   return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x), by));
 }
@@ -100,7 +129,9 @@ INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t *low, 
   *high = sum4(_mm256_extracti128_si256(fours, 1));
 }
 
-INLINE b32 activations4(const int8_t *a) {
+/* Four activations in every lane. */
+typedef __m256i quad;
+INLINE quad quad_load(const int8_t *a) {
   int32_t four;
   memcpy(&four, a, 4);
   return _mm256_set1_epi32(four);
@@ -113,68 +144,36 @@ INLINE b32 activations4(const int8_t *a) {
 #endif
 
 #ifdef DOT
-typedef i8 sums;
-/* Lane c: the sum over four steps of w[i][4c..4c+3] * a[4i..4i+3]. */
-INLINE sums chain(sums sum, const b32 *w, const int8_t *a) {
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) sum = DOT(sum, w[i], activations4(a + 4 * i));
-  return sum;
-}
-INLINE sums sums_4bit(const b32 *w, const int8_t *a) { return chain(i8_set(0), w, a); }
-INLINE sums more_4bit(sums before, const b32 *w, const int8_t *a) { return chain(before, w, a); }
-INLINE i8 end_4bit(sums x) { return x; }
-INLINE sums sums_5bit(const b32 *w, const int8_t *a) { return chain(i8_set(0), w, a); }
-INLINE sums more_5bit(sums before, const b32 *w, const int8_t *a) { return chain(before, w, a); }
-INLINE sums sums_6bit(const b32 *w, const int8_t *a) { return chain(i8_set(0), w, a); }
-INLINE i8 end_wide(sums x) { return x; }
-/* Bytes stand for themselves less 128; `sum` is that of the 32 activations. */
-INLINE sums sums_8bit(const b32 *w, const int8_t *a) { return chain(i8_set(0), w, a); }
-INLINE sums more_8bit(sums before, const b32 *w, const int8_t *a) { return chain(before, w, a); }
-INLINE i8 end_8bit(sums x, int32_t sum) { return i8_sub(x, i8_set(128 * sum)); }
-INLINE b32 prepare_8bit(b32 w) { return w; }
+typedef i8 parts; /* lane c: sums of w[4c..4c+3] * a[0..3] */
+INLINE parts parts_of(b32 w, quad a) { return DOT(_mm256_setzero_si256(), w, a); }
+INLINE parts more_parts(parts before, b32 w, quad a) { return DOT(before, w, a); }
+INLINE i8 whole_of(parts x) { return x; }
+typedef b32 bytes;
+INLINE bytes bytes_of(b32 w) { return w; }
+/* Bytes stand for themselves less 128. */
+INLINE i8 first_bytes(const Activations *a) { return i8_set(-128 * (a->low + a->high)); }
+INLINE i8 more_bytes(i8 before, bytes w, quad a) { return DOT(before, w, a); }
 #else
-typedef __m256i sums; /* int16 pairs of 4-bit products, int32 lanes of the others */
-INLINE i8 pairs_to_i8(__m256i x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
-#define STEP(w, a, i) _mm256_maddubs_epi16((w)[i], activations4((a) + 4 * (i)))
-/* Four steps of two products of at most 15 * 127; eight stay below 2^15. */
-INLINE sums sums_4bit(const b32 *w, const int8_t *a) {
-  __m256i even = _mm256_add_epi16(STEP(w, a, 0), STEP(w, a, 2));
-  __m256i odd = _mm256_add_epi16(STEP(w, a, 1), STEP(w, a, 3));
-  return _mm256_add_epi16(even, odd);
+/* int16: sums of two products. Eight steps of at most 2 * 15 * 127 stay below 2^15, as do four of
+ * 2 * 31 * 127 and two of 2 * 63 * 127. */
+typedef __m256i parts;
+INLINE parts parts_of(b32 w, quad a) { return _mm256_maddubs_epi16(w, a); }
+INLINE parts more_parts(parts before, b32 w, quad a) {
+  return _mm256_add_epi16(before, _mm256_maddubs_epi16(w, a));
 }
-INLINE sums more_4bit(sums before, const b32 *w, const int8_t *a) {
-  return _mm256_add_epi16(before, sums_4bit(w, a));
+INLINE i8 whole_of(parts x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
+typedef struct { b32 value, size; } bytes;
+INLINE bytes bytes_of(b32 w) {
+  b32 value = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
+  return (bytes){value, settled(_mm256_abs_epi8(value))};
 }
-INLINE i8 end_4bit(sums x) { return pairs_to_i8(x); }
-/* Four steps of two products of at most 31 * 127 stay below 2^15. */
-INLINE sums sums_5bit(const b32 *w, const int8_t *a) { return pairs_to_i8(sums_4bit(w, a)); }
-INLINE sums more_5bit(sums before, const b32 *w, const int8_t *a) {
-  return _mm256_add_epi32(before, sums_5bit(w, a));
+INLINE i8 first_bytes(const Activations *a) {
+  (void)a;
+  return _mm256_setzero_si256();
 }
-/* Two steps of two products of at most 63 * 127 stay below 2^15. */
-INLINE sums sums_6bit(const b32 *w, const int8_t *a) {
-  __m256i low = _mm256_add_epi16(STEP(w, a, 0), STEP(w, a, 1));
-  __m256i high = _mm256_add_epi16(STEP(w, a, 2), STEP(w, a, 3));
-  return _mm256_add_epi32(pairs_to_i8(low), pairs_to_i8(high));
-}
-INLINE i8 end_wide(sums x) { return x; }
 /* |w| * (a with w's sign): two products stay below 2^15. */
-INLINE sums step_8bit(b32 w, const int8_t *a) {
-  __m256i turned = _mm256_sign_epi8(activations4(a), w);
-  return pairs_to_i8(_mm256_maddubs_epi16(_mm256_abs_epi8(w), turned));
+INLINE i8 more_bytes(i8 before, bytes w, quad a) {
+  __m256i pairs = _mm256_maddubs_epi16(w.size, _mm256_sign_epi8(a, w.value));
+  return _mm256_add_epi32(before, whole_of(pairs));
 }
-INLINE sums sums_8bit(const b32 *w, const int8_t *a) {
-  __m256i even = _mm256_add_epi32(step_8bit(w[0], a), step_8bit(w[2], a + 8));
-  __m256i odd = _mm256_add_epi32(step_8bit(w[1], a + 4), step_8bit(w[3], a + 12));
-  return _mm256_add_epi32(even, odd);
-}
-INLINE sums more_8bit(sums before, const b32 *w, const int8_t *a) {
-  return _mm256_add_epi32(before, sums_8bit(w, a));
-}
-INLINE i8 end_8bit(sums x, int32_t sum) {
-  (void)sum;
-  return x;
-}
-INLINE b32 prepare_8bit(b32 w) { return _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80)); }
-#undef STEP
 #endif

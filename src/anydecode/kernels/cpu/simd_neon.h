@@ -55,6 +55,11 @@ INLINE f8 f8_load_f16(const uint16_t *p) {
   float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(p));
   return F8(vcvt_f32_f16(vget_low_f16(h)), vcvt_high_f32_f16(h));
 }
+INLINE f8 f8_set_f16(const uint8_t *p) {
+  uint16_t half;
+  memcpy(&half, p, 2);
+  return f8_set(f16_to_float(half));
+}
 INLINE f8 f8_load_bf16(const uint16_t *p) {
   uint16x8_t h = vld1q_u16(p);
   return F8(vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16)),
@@ -75,6 +80,33 @@ INLINE i8 i8_set(int32_t x) { return I8(vdupq_n_s32(x), vdupq_n_s32(x)); }
 INLINE i8 i8_add(i8 x, i8 y) { return I8(vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b)); }
 INLINE i8 i8_sub(i8 x, i8 y) { return I8(vsubq_s32(x.a, y.a), vsubq_s32(x.b, y.b)); }
 
+INLINE i8 i8_load(const uint32_t *p) {
+  return I8(vreinterpretq_s32_u32(vld1q_u32(p)), vreinterpretq_s32_u32(vld1q_u32(p + 4)));
+}
+INLINE i8 i8_xor(i8 x, i8 y) { return I8(veorq_s32(x.a, y.a), veorq_s32(x.b, y.b)); }
+#define RIGHT4(x, n) vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(x), n))
+/* Each lane as unsigned, shifted by a constant. */
+#define i8_right(x, n) I8(RIGHT4((x).a, n), RIGHT4((x).b, n))
+INLINE void multiply4(int32x4_t x, uint32_t by, int32x4_t *high, int32x4_t *low) {
+  uint32x4_t value = vreinterpretq_u32_s32(x), factor = vdupq_n_u32(by);
+  uint32x4_t first = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(value), vget_low_u32(factor)));
+  uint32x4_t second = vreinterpretq_u32_u64(vmull_high_u32(value, factor));
+  *high = vreinterpretq_s32_u32(vuzp2q_u32(first, second));
+  *low = vreinterpretq_s32_u32(vuzp1q_u32(first, second));
+}
+/* Both halves of the unsigned products with one number. */
+INLINE void i8_multiply(i8 x, uint32_t by, i8 *high, i8 *low) {
+  multiply4(x.a, by, &high->a, &low->a);
+  multiply4(x.b, by, &high->b, &low->b);
+}
+/* out[4 * i + j] = lane i of x[j] */
+INLINE void i8_store_fours(uint32_t *out, const i8 *x) {
+  int32x4x4_t first = {{x[0].a, x[1].a, x[2].a, x[3].a}};
+  int32x4x4_t second = {{x[0].b, x[1].b, x[2].b, x[3].b}};
+  vst4q_s32((int32_t *)out, first);
+  vst4q_s32((int32_t *)out + 16, second);
+}
+
 INLINE b32 b32_load(const uint8_t *p) { return B32(vld1q_u8(p), vld1q_u8(p + 16)); }
 INLINE b32 b32_and(b32 x, int mask) {
   uint8x16_t m = vdupq_n_u8((uint8_t)mask);
@@ -91,6 +123,7 @@ INLINE b32 b32_left(b32 x, int n) {
 }
 
 INLINE i8 settled(i8 x) { return x; }
+INLINE b32 settled_bytes(b32 x) { return x; }
 INLINE int8x16_t rounded16(const float *x, float inverse) {
   int16x8_t half[2];
   for (int i = 0; i < 2; i++) {
@@ -119,36 +152,26 @@ INLINE int32x4_t dot_quad(int32x4_t total, uint8x16_t w, int8x16_t a) {
   return vaddq_s32(total, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 #endif
 }
-/* `before` + the sum over four steps of w[i][4c..4c+3] * a[4i..4i+3], for lane c. */
-INLINE i8 dot_steps(i8 before, const b32 *w, const int8_t *a) {
-  int32x4_t four = vreinterpretq_s32_s8(vld1q_s8(a));
-#define SPREAD(i) vreinterpretq_s8_s32(vdupq_laneq_s32(four, i))
-#define STEP(i)                                        \
-  before.a = dot_quad(before.a, w[i].a, SPREAD(i));    \
-  before.b = dot_quad(before.b, w[i].b, SPREAD(i))
-  STEP(0);
-  STEP(1);
-  STEP(2);
-  STEP(3);
-#undef STEP
-#undef SPREAD
-  return before;
+/* Four activations in every lane. */
+typedef int8x16_t quad;
+INLINE quad quad_load(const int8_t *a) {
+  int32_t four;
+  memcpy(&four, a, 4);
+  return vreinterpretq_s8_s32(vdupq_n_s32(four));
 }
-typedef i8 sums;
-INLINE sums sums_4bit(const b32 *w, const int8_t *a) { return dot_steps(i8_set(0), w, a); }
-INLINE sums more_4bit(sums before, const b32 *w, const int8_t *a) { return dot_steps(before, w, a); }
-INLINE i8 end_4bit(sums x) { return x; }
-INLINE sums sums_5bit(const b32 *w, const int8_t *a) { return sums_4bit(w, a); }
-INLINE sums more_5bit(sums before, const b32 *w, const int8_t *a) { return dot_steps(before, w, a); }
-INLINE sums sums_6bit(const b32 *w, const int8_t *a) { return sums_4bit(w, a); }
-INLINE i8 end_wide(sums x) { return x; }
-INLINE sums sums_8bit(const b32 *w, const int8_t *a) { return sums_4bit(w, a); }
-INLINE sums more_8bit(sums before, const b32 *w, const int8_t *a) { return dot_steps(before, w, a); }
-INLINE i8 end_8bit(sums x, int32_t sum) {
-  (void)sum;
-  return x;
+typedef i8 parts; /* lane c: sums of w[4c..4c+3] * a[0..3] */
+INLINE parts more_parts(parts before, b32 w, quad a) {
+  return I8(dot_quad(before.a, w.a, a), dot_quad(before.b, w.b, a));
 }
-INLINE b32 prepare_8bit(b32 w) {
+INLINE parts parts_of(b32 w, quad a) { return more_parts(i8_set(0), w, a); }
+INLINE i8 whole_of(parts x) { return x; }
+typedef b32 bytes;
+INLINE bytes bytes_of(b32 w) {
   uint8x16_t flip = vdupq_n_u8(0x80);
   return B32(veorq_u8(w.a, flip), veorq_u8(w.b, flip));
 }
+INLINE i8 first_bytes(const Activations *a) {
+  (void)a;
+  return i8_set(0);
+}
+INLINE i8 more_bytes(i8 before, bytes w, quad a) { return more_parts(before, w, a); }

@@ -41,6 +41,11 @@ INLINE float f8_largest(f8 x) {
 INLINE f8 f8_from_i8(i8 x) { EACH(f8, (float)x.v[i]); }
 INLINE f8 f8_scale2(f8 x, f8 n) { EACH(f8, x.v[i] * ldexpf(1.0f, (int)n.v[i])); }
 INLINE f8 f8_load_f16(const uint16_t *p) { EACH(f8, f16_to_float(p[i])); }
+INLINE f8 f8_set_f16(const uint8_t *p) {
+  uint16_t half;
+  memcpy(&half, p, 2);
+  return f8_set(f16_to_float(half));
+}
 INLINE f8 f8_load_bf16(const uint16_t *p) { EACH(f8, bf16_to_float(p[i])); }
 INLINE void f8_store_f16(uint16_t *p, f8 x) {
   for (int i = 0; i < 8; i++) p[i] = float_to_f16(x.v[i]);
@@ -50,6 +55,22 @@ INLINE f8 f8_load_s8(const uint8_t *p) { EACH(f8, (float)(int8_t)p[i]); }
 INLINE i8 i8_set(int32_t x) { EACH(i8, x); }
 INLINE i8 i8_add(i8 x, i8 y) { EACH(i8, x.v[i] + y.v[i]); }
 INLINE i8 i8_sub(i8 x, i8 y) { EACH(i8, x.v[i] - y.v[i]); }
+
+INLINE i8 i8_load(const uint32_t *p) { EACH(i8, (int32_t)p[i]); }
+INLINE i8 i8_xor(i8 x, i8 y) { EACH(i8, x.v[i] ^ y.v[i]); }
+INLINE i8 i8_right(i8 x, int n) { EACH(i8, (int32_t)((uint32_t)x.v[i] >> n)); }
+/* Both halves of the unsigned products with one number. */
+INLINE void i8_multiply(i8 x, uint32_t by, i8 *high, i8 *low) {
+  for (int i = 0; i < 8; i++) {
+    uint64_t product = (uint64_t)(uint32_t)x.v[i] * by;
+    high->v[i] = (int32_t)(product >> 32);
+    low->v[i] = (int32_t)product;
+  }
+}
+/* out[4 * i + j] = lane i of x[j] */
+INLINE void i8_store_fours(uint32_t *out, const i8 *x) {
+  for (int i = 0; i < 32; i++) out[i] = (uint32_t)x[i % 4].v[i / 4];
+}
 
 #define EACH_BYTE(expression)                             \
   b32 out;                                                \
@@ -63,6 +84,7 @@ INLINE b32 b32_right(b32 x, int n) { EACH_BYTE(x.v[i] >> n); }
 INLINE b32 b32_left(b32 x, int n) { EACH_BYTE(x.v[i] << n); }
 
 INLINE i8 settled(i8 x) { return x; }
+INLINE b32 settled_bytes(b32 x) { return x; }
 INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t *low, int32_t *high) {
   int32_t sums[2] = {0, 0};
   for (int i = 0; i < 32; i++) {
@@ -73,21 +95,17 @@ INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t *low, 
   *high = sums[1];
 }
 
-/* `before` + the sum over four steps of w[i][4c..4c+3] * a[4i..4i+3], for lane c. */
-INLINE i8 dot_steps(i8 before, const b32 *w, const int8_t *a) {
-  for (int c = 0; c < 8; c++)
-    for (int k = 0; k < 16; k++) before.v[c] += (int32_t)w[k / 4].v[4 * c + k % 4] * a[k];
+typedef const int8_t *quad;
+INLINE quad quad_load(const int8_t *a) { return a; }
+typedef i8 parts; /* lane c: sums of w[4c..4c+3] * a[0..3] */
+INLINE parts more_parts(parts before, b32 w, quad a) {
+  for (int i = 0; i < 32; i++) before.v[i / 4] += (int32_t)w.v[i] * a[i % 4];
   return before;
 }
-typedef i8 sums;
-INLINE sums sums_4bit(const b32 *w, const int8_t *a) { return dot_steps(i8_set(0), w, a); }
-INLINE sums more_4bit(sums before, const b32 *w, const int8_t *a) { return dot_steps(before, w, a); }
-INLINE i8 end_4bit(sums x) { return x; }
-INLINE sums sums_5bit(const b32 *w, const int8_t *a) { return sums_4bit(w, a); }
-INLINE sums more_5bit(sums before, const b32 *w, const int8_t *a) { return dot_steps(before, w, a); }
-INLINE sums sums_6bit(const b32 *w, const int8_t *a) { return sums_4bit(w, a); }
-INLINE i8 end_wide(sums x) { return x; }
-INLINE sums sums_8bit(const b32 *w, const int8_t *a) { return sums_4bit(w, a); }
-INLINE sums more_8bit(sums before, const b32 *w, const int8_t *a) { return dot_steps(before, w, a); }
-INLINE i8 end_8bit(sums x, int32_t sum) { return i8_sub(x, i8_set(128 * sum)); }
-INLINE b32 prepare_8bit(b32 w) { return w; }
+INLINE parts parts_of(b32 w, quad a) { return more_parts(i8_set(0), w, a); }
+INLINE i8 whole_of(parts x) { return x; }
+typedef b32 bytes;
+INLINE bytes bytes_of(b32 w) { return w; }
+/* Bytes stand for themselves less 128. */
+INLINE i8 first_bytes(const Activations *a) { return i8_set(-128 * (a->low + a->high)); }
+INLINE i8 more_bytes(i8 before, bytes w, quad a) { return more_parts(before, w, a); }

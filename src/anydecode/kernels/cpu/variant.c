@@ -8,5 +8,5 @@
 #define TEXT(variant) TEXT2(variant)
 
 const Kernels NAME(VARIANT);
-const Kernels NAME(VARIANT) = {TEXT(VARIANT), run,    repack,    linear,
-                               unpack_row,    argmax, logsumexp, pick_gumbel};
+const Kernels NAME(VARIANT) = {TEXT(VARIANT), run,    expect,  repack,    linear,
+                               unpack_row,    argmax, largest, logsumexp, pick_gumbel};

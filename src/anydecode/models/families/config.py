@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ class Family:
     qkv_bias: bool = False  # q, k and v have biases whatever `attention_bias` says
     router_is_normalised: bool = True
     defaults: Config = field(default_factory=dict)
+    causal: bool = True
+    logit_shift: int = 0  # of a diffusion model: 1 where row r predicts position r + 1
+    block_size: str | None = None  # the config's key for the blocks a diffusion model sees
 
 
 def _one_window(config: Config) -> list[str]:
@@ -136,6 +139,25 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+FAMILIES |= {
+    # Masked diffusion (LLaDA's own layout is put into the usual words when it is loaded).
+    "llada": replace(FAMILIES["llama"], causal=False, defaults={"rms_norm_eps": 1e-5}),
+    "dream": replace(FAMILIES["qwen2"], causal=False, logit_shift=1),
+    # Models of any kind that the dLLM library made see both ways.
+    "a2d-llama": replace(FAMILIES["llama"], causal=False, block_size="block_size"),
+    "a2d-qwen2": replace(FAMILIES["qwen2"], causal=False),
+    "a2d-qwen3": replace(FAMILIES["qwen3"], causal=False),
+    # Block diffusion: a row sees its own block and those before.
+    "sdar": replace(FAMILIES["qwen3"], causal=False, block_size="block_size"),
+    "sdar_moe": replace(FAMILIES["qwen3_moe"], causal=False, block_size="block_size"),
+    "fast_dllm_qwen": replace(
+        FAMILIES["qwen2"], causal=False, logit_shift=1, block_size="bd_size"
+    ),
+    # Causal, and trained to fill masks behind what it sees.
+    "wedlm": replace(FAMILIES["qwen2"], qkv_bias=False),
+    "wedlm_qwen3": replace(FAMILIES["qwen3"]),
+}
+
 
 def text_config(config: Config) -> dict[str, Any]:
     """The part that describes the language model, with its family's defaults filled in.
@@ -145,6 +167,10 @@ def text_config(config: Config) -> dict[str, Any]:
     own = dict(config.get("text_config") or {}) if "text_config" in config else dict(config)
     kind = own.get("model_type") or config.get("model_type")
     kind = "gemma3_text" if kind == "gemma3" else kind
+    if kind in ("Dream", "Fast_dLLM_Qwen", "WeDLM"):
+        kind = kind.lower()
+    if kind == "wedlm":  # biases stand where they are stored
+        kind, own["attention_bias"] = ("wedlm_qwen3" if own.get("qk_norm") else "wedlm"), False
     if kind not in FAMILIES:
         names = ", ".join(config.get("architectures") or []) or "no architecture"
         raise CheckpointError(
@@ -182,6 +208,9 @@ def spec_from_config(
         layers=tuple(_layers(config, family, limit)),
         embedding_scale=_embedding_scale(config, dtype) if family.has_scaled_embedding else 1.0,
         logit_softcap=config.get("final_logit_softcapping"),
+        causal=family.causal,
+        logit_shift=family.logit_shift,
+        block_size=config.get(family.block_size) if family.block_size else None,
     )
 
 
@@ -215,7 +244,7 @@ def is_expert_layer(config: Config, layer: int) -> bool:
     """Whether a layer's MLP is a mixture of experts."""
     if config["model_type"] == "mixtral":
         return True
-    if config["model_type"] != "qwen3_moe":
+    if config["model_type"] not in ("qwen3_moe", "sdar_moe"):
         return False
     step = int(config.get("decoder_sparse_step") or 1)
     dense = config.get("mlp_only_layers") or []

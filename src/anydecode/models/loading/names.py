@@ -55,18 +55,33 @@ PACKAGED = {
         ),
     )
 }
+#: Models that lie in this package, by name.
+SHIPPED = {
+    folder.name: folder
+    for folder in sorted((Path(__file__).parents[2] / "assets").glob("*"))
+    if (folder / "config.json").is_file()
+}
 _ALIASES = {"smollm2": "smollm2-135m-instruct", "smollm2-135m": "smollm2-135m-instruct"}
 
 
 def present() -> list[str]:
-    """Short names of the models that are on this machine."""
+    """Short names of the models that were fetched to this machine; `SHIPPED` are there anyway."""
     return [name for name, model in PACKAGED.items() if model.is_present]
 
 
 def packaged(name: str) -> PackagedModel | None:
     """The packaged model of this short name, whatever its case and separators."""
-    plain = re.sub(r"[\s_]+", "-", name.strip().lower())
+    plain = _plain(name)
     return PACKAGED.get(_ALIASES.get(plain, plain))
+
+
+def shipped(name: str) -> Path | None:
+    """The folder of the model of this name that lies in this package."""
+    return SHIPPED.get(_plain(name))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_]+", "-", name.strip().lower())
 
 
 def is_repo(name: str) -> bool:
@@ -85,6 +100,9 @@ def resolve(name: str | os.PathLike[str]) -> Path:
         return path
     if path.is_file():
         return _file(path)
+    own = shipped(text)
+    if own is not None:
+        return own
     model = packaged(text)
     if model is not None:
         if model.is_present:
@@ -102,9 +120,13 @@ def resolve(name: str | os.PathLike[str]) -> Path:
 
 def unknown(name: str) -> ModelNotFoundError:
     """The error for a name that stands for nothing, with the names it comes close to."""
-    names = [*PACKAGED, *_ALIASES]
+    names = [*SHIPPED, *PACKAGED, *_ALIASES]
     close = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(close)}?" if close else f"known names: {', '.join(PACKAGED)};"
+    hint = (
+        f"did you mean {', '.join(close)}?"
+        if close
+        else f"known names: {', '.join([*SHIPPED, *PACKAGED])};"
+    )
     return ModelNotFoundError(
         f"no model is called {name!r}; {hint} A Hugging Face repo id (owner/name), a folder or a "
         ".gguf file will do as well"

@@ -4,6 +4,7 @@
 const at = (id) => document.getElementById(id);
 const messages = [];
 let pending = null; // the AbortController of what is being said
+let chats = true; // whether the model has a chat template; if not, the last message is the prompt
 
 function settings(decoder) {
   const body = {
@@ -18,11 +19,16 @@ function settings(decoder) {
   return body;
 }
 
+function keyHeader() {
+  return at("key").value ? { authorization: "Bearer " + at("key").value } : {};
+}
+
 async function* events(body, signal) {
-  const headers = { "content-type": "application/json" };
-  if (at("key").value) headers.authorization = "Bearer " + at("key").value;
-  const answer = await fetch("v1/chat/completions", {
-    method: "POST", headers, body: JSON.stringify(body), signal,
+  const headers = { "content-type": "application/json", ...keyHeader() };
+  const { messages: said, ...rest } = body;
+  const asked = chats ? body : { ...rest, prompt: said.at(-1).content };
+  const answer = await fetch(chats ? "v1/chat/completions" : "v1/completions", {
+    method: "POST", headers, body: JSON.stringify(asked), signal,
   });
   if (!answer.ok) {
     const told = await answer.json().catch(() => null);
@@ -53,7 +59,8 @@ async function say(body, place, signal) {
   const content = document.createElement("span");
   place.replaceChildren(content);
   for await (const event of events(body, signal)) {
-    const delta = event.choices[0]?.delta ?? {};
+    const choice = event.choices[0] ?? {};
+    const delta = choice.delta ?? { content: choice.text };
     if (delta.reasoning_content) {
       if (!thought) place.prepend((thought = Object.assign(document.createElement("span"), { className: "thought" })));
       thought.append(delta.reasoning_content);
@@ -196,7 +203,7 @@ for (const button of document.querySelectorAll("nav button")) {
 let before = null;
 async function showLoad() {
   try {
-    const live = await (await fetch("live")).json();
+    const live = await (await fetch("live", { headers: keyHeader() })).json();
     const now = performance.now();
     const target = live.lanes.target;
     at("model").textContent = live.model;
@@ -212,13 +219,18 @@ async function showLoad() {
 }
 
 async function begin() {
-  const { decoders } = await (await fetch("decoders")).json();
+  const { decoders, chat } = await (await fetch("decoders")).json();
+  chats = chat;
+  const keys = decoders.map(({ key }) => key);
+  const plain = ["autoregressive", "llada"].find((key) => keys.includes(key)) ?? keys[0];
   for (const id of ["decoder", "left", "right"]) {
     at(id).append(...decoders.map(({ key, exactness, summary }) =>
       Object.assign(document.createElement("option"), { value: key, textContent: key, title: `${exactness}: ${summary}` })));
-    at(id).value = "autoregressive";
+    at(id).value = plain;
   }
-  if (decoders.some(({ key }) => key === "prompt-lookup")) at("right").value = "prompt-lookup";
+  if (keys.includes("auto")) at("decoder").value = "auto";
+  const rival = ["prompt-lookup", "fast-dllm"].find((key) => keys.includes(key));
+  if (rival) at("right").value = rival;
   await showLoad();
   setInterval(() => document.hidden || showLoad(), 1000);
   document.body.dataset.ready = "yes";

@@ -1,0 +1,145 @@
+"""Cached against uncached denoising on a LLaDA-shaped model with random weights.
+
+python benchmarks/diffusion.py --folder DIR [--layers 16] [--hidden 2048] [--mlp 5632] [--heads 32]
+    [--vocab 32000] [--dtype int4] [--canvas 512] [--prompt 64] [--block 32] [--uncached 4]
+    [--threads N] [--json]
+
+Writes the checkpoint in LLaDA's published layout into DIR, unless it is there. Random weights are
+sure of nothing, so both sides fill one token per pass; every block of a canvas costs the same, so
+one block is timed of the cached side (its opening pass over all rows, and one over the block's rows
+per further token) and `--uncached` passes of the other (all rows, each).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from anydecode import LLM
+from anydecode.evaluation.machine import cpu_name
+from anydecode.models.scripted import ByteTokenizer
+
+
+def write(args: argparse.Namespace) -> Path:
+    """The checkpoint's folder."""
+    folder = Path(args.folder) / f"llada-{args.layers}x{args.hidden}x{args.mlp}"
+    file = folder / "model.safetensors"
+    if file.exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LLaDAModelLM"],
+        "model_type": "llada",
+        "activation_type": "silu",
+        "block_type": "llama",
+        "d_model": args.hidden,
+        "embedding_size": args.vocab,
+        "eos_token_id": 1,
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "layer_norm_type": "rms",
+        "mask_token_id": 2,
+        "max_sequence_length": 4096,
+        "mlp_hidden_size": args.mlp,
+        "n_heads": args.heads,
+        "n_kv_heads": args.heads,
+        "n_layers": args.layers,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-5,
+        "rope": True,
+        "rope_theta": 10000.0,
+        "vocab_size": args.vocab,
+        "weight_tying": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        drawn = torch.randn(rows, columns, generator=generator) / columns**0.5
+        return drawn.to(torch.bfloat16)
+
+    tensors = {
+        "model.transformer.wte.weight": matrix(args.vocab, args.hidden),
+        "model.transformer.ff_out.weight": matrix(args.vocab, args.hidden),
+        "model.transformer.ln_f.weight": torch.ones(args.hidden, dtype=torch.bfloat16),
+    }
+    for layer in range(args.layers):
+        name = f"model.transformer.blocks.{layer}"
+        for norm in ("attn_norm", "ff_norm"):
+            tensors[f"{name}.{norm}.weight"] = torch.ones(args.hidden, dtype=torch.bfloat16)
+        for part in ("q_proj", "k_proj", "v_proj", "attn_out"):
+            tensors[f"{name}.{part}.weight"] = matrix(args.hidden, args.hidden)
+        for part in ("ff_proj", "up_proj"):
+            tensors[f"{name}.{part}.weight"] = matrix(args.mlp, args.hidden)
+        tensors[f"{name}.ff_out.weight"] = matrix(args.hidden, args.mlp)
+    save_file(tensors, file)
+    return folder
+
+
+def seconds(llm: LLM, decoder: str, passes: int, args: argparse.Namespace) -> float:
+    """How long the first `passes` passes of a canvas take."""
+    prompt = np.random.default_rng(1).integers(3, 250, args.prompt).tolist()
+    request = llm.request(prompt, decoder=decoder, max_tokens=args.canvas, ignore_eos=True)
+    [job] = request.jobs
+    began = time.perf_counter()
+    llm.start(request, background=False)
+    llm.driver.advance(lambda: job.sequence.num_passes >= passes)
+    elapsed = time.perf_counter() - began
+    llm.driver.cancel(job)
+    return elapsed
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of both sides and their ratio."""
+    with LLM(write(args), tokenizer=ByteTokenizer(), dtype=args.dtype, threads=args.threads) as llm:
+        block = f"fast-dllm:threshold=1,block={args.block},mask=2"
+        seconds(llm, f"{block},cache=none", 1, args)  # pages in the weights
+        uncached = seconds(llm, f"{block},cache=none", args.uncached, args) / args.uncached
+        cached = seconds(llm, f"{block},cache=dual", args.block, args) / args.block
+    return {
+        "machine": cpu_name(),
+        "threads": args.threads,
+        "parameters": sum(
+            2 * args.vocab * args.hidden * (layer == 0)
+            + args.hidden * (4 * args.hidden + 3 * args.mlp)
+            for layer in range(args.layers)
+        ),
+        "canvas": args.canvas,
+        "block": args.block,
+        "uncached_tokens_per_second": 1 / uncached,
+        "cached_tokens_per_second": 1 / cached,
+        "ratio": uncached / cached,
+    }
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", required=True)
+    for name, default in {
+        "layers": 16, "hidden": 2048, "mlp": 5632, "heads": 32, "vocab": 32000,
+        "canvas": 512, "prompt": 64, "block": 32, "uncached": 4, "threads": 2,
+    }.items():  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", default="int4")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    found = measure(args)
+    if args.json:
+        print(json.dumps(found))
+        return
+    print(f"{found['parameters'] / 1e9:.2f}B parameters, canvas of {found['canvas']}:")
+    print(f"  uncached {found['uncached_tokens_per_second']:.2f} tokens/s")
+    print(f"  cached   {found['cached_tokens_per_second']:.2f} tokens/s")
+    print(f"  ratio    {found['ratio']:.1f}x on {found['machine']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""The Triton kernels on a GPU, beside what its memory allows and beside transformers.
+
+python benchmarks/gpu.py [--shape 8b] [--dtype bfloat16] [--context 256] [--no-peer] [--json]
+
+A model of Llama 3 8B's shape with random weights: the time of a pass over n rows as a replayed
+graph, of a token while following, of each kind of product, and of transformers' own step with the
+same weights in the same run. The memory bound is the weights' bytes over the bandwidth of a
+device-to-device copy measured here. It also checks what the figures rest on: that logits are near
+those of transformers, and that a row alone and among 16 has the same bits.
+
+It needs torch, triton and transformers. With TRITON_INTERPRET=1 and `--shape tiny` it runs without
+a GPU, and its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import triton
+
+from anydecode.kernels.cuda.available import kernel_device, why_not
+from anydecode.kernels.cuda.executor import Pick, TritonExecutor
+from anydecode.kernels.cuda.products import product
+from anydecode.kernels.interface import Rows, Want
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families import build_model
+from anydecode.models.opening import choose_executor
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+SHAPES: dict[str, dict[str, int]] = {
+    "8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    },
+    "1b": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    },
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 97,
+    },
+}  # fmt: skip
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds(run: Callable[[], Any], repeats: int) -> float:
+    """Median time of a call, the host's share included: three batches of `repeats` calls."""
+    run()
+    found = []
+    for _ in range(3):
+        wait()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        wait()
+        found.append((time.perf_counter() - began) / repeats)
+    return statistics.median(found)
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second of a copy on the device, read and written."""
+    size = 1 << 32 if device.type == "cuda" else 1 << 20
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / seconds(lambda: target.copy_(source), 10)
+
+
+def random_model(shape: str, device: torch.device) -> Any:
+    """A bfloat16 model of transformers with random weights, made on the device."""
+    config = transformers.LlamaConfig(
+        **SHAPES[shape], max_position_embeddings=8192, rms_norm_eps=1e-5,
+        tie_word_embeddings=False, initializer_range=0.02,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    kind = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return transformers.LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(kind)
+
+
+def own_model(model: Any, dtype: str | None) -> Any:
+    """The same weights in our kernels."""
+    config = model.config.to_dict()
+    checkpoint = Checkpoint("random", Path("random"), config, dict(model.state_dict()))
+    return build_model(checkpoint, dtype, executor=choose_executor("triton"))
+
+
+def rows_of(tokens: list[int], first: int, layers: int) -> Rows:
+    """Rows of one sequence from position `first` on, slot i at position i."""
+    count = len(tokens)
+    table = np.arange(first + count, dtype=np.int32)
+    zeros = np.zeros(count, np.int32)
+    return Rows(
+        np.array(tokens, np.int32), table[first:], table[first:], [table], zeros,
+        table[first:] + 1, np.zeros(0, np.int32), zeros, zeros, zeros,
+        np.full(count, layers, np.int32),
+    )  # fmt: skip
+
+
+def want(count: int) -> Want:
+    return Want(np.arange(count, dtype=np.int32))
+
+
+def passes(model: Any, cache: Any, args: argparse.Namespace) -> dict[int, float]:
+    """Seconds of a pass over n rows behind the context, logits of every row on the device."""
+    layers = model.spec.num_layers
+    found = {}
+    for count in COUNTS:
+        rows = rows_of([5] * count, args.context, layers)
+        found[count] = seconds(lambda r=rows, w=want(count): model.run(r, cache, w), args.repeats)
+    return found
+
+
+def following(model: Any, cache: Any, args: argparse.Namespace) -> float:
+    """Seconds per token while the device picks and scores by itself, greedily."""
+    rows = rows_of([5], args.context, model.spec.num_layers)
+    steps = min(32, args.repeats)
+    slots = np.arange(args.context + 1, args.context + steps, dtype=np.int32)[None]
+    run = lambda: model.executor.follow(rows, cache, slots, [Pick()])  # noqa: E731
+    return seconds(run, 3) / steps
+
+
+def products(executor: TritonExecutor, repeats: int) -> list[dict[str, Any]]:
+    """Bytes per second of each kind of matrix, over all layers, so that none stays in the cache."""
+    kinds: dict[tuple[int, int, int], list[Any]] = {}
+    backend = executor.backend
+    grouped = {weight for group in backend._groups for weight in group}
+    single = [packed for weight, packed in backend._packed.items() if weight not in grouped]
+    for packed in (*backend._groups.values(), *single):
+        key = (packed.out_features, packed.in_features, packed.bits)
+        kinds.setdefault(key, []).append(packed)
+    found = []
+    for (out, width, bits), matrices in kinds.items():
+        size = sum(packed.num_bytes for packed in matrices)
+        row: dict[str, Any] = {
+            "out": out, "in": width, "bits": bits, "matrices": len(matrices), "bytes": size,
+            "tile": str(matrices[0].tile),
+        }  # fmt: skip
+        for count in (1, 16):
+            x = torch.randn(count, width, device=executor.device)
+
+            def run(x: torch.Tensor = x, matrices: list[Any] = matrices) -> None:
+                for packed in matrices:
+                    product(x, packed)
+
+            if executor.device.type == "cuda":
+                run = _graph(run)
+            row[f"bytes_per_second_{count}"] = size / seconds(run, repeats)
+        found.append(row)
+    return found
+
+
+def _graph(run: Callable[[], None]) -> Callable[[], None]:
+    from anydecode.kernels.cuda.graphs import CudaGraphs
+
+    return CudaGraphs().capture(run)
+
+
+def peer_steps(model: Any, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds per greedy token of transformers' `generate`, and of its forward over 16 rows."""
+    device = model.device
+    prompt = torch.full((1, args.context), 5, device=device)
+    steps = min(32, args.repeats)
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+    def generate(count: int) -> float:
+        run = lambda: model.generate(  # noqa: E731
+            prompt, max_new_tokens=count, min_new_tokens=count, **options
+        )
+        return seconds(run, 1)
+
+    with torch.no_grad():
+        found = {"token": (generate(steps + 1) - generate(1)) / steps}
+        for count in (1, 16):
+            past = model(prompt, use_cache=True).past_key_values
+            more = torch.full((1, count), 5, device=device)
+
+            def run(past: Any = past, more: torch.Tensor = more) -> None:
+                model(more, past_key_values=past, use_cache=True)
+                past.crop(-more.shape[1])
+
+            found[f"pass_{count}"] = seconds(run, args.repeats)
+    return found
+
+
+def checks(model: Any, peer: Any) -> dict[str, Any]:
+    """Nearness to transformers, and the same bits alone and among sixteen."""
+    layers, generator = model.spec.num_layers, np.random.default_rng(0)
+    tokens = generator.integers(0, model.spec.vocab_size, 16).tolist()
+    cache = model.new_cache(64)
+    together = model.run(rows_of(tokens, 0, layers), cache, want(16)).logits.clone()
+    with torch.no_grad():
+        other = peer(torch.tensor([tokens], device=peer.device)).logits[0].float()
+    p, q = (values.double().log_softmax(-1) for values in (other, together))
+    cache, alone = model.new_cache(64), []
+    for place, token in enumerate(tokens):
+        row = model.run(rows_of([token], place, layers), cache, want(1)).logits
+        alone.append(row.clone())
+    return {
+        "divergence_from_transformers": float((p.exp() * (p - q)).sum(-1).mean()),
+        "same_bits_alone_and_in_sixteen": bool(torch.equal(torch.cat(alone), together)),
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device(kernel_device())
+    rate = bandwidth(device)
+    peer = random_model(args.shape, device)
+    model = own_model(peer, None if args.dtype == "bfloat16" else args.dtype)
+    executor = model.executor
+    cache = model.new_cache(args.context + max(COUNTS))
+    for tensor in (*cache.keys, *cache.values):
+        tensor.normal_()
+    # Embeddings are looked up row by row; a pass reads every other weight once.
+    embedding = executor.backend.packed(executor._embedding).num_bytes
+    size = executor.backend.num_bytes - embedding
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "interpreter"
+    result: dict[str, Any] = {
+        "gpu": name, "torch": torch.__version__, "triton": triton.__version__,
+        "transformers": transformers.__version__, "shape": args.shape, "dtype": args.dtype,
+        "context": args.context, "copy_bytes_per_second": rate, "weight_bytes": size,
+        "bound": size / rate, "checks": checks(model, peer), "passes": passes(model, cache, args),
+        "following": following(model, cache, args), "products": products(executor, args.repeats),
+    }  # fmt: skip
+    if not args.no_peer:
+        result["transformers_seconds"] = peer_steps(peer, args)
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    bound = result["bound"]
+    print(
+        f"{result['gpu']}, torch {result['torch']}, triton {result['triton']}: {result['shape']} in"
+        f" {result['dtype']}, {result['weight_bytes'] / 1e9:.2f} GB read per pass, copied at"
+        f" {result['copy_bytes_per_second'] / 1e12:.2f} TB/s: bound {bound * 1e3:.3f} ms"
+    )
+    for name, value in result["checks"].items():
+        print(f"{name.replace('_', ' ')}: {value}")
+    print("rows        ms   of one row   share of the bound")
+    one = result["passes"][1]
+    for count, took in result["passes"].items():
+        print(f"{count:4d} {took * 1e3:9.3f} {took / one:9.2f}x {bound / took:16.0%}")
+    took = result["following"]
+    print(f"following: {took * 1e3:.3f} ms per token, {bound / took:.0%} of the bound")
+    for name, took in result.get("transformers_seconds", {}).items():
+        print(f"transformers {name.replace('_', ' over ')}: {took * 1e3:.3f} ms")
+    print("product (out x in)     bits  tile   GB/s of 1 row, of 16")
+    for row in result["products"]:
+        rates = (row[f"bytes_per_second_{count}"] / 1e9 for count in (1, 16))
+        cells = " ".join(f"{rate:9.0f}" for rate in rates)
+        print(f"{row['out']:8d} x {row['in']:<8d} {row['bits']:6d}  {row['tile']} {cells}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="8b")
+    parser.add_argument("--dtype", choices=("bfloat16", "int8", "int4"), default="bfloat16")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    problem = why_not()
+    if problem is not None:
+        raise SystemExit(f"the Triton kernels cannot run here: {problem}")
+    result = measure(args)
+    print(json.dumps(result)) if args.json else show(result)
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()

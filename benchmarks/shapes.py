@@ -1,0 +1,169 @@
+"""Writes GGUF files of the shapes of well-known models, filled with random weights.
+
+python benchmarks/shapes.py FOLDER [--shape 1b] [--format Q4_0] [--json]
+
+Speed depends on shapes and formats alone, so random weights do for timing, and nothing has to be
+downloaded. The files have a tokenizer of single bytes (and names for the other ids), and open in
+anydecode and in llama.cpp. One tensor at a time is in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+FORMATS = ("Q4_0", "Q4_K")
+_STD = 0.02  # of the weights, so that states neither vanish nor explode
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama-like model."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocabulary: int
+    tied: bool
+
+
+SHAPES = {
+    "tiny": Shape(256, 2, 4, 2, 64, 512, 512, True),
+    "1b": Shape(2048, 16, 32, 8, 64, 8192, 128256, True),  # Llama 3.2 1B
+    "8b": Shape(4096, 32, 32, 8, 128, 14336, 128256, False),  # Llama 3 8B
+}
+
+
+def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Every matrix's name and size `(out_features, in_features)`, in file order."""
+    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    found = {"token_embd": (shape.vocabulary, shape.hidden)}
+    for layer in range(shape.layers):
+        found |= {
+            f"blk.{layer}.attn_q": (wide, shape.hidden),
+            f"blk.{layer}.attn_k": (narrow, shape.hidden),
+            f"blk.{layer}.attn_v": (narrow, shape.hidden),
+            f"blk.{layer}.attn_output": (shape.hidden, wide),
+            f"blk.{layer}.ffn_gate": (shape.inner, shape.hidden),
+            f"blk.{layer}.ffn_up": (shape.inner, shape.hidden),
+            f"blk.{layer}.ffn_down": (shape.hidden, shape.inner),
+        }
+    if not shape.tied:
+        found["output"] = (shape.vocabulary, shape.hidden)
+    return found
+
+
+def norms(shape: Shape) -> list[str]:
+    layers = range(shape.layers)
+    names = [f"blk.{layer}.{name}" for layer in layers for name in ("attn_norm", "ffn_norm")]
+    return [*names, "output_norm"]
+
+
+def random_blocks(
+    format: str, rows: int, columns: int, generator: np.random.Generator
+) -> np.ndarray:
+    """uint8 `[rows, bytes]`: random codes under scales that give weights of deviation `_STD`."""
+    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[format]]
+    data = generator.integers(0, 256, (rows, columns // values, size), np.uint8)
+    codes = 4.61  # the deviation of a uniform code of four bits
+    if format == "Q4_0":
+        _scale(data, 0, _STD / codes, generator)
+    else:
+        # Scales and minima are uniform below 64; a minimum of 7.5 steps brings the mean to zero.
+        step = _STD / (codes * 31.5 * 1.7)
+        _scale(data, 0, step, generator)
+        _scale(data, 2, step * 7.5, generator)
+    return data.reshape(rows, -1)
+
+
+def _scale(data: np.ndarray, place: int, size: float, generator: np.random.Generator) -> None:
+    scales = (size * generator.uniform(0.9, 1.1, data.shape[:2])).astype(np.float16)
+    data[:, :, place : place + 2] = scales[:, :, None].view(np.uint8)
+
+
+def write(path: Path, shape: Shape, format: str, seed: int = 0) -> int:
+    """Write the file; returns the bytes of its weights."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name(path.stem)
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(8192)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(500000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(shape.vocabulary)
+    _add_tokenizer(writer, shape.vocabulary)
+    kind = gguf.GGMLQuantizationType[format]
+    sizes = {}
+    for name, (rows, columns) in matrices(shape).items():
+        values, size = gguf.GGML_QUANT_SIZES[kind]
+        sizes[name] = (rows, columns // values * size)
+        count = rows * sizes[name][1]
+        writer.add_tensor_info(f"{name}.weight", sizes[name], np.dtype(np.uint8), count, kind)
+    for name in norms(shape):
+        size = 4 * shape.hidden
+        writer.add_tensor_info(f"{name}.weight", (shape.hidden,), np.dtype(np.float32), size)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    generator = np.random.default_rng(seed)
+    for rows, columns in matrices(shape).values():
+        writer.write_tensor_data(random_blocks(format, rows, columns, generator))
+    for _ in norms(shape):
+        writer.write_tensor_data(np.ones(shape.hidden, np.float32))
+    writer.close()
+    return sum(rows * columns for rows, columns in sizes.values())
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
+    """A token for each byte, in GPT-2's letters for them, two for begin and end, one merge (readers
+    insist on one), and names."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable}
+    letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    tokens = [letters[byte] for byte in range(256)] + ["<begin>", "<end>", "th"]
+    tokens += [f"<{number}>" for number in range(len(tokens), vocabulary)]
+    kinds = [1] * 256 + [3, 3] + [1] * (vocabulary - 258)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    writer.add_add_bos_token(False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="1b")
+    parser.add_argument("--format", choices=FORMATS, default="Q4_0")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    path = args.folder / f"random-{args.shape}.{args.format}.gguf"
+    size = write(path, SHAPES[args.shape], args.format)
+    if args.json:
+        facts = {"path": str(path), "format": args.format, "weight_bytes": size}
+        print(json.dumps(facts | asdict(SHAPES[args.shape])))
+        return
+    print(f"{path}: {size / 1e9:.2f} GB of weights")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Dream's sampler with infilling of variable length (Xie et al., "Dream-Coder 7B: An Open Diffusion
+Language Model for Code", arXiv:2509.01142): masks that are not needed go, masks that are lacking
+come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from anydecode.catalogue import Card, register
+from anydecode.decoders.diffusion.blocks import Whole
+from anydecode.decoders.diffusion.canvas import FIXED, Canvas
+from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.predictions import Predictions
+from anydecode.decoders.diffusion.rankings import Entropy
+from anydecode.decoders.diffusion.unmasking import TimeGrid
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.sequence import Sequence
+
+
+class VariableInfilling(Denoiser):
+    """In an infilled region that text follows, an end of text ends the region: what stands from it
+    on goes. A token `expand` becomes two masks, while the answer has room."""
+
+    expand: int | None = None
+
+    def settle(
+        self,
+        sequence: Sequence,
+        canvas: Canvas,
+        look: Predictions,
+        chosen: Iterable[int],
+        **facts: Any,
+    ) -> None:
+        chosen = [int(place) for place in chosen]
+        if canvas.whole:
+            for place in sorted(chosen, reverse=True):
+                self._resize(sequence, canvas, place)
+        super().settle(sequence, canvas, look, chosen, **facts)
+
+    def _resize(self, sequence: Sequence, canvas: Canvas, place: int) -> None:
+        if place >= len(canvas) or canvas.committed[place] == FIXED:
+            return
+        behind = np.flatnonzero(canvas.committed[place:] == FIXED)
+        token = int(canvas.tokens[place])
+        if len(behind) and sequence.stops_at(token):
+            canvas.splice(place, place + int(behind[0]), 0)
+        elif token == self.expand:
+            room = sequence.remaining - (len(canvas) - sequence.length)
+            canvas.splice(place, place + 1, 2 if room > 0 else 1)
+
+
+@register(
+    Card(
+        "dream-coder",
+        "diffusion",
+        paper="Dream-Coder 7B: An Open Diffusion Language Model for Code (arXiv:2509.01142)",
+        exactness="lossy",
+        summary="Dream's sampler; regions of an infilling shrink and grow as the text needs.",
+        needs=("diffusion model",),
+        works_with=("batches", "samplers", "streaming", "infilling"),
+        deviations=(
+            "an expansion where the answer has no room left becomes a mask again",
+            "sampling temperature is the request's (the paper's: 0.1)",
+        ),
+    )
+)
+def dream_coder(
+    steps: int | None = None, expand: int | None = None, mask: int | None = None
+) -> Denoiser:
+    """`steps` passes (default: as many as masks). `expand` is the token that stands for two masks,
+    in models that were trained with one."""
+    if expand is not None and expand < 0:
+        raise InvalidRequestError("expand is a token, 0 or more")
+    made = VariableInfilling(Whole(), Entropy(), TimeGrid(steps), mask=mask, tempered=True)
+    made.expand = expand
+    return made

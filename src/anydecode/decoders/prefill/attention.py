@@ -1,0 +1,98 @@
+"""How much some rows look at what is in memory: attention that the kernels do not give away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from anydecode.errors import UnsupportedCombinationError
+from anydecode.kernels.interface import Attention, KeyValues, Rows
+from anydecode.kernels.reference import ReferenceBackend
+from anydecode.models.network import Network
+
+
+class _Reached(Exception):
+    """A layer has come to its attention."""
+
+
+class _Queries(ReferenceBackend):
+    """Computes a layer up to its attention, and keeps the queries."""
+
+    def attention(self, q: Any, k: Any, v: Any, layer: int, shape: Attention) -> NoReturn:
+        self.found = q
+        raise _Reached
+
+
+class Looks:
+    """Attention of single rows in a model whose weights can be read."""
+
+    def __init__(self, model: Any) -> None:
+        self._network = _readable(model)
+        self._backend = _Queries()
+
+    def share(
+        self,
+        layer: int,
+        state: torch.Tensor,
+        places: np.ndarray,
+        cache: KeyValues,
+        slots: np.ndarray,
+        positions: np.ndarray,
+    ) -> torch.Tensor:
+        """Attention float32 `[heads, rows, keys]` of the rows at `places`, whose states before
+        `layer` are `state`, over the keys in `slots`, which stand at `positions`."""
+        shape = self._network.spec.layers[layer].attention
+        queries = self._queries(layer, state, places).view(len(places), shape.num_heads, -1)
+        keys = cache.keys[layer][torch.from_numpy(slots.astype(np.int64))].float()
+        keys = keys.repeat_interleave(shape.num_heads // shape.num_kv_heads, 1)
+        scores = torch.einsum("rhd,khd->hrk", queries, keys) * shape.scale
+        if shape.softcap is not None:
+            scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        hidden = torch.from_numpy(positions[None, :] > places[:, None])
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+    @torch.no_grad()
+    def _queries(self, layer: int, state: torch.Tensor, places: np.ndarray) -> torch.Tensor:
+        count = len(places)
+        zeros = np.zeros(count, np.int32)
+        rows = Rows(
+            zeros, places.astype(np.int32), zeros, [], zeros, zeros, zeros, zeros, zeros, zeros,
+            zeros,
+        )  # fmt: skip
+        self._backend.bind(rows, np.arange(count), KeyValues([], []))
+        try:
+            self._network.layer(self._backend, state.float(), layer)
+        except _Reached:
+            found: torch.Tensor = self._backend.found
+            return found
+        raise UnsupportedCombinationError("this model has layers without attention")
+
+
+def looks(model: Any) -> Looks:
+    """The model's `Looks`, made once."""
+    held = getattr(model, "_looks", None)
+    if held is None:
+        held = model._looks = Looks(model)
+    found: Looks = held
+    return found
+
+
+def _readable(model: Any) -> Network:
+    """The model's network; read from its file again where the kernels have packed the weights."""
+    network = getattr(model, "network", None)
+    if network is not None and network.weights.layers[0].query.weight.data.numel():
+        found: Network = network
+        return found
+    path: Path | None = getattr(model, "path", None)
+    if network is None or path is None:
+        raise UnsupportedCombinationError(
+            "attention is not to be had from this model: it comes from no file; a model opened with"
+            " backend='torch' will do"
+        )
+    from anydecode.models.families import build_model
+    from anydecode.models.loading import load_checkpoint
+
+    return build_model(load_checkpoint(path), model.dtype).network

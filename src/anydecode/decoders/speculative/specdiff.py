@@ -1,0 +1,71 @@
+"""Several joint drafts drawn from one denoising pass, verified as a tree (Sandler et al.,
+"SpecDiff-2: Scaling Diffusion Drafter Alignment For Faster Speculative Decoding",
+arXiv:2511.00606)."""
+
+from __future__ import annotations
+
+from anydecode.catalogue import Card, register
+from anydecode.decoders.speculative.core import Proposal, Session, Speculative
+from anydecode.decoders.speculative.diffusion_draft import DiffusionDrafter, DiffusionSession
+from anydecode.errors import InvalidRequestError
+from anydecode.sampling.policy import Policy
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import TokenTree
+
+
+class JointDrafter(DiffusionDrafter):
+    """`paths` draws from the masks' distributions at `temperature`; the first is the policy's own,
+    with the target's noise."""
+
+    def __init__(self, paths: int, temperature: float) -> None:
+        if paths < 1 or temperature <= 0:
+            raise InvalidRequestError("specdiff-2 needs a path and a temperature above 0")
+        self.paths = paths
+        self.temperature = temperature
+
+    def open(self, sequence: Sequence) -> Session:
+        return _Session(sequence, self)
+
+
+class _Session(DiffusionSession):
+    def __init__(self, sequence: Sequence, drafter: JointDrafter) -> None:
+        super().__init__(sequence)
+        self.drafter = drafter
+
+    def propose(self, size: int) -> Proposal:
+        sequence = self.sequence
+        rows = yield from self.marginals(size)
+        first, policy = [], sequence.policy.fork()
+        for ahead, row in enumerate(rows):
+            first.append(sequence.pick(policy, row, sequence.length + ahead))
+            policy.advance(first[-1])
+        paths = [first]
+        warm, noise = Policy(self.drafter.temperature), sequence.noise.with_purpose("draft")
+        for number in range(1, self.drafter.paths):
+            paths.append(
+                [
+                    warm.pick(row, noise, sequence.length + ahead, number)
+                    for ahead, row in enumerate(rows)
+                ]
+            )
+        return TokenTree.merge(paths)
+
+
+@register(
+    Card(
+        "specdiff-2",
+        "speculative",
+        paper="SpecDiff-2 (arXiv:2511.00606)",
+        exactness="token-exact",
+        summary="Several drafts drawn from one pass of a diffusion model, verified together.",
+        needs=("diffusion draft model",),
+        works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
+        deviations=(
+            "verified token-exactly: every path is walked, so none need be selected beforehand",
+            "the streak distillation of the drafter is not here",
+        ),
+    )
+)
+def specdiff(size: int = 16, paths: int = 4, temperature: float = 1.5) -> Speculative:
+    """`paths` joint drafts of `size` tokens, drawn at `temperature`."""
+    return Speculative(JointDrafter(paths, temperature), size)

@@ -1,0 +1,157 @@
+"""Drafts from a diffusion model, against oracles that recompute the masks' distributions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from anydecode.engine.llm import LLM
+from anydecode.evaluation.certify import Check, mechanism
+from anydecode.evaluation.rounds import Drafted, accepted, picked, rounds, wordy
+from anydecode.models.scripted import EOS, MASK, ByteTokenizer, ScriptedModel
+
+TARGET = wordy()
+PROMPTS = ("abcabcabd", "the cab had a bad cab", "h")
+
+
+def proposing(path: tuple[int, ...]) -> np.ndarray:
+    """A diffusion model's row: what the target says behind the text before the masks, as far as it
+    can be told without what stands between."""
+    *seen, position = path
+    known = [token for token in seen if token != MASK]
+    row: np.ndarray = TARGET(tuple(known)) * 0.5
+    for _ in range(position - len(known)):
+        known.append(int(row.argmax()))
+        row = TARGET(tuple(known)) * 0.5
+    return row
+
+
+def opened() -> LLM:
+    """The wordy target with that draft model."""
+    draft = ScriptedModel(proposing, causal=False)
+    return LLM(ScriptedModel(TARGET), tokenizer=ByteTokenizer(), draft=draft, cache_positions=4096)
+
+
+def marginals(text: list[int], count: int) -> list[np.ndarray]:
+    """Logits of `count` masks behind `text`."""
+    canvas = (*text, *[MASK] * count)
+    rows = [proposing((*canvas, len(text) + ahead)).copy() for ahead in range(count)]
+    for row in rows:
+        row[MASK] = -np.inf
+    return rows
+
+
+def _all_rounds(decoder: str, temperature: float) -> list[Drafted]:
+    with opened() as llm:
+        return [
+            one
+            for prompt in PROMPTS
+            for one in rounds(llm, decoder, prompt, temperature=temperature)
+        ]
+
+
+@mechanism("deer")
+def deer() -> Iterator[Check]:
+    """Every position's own pick, with the target's noise."""
+    for temperature in (0.0, 0.8):
+        found = _all_rounds("deer:size=5", temperature)
+        wrong = 0
+        for one in found:
+            rows = marginals(one.text, 5)
+            expected = [
+                picked(row, len(one.text) + ahead, temperature) for ahead, row in enumerate(rows)
+            ]
+            wrong += one.tokens != expected
+        yield Check(f"drafts at T={temperature} equal the oracle", wrong == 0, f"{len(found)}")
+        yield Check(f"drafts are accepted at T={temperature}", accepted(found) > 9)
+
+
+@mechanism("specdiff-2")
+def specdiff() -> Iterator[Check]:
+    """The first path is the policy's own; the others are draws at their own temperature."""
+    found = _all_rounds("specdiff-2:size=4,paths=3", 0.0)
+    wrong = 0
+    for one in found:
+        rows = marginals(one.text, 4)
+        wrong += one.tokens[:4] != [int(row.argmax()) for row in rows]
+    yield Check("the first path is greedy where the request is", wrong == 0, f"{len(found)}")
+    yield Check("others stand beside it", any(len(one.tokens) > 4 for one in found))
+    yield Check("at most three", all(len(one.tokens) <= 12 for one in found))
+    yield Check("drafts are accepted", accepted(found) > len(found))
+
+
+@mechanism("diffuspec")
+def diffuspec() -> Iterator[Check]:
+    """Candidates, trigrams, the beam against every path, and lengths, by hand."""
+    from itertools import product
+
+    from anydecode.decoders.speculative.diffuspec import (
+        AdaptiveLength,
+        Trigrams,
+        best_path,
+        candidates,
+    )
+
+    row = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
+    kept = [token for token, _ in candidates(row, 0.8, 15, [4])]
+    yield Check("the smallest set of mass .8, and the end", kept == [0, 1, 2, 4])
+    yield Check("at most two", [t for t, _ in candidates(row, 0.8, 2, [])] == [0, 1])
+
+    model = Trigrams()
+    model.read([1, 2, 1, 2, 3])
+    flat = 1 / 5
+    unigram = {2: (2 + 3 * flat) / 8, 3: (1 + 3 * flat) / 8}
+    bigram = {2: (2 + 1 * unigram[2]) / 3, 3: (0 + 1 * unigram[3]) / 3}
+    trigram = {2: (1 + 1 * bigram[2]) / 2, 3: bigram[3] / 2}
+    for token in (2, 3):
+        got = math.exp(model.log_probability(token, [2, 1], 5))
+        yield Check(f"p({token} | 2 1) backs off", math.isclose(got, trigram[token]))
+
+    random = np.random.default_rng(5)
+    rows = [random.normal(size=6).astype(np.float32) for _ in range(3)]
+    options = [candidates(row, 0.9, 4, ()) for row in rows]
+
+    def score(path: tuple[tuple[int, float], ...]) -> float:
+        said, total = [2, 3], 0.0
+        for token, q in path:
+            total += 0.5 * q + 0.5 * model.log_probability(token, said[-2:], 6)
+            said.append(token)
+        return total
+
+    best = max(product(*options), key=score)
+    settings = {"mass": 0.9, "most": 4, "weight": 0.5, "ends": ()}
+    wide = best_path(rows, model, beams=1000, **settings)  # type: ignore[arg-type]
+    yield Check("a wide beam finds the best of all paths", wide == [token for token, _ in best])
+    unlikely = np.where(np.arange(6) == 5, -30.0, rows[0]).astype(np.float32)
+    ending = [unlikely, np.where(np.arange(6) == 5, 9.0, rows[1]).astype(np.float32), rows[2]]
+    settings["ends"] = (5,)
+    short = best_path(ending, model, beams=3, **settings)  # type: ignore[arg-type]
+    yield Check("nothing is drafted behind a likely end", len(short) == 2)
+
+    class Kept:
+        def __init__(self, drafted: int, num_accepted: int) -> None:
+            self.tree, self.num_accepted = [0] * drafted, num_accepted
+
+    budget = AdaptiveLength(4, 16, 3, 0.5)
+    sizes = [budget.size(None)]  # type: ignore[arg-type]
+    for drafted, num_accepted in ((4, 4), (7, 7), (8, 1), (6, 0), (16, 16)):
+        budget.observe(Kept(drafted, num_accepted))  # type: ignore[arg-type]
+        sizes.append(budget.size(None))  # type: ignore[arg-type]
+    # generated 4, 5.5, 6.75, 6.375, 11.19; accepted 4, 5.5, 3.25, 1.625, 8.81
+    yield Check("lengths follow what was accepted", sizes == [4, 7, 8, 6, 6, 11], f"{sizes}")
+    for temperature in (0.0, 0.8):
+        found = _all_rounds("diffuspec", temperature)
+        yield Check(f"drafts are accepted at T={temperature}", accepted(found) > 0)
+    yield Check("no draft holds a mask", all(MASK not in one.tokens for one in found))
+    yield Check(
+        "ends are candidates", EOS in [t for t, _ in candidates(rows_with_end(), 0.5, 3, [EOS])]
+    )
+
+
+def rows_with_end() -> np.ndarray:
+    """A row in which the end of text is possible but unlikely."""
+    row: np.ndarray = np.zeros(259, np.float32)
+    row[7] = 9.0
+    return row

@@ -1,0 +1,121 @@
+"""EasySpec against a forward pass written down position by position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.functional import silu
+
+from anydecode.engine.llm import LLM
+from anydecode.evaluation.certify import Check, mechanism
+from anydecode.evaluation.rounds import rounds
+from anydecode.evaluation.tiny import tiny_model
+from anydecode.kernels.library import load_library
+from anydecode.models.network import GatedMlp
+from anydecode.models.scripted import ByteTokenizer
+from anydecode.models.transformer import Transformer
+
+LAYERS, GROUP, SIZE = 7, 2, 4
+PROMPT = "the cat sat on the cat"
+
+
+class Forward:
+    """A Llama whose memory is two lists per layer. `step` adds a position, layer after layer or in
+    groups, and gives its logits."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.spec, self.weights = model.spec, model.network.weights
+        self.keys: list[list[torch.Tensor]] = [[] for _ in self.weights.layers]
+        self.values: list[list[torch.Tensor]] = [[] for _ in self.weights.layers]
+
+    def step(self, token: int, group: int = 1) -> torch.Tensor:
+        x = self.weights.embedding.data[token]
+        last = len(self.weights.layers) - 1
+        inner = list(range(1, last))
+        groups = [[0], *(inner[i : i + group] for i in range(0, len(inner), group)), [last]]
+        for members in groups:
+            before = x
+            for layer in members:
+                x = x + self._attention(before, layer)
+                x = x + self._mlp(x, layer)
+        return self._normed(x, self.weights.final_norm) @ self.weights.head.data.T
+
+    def forget(self, length: int) -> None:
+        """Keep the first positions only."""
+        for held in (*self.keys, *self.values):
+            del held[length:]
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        assert weight is not None
+        return x / (x.pow(2).mean() + self.spec.norm_eps).sqrt() * weight
+
+    def _mlp(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        weights = self.weights.layers[layer]
+        mlp = weights.mlp
+        assert isinstance(mlp, GatedMlp)
+        y = self._normed(x, weights.mlp_norm)
+        inner = silu(mlp.gate.weight.data @ y) * (mlp.up.weight.data @ y)
+        return mlp.down.weight.data @ inner
+
+    def _attention(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        weights, spec = self.weights.layers[layer], self.spec.layers[layer]
+        shape, place = spec.attention, len(self.keys[layer])
+        y = self._normed(x, weights.attention_norm)
+
+        def turned(vector: torch.Tensor, heads: int) -> torch.Tensor:
+            assert spec.rope is not None
+            a, b = vector.view(heads, 2, -1).unbind(1)
+            angle = place * spec.rope.frequencies
+            return torch.cat(
+                [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], 1
+            )
+
+        q = turned(weights.query.weight.data @ y, shape.num_heads)
+        self.keys[layer].append(turned(weights.key.weight.data @ y, shape.num_kv_heads))
+        self.values[layer].append((weights.value.weight.data @ y).view(shape.num_kv_heads, -1))
+        shared = shape.num_heads // shape.num_kv_heads
+        k = torch.stack(self.keys[layer]).repeat_interleave(shared, 1)
+        v = torch.stack(self.values[layer]).repeat_interleave(shared, 1)
+        weight = (torch.einsum("hd,khd->hk", q, k) * shape.scale).softmax(1)
+        return weights.output.weight.data @ torch.einsum("hk,khd->hd", weight, v).flatten()
+
+
+def drafted(model: Transformer, text: list[int], size: int, group: int) -> list[int]:
+    """The chain that stands to be drafted behind `text`: exact up to there, then in groups."""
+    forward = Forward(model)
+    for token in text:
+        logits = forward.step(token)
+    found = [int(logits.argmax())]
+    while len(found) < size:
+        found.append(int(forward.step(found[-1], group).argmax()))
+    return found
+
+
+@mechanism("easyspec")
+def easyspec() -> Iterator[Check]:
+    """Drafts equal the oracle's in every round, so memory was put right in each; they differ from
+    what an exact draft model says."""
+    oracle = tiny_model(layers=LAYERS, seed=3, backend="torch")
+    for backend in ("torch", "native") if load_library() is not None else ("torch",):
+        draft = tiny_model(layers=LAYERS, seed=3, backend=backend)
+        target = tiny_model(layers=LAYERS, seed=3, backend=backend)
+        with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=1024) as llm:
+            found = rounds(llm, f"easyspec:size={SIZE},group={GROUP}", PROMPT, 24)
+            rows, passes = llm.engine.lanes["draft"].num_rows, llm.engine.lanes["draft"].num_passes
+        wrong = [one.text for one in found if one.tokens != drafted(oracle, one.text, SIZE, GROUP)]
+        detail = f"{len(wrong)} of {len(found)} differ"
+        yield Check(f"drafts equal the oracle's, {backend}", not wrong and len(found) > 5, detail)
+        exact = [drafted(oracle, one.text, SIZE, 1) for one in found]
+        yield Check(
+            f"only the first is sure to be exact, {backend}",
+            all(one.tokens[0] == chain[0] for one, chain in zip(found, exact, strict=True))
+            and any(one.tokens != chain for one, chain in zip(found, exact, strict=True)),
+        )
+        said = sum(len(one.said) for one in found[:-1])
+        wanted = len(PROMPT) + said + len(found) * (SIZE - 1)
+        yield Check(
+            f"one exact pass a round over what is new, {backend}",
+            (rows, passes) == (wanted, len(found) * SIZE),
+            f"{rows} rows in {passes} passes; {wanted} in {len(found) * SIZE}",
+        )

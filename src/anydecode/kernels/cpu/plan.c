@@ -1,0 +1,109 @@
+/* Divides a pass. Each calling thread keeps its arrays from one pass to the next. */
+#include "plan.h"
+
+#include <stdlib.h>
+
+enum { EXPERT_PHASES = 6 };
+
+typedef struct {
+  void *data;
+  size_t size;
+} Store;
+
+static int grow(Store *store, size_t size) {
+  if (size <= store->size) return 1;
+  void *data = realloc(store->data, 2 * size);
+  if (!data) return 0;
+  store->data = data;
+  store->size = 2 * size;
+  return 1;
+}
+
+static void plan_tiles(Plan *plan) {
+  const Pass *pass = plan->pass;
+  int tiles = 0, start = 0;
+  for (int r = 0; r < pass->num_rows; r++) {
+    if (r && (r - start == ATTENTION_ROWS || pass->table[r] != pass->table[start])) start = r;
+    if (r == start) plan->tile_start[tiles++] = r;
+    plan->tile_of[r] = tiles - 1;
+  }
+  plan->tile_start[tiles] = pass->num_rows;
+  plan->num_tiles = tiles;
+}
+
+static int attention_parts(const Plan *plan, const Op *op) {
+  if (!is_divided(plan, op)) return plan->num_tiles * op->kv_heads;
+  int parts = 0;
+  for (int tile = 0; tile < plan->num_tiles; tile++) {
+    int first, last;
+    tile_segments(plan, op, tile, &first, &last);
+    parts += (last - first) * op->kv_heads;
+  }
+  return parts;
+}
+
+static int64_t state_floats(const Plan *plan, const Op *op) {
+  if (!is_divided(plan, op)) return 0;
+  int padded = (op->head_dim + 7) / 8 * 8, heads = ATTENTION_ROWS * (op->heads / op->kv_heads);
+  return attention_parts(plan, op) * attention_state_floats(padded, heads);
+}
+
+static void close_stage(Plan *plan) {
+  if (!plan->num_stages) return;
+  Stage *stage = plan->stages + plan->num_stages - 1;
+  int parts = 0, rows = 0;
+  for (int i = stage->first; i < stage->last; i++) {
+    const Op *op = plan->pass->ops + i;
+    if (by_row(op->code)) rows = stage->rows;
+    if (op->code == OP_LINEAR) parts += linear_parts(op->matrix, stage->rows, plan->threads);
+    if (op->code == OP_ATTEND) parts += attention_parts(plan, op);
+    if (op->code == OP_EXPERTS) parts += stage->phase ? 8 * plan->threads : 1;
+  }
+  stage->row_parts = rows < 4 * plan->threads ? rows : 4 * plan->threads;
+  plan->parts[plan->num_stages - 1] = stage->row_parts + parts;
+}
+
+static void open_stage(Plan *plan, int op, int rows, int64_t base, int phase) {
+  close_stage(plan);
+  plan->stages[plan->num_stages++] = (Stage){op, op, rows, 0, phase, base};
+}
+
+static void plan_ops(Plan *plan, int first, int last, int rows, int64_t base) {
+  int alone = 1;
+  for (int i = first; i < last; i++) {
+    const Op *op = plan->pass->ops + i;
+    int experts = op->code == OP_EXPERTS;
+    for (int phase = 0; phase < (experts ? EXPERT_PHASES : 1); phase++) {
+      if (experts || alone || op->barrier) open_stage(plan, i, rows, base, phase);
+      plan->stages[plan->num_stages - 1].last = i + 1;
+    }
+    alone = experts;
+  }
+}
+
+int make_plan(const Pass *pass, int threads, Plan *plan) {
+  static _Thread_local Store stages, parts, tile_start, tile_of, states;
+  size_t ops = (size_t)(pass->num_prologue + pass->last - pass->first + pass->num_ops - pass->head);
+  size_t most = EXPERT_PHASES * ops + 2, rows = (size_t)pass->num_rows;
+  int64_t floats = 0;
+  if (!grow(&stages, most * sizeof(Stage)) || !grow(&parts, most * 4) ||
+      !grow(&tile_start, (rows + 1) * 4) || !grow(&tile_of, rows * 4))
+    return 0;
+  *plan = (Plan){pass, stages.data, parts.data, tile_start.data, tile_of.data, NULL, 0, 0, threads};
+  if (pass->first < pass->last) plan_tiles(plan);
+  for (int i = pass->first; i < pass->last; i++) {
+    const Op *op = pass->ops + i;
+    int64_t needed = op->code == OP_ATTEND ? state_floats(plan, op) : 0;
+    floats = needed > floats ? needed : floats;
+  }
+  if (!grow(&states, (size_t)floats * 4)) return 0;
+  plan->states = states.data;
+  plan_ops(plan, 0, pass->num_prologue, pass->num_rows, 0);
+  plan_ops(plan, pass->first, pass->last, pass->num_rows, 0);
+  if (pass->num_logits) {
+    int64_t base = pass->head_offset * pass->num_rows;
+    plan_ops(plan, pass->head, pass->num_ops, pass->num_logits, base);
+  }
+  close_stage(plan);
+  return 1;
+}

@@ -1,0 +1,230 @@
+"""Weights as the Triton kernels read them: plain numbers, or codes with scales beside them.
+
+A block format becomes an array of codes and arrays of scales and offsets per group, so that a tile
+of codes is one aligned load. Nibbles stand in chunks: byte j of a chunk of `CHUNK` values holds
+value j in its low half and value j + CHUNK / 2 in its high half; so a kernel multiplies the two
+halves one after the other and never interleaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from anydecode.kernels.formats import (
+    BLOCKS,
+    DTYPES,
+    _bits,
+    _five_bits,
+    _half,
+    _k_scales,
+    _nibbles,
+)
+from anydecode.kernels.interface import Weight
+
+#: Values in one chunk of nibbles; rows are padded with zeros to whole chunks.
+CHUNK = 128
+
+_GROUP = 1 << 22  # matrices are converted in groups of about this many values
+_LARGEST = 2.0**14  # scales are stored as float16 numbers up to this
+
+
+# A matrix is split until it makes about this many programs, one for each multiprocessor of the
+# largest GPUs now. The number is fixed, so that a weight's splits do not depend on the GPU at hand.
+_PROGRAMS = 128
+#: Rows of a weight per program, and how many tiles of them a matrix must have to get them.
+_COLUMNS = ((64, 4 * _PROGRAMS), (32, _PROGRAMS), (16, 1))
+_MOST_SPLITS = 8
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How products cut one weight: rows of it per program, columns per step, splits of the
+    columns. Nothing else decides in which order a product is summed."""
+
+    columns: int
+    step: int
+    splits: int
+
+    @staticmethod
+    def of(out_features: int, padded: int, bits: int) -> Tile:
+        """The tile of a matrix, by its shape alone."""
+        columns = next(c for c, least in _COLUMNS if out_features > c * (least - 1))
+        step = CHUNK if bits < 32 else CHUNK // 2
+        programs, steps = -(-out_features // columns), -(-padded // step)
+        return Tile(columns, step, max(1, min(_MOST_SPLITS, _PROGRAMS // programs, steps // 4)))
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A matrix `[out_features, in_features]` on the kernels' device.
+
+    `bits` 32 or 16: `codes` holds the numbers. `bits` 8 or 4: a value is
+    `((code - zero) * scale + offset) * unit` with `codes` int8 `[out, padded]` or uint8
+    `[out, padded / 2]`, `scale` and `offset` float16 `[out, padded / group]` and `unit` a power of
+    two that lets float16 hold every scale a K format can have (to 11 bits; the simple formats'
+    own are kept exactly).
+    """
+
+    out_features: int
+    in_features: int
+    bits: int
+    codes: torch.Tensor
+    tile: Tile
+    scale: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
+    group: int = 32
+    zero: int = 0
+    unit: float = 1.0
+
+    @property
+    def padded(self) -> int:
+        """Values per stored row."""
+        return self.codes.shape[1] * (2 if self.bits == 4 else 1)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether products take their inputs as bfloat16."""
+        return self.bits < 16 or self.codes.dtype == torch.bfloat16
+
+    @property
+    def num_bytes(self) -> int:
+        parts = (self.codes, self.scale, self.offset)
+        return sum(p.numel() * p.element_size() for p in parts if p is not None)
+
+    def rows(self, start: int, stop: int) -> Packed:
+        """Some rows, without a copy, cut as the whole is: a product with a part of a matrix and the
+        part of the product with the whole are the same bits."""
+        return replace(
+            self,
+            out_features=stop - start,
+            codes=self.codes[start:stop],
+            scale=None if self.scale is None else self.scale[start:stop],
+            offset=None if self.offset is None else self.offset[start:stop],
+        )
+
+
+def pack(weights: Sequence[Weight], device: torch.device, gated: bool = False) -> Packed:
+    """One matrix of the rows of all `weights`, which have one format and width. `gated`: a gate
+    and what it gates, multiplied side by side."""
+    first = weights[0]
+    rows, columns = sum(w.out_features for w in weights), first.in_features
+    cut = rows // 2 if gated else rows
+    if first.format in DTYPES:
+        parts = [w.data.to(device) for w in weights]
+        data = (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
+        bits = 8 * data.element_size()
+        return Packed(rows, columns, bits, data, Tile.of(cut, columns, bits))
+    return _pack_blocks(weights, rows, columns, cut, device)
+
+
+def _pack_blocks(
+    weights: Sequence[Weight], rows: int, columns: int, cut: int, device: torch.device
+) -> Packed:
+    split, bits, group, zero = _LAYOUTS[weights[0].format]
+    padded = -(-columns // CHUNK) * CHUNK
+    width = padded // 2 if bits == 4 else padded
+    dtype = torch.uint8 if bits == 4 else torch.int8
+    codes = torch.zeros(rows, width, dtype=dtype, device=device)
+    scale = torch.zeros(rows, padded // group, dtype=torch.float32, device=device)
+    offset: torch.Tensor | None = None
+    step, at = max(1, _GROUP // columns), 0
+    for weight in weights:
+        for start in range(0, weight.out_features, step):
+            part = weight.data[start : start + step].to(device)
+            count = len(part)
+            blocks = part.reshape(-1, BLOCKS[weight.format][1])
+            found, scales, offsets = split(blocks)
+            target = torch.zeros(count, padded, dtype=torch.int16, device=device)
+            target[:, :columns] = found.reshape(count, columns)
+            codes[at : at + count] = _join(target) if bits == 4 else target.to(torch.int8)
+            scale[at : at + count, : columns // group] = scales.reshape(count, -1)
+            if offsets is not None:
+                if offset is None:
+                    offset = torch.zeros_like(scale)
+                offset[at : at + count, : columns // group] = offsets.reshape(count, -1)
+            at += count
+    unit = _unit(scale, offset)
+    return Packed(
+        rows, columns, bits, codes, Tile.of(cut, padded, bits), (scale / unit).to(torch.float16),
+        None if offset is None else (offset / unit).to(torch.float16), group, zero, unit,
+    )  # fmt: skip
+
+
+def _join(codes: torch.Tensor) -> torch.Tensor:
+    """int16 `[rows, padded]` of values below 16 to bytes, chunk by chunk."""
+    halves = codes.view(len(codes), -1, 2, CHUNK // 2)
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).to(torch.uint8).flatten(1)
+
+
+def _unit(scale: torch.Tensor, offset: torch.Tensor | None) -> float:
+    """The power of two that brings the largest scale or offset to `_LARGEST` at most."""
+    largest = float(scale.abs().max()) if scale.numel() else 0.0
+    if offset is not None:
+        largest = max(largest, float(offset.abs().max()))
+    unit = 1.0
+    while largest > _LARGEST * unit:
+        unit *= 2
+    while 0 < 2 * largest <= _LARGEST * unit:
+        unit /= 2
+    return unit
+
+
+_Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+
+
+def _q4_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    return _nibbles(blocks[:, 2:]).flatten(1), _half(blocks, 0), None
+
+
+def _q4_1(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    return _nibbles(blocks[:, 4:]).flatten(1), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q5_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    codes = _five_bits(blocks[:, 2:6], blocks[:, 6:]).to(torch.int16) - 16
+    return codes, _half(blocks, 0), None
+
+
+def _q5_1(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    codes = _five_bits(blocks[:, 4:8], blocks[:, 8:]).to(torch.int16)
+    return codes, _half(blocks, 0), _half(blocks, 2)
+
+
+def _q8_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    return blocks[:, 2:].view(torch.int8), _half(blocks, 0), None
+
+
+def _q4_k(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    scale, offset = _k_scales(blocks)
+    codes = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1)
+    return codes, scale.flatten(1), -offset.flatten(1)
+
+
+def _q5_k(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    scale, offset = _k_scales(blocks)
+    top = _bits(blocks[:, 16:48], 1)
+    low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).flatten(1, 2)
+    return (low | (top << 4)).flatten(1), scale.flatten(1), -offset.flatten(1)
+
+
+def _q6_k(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).flatten(1)
+    top = _bits(blocks[:, 128:192].reshape(-1, 2, 32), 2).flatten(1)
+    scale = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).to(torch.float32)
+    return (low | (top << 4)).to(torch.int16) - 32, scale, None
+
+
+#: format -> how its blocks come apart, bits of a code here, values per scale, what code means 0
+_LAYOUTS: dict[str, tuple[_Split, int, int, int]] = {
+    "Q4_0": (_q4_0, 4, 32, 8),
+    "Q4_1": (_q4_1, 4, 32, 0),
+    "Q4_K": (_q4_k, 4, 32, 0),
+    "Q5_0": (_q5_0, 8, 32, 0),
+    "Q5_1": (_q5_1, 8, 32, 0),
+    "Q5_K": (_q5_k, 8, 32, 0),
+    "Q6_K": (_q6_k, 8, 16, 0),
+    "Q8_0": (_q8_0, 8, 32, 0),
+}

@@ -1,0 +1,207 @@
+"""Checkpoints in published layouts, and the state from which a training run goes on.
+
+A diffusion model is written as LLaDA's are (GSAI-ML/LLaDA-8B-Instruct), an autoregressive one as
+Llama's: the loader of the engine opens both.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from anydecode.errors import CheckpointError
+from anydecode.models.tokenizers import HFTokenizer, read_json
+from anydecode.training.tokenizer import EOS, EOS_ID, MASK, MASK_ID, PAD, PAD_ID
+from anydecode.training.transformer import Shape, Transformer
+
+#: What Llama's layout calls the modules of a layer.
+LLAMA_NAMES = {
+    "attn_norm": "input_layernorm",
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "attn_out": "self_attn.o_proj",
+    "ff_norm": "post_attention_layernorm",
+    "ff_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "ff_out": "mlp.down_proj",
+}
+
+
+def save_llada(
+    folder: Path, weights: dict[str, torch.Tensor], shape: Shape, tokenizer: tokenizers.Tokenizer
+) -> None:
+    """`weights`, a state dict of `Transformer`, as a masked-diffusion checkpoint."""
+    config = {
+        "architectures": ["LLaDAModelLM"],
+        "model_type": "llada",
+        "activation_type": "silu",
+        "alibi": False,
+        "attention_layer_norm": False,
+        "block_type": "llama",
+        "d_model": shape.width,
+        "embedding_size": shape.vocab,
+        "eos_token_id": EOS_ID,
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "input_emb_norm": False,
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+        "mask_token_id": MASK_ID,
+        "max_sequence_length": shape.max_positions,
+        "mlp_hidden_size": shape.hidden,
+        "n_heads": shape.heads,
+        "n_kv_heads": shape.heads,
+        "n_layers": shape.layers,
+        "pad_token_id": PAD_ID,
+        "rms_norm_eps": shape.norm_eps,
+        "rope": True,
+        "rope_full_precision": True,
+        "rope_theta": shape.rope_theta,
+        "scale_logits": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": shape.vocab,
+        "weight_tying": False,
+    }
+    _save(folder, config, {f"model.{name}": weights[name] for name in weights}, tokenizer)
+
+
+def load_llada(folder: Path) -> tuple[Transformer, tokenizers.Tokenizer]:
+    """A checkpoint that `save_llada` wrote, or one of that shape, to train further.
+
+    Raises `CheckpointError` where the folder holds something else.
+    """
+    config = read_json(folder / "config.json")
+    try:
+        shape = Shape(
+            vocab=config["embedding_size"],
+            width=config["d_model"],
+            layers=config["n_layers"],
+            heads=config["n_heads"],
+            hidden=config["mlp_hidden_size"],
+            max_positions=config["max_sequence_length"],
+            rope_theta=config["rope_theta"],
+            norm_eps=config["rms_norm_eps"],
+        )
+        if config["mask_token_id"] != MASK_ID or config["eos_token_id"] != EOS_ID:
+            raise CheckpointError(f"{folder}: not trained by this package: other special tokens")
+        model = Transformer(shape)
+        stored = load_file(str(folder / "model.safetensors"))
+        model.load_state_dict(
+            {name.removeprefix("model."): weight.float() for name, weight in stored.items()}
+        )
+    except (KeyError, RuntimeError, OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{folder}: no masked-diffusion checkpoint: {reason}") from None
+    return model.eval(), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def save_llama(
+    folder: Path, weights: dict[str, torch.Tensor], shape: Shape, tokenizer: tokenizers.Tokenizer
+) -> None:
+    """`weights`, a state dict of `Transformer`, as an autoregressive checkpoint."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_llama(shape)}
+    config |= {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    _save(folder, config, {llama_name(name): weights[name] for name in weights}, tokenizer)
+
+
+def save_block_llama(
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+    shape: Shape,
+    tokenizer: HFTokenizer,
+    mask: int,
+    block: int,
+) -> None:
+    """`weights`, a state dict of `Transformer`, as a block-diffusion checkpoint: Llama's layout,
+    the model type that the dLLM library gives to models made bidirectional, the size of blocks."""
+    config = {"architectures": ["A2DLlamaLMHeadModel"], "model_type": "a2d-llama", **_llama(shape)}
+    config |= {"block_size": block, "mask_token_id": mask, "eos_token_id": [*tokenizer.eos_ids]}
+    special = {**tokenizer.special_texts, "mask_token": tokenizer.token_text(mask)}
+    tensors = {llama_name(name): weights[name] for name in weights}
+    _save(folder, config, tensors, tokenizer.backend, special)
+
+
+def _llama(shape: Shape) -> dict[str, Any]:
+    return {
+        "hidden_act": "silu",
+        "hidden_size": shape.width,
+        "intermediate_size": shape.hidden,
+        "max_position_embeddings": shape.max_positions,
+        "num_attention_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads or shape.heads,
+        "head_dim": shape.head_width,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": shape.vocab,
+    }
+
+
+def llama_name(name: str) -> str:
+    """What Llama's layout calls a parameter of `Transformer`."""
+    parts = name.removeprefix("transformer.").split(".")
+    if parts[0] == "blocks":
+        return f"model.layers.{parts[1]}.{LLAMA_NAMES[parts[2]]}.weight"
+    outer = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
+    return f"{outer[parts[0]]}.weight"
+
+
+def _save(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    tokenizer: tokenizers.Tokenizer,
+    special: dict[str, str] | None = None,
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if special is None:
+        special = {"eos_token": EOS, "pad_token": PAD, "mask_token": MASK}
+        tensors = _silenced(tensors, tokenizer)
+    rounded = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+    save_file(rounded, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    settings = {**special, "tokenizer_class": "PreTrainedTokenizerFast"}
+    save_json(folder / "config.json", config)
+    save_json(folder / "tokenizer_config.json", settings)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _silenced(
+    tensors: dict[str, torch.Tensor], tokenizer: tokenizers.Tokenizer
+) -> dict[str, torch.Tensor]:
+    """The same, the mask and the padding made as unlikely as "!". Training never lets them be
+    predicted, so nothing pushed their logits down; no text of the tasks has "!", so all did."""
+    names = ("model.transformer.ff_out.weight", "lm_head.weight")
+    name = next(name for name in names if name in tensors)
+    head = tensors[name].clone()
+    head[[PAD_ID, MASK_ID]] = head[tokenizer.token_to_id("!")].clone()
+    return {**tensors, name: head}
+
+
+def save_json(path: Path, content: Any) -> None:
+    """Write `content` so that people can read it."""
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Write a run's state so that an interrupted write leaves the one before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".part")
+    torch.save(state, beside)
+    beside.replace(path)
+
+
+def load_state(path: Path) -> dict[str, Any] | None:
+    """The state in `path`, tensors and numbers only; None where there is none."""
+    if not path.is_file():
+        return None
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state

@@ -1,0 +1,91 @@
+"""The course of a training run as a picture: loss above, accuracy on held-out questions below."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any
+
+from anydecode.evaluation.speculative_report import COLOURS
+
+_STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:#222}.axis{stroke:#999}.grid{stroke:#ddd}"
+    ".line{fill:none;stroke-width:1.6}"
+    "@media(prefers-color-scheme:dark){text{fill:#ddd}.axis{stroke:#777}.grid{stroke:#333}}"
+)
+_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 640, 170, 52, 40, 44
+
+
+def to_svg(log: dict[str, Any]) -> str:
+    """`log` is what a run writes to `log.json`: its shape and its history."""
+    history: list[dict[str, Any]] = log["history"]
+    minutes: float = max([entry["seconds"] / 60 for entry in history] + [1e-9])
+    stages = list(dict.fromkeys(entry["stage"] for entry in history))
+    losses = [entry for entry in history if "loss" in entry]
+    checks = [entry for entry in history if "accuracy" in entry]
+    values = [math.log10(max(entry["loss"], 1e-4)) for entry in losses] or [0.0]
+    low, high = math.floor(min(values) * 2) / 2, math.ceil(max(values) * 2) / 2
+    high = max(high, low + 0.5)
+    second = _TOP + _HEIGHT + _GAP
+
+    def x(entry: dict[str, Any]) -> float:
+        return _LEFT + _WIDTH * float(entry["seconds"]) / 60 / minutes
+
+    def of_loss(entry: dict[str, Any]) -> float:
+        share = (math.log10(max(entry["loss"], 1e-4)) - low) / (high - low)
+        return _TOP + _HEIGHT * (1 - share)
+
+    def of_accuracy(entry: dict[str, Any]) -> float:
+        return second + _HEIGHT * (1 - float(entry["accuracy"]["all"]))
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 20}'
+        f' {second + _HEIGHT + 60}" role="img" aria-label="Training"><style>{_STYLE}</style>',
+        f'<text x="{_LEFT}" y="16">loss per token (logarithmic)</text>',
+        f'<text x="{_LEFT}" y="{second - 10}">accuracy on held-out questions, mean of tasks</text>',
+    ]
+    ticks = [low + 0.5 * step for step in range(round((high - low) * 2) + 1)]
+    parts += _grid(_TOP, [(f"{10**tick:.2g}", (tick - low) / (high - low)) for tick in ticks])
+    parts += _grid(second, [(f"{share:g}", share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)])
+    step = max(1, round(minutes / 8))
+    for minute in range(0, int(minutes) + 1, step):
+        at = _LEFT + _WIDTH * minute / minutes
+        parts.append(
+            f'<text x="{at:.1f}" y="{second + _HEIGHT + 16}" text-anchor="middle">{minute}</text>'
+        )
+    parts.append(
+        f'<text x="{_LEFT + _WIDTH / 2}" y="{second + _HEIGHT + 32}" text-anchor="middle">'
+        "minutes</text>"
+    )
+    for place, stage in enumerate(stages):
+        for entries, y in ((losses, of_loss), (checks, of_accuracy)):
+            parts.append(_line([e for e in entries if e["stage"] == stage], x, y, COLOURS[place]))
+        at = _LEFT + 160 * place
+        bottom = second + _HEIGHT + 50
+        parts.append(
+            f'<rect x="{at}" y="{bottom - 9}" width="10" height="10" fill="{COLOURS[place]}"/>'
+            f'<text x="{at + 14}" y="{bottom}">{escape(stage)}</text>'
+        )
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _grid(top: float, ticks: Sequence[tuple[str, float]]) -> list[str]:
+    parts = []
+    for label, share in ticks:
+        y, kind = top + _HEIGHT * (1 - share), "grid" if share else "axis"
+        parts.append(
+            f'<line class="{kind}" x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+        )
+    return parts
+
+
+def _line(
+    entries: Sequence[dict[str, Any]],
+    x: Callable[[dict[str, Any]], float],
+    y: Callable[[dict[str, Any]], float],
+    colour: str,
+) -> str:
+    points = " ".join(f"{x(entry):.1f},{y(entry):.1f}" for entry in entries)
+    return f'<polyline class="line" stroke="{colour}" points="{points}"/>'

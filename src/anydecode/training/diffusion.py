@@ -1,0 +1,228 @@
+"""Training the small models: an autoregressive stage, then masked diffusion from its weights.
+
+Starting from next-token prediction is worth more than as many steps of diffusion (Gong et al.,
+DiffuLLaMA, arXiv:2410.17891). At this size neither their logit shift nor annealing the mask helps,
+so the stage switches to full attention at once and logits stay in place, as in LLaDA.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from anydecode.errors import InvalidRequestError
+from anydecode.evaluation.parallelbench.tasks import TASKS, examples
+from anydecode.training import checkpoint, denoising
+from anydecode.training.data import batches
+from anydecode.training.objectives import causal_loss, diffusion_loss
+from anydecode.training.tokenizer import build_tokenizer
+from anydecode.training.transformer import Shape, Transformer
+
+STAGES = ("autoregressive", "diffusion")
+#: The share of the budget that the autoregressive stage has.
+FIRST_SHARE = 0.3
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How long and how a run trains. One of `minutes` and `steps` is the budget."""
+
+    minutes: float | None = None
+    steps: int | None = None
+    seed: int = 0
+    batch: int = 64
+    rate: float = 1.5e-3
+    warmup: int = 50
+    decay: float = 0.01
+    clip: float = 1.0
+    average: float = 0.998
+    save_seconds: float = 180.0
+    checks: int = 4  # held-out examples of each task when progress is looked at
+
+    def __post_init__(self) -> None:
+        if (self.minutes is None) == (self.steps is None):
+            raise InvalidRequestError("a training run takes either minutes or steps")
+        if (self.minutes or self.steps or 0) <= 0:
+            raise InvalidRequestError("a training run takes some minutes or steps, more than 0")
+
+
+class Run:
+    """A training run in a folder, which it can be taken up from again.
+
+    `state.pt` is what is needed to go on, `log.json` the history, `diffusion/` and
+    `autoregressive/` the checkpoints of the averaged weights.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, shape: Shape | None = None) -> None:
+        self.folder, self.recipe = folder, recipe
+        kept = folder / "tokenizer.json"
+        self.tokenizer = Tokenizer.from_file(str(kept)) if kept.is_file() else build_tokenizer()
+        self.shape = shape or Shape(vocab=self.tokenizer.get_vocab_size())
+        torch.manual_seed(recipe.seed)
+        self.model = Transformer(self.shape)
+        self.step, self.seconds, self.stage, self.stage_step = 0, 0.0, 0, 0
+        self.history: list[dict[str, Any]] = []
+        self._start_stage()
+        state = checkpoint.load_state(folder / "state.pt")
+        if state is not None:
+            self._restore(state)
+
+    def _start_stage(self) -> None:
+        self.stage_step = 0
+        self.average = {name: weight.clone() for name, weight in self.model.state_dict().items()}
+        matrices = [weight for weight in self.model.parameters() if weight.dim() == 2]
+        vectors = [weight for weight in self.model.parameters() if weight.dim() < 2]
+        groups = [
+            {"params": matrices, "weight_decay": self.recipe.decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
+
+    @property
+    def progress(self) -> float:
+        """The share of the budget that is spent."""
+        if self.recipe.minutes is not None:
+            return min(1.0, self.seconds / (60 * self.recipe.minutes))
+        return min(1.0, self.step / (self.recipe.steps or 1))
+
+    def train(self, report: Callable[[Run], None] = lambda run: None) -> None:
+        """Train until the budget is spent, calling `report` after every step. Ctrl-C saves too."""
+        try:
+            self._train(report)
+        finally:
+            self.save()
+
+    def _train(self, report: Callable[[Run], None]) -> None:
+        mark, saved = time.monotonic(), self.seconds
+        losses: list[float] = []
+        while self.progress < 1.0:
+            if self.stage == 0 and self.progress >= FIRST_SHARE:
+                self._end_first_stage()
+            losses.append(self._update())
+            now = time.monotonic()
+            self.seconds, mark = self.seconds + now - mark, now
+            if self.step % 20 == 0:
+                self._note(loss=sum(losses) / len(losses))
+                losses.clear()
+            if self.seconds - saved > self.recipe.save_seconds:
+                self.save()
+                mark, saved = time.monotonic(), self.seconds
+            report(self)
+
+    def _end_first_stage(self) -> None:
+        self.save()
+        self.model.load_state_dict(self.average)
+        self.stage = 1
+        self._start_stage()
+
+    def _update(self) -> float:
+        recipe = self.recipe
+        parts = batches(self.tokenizer, recipe.batch, recipe.seed, self.step)
+        generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + self.step)
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        sums: list[float] = []
+        total = torch.zeros(())
+        for part in parts:
+            if self.stage == 0:
+                loss, weight = causal_loss(self.model, part)
+            else:
+                loss, weight = diffusion_loss(self.model, part, generator)
+            loss.backward()  # type: ignore[no-untyped-call]
+            sums.append(float(loss.detach()))
+            total += weight
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= total
+        nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate()
+        self.optimizer.step()
+        self.step += 1
+        self.stage_step += 1
+        kept = min(recipe.average, self.stage_step / (self.stage_step + 10))
+        for name, weight in self.model.state_dict().items():
+            self.average[name].lerp_(weight, 1 - kept)
+        return sum(sums) / float(total)
+
+    def _rate(self) -> float:
+        """The learning rate: a warm-up, then a half cosine, in each stage."""
+        begin, end = ((0.0, FIRST_SHARE), (FIRST_SHARE, 1.0))[self.stage]
+        done = min(1.0, (self.progress - begin) / (end - begin))
+        falling = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))
+        return self.recipe.rate * falling * min(1.0, (self.stage_step + 1) / self.recipe.warmup)
+
+    def _note(self, **values: Any) -> None:
+        entry = {"step": self.step, "seconds": round(self.seconds, 1), "stage": STAGES[self.stage]}
+        self.history.append({**entry, **values})
+
+    def save(self) -> None:
+        """Look at the averaged weights, then write them, the history and the state."""
+        model = Transformer(self.shape)
+        model.load_state_dict(self.average)
+        self._note(accuracy=self.look(model.eval()))
+        write = (checkpoint.save_llama, checkpoint.save_llada)[self.stage]
+        write(self.checkpoint, self.average, self.shape, self.tokenizer)
+        self.tokenizer.save(str(self.folder / "tokenizer.json"))
+        checkpoint.save_json(self.folder / "log.json", self.log())
+        state = {"model": self.model.state_dict(), "average": self.average}
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        state |= {"optimizer": self.optimizer.state_dict(), "shape": asdict(self.shape), **numbers}
+        checkpoint.save_state(self.folder / "state.pt", state)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of the model of the present stage."""
+        return self.folder / STAGES[self.stage]
+
+    def log(self) -> dict[str, Any]:
+        """Recipe, shape and history as plain JSON."""
+        parts = {"recipe": asdict(self.recipe), "shape": asdict(self.shape)}
+        return {**parts, "parameters": self.size, "history": self.history}
+
+    @property
+    def size(self) -> int:
+        """How many parameters the model has."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if state["shape"] != asdict(self.shape):
+            raise InvalidRequestError(f"{self.folder} holds a run of another shape")
+        for name in _NUMBERS:
+            setattr(self, name, state[name])
+        self.model.load_state_dict(state["model"])
+        self.average = state["average"]
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def look(self, model: Transformer) -> dict[str, float]:
+        """Accuracy on a few held-out examples of every task, and of all."""
+        recipe = self.recipe
+        asked = {task: [*examples(task, recipe.checks, seed=recipe.seed + 1)] for task in TASKS}
+        every = [example for group in asked.values() for example in group]
+        prompts = [self.tokenizer.encode(example.prompt).ids for example in every]
+        if self.stage == 0:
+            answers = denoising.continue_greedily(model, prompts, 32)
+        else:
+            answers, _ = denoising.denoise(model, prompts, 32, 0.9)
+        found: dict[str, float] = {}
+        for task, group in asked.items():
+            said, answers = answers[: len(group)], answers[len(group) :]
+            found[task] = denoising.accuracy(group, said, self.tokenizer)
+        return {**found, "all": sum(found.values()) / len(found)}
+
+
+_NUMBERS = ("step", "seconds", "stage", "stage_step", "history")
+
+
+def limit_threads(threads: int) -> None:
+    """Let torch use so many threads; 0: as many as it likes."""
+    if threads:
+        torch.set_num_threads(threads)

@@ -1,0 +1,71 @@
+"""What the two stages minimise: next-token prediction, then masked diffusion.
+
+The diffusion loss is LLaDA's (Nie et al., arXiv:2502.09992) without its 1/t weight, that is the
+mean over masked tokens, which learns better at this size. Its variance is lowered by mask rates
+spread evenly over a batch and by showing each example twice, with complementary masks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from anydecode.training.data import Batch
+from anydecode.training.tokenizer import MASK_ID, PAD_ID
+from anydecode.training.transformer import Transformer
+
+MIN_RATE = 1e-3
+#: Of every batch, the share whose masks lie as in semi-autoregressive decoding.
+BLOCK_SHARE = 0.25
+
+
+def causal_loss(model: Transformer, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The summed weighted loss of the next tokens, and the sum of the weights."""
+    targets, weights = batch.tokens[:, 1:], batch.weights[:, 1:]
+    logits = model(batch.tokens[:, :-1], causal=True, chosen=weights > 0)
+    return _weighted(logits, targets[weights > 0], weights[weights > 0])
+
+
+def diffusion_loss(
+    model: Transformer, batch: Batch, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The summed weighted loss of the masked tokens, and the sum of their weights."""
+    first, second = complementary_masks(batch.weights > 0, generator)
+    tokens, weights = batch.tokens.repeat(2, 1), batch.weights.repeat(2, 1)
+    masked = torch.cat([first, second])
+    logits = model(tokens.masked_fill(masked, MASK_ID), chosen=masked)
+    return _weighted(logits, tokens[masked], weights[masked])
+
+
+def complementary_masks(
+    answer: torch.Tensor, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two masks over `answer[batch, length]` that share no position of it and leave none out,
+    except in the rows masked block by block: there what follows the block is masked in both and
+    what precedes it in neither."""
+    count, length = answer.shape
+    rates = (torch.rand(1, generator=generator) + torch.arange(count) / count) % 1.0
+    rates = rates[torch.randperm(count, generator=generator)].clamp(MIN_RATE, 1 - MIN_RATE)
+    first = torch.rand(count, length, generator=generator) < rates[:, None]
+    places = torch.arange(length)
+    starts, ends = (
+        torch.randint(0, length + 1, (2, count, 1), generator=generator).sort(dim=0).values
+    )
+    by_block = torch.rand(count, 1, generator=generator) < BLOCK_SHARE
+    shown, hidden = by_block & (places < starts), by_block & (places >= ends)
+    candidates = answer & ~shown
+    return candidates & (first | hidden), candidates & (~first | hidden)
+
+
+def without_mask(logits: torch.Tensor) -> torch.Tensor:
+    """Logits in which the mask and the padding token cannot be predicted."""
+    forbidden = torch.zeros(logits.shape[-1])
+    forbidden[[MASK_ID, PAD_ID]] = float("-inf")
+    return logits + forbidden.to(logits)
+
+
+def _weighted(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    losses = functional.cross_entropy(without_mask(logits), targets, reduction="none")
+    return (losses * weights).sum(), weights.sum()

@@ -1,0 +1,46 @@
+"""The tokenizer of the small models: byte-level BPE in which every word, digit and separator of the
+tasks is one token, and any other text is still spelled exactly."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from anydecode.evaluation.parallelbench.tasks import TASKS, examples, lengths
+
+PAD, EOS, MASK = "<|pad|>", "<|endoftext|>", "<|mdm_mask|>"
+PAD_ID, EOS_ID, MASK_ID = 0, 1, 2
+
+#: A word, a digit or a run of signs, each with the space before it; or other white space.
+_PIECE = r" ?[A-Za-z_]+| ?[0-9]| ?[^A-Za-z0-9_\s]+(?: [^A-Za-z0-9_\s]+)*|\s"
+
+
+@cache
+def build_tokenizer(per_length: int = 200) -> tokenizers.Tokenizer:
+    """The tokenizer learned from `per_length` training examples of every task and length."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(_PIECE), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=8192,
+        min_frequency=1,
+        special_tokens=[PAD, EOS, MASK],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    corpus = (
+        text
+        for task in TASKS
+        for length in lengths(task)
+        for example in examples(task, per_length, length=length, held_out=False)
+        for text in (example.prompt, example.answer)
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer

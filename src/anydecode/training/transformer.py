@@ -1,0 +1,151 @@
+"""The network that is trained: a Llama-shaped transformer whose attention is causal or full.
+
+Modules are named as LLaDA's are (Nie et al., arXiv:2502.09992), so that a state dict under the
+prefix `model.` is a checkpoint in its layout. The engine runs the result; this class only learns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the network; `hidden` is that of the gated MLP."""
+
+    vocab: int
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    hidden: int = 384
+    max_positions: int = 512
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    kv_heads: int | None = None  # None: as many as heads
+    head_size: int | None = None  # None: an equal share of the width
+
+    @property
+    def head_width(self) -> int:
+        """Dimensions of a head."""
+        return self.head_size or self.width // self.heads
+
+
+class Norm(nn.Module):
+    """RMS norm."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Block(nn.Module):
+    """Attention and a gated MLP, each behind a norm. `ff_proj` is the gate."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        queries = shape.heads * shape.head_width
+        keys = (shape.kv_heads or shape.heads) * shape.head_width
+        self.head_width = shape.head_width
+        self.attn_norm = Norm(shape.width, shape.norm_eps)
+        self.q_proj = nn.Linear(shape.width, queries, bias=False)
+        self.k_proj = nn.Linear(shape.width, keys, bias=False)
+        self.v_proj = nn.Linear(shape.width, keys, bias=False)
+        self.attn_out = nn.Linear(queries, shape.width, bias=False)
+        self.ff_norm = Norm(shape.width, shape.norm_eps)
+        self.ff_proj = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.up_proj = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.ff_out = nn.Linear(shape.hidden, shape.width, bias=False)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        causal: bool,
+        visible: torch.Tensor | None,
+    ) -> torch.Tensor:
+        seen = self.attn_norm(x)
+        q, k, v = (
+            projection(seen).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            _rotate(q, rope),
+            _rotate(k, rope),
+            v,
+            attn_mask=visible,
+            is_causal=causal,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        x = x + self.attn_out(mixed.transpose(1, 2).flatten(-2))
+        seen = self.ff_norm(x)
+        added: torch.Tensor = self.ff_out(functional.silu(self.ff_proj(seen)) * self.up_proj(seen))
+        return x + added
+
+
+class Transformer(nn.Module):
+    """Logits of every position: `[batch, length]` tokens to `[batch, length, vocab]`."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(shape.vocab, shape.width),
+                "blocks": nn.ModuleList(Block(shape) for _ in range(shape.layers)),
+                "ln_f": Norm(shape.width, shape.norm_eps),
+                "ff_out": nn.Linear(shape.width, shape.vocab, bias=False),
+            }
+        )
+        half = shape.head_width // 2
+        rates = shape.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
+        angles = torch.arange(shape.max_positions, dtype=torch.float32)[:, None] * rates
+        angles = torch.cat([angles, angles], dim=-1)
+        self.cos: torch.Tensor
+        self.sin: torch.Tensor
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                is_residual = "blocks" in name and name.endswith(
+                    ("attn_out.weight", "ff_out.weight")
+                )
+                nn.init.normal_(weight, std=0.02 / (2 * shape.layers) ** (0.5 * is_residual))
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers, first to last."""
+        return [*self.transformer["blocks"]]  # type: ignore[misc]
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        *,
+        causal: bool = False,
+        chosen: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """With `chosen[batch, length]`, only the logits of those positions: `[chosen, vocab]`.
+        `positions[length]` are 0, 1, ... if not given; `visible[length, length]` says which
+        positions (columns) each one sees."""
+        at = torch.arange(tokens.shape[1]) if positions is None else positions
+        rope = self.cos[at], self.sin[at]
+        x = self.transformer["wte"](tokens)
+        for block in self.blocks:
+            x = block(x, rope, causal, visible)
+        x = x if chosen is None else x[chosen]
+        logits: torch.Tensor = self.transformer["ff_out"](self.transformer["ln_f"](x))
+        return logits
+
+
+def _rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * rope[0] + torch.cat([-second, first], dim=-1) * rope[1]

@@ -1,0 +1,216 @@
+"""Prompts that end inside a token, gaps, watched names, and what constraints do for drafts."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from anydecode import JsonSchema, Regex
+from anydecode.constraints.canonical import canonical
+from anydecode.constraints.monitors import Monitor
+from anydecode.constraints.relaxing import closed
+from anydecode.decoders.constrained.self_infill import SelfInfill
+from anydecode.decoders.constrained.token_healing import TokenHealing
+from anydecode.decoders.constrained.unbiased_tokenization import UnbiasedTokenization
+from anydecode.engine.llm import LLM
+from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.evaluation.constrained_answers import Setting, judged, load_rows, summary
+from anydecode.evaluation.constrained_bench import walk
+from anydecode.evaluation.mechanisms.constraints_text import (
+    CHAIN,
+    chain_llm,
+    filling_llm,
+    share_of_a,
+    unknown_names,
+)
+from anydecode.evaluation.spelling import spelling
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+
+TOKENIZER = ByteTokenizer()
+
+
+def test_the_next_letter_follows_the_chain_where_plain_decoding_does_not():
+    for prompt in ("BA", "BAAA"):
+        decoder = UnbiasedTokenization()
+        with chain_llm() as llm:
+            llm.generate(prompt, decoder=decoder, max_tokens=1)
+        assert decoder.last_bytes[ord("A")] == pytest.approx(CHAIN["A"], abs=1e-6)
+    assert share_of_a(None, 20) == 0
+    assert abs(share_of_a(UnbiasedTokenization(), 200) - CHAIN["A"]) < 0.1
+
+
+def test_covers_that_no_tokenizer_writes_would_be_noticed(monkeypatch):
+    """The twin: with every split of the text as a cover, the chain is missed."""
+    from anydecode.decoders.constrained import unbiased_tokenization as module
+
+    monkeypatch.setattr(module, "is_written", lambda *_: True)
+    decoder = UnbiasedTokenization()
+    with chain_llm() as llm:
+        llm.generate("BAA", decoder=decoder, max_tokens=1)
+        honest = decoder.last_bytes[ord("A")]
+        row = np.log(np.array([0.3, 0.3, 0.4, 1e-30]))
+        llm.model.script = lambda seen: row
+        llm.clear()
+        llm.generate("BAA", decoder=decoder, max_tokens=1)
+    assert abs(decoder.last_bytes[ord("A")] - honest) > 0.05
+
+
+def test_an_answer_is_the_text_beyond_the_prompt():
+    with chain_llm() as llm:
+        for decoder in ("unbiased-tokenization", "token-healing", "token-healing:count=2"):
+            options = {"decoder": decoder, "temperature": 1.0, "logprobs": 1, "max_tokens": 6}
+            answer = llm.generate("BAAB", seed=3, **options)
+            assert len(answer.logprobs) == len(answer.tokens) == 6
+            assert set(answer.text) <= {"A", "B"}
+
+
+@pytest.mark.parametrize("decoder", ["unbiased-tokenization", "token-healing"])
+def test_what_prompt_ends_do_not_work_with_is_said(decoder):
+    with chain_llm() as llm, pytest.raises(UnsupportedCombinationError, match="constraint"):
+        llm.generate("BA", decoder=decoder, constraint=Regex("[AB]+"))
+    with pytest.raises(InvalidRequestError):
+        TokenHealing(0)
+    with pytest.raises(InvalidRequestError):
+        UnbiasedTokenization(0)
+
+
+def test_self_infill_says_left_middle_end_and_refuses_plainly():
+    with filling_llm([]) as llm:
+        assert llm.generate("f(", decoder=SelfInfill(begins="r"), max_tokens=12).text == "xmr!"
+        short = llm.generate("f(", decoder=SelfInfill(begins="r"), max_tokens=2)
+        assert len(short.tokens) == 2 and short.finish_reason == "length"
+        with pytest.raises(UnsupportedCombinationError, match="suffix"):
+            llm.generate("f(", decoder="self-infill", constraint=Regex("a+"))
+    with LLM(ScriptedModel(), tokenizer=TOKENIZER, cache_positions=256) as llm:
+        with pytest.raises(UnsupportedCombinationError, match="fills in the middle"):
+            llm.generate("f(", decoder="self-infill")
+    with pytest.raises(InvalidRequestError):
+        SelfInfill(threshold=2)
+    with pytest.raises(InvalidRequestError):
+        SelfInfill(sentinels="a b")
+
+
+def test_watched_names_exist_and_unwatched_ones_do_not():
+    pytest.importorskip("jedi")
+    assert unknown_names(6, watched=True) == 0
+    assert unknown_names(6, watched=False) > 0.5
+
+
+def test_a_monitor_by_name_watches_the_prompt():
+    names = {"alpha"}
+    model = ScriptedModel(lambda seen: np.where(np.arange(259) < 123, 0.0, -1e9))
+    with LLM(model, tokenizer=TOKENIZER, cache_positions=512) as llm:
+        watched = Monitor(completions=lambda text: names if text == "x = c." else ())
+        options = {"max_tokens": 5, "temperature": 1.0, "seed": 1}
+        for decoder in ("autoregressive", "prompt-lookup", "auto"):
+            found = llm.generate("x = c.al", constraint=watched, decoder=decoder, **options)
+            assert found.text.startswith("pha")
+        with pytest.raises(InvalidRequestError, match="constraint"):
+            llm.generate("x", decoder="monitors", constraint=Regex("a"))
+        with pytest.raises(InvalidRequestError):
+            llm.generate("x", constraint="asap")
+
+
+def test_a_monitor_without_jedi_says_so(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "jedi", None)
+    with pytest.raises(ConstraintError, match=r"anydecode\[monitors\]"):
+        Monitor("x").start(TOKENIZER, 259)
+
+
+def test_every_exact_drafter_gets_forced_tokens_for_free():
+    schema = {"type": "object", "properties": {"a_long_name": {"type": "boolean"}},
+              "required": ["a_long_name"], "additionalProperties": False}  # fmt: skip
+    constraint = JsonSchema(schema, whitespace="")
+    with LLM(ScriptedModel(seed=2), tokenizer=TOKENIZER, cache_positions=1024) as llm:
+        plain = llm.generate("x", constraint=constraint, decoder="autoregressive")
+        for decoder in ("prompt-lookup", "suffix", "token-recycling", "lookahead", "stand", "taps"):
+            fast = llm.generate("x", constraint=constraint, decoder=decoder)
+            assert fast.tokens == plain.tokens
+            assert fast.stats.passes * 4 < plain.stats.passes, decoder
+
+
+def test_properties_come_in_the_order_of_their_author():
+    text = {"type": "string"}
+    tool = {"type": "object", "properties": {"id": text, "name": text}}
+    schema = {"type": "object", "not": {"required": ["no"]},
+              "properties": {"name": text, "tool": tool, "id": text}}  # fmt: skip
+    rewritten = canonical(schema, 100)
+    assert [n for n in rewritten["properties"] if n != "no"] == ["name", "tool", "id"]
+    assert '"id": {"type": "string"}, "name"' in json.dumps(rewritten["properties"]["tool"])
+    dependent = canonical({"dependentRequired": {"q": ["f", "b"]}}, 100)
+    assert dependent["anyOf"][-1]["required"] == ["f", "b"]
+
+
+def test_many_conditions_are_left_to_the_checks_in_time():
+    parts = [
+        {"if": {"properties": {"k": {"const": i}}}, "then": {"required": [f"p{i}"]}}
+        for i in range(24)
+    ]
+    assert canonical({"type": "object", "allOf": parts}, 100) is None
+    constraint = JsonSchema({"type": "object", "allOf": parts}, extra_properties=True)
+    assert walk(constraint, TOKENIZER, '{"k": 3, "p3": 1}')
+    assert not walk(constraint, TOKENIZER, '{"k": 3}')
+
+
+def test_one_of_is_checked_where_it_is_masked_as_any_of():
+    schema = {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "integer", "maximum": 5}]}
+    assert walk(JsonSchema(schema), TOKENIZER, "7") and not walk(JsonSchema(schema), TOKENIZER, "3")
+
+
+def test_formats_can_be_annotations():
+    schema = {"type": "string", "format": "ipv4"}
+    assert not walk(JsonSchema(schema), TOKENIZER, '"x"')
+    free = JsonSchema(schema, formats=False)
+    assert walk(free, TOKENIZER, '"x"') and free.report().ignored == ("format ipv4 at #",)
+    JsonSchema({"type": "string"}).start(TOKENIZER, 259)
+    assert free.report().ignored
+
+
+def test_named_properties_are_all_there_are_unless_the_schema_says_more():
+    person = {"type": "object", "properties": {"name": {"type": "string"}}}
+    held, free = JsonSchema(person), JsonSchema(person, extra_properties=True)
+    assert not walk(held, TOKENIZER, '{"name": "a", "x": 1}')
+    assert walk(free, TOKENIZER, '{"name": "a", "x": 1}')
+    assert held.report().guards["extra_properties"] is False
+    for said in (
+        {**person, "additionalProperties": True},
+        {**person, "required": ["x"]},
+        {**person, "minProperties": 2},
+        {"allOf": [person, {"properties": {"x": {}}}]},
+        {"$defs": {"p": person}, "allOf": [{"$ref": "#/$defs/p"}, {"required": ["x"]}]},
+    ):
+        assert closed(said) == said
+    deep = {"$defs": {"p": person}, "type": "array", "items": {"$ref": "#/$defs/p"}}
+    assert closed(deep)["$defs"]["p"]["additionalProperties"] is False
+
+
+def test_a_value_is_found_in_another_spelling():
+    schema = {"type": "object", "properties": {"a": {"const": 1}, "b": {"type": "array"}}}
+    state = JsonSchema(schema).start(TOKENIZER, 259)
+    before = state.mask().copy()
+    assert spelling(state, TOKENIZER, {"b": [1.0], "a": 1.0}) == '{"a": 1, "b": [1.0]}'
+    assert spelling(state, TOKENIZER, {"a": 2}) is None
+    assert (state.mask() == before).all()
+
+
+def test_answers_are_judged_and_a_run_goes_on(tmp_path):
+    schema = {"type": "integer"}
+    common = {"tokens": 3, "first": 0.1, "total": 0.3, "compile": 0.0, "fits": True}
+    rows = [
+        {**judged(schema, {"text": text, **common}), "id": name, "engine": "e"}
+        for name, text in [("a", "1"), ("a", "2"), ("b", "1"), ("b", '"x"'), ("c", "1"), ("c", "[")]
+    ]
+    found = summary(rows, Setting(seeds=2))
+    assert (found["schemas"], found["accepted"], found["valid"]) == (3, 1, 4)
+    assert (found["finished_invalid"], found["unfinished"]) == (1, 1)
+    file = tmp_path / "rows.jsonl"
+    assert load_rows(file, {"seeds": 2}) == []
+    with file.open("a") as out:
+        out.write(json.dumps(rows[0]) + "\n" + '{"cut off')
+    assert load_rows(file, {"seeds": 2}) == rows[:1]
+    with pytest.raises(FileExistsError):
+        load_rows(file, {"seeds": 3})

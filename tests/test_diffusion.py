@@ -1,0 +1,561 @@
+"""The diffusion loop: what rows see, what is committed when, and that nothing else matters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode import LLM, Regex
+from anydecode.decoders.diffusion.blocks import BlockPolicy, Fixed, Sliding, Whole
+from anydecode.decoders.diffusion.caches import (
+    BlockCausalCache,
+    CachePolicy,
+    CausalCache,
+    DualCache,
+    NoCache,
+    PrefixCache,
+)
+from anydecode.decoders.diffusion.canvas import Canvas
+from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.predictions import Predictions
+from anydecode.decoders.diffusion.rankings import RANKINGS, ranking
+from anydecode.decoders.diffusion.stops import EndOfText, StopRule
+from anydecode.decoders.diffusion.unmasking import Factor, Threshold, TimeGrid, TopK, UnmaskPolicy
+from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.evaluation.certify import _Restarts
+from anydecode.evaluation.denoising import (
+    Moment,
+    bidirectional,
+    dense,
+    digests,
+    naive,
+    random_model,
+    softmax,
+    steps,
+)
+from anydecode.models.scripted import EOS, MASK, ByteTokenizer, ScriptedModel
+from anydecode.scoring.score import Decoding
+from anydecode.scoring.sequence import Sequence
+
+PROMPT = [5, 6, 7]
+
+
+def llm_of(script: Any = None, *, shift: int = 0, causal: bool = False, stale: bool = False) -> LLM:
+    if stale:
+        return random_model()
+    if causal:
+        model = ScriptedModel(script or dense())
+        return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096)
+    return bidirectional(script or dense(), shift=shift)
+
+
+def oracle(
+    script: Any,
+    length: int,
+    block: int,
+    count: int,
+    *,
+    score: str = "confidence",
+    kept: str = "none",
+    prompt: list[int] = PROMPT,
+) -> tuple[list[int], int]:
+    """Greedy denoising written down naively: the text and how many rows it takes."""
+    canvas = prompt + [MASK] * length
+    first, rows = len(prompt), 0
+    for start in range(first, first + length, block):
+        stop = min(start + block, first + length)
+        frozen = list(canvas)
+        opening = True
+        while MASK in canvas[start:stop]:
+            seen = list(canvas)
+            if kept == "dual" and not opening:
+                seen = frozen[:start] + canvas[start:stop] + frozen[stop:]
+            if kept == "prefix" and not opening:
+                seen = frozen[:start] + canvas[start:]
+            if kept == "block":
+                seen = canvas[:stop]
+            rows += {"none": len(canvas), "block": 0}.get(
+                kept,
+                len(canvas) if opening else (stop if kept == "dual" else len(canvas)) - start,
+            )
+            masks = [i for i in range(start, stop) if canvas[i] == MASK]
+            found = {i: softmax(script((*seen, i))) for i in masks}
+
+            def rank(i: int, found: dict[int, np.ndarray] = found) -> float:
+                p = np.sort(found[i])[::-1]
+                if score == "margin":
+                    return p[0] - p[1]
+                if score == "entropy":
+                    return float(np.sum(p[p > 0] * np.log(p[p > 0])))
+                return -i if score == "leftmost" else p[0]
+
+            for i in sorted(masks, key=lambda i: (-rank(i), i))[:count]:
+                canvas[i] = int(found[i].argmax())
+            opening = False
+    return canvas[first:], rows
+
+
+def generate(llm: LLM, decoder: Any, length: int = 12, **options: Any) -> Any:
+    options = {"ignore_eos": True, "max_tokens": length, **options}
+    return llm.generate(options.pop("prompt", PROMPT), decoder=decoder, **options)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "made"), [("none", NoCache), ("prefix", PrefixCache), ("dual", DualCache)]
+)
+def test_caches_show_what_they_say(name: str, made: type[CachePolicy], shift: int) -> None:
+    with llm_of(shift=shift) as llm:
+        found = generate(llm, Denoiser(Fixed(5), unmask=TopK(), cache=made()))
+        expected, rows = oracle(dense(), 12, 5, 1, kept=name)
+        assert found.tokens == expected
+        slices = 0 if name == "none" else 9
+        assert found.stats.rows == rows + shift * slices
+        assert found.stats.passes == 12
+        llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("score", ["confidence", "margin", "entropy", "leftmost"])
+@pytest.mark.parametrize("block", [4, 12])
+def test_rankings_equal_the_oracle(score: str, block: int) -> None:
+    with llm_of() as llm:
+        decoder = Denoiser(Fixed(block), ranking(score), TopK(block // 2))
+        assert generate(llm, decoder).tokens == oracle(dense(), 12, block, 2, score=score)[0]
+
+
+def test_random_ranks_are_a_matter_of_the_seed() -> None:
+    with llm_of() as llm:
+        decoder = Denoiser(Whole(), ranking("random"))
+        texts = [generate(llm, decoder, seed=seed).tokens for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_blocks_of_a_block_causal_model_are_final(size: int) -> None:
+    """Cached blocks give the text of full passes that see block by block, in fewer rows."""
+    texts, rows = [], []
+    for kept in (BlockCausalCache(), NoCache()):
+        with llm_of() as llm:
+            llm.model.spec = replace(llm.model.spec, block_size=size)
+            found = generate(llm, Denoiser(Fixed(), unmask=TopK(), cache=kept), length=10)
+            texts.append(found.tokens)
+            rows.append(found.stats.rows)
+    assert texts[0] == texts[1]
+    assert rows[0] < rows[1]
+
+
+def test_block_causal_rows_see_their_block_and_those_before() -> None:
+    """Prompt of 3 in blocks of 4: one fixed row opens the first decoded block."""
+    script, prompt, canvas = dense(), [5, 6, 7], [5, 6, 7] + [MASK] * 9
+    for start in range(0, 12, 4):
+        while MASK in canvas[start : start + 4]:
+            masks = [i for i in range(start, start + 4) if canvas[i] == MASK]
+            found = {i: softmax(script((*canvas[: start + 4], i))) for i in masks}
+            best = max(masks, key=lambda i: (found[i].max(), -i))
+            canvas[best] = int(found[best].argmax())
+    with llm_of() as llm:
+        decoder = Denoiser(Fixed(), unmask=TopK(), cache=BlockCausalCache(4))
+        found = generate(llm, decoder, length=9, prompt=prompt)
+    assert found.tokens == canvas[3:]
+    assert found.stats.passes == 9  # storing a block rides in the next one's first pass
+    assert found.stats.rows == 9 * 4 + 2 * 4
+
+
+def test_causal_windows_put_what_is_known_first() -> None:
+    """Every mask sees the prompt, the tokens filled ahead of it in the window, then masks."""
+    script = dense()
+    canvas, held, rows = PROMPT + [MASK] * 8, 0, 0
+    while MASK in canvas:
+        first = canvas.index(MASK)
+        window = range(first, min(first + 4, len(canvas)))
+        order = [i for i in window if canvas[i] != MASK] + [i for i in window if canvas[i] == MASK]
+        rows += first - held + len(order)
+        held = first
+        found = {}
+        for at, i in enumerate(order):
+            seen = (*canvas[:first], *(canvas[j] for j in order[: at + 1]))
+            logits = np.roll(script(seen), i - len(seen) + 1)  # how a scripted row shifts
+            found[i] = softmax(logits)
+        masks = [i for i in window if canvas[i] == MASK]
+        sure = [i for i in masks if found[i].max() >= 0.6]
+        for i in sure or [max(masks, key=lambda i: (found[i].max(), -i))]:
+            canvas[i] = int(found[i].argmax())
+    with llm_of(causal=True) as llm:
+        found = generate(
+            llm, Denoiser(Sliding(4), unmask=Threshold(0.6), cache=CausalCache()), length=8
+        )
+    assert found.tokens == canvas[3:]
+    assert found.stats.rows == rows
+
+
+COMPOSITIONS: dict[str, tuple[Callable[[], Denoiser], dict[str, Any]]] = {
+    "none": (lambda: Denoiser(Fixed(5), unmask=Threshold(0.3)), {}),
+    "dual": (lambda: Denoiser(Fixed(5), unmask=TopK(3), cache=DualCache()), {}),
+    "prefix": (lambda: Denoiser(Fixed(7), unmask=Factor(1.5), cache=PrefixCache()), {}),
+    "grid": (lambda: Denoiser(Whole(), ranking("entropy"), TimeGrid(6), tempered=True), {}),
+    "block": (lambda: Denoiser(Fixed(), unmask=Threshold(0.3), cache=BlockCausalCache(4)), {}),
+    "canvases": (lambda: Denoiser(Fixed(4), unmask=TopK(2), cache=DualCache(), length=8), {}),
+    "causal": (
+        lambda: Denoiser(Sliding(6), unmask=Threshold(0.3), cache=CausalCache()),
+        {"causal": True},
+    ),
+}
+COMPOSITIONS["stale"] = COMPOSITIONS["dual"][0], {"stale": True}
+COMPOSITIONS["stale prefix"] = COMPOSITIONS["prefix"][0], {"stale": True}
+PROMPTS = [[1, 2], [3], [4, 5, 6, 7, 8, 9], [2, 2, 2]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_alone_batched_and_restarted_are_one_text(name: str, temperature: float) -> None:
+    make, options = COMPOSITIONS[name]
+    sampling = {"temperature": temperature, "seed": 3, "top_p": 0.95}
+    with llm_of(**options) as llm:
+        alone = [generate(llm, make(), 18, prompt=p, **sampling).tokens for p in PROMPTS]
+    with llm_of(**options) as llm:
+        together = generate(llm, make(), 18, prompt=PROMPTS, **sampling)
+        assert [found.tokens for found in together] == alone
+    for seed in range(3):
+        with llm_of(**options) as llm, _Restarts(llm.engine, seed=seed):
+            restarted = generate(llm, make(), 18, prompt=PROMPTS, **sampling)
+            assert [found.tokens for found in restarted] == alone
+            llm.engine.check_integrity()
+
+
+def test_a_cache_that_forgot_its_block_start_is_found_out() -> None:
+    """The twin: computing the cache anew from the present canvas changes the text."""
+
+    class Forgetful(DualCache):
+        def begin(self, canvas: Canvas, context: Any) -> None:
+            if canvas.kept:
+                places, _, visible = canvas.kept[-1]
+                canvas.kept = [(places, canvas.tokens[places], visible)]
+            super().begin(canvas, context)
+
+    texts = []
+    for restarts in (False, True):
+        with random_model() as llm:
+            decoder = Denoiser(Fixed(9), cache=Forgetful())
+            with _Restarts(llm.engine, seed=1) if restarts else llm:
+                texts.append([one.tokens for one in generate(llm, decoder, 18, prompt=PROMPTS)])
+    assert texts[0] != texts[1]
+
+
+def test_committed_tokens_never_change_and_the_mask_is_never_said() -> None:
+    for name, (make, options) in COMPOSITIONS.items():
+        with llm_of(**options) as llm:
+            found = generate(llm, make(), 18, temperature=1.0, seed=8, trace=True)
+        assert MASK not in found.tokens, name
+        before: list[int] = []
+        for record in found.trace:
+            for old, new in zip(before, record["canvas"], strict=False):
+                assert old in (-1, new)
+            before = record["canvas"]
+        assert found.tokens == before[: len(found.tokens)]
+        said = [token for record in found.trace for token in record["tokens"]]
+        assert said[: len(found.tokens)] == found.tokens
+        meter = found.trace[-1]["meter"]
+        assert sum(meter["passes"].values()) == found.stats.passes
+        assert meter["rows"] == found.stats.rows
+
+
+class Never(UnmaskPolicy):
+    def select(
+        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+    ) -> np.ndarray:
+        return np.zeros(len(places), bool)
+
+
+@pytest.mark.parametrize("unmask", [Threshold(2.0), TopK(), Never(), Threshold(0.0, most=1)])
+def test_policies_that_choose_nothing_are_stepwise(unmask: UnmaskPolicy) -> None:
+    with llm_of() as llm:
+        assert (
+            generate(llm, Denoiser(Fixed(4), unmask=unmask)).tokens == oracle(dense(), 12, 4, 1)[0]
+        )
+
+
+def test_infilling_keeps_what_stands_between_the_masks() -> None:
+    text = [1, 2, MASK, MASK, 9, 8, MASK, 7]
+    with llm_of() as llm:
+        found = generate(llm, Denoiser(Whole(), cache=DualCache()), prompt=text, length=32)
+        assert len(found.tokens) == 6
+        assert found.finish_reason == "stop"
+        assert [found.tokens[i] for i in (2, 3, 5)] == [9, 8, 7]
+        with _Restarts(llm.engine, seed=2):
+            again = generate(llm, Denoiser(Whole(), cache=DualCache()), prompt=text, length=32)
+        assert again.tokens == found.tokens
+        with pytest.raises(InvalidRequestError, match="6 tokens stand from the first mask on"):
+            generate(llm, Denoiser(), prompt=text, length=5)
+    with llm_of(shift=1) as llm, pytest.raises(InvalidRequestError, match="first position"):
+        generate(llm, Denoiser(), prompt=[MASK, 3])
+
+
+class Priors(Denoiser):
+    def begin(self, sequence: Sequence, canvas: Canvas) -> None:
+        super().begin(sequence, canvas)
+        canvas.fix(len(PROMPT) + 1, 42)
+
+
+def test_priors_stay_where_they_were_put() -> None:
+    with llm_of() as llm:
+        assert generate(llm, Priors(Whole(), unmask=TopK(3))).tokens[1] == 42
+
+
+def test_text_streams_from_the_left_as_it_becomes_certain() -> None:
+    with llm_of() as llm:
+        pieces = list(
+            llm.stream(PROMPT, decoder=Denoiser(Fixed(4)), max_tokens=16, ignore_eos=True)
+        )
+    assert len(pieces) > 4
+
+
+def test_an_end_of_text_ends_the_answer() -> None:
+    def ends(path: tuple[int, ...]) -> np.ndarray:
+        row = dense()(path)
+        row[EOS] = 40.0 if path[-1] == 8 else -30.0
+        return row
+
+    with llm_of(ends) as llm:
+        plain = generate(llm, Denoiser(Whole()), length=20, ignore_eos=False)
+        cut = generate(llm, Denoiser(Whole(), stop=EndOfText()), length=20, ignore_eos=False)
+        cached = generate(
+            llm, Denoiser(Fixed(10), cache=DualCache(), stop=EndOfText()), 20, ignore_eos=False
+        )
+        llm.engine.check_integrity()
+    for found in (plain, cut, cached):
+        assert len(found.tokens) == 6 and found.tokens[-1] == EOS
+        assert found.finish_reason == "stop"
+    assert cut.stats.rows < plain.stats.rows
+
+
+class Gap(StopRule):
+    """Fills everything after two steps."""
+
+    def wants(self, canvas: Canvas) -> np.ndarray:
+        return canvas.masks
+
+    def fills(self, canvas: Canvas, look: Predictions) -> bool:
+        return canvas.step == 2
+
+
+def test_a_stop_rule_may_fill_the_canvas() -> None:
+    with llm_of() as llm:
+        found = generate(llm, Denoiser(Fixed(4), stop=Gap()))
+    assert found.stats.passes == 3
+    assert len(found.tokens) == 12
+
+
+class Pairs(Denoiser):
+    """Looks at the canvas and at a draft of it in one pass."""
+
+    def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
+        [look] = yield from self.look(sequence, canvas)
+        place, token = canvas.frontier, look.token(canvas.frontier)
+        region = (place, len(canvas))
+        looks = yield from self.look(
+            sequence, canvas, [canvas.tokens, canvas.copy_tokens([place], [token])], region
+        )
+        if canvas.block is None:
+            canvas.open(*region)
+        if place + 1 < len(canvas):
+            found = [one.facts(place + 1).best for one in looks]
+            canvas.memory.setdefault("seen", []).append(found)
+        self.commit(sequence, canvas, looks[0], np.array([place]))
+
+
+@pytest.mark.parametrize("made", [NoCache, DualCache, lambda: BlockCausalCache(16)])
+def test_several_canvases_in_one_pass(made: Callable[[], CachePolicy]) -> None:
+    """Each row sees its own canvas, and none of the other."""
+    script = dense()
+    with llm_of() as llm:
+        decoder = Pairs(Whole(), cache=made())
+        seen: list[list[int]] = []
+        old = decoder.commit
+
+        def spy(sequence: Sequence, canvas: Canvas, *rest: Any) -> None:
+            seen[:] = canvas.memory["seen"]
+            old(sequence, canvas, *rest)
+
+        decoder.commit = spy  # type: ignore[method-assign]
+        found = generate(llm, decoder, length=13)
+        llm.engine.check_integrity()
+    text = PROMPT + [MASK] * 13
+    for step, (plain, drafted) in enumerate(seen):
+        place = len(PROMPT) + step
+        assert plain == softmax(script((*text, place + 1))).argmax()
+        text[place] = found.tokens[step]
+        assert drafted == softmax(script((*text, place + 1))).argmax()
+
+
+def test_a_policy_with_a_memory_is_asked_in_the_order_of_the_text() -> None:
+    with llm_of() as llm:
+        decoder = Denoiser(Whole(), unmask=Threshold(0.0))
+        found = generate(llm, decoder, constraint=Regex("[ab]{3}x[0-9]{4}y"), ignore_eos=False)
+        assert found.text[3] == "x" and found.text[8] == "y"
+        assert found.constraint["complete"]
+        penalised = generate(llm, decoder, no_repeat_ngram=1)
+        assert len(set(penalised.tokens)) == len(penalised.tokens)
+        with pytest.raises(ConstraintError, match="cannot satisfy the constraint any more"):
+            generate(llm, decoder, prompt=[1, MASK, 65, MASK], constraint=Regex("[ab]{3}"))
+
+
+def test_logprobs_are_those_of_the_step_that_committed() -> None:
+    with llm_of() as llm:
+        found = generate(llm, Denoiser(Fixed(4), unmask=TopK(2)), logprobs=1)
+    assert len(found.logprobs) == 12 and all(note is not None for note in found.logprobs)
+
+
+class Soft(Denoiser):
+    """Feeds the embeddings of other tokens in place of the masks."""
+
+    def embeddings(self, sequence: Sequence, canvas: Canvas, places: np.ndarray) -> Any:
+        import torch
+
+        rows = torch.zeros(len(places), 4)
+        tokens = np.where(canvas.tokens[places] == MASK, 77, canvas.tokens[places])
+        rows[:, 0] = torch.from_numpy(tokens.astype(np.float32))
+        return rows
+
+
+def test_soft_inputs_take_the_place_of_tokens() -> None:
+    script = dense()
+    seen = (*PROMPT, *[77] * 12)
+    with llm_of() as llm:
+        found = generate(llm, Soft(Whole(), ranking("leftmost"), TopK(1)))
+    assert found.tokens == [int(softmax(script((*seen, i))).argmax()) for i in range(3, 15)]
+
+
+def test_a_denoiser_can_be_cancelled() -> None:
+    with llm_of() as llm:
+        stream = llm.stream(PROMPT, decoder=Denoiser(Fixed(4), cache=DualCache()), max_tokens=40)
+        next(stream)
+        stream.close()
+        llm.engine.check_integrity()
+        assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("decoder", "options", "words"),
+    [
+        (lambda: Denoiser(Fixed(30)), {}, "a block of 30 does not fit on a canvas of 12"),
+        (lambda: Denoiser(length=13), {}, "a canvas of 13 is longer than the answer may be"),
+        (lambda: "sdar:block=0", {}, "at least one position"),
+        (lambda: "llada:block=-1", {}, "at least one position"),
+        (lambda: "llada:steps=0", {}, "at least one step"),
+        (lambda: "fast-dllm:cache=no", {}, "cache is none, prefix, dual"),
+        (lambda: Denoiser(mask=999), {}, "mask token 999 is not in the vocabulary of 259"),
+        (lambda: Denoiser(), {"guidance_scale": 2.0}, "causal models only"),
+        (lambda: Denoiser(cache=CausalCache()), {}, "needs a causal model"),
+        (lambda: "autoregressive", {}, "needs a causal model"),
+    ],
+)
+def test_bad_requests_get_one_clear_line(decoder: Any, options: Any, words: str) -> None:
+    with llm_of() as llm, pytest.raises(InvalidRequestError, match=words):
+        generate(llm, decoder(), **options)
+
+
+def test_a_missing_mask_token_is_named() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.mask_id = None
+    with LLM(ScriptedModel(causal=False), tokenizer=tokenizer) as llm:
+        with pytest.raises(InvalidRequestError, match="has no mask token; give mask="):
+            generate(llm, Denoiser())
+        assert len(generate(llm, Denoiser(mask=MASK)).tokens) == 12
+
+
+def test_a_causal_model_is_refused() -> None:
+    with LLM(ScriptedModel(), tokenizer=ByteTokenizer()) as llm:
+        with pytest.raises(UnsupportedCombinationError, match="needs a diffusion"):
+            generate(llm, Denoiser())
+
+
+def test_unknown_rankings_are_named() -> None:
+    with pytest.raises(InvalidRequestError, match=", ".join(RANKINGS)):
+        ranking("luck")
+
+
+def test_memory_is_enough_or_requests_take_turns() -> None:
+    """With room for one canvas at a time, all are finished, with the same text."""
+    prompts = [[i, i + 1] for i in range(6)]
+    make = lambda: Denoiser(Fixed(5), unmask=TopK(2), cache=DualCache())  # noqa: E731
+    with llm_of() as llm:
+        alone = [generate(llm, make(), prompt=p).tokens for p in prompts]
+    model = ScriptedModel(dense(), causal=False)
+    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=14) as llm:
+        found = generate(llm, make(), prompt=prompts)
+        assert llm.engine.num_preemptions
+        assert [one.tokens for one in found] == alone
+
+
+def policies() -> list[BlockPolicy]:
+    return [Whole(), Fixed(3), Sliding(3)]
+
+
+@pytest.mark.parametrize("blocks", policies(), ids=lambda one: type(one).__name__)
+def test_every_block_policy_ends(blocks: BlockPolicy) -> None:
+    rng = random.Random(1)
+    with llm_of() as llm:
+        for _ in range(4):
+            count = rng.randrange(3, 20)
+            assert len(generate(llm, Denoiser(blocks), length=count).tokens) == count
+
+
+def test_blocks_that_are_not_the_models_are_refused() -> None:
+    with llm_of() as llm:
+        llm.model.spec = replace(llm.model.spec, block_size=4)
+        with pytest.raises(InvalidRequestError, match="blocks have 4 positions; block=6"):
+            generate(llm, Denoiser(Fixed(6)))
+        assert len(generate(llm, "sdar:block=6").tokens) == 12  # imposes its own
+
+
+def _remainder_last(m: Moment) -> list[int]:
+    base, more = divmod(m.block_masks, 3)
+    return m.order()[: base + (m.block_step >= 3 - more)]
+
+
+def _without_the_best(m: Moment) -> list[int]:
+    return [i for i in m.found if m.sure(i) >= 0.9] or [min(m.found)]
+
+
+def _from_the_end(m: Moment) -> list[int]:
+    return sorted(m.found)[-1:]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "block", "mistaken", "options"),
+    [
+        ("llada:block=4,steps=3", 4, _remainder_last, {}),
+        ("llada:block=12", 12, lambda m: m.order(lambda p: -p.max())[:1], {}),
+        ("fast-dllm:block=12,cache=none", 12, _without_the_best, {}),
+        ("dream:steps=4", 12, lambda m: m.order()[:3], {}),
+        ("sdar:block=4,remasking=sequential", 4, _from_the_end, {"aligned": True}),
+    ],
+)
+def test_a_mistaken_rule_is_found_out(
+    decoder: str, block: int, mistaken: Any, options: dict[str, Any]
+) -> None:
+    """Twins of the mechanisms: the oracles do tell rules apart."""
+    script = dense(spread=6.0)
+    with bidirectional(script) as llm:
+        assert steps(llm, decoder, 12) != naive(script, 12, block, mistaken, **options)
+
+
+def test_the_double_of_caches_sees_a_stale_row() -> None:
+    """A cache that is never refreshed says something else than one that is."""
+
+    class Never(DualCache):
+        def spans(self, canvas: Canvas, context: Any, *rest: Any, **more: Any) -> list[Any]:
+            region, opening, *others = rest
+            opening = opening and not canvas.kept
+            return super().spans(canvas, context, region, opening, *others, **more)
+
+    found = []
+    for made in (DualCache, Never):
+        with digests(dense()) as llm:
+            found.append(generate(llm, Denoiser(Fixed(4), cache=made())).tokens)
+    assert found[0] != found[1]

@@ -1,0 +1,141 @@
+"""Diffusion methods on a random transformer, whose kept rows really go stale: one text alone, in a
+batch and after restarts; lossless ones against the slow decoder; bad input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from anydecode import catalogue
+from anydecode.engine.llm import LLM
+from anydecode.errors import AnydecodeError
+from anydecode.evaluation.certify import _Restarts, scripted_llm
+from anydecode.models.scripted import BYTE_VOCABULARY, ByteTokenizer
+from tiny_models import hf_model, own_model
+
+PROMPTS = [[1, 2], [3], [4, 5, 6, 7, 8, 9], [2, 2, 2]]
+METHODS = (
+    "adablock:block=6,threshold=0.3,cache=dual",
+    "bacd-tccf:coarse=6,cache=prefix",
+    "ccd:warm_up=0",
+    "cd4lm:block=6,threshold=0.3,cache=dual",
+    "creditdecoding:block=6,threshold=0.3,cache=dual",
+    "dimple:threshold=0.3,prefill=true",
+    "dparallel:block=6,entropy=2,cache=prefix",
+    "dream-coder:steps=7",
+    "eoser-ass:blocks=2",
+    "ete:block=6,threshold=0.3",
+    "freedave:block=6,drafts=3,cache=dual",
+    "learn2pd:cache=dual",
+    "localleap:block=6,threshold=0.3,relaxed=0.2,cache=prefix",
+    "lrd:block=6",
+    "prophet:block=6",
+    "ssd:drafts=3",
+    "window-diffusion:window=8,active=4,cycle=3",
+)
+
+
+@cache
+def model(block_size: int | None = None) -> Any:
+    made = own_model(hf_model("Llama", vocab_size=BYTE_VOCABULARY, initializer_range=0.5))
+    made.spec = replace(made.spec, causal=False, block_size=block_size)
+    return made
+
+
+def opened(block_size: int | None = None) -> LLM:
+    return LLM(model(block_size), tokenizer=ByteTokenizer(), cache_positions=1024)
+
+
+def texts(llm: LLM, decoder: str, prompts: Any, **options: Any) -> list[list[int]]:
+    options = {"max_tokens": 18, "ignore_eos": True, "seed": 3, "top_p": 0.95, **options}
+    return [one.tokens for one in llm.generate(prompts, decoder=decoder, **options)]
+
+
+@pytest.mark.parametrize("decoder", [*METHODS, "s2d2:router=always"])
+def test_alone_batched_and_restarted_are_one_text(decoder: str) -> None:
+    size = 4 if decoder.startswith("s2d2") else None
+    for temperature in (0.0, 0.9):
+        with opened(size) as llm:
+            alone = [texts(llm, decoder, [p], temperature=temperature)[0] for p in PROMPTS]
+            assert texts(llm, decoder, PROMPTS, temperature=temperature) == alone
+        with opened(size) as llm, _Restarts(llm.engine, seed=2):
+            assert texts(llm, decoder, PROMPTS, temperature=temperature) == alone
+            llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("kept", ["none", "dual", "prefix"])
+def test_verified_chains_say_what_the_slow_decoder_does(kept: str, temperature: float) -> None:
+    slow = f"fast-dllm:threshold=1,block=6,cache={kept}"
+    with opened() as llm:
+        expected = texts(llm, slow, PROMPTS, temperature=temperature)
+        for key in ("freedave", "ssd"):
+            decoder = f"{key}:block=6,drafts=4,cache={kept}"
+            assert texts(llm, decoder, PROMPTS, temperature=temperature) == expected
+
+
+def test_the_verified_mode_of_s2d2_is_the_autoregressive_mode() -> None:
+    with opened(4) as llm:
+        slow = texts(llm, "sdar:block=1", PROMPTS, top_p=1.0)
+        decoder = "s2d2:router=always,complete=false,caching=causal"
+        assert texts(llm, decoder, PROMPTS, top_p=1.0) == slow
+        unverified = texts(llm, "s2d2:router=never,threshold=0.1", PROMPTS, top_p=1.0)
+        assert unverified != slow
+
+
+def test_a_canvas_of_two_infilled_regions_keeps_what_stands_between() -> None:
+    mask = 258
+    prompt = [65, mask, mask, 66, 67, mask, mask, mask, 68]
+    with opened() as llm:
+        for decoder in METHODS:
+            if decoder.startswith(("dream-coder", "eoser")):
+                continue  # regions of dream-coder may change their size; ascending passes need none
+            found = texts(llm, decoder, [prompt])[0]
+            assert found[2:4] == [66, 67], decoder
+            assert found[7] == 68 and len(found) == 8, decoder
+            assert mask not in found, decoder
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        ("localleap:radius=-1", "radius"),
+        ("prophet:start=-1", "answer"),
+        ("adablock:delimiters=", "delimiter"),
+        ("cd4lm:most=0", "at least one token"),
+        ("bacd-tccf:low=0.9,high=0.5", "low <= high"),
+        ("ccd:rule=guess", "agreement or averaged"),
+        ("eoser-ass:schedule=down", "ascending or uniform"),
+        ("ete:candidates=0", "at least one candidate"),
+        ("learn2pd:filter=/nowhere.safetensors", "no filter"),
+        ("freedave:drafts=0", "at least one draft"),
+        ("lrd:mixture=1", "mixture < 1"),
+        ("s2d2:router=maybe", "router is"),
+        ("window-diffusion:active=9,window=4", "active <= window"),
+        ("apd:weight=2", "between 0 and 1"),
+        ("wedlm:penalty=-1", "penalty"),
+    ],
+)
+def test_bad_parameters_are_one_clear_line(decoder: str, message: str) -> None:
+    with scripted_llm(causal=False) as llm, pytest.raises(AnydecodeError, match=message):
+        llm.generate("x", decoder=decoder, max_tokens=8)
+
+
+def test_diffusion_drafters_refuse_a_causal_draft_model_and_the_other_way_round() -> None:
+    with scripted_llm() as llm, pytest.raises(AnydecodeError, match="diffusion"):
+        llm.generate("x", decoder="deer", max_tokens=8)
+    with (
+        scripted_llm(draft_causal=False) as llm,
+        pytest.raises(AnydecodeError, match="causal draft"),
+    ):
+        llm.generate("x", decoder="speculative-sampling", max_tokens=8)
+
+
+def test_every_diffusion_method_is_tried_here_or_by_the_base() -> None:
+    tried = {decoder.partition(":")[0] for decoder in METHODS}
+    base = {"llada", "dream", "fast-dllm", "sdar", "bd3-lm", "s2d2", "wedlm", "apd"}
+    known = {card.key for card in catalogue.cards("diffusion")}
+    assert known - tried - base <= {"diffusion-cfg", "elastic-cache", "dlm-ptq"}

@@ -1,0 +1,383 @@
+"""Diffusion models in their published layouts against a plain implementation, on tiny random
+checkpoints: full canvases, cached slices, blocks and reordered windows, on both backends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import save_file
+
+from anydecode import LLM
+from anydecode.decoders.diffusion.blocks import Fixed, Sliding, Whole
+from anydecode.decoders.diffusion.caches import (
+    BlockCausalCache,
+    CachePolicy,
+    CausalCache,
+    DualCache,
+    NoCache,
+    PrefixCache,
+)
+from anydecode.decoders.diffusion.canvas import Canvas
+from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.predictions import Predictions
+from anydecode.decoders.diffusion.unmasking import TopK
+from anydecode.errors import CheckpointError
+from anydecode.kernels.library import load_library
+from anydecode.models.families import spec_from_config
+from anydecode.models.loading import load_checkpoint
+from anydecode.models.scripted import ByteTokenizer
+from anydecode.scoring.sequence import Sequence
+
+V, D, HEADS, KV, HEAD, WIDE, LAYERS = 64, 32, 4, 2, 8, 48, 2
+MASK = 63
+THETA, EPS = 1000.0, 1e-5
+
+LLADA = {
+    "embed": "model.transformer.wte",
+    "norm": "model.transformer.ln_f",
+    "head": "model.transformer.ff_out",
+    "layer": "model.transformer.blocks.{}.",
+    "n1": "attn_norm",
+    "n2": "ff_norm",
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "o": "attn_out",
+    "gate": "ff_proj",
+    "up": "up_proj",
+    "down": "ff_out",
+}
+USUAL = {
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "layer": "model.layers.{}.",
+    "n1": "input_layernorm",
+    "n2": "post_attention_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+HF_CONFIG = {
+    "vocab_size": V,
+    "hidden_size": D,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV,
+    "head_dim": HEAD,
+    "intermediate_size": WIDE,
+    "max_position_embeddings": 128,
+    "rope_theta": THETA,
+    "rms_norm_eps": EPS,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+LLADA_CONFIG = {
+    "model_type": "llada",
+    "architectures": ["LLaDAModelLM"],
+    "block_type": "llama",
+    "layer_norm_type": "rms",
+    "activation_type": "silu",
+    "rope": True,
+    "alibi": False,
+    "d_model": D,
+    "n_layers": LAYERS,
+    "n_heads": HEADS,
+    "n_kv_heads": KV,
+    "mlp_hidden_size": WIDE,
+    "embedding_size": V,
+    "vocab_size": V - 4,
+    "max_sequence_length": 128,
+    "rope_theta": THETA,
+    "rms_norm_eps": EPS,
+    "weight_tying": False,
+    "mask_token_id": MASK,
+}
+
+#: name -> (config, names, q/k/v biases, norms of queries and keys, shift, block)
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, str], bool, bool, int, int | None]] = {
+    "llada": (LLADA_CONFIG, LLADA, False, False, 0, None),
+    "llada tied": ({**LLADA_CONFIG, "weight_tying": True}, LLADA, False, False, 0, None),
+    "dream": ({**HF_CONFIG, "model_type": "Dream"}, USUAL, True, False, 1, None),
+    "a2d": ({**HF_CONFIG, "model_type": "a2d-qwen3"}, USUAL, False, True, 0, None),
+    "sdar": ({**HF_CONFIG, "model_type": "sdar", "block_size": 4}, USUAL, False, True, 0, 4),
+    "fast-dllm-v2": (
+        {**HF_CONFIG, "model_type": "Fast_dLLM_Qwen", "bd_size": 4},
+        USUAL,
+        True,
+        False,
+        1,
+        4,
+    ),
+    "wedlm": ({**HF_CONFIG, "model_type": "wedlm", "qk_norm": True}, USUAL, False, True, 0, None),
+    "wedlm biases": (
+        {**HF_CONFIG, "model_type": "wedlm", "qk_norm": False, "attention_bias": True},
+        USUAL,
+        True,
+        False,
+        0,
+        None,
+    ),
+}
+
+
+def write_checkpoint(layout: str, folder: Path) -> dict[str, torch.Tensor]:
+    config, names, biases, norms, _, _ = LAYOUTS[layout]
+    generator = torch.Generator().manual_seed(5)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.35
+
+    tensors = {f"{names['embed']}.weight": random(V, D) * 2}
+    tensors[f"{names['norm']}.weight"] = 1 + random(D)
+    if not config.get("weight_tying"):
+        tensors[f"{names['head']}.weight"] = random(V, D)
+    for index in range(LAYERS):
+        layer = names["layer"].format(index)
+        for key, shape in {
+            "q": (HEADS * HEAD, D),
+            "k": (KV * HEAD, D),
+            "v": (KV * HEAD, D),
+            "o": (D, HEADS * HEAD),
+            "gate": (WIDE, D),
+            "up": (WIDE, D),
+            "down": (D, WIDE),
+        }.items():
+            tensors[f"{layer}{names[key]}.weight"] = random(*shape)
+            if biases and key in "qkv":
+                tensors[f"{layer}{names[key]}.bias"] = random(shape[0])
+        for key in ("n1", "n2"):
+            tensors[f"{layer}{names[key]}.weight"] = 1 + random(D)
+        if norms:
+            for key in ("q_norm", "k_norm"):
+                tensors[f"{layer}self_attn.{key}.weight"] = 1 + random(HEAD)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+class Plain:
+    """The transformer written down once more, in float64, with keys and values by position."""
+
+    def __init__(self, layout: str, tensors: dict[str, torch.Tensor]) -> None:
+        self.names = LAYOUTS[layout][1]
+        self.tensors = {name: tensor.double() for name, tensor in tensors.items()}
+        self.keys = torch.zeros(LAYERS, 128, KV, HEAD, dtype=torch.float64)
+        self.values = torch.zeros_like(self.keys)
+
+    def run(self, tokens: Any, places: Any, sees: Any, keep: bool) -> np.ndarray:
+        """Logits of rows at `places`; `sees[r]` are the positions row r attends to."""
+        at = torch.tensor([int(place) for place in places])
+        keys, values = self.keys.clone(), self.values.clone()
+        x = self.get("embed")[torch.tensor([int(token) for token in tokens])]
+        allowed = torch.zeros(len(at), 128, dtype=torch.bool)
+        for row, seen in enumerate(sees):
+            allowed[row, list(seen)] = True
+        for index in range(LAYERS):
+            y = self.norm(x, self.get("n1", index))
+            q, k, v = (self.linear(y, name, index) for name in "qkv")
+            q, k = self.heads(q, "q", index, at), self.heads(k, "k", index, at)
+            keys[index, at], values[index, at] = k, v.view(len(at), KV, HEAD)
+            out = torch.empty_like(q)
+            for head in range(HEADS):
+                group = head // (HEADS // KV)
+                scores = q[:, head] @ keys[index, :, group].T / HEAD**0.5
+                weights = torch.softmax(scores.masked_fill(~allowed, -torch.inf), -1)
+                out[:, head] = weights @ values[index, :, group]
+            x = x + self.linear(out.reshape(len(at), -1), "o", index)
+            y = self.norm(x, self.get("n2", index))
+            gate = torch.nn.functional.silu(self.linear(y, "gate", index))
+            x = x + self.linear(gate * self.linear(y, "up", index), "down", index)
+        if keep:
+            self.keys, self.values = keys, values
+        name = f"{self.names['head']}.weight"
+        head = self.tensors[name] if name in self.tensors else self.get("embed")
+        return (self.norm(x, self.get("norm")) @ head.T).numpy()
+
+    def get(self, key: str, index: int | None = None) -> torch.Tensor:
+        layer = "" if index is None else self.names["layer"].format(index)
+        return self.tensors[f"{layer}{self.names[key]}.weight"]
+
+    def linear(self, x: torch.Tensor, key: str, index: int) -> torch.Tensor:
+        name = f"{self.names['layer'].format(index)}{self.names[key]}"
+        bias = self.tensors.get(f"{name}.bias")
+        y = x @ self.tensors[f"{name}.weight"].T
+        return y if bias is None else y + bias
+
+    def heads(self, x: torch.Tensor, key: str, index: int, at: torch.Tensor) -> torch.Tensor:
+        x = x.view(len(at), -1, HEAD)
+        norm = self.tensors.get(f"{self.names['layer'].format(index)}self_attn.{key}_norm.weight")
+        if norm is not None:
+            x = self.norm(x, norm)
+        half = HEAD // 2
+        angles = at[:, None] * THETA ** (-torch.arange(half, dtype=torch.float64) / half)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        turned = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous()) * turn
+        return torch.cat([turned.real, turned.imag], -1)
+
+    @staticmethod
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+class Watched(Denoiser):
+    """Keeps every canvas it looked at, and the logits it was given."""
+
+    seen: list[tuple[np.ndarray, tuple[int, int], bool, dict[int, np.ndarray]]]
+
+    def fill(self, sequence: Sequence, canvas: Canvas, look: Predictions) -> None:
+        block = canvas.block or (canvas.frontier, self.blocks.window(canvas))
+        logits = {int(place): look.logits(place).copy() for place in look.places}
+        self.seen.append((canvas.tokens.copy(), block, canvas.block is None, logits))
+        super().fill(sequence, canvas, look)
+
+
+PROMPT = [3, 14, 15, 9, 26, 5]
+LENGTH = 10
+
+
+def expected(
+    plain: Plain, made: type[CachePolicy], size: int | None, shift: int, watched: Watched
+) -> list[dict[int, np.ndarray]]:
+    """What each pass should have given, recomputed from the canvases alone."""
+    answers = []
+    held = 0
+    for tokens, (first, stop), opening, found in watched.seen:
+        total = len(tokens)
+
+        def sees(place: int, total: int = total) -> range:
+            return range(total if size is None else min(total, (place // size + 1) * size))
+
+        if made is CausalCache:
+            front = int(np.flatnonzero(tokens == MASK)[0])
+            fresh = range(held, front)
+            if fresh:
+                plain.run(tokens[held:front], fresh, [range(p + 1) for p in fresh], True)
+            held = front
+            window = range(front, stop)
+            places = [p for p in window if tokens[p] != MASK]
+            places += [p for p in window if tokens[p] == MASK]
+            seen: list[Any] = [[*range(front), *places[: r + 1]] for r in range(len(places))]
+            keep = False
+        elif made is BlockCausalCache:
+            assert size is not None
+            start = first // size * size
+            while held < start:
+                block = range(held, held + size)
+                plain.run(tokens[held : held + size], block, [sees(p) for p in block], True)
+                held += size
+            places, keep = list(range(max(0, start - shift), len(sees(stop - 1)))), False
+            seen = [sees(p) for p in places]
+        else:
+            keep = opening and made is not NoCache
+            begin = 0 if opening or made is NoCache else max(0, first - shift)
+            end = stop if made is DualCache and not opening else total
+            places = list(range(begin, end))
+            seen = [sees(p) for p in places]
+        rows = plain.run(tokens[places], places, seen, keep)
+        answers.append({place: rows[places.index(place - shift)] for place in found})
+    return answers
+
+
+CASES: list[tuple[str, type[CachePolicy], Callable[[], Any]]] = [
+    ("llada", NoCache, lambda: Fixed(4)),
+    ("llada", PrefixCache, lambda: Fixed(4)),
+    ("llada", DualCache, lambda: Fixed(4)),
+    ("llada tied", DualCache, lambda: Whole()),
+    ("dream", NoCache, lambda: Whole()),
+    ("dream", PrefixCache, lambda: Fixed(5)),
+    ("dream", DualCache, lambda: Fixed(5)),
+    ("a2d", DualCache, lambda: Fixed(5)),
+    ("sdar", NoCache, lambda: Fixed()),
+    ("sdar", BlockCausalCache, lambda: Fixed()),
+    ("fast-dllm-v2", NoCache, lambda: Fixed()),
+    ("fast-dllm-v2", BlockCausalCache, lambda: Fixed()),
+    ("wedlm", CausalCache, lambda: Sliding(5)),
+    ("wedlm biases", CausalCache, lambda: Sliding(5)),
+]
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize(
+    ("layout", "made", "blocks"), CASES, ids=[f"{one[0]} {one[1].__name__}" for one in CASES]
+)
+def test_every_pass_equals_the_plain_implementation(
+    layout: str, made: type[CachePolicy], blocks: Any, backend: str, tmp_path: Path
+) -> None:
+    if backend == "native" and load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    tensors = write_checkpoint(layout, tmp_path / "model")
+    _, _, _, _, shift, size = LAYOUTS[layout]
+    watched = Watched(blocks(), unmask=TopK(), cache=made(), mask=MASK)
+    watched.seen = []
+    options = {"tokenizer": ByteTokenizer(), "backend": backend, "threads": 1}
+    with LLM(str(tmp_path / "model"), cache_positions=256, **options) as llm:
+        assert llm.model.spec.logit_shift == shift
+        assert llm.model.spec.block_size == size
+        assert llm.model.spec.causal == (made is CausalCache)
+        answer = llm.generate(PROMPT, decoder=watched, max_tokens=LENGTH, ignore_eos=True)
+    assert len(answer.tokens) == LENGTH
+    assert len(watched.seen) >= LENGTH
+    answers = expected(Plain(layout, tensors), made, size, shift, watched)
+    for (_, _, _, found), wanted in zip(watched.seen, answers, strict=True):
+        assert found and found.keys() == wanted.keys()
+        for place, row in found.items():
+            row[MASK] = wanted[place][MASK]
+            np.testing.assert_allclose(row, wanted[place], rtol=0, atol=2e-4)
+
+
+def test_a_stale_row_would_be_seen(tmp_path: Path) -> None:
+    """The twin: taken for passes of another cache, the logits are others."""
+    tensors = write_checkpoint("llada", tmp_path)
+    watched = Watched(Fixed(4), unmask=TopK(), cache=DualCache(), mask=MASK)
+    watched.seen = []
+    with LLM(str(tmp_path), tokenizer=ByteTokenizer(), cache_positions=256) as llm:
+        llm.generate(PROMPT, decoder=watched, max_tokens=LENGTH, ignore_eos=True)
+    found = watched.seen[2][3]
+    for made in (NoCache, PrefixCache):
+        wanted = expected(Plain("llada", tensors), made, None, 0, watched)[2]
+        assert max(np.abs(row - wanted[p])[:MASK].max() for p, row in found.items()) > 1e-2
+
+
+def test_the_mask_token_is_found_in_the_config(tmp_path: Path) -> None:
+    write_checkpoint("llada", tmp_path)
+    words = {f"w{number}": number for number in range(V)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    tokenizer = load_checkpoint(tmp_path).tokenizer
+    assert tokenizer is not None and tokenizer.mask_id == MASK
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"block_type": "sequential"}, "block_type 'sequential' is not supported"),
+        ({"alibi": True}, "alibi True is not supported"),
+        ({"d_model": None}, "lacks 'hidden_size'"),
+    ],
+)
+def test_other_architectures_are_refused(change: Any, words: str, tmp_path: Path) -> None:
+    write_checkpoint("llada", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**LLADA_CONFIG, **change}))
+    with pytest.raises(CheckpointError, match=words):
+        spec_from_config(load_checkpoint(tmp_path).config)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    write_checkpoint("llada", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**LLADA_CONFIG, "n_layers": 3}))
+    with pytest.raises(CheckpointError, match="layers.2"):
+        LLM(str(tmp_path), tokenizer=ByteTokenizer())

@@ -1,0 +1,61 @@
+"""Layer-parallel drafting: as published, in any company, and refused where it cannot be done."""
+
+from __future__ import annotations
+
+import pytest
+
+from anydecode.decoders.speculative import easyspec as module
+from anydecode.engine.llm import LLM
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.evaluation.certify import certify_one
+from anydecode.evaluation.mechanisms.layer_parallel import easyspec
+from anydecode.evaluation.tiny import tiny_model
+from anydecode.kernels.library import load_library
+from anydecode.models.network import Network
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+
+PROMPTS = ["the cat sat on the cat", "a", "zq zq zq zq"]
+BACKENDS = ["torch", "native"] if load_library() is not None else ["torch"]
+
+
+def test_the_certificate() -> None:
+    certificate = certify_one("easyspec")
+    assert certificate.passed, [check for check in certificate.checks if not check.passed]
+
+
+def test_without_calibration_the_mechanism_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(module._Session):
+        exact = property(lambda self: 1 << 30, lambda self, length: None)
+
+    monkeypatch.setattr(module, "_Session", Forgetful)
+    assert not all(check.passed for check in easyspec())
+
+
+def test_attention_that_reads_the_state_of_its_own_layer_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Network, "grouped", lambda self, size: self.layer)
+    assert not all(check.passed for check in easyspec())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_batch_says_what_each_says_alone(backend: str) -> None:
+    """One sequence drafts while another reads its prompt: rows of both kinds share passes."""
+    models = [tiny_model(layers=5, seed=seed, backend=backend) for seed in (3, 3)]
+    options = {"max_tokens": 20, "temperature": 0.8, "seed": 4, "ignore_eos": True}
+    with LLM(models[0], tokenizer=ByteTokenizer(), draft=models[1], cache_positions=512) as llm:
+        alone = [llm.generate(p, decoder="easyspec", **options).tokens for p in PROMPTS]
+        plain = [llm.generate(p, decoder="autoregressive", **options).tokens for p in PROMPTS]
+        batch = llm.generate(PROMPTS, decoder="easyspec", **options)
+        llm.engine.check_integrity()
+    assert [answer.tokens for answer in batch] == alone == plain
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="at least two layers"):
+        LLM(ScriptedModel(), tokenizer=ByteTokenizer()).decoder("easyspec:group=1")
+    with (
+        LLM(ScriptedModel(), tokenizer=ByteTokenizer()) as llm,
+        pytest.raises(UnsupportedCombinationError, match="needs a draft model"),
+    ):
+        llm.generate("a", decoder="easyspec")

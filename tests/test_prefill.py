@@ -1,0 +1,103 @@
+"""Thinned prompts: each works as published, a mistake is seen, and what cannot work is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from anydecode import LLM
+from anydecode.decoders.prefill import fastkv, gear, mustdrop, prefilled, quickprefill
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.evaluation.certify import scripted_llm
+from anydecode.evaluation.mechanisms import prefill as mechanisms
+from anydecode.evaluation.tiny import tiny_model
+from anydecode.models.scripted import ByteTokenizer
+from anydecode.scoring.embedded import Embedded
+
+KEYS = ("fastkv", "quickprefill", "mustdrop", "gear")
+
+
+def failure(key: str) -> str | None:
+    """The first check that does not pass."""
+    return next((one.name for one in getattr(mechanisms, key)() if not one.passed), None)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_it_works_as_published(key: str) -> None:
+    assert failure(key) is None
+
+
+def test_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def largest(keys: torch.Tensor, count: int) -> torch.Tensor:
+        norms = keys.float().flatten(1).norm(dim=1)
+        return torch.sort(norms, descending=True).indices[:count].sort().values
+
+    def either(share: torch.Tensor, overall: float, single: float) -> torch.Tensor:
+        return (share.sum(0) < overall * share.sum()) | (share.amax(0) < single)
+
+    def unpooled(share: torch.Tensor, groups: int, kernel: int) -> torch.Tensor:
+        return fastkv_scores(share, groups, 1)
+
+    fastkv_scores, compressed = fastkv.window_scores, gear.compressed
+    monkeypatch.setattr(quickprefill, "smallest", largest)
+    monkeypatch.setattr(mustdrop, "dropped", either)
+    monkeypatch.setattr(fastkv, "window_scores", unpooled)
+    monkeypatch.setattr(gear, "compressed", lambda x, **o: compressed(x, **{**o, "rank": 0}))
+    assert failure("quickprefill") == "those of smallest norm"
+    assert failure("mustdrop") == "every layer ends with the survivors"
+    assert failure("fastkv") == "keys and values per layer and head"
+    assert failure("gear") == "the prompt's keys and values"
+    assert mechanisms.quickprefill_loss(3) > 0.5
+
+
+def test_memory_is_given_back() -> None:
+    """A prompt of 600 in a cache of 700: once it is thinned, another one has room beside it."""
+    model = tiny_model(layers=4, backend="torch")
+    prompt = np.random.default_rng(1).integers(97, 123, 600).tolist()
+    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=700) as llm:
+        pool, used = llm.engine.lanes["target"].pool, []
+        request = llm.request(prompt, decoder="quickprefill:keep=0.25,query=20", max_tokens=8,
+                              ignore_eos=True)  # fmt: skip
+        request.notify(lambda: used.append(pool.num_used))
+        llm._finish([request])
+        assert 0 < max(used) < 0.25 * 600 + 50
+        assert pool.num_used == 0
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with scripted_llm() as llm:
+        for decoder, told in (
+            ("fastkv:budget=0", "budget"), ("quickprefill:keep=2", "keep"),
+            ("mustdrop:key=2", "key"), ("gear:bits=9", "bits"),
+            ("fastkv:decoder=fastkv", "given context"), ("fastkv:decoder=sarathi", "given context"),
+        ):  # fmt: skip
+            with pytest.raises(InvalidRequestError, match=told):
+                llm.generate("abc", decoder=decoder)
+        with pytest.raises(UnsupportedCombinationError, match="from no file"):
+            llm.generate("abc" * 30, decoder="fastkv:budget=20", max_tokens=2)
+        rows = Embedded(0, torch.zeros(2, 4))
+        with pytest.raises(UnsupportedCombinationError, match="takes no embeddings"):
+            llm.generate("abcd", embedded=rows)
+        for wrong in (Embedded(0, torch.zeros(2, 5)), Embedded(2, torch.zeros(2, 4)),
+                      Embedded(0, torch.zeros(2, 4), torch.zeros(3))):  # fmt: skip
+            with pytest.raises(InvalidRequestError):
+                llm.generate("abcd", decoder="quickprefill", embedded=wrong)
+    native: Any = tiny_model(layers=4)
+    if not native.network.weights.layers[0].query.weight.data.numel():
+        with LLM(native, tokenizer=ByteTokenizer(), cache_positions=200) as llm:
+            with pytest.raises(UnsupportedCombinationError, match="backend='torch'"):
+                llm.generate("abc" * 30, decoder="fastkv:budget=20", max_tokens=2)
+
+
+def test_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(layers=4, backend="torch")
+    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=200) as llm:
+        context = prefilled.Context(llm.engine.lanes["target"].pool)
+        prefilled.check_thinnable(context)
+        shape = model.spec.layers[0].attention
+        object.__setattr__(shape, "window", 8)
+        with pytest.raises(UnsupportedCombinationError, match="sliding window"):
+            prefilled.check_thinnable(context)

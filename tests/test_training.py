@@ -1,0 +1,232 @@
+"""Training the small models: data, objectives, checkpoints that the engine opens, interruption."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anydecode import LLM
+from anydecode.errors import InvalidRequestError
+from anydecode.evaluation.parallelbench.tasks import NAMES, TASKS, examples
+from anydecode.models.loading import resolve
+from anydecode.training import checkpoint, curve, denoising, objectives
+from anydecode.training.data import PADDING_WEIGHT, Batch, batches
+from anydecode.training.diffusion import STAGES, Recipe, Run
+from anydecode.training.tokenizer import EOS_ID, MASK_ID, PAD_ID, build_tokenizer
+from anydecode.training.transformer import Shape, Transformer
+
+TOKENIZER = build_tokenizer()
+SHAPE = Shape(TOKENIZER.get_vocab_size(), width=32, layers=2, heads=2, hidden=48)
+
+
+def _model(seed: int = 0) -> Transformer:
+    torch.manual_seed(seed)
+    model = Transformer(SHAPE)
+    for weight in model.parameters():  # larger than it begins with, so that picks differ
+        if weight.dim() == 2:
+            torch.nn.init.normal_(weight, std=0.3)
+    return model.eval()
+
+
+def test_every_name_digit_and_separator_is_one_token_and_the_tokenizer_is_reproducible() -> None:
+    assert all(len(TOKENIZER.encode(f" {name}").ids) == 1 for name in NAMES)
+    assert len(TOKENIZER.encode("json name Ada age 31:").ids) == 7
+    assert TOKENIZER.to_str() == build_tokenizer.__wrapped__().to_str()
+    assert [TOKENIZER.id_to_token(i) for i in (PAD_ID, EOS_ID, MASK_ID)] == [
+        "<|pad|>",
+        "<|endoftext|>",
+        "<|mdm_mask|>",
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_any_text_comes_back(text: str) -> None:
+    if "<|" not in text:
+        assert TOKENIZER.decode(TOKENIZER.encode(text).ids) == text
+
+
+def test_batches_depend_on_seed_and_step_and_weigh_what_is_learned() -> None:
+    first, again, other = (batches(TOKENIZER, 20, 5, step) for step in (1, 1, 2))
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(first, again, strict=True))
+    assert not all(
+        a.tokens.shape == b.tokens.shape and torch.equal(a.tokens, b.tokens)
+        for a, b in zip(first, other, strict=True)
+    )
+    assert sum(len(batch.tokens) for batch in first) == 20
+    for batch in first:
+        for tokens, weights in zip(batch.tokens.tolist(), batch.weights.tolist(), strict=True):
+            end = tokens.index(EOS_ID)
+            start = weights.index(1.0)
+            assert 0 < start < end and set(tokens[end:]) == {EOS_ID}
+            assert set(weights[:start]) == {0.0} and set(weights[start : end + 1]) == {1.0}
+            assert all(weight == pytest.approx(PADDING_WEIGHT) for weight in weights[end + 1 :])
+
+
+def test_masks_are_complementary_in_the_answer() -> None:
+    answer = torch.arange(40).repeat(400, 1) >= 10
+    first, second = objectives.complementary_masks(answer, torch.Generator().manual_seed(0))
+    assert not (first & ~answer).any() and not (second & ~answer).any()
+    whole = (first ^ second).eq(answer).all(-1)
+    assert 0.6 < whole.float().mean() < 0.9  # the rest is masked block by block
+    for one, two in zip(first[~whole][:, 10:], second[~whole][:, 10:], strict=True):
+        kinds = (one.int() + two.int()).tolist()  # 0 before the block, 1 in it, 2 behind it
+        assert kinds == sorted(kinds)
+    rates = first[whole][:, 10:].float().mean(-1)
+    assert rates.mean() == pytest.approx(0.5, abs=0.05) and rates.std() > 0.2
+
+
+def test_losses_are_weighted_means_over_what_is_predicted() -> None:
+    model = _model()
+    tokens = torch.tensor([[5, 6, 7, 8, EOS_ID, EOS_ID]])
+    weights = torch.tensor([[0.0, 0.0, 1.0, 1.0, 1.0, 0.1]])
+    loss, total = objectives.causal_loss(model, Batch(tokens, weights))
+    logits = objectives.without_mask(model(tokens, causal=True))[0].log_softmax(-1)
+    logits = logits.detach()
+    expected = -sum(float(weights[0, i] * logits[i - 1, tokens[0, i]]) for i in range(2, 6))
+    assert float(total) == pytest.approx(3.1)
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
+
+    seed = torch.Generator().manual_seed(3)
+    masks = objectives.complementary_masks(weights > 0, torch.Generator().manual_seed(3))
+    loss, total = objectives.diffusion_loss(model, Batch(tokens, weights), seed)
+    expected, mass = 0.0, 0.0
+    for mask in masks:
+        logits = objectives.without_mask(model(tokens.masked_fill(mask, MASK_ID)))[0]
+        for i in mask[0].nonzero().flatten().tolist():
+            expected -= float(weights[0, i] * logits[i].log_softmax(-1)[tokens[0, i]])
+            mass += float(weights[0, i])
+    assert float(total) == pytest.approx(mass)
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
+    assert math.isinf(float(objectives.without_mask(torch.zeros(SHAPE.vocab))[MASK_ID]))
+
+
+def test_a_causal_model_sees_no_later_token_and_a_full_one_does() -> None:
+    model, tokens = _model(), torch.randint(3, SHAPE.vocab, (1, 12))
+    changed = tokens.clone()
+    changed[0, 8] = 3 if tokens[0, 8] != 3 else 4
+    same = model(tokens, causal=True)[0, :8], model(changed, causal=True)[0, :8]
+    assert torch.allclose(*same, atol=1e-6)
+    assert not torch.allclose(model(tokens)[0, :8], model(changed)[0, :8], atol=1e-3)
+
+
+def test_denoising_takes_a_pass_per_token_or_one_pass() -> None:
+    model, prompts = _model(), [[7, 8, 9], [10, 11]]
+    slow, passes = denoising.denoise(model, prompts, 6, 1.1)
+    assert passes == 6 and all(len(answer) == 6 and MASK_ID not in answer for answer in slow)
+    fast, passes = denoising.denoise(model, prompts, 6, 0.0)
+    assert passes == 1
+    logits = objectives.without_mask(model(torch.tensor([[7, 8, 9, *[MASK_ID] * 6]])))
+    assert fast[0] == logits[0, 3:].argmax(-1).tolist()
+
+
+def test_the_engine_opens_an_autoregressive_checkpoint(tmp_path: Path) -> None:
+    model = _model()
+    checkpoint.save_llama(tmp_path, model.state_dict(), SHAPE, TOKENIZER)
+    rounded = {name: w.bfloat16().float() for name, w in model.state_dict().items()}
+    model.load_state_dict(rounded)
+    prompt = TOKENIZER.encode("reverse Ada Ben Carl:").ids
+    [expected] = denoising.continue_greedily(model, [prompt], 8)
+    with LLM(tmp_path, dtype="float32", threads=1) as llm:
+        found = llm.generate(prompt, max_tokens=8)
+    assert found.tokens == expected[: len(found.tokens)] and found.tokens
+
+
+def test_the_engine_opens_a_diffusion_checkpoint_and_decodes_the_same(tmp_path: Path) -> None:
+    model = _model()
+    checkpoint.save_llada(tmp_path, model.state_dict(), SHAPE, TOKENIZER)
+    model, tokenizer = checkpoint.load_llada(tmp_path)
+    prompts = [tokenizer.encode(text).ids for text in ("reverse Ada Ben Carl:", "1+2=")]
+    expected, passes = denoising.denoise(model, prompts, 10, 1.1)
+    with LLM(tmp_path, dtype="float32", threads=1) as llm:
+        assert not llm.model.spec.causal and llm.tokenizer.mask_id == MASK_ID
+        found = llm.generate(prompts, max_tokens=10, ignore_eos=True, decoder="llada:block=0")
+    assert [answer.tokens for answer in found] == expected
+    assert [answer.stats.passes for answer in found] == [passes, passes]
+
+
+def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    recipe = Recipe(steps=8, batch=6, warmup=2, checks=0)
+    whole = Run(tmp_path / "whole", recipe, SHAPE)
+    whole.train()
+    assert whole.stage == 1 and whole.step == 8
+
+    def stop(run: Run) -> None:
+        if run.step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Run(tmp_path / "cut", recipe, SHAPE).train(stop)
+    again = Run(tmp_path / "cut", recipe, SHAPE)
+    assert again.step == 5 and again.stage == 1
+    again.train()
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, again.model.state_dict()[name])
+        assert torch.equal(whole.average[name], again.average[name])
+    for stage in STAGES:
+        config = json.loads((tmp_path / "cut" / stage / "config.json").read_text())
+        assert config["model_type"] == {"autoregressive": "llama", "diffusion": "llada"}[stage]
+    svg = curve.to_svg(json.loads((tmp_path / "cut" / "log.json").read_text()))
+    assert svg.count("<polyline") == 4 and "nan" not in svg
+    with pytest.raises(InvalidRequestError, match="another shape"):
+        Run(tmp_path / "cut", recipe)
+
+
+def test_a_run_learns(tmp_path: Path) -> None:
+    run = Run(tmp_path, Recipe(steps=24, batch=8, warmup=2, rate=1e-2, checks=0), SHAPE)
+    losses: list[float] = []
+    run.train(lambda run: losses.append(float(run.model.transformer["ff_out"].weight.std())))
+    noted = [entry["loss"] for entry in run.history if "loss" in entry]
+    assert noted and noted[-1] < math.log(SHAPE.vocab) - 0.5
+    assert losses[-1] != losses[0]
+
+
+@pytest.mark.parametrize("budget", [{}, {"minutes": 1.0, "steps": 1}, {"steps": 0}])
+def test_a_budget_is_either_minutes_or_steps(budget: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequestError, match="minutes or steps"):
+        Recipe(**budget)  # type: ignore[arg-type]
+
+
+def test_accuracy_reads_answers_up_to_their_end() -> None:
+    asked = list(examples("copy", 2, length=3))
+    answers = [TOKENIZER.encode(example.answer).ids for example in asked]
+    padded = [answers[0] + [EOS_ID, 50, EOS_ID], answers[1][:-1]]
+    assert denoising.accuracy(asked, padded, TOKENIZER) == 0.5
+
+
+def test_the_command_trains_and_draws_its_curve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from anydecode.cli.main import run
+
+    out, plot = tmp_path / "run", tmp_path / "curve.svg"
+    arguments = ["train", "diffusion", "--batch", "3", "--threads", "1", "--out", str(out)]
+    with pytest.raises(SystemExit) as ended:
+        run([*arguments, "--steps", "2", "--plot", str(plot), "--json"])
+    assert not ended.value.code
+    found = json.loads(capsys.readouterr().out)
+    assert found["path"] == str(out / "diffusion") and set(found["accuracy"]) == {*TASKS, "all"}
+    assert plot.read_text().startswith("<svg")
+    with pytest.raises(SystemExit) as ended:
+        run([*arguments, "--steps", "0"])
+    assert ended.value.code == 2 and "more than 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["tiny-diffusion", "tiny-autoregressive", "tiny-blocks"])
+def test_the_shipped_models_open_by_name_and_answer(name: str) -> None:
+    folder = resolve(name)
+    assert "assets" in folder.parts and (folder / "README.md").is_file()
+    assert sum(file.stat().st_size for file in folder.parent.rglob("*.*")) < 12_000_000
+    decoder = {"tiny-diffusion": "fast-dllm", "tiny-blocks": "sdar"}.get(name, "autoregressive")
+    asked = list(examples("copy", 12, seed=5))
+    with LLM(name, threads=1) as llm:
+        answers = llm.generate([e.prompt for e in asked], max_tokens=32, decoder=decoder)
+        assert llm.model.spec.causal == (name == "tiny-autoregressive")
+    right = [e.is_right(answer.text) for e, answer in zip(asked, answers, strict=True)]
+    assert sum(right) >= 10
