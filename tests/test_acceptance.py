@@ -169,7 +169,7 @@ def test_equal_distributions_always_accept() -> None:
 
 def test_greedy_rejection_is_plain_greedy_decoding() -> None:
     with small_llm() as llm:
-        plain = llm.generate(PROMPT, max_tokens=40)
+        plain = llm.generate(PROMPT, max_tokens=40, decoder="autoregressive")
         drafted = llm.generate(PROMPT, max_tokens=40, decoder="rejection-sampling")
     assert drafted.tokens == plain.tokens
     assert drafted.stats.passes < plain.stats.passes

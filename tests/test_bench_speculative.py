@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
+from anydecode.evaluation import rounds
 from anydecode.evaluation import speculative_bench as bench
 from anydecode.evaluation.speculative_bench import (
     PLAIN,
@@ -173,3 +175,91 @@ def test_without_data_it_says_where_to_get_it(
     assert report["data"] == "own prompts"
     assert {row["category"] for row in report["rows"]} >= {"overall", "code", "summary"}
     assert picture.read_text().startswith("<svg")
+
+
+class _Watched:
+    """A scripted engine that counts what is asked of it and, once, is interrupted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> None:
+        self.asked: list[str] = []
+        self.stop_at = stop_at
+        monkeypatch.setattr(bench, "LLM", self.open)
+
+    def open(self, *arguments: object, **options: object) -> LLM:
+        llm = rounds.scripted(rounds.wordy())
+        chat = llm.chat
+
+        def watched(messages: Any, **options: Any) -> Any:
+            if len(self.asked) == self.stop_at:
+                raise KeyboardInterrupt
+            if options.get("trace"):  # what is measured; memory is asked for without
+                self.asked.append(messages[0]["content"])
+            return chat(messages, **options)
+
+        llm.chat = watched  # type: ignore[method-assign]
+        return llm
+
+
+def _kept(data: Path, keep: Path | None, tokens: int = 24) -> list[dict[str, Any]]:
+    """The table's rows, without what is timed by the machine's own clock."""
+    file = data / "out.json"
+    bench.bench_speculative(
+        data, "copyspec", "m", tokens=tokens, temperatures="0,0.8", keep=keep, json_file=file
+    )
+    rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+    return [{name: row[name] for name in row if name != "draft_share"} for row in rows]
+
+
+def _questions(folder: Path) -> list[str]:
+    texts = ["one two one two", "abcabcabc", "three"]
+    lines = [json.dumps({"category": "qa", "turns": [text]}) for text in texts]
+    (folder / "question.jsonl").write_text("\n".join(lines))
+    return texts
+
+
+def test_an_interrupted_run_goes_on_and_gives_the_same_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    texts = _questions(tmp_path)
+    monkeypatch.setattr(bench, "_decode_seconds", lambda answer: 0.01 * answer.stats.passes)
+    monkeypatch.setattr(bench, "_modelled", lambda answer, pace: float(answer.stats.passes))
+    _Watched(monkeypatch)
+    whole = _kept(tmp_path, None)
+    assert any(row["tokens_per_pass"] > 1 for row in whole)
+    keep = tmp_path / "answers.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        _Watched(monkeypatch, stop_at=4)  # three entrants: within the second question
+        _kept(tmp_path, keep)
+    held = keep.read_text()
+    assert len(held.splitlines()) == 2  # the settings and the first question
+    with keep.open("a") as out:
+        out.write('[{"category": "qa", "prom')  # killed while it was writing
+    watched = _Watched(monkeypatch)
+    assert _kept(tmp_path, keep) == whole
+    assert watched.asked == [text for text in (texts * 2)[1:] for _ in range(3)]
+    assert keep.read_text().startswith(held) and len(keep.read_text().splitlines()) == 1 + 2 * 3
+    again = _Watched(monkeypatch)
+    assert _kept(tmp_path, keep) == whole
+    assert not again.asked  # everything was held
+    lines = keep.read_text().splitlines()
+    changed = json.loads(lines[1])
+    changed[1]["seconds"] *= 2
+    keep.write_text("\n".join([lines[0], json.dumps(changed), *lines[2:]]) + "\n")
+    assert _kept(tmp_path, keep) != whole  # what is held is what is shown
+
+
+def test_answers_of_other_settings_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _questions(tmp_path)
+    _Watched(monkeypatch)
+    keep = tmp_path / "answers.jsonl"
+    _kept(tmp_path, keep)
+    held = keep.read_text()
+    with pytest.raises(InvalidRequestError, match="other settings") as refusal:
+        _kept(tmp_path, keep, tokens=25)
+    assert "\n" not in str(refusal.value) and keep.read_text() == held
+    keep.write_text("something else\n")
+    with pytest.raises(InvalidRequestError, match="no answers of this benchmark"):
+        _kept(tmp_path, keep)
+    assert keep.read_text() == "something else\n"

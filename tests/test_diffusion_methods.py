@@ -26,6 +26,7 @@ METHODS = (
     "dimple:threshold=0.3,prefill=true",
     "dparallel:block=6,entropy=2,cache=prefix",
     "dream-coder:steps=7",
+    "elastic-cache:window=6,threshold=0.3,drift=0.98",
     "eoser-ass:blocks=2",
     "ete:block=6,threshold=0.3",
     "freedave:block=6,drafts=3,cache=dual",
@@ -109,6 +110,7 @@ def test_a_canvas_of_two_infilled_regions_keeps_what_stands_between() -> None:
         ("bacd-tccf:low=0.9,high=0.5", "low <= high"),
         ("ccd:rule=guess", "agreement or averaged"),
         ("eoser-ass:schedule=down", "ascending or uniform"),
+        ("elastic-cache:window=0", "window >= 1"),
         ("ete:candidates=0", "at least one candidate"),
         ("learn2pd:filter=/nowhere.safetensors", "no filter"),
         ("freedave:drafts=0", "at least one draft"),
@@ -138,4 +140,4 @@ def test_every_diffusion_method_is_tried_here_or_by_the_base() -> None:
     tried = {decoder.partition(":")[0] for decoder in METHODS}
     base = {"llada", "dream", "fast-dllm", "sdar", "bd3-lm", "s2d2", "wedlm", "apd"}
     known = {card.key for card in catalogue.cards("diffusion")}
-    assert known - tried - base <= {"diffusion-cfg", "elastic-cache", "dlm-ptq"}
+    assert known - tried - base <= {"diffusion-cfg", "dlm-ptq"}

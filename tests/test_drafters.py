@@ -112,6 +112,17 @@ def test_drafts_stay_within_their_size(key: str, most: int) -> None:
         "jacobi:block=-1",
         "taps:parts=copyspec",
         "bandit:memory=0",
+        "bandit:fixed=-1",
+        "smartspec:fixed=0,per_row=0",
+        "jacobi:pad=-5",
+        "jacobi:pad=259",
+        "aggressive:start=3",
+        "token-recycling:row_cost=-1",
+        "stand:row_cost=-1",
+        "suffix:least=nan",
+        "copyspec:size=2.5",
+        "copyspec:size=many",
+        "taps:route=5",
     ],
 )
 def test_bad_parameters_are_refused_in_one_line(decoder: str) -> None:

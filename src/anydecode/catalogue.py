@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from anydecode.errors import InvalidRequestError
 
@@ -145,4 +145,41 @@ def build(key: str, /, **parameters: Any) -> Any:
         inspect.signature(method).bind(**parameters)
     except TypeError as error:
         raise InvalidRequestError(f"method {key!r}: {error}") from None
+    for name, kinds in _plain_kinds(method).items():
+        if name in parameters and not _fits(parameters[name], kinds):
+            wanted = " or ".join(_WORDS[kind] for kind in kinds)
+            told = f"{name} takes {wanted}, not {parameters[name]!r}"
+            raise InvalidRequestError(f"method {key!r}: {told}")
     return method(**parameters)
+
+
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    type(None): "none",
+}
+
+
+@cache
+def _plain_kinds(method: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
+    """The parameters of `method` that take nothing but plain values, and which."""
+    try:
+        hints = get_type_hints(method.__init__ if inspect.isclass(method) else method)
+    except (NameError, TypeError):  # written for type checkers only, or nowhere
+        return {}
+    kinds = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
+    return {name: found for name, found in kinds.items() if set(found) <= _WORDS.keys()}
+
+
+def _fits(value: object, kinds: tuple[type, ...]) -> bool:
+    """Texts may be written as numbers, numbers as whole ones; not-a-number is no number."""
+    if isinstance(value, bool):
+        return bool({bool, str} & set(kinds))
+    if isinstance(value, (int, float)):
+        whole = isinstance(value, int)
+        return value == value and bool({float, str, *([int] if whole else [])} & set(kinds))
+    return any(isinstance(value, kind) for kind in kinds) or not isinstance(
+        value, (str, type(None))
+    )

@@ -46,6 +46,18 @@ def generate(
         Path | None,
         typer.Option("--schema", metavar="FILE", help="Answer in JSON that this schema allows."),
     ] = None,
+    grammar: Annotated[
+        Path | None,
+        typer.Option(
+            "--grammar",
+            metavar="FILE",
+            help="Answer in a text of this Lark grammar (.gbnf: of this GBNF grammar).",
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None,
+        typer.Option("--regex", help="Answer in a text that this regular expression matches."),
+    ] = None,
     constraint: Annotated[
         str | None,
         typer.Option("--constraint", help="A constraint of `anydecode methods`, as monitors."),
@@ -61,9 +73,19 @@ def generate(
     Example: anydecode generate --prompt "Once upon a time" --temperature 0.8 --seed 7
     """
     prompt = options.read_text(prompt if prompt is not None else text, "prompt")
-    if schema is not None and constraint is not None:
-        raise InvalidRequestError("--schema and --constraint are both constraints; give one")
-    told: Any = constraint if schema is None else read_schema(schema)
+    given = {"--schema": schema, "--grammar": grammar, "--regex": regex, "--constraint": constraint}
+    named = [option for option, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise InvalidRequestError(f"{named[0]} and {named[1]} are both constraints; give one")
+    told: Any = constraint
+    if schema is not None:
+        told = read_schema(schema)
+    elif grammar is not None:
+        told = read_grammar(grammar)
+    elif regex is not None:
+        from anydecode import Regex
+
+        told = Regex(regex)
     llm = options.load(model, dtype, threads, backend, draft, cache)
     settings = options.given(
         decoder=decoder,
@@ -98,6 +120,17 @@ def read_schema(file: Path) -> Constraint:
         return JsonSchema(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeError) as error:
         raise InvalidRequestError(f"cannot read the schema: {error}") from None
+
+
+def read_grammar(file: Path) -> Constraint:
+    """The constraint of a grammar in a file."""
+    from anydecode import Grammar
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequestError(f"cannot read the grammar: {error}") from None
+    return Grammar(text, syntax="gbnf" if file.suffix == ".gbnf" else "lark")
 
 
 def write_trace(generation: Generation, file: Path) -> None:

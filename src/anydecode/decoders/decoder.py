@@ -27,6 +27,8 @@ class Decoder(ABC):
     translates: bool = False
     #: Whether the draft model is a causal one, or a diffusion model.
     draft_causal: bool = True
+    #: Whether it looks into the model's layers, so that nothing but a transformer will do.
+    reads_weights: bool = False
     #: How many samples' policies it may draw from; a method that ignores the policy says False.
     samples: bool = True
     #: Whether it brings a policy of its own, so that plain decoding under the request's policy says

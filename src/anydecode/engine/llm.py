@@ -55,11 +55,12 @@ class LLM:
     `model` is a name ("smollm2-135m-instruct"), a Hugging Face repo id, a folder, a `.gguf` path,
     an object with the `Model` protocol, or a `transformers` causal model. `dtype` is "float32",
     "bfloat16", "int8", "int4" or None (as stored). `device` is "cpu" (None means it) or "cuda":
-    Triton's kernels where that package is there, else torch. `draft` is a smaller model for the methods that
-    want one, in any of those forms, or a copy of `model`: "self:int4", "self:layers=10" or both
-    ("self:int4,layers=10"). `cache` is what keys and values are kept as: "float32", "float16",
-    "bfloat16", "int8", "int4" or None (what the backend prefers); texts are equal within one such
-    format. `cache_positions` is how many positions the key-value cache holds, over all sequences; `row_budget` how many rows a pass may have. `schedule` is a key of
+    Triton's kernels where that package is there, else torch. `draft` is a smaller model for the
+    methods that want one, in any of those forms, or a copy of `model`: "self:int4",
+    "self:layers=10" or both ("self:int4,layers=10"). `cache` is what keys and values are kept as:
+    "float32", "float16", "bfloat16", "int8", "int4" or None (what the backend prefers); texts are
+    equal within one such format. `cache_positions` is how many positions the key-value cache
+    holds, over all sequences; `row_budget` how many rows a pass may have. `schedule` is a key of
     the catalogue ("sarathi-serve:budget=256") or an object; `drafting` likewise what says how much
     all requests together may draft ("smartspec-server"). Shared prefixes of the target that its
     cache has no room for go to `prefix_spill`: a folder, or "memory"; at most `spill_limit` bytes.
@@ -141,7 +142,8 @@ class LLM:
         if name != TARGET and format not in getattr(model, "cache_formats", ()):
             format = None
         positions = self._positions or _default_positions(model, format)
-        lane = Lane(name, Pool(model, positions, format), schedule or DecodesFirst(self._row_budget))
+        pool = Pool(model, positions, format)
+        lane = Lane(name, pool, schedule or DecodesFirst(self._row_budget))
         self.engine.lanes[name] = lane
         return lane
 
@@ -151,10 +153,11 @@ class LLM:
 
         Options: `decoder` (a key of the catalogue, "key:name=value", or an object), `sampler` (one
         sampling rule or several, named alike), `constraint`, `max_tokens`, `temperature`, `top_k`,
-        `top_p`, `min_p`, `seed`, `stop`, `ignore_eos`, `n`, `logprobs`, `adapter`, `trace`, `negative_prompt` (for guidance) and every other
-        field of `SamplingParams`; words in `banned_words` may be text. Of `n` samples,
-        `first_finish=k` keeps the k that end first and cancels the others. `segment=m` says at most
-        m tokens now; `resume=answer.resume` goes on from there. `embedded` puts embeddings in place
+        `top_p`, `min_p`, `seed`, `stop`, `ignore_eos`, `n`, `logprobs`, `adapter`, `trace`,
+        `negative_prompt` (for guidance) and every other field of `SamplingParams`; words in
+        `banned_words` may be text. Of `n` samples, `first_finish=k` keeps the k that end first and
+        cancels the others. `segment=m` says at most m tokens now; `resume=answer.resume` goes on
+        from there. `embedded` puts embeddings in place
         of some of the prompt's tokens. Returns a `Generation` (`n` > 1:
         the first; all are in `samples`). Raises `InvalidRequestError`.
         """

@@ -16,7 +16,7 @@ import pkgutil
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from anydecode import catalogue
@@ -177,7 +177,8 @@ def scripted_llm(
     **options: Any,
 ) -> LLM:
     """A small engine over scripted models: a target, and a draft that often agrees with it.
-    `draft_causal` False: a draft that sees both ways instead. `fills_in`: its tokenizer has the marks of models that fill in the middle."""
+    `draft_causal` False: a draft that sees both ways instead. `fills_in`: its tokenizer has the
+    marks of models that fill in the middle."""
     tokenizer = FillInTokenizer() if fills_in else ByteTokenizer()
     size = tokenizer.vocab_size
     target = ScriptedModel(vocab_size=size, seed=seed, causal=causal)
@@ -204,7 +205,13 @@ def claim(
     method = make()
     causal = method.causal is not False
     where = "model" if open_llm else "scripted"
+    length = 48
     fills_in = FILLS_IN in card.needs
+    if open_llm is None and method.reads_weights:
+        from anydecode.evaluation.denoising import random_model
+
+        where, open_llm = "random weights", partial(random_model, readable=True)
+        length = 24
     open_llm = open_llm or (
         lambda: scripted_llm(causal=causal, fills_in=fills_in, draft_causal=method.draft_causal)
     )
@@ -213,7 +220,7 @@ def claim(
     if where == "scripted":
         yield from distribution_claim(card, make)
     for temperature in (0.0, 0.8):
-        options = {"max_tokens": 48, "temperature": temperature, "seed": 11, "ignore_eos": True}
+        options = {"max_tokens": length, "temperature": temperature, "seed": 11, "ignore_eos": True}
         with open_llm() as llm:
             alone = [llm.generate(p, decoder=make(), **options).tokens for p in PROMPTS]
             if temperature in plain:

@@ -129,7 +129,8 @@ def naive(
     first, total = len(prompt), len(prompt) + length
     if aligned:
         total = -(-total // block) * block
-    canvas, filled = [*prompt, *[MASK] * (total - first)], []
+    canvas = [*prompt, *[MASK] * (total - first)]
+    filled: list[list[int]] = []
     memory: dict[str, Any] = {}
     for start in range(first // block * block if aligned else first, total, block):
         places = range(start, min(start + block, total))
@@ -194,7 +195,8 @@ class DigestModel:
 
     def new_cache(self, num_slots: int) -> KeyValues:
         """One number per slot and layer."""
-        return KeyValues(*([torch.zeros(num_slots, 1, 1) for _ in range(2)] for _ in range(2)))
+        keys, values = ([torch.zeros(num_slots, 1, 1) for _ in range(2)] for _ in range(2))
+        return KeyValues(keys, values)
 
     def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
         """One pass."""
@@ -256,13 +258,16 @@ def digests(script: Logits, block_size: int | None = None) -> LLM:
     return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096)
 
 
-def random_model(block_size: int | None = None, seed: int = 0) -> LLM:
-    """A small transformer of random weights that sees both ways, or block by block."""
+def random_model(
+    block_size: int | None = None, seed: int = 0, layers: int = 2, *, readable: bool = False
+) -> LLM:
+    """A small transformer of random weights that sees both ways, or block by block. `readable`: its
+    weights are not packed for the kernels."""
     config = {
         "model_type": "sdar",
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
@@ -271,7 +276,7 @@ def random_model(block_size: int | None = None, seed: int = 0) -> LLM:
         "block_size": block_size,
     }
     shapes = {"embed_tokens": (VOCABULARY, 32), "lm_head": (VOCABULARY, 32), "norm": (32,)}
-    for layer in ("layers.0", "layers.1"):
+    for layer in (f"layers.{index}" for index in range(layers)):
         shapes |= {f"{layer}.self_attn.{name}_proj": (32, 32) for name in "qo"}
         shapes |= {f"{layer}.self_attn.{name}_proj": (16, 32) for name in "kv"}
         shapes |= {f"{layer}.self_attn.{name}_norm": (8,) for name in "qk"}
@@ -285,7 +290,8 @@ def random_model(block_size: int | None = None, seed: int = 0) -> LLM:
         outer = "" if name == "lm_head" else "model."
         tensors[f"{outer}{name}.weight"] = torch.from_numpy(values.astype(np.float32))
     checkpoint = Checkpoint("random", Path("random"), config, tensors)
-    model = build_model(checkpoint, executor=choose_executor(threads=1))
+    executor = None if readable else choose_executor(threads=1)
+    model = build_model(checkpoint, executor=executor)
     return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096)
 
 

@@ -49,7 +49,7 @@ class Result:
 
 
 class Worker:
-    """A running `peer_worker.py` (or another such `file`). `missing` says why it does not run, if it does not."""
+    """A running `peer_worker.py`, or another such `file`. `missing` says why it does not run."""
 
     def __init__(
         self,

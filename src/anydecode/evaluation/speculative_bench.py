@@ -232,19 +232,24 @@ class Diary:
     def __init__(self, file: Path, settings: dict[str, Any]) -> None:
         self.file = file
         self.runs: dict[tuple[float, int], list[Run]] = {}
-        lines = file.read_text("utf-8").splitlines() if file.exists() else []
+        text = file.read_text("utf-8") if file.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # a run that was killed may have left half a line
+        lines = (whole or text).splitlines()
         if not lines:
             file.write_text(json.dumps(settings) + "\n", "utf-8")
             return
         try:
-            held = [json.loads(line) for line in lines]
-            if held[0] != json.loads(json.dumps(settings)):
-                raise InvalidRequestError(f"{file} holds answers of other settings: {lines[0]}")
-            for answers in held[1:]:
+            first, *held = [json.loads(line) for line in lines]
+            same = first == json.loads(json.dumps(settings))
+            for answers in held if same else []:
                 runs = [Run(**one) for one in answers]
                 self.runs[runs[0].temperature, runs[0].prompt] = runs
         except (ValueError, TypeError, LookupError):
             raise InvalidRequestError(f"{file} holds no answers of this benchmark") from None
+        if not same:
+            raise InvalidRequestError(f"{file} holds answers of other settings: {lines[0]}")
+        if whole and whole != text:
+            file.write_text(whole, "utf-8")
 
     def write(self, runs: Sequence[Run]) -> None:
         """Keep the answers to one question."""

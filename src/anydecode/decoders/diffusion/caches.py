@@ -108,7 +108,7 @@ class DualCache(CachePolicy):
     ) -> list[Span]:
         if not opening:
             if canvas.block is not None:  # computed in every pass from here on: nobody sees these
-                context.evict(self.slice(canvas, canvas.block))
+                context.evict(self.slice(canvas, canvas.block).tolist())
             return super().spans(canvas, context, region, opening, embed, canvases)
         if canvases is not None:
             raise ValueError("several canvases cannot open a block together")

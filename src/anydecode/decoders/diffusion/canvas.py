@@ -5,6 +5,7 @@ restart at any yield goes on with the same text.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +70,7 @@ class Canvas:
     confidence: np.ndarray = field(init=False)
     notes: dict[int, Any] = field(default_factory=dict)  # log-probabilities until they are said
     memory: dict[str, Any] = field(default_factory=dict)
-    kept: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
     meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:
@@ -102,7 +103,8 @@ class Canvas:
         if self.size is None:
             return np.full(len(places), len(self), np.int32)
         ends = (places // self.size + 1) * self.size
-        return np.minimum(ends, len(self)).astype(np.int32)
+        seen: np.ndarray = np.minimum(ends, len(self)).astype(np.int32)
+        return seen
 
     def slice(self, first: int, stop: int) -> np.ndarray:
         """The rows that predict `first..stop`: where a model's logits are shifted, one row more on
@@ -115,7 +117,7 @@ class Canvas:
         self.block_step = 0
         self.block_masks = len(self.masked(first, stop))
 
-    def commit(self, places: Seq[int], tokens: Seq[int], confidence: Seq[float]) -> None:
+    def commit(self, places: Iterable[int], tokens: Seq[int], confidence: Seq[float]) -> None:
         """Write tokens over masks. Raises ValueError where there is none, or for a mask."""
         for place, token, sure in zip(places, tokens, confidence, strict=True):
             if self.committed[place] != MASKED or token == self.mask:
@@ -123,7 +125,7 @@ class Canvas:
             self.tokens[place] = token
             self.committed[place] = self.step
             self.confidence[place] = sure
-        self.meter.committed += len(places)
+            self.meter.committed += 1
 
     def fix(self, place: int, token: int) -> None:
         """Put a prior in place of a mask: it is never ranked nor predicted."""
@@ -167,6 +169,6 @@ class Canvas:
 
     def copy_tokens(self, places: Seq[int] = (), tokens: Seq[int] = ()) -> np.ndarray:
         """The tokens, with others at `places`: a canvas to be verified."""
-        changed = self.tokens.copy()
+        changed: np.ndarray = self.tokens.copy()
         changed[list(places)] = list(tokens)
         return changed

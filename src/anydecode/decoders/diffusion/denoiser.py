@@ -155,20 +155,16 @@ class Denoiser(Decoder):
             span.taps = self.hidden
         scores = yield score_of(sequence, TARGET, spans, looks, wanted, canvas.shift)
         self._note(canvas, spans, "verify" if canvases is not None else "")
-        policy = _free(sequence.policy)
         count = len(wanted)
-        return [
-            Predictions(
-                sequence,
-                scores,
-                policy,
-                canvas.step,
-                canvas.mask,
-                self.tempered,
-                range(number * count, (number + 1) * count),
-            )
-            for number in range(looks)
-        ]
+        parts = [range(number * count, (number + 1) * count) for number in range(looks)]
+        return [self.predictions(sequence, canvas, scores, rows) for rows in parts]
+
+    def predictions(
+        self, sequence: Sequence, canvas: Canvas, scores: Scores, rows: range | None = None
+    ) -> Predictions:
+        """What `rows` of scores (default: all) say of one canvas."""
+        policy = _free(sequence.policy)
+        return Predictions(sequence, scores, policy, canvas.step, canvas.mask, self.tempered, rows)
 
     def fill(self, sequence: Sequence, canvas: Canvas, look: Predictions) -> None:
         """Choose, commit, cut, say."""

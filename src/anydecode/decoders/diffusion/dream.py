@@ -27,7 +27,8 @@ class Noisy(Ranking):
         noise = look.sequence.noise.with_purpose("unmask")
         coins = np.array([noise.coin(int(place), look.step) for place in places])
         result: np.ndarray = self.inner.rank(canvas, look, places) / self.temperature
-        return result - np.log(-np.log(coins))
+        result -= np.log(-np.log(coins))
+        return result
 
 
 class Flips(TimeGrid):

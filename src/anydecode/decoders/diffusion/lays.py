@@ -51,7 +51,7 @@ class Lay(Span):
             context.append(longer)
             holes = np.setdiff1d(np.arange(held, held + longer), self.places)
             if len(holes):
-                context.evict(holes)
+                context.evict(holes.tolist())
 
     def fill(self, rows: Rows, at: int, count: int) -> None:
         stop = at + count

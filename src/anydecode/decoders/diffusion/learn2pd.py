@@ -142,5 +142,5 @@ def learn2pd(
     chance above `threshold`. `foresee_end` cuts the canvas where an end of text is predicted."""
     loaded = load(SHIPPED if filter is None else Path(filter))
     stop = ForeseenEnd() if foresee_end else EndOfText()
-    unmask = Filtered(loaded, threshold)
-    return Denoiser(FilterBlocks(loaded.size), Confidence(), unmask, cache_named(cache), stop, mask=mask)
+    blocks, unmask = FilterBlocks(loaded.size), Filtered(loaded, threshold)
+    return Denoiser(blocks, Confidence(), unmask, cache_named(cache), stop, mask=mask)

@@ -119,6 +119,11 @@ class Predictions:
         must not write to its argument. Call before anything is asked for."""
         self._adjust.append(change)
 
+    def revise(self, place: int) -> None:
+        """What was adjusted at `place` has changed: compute it anew when it is asked for."""
+        for known in (self._changed, self._tokens, self._facts, self._sure):
+            known.pop(place, None)
+
     def logits(self, place: int) -> np.ndarray:
         """float32 `[vocab_size]` for the token at `place`; the mask token has -inf."""
         place = int(place)

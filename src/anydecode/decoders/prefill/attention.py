@@ -41,9 +41,11 @@ class Looks:
         cache: KeyValues,
         slots: np.ndarray,
         positions: np.ndarray,
+        visible: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Attention float32 `[heads, rows, keys]` of the rows at `places`, whose states before
-        `layer` are `state`, over the keys in `slots`, which stand at `positions`."""
+        `layer` are `state`, over the keys in `slots`, which stand at `positions`. Each row sees as
+        many positions as `visible` says (default: those up to its own)."""
         shape = self._network.spec.layers[layer].attention
         queries = self._queries(layer, state, places).view(len(places), shape.num_heads, -1)
         keys = cache.keys[layer][torch.from_numpy(slots.astype(np.int64))].float()
@@ -51,7 +53,8 @@ class Looks:
         scores = torch.einsum("rhd,khd->hrk", queries, keys) * shape.scale
         if shape.softcap is not None:
             scores = shape.softcap * torch.tanh(scores / shape.softcap)
-        hidden = torch.from_numpy(positions[None, :] > places[:, None])
+        stop = places + 1 if visible is None else visible
+        hidden = torch.from_numpy(positions[None, :] >= stop[:, None])
         return scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
     @torch.no_grad()

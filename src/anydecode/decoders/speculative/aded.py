@@ -170,6 +170,8 @@ class _Session(TextSession):
         deviations=(
             "the table is seeded from the prompt, not from a corpus",
             "a row keeps its `width` likeliest followers, normalised over them",
+            "a scored pair's row becomes the target's own at once",
+            "sizes (6 nodes, 4 deep, 8 followers) are ours",
             "the search's constants are MuZero's; the paper's are not known to us",
         ),
     )

@@ -69,6 +69,12 @@ class AggressiveDrafter(Drafter):
             raise InvalidRequestError("aggressive needs a start of at least 0")
         self.start = start
 
+    def prepare(self, sequence: Sequence) -> None:
+        if self.start is not None and self.start >= len(sequence.prompt):
+            raise InvalidRequestError(
+                f"start={self.start} is behind the prompt, which has {len(sequence.prompt)} tokens"
+            )
+
     def open(self, sequence: Sequence) -> Session:
         return _Session(sequence, self.start)
 

@@ -53,6 +53,7 @@ class _Session(DiffusionSession):
         deviations=(
             "verified token-exactly with shared noise; acceptance='rejection' is the paper's rule",
             "verification ends at the first reject; the printed algorithm goes on behind it",
+            "16 drafts by default (the paper: up to 32)",
             "any diffusion model drafts; the paper's figures need its two-stage alignment",
         ),
     )

@@ -162,7 +162,8 @@ class _Session(DiffusionSession):
         deviations=(
             "the 3-gram model counts this request's own text instead of a corpus",
             "verified token-exactly at every temperature (the paper: greedy)",
-            "lengths default to 4 to 16 drafts, for small models (the paper: 20 to 30)",
+            "lengths default to 4 to 16 drafts in steps of 4, for small models (the paper: 20 to 30"
+            " in steps of 10)",
         ),
     )
 )

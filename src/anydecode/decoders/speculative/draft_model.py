@@ -126,6 +126,11 @@ def speculative_sampling(
         summary="The draft model drafts on while the target verifies.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "batches"),
+        deviations=(
+            "verified token-exactly with shared noise",
+            "after a reject the target waits for new drafts; `pearl` is without that wait",
+            "side by side means threads or devices of one process",
+        ),
     )
 )
 class ParallelDraft(Decoder):
@@ -172,8 +177,9 @@ class ParallelDraft(Decoder):
         needs=("draft model",),
         works_with=("constraints", "samplers", "batches"),
         deviations=(
-            "verified token-exactly with shared noise",
+            "verified token-exactly with shared noise, not by the rejection rule",
             "side by side means threads or devices of one process",
+            "the draft length is given, not taken from the ratio of the two passes",
         ),
     )
 )

@@ -62,6 +62,8 @@ class DySpecDrafter(TreeDrafter):
             "nodes are scored in batches when the heap first needs one of them, with the same tree"
             " as one by one",
             "at temperature 0 draws follow the draft model's order",
+            "the draft distribution is cut to its 64 likeliest tokens",
+            "drafts at the request's temperature (the paper: 0.6), 16 nodes (64)",
         ),
     )
 )

@@ -53,6 +53,7 @@ class FixedTreeDrafter(TreeDrafter):
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
             "any shape of rank paths, not only a number of children per level",
+            "the draft distribution is cut to its 64 likeliest tokens",
             "siblings are the best by draft probability plus the noise the target will use",
         ),
     )

@@ -55,6 +55,17 @@ class Costs:
 _GUESS = PassCost()
 
 
+def given_cost(fixed: float | None, per_row: float, per_position: float = 0.0) -> PassCost | None:
+    """The costs a user gave; None without `fixed`, which leaves them to be measured."""
+    if fixed is None:
+        return None
+    if min(fixed, per_row, per_position) < 0 or fixed + per_row <= 0:
+        raise InvalidRequestError(
+            "costs of a pass must not be negative, and fixed or per_row be above 0"
+        )
+    return PassCost(fixed, per_row, per_position)
+
+
 def expected_tokens(rate: float, size: int) -> float:
     """Tokens a chain of `size` drafts gives if each is accepted with `rate`:
     (1 - a^(k + 1)) / (1 - a)."""
@@ -179,7 +190,13 @@ _WORKS = ("constraints", "samplers", "guidance", "batches", "adapters")
         exactness="token-exact",
         summary="The draft length with the best goodput at the present load.",
         works_with=_WORKS,
-        deviations=("sequences of other decoders count with one row each",),
+        deviations=(
+            "one length for all sequences; the paper may choose one for each request",
+            "drafts count as chains, whatever their shape; the paper cuts trees to their best n",
+            "a pass costs what the engine measured as it ran, or what is given; the paper profiles",
+            "a length stays until another is better by 2 %",
+            "sequences of other decoders count with one row each",
+        ),
     )
 )
 def smartspec(
@@ -191,7 +208,7 @@ def smartspec(
 ) -> SmartSpec:
     """`drafter` is a speculative method's key. With `fixed`, the costs of a pass are given;
     else they are what the engine measured."""
-    cost = None if fixed is None else PassCost(fixed, per_row, per_position)
+    cost = given_cost(fixed, per_row, per_position)
     return SmartSpec(chain_drafter(drafter), largest, cost)
 
 
@@ -203,7 +220,12 @@ def smartspec(
         exactness="token-exact",
         summary="A bandit learns how many drafts pay, by Thompson sampling.",
         works_with=_WORKS,
-        deviations=("any drafter; the arm is worth its expected tokens per measured cost",),
+        deviations=(
+            "any drafter; the paper's early exit with its trained layer is not here",
+            "one rate is drawn a round, and the length of best expected tokens per measured cost"
+            " taken; the paper draws at every draft whether to go on",
+            "the posterior fades; its calibration by the drafter's confidence is left out",
+        ),
     )
 )
 def bandit(
@@ -217,7 +239,7 @@ def bandit(
     else they are what the engine measured."""
     if not 0 < memory <= 1:
         raise InvalidRequestError("bandit needs 0 < memory <= 1")
-    costs = Costs(None if fixed is None else PassCost(fixed, per_row))
+    costs = Costs(given_cost(fixed, per_row))
     return Speculative(
         chain_drafter(drafter),
         largest,

@@ -23,6 +23,8 @@ from anydecode.scoring.tree import TokenTree
         deviations=(
             "tokens that can no longer change are said at once and not run again",
             "works at any temperature: a token's noise is the same in every iteration",
+            "a block begins as copies of the last token said, or of `pad`; the paper's are PAD",
+            "where the policy has a state, guesses that are not yet fixed are the likeliest tokens",
         ),
     )
 )
@@ -38,6 +40,11 @@ class Jacobi(Decoder):
         self.pad = pad
         self.length = length
         self.acceptance = TokenExact()
+
+    def prepare(self, sequence: Sequence) -> None:
+        size = sequence.context().pool.model.spec.vocab_size
+        if self.pad is not None and not 0 <= self.pad < size:
+            raise InvalidRequestError(f"pad={self.pad} is no token of the model: it has {size}")
 
     def decode(self, sequence: Sequence) -> Decoding:
         guess: list[int] = []

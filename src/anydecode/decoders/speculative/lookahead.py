@@ -109,6 +109,7 @@ class _Session(TextSession):
         deviations=(
             "after several accepted tokens the window moves by as many columns",
             "the window's own nodes may be accepted too",
+            "5 columns, 4-grams and 5 guesses by default (the paper, for 7B on a GPU: 15, 5, 15)",
             "new columns begin with tokens spread over the text, not with random ones",
         ),
     )

@@ -139,8 +139,8 @@ class _Session(Session):
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
-            "drafts are the draft model's likeliest tokens; the paper's merged probabilities, exact"
-            " for points only, are not needed",
+            "verified token-exactly; drafts are the draft model's likeliest tokens, and the paper's"
+            " merged probabilities, exact for points only, are not needed",
             "the draft model is not trained here (see online-sd) and its length is fixed",
             "special tokens of the prompt are left out of what the draft model reads",
         ),

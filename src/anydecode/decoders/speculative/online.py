@@ -176,6 +176,11 @@ class _Session(Session):
             "what learns is a low-rank correction of the draft model's logits; its own weights,"
             " which may be quantised, stay as they are",
             "the target's distribution is kept for its 16 likeliest tokens",
+            "lessons are learned between requests once `batch` of them wait, not every few"
+            " requests; each is learned from in one go of `steps` steps",
+            "the loss is forward cross-entropy; other divergences, mixed sampling, training ahead"
+            " of use and routing to drafters by topic are left out",
+            "verified token-exactly with shared noise",
         ),
     )
 )

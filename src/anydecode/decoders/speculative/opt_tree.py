@@ -75,6 +75,8 @@ def _best(weights: dict[int, float], size: int) -> list[int]:
             "the gain counts the newest level too",
             "above temperature 0 a node's weight is the draft model's belief given the noise the"
             " target will use",
+            "the draft distribution is cut to its 64 likeliest tokens",
+            "16 nodes by default (the paper: 50)",
         ),
     )
 )

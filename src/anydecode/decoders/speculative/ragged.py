@@ -21,7 +21,10 @@ _PAPER = "Batch Speculative Decoding Done Right (arXiv:2510.22876)"
         summary="Batched speculation with ragged acceptance; outputs equal each row's own.",
         needs=("draft model",),
         works_with=_WORKS,
-        deviations=("nothing is unpadded, appended and padded again: memory is paged",),
+        deviations=(
+            "nothing is unpadded, appended and padded again: memory is paged",
+            "verified token-exactly at any temperature (the paper: greedy)",
+        ),
     )
 )
 def eqspec(size: int = 5) -> Speculative:
@@ -38,7 +41,10 @@ def eqspec(size: int = 5) -> Speculative:
         summary="Batched speculation across requests of any length.",
         needs=("draft model",),
         works_with=_WORKS,
-        deviations=("requests are not sorted or grouped by length: every pass takes all of them",),
+        deviations=(
+            "requests are not sorted or grouped by length: every pass takes all of them",
+            "verified token-exactly at any temperature (the paper: greedy)",
+        ),
     )
 )
 def exspec(size: int = 5) -> Speculative:

@@ -109,6 +109,7 @@ class StochasticBeam(TreeDrafter):
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
             "verified token-exactly: the draws use the noise the target will use",
+            "the draft distribution is cut to its 64 likeliest tokens",
             "at temperature 0, where draws are not random, top-k and beam search",
         ),
     )

@@ -94,6 +94,7 @@ class _Session(Session):
         deviations=(
             "any draft model, not one trained with losses at its exits",
             "what an early exit left out is computed when a later exit is first needed",
+            "one confidence for every exit and target; the paper tunes it by the target's size",
             "verified token-exactly with shared noise",
         ),
     )

@@ -1,5 +1,5 @@
 """Speculation on the outcome of a verification while it runs (Kumar et al., "Speculative
-Speculative Decoding", SSD with Saguaro's fan-out, 2025, github.com/tanishqkumar/ssd)."""
+Speculative Decoding", arXiv:2603.03251: SSD with Saguaro's fan-out)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Branch:
     Card(
         "saguaro",
         "speculative",
-        paper="Speculative Speculative Decoding (Saguaro)",
+        paper="Speculative Speculative Decoding (arXiv:2603.03251), Saguaro",
         exactness="token-exact",
         summary="While drafts are verified, the next drafts are made for every likely outcome.",
         needs=("draft model",),
@@ -54,6 +54,8 @@ class _Branch:
             " so the paper's reshaped draft distribution is not needed",
             "a miss drafts at once (the paper's jit backup)",
             "once the outcome is known, only its own branch goes on",
+            "bonus tokens and prepared drafts come from the draft model's 64 likeliest tokens",
+            "4 drafts a round by default (the paper: 6 or 7)",
         ),
     )
 )

@@ -73,7 +73,8 @@ class _Session(Session):
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "a draft's acceptance is predicted by its draft probability, not by a trained head",
+            "a draft's acceptance is predicted by its draft probability (at temperature 0 that of"
+            " temperature 1), not by a trained head",
             "verified token-exactly with shared noise; acceptance='rejection' is the paper's rule",
         ),
     )

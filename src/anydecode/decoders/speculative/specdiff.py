@@ -62,6 +62,9 @@ class _Session(DiffusionSession):
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
             "verified token-exactly: every path is walked, so none need be selected beforehand",
+            "the first path is the request's own pick with the target's noise; only the others are"
+            " drawn at `temperature`",
+            "4 paths of 16 drafts by default (the paper: up to 8, of 16 or 32)",
             "the streak distillation of the drafter is not here",
         ),
     )

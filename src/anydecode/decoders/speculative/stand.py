@@ -134,6 +134,8 @@ class _Session(TextSession):
             "stored probabilities are normalised over the ten likeliest tokens",
             "the tree is token recycling's, cut to what pays at `row_cost`; the paper fits one to"
             " 30 problems",
+            "one table for all requests; probabilities are those at the temperature of the request"
+            " that taught them",
         ),
     )
 )

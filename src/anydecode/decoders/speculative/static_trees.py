@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from anydecode.errors import InvalidRequestError
 from anydecode.scoring.tree import ROOT, TokenTree
 
 RankPath = tuple[int, ...]
@@ -68,7 +69,10 @@ class Shape:
 
 def worthwhile(paths: Seq[RankPath], rates: Seq[float], row_cost: float) -> Shape:
     """The part of a shape that gives the most expected tokens per cost of a pass. `rates[r]` is how
-    often the guess of rank r is right, `row_cost` what one more row costs, in passes of one row."""
+    often the guess of rank r is right, `row_cost` what one more row costs, in passes of one row, at
+    least 0 (else `InvalidRequestError`)."""
+    if row_cost < 0:
+        raise InvalidRequestError(f"row_cost={row_cost}: a row cannot cost less than nothing")
     values = {
         path: prod(rates[rank] if rank < len(rates) else 0.0 for rank in path) for path in paths
     }

@@ -191,6 +191,10 @@ class _Session(TextSession):
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
             "an automaton with occurrence counts in place of the paper's depth-limited suffix tree",
+            "only the longest match of each memory drafts; the paper tries every length and keeps"
+            " the likeliest tree",
+            "`factor` times the match's length bounds the depth, and `size` the nodes; the paper"
+            " bounds the nodes by the former",
         ),
     )
 )

@@ -1,5 +1,5 @@
-"""Several drafters on one target: the most confident one is asked, or their trees are merged (Zbeeb
-et al., "TAPS: Task-Aware Proposal Distributions for Speculative Sampling", 2026)."""
+"""Several drafters on one target: the most confident one is heard, or their trees are merged (Zbib
+et al., "TAPS: Task Aware Proposal Distributions for Speculative Sampling", arXiv:2603.27027)."""
 
 from __future__ import annotations
 
@@ -77,11 +77,14 @@ class _Session(Session):
 
 
 class TapsDrafter(Drafter):
-    """`parts` are drafters by name; `route` asks only the most confident, else trees are merged."""
+    """`parts` are drafters by name. All draft; with `route` only the most confident one's tree is
+    verified, else their trees are merged."""
 
     def __init__(self, parts: dict[str, Drafter], route: bool = False) -> None:
         self.parts = parts
         self.route = route
+        self.translates = any(part.translates for part in parts.values())
+        self.draft_causal = all(part.draft_causal for part in parts.values())
         self.lanes = tuple(dict.fromkeys(lane for part in parts.values() for lane in part.lanes))
 
     def prepare(self, sequence: Sequence) -> None:
@@ -101,7 +104,7 @@ class TapsDrafter(Drafter):
     Card(
         "taps",
         "speculative",
-        paper="TAPS: composition of specialised drafters at inference",
+        paper="TAPS (arXiv:2603.27027), its composition of drafters at inference",
         exactness="token-exact",
         summary="Several drafters at once: routed by confidence, or merged into one tree.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
@@ -110,6 +113,7 @@ class TapsDrafter(Drafter):
             " EAGLE drafters trained per domain",
             "confidence is how often a drafter's first guesses were right lately, not its mean top"
             " probability, so that drafters without probabilities can compete",
+            "one tree of up to `size` nodes, in which the drafters take turns",
             "averaging the drafters' weights, which the paper finds bad, is left out",
         ),
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from anydecode.evaluation.denoising import (
 )
 from anydecode.scoring.noise import Noise
 
-SCORES = {
+SCORES: dict[str, Callable[[Moment, int], float]] = {
     "confidence": lambda m, i: m.sure(i),
     "margin": lambda m, i: margin(m.found[i]),
     "entropy": lambda m, i: -nats(m.found[i]),
@@ -83,7 +84,7 @@ def llada() -> Iterator[Check]:
         yield Check("random order by the coin of place and step", sum(filled, []) == expected_order)
 
 
-@measure("llada", "questions answered wrongly, one token per pass", samples=64, margin=0.25)
+@measure("llada", "questions answered wrongly, one token per pass", samples=64, margin=0.1)
 def llada_loss(samples: int) -> float:
     """On tasks with checkable answers."""
     return 1 - answered("llada:block=0", samples).accuracy
@@ -317,7 +318,7 @@ def bd3_lm_cache_loss(samples: int) -> float:
 
 
 def _cache_loss(key: str, uncached: Denoiser, samples: int) -> float:
-    options = {"temperature": 0.7, "seed": 9}
+    options: dict[str, Any] = {"temperature": 0.7, "seed": 9}
     with random_model(block_size=4) as llm:
         cached = texts(llm, key, samples, **options)
         return share_of_differences(cached, texts(llm, uncached, samples, **options))

@@ -58,7 +58,7 @@ def is_llada(config: dict[str, Any]) -> bool:
 def standard(
     config: dict[str, Any], readers: dict[str, Callable[[], T]]
 ) -> tuple[dict[str, Any], dict[str, Callable[[], T]]]:
-    """Config and tensors by their usual names. Raises CheckpointError for what LLaDA does not have."""
+    """Config and tensors by their usual names. Raises CheckpointError for what LLaDA has not."""
     for key, allowed in _FIXED.items():
         if config.get(key, allowed[0]) not in allowed:
             raise CheckpointError(f"{key} {config[key]!r} is not supported in a llada config")

@@ -1,0 +1,224 @@
+"""Texts of a context-free grammar, in whatever order they are filled (Mündler, Dekoninck and
+Vechev, "Constrained Decoding of Diffusion LLMs with Context-Free Grammars", arXiv:2508.10111): a
+token is written only if some tokens for the masks that are left still make a text of the grammar.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from anydecode.catalogue import Card, register
+from anydecode.constraints.byte_grammar import byte_grammar
+from anydecode.constraints.canvas_grammar import HOLE, CanvasGrammar, Look
+from anydecode.constraints.constraint import ConstraintState
+from anydecode.constraints.vocabulary import Vocabulary, vocabulary
+from anydecode.decoders.diffusion import caches
+from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.canvas import MASKED, Canvas
+from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.predictions import Predictions
+from anydecode.decoders.diffusion.rankings import best_first, ranking
+from anydecode.decoders.diffusion.unmasking import TopK
+from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.sampling.constrained import Constrained, constraint_of
+from anydecode.sampling.policy import Policy
+from anydecode.scoring.sequence import Sequence
+
+_KEY = "diffusion-cfg"
+
+
+@lru_cache(maxsize=32)
+def _compiled(described: str, vocabulary: Vocabulary, ends: frozenset[int]) -> CanvasGrammar:
+    return CanvasGrammar(byte_grammar(described), vocabulary, ends)
+
+
+class CanvasState(ConstraintState):
+    """Stands in the policy for a constraint that the decoder itself sees to. `whole`: no mask is
+    left in the text."""
+
+    def __init__(self, whole: bool = False) -> None:
+        self.whole = whole
+
+    def mask(self) -> None:
+        return None
+
+    def advance(self, token: int) -> None:
+        """Nothing to remember: the canvas holds the text."""
+
+    def rollback(self, count: int) -> None:
+        """Nothing to forget."""
+
+    def fork(self) -> CanvasState:
+        return CanvasState(self.whole)
+
+    def forced(self) -> list[int]:
+        return []
+
+    @property
+    def may_stop(self) -> bool:
+        return self.whole
+
+    @property
+    def finished(self) -> bool:
+        return self.whole
+
+
+class GrammaticalDenoiser(Denoiser):
+    """One token a pass where the base rule says; one that leaves no completion is forbidden there,
+    and the rule asked again. Without a constraint it is the base rule alone."""
+
+    begun = ""
+
+    def prepare(self, sequence: Sequence) -> None:
+        super().prepare(sequence)
+        part = constraint_of(sequence.policy)
+        if part is None:
+            return
+        policy = sequence.policy
+        others = [one for one in (*policy.before, *policy.after) if one.stateful]
+        if others != [part]:
+            raise UnsupportedCombinationError(
+                "diffusion-cfg fills in any order; penalties and other policies that depend on the"
+                " text before do not work with it"
+            )
+        described = getattr(part.state, "origin", None)
+        if not isinstance(described, str):
+            raise ConstraintError(
+                "diffusion-cfg reads Grammar, Regex and Choice with the engine llguidance"
+            )
+        tokenizer = sequence.tokenizers["target"]
+        if not tokenizer.decode(sequence.prompt).endswith(self.begun):
+            raise InvalidRequestError(f"the prompt does not end with {self.begun!r} (begun)")
+        ends = frozenset(token for token in tokenizer.eos_ids if sequence.stops_at(token))
+        sequence.state[_KEY] = described, vocabulary(tokenizer, tokenizer.vocab_size), ends
+        before = [Constrained(CanvasState()) if one is part else one for one in policy.before]
+        sequence.policy = Policy(policy.temperature, before, policy.after, policy.combiner)
+        self._check(sequence)
+
+    def fill(self, sequence: Sequence, canvas: Canvas, look: Predictions) -> None:
+        rules = self._rules(sequence)
+        if rules is None:
+            super().fill(sequence, canvas, look)
+            return
+        if canvas.block is None:
+            canvas.open(canvas.frontier, self.blocks.end(canvas, look))
+        assert canvas.block is not None
+        room = sequence.length + sequence.remaining
+        text = canvas.tokens[len(sequence.prompt) : room].tolist()
+        held = [HOLE if token == canvas.mask else token for token in text]
+        state = Look(rules, held, self.begun.encode())
+        forbidden: dict[int, np.ndarray] = {}
+
+        def without(place: int, logits: np.ndarray) -> np.ndarray:
+            banned = forbidden.get(place)
+            if banned is None:
+                return logits
+            left = logits.copy()
+            left[: len(banned)][banned[: len(left)]] = -np.inf
+            left[len(banned) :] = -np.inf
+            return left
+
+        look.adjust(without)
+        places = canvas.masked(*canvas.block)
+        redrawn = 0
+        while True:
+            place = int(places[best_first(self.ranking.rank(canvas, look, places))[0]])
+            token = look.token(place)
+            at = place - len(sequence.prompt)
+            if at >= len(held) or state.accepts(at, token):
+                break
+            banned = state.rejected(at, token)
+            if place in forbidden:
+                banned |= forbidden[place]
+            forbidden[place] = banned
+            redrawn += 1
+            look.revise(place)
+            if not np.isfinite(look.logits(place)).any():
+                raise ConstraintError(
+                    "the canvas cannot satisfy the constraint any more: the model rules out every"
+                    f" token that may stand at position {place}"
+                )
+        self._write(sequence, canvas, look, place, token)
+        self.settle(sequence, canvas, look, [place], redrawn=redrawn)
+
+    def _write(
+        self, sequence: Sequence, canvas: Canvas, look: Predictions, place: int, token: int
+    ) -> None:
+        """Commit, and where the text ends, everything behind with it."""
+        self._annotate(sequence, canvas, look, [place], [token], look.policy)
+        canvas.commit([place], [token], [look.chance(place, token)])
+        if sequence.stops_at(token):
+            behind = np.flatnonzero(canvas.committed[place:] == MASKED) + place
+            canvas.commit(behind, [token] * len(behind), [1.0] * len(behind))
+        part = constraint_of(sequence.policy)
+        if part is not None and not len(canvas.masked(0, sequence.length + sequence.remaining)):
+            part.state = CanvasState(whole=True)
+
+    def _check(self, sequence: Sequence) -> None:
+        """Refuse a canvas that has no completion from the start."""
+        rules = self._rules(sequence)
+        assert rules is not None
+        mask = sequence.mask_token if self.mask is None else self.mask
+        template = sequence.state.get("template")
+        canvas = [HOLE] * sequence.remaining
+        if template is not None:
+            canvas = [HOLE if token == mask else token for token in template]
+        if rules.is_completable(canvas, self.begun.encode()):
+            return
+        if template is not None:
+            raise ConstraintError(
+                "the canvas cannot satisfy the constraint: no tokens for its"
+                f" {canvas.count(HOLE)} masks make a text that meets it"
+            )
+        raise ConstraintError(
+            f"no text that meets the constraint has {'at most' if rules.ends else 'exactly'}"
+            f" {len(canvas)} tokens of this model: max_tokens is too small"
+        )
+
+    def _rules(self, sequence: Sequence) -> CanvasGrammar | None:
+        held = sequence.root.state.get(_KEY)
+        return None if held is None else _compiled(*held)
+
+
+@register(
+    Card(
+        "diffusion-cfg",
+        "diffusion",
+        paper="Constrained Decoding of Diffusion LLMs with Context-Free Grammars"
+        " (arXiv:2508.10111)",
+        exactness="lossy",
+        summary="Writes only tokens after which the masks left can still make a text of a grammar.",
+        needs=("diffusion model",),
+        works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
+        deviations=(
+            "the canvas is an automaton of bytes, not of terminals: there is no lexer, a mask is any"
+            " one token, and its number of masks is kept (the paper's gaps have any length)",
+            "emptiness is decided from the left with Earley's items, not bottom-up over triples, and"
+            " without a time limit",
+            "as the check is exact, some token always passes: draws are repeated until one does, all"
+            " tokens ruled out for one reason at once, and no completion by a witness is needed",
+            "of vocabularies with very many different spellings, masks stand for the shorter ones"
+            " only: texts that need a rare long token at a given place may be ruled out",
+            "grammars are in Lark's notation without templates and imports, terminals in it match"
+            " without a longest match; JSON schemas and the engine xgrammar are refused",
+            "the text may also end, whole, with the last position, without an end of text",
+        ),
+    )
+)
+def diffusion_cfg(
+    block: int | None = None,
+    remasking: str = "confidence",
+    cache: str = "none",
+    begun: str = "",
+    mask: int | None = None,
+) -> Denoiser:
+    """Needs `constraint=` Grammar, Regex or Choice. `block` masks at a time (0: the whole canvas;
+    default: up to 32), ranked by `remasking`. `begun` is the end of the prompt (before its first
+    mask) that belongs to the text."""
+    made = GrammaticalDenoiser(
+        Fixed(block), ranking(remasking), TopK(), caches.cache(cache), mask=mask
+    )
+    made.begun = begun
+    return made

@@ -1,0 +1,228 @@
+"""What is kept of the canvas is computed again only from the layer on in which attention has
+drifted (Nguyen-Tri, Ranjan and Shen, "Attention Is All You Need for KV Cache in Diffusion LLMs",
+arXiv:2510.14973)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import numpy as np
+import torch
+
+from anydecode.catalogue import Card, register
+from anydecode.decoders.diffusion.canvas import Canvas
+from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.lays import Lay, lay
+from anydecode.decoders.diffusion.predictions import Predictions
+from anydecode.decoders.diffusion.stops import EndOfText
+from anydecode.decoders.diffusion.unmasking import Threshold
+from anydecode.decoders.diffusion.window_diffusion import FirstMasks
+from anydecode.decoders.prefill.attention import looks
+from anydecode.decoders.prefill.prefilled import check_float
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.scoring.score import Decoding, Score, Scores
+from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.tree import ROOT
+
+
+class ElasticDenoiser(Denoiser):
+    """The next masks, what was written last and the tracked tokens are computed in every pass; the
+    rest only from the layer on behind one where the tracked token's attention has moved.
+
+    What is kept lives in `canvas.memory["elastic"]`: `states`, float32 `[layers + 1, length,
+    hidden_size]`, of every position before each layer and behind the last; `tracked`, per layer the
+    position whose attention is watched; `attention`, per layer its row, float64 `[length]`;
+    `since`, the first layer that the last step computed for every position. Keys and values follow
+    from the states, so a restart computes those alone.
+    """
+
+    reads_weights = True
+    drift: float
+
+    def begin(self, sequence: Sequence, canvas: Canvas) -> None:
+        context = sequence.context()
+        model = context.pool.model
+        check_float(context)
+        if context.pool.cache.keys[0].device.type != "cpu":
+            raise UnsupportedCombinationError("elastic-cache reads attention on CPUs only")
+        if any(layer.attention.window for layer in model.spec.layers):
+            raise UnsupportedCombinationError("elastic-cache knows no layers with sliding windows")
+        looks(model)
+        super().begin(sequence, canvas)
+
+    def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
+        context = sequence.context()
+        depth = context.pool.model.spec.num_layers
+        every = np.arange(len(canvas), dtype=np.int32)
+        masks = canvas.masked(canvas.frontier, self.blocks.window(canvas))
+        held = canvas.memory.get("elastic")
+        if held is None or len(canvas) != held["states"].shape[1]:
+            places, since = every, 0
+            states = yield from self._run(sequence, canvas, every)
+        else:
+            if context.length != len(canvas):
+                yield self._rebuild(sequence, canvas, held["states"])
+            last = np.flatnonzero(canvas.committed == canvas.step - 1)
+            places = np.unique(np.concatenate([masks, masks - canvas.shift, last, held["tracked"]]))
+            fresh = yield from self._run(sequence, canvas, places)
+            since = self._drifted(sequence, canvas, places, fresh)
+            states = held["states"]
+            if since < depth:
+                inputs = states[since].clone()
+                inputs[places] = fresh[since]
+                later = yield from self._run(sequence, canvas, every, since, inputs)
+                states[since:] = later
+            states[: since + 1, places] = fresh[: since + 1]
+            canvas.meter.note("slice", len(places))
+        if since < depth:
+            canvas.meter.note("full", len(every))
+        tracked, attention = self._track(sequence, canvas, masks, states)
+        canvas.memory["elastic"] = {
+            "states": states,
+            "tracked": tracked,
+            "attention": attention,
+            "since": since,
+        }
+        scores = self._predicted(sequence, canvas, masks, states[depth])
+        self.fill(sequence, canvas, self.predictions(sequence, canvas, scores))
+
+    def commit(
+        self,
+        sequence: Sequence,
+        canvas: Canvas,
+        look: Predictions,
+        chosen: np.ndarray,
+        **facts: object,
+    ) -> None:
+        """The trace tells the first layer that was computed for every position."""
+        since = canvas.memory["elastic"]["since"]
+        super().commit(sequence, canvas, look, chosen, since=since, **facts)
+
+    def _run(
+        self,
+        sequence: Sequence,
+        canvas: Canvas,
+        places: np.ndarray,
+        start: int = 0,
+        inputs: torch.Tensor | None = None,
+    ) -> Generator[Score, Scores, torch.Tensor]:
+        """Compute and keep rows at `places` from layer `start` on; their states there and behind
+        each further layer, float32 `[layers, len(places), hidden_size]`."""
+        span = self._rows(sequence, canvas, places, inputs)
+        span.start, span.logits = start, False
+        span.taps = tuple(range(start, span.stop + 1))
+        span.answers = range(len(places))
+        roots = [ROOT] * len(places)
+        scores = yield Score(sequence, TARGET, [[span]], places, roots, list(span.tokens))
+        return torch.stack([scores.hidden[layer] for layer in span.taps])
+
+    @staticmethod
+    def _rows(
+        sequence: Sequence, canvas: Canvas, places: np.ndarray, inputs: torch.Tensor | None
+    ) -> Lay:
+        tokens, visible = canvas.tokens[places], canvas.visible(places)
+        context = sequence.context()
+        return lay(context, places, tokens, visible, keep=True, embeddings=inputs)
+
+    def _rebuild(self, sequence: Sequence, canvas: Canvas, states: torch.Tensor) -> Score:
+        """Every layer once more from the states before it, for the keys and values alone."""
+        every = np.arange(len(canvas), dtype=np.int32)
+        spans = []
+        for layer, inputs in enumerate(states[:-1]):
+            spans.append(self._rows(sequence, canvas, every, inputs))
+            spans[-1].start, spans[-1].stop = layer, layer + 1
+        return Score(sequence, TARGET, [spans], np.empty(0, np.int64), [], [])
+
+    def _drifted(
+        self, sequence: Sequence, canvas: Canvas, places: np.ndarray, fresh: torch.Tensor
+    ) -> int:
+        """The layer behind the first one in which the tracked token looks elsewhere than before."""
+        held = canvas.memory["elastic"]
+        for layer, (place, before) in enumerate(
+            zip(held["tracked"], held["attention"], strict=True)
+        ):
+            state = fresh[layer, np.searchsorted(places, place)][None]
+            now = self._attention(sequence, canvas, layer, np.array([place]), state)[0]
+            if now @ before < self.drift * np.linalg.norm(now) * np.linalg.norm(before):
+                return layer + 1
+        return len(held["tracked"])
+
+    def _track(
+        self, sequence: Sequence, canvas: Canvas, masks: np.ndarray, states: torch.Tensor
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Per layer the token that the masks look at most, and what that token looks at."""
+        told = canvas.tokens != canvas.mask
+        tracked, attention = [], []
+        for layer, state in enumerate(states[:-1]):
+            seen = self._attention(sequence, canvas, layer, masks, state[masks]).sum(0)
+            place = np.array([np.where(told, seen, -1.0).argmax()])
+            tracked.append(int(place[0]))
+            attention.append(self._attention(sequence, canvas, layer, place, state[place])[0])
+        return np.array(tracked), attention
+
+    @staticmethod
+    def _attention(
+        sequence: Sequence, canvas: Canvas, layer: int, places: np.ndarray, state: torch.Tensor
+    ) -> np.ndarray:
+        """float64 `[len(places), length]`: the mean of a layer's heads."""
+        context = sequence.context()
+        share = looks(context.pool.model).share(
+            layer,
+            state,
+            places,
+            context.pool.cache,
+            context.table,
+            np.arange(len(canvas)),
+            canvas.visible(places),
+        )
+        mean: np.ndarray = share.double().mean(0).numpy()
+        return mean
+
+    @staticmethod
+    def _predicted(
+        sequence: Sequence, canvas: Canvas, masks: np.ndarray, states: torch.Tensor
+    ) -> Scores:
+        """The masks' logits, from the last layer's states."""
+        held = masks - canvas.shift
+        logits = sequence.context().pool.model.head(states[held]).numpy()
+        tokens = canvas.tokens[held].tolist()
+        score = Score(sequence, TARGET, [], masks, [ROOT] * len(masks), tokens)
+        return Scores(score, logits, {}, [])
+
+
+@register(
+    Card(
+        "elastic-cache",
+        "diffusion",
+        paper="Attention Is All You Need for KV Cache in Diffusion LLMs (arXiv:2510.14973)",
+        exactness="lossy",
+        summary="Computes the next masks, and the rest only behind a layer where attention drifts.",
+        needs=("diffusion model",),
+        works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
+        deviations=(
+            "the rows of a pass run through all layers before the test, and a refresh runs in a"
+            " second pass: the numbers are those of a test within the pass, the rows are more",
+            "rows that run through some layers only are counted as whole rows",
+            "attention is the mean over heads; before the first test of a token its row comes from"
+            " the states that are kept of it",
+            "a canvas that is cut or grows is computed afresh",
+            "of equally sure masks below the threshold only the leftmost is filled",
+            "where the kernels have packed the weights, the test's queries are computed from the"
+            " file's own, and always without adapters",
+        ),
+    )
+)
+def elastic_cache(
+    window: int = 16, threshold: float = 0.9, drift: float = 0.9, mask: int | None = None
+) -> Denoiser:
+    """The first `window` masks are computed in every pass. Layers behind one in which the cosine
+    of the tracked token's attention with its last one is below `drift` are computed for every
+    position (0: never; above 1: always from the second layer on). Commits what is predicted with
+    at least `threshold`."""
+    if window < 1 or drift < 0:
+        raise InvalidRequestError("elastic-cache needs window >= 1 and drift >= 0")
+    made = ElasticDenoiser(
+        FirstMasks(window), unmask=Threshold(threshold), stop=EndOfText(), mask=mask
+    )
+    made.drift = drift
+    return made

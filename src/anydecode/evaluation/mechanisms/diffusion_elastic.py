@@ -1,0 +1,206 @@
+"""Elastic-Cache against the published algorithm, layer by layer in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from anydecode.evaluation.certify import Check, measure, mechanism
+from anydecode.evaluation.denoising import (
+    PROMPT,
+    TASKS,
+    accuracy_lost,
+    answered,
+    random_model,
+    share_of_passes,
+    softmax,
+)
+from anydecode.models.scripted import MASK
+
+#: The tasks with one right answer, which parallel commits do not spoil.
+DETERMINED = ("copy", "reverse", "sort")
+
+
+@dataclass
+class Elastic:
+    """The algorithm on one canvas. Per layer `states[l]` (what goes in), `keys[l]`, `values[l]` of
+    every position, `tracked[l]` and `looked[l]`: the attention of that token when it was chosen."""
+
+    model: Any
+    shift: int = 0
+    size: int | None = None  # of the blocks in which rows see each other
+    states: list[torch.Tensor] = field(default_factory=list)
+    keys: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+    tracked: list[int] = field(default_factory=list)
+    looked: list[torch.Tensor] = field(default_factory=list)
+    rows: int = 0
+
+    def step(self, canvas: list[int], window: list[int], last: list[int], drift: float) -> int:
+        """One pass over `window`, the tokens committed `last` and the tracked ones; which layer was
+        the first to be computed for all."""
+        network = self.model.network
+        depth, length = network.spec.num_layers, len(canvas)
+        table = network.weights.embedding.data.float()
+        everything = list(range(length))
+        if not self.states:
+            self.states = [torch.empty(length, 32) for _ in range(depth + 1)]
+            self.keys = [torch.empty(length, 2, 8) for _ in range(depth)]
+            self.values = [torch.empty(length, 2, 8) for _ in range(depth)]
+            rows, since = everything, 0
+        else:
+            before_window = [place - self.shift for place in window]
+            rows, since = sorted({*window, *before_window, *last, *self.tracked}), depth
+            self.rows += len(rows)
+        self.states[0][rows] = table[[canvas[i] for i in rows]]
+        tracked, before = self.tracked, self.looked
+        self.tracked, self.looked = [], []
+        for index in range(depth):
+            self._keep(index, rows)
+            if tracked and since == depth:
+                now = self._attention(index, [tracked[index]])[0].mean(0)[0]
+                cosine = torch.nn.functional.cosine_similarity(now, before[index], dim=0)
+                if cosine < drift:
+                    since = index + 1
+            self.states[index + 1][rows] = self._layer(index, rows)
+            if since == index + 1 < depth:  # from here on every position, from what was kept of it
+                rows = everything
+            weights = self._attention(index, window)[0].mean(0).sum(0)
+            told = [i for i in everything if canvas[i] != MASK]
+            self.tracked.append(max(told, key=lambda i: float(weights[i])))
+            self.looked.append(self._attention(index, self.tracked[-1:])[0].mean(0)[0])
+        self.rows += length if since < depth else 0
+        return since
+
+    def logits(self, place: int) -> np.ndarray:
+        """Of the token at one position."""
+        weights = self.model.network.weights
+        normed = _norm(self.states[-1][place - self.shift], weights.final_norm)
+        found: np.ndarray = (weights.head.data.float() @ normed).numpy()
+        return found
+
+    def _keep(self, index: int, rows: list[int]) -> None:
+        one = self.model.network.weights.layers[index]
+        x = _norm(self.states[index][rows], one.attention_norm)
+        keys = (x @ one.key.weight.data.float().T).view(-1, 2, 8)
+        self.keys[index][rows] = _turn(_norm(keys, one.key_norm), rows)
+        self.values[index][rows] = (x @ one.value.weight.data.float().T).view(-1, 2, 8)
+
+    def _attention(self, index: int, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights `[heads, rows, positions]`, and what they gather `[rows, 32]`."""
+        one = self.model.network.weights.layers[index]
+        x = _norm(self.states[index][rows], one.attention_norm)
+        queries = (x @ one.query.weight.data.float().T).view(-1, 4, 8)
+        queries = _turn(_norm(queries, one.query_norm), rows)
+        keys, values = (x.repeat_interleave(2, 1) for x in (self.keys[index], self.values[index]))
+        scores = torch.einsum("rhd,khd->hrk", queries, keys) / 8**0.5
+        if self.size:
+            for row, place in enumerate(rows):
+                scores[:, row, (place // self.size + 1) * self.size :] = -torch.inf
+        weights = scores.softmax(-1)
+        return weights, torch.einsum("hrk,khd->rhd", weights, values).reshape(-1, 32)
+
+    def _layer(self, index: int, rows: list[int]) -> torch.Tensor:
+        one = self.model.network.weights.layers[index]
+        gathered = self._attention(index, rows)[1]
+        x = self.states[index][rows] + gathered @ one.output.weight.data.float().T
+        y = _norm(x, one.mlp_norm)
+        gate, up, down = (w.weight.data.float() for w in (one.mlp.gate, one.mlp.up, one.mlp.down))
+        return x + (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def _turn(x: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """Rotary embedding of `[rows, heads, 8]`, halves as pairs."""
+    angles = torch.tensor(places)[:, None, None] * 10_000.0 ** (-torch.arange(4) / 4)
+    left, right = x[..., :4], x[..., 4:]
+    cosine, sine = angles.cos(), angles.sin()
+    return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1)
+
+
+Story = tuple[list[int], list[list[int]], list[int], int]
+
+
+def oracle(
+    model: Any,
+    length: int,
+    window: int,
+    threshold: float,
+    drift: float,
+    shift: int = 0,
+    size: int | None = None,
+) -> Story:
+    """Text, positions filled per step, first layer computed for all, and rows computed."""
+    canvas, filled, since = [*PROMPT, *[MASK] * length], [], []
+    held, last = Elastic(model, shift, size), list[int]()
+    with torch.no_grad():
+        while MASK in canvas:
+            masks = [i for i, token in enumerate(canvas) if token == MASK][:window]
+            since.append(held.step(canvas, masks, last, drift))
+            found = {i: softmax(held.logits(i)) for i in masks}
+            least = min(threshold, max(float(p.max()) for p in found.values()))
+            last = [i for i in masks if found[i].max() >= least]
+            for i in last:
+                canvas[i] = int(found[i].argmax())
+            filled.append(last)
+    return canvas[len(PROMPT) :], filled, since, held.rows
+
+
+def story(llm: Any, length: int, **parameters: float) -> Story:
+    """The same from the engine."""
+    decoder = "elastic-cache:" + ",".join(f"{name}={value}" for name, value in parameters.items())
+    answer = llm.generate(
+        list(PROMPT), decoder=decoder, max_tokens=length, ignore_eos=True, trace=True
+    )
+    places = [sorted(record["filled"]) for record in answer.trace]
+    since = [record["since"] for record in answer.trace]
+    return answer.tokens, places, since, answer.trace[-1]["meter"]["rows"]
+
+
+@mechanism("elastic-cache")
+def elastic_cache() -> Iterator[Check]:
+    """Text, positions, the layer that each refresh begins at, and rows, for several thresholds."""
+    with random_model(layers=4, readable=True) as llm:
+        model = llm.engine.lanes["target"].model
+        begun = set()
+        for drift in (0.0, 0.9, 0.99, 1.1):
+            expected = oracle(model, 24, 6, 0.4, drift)
+            found = story(llm, 24, window=6, threshold=0.4, drift=drift)
+            for name, one, other in zip(
+                ("text", "places", "layers", "rows"), found, expected, strict=True
+            ):
+                yield Check(f"drift {drift}: {name}", one == other, f"{one}")
+            begun |= set(found[2])
+        yield Check("refreshes begin at every layer", begun == {0, 1, 2, 3, 4}, f"{begun}")
+
+
+@measure("elastic-cache", "accuracy lost, determined tasks", samples=48, margin=0.05)
+def determined_loss(samples: int) -> float:
+    """As it is asked for by default."""
+    return accuracy_lost("elastic-cache", samples, DETERMINED)
+
+
+@measure("elastic-cache", "accuracy lost where every step refreshes", samples=64, margin=0.05)
+def refreshed_loss(samples: int) -> float:
+    """All tasks; the dependent one does not bear stale rows."""
+    return accuracy_lost("elastic-cache:drift=1.1", samples, TASKS)
+
+
+@measure("elastic-cache", "passes against one token per pass", samples=48, margin=0.5)
+def passes(samples: int) -> float:
+    """Refreshes counted."""
+    return share_of_passes("elastic-cache", samples, DETERMINED)
+
+
+@measure("elastic-cache", "rows against a refresh in every step", samples=64, margin=0.8)
+def rows(samples: int) -> float:
+    """All tasks, whole rows counted for partial ones."""
+    method, always = "elastic-cache:window=8", "elastic-cache:window=8,drift=1.1"
+    return answered(method, samples).rows / answered(always, samples).rows
