@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from anydecode import catalogue
 from anydecode.decoders.speculative.draft_model import fitted
 from anydecode.decoders.speculative.omnidraft import Translation
 from anydecode.decoders.speculative.saguaro import fan_out
+from anydecode.decoders.speculative.stand import NgramProbabilities
 from anydecode.decoders.speculative.windows import follow, retrieved
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
@@ -22,6 +24,7 @@ from anydecode.memory.pool import Pool
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.models.self_drafts import open_draft, thinned
 from anydecode.models.transformer import Transformer
+from anydecode.sampling.policy import Policy
 from tiny_models import hf_model, own_model
 
 KEYS = (
@@ -41,6 +44,8 @@ KEYS = (
     "exspec",
 )
 IMPOSTORS = {
+    "parallel-draft": "speculative-sampling",
+    "omnidraft": "speculative-sampling",
     "specdec++": "speculative-sampling",
     "pearl": "parallel-draft",
     "saguaro": "parallel-draft",
@@ -68,6 +73,31 @@ def test_a_simpler_method_does_not_pass(key: str, monkeypatch: pytest.MonkeyPatc
     except (KeyError, TypeError, ValueError):
         passed = False
     assert not passed
+
+
+def _failed(key: str) -> str:
+    """The names of the checks that `key` fails."""
+    return "; ".join(check.name for check in load_mechanisms()[key]() if not check.passed)
+
+
+@pytest.mark.parametrize(
+    ("key", "place", "wrong", "told"),
+    [
+        ("s2d", "s2d.NestedDrafter.layers", lambda self, depth: [3, 6], "first sure exit"),
+        ("rapid", "windows.retrieved", lambda p, chunk, n, query: p[-query:], "the oracle"),
+        ("omnidraft", "omnidraft.Translation.learn", lambda *_: None, "drafts equal the oracle"),
+        ("online-sd", "online.OnlineDrafter.study", lambda self: None, "after lessons"),
+        ("specdiff-2", "specdiff.Policy", lambda heat: Policy(1.0), "equal the oracle"),
+        ("stand", "stand.NgramProbabilities", lambda _: NgramProbabilities(3), "the oracle"),
+        ("saguaro", "saguaro._outcome", lambda verdict: (0, 0), "equals the oracle"),
+    ],
+)
+def test_a_mistake_is_found_out(
+    key: str, place: str, wrong: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_mechanisms()  # their own imports stay right
+    monkeypatch.setattr(f"anydecode.decoders.speculative.{place}", wrong)
+    assert told in _failed(key)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

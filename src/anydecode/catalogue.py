@@ -137,7 +137,7 @@ def build(key: str, /, **parameters: Any) -> Any:
     if key not in entries():
         from difflib import get_close_matches
 
-        close = get_close_matches(key, _entries, 3)
+        close = get_close_matches(str(key), _entries, 3)
         hint = f"; did you mean {', '.join(close)}?" if close else "; see `anydecode methods`"
         raise InvalidRequestError(f"no decoding method is called {key!r}{hint}")
     method = _entries[key].build

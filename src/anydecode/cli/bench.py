@@ -40,6 +40,10 @@ BENCHES = {
         "anydecode.evaluation.speculative_bench:bench_speculative",
         "Drafting methods against plain decoding, prompt by prompt.",
     ),
+    "quantization": Bench(
+        "anydecode.evaluation.quantization:bench_quantization",
+        "What a diffusion model loses in fewer bits, at the same number of passes.",
+    ),
     "serving": Bench(
         "anydecode.evaluation.serving.bench:bench_serving",
         "A trace replayed against a server: latencies and goodput under an objective.",

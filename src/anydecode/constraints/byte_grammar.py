@@ -1,7 +1,7 @@
 """A context-free grammar over bytes: one deterministic automaton per rule, whose edges are classes
 of bytes or other rules.
 
-Read from the part of Lark's notation without templates and library imports. Terminals are spelled
+Read from the part of Lark's notation without templates and foreign imports. Terminals are spelled
 out in the rules, so there is no lexer and no longest match; what `%ignore` names may stand before
 every terminal and at the end. Rules that do not contain themselves are inlined: a grammar without
 recursion is a single automaton.
@@ -27,7 +27,7 @@ from anydecode.constraints.byte_regex import (
 from anydecode.errors import ConstraintError
 
 #: Parts of an inlined rule, and states of all automata together.
-MOST_PARTS, MOST_STATES = 4_000, 50_000
+MOST_PARTS, MOST_STATES = 20_000, 50_000
 _TOKENS = re.compile(
     r"""(?P<space>[ \t\r\f]+|(//|\#)[^\n]*)|(?P<line>\n)
     |(?P<string>"(\\.|[^"\\\n])*"i?)|(?P<regex>/(?![*?/])(\\.|[^/\\\n])+/[a-z]*)
@@ -36,6 +36,29 @@ _TOKENS = re.compile(
     re.VERBOSE,
 )
 _START = "start"
+_DECIMAL, _EXPONENT = r"([0-9]+\.[0-9]*|\.[0-9]+)", "[eE][+-]?[0-9]+"
+_FLOAT = f"([0-9]+{_EXPONENT}|{_DECIMAL}({_EXPONENT})?)"
+#: Terminals of Lark's library, as regular expressions.
+_COMMON = {
+    "DIGIT": "[0-9]",
+    "HEXDIGIT": "[0-9a-fA-F]",
+    "INT": "[0-9]+",
+    "SIGNED_INT": "[+-]?[0-9]+",
+    "DECIMAL": _DECIMAL,
+    "FLOAT": _FLOAT,
+    "SIGNED_FLOAT": f"[+-]?{_FLOAT}",
+    "NUMBER": f"{_FLOAT}|[0-9]+",
+    "SIGNED_NUMBER": f"[+-]?({_FLOAT}|[0-9]+)",
+    "ESCAPED_STRING": r'"([^"\\\n]|\\[^\n])*"',
+    "LCASE_LETTER": "[a-z]",
+    "UCASE_LETTER": "[A-Z]",
+    "LETTER": "[a-zA-Z]",
+    "WORD": "[a-zA-Z]+",
+    "CNAME": "[_a-zA-Z][_a-zA-Z0-9]*",
+    "WS_INLINE": r"[ \t]+",
+    "WS": r"[ \t\f\r\n]+",
+    "NEWLINE": r"(\r?\n)+",
+}
 
 
 class Rules:
@@ -93,19 +116,43 @@ class Rules:
             return
         if self._next("%"):
             name = self._take("name")
-            if name != "ignore":
+            if name == "import":
+                self._import()
+            elif name == "ignore":
+                self.ignored.append(self._alternatives())
+            else:
                 raise ConstraintError(f"%{name} in a grammar is not supported here")
-            self.ignored.append(self._alternatives())
         else:
             name = self._take("name").lstrip("!?")
             if self._next("."):
                 self._take("number")  # a priority: which of two readings, not which texts
             if not self._next(":"):
                 raise ConstraintError(f"the rule {name} of the grammar has no ':' behind its name")
-            if name in self.rules:
-                raise ConstraintError(f"the grammar has two rules named {name}")
-            self.rules[name] = self._alternatives()
+            self._define(name, self._alternatives())
         self._take("line")
+
+    def _define(self, name: str, rule: Expression) -> None:
+        if name in self.rules:
+            raise ConstraintError(f"the grammar has two rules named {name}")
+        self.rules[name] = rule
+
+    def _import(self) -> None:
+        """Terminals of Lark's library `common`."""
+        names: list[str] = []
+        library = self._take("name")
+        if self._next("."):
+            names.append(self._take("name"))
+        else:
+            while self._next("(", ","):
+                names.append(self._take("name"))
+            if not self._next(")"):
+                raise ConstraintError("an import of the grammar is not closed")
+        unknown = next((name for name in names if library != "common" or name not in _COMMON), None)
+        if unknown is not None:
+            raise ConstraintError(f"the grammar's import {library}.{unknown} is not supported here")
+        renamed = self._take("name") if self._next("->") else None
+        for name in names:
+            self._define(renamed or name, ("terminal", read_regex(_COMMON[name])))
 
     def _alternatives(self) -> Expression:
         parts = [self._row()]
@@ -358,17 +405,20 @@ class ByteGrammar:
                 empty[inner].append(last)
                 return last
             last = node()
+            if kind == "first":
+                for one in held:
+                    empty[first].append(last)
+                    first = build(one, first)
+                empty[first].append(last)
+                return last
             for one in held:
                 inner = node()
                 empty[first].append(inner)
                 empty[build(one, inner)].append(last)
             return last
 
-        try:
-            start = node()
-            end = build(rule, start)
-        except RecursionError:
-            raise ConstraintError("the grammar is nested too deeply") from None
+        start = node()
+        end = build(rule, start)
 
         def closed(nodes: set[int]) -> frozenset[int]:
             waiting = [*nodes]
@@ -453,4 +503,7 @@ def byte_grammar(described: str) -> ByteGrammar:
             raise ConstraintError("diffusion-cfg reads grammars, regular expressions and choices")
         text = grammars[0]["lark_grammar"]
     text = re.sub(r"^%llguidance\s*\{\s*\}[ \t]*$", "", text, flags=re.MULTILINE)
-    return ByteGrammar(text)
+    try:
+        return ByteGrammar(text)
+    except RecursionError:
+        raise ConstraintError("the grammar is nested too deeply") from None

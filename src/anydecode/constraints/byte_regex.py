@@ -1,7 +1,8 @@
 """Regular expressions as expressions over bytes: characters become their UTF-8 sequences.
 
 An expression is a tuple: `("set", mask)` one byte of a set (bit b: byte b), `("seq", parts)`,
-`("alt", parts)`, `("star", part)`, `("ref", name)` a rule of a grammar.
+`("alt", parts)`, `("first", parts)` as many of them as wanted, `("star", part)`, and
+`("ref", name)` a rule of a grammar.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Ranges = list[tuple[int, int]]
 #: The empty text.
 EMPTY: Expression = ("seq", ())
 #: Copies that a bounded repetition may have.
-MOST_COPIES = 10_000
+MOST_COPIES = 2_000
 _LAST = 0x10FFFF
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
 _ASCII: dict[str, Ranges] = {
@@ -53,10 +54,7 @@ def repeated(part: Expression, least: int, most: int | None) -> Expression:
         raise ConstraintError(f"a repetition from {least} to {most} times is none")
     if most is None:
         return sequence([*[part] * least, ("star", part)])
-    tail = EMPTY
-    for _ in range(most - least):
-        tail = choice([EMPTY, sequence([part, tail])])
-    return sequence([*[part] * least, tail])
+    return sequence([*[part] * least, ("first", (part,) * (most - least))])
 
 
 def literal(text: str, ignore_case: bool = False) -> Expression:
@@ -70,19 +68,27 @@ def literal(text: str, ignore_case: bool = False) -> Expression:
 
 def characters(ranges: Ranges) -> Expression:
     """One character within `ranges` of code points (inclusive), as UTF-8."""
-    parts: list[Expression] = []
-    single = 0
+    rows: list[list[int]] = []
     for first, last in _joined(ranges):
         for low, high in ((first, min(last, 0xD7FF)), (max(first, 0xE000), last)):
             for edge in (0x7F, 0x7FF, 0xFFFF, _LAST):
                 if low <= min(high, edge):
-                    for steps in _utf8(low, min(high, edge)):
-                        if len(steps) == 1:
-                            single |= steps[0]
-                        else:
-                            parts.append(sequence(("set", step) for step in steps))
+                    rows += _utf8(low, min(high, edge))
                     low = edge + 1
-    return choice([("set", single), *parts] if single else parts)
+    return _tree(rows)
+
+
+def _tree(rows: list[list[int]]) -> Expression:
+    """Any of these sequences of byte sets."""
+    last = 0
+    ahead: dict[int, list[list[int]]] = {}
+    for row in rows:
+        if len(row) == 1:
+            last |= row[0]
+        else:
+            ahead.setdefault(row[0], []).append(row[1:])
+    parts = [sequence([("set", step), _tree(rest)]) for step, rest in ahead.items()]
+    return choice([("set", last), *parts] if last else parts)
 
 
 def _utf8(first: int, last: int) -> list[list[int]]:
@@ -305,6 +311,6 @@ class _Reader:
 
 
 def read_regex(pattern: str, flags: str = "") -> Expression:
-    """`pattern`, matched from beginning to end. `\\d`, `\\w` and `\\s` are ASCII; what they negate is
-    what no reading counts to them. Raises `ConstraintError` for what is not regular or unknown."""
+    """`pattern`, matched from beginning to end. `\\d`, `\\w` and `\\s` are ASCII, and what they
+    negate is what no reading counts to them. Raises `ConstraintError` for what is not regular."""
     return _Reader(pattern, flags).whole()

@@ -46,35 +46,24 @@ class Spellings:
 
     def __init__(self, grammar: ByteGrammar, vocabulary: Vocabulary) -> None:
         self.groups = np.full(vocabulary.size, -1, np.int32)
-        self.spelled: list[bytes] = []
         known: dict[bytes, int] = {}
         for token, piece in enumerate(vocabulary.pieces):
             told = piece.translate(grammar.classes)
             if piece and grammar.dead not in told:
-                if told not in known:
-                    known[told] = len(known)
-                    self.spelled.append(told)
-                self.groups[token] = known[told]
+                self.groups[token] = known.setdefault(told, len(known))
+        self.count = len(known)
         self.tree = _Node()
-        most = MOST_NODES_REGULAR if grammar.is_regular else MOST_NODES
-        self.planted = self._plant(sorted(known, key=lambda told: (len(told), told)), known, most)
-
-    def _plant(self, ordered: list[bytes], known: dict[bytes, int], most: int) -> list[int]:
-        """The groups that the tree has room for, the short ones first."""
-        planted: list[int] = []
-        count = 0
-        for told in ordered:
-            if count >= most:
+        room = MOST_NODES_REGULAR if grammar.is_regular else MOST_NODES
+        for told in sorted(known, key=lambda told: (len(told), told)):
+            if room <= 0:
                 break
             node = self.tree
             for one in told:
                 if one not in node.ahead:
                     node.ahead[one] = _Node()
-                    count += 1
+                    room -= 1
                 node = node.ahead[one]
             node.group = known[told]
-            planted.append(node.group)
-        return planted
 
 
 class Chart:
@@ -183,8 +172,9 @@ class CanvasGrammar:
         if self.grammar.is_regular:
             for state in items:
                 if state not in self._holes:
-                    found = [to for _, one in self.each(chart, {state: 1}) for to in one]
-                    self._holes[state] = frozenset(found)
+                    self._holes[state] = frozenset(
+                        to for _, one in self.each(chart, {state: 1}) for to in one
+                    )
                 ahead.update(dict.fromkeys(self._holes[state], 1))
             return ahead
         for _, found in self.each(chart, items):
@@ -219,7 +209,9 @@ class Look:
         self._items = [items]
         #: The first place from which on nothing but ends of text need stand.
         self._tail = len(self.canvas)
-        while self._tail and (canvas[self._tail - 1] == HOLE or canvas[self._tail - 1] in rules.ends):
+        while self._tail and (
+            canvas[self._tail - 1] == HOLE or canvas[self._tail - 1] in rules.ends
+        ):
             self._tail -= 1
         #: Where the text ends at the latest.
         self._last = next(
@@ -255,27 +247,24 @@ class Look:
             return False
         return self._goes_on(chart, rules.token(chart, items, token), place + 1)
 
-    def rejected(self, place: int, token: int) -> np.ndarray:
-        """Boolean `[width]`: `token`, which is not accepted at `place`, and others that cannot be
-        for the same reason."""
+    def allowed(self, place: int) -> np.ndarray:
+        """Boolean `[width]`: the tokens, of those that masks stand for, with which the hole at
+        `place` leaves the canvas completable."""
         rules = self.rules
         groups = rules.spellings.groups
-        banned = groups < 0
-        ends = [end for end in rules.ends if end < len(banned)]
-        chart, items = self.before(place)
-        banned[ends] = not self._may_end(place)
-        if token < len(banned):
-            banned[token] = True
-        alike = np.zeros(len(rules.spellings.spelled), bool)
-        alike[rules.spellings.planted] = True  # but for those that may come next
-        found = {group: frozenset(one.items()) for group, one in rules.each(chart, items)}
-        alike[[*found]] = False
-        group = int(groups[token]) if token < len(groups) else -1
-        if group >= 0:
-            alike[group] = True
-            alike[[one for one, behind in found.items() if behind == found.get(group)]] = True
-        banned[groups >= 0] |= alike[groups[groups >= 0]]
-        return banned
+        fine = np.zeros(rules.spellings.count + 1, bool)  # the last: of no group
+        if place < self._last:
+            chart, items = self.before(place)
+            verdicts: dict[frozenset[tuple[int, int]], bool] = {}
+            for group, found in rules.each(chart, items):
+                behind = frozenset(found.items())
+                if behind not in verdicts:
+                    branch = chart.fork()
+                    verdicts[behind] = self._goes_on(branch, branch.close(found), place + 1)
+                fine[group] = verdicts[behind]
+        allowed: np.ndarray = fine[groups]
+        allowed[[end for end in rules.ends if end < len(allowed)]] = self._may_end(place)
+        return allowed
 
     def _may_end(self, place: int) -> bool:
         """Whether the text may have ended when it comes to `place`."""

@@ -284,4 +284,7 @@ class GuidanceState(ConstraintState):
         return bits[:size].view(np.bool_)
 
     def _error(self) -> str:
-        return one_line(self._matcher.get_error())
+        told = one_line(self._matcher.get_error())
+        if "NoExtensionBias" in told:  # the engine's word for a grammar without a text
+            return "the constraint cannot be met: it allows no text"
+        return told

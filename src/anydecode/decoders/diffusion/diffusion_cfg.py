@@ -66,8 +66,8 @@ class CanvasState(ConstraintState):
 
 
 class GrammaticalDenoiser(Denoiser):
-    """One token a pass where the base rule says; one that leaves no completion is forbidden there,
-    and the rule asked again. Without a constraint it is the base rule alone."""
+    """One token a pass where the base rule says. If it leaves no completion, all that do are
+    ruled out there, and the rule is asked again. Without a constraint it is the base rule alone."""
 
     begun = ""
 
@@ -109,31 +109,25 @@ class GrammaticalDenoiser(Denoiser):
         text = canvas.tokens[len(sequence.prompt) : room].tolist()
         held = [HOLE if token == canvas.mask else token for token in text]
         state = Look(rules, held, self.begun.encode())
-        forbidden: dict[int, np.ndarray] = {}
+        allowed: dict[int, np.ndarray] = {}
 
-        def without(place: int, logits: np.ndarray) -> np.ndarray:
-            banned = forbidden.get(place)
-            if banned is None:
+        def kept(place: int, logits: np.ndarray) -> np.ndarray:
+            if place not in allowed:
                 return logits
-            left = logits.copy()
-            left[: len(banned)][banned[: len(left)]] = -np.inf
-            left[len(banned) :] = -np.inf
+            mask = allowed[place][: len(logits)]
+            left = np.full_like(logits, -np.inf)
+            left[: len(mask)][mask] = logits[: len(mask)][mask]
             return left
 
-        look.adjust(without)
+        look.adjust(kept)
         places = canvas.masked(*canvas.block)
-        redrawn = 0
         while True:
             place = int(places[best_first(self.ranking.rank(canvas, look, places))[0]])
             token = look.token(place)
             at = place - len(sequence.prompt)
-            if at >= len(held) or state.accepts(at, token):
+            if at >= len(held) or place in allowed or state.accepts(at, token):
                 break
-            banned = state.rejected(at, token)
-            if place in forbidden:
-                banned |= forbidden[place]
-            forbidden[place] = banned
-            redrawn += 1
+            allowed[place] = state.allowed(at)
             look.revise(place)
             if not np.isfinite(look.logits(place)).any():
                 raise ConstraintError(
@@ -141,7 +135,7 @@ class GrammaticalDenoiser(Denoiser):
                     f" token that may stand at position {place}"
                 )
         self._write(sequence, canvas, look, place, token)
-        self.settle(sequence, canvas, look, [place], redrawn=redrawn)
+        self.settle(sequence, canvas, look, [place], redrawn=len(allowed))
 
     def _write(
         self, sequence: Sequence, canvas: Canvas, look: Predictions, place: int, token: int
@@ -193,16 +187,18 @@ class GrammaticalDenoiser(Denoiser):
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "the canvas is an automaton of bytes, not of terminals: there is no lexer, a mask is any"
-            " one token, and its number of masks is kept (the paper's gaps have any length)",
-            "emptiness is decided from the left with Earley's items, not bottom-up over triples, and"
-            " without a time limit",
-            "as the check is exact, some token always passes: draws are repeated until one does, all"
-            " tokens ruled out for one reason at once, and no completion by a witness is needed",
-            "of vocabularies with very many different spellings, masks stand for the shorter ones"
-            " only: texts that need a rare long token at a given place may be ruled out",
-            "grammars are in Lark's notation without templates and imports, terminals in it match"
-            " without a longest match; JSON schemas and the engine xgrammar are refused",
+            "the canvas is an automaton of bytes, not of terminals: there is no lexer, a mask is"
+            " any one token, and the number of masks is kept (the paper's gaps have any length)",
+            "emptiness is decided from the left with Earley's items, not bottom-up over triples,"
+            " and without a time limit",
+            "where a draw is rejected, every token that leaves no completion is ruled out at that"
+            " position at once; as the check is exact, one is left, and neither a bound on draws"
+            " nor a completion by a witness is needed",
+            "of vocabularies with very many different spellings, masks and tokens drawn again are"
+            " of the shorter ones only: a canvas that only long tokens complete may be ruled out",
+            "grammars are in Lark's notation without templates; terminals match without a longest"
+            " match, and what is ignored may also stand at the beginning and at the end; JSON"
+            " schemas and the engine xgrammar are refused",
             "the text may also end, whole, with the last position, without an end of text",
         ),
     )

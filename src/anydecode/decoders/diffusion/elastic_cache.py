@@ -22,6 +22,7 @@ from anydecode.decoders.prefill.prefilled import check_float
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.scoring.score import Decoding, Score, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.span import Span
 from anydecode.scoring.tree import ROOT
 
 
@@ -127,10 +128,11 @@ class ElasticDenoiser(Denoiser):
     def _rebuild(self, sequence: Sequence, canvas: Canvas, states: torch.Tensor) -> Score:
         """Every layer once more from the states before it, for the keys and values alone."""
         every = np.arange(len(canvas), dtype=np.int32)
-        spans = []
+        spans: list[Span] = []
         for layer, inputs in enumerate(states[:-1]):
-            spans.append(self._rows(sequence, canvas, every, inputs))
-            spans[-1].start, spans[-1].stop = layer, layer + 1
+            span = self._rows(sequence, canvas, every, inputs)
+            span.start, span.stop = layer, layer + 1
+            spans.append(span)
         return Score(sequence, TARGET, [spans], np.empty(0, np.int64), [], [])
 
     def _drifted(

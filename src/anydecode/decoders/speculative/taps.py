@@ -127,6 +127,10 @@ def taps(
         method = catalogue.build(key)
         if not isinstance(method, Speculative):
             raise UnsupportedCombinationError(f"taps cannot merge {key!r}: it is no drafter")
+        if method.drafter.needs_every_row:
+            raise UnsupportedCombinationError(
+                f"taps cannot merge {key!r}: it learns from a tree of its own"
+            )
         drafters[key] = method.drafter
     if len(drafters) < 2:
         raise InvalidRequestError("taps needs at least two different drafters, such as a+b")

@@ -11,6 +11,7 @@ from anydecode.engine.llm import LLM
 from anydecode.evaluation.certify import Check, mechanism
 from anydecode.evaluation.rounds import Drafted, accepted, picked, rounds, wordy
 from anydecode.models.scripted import EOS, MASK, ByteTokenizer, ScriptedModel
+from anydecode.scoring.noise import Noise
 
 TARGET = wordy()
 PROMPTS = ("abcabcabd", "the cab had a bad cab", "h")
@@ -71,12 +72,23 @@ def deer() -> Iterator[Check]:
 @mechanism("specdiff-2")
 def specdiff() -> Iterator[Check]:
     """The first path is the policy's own; the others are draws at their own temperature."""
-    found = _all_rounds("specdiff-2:size=4,paths=3", 0.0)
-    wrong = 0
-    for one in found:
-        rows = marginals(one.text, 4)
-        wrong += one.tokens[:4] != [int(row.argmax()) for row in rows]
-    yield Check("the first path is greedy where the request is", wrong == 0, f"{len(found)}")
+    noise = Noise(5).with_purpose("draft")
+    for temperature in (0.8, 0.0):
+        found = _all_rounds("specdiff-2:size=4,paths=3", temperature)
+        wrong = 0
+        for one in found:
+            rows, start = marginals(one.text, 4), len(one.text)
+            paths = [[picked(row, start + i, temperature) for i, row in enumerate(rows)]]
+            for number in (1, 2):
+                heat = np.float32(1.5)
+                keys = [
+                    row / heat + noise.gumbel(range(len(row)), start + i, number)
+                    for i, row in enumerate(rows)
+                ]
+                paths.append([int(key.argmax()) for key in keys])
+            expected = {tuple(path[: n + 1]) for path in paths for n in range(4)}
+            wrong += one.tokens[:4] != paths[0] or set(one.paths) != expected
+        yield Check(f"paths at T={temperature} equal the oracle", wrong == 0, f"{len(found)}")
     yield Check("others stand beside it", any(len(one.tokens) > 4 for one in found))
     yield Check("at most three", all(len(one.tokens) <= 12 for one in found))
     yield Check("drafts are accepted", accepted(found) > len(found))
@@ -143,6 +155,14 @@ def diffuspec() -> Iterator[Check]:
     yield Check("lengths follow what was accepted", sizes == [4, 7, 8, 6, 6, 11], f"{sizes}")
     for temperature in (0.0, 0.8):
         found = _all_rounds("diffuspec", temperature)
+        settings = {"mass": 0.8, "most": 15, "beams": 3, "weight": 0.5, "ends": ()}
+        wrong = 0
+        for one in found:
+            model = Trigrams()
+            model.read(one.text)
+            rows = marginals(one.text, len(one.tokens))
+            wrong += one.tokens != best_path(rows, model, **settings)  # type: ignore[arg-type]
+        yield Check(f"every draft at T={temperature} is its masks' best path", wrong == 0)
         yield Check(f"drafts are accepted at T={temperature}", accepted(found) > 0)
     yield Check("no draft holds a mask", all(MASK not in one.tokens for one in found))
     yield Check(

@@ -107,10 +107,11 @@ class Elastic:
     def _layer(self, index: int, rows: list[int]) -> torch.Tensor:
         one = self.model.network.weights.layers[index]
         gathered = self._attention(index, rows)[1]
-        x = self.states[index][rows] + gathered @ one.output.weight.data.float().T
+        x: torch.Tensor = self.states[index][rows] + gathered @ one.output.weight.data.float().T
         y = _norm(x, one.mlp_norm)
         gate, up, down = (w.weight.data.float() for w in (one.mlp.gate, one.mlp.up, one.mlp.down))
-        return x + (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
+        fed: torch.Tensor = (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
+        return x + fed
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

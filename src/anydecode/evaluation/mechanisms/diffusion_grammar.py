@@ -37,17 +37,21 @@ def balanced(text: str) -> bool:
     return depth == 0
 
 
+# x is empty, or a^n with n or n - 1 times b behind; 6 bytes are tried
+_ONE = "(" + "|".join("a" * n + "b" * m for n in range(1, 7) for m in (n, n - 1)) + "|)"
+_TWICE = _ONE + _ONE
+
 #: Grammars, and what they say in a line of Python.
 LANGUAGES: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ('start: "a" start "b" | "ab"', lambda t: t == "a" * (len(t) // 2) + "b" * (len(t) // 2) != ""),
     ('start: s\ns: s s | "(" s ")" | ', balanced),
-    ('start: "a" start "a" | "b" start "b" | "a"? | "b"', lambda t: t == t[::-1] and "(" not in t),
+    (
+        'start: "a" start "a" | "b" start "b" | "a"? | "b"',
+        lambda t: t == t[::-1] and not {*t} - {*"ab"},
+    ),
     ("start: /(a|bb)*b?/", lambda t: re.fullmatch("(a|bb)*b?", t) is not None),
     ('start: x x\nx: "a" y |\ny: x "b" | "b"?', lambda t: re.fullmatch(_TWICE, t) is not None),
 )
-# x is empty, or a^n with n or n - 1 times b behind; 6 bytes are tried
-_ONE = "(" + "|".join("a" * n + "b" * m for n in range(1, 7) for m in (n, n - 1)) + "|)"
-_TWICE = _ONE + _ONE
 PIECES = tuple(piece.encode() for piece in ("a", "b", "ab", "ba", "(", ")", "((", ")("))
 END = len(PIECES)
 
@@ -92,7 +96,9 @@ def diffusion_cfg() -> Iterator[Check]:
         for length in (1, 2, 3):
             whole = texts(is_text, length)
             some = canvases(length, 60, seed=length)
-            some += [tuple(HOLE if i % 2 else t for i, t in enumerate(one)) for one in sorted(whole)]
+            some += [
+                tuple(HOLE if i % 2 else t for i, t in enumerate(one)) for one in sorted(whole)
+            ]
             for canvas in some:
                 expected = fits(canvas, whole)
                 wrong += rules.is_completable(canvas) != expected
@@ -100,12 +106,18 @@ def diffusion_cfg() -> Iterator[Check]:
                 if expected and HOLE in canvas:
                     wrong += _wrong_tokens(rules, canvas, whole)
         detail = f"{wrong} wrong of {tried} canvases, {yes} with a completion"
-        yield Check(f"as by trying all completions: {grammar!r}", not wrong and 0 < yes < tried, detail)
+        yield Check(
+            f"as by trying all completions: {grammar!r}", not wrong and 0 < yes < tried, detail
+        )
     options = ("abab", "abba", "bb", "baba", "aaa")
     script = _over(b"ab")
     with bidirectional(script) as llm:
         found = llm.generate(
-            [list(PROMPT)], decoder="diffusion-cfg:block=0", constraint=Choice(options), max_tokens=4, trace=True
+            [list(PROMPT)],
+            decoder="diffusion-cfg:block=0",
+            constraint=Choice(options),
+            max_tokens=4,
+            trace=True,
         )[0]
     filled = [step["filled"] for step in found.trace or []]
     expected_fill = _naive(script, {(*map(ord, one), *[EOS] * (4 - len(one))) for one in options})
@@ -116,14 +128,15 @@ def diffusion_cfg() -> Iterator[Check]:
     )
 
 
-def _wrong_tokens(rules: CanvasGrammar, canvas: tuple[int, ...], whole: set[tuple[int, ...]]) -> int:
-    """Of the last hole, the tokens judged wrongly, or ruled out with another one wrongly."""
+def _wrong_tokens(
+    rules: CanvasGrammar, canvas: tuple[int, ...], whole: set[tuple[int, ...]]
+) -> int:
+    """Of the last hole, the tokens judged wrongly, one by one and all together."""
     place = max(i for i, token in enumerate(canvas) if token == HOLE)
     good = [fits((*canvas[:place], t, *canvas[place + 1 :]), whole) for t in range(END + 1)]
     look = Look(rules, canvas)
     wrong = sum(look.accepts(place, token) != is_good for token, is_good in enumerate(good))
-    bad = [token for token, is_good in enumerate(good) if not is_good]
-    return wrong + sum(bool((look.rejected(place, t) & np.array(good)).any()) for t in bad)
+    return wrong + int((look.allowed(place) != np.array(good)).sum())
 
 
 def _over(alphabet: bytes) -> Any:
@@ -134,14 +147,15 @@ def _over(alphabet: bytes) -> Any:
         row = inner(path).copy()
         row[[*alphabet]] += 9.0
         row[EOS] = row[alphabet[0]] - 1.0
-        return row
+        result: np.ndarray = row
+        return result
 
     return logits
 
 
 def _naive(script: Any, whole: set[tuple[int, ...]]) -> tuple[list[int], list[list[int]]]:
-    """Of all masks and tokens that leave a completion, position by position as the model is sure:
-    a token that leaves none is taken out, and all are ranked again."""
+    """Position by position as the model is sure; where the likeliest token leaves no completion,
+    all such tokens are taken out, and the masks are ranked again."""
     canvas, filled = [*PROMPT, *[MASK] * 4], []
     start = len(PROMPT)
     while MASK in canvas:
@@ -150,10 +164,14 @@ def _naive(script: Any, whole: set[tuple[int, ...]]) -> tuple[list[int], list[li
             sure = {i: softmax(row) for i, row in rows.items()}
             place = max(sure, key=lambda i: (sure[i].max(), -i))
             token = int(sure[place].argmax())
-            tried = [*canvas[:place], token, *canvas[place + 1 :]][start:]
-            if fits(tuple(HOLE if t == MASK else t for t in tried), whole):
+            held = [HOLE if t == MASK else t for t in canvas[start:]]
+            fit = [
+                fits((*held[: place - start], t, *held[place - start + 1 :]), whole)
+                for t in range(len(rows[place]))
+            ]
+            if fit[token]:
                 break
-            rows[place][token] = -np.inf
+            rows[place][~np.array(fit)] = -np.inf
         canvas[place] = token
         if token == EOS:
             canvas[place:] = [EOS] * len(canvas[place:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn.functional import silu
@@ -40,6 +40,17 @@ class Forward:
                 x = x + self._attention(before, layer)
                 x = x + self._mlp(x, layer)
         return self._normed(x, self.weights.final_norm) @ self.weights.head.data.T
+
+    def exits(self, token: int, stops: Sequence[int]) -> list[torch.Tensor]:
+        """Add a position; the logits as they stand after each of `stops` layers."""
+        x, found = self.weights.embedding.data[token], []
+        for layer in range(len(self.weights.layers)):
+            x = x + self._attention(x, layer)
+            x = x + self._mlp(x, layer)
+            if layer + 1 in stops:
+                normed = self._normed(x, self.weights.final_norm)
+                found.append(normed @ self.weights.head.data.T)
+        return found
 
     def forget(self, length: int) -> None:
         """Keep the first positions only."""

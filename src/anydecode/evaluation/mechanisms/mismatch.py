@@ -16,6 +16,7 @@ from anydecode.decoders.speculative.windows import retrieved
 from anydecode.engine.llm import LLM
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.evaluation.certify import Check, mechanism
+from anydecode.evaluation.mechanisms.layer_parallel import Forward
 from anydecode.evaluation.rounds import (
     VOCABULARY,
     Drafted,
@@ -27,8 +28,10 @@ from anydecode.evaluation.rounds import (
     scripted,
     wordy,
 )
+from anydecode.evaluation.tiny import tiny_model
 from anydecode.kernels.interface import KeyValues, Output, Rows, Want
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.models.transformer import Transformer
 
 PROMPTS = ("abcabcabdabcabcabd", "the cab had a bad cab and a dab", "h")
 TARGET = wordy()
@@ -106,7 +109,7 @@ def rapid() -> Iterator[Check]:
                 kept += accepted(found)
                 for one in found:
                     said = one.text[len(prompt) :]
-                    short = [*retrieved(list(prompt.encode()), 4, 2, 5), *said]
+                    short = [*_alike(list(prompt.encode()), 4, 2, 5), *said]
                     drafts: list[int] = []
                     for place in range(4):
                         row = sighted((*short, *drafts))
@@ -114,6 +117,21 @@ def rapid() -> Iterator[Check]:
                     wrong += one.tokens != drafts
         yield Check(f"T={temperature} equals the oracle", wrong == 0)
         yield Check(f"drafts are accepted at T={temperature}", kept > 0, f"{kept}")
+
+
+def _alike(prompt: list[int], chunk: int, count: int, query: int) -> list[int]:
+    """The chunks of largest cosine with the question, as rows of one matrix of token counts."""
+    body, question = prompt[:-query], prompt[-query:]
+    chunks = [body[i : i + chunk] for i in range(0, len(body), chunk)]
+    if not chunks:
+        return question
+    words = sorted(set(body))
+    counts = np.array([[part.count(word) for word in words] for part in chunks], float)
+    rarity = np.log((1 + len(chunks)) / (0.5 + (counts > 0).sum(axis=0)))
+    asked = rarity * [question.count(word) for word in words]
+    cosine = (counts * rarity) @ asked / np.linalg.norm(counts * rarity, axis=1)
+    best = np.argsort(-cosine.round(9), kind="stable")[:count]
+    return [token for place in sorted(best) for token in chunks[place]] + question
 
 
 class Pairs(ByteTokenizer):
@@ -165,6 +183,7 @@ def omnidraft() -> Iterator[Check]:
         assert isinstance(method, Speculative) and isinstance(method.drafter, OmniDrafter)
         runs = method.drafter.translation.runs
         yield Check("the text is the target's", _text(ours, found) in text)
+        yield Check("drafts equal the oracle", _translated(ours, found, text.encode()) == 0)
         yield Check(
             "spellings are learned",
             runs == {tuple(p): VOCABULARY + i for i, p in enumerate(Pairs.pairs)},
@@ -181,6 +200,25 @@ def omnidraft() -> Iterator[Check]:
         except UnsupportedCombinationError as error:
             refused = str(error)
         yield Check("methods that cannot translate refuse", "omnidraft" in refused, refused)
+
+
+def _translated(ours: Pairs, found: list[Drafted], recited: bytes) -> int:
+    """Rounds whose drafts are not the next six recited bytes, pairs that were said before as one
+    token; none where a character is cut in two."""
+    wrong, said = 0, set()
+    for one in found:
+        seen = b"".join(map(ours.token_bytes, one.text))
+        ahead = [recited[(len(seen) + i) % len(recited)] for i in range(6)]
+        expected: list[int] = []
+        while ahead:
+            pair = bytes(ahead[:2])
+            size = 2 if pair in said else 1
+            expected += ours.encode(pair.decode()) if size == 2 else [ahead[0] ^ 1]
+            ahead = ahead[size:]
+        whole = seen.decode(errors="ignore").encode() == seen
+        wrong += one.tokens != (expected if whole else [])
+        said |= {ours.token_bytes(token) for token in one.said if token >= VOCABULARY}
+    return wrong
 
 
 def _text(tokenizer: ByteTokenizer, found: list[Drafted]) -> str:
@@ -232,6 +270,37 @@ def s2d() -> Iterator[Check]:
             f"confidence {confidence}: three drafts", all(len(o.tokens) == 3 for o in found)
         )
         yield Check(f"confidence {confidence}: accepted", accepted(found) > 0)
+    for temperature, confidence in ((0.0, 0.35), (0.8, 0.5)):
+        small = tiny_model(layers=8, seed=3, backend="torch")
+        with LLM(small, tokenizer=ByteTokenizer(), draft=small, cache_positions=1024) as llm:
+            decoder = f"s2d:size=3,confidence={confidence}"
+            found = rounds(llm, decoder, "the cat sat", 20, temperature=temperature)
+        wrong, exits = _nested_mistakes(small, found, temperature, confidence)
+        name = f"T={temperature}: drafts are those of the first sure exit"
+        yield Check(name, wrong == 0, f"exits after {exits} layers")
+        yield Check(f"T={temperature}: every exit occurs", set(exits) == {4, 6, 8}, f"{exits}")
+
+
+def _nested_mistakes(
+    model: Transformer, found: list[Drafted], temperature: float, confidence: float
+) -> tuple[int, list[int]]:
+    """How many drafts differ from a forward pass that stops at the first sure exit, and where it
+    stopped. What an exit left out of memory changes nothing."""
+    stops, wrong, exits = (4, 6, 8), 0, []
+    for one in found:
+        forward = Forward(model)
+        for token in one.text:
+            rows = forward.exits(token, stops)
+        for draft in one.tokens:
+            sure = [
+                float((row / (temperature or 1.0)).softmax(0).max()) >= confidence for row in rows
+            ]
+            place = sure.index(True) if True in sure else 2
+            exits.append(stops[place])
+            at = len(forward.keys[0])
+            wrong += picked(rows[place].numpy(), at, temperature) != draft
+            rows = forward.exits(draft, stops)
+    return wrong, exits
 
 
 #: What an early exit left out is completed when the next round scores several tokens at once.
@@ -306,6 +375,8 @@ def online() -> Iterator[Check]:
 
         decoder.drafter.take = take  # type: ignore[method-assign]
         before = rounds(llm, decoder, "abcabcabd", 24)
+        chains = [[122] * 4 for _ in before]  # what it says before it has learned
+        yield Check("at first the draft model drafts", [o.tokens for o in before] == chains)
         mistakes = [one for one in before if len(one.accepted) < len(one.tokens)]
         yield Check("a lesson per rejected draft", len(taken) == len(mistakes) > 8, f"{len(taken)}")
         aligned = all(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from anydecode.evaluation.certify import Check, mechanism
 from anydecode.evaluation.rounds import (
     Costs,
+    Logits,
     accepted,
     blurred,
     picked,
@@ -20,11 +21,13 @@ PROMPTS = ("abcabcabd", "the cab had a bad cab", "h")
 TARGET, DRAFT = wordy(), blurred(wordy())
 
 
-def chain_oracle(text: list[int], size: int, temperature: float) -> list[int]:
+def chain_oracle(
+    text: list[int], size: int, temperature: float, draft: Logits = DRAFT
+) -> list[int]:
     """What the draft model would say by itself, with the target's noise."""
     tokens = list(text)
     for _ in range(size):
-        tokens.append(picked(DRAFT(tuple(tokens)), len(tokens), temperature))
+        tokens.append(picked(draft(tuple(tokens)), len(tokens), temperature))
     return tokens[len(text) :]
 
 
@@ -59,7 +62,23 @@ def _walk(text: list[int], drafts: list[int], temperature: float) -> list[int]:
 
 @mechanism("parallel-draft")
 def parallel_draft() -> Iterator[Check]:
-    """Draft and target passes overlap, and time is saved over drafting first."""
+    """What was drafted ahead is the next round's draft if everything was right, else new drafts are
+    made first. Draft and target passes overlap, and time is saved over drafting first."""
+    near = blurred(TARGET, error=0.4)
+    for temperature in (0.0, 0.8):
+        wrong, ahead = 0, 0
+        with scripted(TARGET, near) as llm:
+            for prompt in PROMPTS:
+                pending: list[int] = []
+                for one in rounds(llm, "parallel-draft:size=4", prompt, temperature=temperature):
+                    ahead += bool(pending)
+                    fresh = chain_oracle(one.text, 4, temperature, near)
+                    wrong += one.tokens != (pending or fresh)
+                    further = chain_oracle([*one.text, *one.tokens], 5, temperature, near)
+                    whole = one.said == [*one.tokens, further[0]]
+                    pending = further[1:] if whole else []
+        yield Check(f"drafts at T={temperature} equal the oracle", wrong == 0)
+        yield Check(f"some were made ahead at T={temperature}", ahead > 0, f"{ahead}")
     yield from overlap("parallel-draft:size=4")
 
 

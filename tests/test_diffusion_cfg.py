@@ -1,0 +1,276 @@
+"""Grammars on canvases: the verifier against every completion parsed by lark, and finished answers
+against readers that know nothing of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import lark
+import pytest
+from typer.testing import CliRunner
+
+from anydecode import Choice, Grammar, JsonSchema, Regex, catalogue
+from anydecode.cli.main import app
+from anydecode.constraints.byte_grammar import byte_grammar
+from anydecode.constraints.canvas_grammar import HOLE, CanvasGrammar, Look
+from anydecode.engine.llm import LLM
+from anydecode.errors import AnydecodeError
+from anydecode.evaluation.certify import _Restarts, scripted_llm
+from anydecode.evaluation.mechanisms.diffusion_grammar import (
+    END,
+    PIECES,
+    RECORD,
+    canvases,
+    fits,
+    texts,
+    verifier,
+)
+from anydecode.models.scripted import BYTE_VOCABULARY, ByteTokenizer
+from tiny_models import hf_model, own_model
+
+JSON = r"""
+start: value
+value: object | array | STRING | NUMBER | "true" | "false" | "null"
+object: "{" [pair ("," pair)*] "}"
+pair: STRING ":" value
+array: "[" [value ("," value)*] "]"
+STRING: /"([^"\\\x00-\x1f]|\\["\\\/bfnrt])*"/
+NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?/
+%ignore /[ \t\n]+/
+"""
+GRAMMARS = (
+    'start: l\nl: l "," X | X\nX: "a".."b"',
+    'start: x x\nx: "a" y | \ny: x "b" | "b"?',
+    'start: e\ne: e "+" t | t\nt: "(" e ")" | "a"',
+    '%ignore " "\nstart: "a" ("b" "a")~1..2 | "(" start? ")"',
+    'start: /[^b)]|(ab){2,}/ ["b"]\n  | "b" -> alias',
+)
+
+
+def mistakes(rules: CanvasGrammar, grammar: str) -> int:
+    """Canvases, and tokens at holes, that are judged otherwise than by trying all completions."""
+    parser = lark.Lark(grammar, parser="earley", lexer="dynamic_complete")
+
+    @cache
+    def parses(text: str) -> bool:
+        try:
+            parser.parse(text)
+        except lark.exceptions.LarkError:
+            return False
+        return True
+
+    wrong = 0
+    for length in (1, 2, 3):
+        whole = texts(parses, length)
+        draw = Random(length)
+        some = [tuple(HOLE if draw.random() < 0.5 else t for t in one) for one in whole]
+        for canvas in canvases(length, 40, seed=9) + draw.sample(some, min(40, len(some))):
+            wrong += rules.is_completable(canvas) != fits(canvas, whole)
+            if HOLE in canvas and fits(canvas, whole):
+                place = canvas.index(HOLE)
+                good = [
+                    fits((*canvas[:place], token, *canvas[place + 1 :]), whole)
+                    for token in range(END + 1)
+                ]
+                look = Look(rules, canvas)
+                wrong += [look.accepts(place, token) for token in range(END + 1)] != good
+                wrong += look.allowed(place).tolist() != good
+    return wrong
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS)
+def test_a_canvas_is_accepted_if_and_only_if_it_has_a_completion(grammar: str) -> None:
+    assert mistakes(verifier(grammar), grammar) == 0
+
+
+def test_a_verifier_whose_masks_may_stay_empty_is_found_out() -> None:
+    class Loose(CanvasGrammar):
+        def hole(self, chart: Any, items: Any) -> Any:
+            ahead = super().hole(chart, items)
+            return chart.close({**ahead, **{s: o | ahead.get(s, 0) for s, o in items.items()}})
+
+    right = verifier(GRAMMARS[2])
+    assert mistakes(Loose(right.grammar, right.vocabulary, right.ends), GRAMMARS[2]) > 0
+
+
+def test_where_few_tokens_stand_for_masks_nothing_without_a_completion_is_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("anydecode.constraints.canvas_grammar.MOST_NODES", 3)
+    rules = verifier('start: "(" start ")" | "ab" | "a"')
+    whole = texts(lambda t: re.fullmatch(r"(\(*)(ab|a)(\)*)", t) is not None
+                  and t.count("(") == t.count(")"), 3)  # fmt: skip
+    tried = canvases(3, 300, seed=1)
+    accepted = [one for one in tried if rules.is_completable(one)]
+    assert accepted and all(fits(one, whole) for one in accepted)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r'[^\s\d"]+é?',
+        r"(?:ab?|c{2}|\d+?)*[^a-c]",
+        r"[]\-^a-c]+|é[à-ü]?\x41\u00e9",
+        r"a.b|[\[\]{}]{1,2}",
+        r"(?P<x>a|)b{0,3}c{2,}",
+    ],
+)
+def test_regular_expressions_say_what_those_of_python_say(pattern: str) -> None:
+    grammar = byte_grammar(Regex(pattern).guidance())
+    assert grammar.is_regular
+    draw, agreed = Random(3), set()
+    for _ in range(3000):
+        text = "".join(draw.choice('abc2"]-^éüA.[{\n ') for _ in range(draw.randint(0, 5)))
+        state: int | None = grammar.starts[0]
+        for one in text.encode().translate(grammar.classes):
+            state = None if state is None else grammar.steps[state].get(one)
+        found = state is not None and grammar.ends[state] == 0
+        assert found == (re.fullmatch(pattern, text) is not None), text
+        agreed.add(found)
+    assert agreed == {True, False}
+
+
+@cache
+def model(block_size: int | None = None) -> Any:
+    made = own_model(hf_model("Llama", vocab_size=BYTE_VOCABULARY, initializer_range=0.5))
+    made.spec = replace(made.spec, causal=False, block_size=block_size)
+    return made
+
+
+def opened(block_size: int | None = None) -> LLM:
+    return LLM(model(block_size), tokenizer=ByteTokenizer(), cache_positions=1024)
+
+
+PROMPTS = [[1, 2], [3], [4, 5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "size"),
+    [("", None), (":block=5,cache=dual", None), (":remasking=random,block=0", None), ("", 4)],
+)
+def test_answers_parse_and_are_one_text_alone_batched_and_restarted(
+    decoder: str, size: int | None
+) -> None:
+    options = {"constraint": Grammar(JSON), "max_tokens": 11, "seed": 3, "top_p": 0.95}
+    options["decoder"] = f"diffusion-cfg{decoder}"
+    for options["temperature"] in (0.0, 1.2):
+        with opened(size) as llm:
+            alone = [llm.generate([prompt], **options)[0] for prompt in PROMPTS]
+            batch = llm.generate(PROMPTS, **options)
+        for answer in alone:
+            json.loads(answer.text)
+        assert [one.tokens for one in batch] == [one.tokens for one in alone]
+        with opened(size) as llm, _Restarts(llm.engine, seed=2):
+            again = llm.generate(PROMPTS, **options)
+            assert [one.tokens for one in again] == [one.tokens for one in alone]
+            llm.engine.check_integrity()
+
+
+def test_without_the_verifier_answers_do_not_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Look, "accepts", lambda self, place, token: True)
+    with opened() as llm:
+        answers = llm.generate(
+            PROMPTS, decoder="diffusion-cfg", constraint=Grammar(JSON), max_tokens=11
+        )
+    parsed = 0
+    for answer in answers:
+        try:
+            json.loads(answer.text)
+            parsed += 1
+        except ValueError:
+            pass
+    assert parsed < len(answers)
+
+
+def test_an_answer_that_may_not_end_fills_the_canvas() -> None:
+    with opened() as llm:
+        for pattern in ("(ab)*", "[a-c]{12}"):
+            answer = llm.generate(
+                [[1, 2]],
+                decoder="diffusion-cfg",
+                constraint=Regex(pattern),
+                max_tokens=12,
+                ignore_eos=True,
+            )[0]
+            assert len(answer.text) == 12 and re.fullmatch(pattern, answer.text)
+
+
+def infilled(llm: LLM, parts: list[str | int], begun: str = "", **options: Any) -> Any:
+    tokenizer = llm.tokenizer
+    tokens = list(tokenizer.encode("json name Ada age 31:"))
+    for part in parts:
+        tokens += [tokenizer.mask_id] * part if isinstance(part, int) else tokenizer.encode(part)
+    decoder = catalogue.build("diffusion-cfg", begun=begun)
+    return llm.generate([tokens], decoder=decoder, max_tokens=40, seed=1, **options)[0]
+
+
+def test_several_regions_are_infilled_so_that_the_whole_parses() -> None:
+    parts: list[str | int] = [' {"', 2, '": "', 2, '", "', 1, '": ', 3, "}"]
+    with LLM("tiny-diffusion", threads=1) as llm:
+        for temperature in (0.0, 2.0, 4.0):
+            answer = infilled(llm, parts, ' {"', constraint=Grammar(JSON), temperature=temperature)
+            text = ' {"' + answer.text
+            assert len(json.loads(text)) >= 1 and text.endswith("}") and '": "' in text
+            assert answer.constraint["complete"] and len(answer.tokens) <= 30
+        loose = infilled(llm, parts, temperature=4.0)
+        with pytest.raises(ValueError):
+            json.loads(' {"' + loose.text)
+        with pytest.raises(AnydecodeError, match=r"cannot satisfy.* 3 masks"):
+            infilled(llm, [1, '"name": ]', 2], constraint=Grammar(JSON))
+        with pytest.raises(AnydecodeError, match="does not end with"):
+            infilled(llm, [1, "}"], "[", constraint=Grammar(JSON))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        (Choice(["abcdefghijkl", "bcdefghijklm"]), "at most 8 tokens .* max_tokens is too small"),
+        (Grammar('start: start "a"'), "cannot be met"),
+        (Grammar("start: %json {}"), "unexpected '%'"),
+        (Regex("a", engine="xgrammar"), "reads Grammar, Regex and Choice"),
+        (JsonSchema({"type": "object"}), "reads grammars"),
+        (Regex("(a|b)*a(a|b){25}"), "too large"),
+    ],
+)
+def test_what_cannot_be_met_or_read_is_one_clear_line(constraint: Any, message: str) -> None:
+    with scripted_llm(causal=False) as llm, pytest.raises(AnydecodeError, match=message) as told:
+        llm.generate("x", decoder="diffusion-cfg", constraint=constraint, max_tokens=8)
+    assert "\n" not in str(told.value)
+
+
+def test_other_bad_requests_are_one_clear_line() -> None:
+    asked: dict[str, Any] = {"decoder": "diffusion-cfg", "max_tokens": 4}
+    with scripted_llm(causal=False) as llm:
+        with pytest.raises(AnydecodeError, match="penalties"):
+            llm.generate("x", constraint=Regex("a+"), repetition_penalty=1.2, **asked)
+        banned = {token: float("-inf") for token in (*b"ab",)}
+        with pytest.raises(AnydecodeError, match="rules out every token|no token is allowed"):
+            llm.generate("x", constraint=Regex("[ab]"), logit_bias=banned, **asked)
+
+
+def test_grammars_and_regular_expressions_on_the_command_line(tmp_path: Path) -> None:
+    def run(*arguments: str) -> Any:
+        head = ["generate", "json name Ada age 31:", "--model", "tiny-diffusion", "--json"]
+        return CliRunner().invoke(app, [*head, "--decoder", "diffusion-cfg", *arguments])
+
+    (tmp_path / "record.lark").write_text(RECORD)
+    (tmp_path / "word.gbnf").write_text('root ::= " " word+\nword ::= "Ada" | "Mia"')
+    found = run("--grammar", str(tmp_path / "record.lark"), "--max-tokens", "20")
+    assert json.loads(json.loads(found.stdout)["text"]) == {"name": "Ada", "age": 31}
+    found = run("--grammar", str(tmp_path / "word.gbnf"), "--max-tokens", "8")
+    assert re.fullmatch(" (Ada|Mia)+", json.loads(found.stdout)["text"])
+    found = run("--regex", "( Zoe| Mia){2}", "--max-tokens", "8")
+    assert re.fullmatch("( Zoe| Mia){2}", json.loads(found.stdout)["text"])
+    both = run("--regex", "a", "--grammar", "x.lark")
+    assert both.exit_code and "give one" in str(both.exception or both.output)
+    assert run("--grammar", str(tmp_path / "none.lark")).exit_code
+
+
+def test_pieces_of_the_oracle_are_not_of_one_byte_only() -> None:
+    assert {len(piece) for piece in PIECES} == {1, 2}
