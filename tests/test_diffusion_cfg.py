@@ -49,7 +49,7 @@ GRAMMARS = (
     'start: x x\nx: "a" y | \ny: x "b" | "b"?',
     'start: e\ne: e "+" t | t\nt: "(" e ")" | "a"',
     '%ignore " "\nstart: "a" ("b" "a")~1..2 | "(" start? ")"',
-    'start: /[^b)]|(ab){2,}/ ["b"]\n  | "b" -> alias',
+    'start: /(ab){2,}|[^b)]/ ["b"]\n  | "b" -> alias',
 )
 
 
@@ -70,7 +70,7 @@ def mistakes(rules: CanvasGrammar, grammar: str) -> int:
         whole = texts(parses, length)
         draw = Random(length)
         some = [tuple(HOLE if draw.random() < 0.5 else t for t in one) for one in whole]
-        for canvas in canvases(length, 40, seed=9) + draw.sample(some, min(40, len(some))):
+        for canvas in canvases(length, 30, seed=9) + draw.sample(some, min(30, len(some))):
             wrong += rules.is_completable(canvas) != fits(canvas, whole)
             if HOLE in canvas and fits(canvas, whole):
                 place = canvas.index(HOLE)
@@ -125,7 +125,7 @@ def test_regular_expressions_say_what_those_of_python_say(pattern: str) -> None:
     grammar = byte_grammar(Regex(pattern).guidance())
     assert grammar.is_regular
     draw, agreed = Random(3), set()
-    for _ in range(3000):
+    for _ in range(1500):
         text = "".join(draw.choice('abc2"]-^éüA.[{\n ') for _ in range(draw.randint(0, 5)))
         state: int | None = grammar.starts[0]
         for one in text.encode().translate(grammar.classes):
@@ -157,9 +157,9 @@ PROMPTS = [[1, 2], [3], [4, 5, 6, 7, 8, 9]]
 def test_answers_parse_and_are_one_text_alone_batched_and_restarted(
     decoder: str, size: int | None
 ) -> None:
-    options = {"constraint": Grammar(JSON), "max_tokens": 11, "seed": 3, "top_p": 0.95}
+    options = {"constraint": Grammar(JSON), "max_tokens": 8, "seed": 3, "top_p": 0.95}
     options["decoder"] = f"diffusion-cfg{decoder}"
-    for options["temperature"] in (0.0, 1.2):
+    for options["temperature"] in (1.2,) if decoder else (0.0, 1.2):
         with opened(size) as llm:
             alone = [llm.generate([prompt], **options)[0] for prompt in PROMPTS]
             batch = llm.generate(PROMPTS, **options)
@@ -199,6 +199,20 @@ def test_an_answer_that_may_not_end_fills_the_canvas() -> None:
                 ignore_eos=True,
             )[0]
             assert len(answer.text) == 12 and re.fullmatch(pattern, answer.text)
+
+
+def test_stop_tokens_and_another_mask_do_not_break_a_text() -> None:
+    """A token that ends the answer ends the text, and the mask is never counted on."""
+    asked: dict[str, Any] = {"constraint": Regex("a[ab]*c"), "max_tokens": 6}
+    with opened() as llm:
+        for prompt in PROMPTS:
+            found = llm.generate([prompt], decoder="diffusion-cfg", stop_tokens=[*b"b"], **asked)[0]
+            assert re.fullmatch("a+c", found.text)
+            found = llm.generate([prompt], decoder=f"diffusion-cfg:mask={ord('b')}", **asked)[0]
+            assert re.fullmatch("a+c", found.text)
+        with pytest.raises(AnydecodeError, match="at most 6 tokens"):
+            asked["constraint"] = Regex("ab")
+            llm.generate([[1]], decoder=f"diffusion-cfg:mask={ord('b')}", **asked)
 
 
 def infilled(llm: LLM, parts: list[str | int], begun: str = "", **options: Any) -> Any:

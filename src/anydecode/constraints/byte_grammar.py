@@ -27,7 +27,7 @@ from anydecode.constraints.byte_regex import (
 from anydecode.errors import ConstraintError
 
 #: Parts of an inlined rule, and states of all automata together.
-MOST_PARTS, MOST_STATES = 20_000, 50_000
+MOST_PARTS, MOST_STATES = 20_000, 20_000
 _TOKENS = re.compile(
     r"""(?P<space>[ \t\r\f]+|(//|\#)[^\n]*)|(?P<line>\n)
     |(?P<string>"(\\.|[^"\\\n])*"i?)|(?P<regex>/(?![*?/])(\\.|[^/\\\n])+/[a-z]*)

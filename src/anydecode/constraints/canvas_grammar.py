@@ -42,14 +42,16 @@ class _Node:
 class Spellings:
     """A vocabulary as a grammar sees it. Tokens whose bytes belong to the same classes are one
     group: what holds of one holds of all. `groups[token]`, int32 `[width]`: -1 for tokens that
-    never stand in a text (no bytes, or bytes no text has)."""
+    never stand in a text (`never`, no bytes, or bytes no text has)."""
 
-    def __init__(self, grammar: ByteGrammar, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, grammar: ByteGrammar, vocabulary: Vocabulary, never: frozenset[int] = frozenset()
+    ) -> None:
         self.groups = np.full(vocabulary.size, -1, np.int32)
         known: dict[bytes, int] = {}
         for token, piece in enumerate(vocabulary.pieces):
             told = piece.translate(grammar.classes)
-            if piece and grammar.dead not in told:
+            if piece and grammar.dead not in told and token not in never:
                 self.groups[token] = known.setdefault(told, len(known))
         self.count = len(known)
         self.tree = _Node()
@@ -139,13 +141,15 @@ class Chart:
 
 class CanvasGrammar:
     """Answers for canvases: sequences of tokens and `HOLE`. `ends` are the tokens that end a text;
-    all that stands behind one must be such tokens, or holes."""
+    all that stands behind one must be such tokens, or holes. `mask` is the token of holes."""
 
-    def __init__(self, grammar: ByteGrammar, vocabulary: Vocabulary, ends: frozenset[int]) -> None:
+    def __init__(
+        self, grammar: ByteGrammar, vocabulary: Vocabulary, ends: frozenset[int], mask: int = -1
+    ) -> None:
         self.grammar = grammar
         self.vocabulary = vocabulary
         self.ends = ends
-        self.spellings = Spellings(grammar, vocabulary)
+        self.spellings = Spellings(grammar, vocabulary, ends | {mask})
         self._holes: dict[int, frozenset[int]] = {}
 
     def is_completable(self, canvas: Seq[int], begun: bytes = b"") -> bool:

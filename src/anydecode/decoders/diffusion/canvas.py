@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,7 +116,9 @@ class Canvas:
         self.block_step = 0
         self.block_masks = len(self.masked(first, stop))
 
-    def commit(self, places: Iterable[int], tokens: Seq[int], confidence: Seq[float]) -> None:
+    def commit(
+        self, places: Iterable[int], tokens: Iterable[int], confidence: Iterable[float]
+    ) -> None:
         """Write tokens over masks. Raises ValueError where there is none, or for a mask."""
         for place, token, sure in zip(places, tokens, confidence, strict=True):
             if self.committed[place] != MASKED or token == self.mask:
@@ -167,7 +168,7 @@ class Canvas:
         if self.block is not None:
             self.block = (self.block[0], self.block[1] + moved)
 
-    def copy_tokens(self, places: Seq[int] = (), tokens: Seq[int] = ()) -> np.ndarray:
+    def copy_tokens(self, places: Iterable[int] = (), tokens: Iterable[int] = ()) -> np.ndarray:
         """The tokens, with others at `places`: a canvas to be verified."""
         changed: np.ndarray = self.tokens.copy()
         changed[list(places)] = list(tokens)

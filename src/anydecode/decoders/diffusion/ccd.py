@@ -53,7 +53,7 @@ class Averaged(Coherent):
         coherent = np.full(len(places), -np.inf)
         for i, place in enumerate(places.tolist()):
             if len(history) == self.depth and all(place in one for one in history):
-                mean = sum(one[place] for one in history) / self.depth
+                mean = np.sum([one[place] for one in history], axis=0) / self.depth
                 likely = mean[mean > 0]
                 coherent[i] = float((likely * np.log(likely)).sum())
         found = int(np.count_nonzero(np.isfinite(coherent)))

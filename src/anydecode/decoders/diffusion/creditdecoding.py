@@ -40,7 +40,7 @@ class CreditDenoiser(Denoiser):
             probability = 1 / exponentials(logits)[1]
             credit[favourite] = credit.get(favourite, 0.0) + probability**self.power
             held[place] = credit
-            changed = logits.copy()
+            changed: np.ndarray = logits.copy()
             for token, one in credit.items():
                 changed[token] += np.float32(self.weight * math.log1p(one))
             return changed

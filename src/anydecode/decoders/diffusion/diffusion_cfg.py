@@ -30,8 +30,10 @@ _KEY = "diffusion-cfg"
 
 
 @lru_cache(maxsize=32)
-def _compiled(described: str, vocabulary: Vocabulary, ends: frozenset[int]) -> CanvasGrammar:
-    return CanvasGrammar(byte_grammar(described), vocabulary, ends)
+def _compiled(
+    described: str, vocabulary: Vocabulary, ends: frozenset[int], mask: int
+) -> CanvasGrammar:
+    return CanvasGrammar(byte_grammar(described), vocabulary, ends, mask)
 
 
 class CanvasState(ConstraintState):
@@ -66,8 +68,9 @@ class CanvasState(ConstraintState):
 
 
 class GrammaticalDenoiser(Denoiser):
-    """One token a pass where the base rule says. If it leaves no completion, all that do are
-    ruled out there, and the rule is asked again. Without a constraint it is the base rule alone."""
+    """One token a pass where the base rule says. If it leaves no completion, all tokens that
+    leave none are ruled out there, and the rule is asked again. Without a constraint it is the base
+    rule alone."""
 
     begun = ""
 
@@ -91,8 +94,9 @@ class GrammaticalDenoiser(Denoiser):
         tokenizer = sequence.tokenizers["target"]
         if not tokenizer.decode(sequence.prompt).endswith(self.begun):
             raise InvalidRequestError(f"the prompt does not end with {self.begun!r} (begun)")
-        ends = frozenset(token for token in tokenizer.eos_ids if sequence.stops_at(token))
-        sequence.state[_KEY] = described, vocabulary(tokenizer, tokenizer.vocab_size), ends
+        ends = frozenset(filter(sequence.stops_at, range(tokenizer.vocab_size)))
+        mask = sequence.mask_token if self.mask is None else self.mask
+        sequence.state[_KEY] = described, vocabulary(tokenizer, tokenizer.vocab_size), ends, mask
         before = [Constrained(CanvasState()) if one is part else one for one in policy.before]
         sequence.policy = Policy(policy.temperature, before, policy.after, policy.combiner)
         self._check(sequence)

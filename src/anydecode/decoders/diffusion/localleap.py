@@ -33,7 +33,8 @@ class NearAnchors(UnmaskPolicy):
         sure: np.ndarray = ranks >= self.threshold
         distance = np.abs(places[:, None] - places[sure][None, :])
         near = (distance <= self.radius).any(axis=1)
-        return sure | (near & (ranks >= self.relaxed))
+        chosen: np.ndarray = sure | (near & (ranks >= self.relaxed))
+        return chosen
 
 
 @register(

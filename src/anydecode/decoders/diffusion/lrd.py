@@ -5,6 +5,7 @@ Decoding: Enhancing Diffusion-Based Language Models by Refining Belief States", 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,8 +66,8 @@ class LatentDenoiser(Denoiser):
         beliefs = canvas.memory.get("beliefs") if canvas.block is not None else None
         if not beliefs:
             return None
-        model = sequence.context().pool.model
-        inputs = model.embed(canvas.tokens[places]).clone()
+        model: Any = sequence.context().pool.model
+        inputs: torch.Tensor = model.embed(canvas.tokens[places]).clone()
         for row, place in enumerate(places.tolist()):
             if place in beliefs and canvas.tokens[place] == canvas.mask:
                 tokens, weights, mix = self.soft(beliefs[place])

@@ -66,9 +66,7 @@ def beam() -> Iterator[Check]:
                 decoder = f"beam:width={width},penalty={penalty}"
                 wrong += llm.generate(prompt, max_tokens=14, decoder=decoder).tokens != expected
             yield Check(f"width {width}, penalty {penalty} equals the oracle", wrong == 0)
-        greedy = [
-            llm.generate(p, max_tokens=14, decoder="autoregressive").tokens for p in PROMPTS
-        ]
+        greedy = [llm.generate(p, max_tokens=14, decoder="autoregressive").tokens for p in PROMPTS]
         one = [llm.generate(p, max_tokens=14, decoder="beam:width=1").tokens for p in PROMPTS]
         yield Check("width 1 is greedy decoding", greedy == one)
 

@@ -150,9 +150,7 @@ FAMILIES |= {
     # Block diffusion: a row sees its own block and those before.
     "sdar": replace(FAMILIES["qwen3"], causal=False, block_size="block_size"),
     "sdar_moe": replace(FAMILIES["qwen3_moe"], causal=False, block_size="block_size"),
-    "fast_dllm_qwen": replace(
-        FAMILIES["qwen2"], causal=False, logit_shift=1, block_size="bd_size"
-    ),
+    "fast_dllm_qwen": replace(FAMILIES["qwen2"], causal=False, logit_shift=1, block_size="bd_size"),
     # Causal, and trained to fill masks behind what it sees.
     "wedlm": replace(FAMILIES["qwen2"], qkv_bias=False),
     "wedlm_qwen3": replace(FAMILIES["qwen3"]),
