@@ -211,6 +211,7 @@ class Timed(ScriptedModel):
 
 
 def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "_is_busy", lambda: False)
     times = iter(range(1, 10_000))
     monkeypatch.setattr(costs, "_time", lambda model, cache, count, context: 1.0 * next(times))
     file = tmp_path / "model.gguf"
@@ -224,7 +225,17 @@ def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch: pytest.MonkeyPa
     assert costs.known(Timed(file), tmp_path) != first
 
 
+def test_what_a_busy_machine_costs_is_not_kept(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs.os, "getloadavg", lambda: (1e6, 0.0, 0.0), raising=False)
+    monkeypatch.setattr(costs, "_time", lambda model, cache, count, context: 1.0 * count)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"x")
+    assert costs.known(Timed(file), tmp_path).seconds(4, 256) == 4.0
+    assert not (tmp_path / "costs").exists()
+
+
 def test_a_broken_cost_file_is_measured_anew(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "_is_busy", lambda: False)
     monkeypatch.setattr(costs, "_time", lambda model, cache, count, context: 1.0 * count)
     file = tmp_path / "model.gguf"
     file.write_bytes(b"x")

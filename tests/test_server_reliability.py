@@ -171,7 +171,10 @@ def test_a_killed_server_comes_back_whole(tmp_path: Path) -> None:
         assert process.wait(60) == 0
 
 
-def test_a_cost_table_that_was_cut_off_is_measured_anew(tmp_path: Path) -> None:
+def test_a_cost_table_that_was_cut_off_is_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, "_is_busy", lambda: False)
     model = tiny_model()
     model.path = tmp_path / "model"
     model.path.write_text("x")

