@@ -39,7 +39,7 @@ def ours(llm: LLM, count: int, args: argparse.Namespace, seed: int) -> float:
     size = min(llm.tokenizer.vocab_size, llm.model.spec.vocab_size)
     prompts = generator.integers(0, size, (count, args.prompt)).tolist()
     requests = [
-        llm.request(prompt, max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
+        llm.request(prompt, max_tokens=args.tokens, ignore_eos=True, decoder="autoregressive")
         for prompt in prompts
     ]
     for request in requests:
