@@ -28,10 +28,10 @@ from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import head_dim, text_config
+from anydecode.models.loading.llada import INNER_NAMES
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.checkpoint import (
-    LLAMA_NAMES,
     llama_name,
     save_block_llama,
     save_json,
@@ -119,7 +119,7 @@ def add_low_rank(model: Transformer, rank: int) -> list[nn.Parameter]:
     """Put an adapter beside every matrix of the layers; returns what learns."""
     learned: list[nn.Parameter] = []
     for layer in model.blocks:
-        for name in LLAMA_NAMES:
+        for name in INNER_NAMES:
             if not name.endswith("norm"):
                 adapted = LowRankLinear(getattr(layer, name), rank)
                 setattr(layer, name, adapted)
@@ -305,14 +305,14 @@ def save_adapter(out: Path, model: Transformer, recipe: AdapterRecipe, mask: int
     out.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     for number, layer in enumerate(model.blocks):
-        for name, target in LLAMA_NAMES.items():
+        for name, target in INNER_NAMES.items():
             if not name.endswith("norm"):
                 adapted = getattr(layer, name)
                 stem = f"base_model.model.model.layers.{number}.{target}"
                 tensors[f"{stem}.lora_A.weight"] = adapted.down.detach().contiguous()
                 tensors[f"{stem}.lora_B.weight"] = adapted.up.detach().contiguous()
     save_file(tensors, str(out / "adapter_model.safetensors"), metadata={"format": "pt"})
-    modules = [target.split(".")[1] for name, target in LLAMA_NAMES.items() if "norm" not in name]
+    modules = [target.split(".")[1] for name, target in INNER_NAMES.items() if "norm" not in name]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

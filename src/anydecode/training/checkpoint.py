@@ -16,22 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from anydecode.errors import CheckpointError
+from anydecode.models.loading.llada import INNER_NAMES
 from anydecode.models.tokenizers import HFTokenizer, read_json
 from anydecode.training.tokenizer import EOS, EOS_ID, MASK, MASK_ID, PAD, PAD_ID
 from anydecode.training.transformer import Shape, Transformer
-
-#: What Llama's layout calls the modules of a layer.
-LLAMA_NAMES = {
-    "attn_norm": "input_layernorm",
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "attn_out": "self_attn.o_proj",
-    "ff_norm": "post_attention_layernorm",
-    "ff_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "ff_out": "mlp.down_proj",
-}
 
 
 def save_llada(
@@ -150,7 +138,7 @@ def llama_name(name: str) -> str:
     """What Llama's layout calls a parameter of `Transformer`."""
     parts = name.removeprefix("transformer.").split(".")
     if parts[0] == "blocks":
-        return f"model.layers.{parts[1]}.{LLAMA_NAMES[parts[2]]}.weight"
+        return f"model.layers.{parts[1]}.{INNER_NAMES[parts[2]]}.weight"
     outer = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
     return f"{outer[parts[0]]}.weight"
 

@@ -54,7 +54,7 @@ class ExploringDenoiser(Denoiser):
         sure = places[look.confidence(places) >= self.threshold]
         current = canvas.masked(canvas.frontier, self.blocks.current(canvas))
         if len(sure) >= self.enough or sequence.policy.stateful or len(sure) == len(places):
-            self._close(canvas)
+            self._open(canvas)
             if not len(sure):
                 sure = current[[int(np.argmax(look.confidence(current)))]]
             self.commit(sequence, canvas, look, sure)
@@ -79,7 +79,7 @@ class ExploringDenoiser(Denoiser):
             for (_, chance), cascade in zip(tried, cascades, strict=True)
         ]
         chosen = int(np.argmax(values))
-        self._close(canvas)
+        self._open(canvas)
         canvas.commit(sure, tokens, look.confidence(sure))
         canvas.commit([pivot], [tried[chosen][0]], [tried[chosen][1]])
         cascade = cascades[chosen]
@@ -104,7 +104,7 @@ class ExploringDenoiser(Denoiser):
         ]
         return [(token, float(p[token])) for token in allowed[: self.candidates]]
 
-    def _close(self, canvas: Canvas) -> None:
+    def _open(self, canvas: Canvas) -> None:
         canvas.open(canvas.frontier, self.blocks.window(canvas))
 
 

@@ -36,7 +36,8 @@ _OUTER = {
     "model.transformer.ln_f": "model.norm",
     "model.transformer.ff_out": "lm_head",
 }
-_INNER = {
+#: What Llama's layout calls the modules of a layer.
+INNER_NAMES = {
     "attn_norm": "input_layernorm",
     "q_proj": "self_attn.q_proj",
     "k_proj": "self_attn.k_proj",
@@ -73,7 +74,7 @@ def standard(
 
 def _name(name: str) -> str:
     layer = _LAYER.fullmatch(name)
-    if layer is not None and layer[2] in _INNER:
-        return f"model.layers.{layer[1]}.{_INNER[layer[2]]}.{layer[3]}"
+    if layer is not None and layer[2] in INNER_NAMES:
+        return f"model.layers.{layer[1]}.{INNER_NAMES[layer[2]]}.{layer[3]}"
     stem, _, kind = name.rpartition(".")
     return f"{_OUTER[stem]}.{kind}" if stem in _OUTER else name
