@@ -16,6 +16,7 @@ import torch
 
 from anydecode.kernels.interface import Rows, Want
 from anydecode.kernels.native import NativeExecutor, physical_cores
+from anydecode.kernels.packing import anonymous
 from anydecode.models.families import build_model
 from anydecode.models.loading import load_checkpoint
 
@@ -42,7 +43,8 @@ def seconds(run: Any) -> float:
 
 def read_bandwidth(executor: NativeExecutor, repeats: int = 15) -> float:
     """Bytes per second that all threads read from memory, the best of several runs."""
-    words = torch.ones(1 << 24, dtype=torch.int64)
+    words = torch.frombuffer(anonymous(1 << 27), dtype=torch.int64)
+    words.fill_(1)
     library = executor._library
     best = min(
         seconds(lambda: library.read(words.data_ptr(), words.numel(), executor.threads))
@@ -101,7 +103,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="default")
     parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--cache", choices=sorted(_CACHES), default="float16")
+    parser.add_argument("--cache", choices=sorted(_CACHES), default="float32")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

@@ -7,6 +7,7 @@ A head's vector stands by itself, so what a row sees of a position depends on th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +25,7 @@ CACHE_FORMATS = {
     "int8": "Q8_0",
     "int4": "Q4_1",
 }
+_LINE = 64  # bytes: a vector that begins with a cache line is read without crossing one
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -47,7 +49,9 @@ def new_cache(
         if torch.device(device).type != "cpu":
             return torch.zeros(size, dtype=dtype, device=device)
         # The system hands out zeroed pages as they are first used; torch would touch all.
-        return torch.from_numpy(np.zeros(size, f"u{dtype.itemsize}")).view(dtype)
+        room = np.zeros(math.prod(size) * dtype.itemsize + _LINE, np.uint8)
+        start = -room.ctypes.data % _LINE
+        return torch.from_numpy(room[start : start + room.nbytes - _LINE]).view(dtype).view(size)
 
     return KeyValues([empty(s) for s in shapes], [empty(s) for s in shapes], name)
 

@@ -12,6 +12,7 @@ from anydecode.kernels.interface import Weight
 from anydecode.kernels.library import FORMAT_CODES, Library, Matrix
 
 _CHUNK = 1 << 25
+_HUGE = 1 << 21  # bytes of a huge page
 
 
 class Packer:
@@ -58,17 +59,26 @@ class Packer:
         """The address of `size` fresh bytes, aligned to cache lines."""
         size = -(-size // 64) * 64
         if size > self._left:
-            total = max(size, _CHUNK)
-            chunk = mmap.mmap(-1, total)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                chunk.madvise(mmap.MADV_HUGEPAGE)
+            total = -(-max(size, _CHUNK) // _HUGE) * _HUGE + _HUGE
+            chunk = anonymous(total)
             self._chunks.append(chunk)
-            self._next = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
-            self._left = total
+            start = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
+            self._next = -(-start // _HUGE) * _HUGE
+            self._left = start + total - self._next
         address = self._next
         self._next += size
         self._left -= size
         return address
+
+
+def anonymous(size: int) -> mmap.mmap:
+    """Zeroed memory, in huge pages where the system has them: it gives them to private memory alone,
+    and passes over small pages take a tenth longer."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def float_vector(tensor: torch.Tensor) -> torch.Tensor:

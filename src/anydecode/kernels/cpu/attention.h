@@ -16,7 +16,9 @@ typedef struct {
 
 /* One thread's room, in floats. */
 typedef struct {
-  float *keys, *values; /* [padded / 8, 32, 8]: one block, converted */
+  const float *key[KEY_BLOCK], *value[KEY_BLOCK]; /* where the vectors of one block are */
+  float *keys, *values; /* [32, padded]: those that had to be converted */
+  float *nothing;       /* [padded] zeros, for positions without a slot */
   float *q;             /* [rows, group, padded] */
   float *scores;        /* [group, 32] */
   State segment, all;
@@ -39,7 +41,11 @@ static State make_state(float *base, int padded, int heads) {
 
 static Room make_room(float *base, int padded, int group) {
   int heads = ATTENTION_ROWS * group;
-  Room room = {base, base + KEY_BLOCK * padded, base + 2 * KEY_BLOCK * padded, 0, {0}, {0}};
+  Room room = {.keys = base, .values = base + KEY_BLOCK * padded};
+  room.nothing = room.values + KEY_BLOCK * padded;
+  memset(room.nothing, 0, (size_t)padded * 4);
+  for (int j = 0; j < KEY_BLOCK; j++) room.key[j] = room.value[j] = room.nothing;
+  room.q = room.nothing + padded;
   room.scores = room.q + (int64_t)heads * padded;
   float *states = room.scores + group * KEY_BLOCK;
   room.segment = make_state(states, padded, heads);
@@ -49,7 +55,7 @@ static Room make_room(float *base, int padded, int group) {
 
 /* Blocks as the cache keeps them, into their place in the room. */
 INLINE void widen_blocks(int format, const uint8_t *from, int padded, float *to) {
-  for (int i = 0; i < padded; i += 8, to += 8 * KEY_BLOCK) {
+  for (int i = 0; i < padded; i += 8, to += 8) {
     int at = i % QUANT_BLOCK;
     const uint8_t *block = from + i / QUANT_BLOCK * (format == Q8_0 ? 34 : 20);
     f8 scale = f8_set_f16(block);
@@ -71,7 +77,7 @@ INLINE void widen(int format, const char *from, int count, int padded, float *to
     return;
   }
   if (count == padded) {
-    for (int i = 0; i < count; i += 8, to += 8 * KEY_BLOCK) {
+    for (int i = 0; i < count; i += 8, to += 8) {
       if (format == F32) f8_store(to, f8_load((const float *)from + i));
       else if (format == F16) f8_store(to, f8_load_f16((const uint16_t *)from + i));
       else f8_store(to, f8_load_bf16((const uint16_t *)from + i));
@@ -80,15 +86,10 @@ INLINE void widen(int format, const char *from, int count, int padded, float *to
   }
   for (int i = 0; i < padded; i++) {
     const uint16_t *half = (const uint16_t *)from + i;
-    float *at = to + i / 8 * 8 * KEY_BLOCK + i % 8;
-    if (i >= count) *at = 0.0f;
-    else if (format == F32) *at = ((const float *)from)[i];
-    else *at = format == F16 ? f16_to_float(*half) : bf16_to_float(*half);
+    if (i >= count) to[i] = 0.0f;
+    else if (format == F32) to[i] = ((const float *)from)[i];
+    else to[i] = format == F16 ? f16_to_float(*half) : bf16_to_float(*half);
   }
-}
-
-INLINE void blank(int padded, float *to) {
-  for (int i = 0; i < padded; i += 8) f8_store(to + i * KEY_BLOCK, f8_set(0.0f));
 }
 
 /* 32 numbers as a block of the cache. */
@@ -143,21 +144,29 @@ INLINE uint32_t gather_as(int format, int padded, const Heads *h, const int32_t 
                           Room *room, int at) {
   uint32_t present = 0;
   int64_t stride = h->kv_heads * h->bytes, offset = h->kv_head * h->bytes;
-  for (int j = 0; j < count; j++) {
-    float *key = room->keys + 8 * (at + j), *value = room->values + 8 * (at + j);
-    if (slots[j] < 0) {
-      blank(padded, key);
-      blank(padded, value);
+  /* Plain floats are read where they are, unless slots are so far apart that all fall into the same
+   * few sets of the first-level cache. */
+  int as_is = format == F32 && h->head_dim == padded && stride % 2048;
+  for (int j = at; j < at + count; j++, slots++) {
+    room->key[j] = room->value[j] = room->nothing;
+    if (*slots < 0) continue;
+    const char *key = (const char *)h->keys + *slots * stride + offset;
+    const char *value = (const char *)h->values + *slots * stride + offset;
+    present |= 1u << j;
+    if (as_is) {
+      room->key[j] = (const float *)key;
+      room->value[j] = (const float *)value;
       continue;
     }
-    widen(format, (const char *)h->keys + slots[j] * stride + offset, h->head_dim, padded, key);
-    widen(format, (const char *)h->values + slots[j] * stride + offset, h->head_dim, padded, value);
-    present |= 1u << (at + j);
+    widen(format, key, h->head_dim, padded, room->keys + j * padded);
+    widen(format, value, h->head_dim, padded, room->values + j * padded);
+    room->key[j] = room->keys + j * padded;
+    room->value[j] = room->values + j * padded;
   }
   return present;
 }
 
-/* Bring the slots of `count` positions into the room; bit j of the answer: position j exists. */
+/* Find the slots of `count` positions; bit j of the answer: position j exists. */
 static uint32_t gather(const Heads *h, const int32_t *slots, int count, Room *room, int at) {
   switch (h->format) {
     case F32: return gather_as(F32, h->padded, h, slots, count, room, at);
@@ -184,14 +193,14 @@ static void expect_slots(const Heads *h, const int32_t *slots, int count) {
 }
 
 /* Eight keys against one query. */
-INLINE f8 eight_scores(const float *q, const float *keys, int padded) {
+INLINE f8 eight_scores(const float *q, const float *const *key, int padded) {
   f8 sum[8];
 #pragma GCC unroll 8
   for (int j = 0; j < 8; j++) sum[j] = f8_set(0.0f);
-  for (int d = 0; d < padded; d += 8, keys += 8 * KEY_BLOCK) {
+  for (int d = 0; d < padded; d += 8) {
     f8 part = f8_load(q + d);
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) sum[j] = f8_fma(part, f8_load(keys + 8 * j), sum[j]);
+    for (int j = 0; j < 8; j++) sum[j] = f8_fma(part, f8_load(key[j] + d), sum[j]);
   }
   return f8_sums(sum);
 }
@@ -205,7 +214,7 @@ static float block_scores(const Op *op, const float *q, const Room *room, int pa
       f8_store(scores + i, f8_set(-INFINITY));
       continue;
     }
-    f8 s = f8_mul(eight_scores(q, room->keys + 8 * i, padded), f8_set(op->x));
+    f8 s = f8_mul(eight_scores(q, room->key + i, padded), f8_set(op->x));
     if (op->y > 0) s = f8_mul(f8_set(op->y), f8_tanh(f8_mul(s, f8_set(1.0f / op->y))));
     f8_store(scores + i, s);
     if (((seen >> i) & 255) != 255) {
@@ -232,9 +241,9 @@ INLINE f8 block_weights(const State *state, int at, float found, float *scores) 
   return shrink;
 }
 
-/* sums[d] = sums[d] * shrink + the block's weighted values, for `vectors` lanes of d. */
-INLINE void weigh_values(const float *weights, const float *values, int lo, int hi, f8 shrink,
-                         int vectors, float *sums) {
+/* sums[d] = sums[d] * shrink + the block's weighted values, for `vectors` lanes of d from `at` on. */
+INLINE void weigh_values(const float *weights, const float *const *value, int at, int lo, int hi,
+                         f8 shrink, int vectors, float *sums) {
   f8 sum[8];
 #pragma GCC unroll 8
   for (int i = 0; i < vectors; i++) sum[i] = f8_mul(f8_load(sums + 8 * i), shrink);
@@ -242,7 +251,7 @@ INLINE void weigh_values(const float *weights, const float *values, int lo, int 
     f8 weight = f8_set(weights[j]);
 #pragma GCC unroll 8
     for (int i = 0; i < vectors; i++)
-      sum[i] = f8_fma(weight, f8_load(values + 8 * (j + i * KEY_BLOCK)), sum[i]);
+      sum[i] = f8_fma(weight, f8_load(value[j] + at + 8 * i), sum[i]);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < vectors; i++) f8_store(sums + 8 * i, sum[i]);
@@ -263,9 +272,9 @@ static void fold_block(const Heads *h, Room *room, int row, uint32_t seen) {
     float *sums = room->segment.sums + (int64_t)(first + g) * h->padded, *weights = scores + g * KEY_BLOCK;
     int d = 0;
     for (; d + 64 <= h->padded; d += 64)
-      weigh_values(weights, room->values + d * KEY_BLOCK, lo, hi, shrink[g], 8, sums + d);
+      weigh_values(weights, room->value, d, lo, hi, shrink[g], 8, sums + d);
     for (; d < h->padded; d += 8)
-      weigh_values(weights, room->values + d * KEY_BLOCK, lo, hi, shrink[g], 1, sums + d);
+      weigh_values(weights, room->value, d, lo, hi, shrink[g], 1, sums + d);
   }
 }
 
@@ -408,8 +417,8 @@ static void attend(const Plan *plan, const Op *op, const float *q, float *out, i
   Room room = make_room(pass->attention_scratch + thread * pass->attention_scratch_floats, padded,
                         group);
   if (!is_divided(plan, op)) {
-    int tile = part / op->kv_heads;
-    Heads h = tile_heads(plan, op, tile, part % op->kv_heads);
+    int tile = part % plan->num_tiles;
+    Heads h = tile_heads(plan, op, tile, part / plan->num_tiles);
     attend_tile(plan, &h, tile, q, out, &room);
     return;
   }

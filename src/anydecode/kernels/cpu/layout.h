@@ -169,7 +169,7 @@ INLINE int64_t attention_state_floats(int padded, int heads) {
 
 INLINE int64_t attention_room_floats(int head_dim, int group) {
   int64_t padded = (head_dim + 7) / 8 * 8, heads = ATTENTION_ROWS * group;
-  return 2 * KEY_BLOCK * padded + heads * padded + group * KEY_BLOCK + 16 +
+  return (2 * KEY_BLOCK + 1) * padded + heads * padded + group * KEY_BLOCK + 16 +
          2 * attention_state_floats((int)padded, (int)heads);
 }
 

@@ -1,11 +1,16 @@
-/* Products of rows with packed matrices. A tile of up to four rows shares unpacked weights; each
- * output sums k in order, whatever the tile. */
+/* Products of rows with packed matrices. A tile of rows shares unpacked weights; each output sums k in
+ * order, whatever the tile. */
 #ifndef ANYDECODE_LINEAR_H
 #define ANYDECODE_LINEAR_H
 
 #include "quant.h"
 
+/* The integer sums of a tile and its totals stay in registers, of which some machines have 32. */
+#if defined(__AVX512VNNI__)
+enum { TILE_ROWS = 8 };
+#else
 enum { TILE_ROWS = 4 };
+#endif
 
 /* Integer sums of one block of a format with nibbles, for `rows` rows and two groups of columns.
  * Two steps at a time, so that weights and sums of a whole tile stay in registers. Sums of `parts`
@@ -24,7 +29,7 @@ INLINE void nibble_sums(int format, int rows, const uint8_t *const *p, const Act
     for (int g = 0; g < 2; g++)
 #pragma GCC unroll 2
       for (int t = 0; t < 2; t++) w[t][g] = settled_bytes(unpack_step(format, p[g], step[t]));
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
 #pragma GCC unroll 2
       for (int t = 0; t < 2; t++) {
@@ -49,7 +54,7 @@ INLINE void byte_sums(int rows, const uint8_t *const *p, const Activations *cons
     bytes w[2];
 #pragma GCC unroll 2
     for (int g = 0; g < 2; g++) w[g] = bytes_of(b32_load(p[g] + 16 + 32 * i));
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
       quad x = quad_load(a[r][b].q + 4 * i);
 #pragma GCC unroll 2
@@ -69,7 +74,7 @@ INLINE void add_blocks(int format, int rows, const uint8_t *const *p, const Acti
 #pragma GCC unroll 2
   for (int g = 0; g < 2; g++)
     load_scales(format, p[g], super[g], super_min[g], &first[g], &second[g]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
     for (int g = 0; g < 2; g++)
@@ -108,6 +113,8 @@ INLINE void quant_tile(int format, int rows, const uint8_t *const *groups, int b
   }
 }
 
+enum { FLOAT_ROWS = 4 };
+
 INLINE f8 load_weights(int format, const uint8_t *p, int64_t k) {
   if (format == F32) return f8_load((const float *)p + 8 * k);
   const uint16_t *half = (const uint16_t *)p + 8 * k;
@@ -144,6 +151,12 @@ INLINE void write_group(const Matrix *w, int group, f8 total, const float *bias,
   for (int i = 0; i < left; i++) out[column + i] = bias ? lanes[i] + bias[column + i] : lanes[i];
 }
 
+/* Rows of the next tile. */
+INLINE int tile_rows(int left) {
+  if (left >= TILE_ROWS) return TILE_ROWS;
+  return left >= 4 ? 4 : left;
+}
+
 INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int n,
                           const float *bias, float *out, int64_t stride, int first, int last) {
   int blocks = w->in_features / QUANT_BLOCK, groups = (w->out_features + 7) / 8;
@@ -152,17 +165,18 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
     int pair = g + 1 < last;
     p[0] = w->data + g * w->group_bytes;
     p[1] = pair ? p[0] + w->group_bytes : p[0];
-    for (int r = 0; r < n; r += TILE_ROWS) {
+    for (int r = 0, rows; r < n; r += rows) {
       const Activations *a[TILE_ROWS];
       f8 total[TILE_ROWS][2];
-      int rows = n - r < TILE_ROWS ? n - r : TILE_ROWS;
+      rows = tile_rows(n - r);
       const uint8_t *next = r || g + 2 >= groups ? NULL : p[0] + 2 * w->group_bytes;
       for (int i = 0; i < rows; i++) a[i] = x + (int64_t)(r + i) * blocks;
       switch (rows) {
         case 1: quant_tile(format, 1, p, blocks, a, next, total); break;
         case 2: quant_tile(format, 2, p, blocks, a, next, total); break;
         case 3: quant_tile(format, 3, p, blocks, a, next, total); break;
-        default: quant_tile(format, 4, p, blocks, a, next, total); break;
+        case 4: quant_tile(format, 4, p, blocks, a, next, total); break;
+        default: quant_tile(format, TILE_ROWS, p, blocks, a, next, total); break;
       }
       for (int i = 0; i < rows; i++)
         for (int j = 0; j <= pair; j++)
@@ -174,10 +188,10 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
 INLINE void float_groups(int format, int groups, const Matrix *w, const float *x, int n,
                          const float *bias, float *out, int64_t stride, int g) {
   const uint8_t *p = w->data + g * w->group_bytes;
-  for (int r = 0; r < n; r += TILE_ROWS) {
-    const float *a[TILE_ROWS];
-    f8 total[TILE_ROWS * 2];
-    int rows = n - r < TILE_ROWS ? n - r : TILE_ROWS;
+  for (int r = 0; r < n; r += FLOAT_ROWS) {
+    const float *a[FLOAT_ROWS];
+    f8 total[FLOAT_ROWS * 2];
+    int rows = n - r < FLOAT_ROWS ? n - r : FLOAT_ROWS;
     for (int i = 0; i < rows; i++) a[i] = x + (int64_t)(r + i) * w->in_features;
     switch (rows) {
       case 1: float_tile(format, 1, groups, p, w->group_bytes, w->in_features, a, total); break;
