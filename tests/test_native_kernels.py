@@ -181,7 +181,7 @@ class Network:
              enumerate(sizes.items())} for i in range(2)
         ]  # fmt: skip
         self.expert_weights = [
-            [small_weight(*sizes[n], seed + 7 * e + j) for e in range(5)]
+            [small_weight(*sizes[n], seed + 7 * e + j, f"{n}.{e}") for e in range(5)]
             for j, n in enumerate(("gate", "up", "down"))
         ]
         self.embedding = random_weight(format, self.vocab, self.width, seed + 999)
@@ -335,6 +335,11 @@ def test_a_neighbour_in_the_window_would_be_seen(library: Library) -> None:
     assert changed[0] == 5
 
 
+def _by_head(stored: torch.Tensor) -> torch.Tensor:
+    """The same slots, in memory one key head after the other."""
+    return stored.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 @pytest.mark.parametrize("format", CACHE_FORMATS)
 @pytest.mark.parametrize("head_dim", [16, 20, 64, 80])
 def test_caches_hold_what_the_reference_writes(
@@ -355,8 +360,8 @@ def test_caches_hold_what_the_reference_writes(
     asking = sequence_rows([3], slots[:40], 39)
     asking.slots[:], asking.prefix[:] = -1, 37
     unpacked = KeyValues(
-        [decode(format, keys, head_dim).contiguous() for keys in packed.keys],
-        [decode(format, values, head_dim).contiguous() for values in packed.values],
+        [_by_head(decode(format, keys, head_dim)) for keys in packed.keys],
+        [_by_head(decode(format, values, head_dim)) for values in packed.values],
     )
     packed_answer = executor.run(asking, packed, all_logits(asking)).logits.clone()
     assert torch.equal(executor.run(asking, unpacked, all_logits(asking)).logits, packed_answer)
@@ -409,12 +414,12 @@ def test_layer_ranges_compose(library: Library) -> None:
     assert torch.equal(rest.logits[0], executor.head(x[[2]])[0])
 
 
+def delta(name: str, out: int, width: int, seed: int) -> tuple[str, LowRank]:
+    return name, LowRank(small_weight(3, width, seed), small_weight(out, 3, seed + 1), 0.8)
+
+
 def test_adapters_add_their_product(library: Library) -> None:
     network = Network(4)
-
-    def delta(name: str, out: int, width: int, seed: int) -> tuple[str, LowRank]:
-        return name, LowRank(small_weight(3, width, seed), small_weight(out, 3, seed + 1), 0.8)
-
     adapters = [
         dict([delta("0.q", 64, 64, 1), delta("1.down", 64, 96, 2)]),
         dict([delta("0.q", 64, 64, 5), delta("1.o", 64, 64, 6)]),
@@ -428,6 +433,49 @@ def test_adapters_add_their_product(library: Library) -> None:
     assert relative(output, expected) < 1e-5
     assert torch.equal(output[0], plain[0])
     assert not torch.equal(output[1], plain[1])
+
+
+def expert_adapters() -> list[dict[str, LowRank]]:
+    """One that changes all three matrices of some experts, and one with a few in common with it."""
+    sizes = {"gate": (96, 64), "up": (96, 64), "down": (64, 96)}
+    first = [
+        delta(f"{n}.{e}", *size, 20 * e + 3 * i)
+        for e in (0, 1, 4)
+        for i, (n, size) in enumerate(sizes.items())
+    ]
+    second = [delta(f"down.{e}", 64, 96, 100 + 2 * e) for e in range(5)]
+    return [dict(first), dict([*second, delta("up.3", 96, 64, 120), delta("0.q", 64, 64, 130)])]
+
+
+def test_adapters_change_single_experts(library: Library) -> None:
+    """As the reference, rows without an adapter as before, and each row the same alone."""
+    network, adapters = Network(4, experts=True), expert_adapters()
+    rows = sequence_rows(np.arange(12), np.arange(12))
+    executor = network.executor(adapters=adapters)
+    plain = executor.run(rows, network.cache(12), all_logits(rows)).logits.clone()
+    rows.adapters = ints([-1, *[0, 1, 1, 0, -1] * 2, 0])
+    cache = network.cache(12)
+    output = executor.run(rows, cache, all_logits(rows)).logits.clone()
+    expected, _ = by_reference(network, rows, network.cache(12), adapters)
+    assert relative(output, expected) < 1e-5
+    assert torch.equal(output[0], plain[0])
+    assert all(not torch.equal(output[r], plain[r]) for r in range(1, 12))
+    for row in range(12):
+        alone = sequence_rows([row], np.arange(12), row)
+        alone.adapters = rows.adapters[row : row + 1]
+        again = network.executor(1, adapters=adapters).run(alone, cache, all_logits(alone))
+        assert torch.equal(again.logits[0], output[row])
+
+
+@pytest.mark.parametrize("one, other", [("gate.1", "up.1"), ("up.0", "up.4"), ("down.1", "down.4")])
+def test_an_adapter_of_another_expert_would_be_seen(library: Library, one: str, other: str) -> None:
+    network, adapters = Network(4, experts=True), expert_adapters()
+    rows = sequence_rows(np.arange(12), np.arange(12))
+    rows.adapters = ints([0] * 12)
+    expected, _ = by_reference(network, rows, network.cache(12), adapters)
+    adapters[0][one], adapters[0][other] = adapters[0][other], adapters[0][one]
+    output = network.executor(adapters=adapters).run(rows, network.cache(12), all_logits(rows))
+    assert relative(output.logits, expected) > 1e-4
 
 
 def test_inputs_out_of_range_are_refused(library: Library) -> None:

@@ -44,14 +44,17 @@ def new_cache(
 
     def empty(shape: Attention) -> torch.Tensor:
         width = shape.head_dim if name in _DTYPES else _head_bytes(name, shape.head_dim)
-        size = (num_slots, shape.num_kv_heads, width)
         dtype = _DTYPES.get(name, torch.uint8)
         if torch.device(device).type != "cpu":
+            size = (num_slots, shape.num_kv_heads, width)
             return torch.zeros(size, dtype=dtype, device=device)
-        # The system hands out zeroed pages as they are first used; torch would touch all.
+        # A head's vectors stand together, so that neighbouring slots are read as one stream. The
+        # system hands out zeroed pages as they are first used; torch would touch all.
+        size = (shape.num_kv_heads, num_slots, width)
         room = np.zeros(math.prod(size) * dtype.itemsize + _LINE, np.uint8)
         start = -room.ctypes.data % _LINE
-        return torch.from_numpy(room[start : start + room.nbytes - _LINE]).view(dtype).view(size)
+        bytes_ = torch.from_numpy(room[start : start + room.nbytes - _LINE])
+        return bytes_.view(dtype).view(size).transpose(0, 1)
 
     return KeyValues([empty(s) for s in shapes], [empty(s) for s in shapes], name)
 

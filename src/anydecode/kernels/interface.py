@@ -83,7 +83,8 @@ class Attention:
 @dataclass(eq=False)
 class KeyValues:
     """The cache: per layer, keys and values `[num_slots, num_kv_heads, head_dim]`, or
-    `[num_slots, num_kv_heads, bytes]` where `format` packs them (`kernels/cache.py`)."""
+    `[num_slots, num_kv_heads, bytes]` where `format` packs them (`kernels/cache.py`). In main
+    memory a head's slots stand together."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]

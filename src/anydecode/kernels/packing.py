@@ -31,6 +31,7 @@ class Packer:
         self._packed: weakref.WeakKeyDictionary[Weight, Matrix] = weakref.WeakKeyDictionary()
         self._kept: list[Matrix] = []
         self.num_bytes = 0
+        self.quantised = False  # whether any weight is
 
     def pack(self, weight: Weight) -> Matrix:
         """The packed form of a weight, made at its first use."""
@@ -53,6 +54,7 @@ class Packer:
         row_bytes = data.stride(0) * data.element_size() if data.dim() == 2 else 0
         self._library.repack(ctypes.byref(matrix), data.data_ptr(), row_bytes, self._threads)
         self.num_bytes += size
+        self.quantised |= weight.format not in ("F32", "F16", "BF16")
         return matrix
 
     def _room(self, size: int) -> int:
@@ -72,8 +74,8 @@ class Packer:
 
 
 def anonymous(size: int) -> mmap.mmap:
-    """Zeroed memory, in huge pages where the system has them: it gives them to private memory alone,
-    and passes over small pages take a tenth longer."""
+    """Zeroed memory, in huge pages where the system has them: it gives them to private memory
+    alone, and passes over small pages take a tenth longer."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

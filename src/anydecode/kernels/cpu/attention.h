@@ -28,9 +28,9 @@ typedef struct {
   int kv_head, head_dim, padded, group;
   int64_t bytes; /* of one head's key or value */
   const Op *op;
-  void *keys, *values;
+  const char *keys, *values; /* the key head's */
   const int32_t *table;
-  int format, kv_heads;
+  int format;
 } Heads;
 
 static State make_state(float *base, int padded, int heads) {
@@ -143,15 +143,11 @@ INLINE void narrow(int format, const float *from, int count, char *to) {
 INLINE uint32_t gather_as(int format, int padded, const Heads *h, const int32_t *slots, int count,
                           Room *room, int at) {
   uint32_t present = 0;
-  int64_t stride = h->kv_heads * h->bytes, offset = h->kv_head * h->bytes;
-  /* Plain floats are read where they are, unless slots are so far apart that all fall into the same
-   * few sets of the first-level cache. */
-  int as_is = format == F32 && h->head_dim == padded && stride % 2048;
+  int as_is = format == F32 && h->head_dim == padded;
   for (int j = at; j < at + count; j++, slots++) {
     room->key[j] = room->value[j] = room->nothing;
     if (*slots < 0) continue;
-    const char *key = (const char *)h->keys + *slots * stride + offset;
-    const char *value = (const char *)h->values + *slots * stride + offset;
+    const char *key = h->keys + *slots * h->bytes, *value = h->values + *slots * h->bytes;
     present |= 1u << j;
     if (as_is) {
       room->key[j] = (const float *)key;
@@ -179,15 +175,14 @@ static uint32_t gather(const Heads *h, const int32_t *slots, int count, Room *ro
 
 enum { BLOCKS_AHEAD = 4 };
 
-/* Ask for slots a few blocks before they are summed: their lines are too scattered for the
+/* Ask for slots a few blocks before they are summed: their lines may be too scattered for the
  * processor to foresee. */
 static void expect_slots(const Heads *h, const int32_t *slots, int count) {
   for (int j = 0; j < count; j++) {
     if (slots[j] < 0) continue;
-    int64_t offset = ((int64_t)slots[j] * h->kv_heads + h->kv_head) * h->bytes;
     for (int b = 0; b < h->bytes; b += 64) {
-      __builtin_prefetch((const char *)h->keys + offset + b, 0, 2);
-      __builtin_prefetch((const char *)h->values + offset + b, 0, 2);
+      __builtin_prefetch(h->keys + slots[j] * h->bytes + b, 0, 2);
+      __builtin_prefetch(h->values + slots[j] * h->bytes + b, 0, 2);
     }
   }
 }
@@ -399,9 +394,11 @@ static Heads tile_heads(const Plan *plan, const Op *op, int tile, int kv_head) {
   const Pass *pass = plan->pass;
   int32_t table = pass->table[plan->tile_start[tile]];
   const int32_t *slots = pass->tables[table] + pass->table_stride[table] * op->layer;
-  return (Heads){kv_head, op->head_dim, (op->head_dim + 7) / 8 * 8, op->heads / op->kv_heads,
-                 cache_head_bytes(pass->cache_format, op->head_dim), op, pass->keys[op->layer],
-                 pass->values[op->layer], slots, pass->cache_format, op->kv_heads};
+  int64_t bytes = cache_head_bytes(pass->cache_format, op->head_dim);
+  int64_t offset = kv_head * bytes * pass->num_slots;
+  return (Heads){kv_head, op->head_dim, (op->head_dim + 7) / 8 * 8, op->heads / op->kv_heads, bytes,
+                 op, (const char *)pass->keys[op->layer] + offset,
+                 (const char *)pass->values[op->layer] + offset, slots, pass->cache_format};
 }
 
 /* Where a part of a divided attention leaves its sums. Parts: by tile, then key head, then segment. */
@@ -467,8 +464,8 @@ static void merge_row(const Plan *plan, const Op *op, int row, float *out) {
 static void store_row(const Pass *pass, const Op *op, int row, const float *k, const float *v) {
   if (pass->slots[row] < 0) return;
   int64_t bytes = cache_head_bytes(pass->cache_format, op->head_dim);
-  int64_t at = pass->slots[row] * bytes * op->kv_heads;
-  for (int h = 0; h < op->kv_heads; h++, at += bytes, k += op->head_dim, v += op->head_dim) {
+  int64_t at = pass->slots[row] * bytes, next = pass->num_slots * bytes;
+  for (int h = 0; h < op->kv_heads; h++, at += next, k += op->head_dim, v += op->head_dim) {
     narrow(pass->cache_format, k, op->head_dim, (char *)pass->keys[op->layer] + at);
     narrow(pass->cache_format, v, op->head_dim, (char *)pass->values[op->layer] + at);
   }

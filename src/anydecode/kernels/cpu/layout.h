@@ -7,7 +7,7 @@
 
 /* Attention sums segments of this many positions by themselves, then adds them in order. */
 enum { SEGMENT = 128 };
-enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, ATTENTION_ROWS = 4, MAX_GROUP = 64 };
+enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, ATTENTION_ROWS = 8, MAX_GROUP = 64 };
 
 /* Formats and tile sizes are constants once inlined; plain C has no use for that. */
 #ifdef ANYDECODE_SCALAR
