@@ -4,10 +4,10 @@ python benchmarks/diffusion.py --folder DIR [--layers 16] [--hidden 2048] [--mlp
     [--vocab 32000] [--dtype int4] [--canvas 512] [--prompt 64] [--block 32] [--uncached 4]
     [--threads N] [--json]
 
-Writes the checkpoint in LLaDA's published layout into DIR, unless it is there. Random weights are
-sure of nothing, so both sides fill one token per pass; every block of a canvas costs the same, so
-one block is timed of the cached side (its opening pass over all rows, and one over the block's rows
-per further token) and `--uncached` passes of the other (all rows, each).
+Writes the checkpoint in LLaDA's published layout into DIR, unless it is there: 2 GB. Random weights
+are sure of nothing, so both sides fill one token per pass; every block of a canvas costs the same,
+so one block is timed of the cached side (its opening pass over all rows, and one over the block's
+rows per further token) and `--uncached` passes of the other (all rows, each).
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def seconds(llm: LLM, decoder: str, passes: int, args: argparse.Namespace) -> fl
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second of both sides and their ratio."""
-    with LLM(write(args), tokenizer=ByteTokenizer(), dtype=args.dtype, threads=args.threads) as llm:
+    options = {"dtype": args.dtype, "threads": args.threads}
+    positions = 4 * (args.prompt + args.canvas)
+    with LLM(write(args), tokenizer=ByteTokenizer(), cache_positions=positions, **options) as llm:
         block = f"fast-dllm:threshold=1,block={args.block},mask=2"
         seconds(llm, f"{block},cache=none", 1, args)  # pages in the weights
         uncached = seconds(llm, f"{block},cache=none", args.uncached, args) / args.uncached

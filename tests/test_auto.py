@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 
 from anydecode.decoders.speculative import auto as module
-from anydecode.decoders.speculative.auto import Auto, Rates, Source, best_part, merged, part
+from anydecode.decoders.speculative.auto import (
+    Auto,
+    Guesser,
+    Rates,
+    Source,
+    best_part,
+    grown,
+    part,
+)
 from anydecode.decoders.speculative.copies import BREAK, Corpus, Follower
+from anydecode.decoders.speculative.successors import WIDTH, Successors
 from anydecode.engine import costs
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
@@ -83,7 +92,7 @@ def test_memory_is_bounded() -> None:
 
 
 def test_old_guesses_fade() -> None:
-    rates = Rates()
+    rates = Rates(module.PRIORS[True])
     for _ in range(500):
         rates.note(3, True)
     for _ in range(120):
@@ -94,7 +103,7 @@ def test_old_guesses_fade() -> None:
 
 def test_little_evidence_counts_for_less() -> None:
     few, many = Rates([0.5], weight=4.0), Rates([0.5], weight=400.0)
-    assert few[1] < many[1] < 0.5
+    assert few[0] < many[0] < 0.5
 
 
 def test_chains_go_round_where_the_text_repeats_itself() -> None:
@@ -138,23 +147,71 @@ def sources(*texts: list[int], rate: float = 0.6) -> list[Source]:
     return found
 
 
+def no_guesses() -> Guesser:
+    return Guesser(Successors(), Rates([0.5] * 2 * WIDTH))
+
+
 def test_two_sources_share_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CAUTION", 0.0)
-    tree = merged(sources([7, 1, 2], [7, 1, 3]), 2, 0.0)
+    tree = grown([7], sources([7, 1, 2, BREAK], [7, 1, 3, BREAK]), no_guesses(), 3, 0.0)
     assert tree.tokens == [1, 2, 3]
     assert tree.parents == [ROOT, 0, 0]
     assert tree.sources == ["s0", "s0", "s1"]
     assert tree.probabilities[0] == pytest.approx(0.6)
     assert tree.probabilities[1] == pytest.approx(0.36)
-    assert tree.probabilities[2] == pytest.approx(0.25 * 0.4)
+    assert tree.probabilities[2] == pytest.approx(0.6 * 0.5 * 0.4)
 
 
 def test_what_is_forced_stands_before_what_sources_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CAUTION", 0.0)
-    tree = merged(sources([7, 1], [7, 2]), 1, 0.0, forced=[5, 6])
+    forced = [5, 6]
+    tree = grown([7], sources([7, 1, BREAK], [7, 2, BREAK]), no_guesses(), 2, 0.0, forced)
     assert tree.tokens == [5, 6, 1, 2]
     assert tree.parents == [ROOT, 0, 1, 1]
     assert [tree.probabilities[node] for node in range(4)] == pytest.approx([1, 1, 0.6, 0.2])
+
+
+def test_what_the_model_thought_likely_fills_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the copied 1 stand the successors of the pair (7, 1), behind 4 those of 4 alone."""
+    monkeypatch.setattr(module, "CAUTION", 0.0)
+    known = Successors()
+    known.learn(9, 4, [8, 5, 6])
+    known.learn(7, 1, [4, 2, 3])
+    guesser = Guesser(known, Rates([0.5, 0.1, 0.1, 0.4, 0.3, 0.2]))
+    tree = grown([0, 7], sources([7, 1, BREAK]), guesser, 3, 0.0)
+    assert tree.tokens == [1, 4, 8]
+    assert tree.parents == [ROOT, 0, 1]
+    assert tree.sources == ["s0", "recycled", "recycled"]
+    assert list(tree.probabilities.values()) == pytest.approx([0.6, 0.3, 0.12])
+    assert grown([0, 7], sources([7, 1, BREAK]), guesser, 3, 0.2).tokens == [1, 4]
+
+
+def test_guesses_of_a_pair_and_of_a_token_are_told_apart() -> None:
+    known = Successors()
+    known.learn(1, 2, [3, 4, 5])
+    assert known.find(1, 2) == (0, [3, 4, 5])
+    assert known.find(9, 2) == (WIDTH, [3, 4, 5])
+    assert known.find(1, 7) == (WIDTH, [])
+    assert list(known.notes(9, 2, 4)) == [(WIDTH, False), (WIDTH + 1, True), (WIDTH + 2, False)]
+
+
+def test_what_was_scored_once_is_guessed_again() -> None:
+    """The text repeats no pair, but the model thinks the same behind each token, whatever stood
+    before: drafts come from what it thought, and none of the text is copied."""
+    order = [0, 1, 2, 0, 3, 4, 0, 5, 6, 0, 7, 8, 0, 9, 10, 0, 11, 12]
+
+    def script(seen: tuple[int, ...]) -> np.ndarray:
+        logits = np.zeros(32, np.float32)
+        logits[order[len(seen) % len(order)]] = 9.0
+        return logits
+
+    with LLM(ScriptedModel(script, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
+        llm.pace = FixedPace(lambda n: 1 + 0.02 * n)
+        found = llm.generate([0], decoder="auto", max_tokens=50, trace=True)
+        plain = llm.generate([0], decoder="autoregressive", max_tokens=50)
+    assert found.tokens == plain.tokens
+    drafted = {source for record in found.trace for source in record["sources"] or []}
+    assert "recycled" in drafted
 
 
 def test_a_part_keeps_the_shape() -> None:

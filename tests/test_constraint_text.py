@@ -16,7 +16,14 @@ from anydecode.decoders.constrained.token_healing import TokenHealing
 from anydecode.decoders.constrained.unbiased_tokenization import UnbiasedTokenization
 from anydecode.engine.llm import LLM
 from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
-from anydecode.evaluation.constrained_answers import Setting, judged, load_rows, summary
+from anydecode.evaluation.constrained_answers import (
+    Ours,
+    Setting,
+    judged,
+    load_rows,
+    run,
+    summary,
+)
 from anydecode.evaluation.constrained_bench import walk
 from anydecode.evaluation.mechanisms.constraints_text import (
     CHAIN,
@@ -214,3 +221,33 @@ def test_answers_are_judged_and_a_run_goes_on(tmp_path):
     assert load_rows(file, {"seeds": 2}) == rows[:1]
     with pytest.raises(FileExistsError):
         load_rows(file, {"seeds": 3})
+
+
+def test_seeds_together_are_the_seeds_one_by_one():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    with LLM(ScriptedModel(seed=2), tokenizer=TOKENIZER, cache_positions=2048) as llm:
+        asked = Ours(llm, Setting(tokens=40), "auto")
+        alone = [asked.ask(schema, range(seed, seed + 1))[0] for seed in range(4)]
+        together = asked.ask(schema, range(4))
+        assert [row["text"] for row in together] == [row["text"] for row in alone]
+        assert len({row["text"] for row in alone}) > 1  # the twin: seeds in another order differ
+        refused = asked.ask({"enum": []}, range(4))
+        assert len(refused) == 1 and "drawn" not in refused[0]
+
+
+def test_a_seed_without_an_answer_leaves_the_others_theirs():
+    class Engine:
+        def __init__(self, error):
+            self.error = error
+
+        def ask(self, schema, seeds):
+            good = {"text": "1", "tokens": 1, "first": 0.1, "total": 0.1, "compile": 0.0}
+            return [self.error if seed == 1 else dict(good) for seed in seeds]
+
+    schemas = [("split", "name", {"type": "integer"})]
+    with LLM(ScriptedModel(seed=2), tokenizer=TOKENIZER, cache_positions=64) as llm:
+        for error, count in (({"error": "unlucky", "drawn": True}, 4), ({"error": "refused"}, 2)):
+            engines = {"e": Engine(error)}
+            (rows,) = run(engines, schemas, Setting(seeds=4), [], lambda row: None, llm)
+            assert [row["seed"] for row in rows] == list(range(count))
+            assert sum(row["valid"] for row in rows) == count - 1

@@ -549,10 +549,8 @@ def test_the_double_of_caches_sees_a_stale_row() -> None:
     """A cache that is never refreshed says something else than one that is."""
 
     class Never(DualCache):
-        def spans(self, canvas: Canvas, context: Any, *rest: Any, **more: Any) -> list[Any]:
-            region, opening, *others = rest
-            opening = opening and not canvas.kept
-            return super().spans(canvas, context, region, opening, *others, **more)
+        def renew(self, canvas: Canvas, context: Any, region: Any, opening: bool) -> Any:
+            return super().renew(canvas, context, region, opening and not canvas.kept)
 
     found = []
     for made in (DualCache, Never):

@@ -381,3 +381,169 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLADA_CONFIG, "n_layers": 3}))
     with pytest.raises(CheckpointError, match="layers.2"):
         LLM(str(tmp_path), tokenizer=ByteTokenizer())
+
+
+BD3LM = {
+    "model_type": "bd3lm",
+    "architectures": ["BD3LM"],
+    "attn_backend": "sdpa",
+    "block_size": 4,
+    "cond_dim": 12,
+    "cross_attn": True,
+    "hidden_dim": D,
+    "model_length": 128,
+    "n_blocks": LAYERS,
+    "n_heads": HEADS,
+    "time_conditioning": False,
+    "vocab_size": V,
+}
+
+
+def write_dit(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A random checkpoint in BD3-LM's layout; its modulation is far from nothing."""
+    generator = torch.Generator().manual_seed(7)
+    modulated, cond, waves = config.get("adaln", True), config["cond_dim"], 10
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.3
+
+    shapes: dict[str, tuple[int, ...]] = {"vocab_embed.embedding": (V, D)}
+    shapes |= {"output_layer.linear.weight": (V, D), "output_layer.linear.bias": (V,)}
+    shapes["output_layer.norm_final.weight"] = (D,)
+    for layer in (f"blocks.{index}" for index in range(LAYERS)):
+        shapes |= {f"{layer}.norm1.weight": (D,), f"{layer}.norm2.weight": (D,)}
+        shapes |= {f"{layer}.attn_qkv.weight": (3 * D, D), f"{layer}.attn_out.weight": (D, D)}
+        shapes |= {f"{layer}.mlp.0.weight": (4 * D, D), f"{layer}.mlp.0.bias": (4 * D,)}
+        shapes |= {f"{layer}.mlp.2.weight": (D, 4 * D), f"{layer}.mlp.2.bias": (D,)}
+        if modulated:
+            shapes[f"{layer}.adaLN_modulation.weight"] = (6 * D, cond)
+            shapes[f"{layer}.adaLN_modulation.bias"] = (6 * D,)
+    if modulated:
+        shapes |= {"output_layer.adaLN_modulation.weight": (2 * D, cond)}
+        shapes |= {"output_layer.adaLN_modulation.bias": (2 * D,)}
+        shapes |= {"sigma_map.mlp.0.weight": (cond, waves), "sigma_map.mlp.0.bias": (cond,)}
+        shapes |= {"sigma_map.mlp.2.weight": (cond, cond), "sigma_map.mlp.2.bias": (cond,)}
+    tensors = {f"backbone.{name}": random(*shape) for name, shape in shapes.items()}
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def plain_dit(
+    tensors: dict[str, torch.Tensor],
+    tokens: Any,
+    size: int | None,
+    time: float = 0.0,
+    normed: Callable[..., torch.Tensor] = torch.nn.functional.layer_norm,
+) -> np.ndarray:
+    """The published network written down once more in float64, over a whole canvas at once."""
+    get = {name.removeprefix("backbone."): tensor.double() for name, tensor in tensors.items()}
+    functional = torch.nn.functional
+    places = torch.arange(len(tokens))
+    c = None
+    if "sigma_map.mlp.0.weight" in get:
+        half = get["sigma_map.mlp.0.weight"].shape[1] // 2
+        angles = time * torch.exp(-np.log(10000) * torch.arange(half).double() / half)
+        c = functional.silu(
+            functional.linear(
+                torch.cat([angles.cos(), angles.sin()]),
+                get["sigma_map.mlp.0.weight"],
+                get["sigma_map.mlp.0.bias"],
+            )
+        )
+        c = functional.linear(c, get["sigma_map.mlp.2.weight"], get["sigma_map.mlp.2.bias"])
+        c = functional.silu(c)
+
+    def modulation(layer: str, count: int) -> list[Any]:
+        if c is None:
+            return [0.0, 0.0, 1.0, 0.0, 0.0, 1.0][:count]
+        name = f"{layer}.adaLN_modulation"
+        return [*functional.linear(c, get[f"{name}.weight"], get[f"{name}.bias"]).chunk(count)]
+
+    def norm(x: torch.Tensor, name: str, shift: Any, scale: Any) -> torch.Tensor:
+        return normed(x, [D], eps=1e-5) * get[f"{name}.weight"] * (1 + scale) + shift
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        angle = places[:, None] * 10000.0 ** (-torch.arange(0, HEAD, 2).double() / HEAD)
+        cos, sin = (torch.cat([f, f], 1)[:, None] for f in (angle.cos(), angle.sin()))
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+    block = places // (size or len(tokens))
+    hidden = block[:, None] < block[None, :]
+    x = get["vocab_embed.embedding"][torch.tensor([int(token) for token in tokens])]
+    for layer in (f"blocks.{index}" for index in range(LAYERS)):
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulation(layer, 6)
+        y = norm(x, f"{layer}.norm1", shift1, scale1) @ get[f"{layer}.attn_qkv.weight"].T
+        q, k, v = y.view(len(tokens), 3, HEADS, D // HEADS).unbind(1)
+        scores = torch.einsum("qhd,khd->hqk", turned(q), turned(k)) / (D // HEADS) ** 0.5
+        share = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        y = torch.einsum("hqk,khd->qhd", share, v).flatten(1)
+        x = x + gate1 * (y @ get[f"{layer}.attn_out.weight"].T)
+        y = norm(x, f"{layer}.norm2", shift2, scale2)
+        y = functional.linear(y, get[f"{layer}.mlp.0.weight"], get[f"{layer}.mlp.0.bias"])
+        y = functional.gelu(y, approximate="tanh")
+        y = functional.linear(y, get[f"{layer}.mlp.2.weight"], get[f"{layer}.mlp.2.bias"])
+        x = x + gate2 * y
+    shift, scale = modulation("output_layer", 2)
+    y = norm(x, "output_layer.norm_final", shift, scale)
+    head = get["output_layer.linear.weight"], get["output_layer.linear.bias"]
+    return functional.linear(y, *head).numpy()
+
+
+DITS = {
+    "bd3-lm": (BD3LM, 4),
+    "bd3-lm without modulation": ({**BD3LM, "adaln": False}, 4),
+    "its pretraining": ({**BD3LM, "cross_attn": False}, None),
+    "mdlm": ({**BD3LM, "model_type": "mdlm", "block_size": 16}, None),
+}
+
+
+def seen_by(folder: Path, backend: str, size: int | None) -> Watched:
+    watched = Watched(Fixed(0), unmask=TopK(), mask=MASK)
+    watched.cache = BlockCausalCache() if size else NoCache()
+    watched.seen = []
+    options = {"tokenizer": ByteTokenizer(), "backend": backend, "threads": 1}
+    with LLM(str(folder), cache_positions=256, **options) as llm:
+        assert llm.model.spec.block_size == size and not llm.model.spec.causal
+        llm.generate(PROMPT, decoder=watched, max_tokens=LENGTH, ignore_eos=True)
+    return watched
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("name", DITS)
+def test_the_diffusion_transformer_equals_its_plain_form(
+    name: str, backend: str, tmp_path: Path
+) -> None:
+    if backend == "native" and load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    config, size = DITS[name]
+    tensors = write_dit(tmp_path, config)
+    watched = seen_by(tmp_path, backend, size)
+    assert len(watched.seen) >= LENGTH
+    for tokens, _, _, found in watched.seen:
+        wanted = plain_dit(tensors, tokens, size)
+        for place, row in found.items():
+            row[MASK] = wanted[place][MASK]
+            np.testing.assert_allclose(row, wanted[place], rtol=0, atol=2e-4)
+
+
+def test_another_time_or_norm_would_be_seen(tmp_path: Path) -> None:
+    """The twin: a model told another time, or whose norms take off no mean, says something else."""
+    tensors = write_dit(tmp_path, BD3LM)
+    tokens, _, _, found = seen_by(tmp_path, "torch", 4).seen[0]
+
+    def uncentred(x: torch.Tensor, shape: Any, eps: float) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+    for wrong in ({"time": 0.5}, {"normed": uncentred}):
+        wanted = plain_dit(tensors, tokens, 4, **wrong)
+        assert max(np.abs(row - wanted[p])[:MASK].max() for p, row in found.items()) > 1e-2
+
+
+@pytest.mark.parametrize("key", ["time_conditioning", "causal"])
+def test_a_diffusion_transformer_that_is_told_the_time_is_refused(key: str, tmp_path: Path) -> None:
+    write_dit(tmp_path, {**BD3LM, key: True})
+    with pytest.raises(CheckpointError, match=f"{key} true is not supported"):
+        LLM(str(tmp_path), tokenizer=ByteTokenizer())

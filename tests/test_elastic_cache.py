@@ -44,10 +44,29 @@ def test_a_refresh_from_another_layer_is_found_out(
     mistake: Callable[[int, int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = ElasticDenoiser._drifted
-    monkeypatch.setattr(ElasticDenoiser, "_drifted", lambda *args: mistake(right(*args), 4))
+
+    def wrong(*args: Any) -> tuple[int, list[np.ndarray]]:
+        since, known = right(*args)
+        return mistake(since, 4), known
+
+    monkeypatch.setattr(ElasticDenoiser, "_drifted", wrong)
     with random_model(layers=4, readable=True) as llm:
         found = story(llm, 16, window=6, threshold=0.4, drift=0.99)
         expected = oracle(llm.engine.lanes["target"].model, 16, 6, 0.4, 0.99)
+    assert found != expected
+
+
+def test_a_row_kept_from_another_layer_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ElasticDenoiser._drifted
+
+    def wrong(*args: Any) -> tuple[int, list[np.ndarray]]:
+        since, known = right(*args)
+        return since, known[::-1]
+
+    monkeypatch.setattr(ElasticDenoiser, "_drifted", wrong)
+    with random_model(layers=4, readable=True) as llm:
+        found = story(llm, 16, window=6, threshold=0.4, drift=0.9)
+        expected = oracle(llm.engine.lanes["target"].model, 16, 6, 0.4, 0.9)
     assert found != expected
 
 

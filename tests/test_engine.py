@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 
 import pytest
@@ -13,6 +14,8 @@ from anydecode.decoders.speculative.prompt_lookup import prompt_lookup
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError, OutOfMemoryError, UnsupportedCombinationError
 from anydecode.evaluation.certify import PROMPTS, scripted_llm
+from anydecode.evaluation.denoising import bidirectional, dense
+from anydecode.memory.context import Context
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
 from anydecode.scoring.score import Cancel, Decoding, Submit, Wait
 from anydecode.scoring.sequence import Sequence
@@ -122,6 +125,86 @@ def test_a_fault_in_the_model_ends_the_requests_of_that_pass() -> None:
     with LLM(Broken(seed=1), tokenizer=ByteTokenizer()) as llm:
         with pytest.raises(RuntimeError, match="FloatingPointError"):
             llm.generate("abc", **OPTIONS)
+        assert llm.generate("abc", **OPTIONS).tokens == alone(["abc"])[0]
+
+
+class Looking(Decoder):
+    """Plain decoding that looks at a row it does not keep, and at a tree it rejects."""
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        while not sequence.finished:
+            yield sequence.block([1])
+            scores = yield sequence.verify(TokenTree([1, 2, 3], [-1, -1, 0]))
+            sequence.accept([], [scores.picks[0]], scores)
+
+
+def break_pass(llm: LLM, number: int, error: type[BaseException] = FloatingPointError) -> None:
+    """The model raises `error` in pass `number`, once."""
+    model = llm.engine.lanes["target"].model
+    run, passes = model.run, itertools.count(1)
+
+    def broken(*args):
+        if next(passes) == number:
+            raise error
+        return run(*args)
+
+    model.run = broken
+
+
+def run_broken(llm: LLM, decoder: str | Decoder, number: int) -> list[list[int] | None]:
+    """Tokens of four answers, two at a time; None for those that the broken pass ended."""
+    break_pass(llm, number)
+    requests = [llm.request(prompt, decoder=decoder, **OPTIONS) for prompt in SHORT]
+    for request in requests:
+        llm.start(request, background=False)
+    while not all(request.done for request in requests):
+        llm.engine.step()
+        llm.engine.check_integrity()
+    return [None if request.jobs[0].error else request.generation().tokens for request in requests]
+
+
+SHORT = [[5, 6, 7], [5, 6], [7, 5, 6, 7, 5], [6]]
+KINDS = [
+    (lambda: scripted_llm(prefix_cache=False, max_running=2), Looking()),
+    (lambda: scripted_llm(prefix_cache=False, max_running=2), "prompt-lookup"),
+    (lambda: bidirectional(dense(), max_running=2), "llada:block=8"),
+    (lambda: bidirectional(dense(), max_running=2), "fast-dllm:block=8,cache=dual"),
+]
+
+
+@pytest.mark.parametrize(("open_llm", "decoder"), KINDS)
+@pytest.mark.parametrize("number", [1, 2, 7, 8])
+def test_a_failed_pass_leaves_no_slot_behind(open_llm, decoder, number: int) -> None:
+    with open_llm() as llm:
+        want = [llm.generate(prompt, decoder=decoder, **OPTIONS).tokens for prompt in SHORT]
+    with open_llm() as llm:
+        found = run_broken(llm, decoder, number)
+        assert llm.engine.lanes["target"].pool.num_used == 0
+    assert found[:2] == [None, None]
+    assert found[2:] == want[2:]
+
+
+def test_a_lost_slot_is_found_out(monkeypatch) -> None:
+    monkeypatch.setattr(Context, "release", lambda context: context.truncate(0))
+    with scripted_llm(prefix_cache=False, max_running=2) as llm:
+        with pytest.raises(AssertionError, match="references"):
+            run_broken(llm, Looking(), 1)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_pass_is_not_gone_on_with(failure: type[BaseException]) -> None:
+    """What was planned did not run: another stream that had rows in the pass must not go on as if
+    they had."""
+    with scripted_llm(prefix_cache=False) as llm:
+        streams = [llm.stream(prompt, **OPTIONS) for prompt in ("abc", "the cat")]
+        for stream in streams:
+            next(stream)
+        break_pass(llm, 1, failure)
+        with pytest.raises(failure):
+            list(streams[0])
+        with pytest.raises(RuntimeError, match=failure.__name__):
+            list(streams[1])
+        assert llm.engine.lanes["target"].pool.num_used == 0
         assert llm.generate("abc", **OPTIONS).tokens == alone(["abc"])[0]
 
 
@@ -254,6 +337,62 @@ def test_a_score_cancelled_under_way_leaves_nothing_behind() -> None:
         while llm.engine.has_work:
             llm.engine.step()
         assert all(not lane._parts and not lane.waiting for lane in llm.engine.lanes.values())
+        llm.engine.check_integrity()
+
+
+def test_what_is_being_overwritten_is_not_shared() -> None:
+    prompt = "a prompt that fills two blocks of sixteen tokens"
+
+    class Rewriting(Decoder):
+        lanes = ("draft",)
+
+        def decode(self, sequence: Sequence) -> Decoding:
+            yield sequence.score()
+            yield Submit(sequence.overwrite([15], [1], visible=16))
+            yield sequence.score(sequence.unscored("draft"), lane="draft")
+            sequence.emit([2])
+
+    class Slow:
+        def seconds(self, lane, plan) -> float:
+            return 5.0 if lane.name == "target" and plan.num_rows == 1 else 1.0
+
+    with scripted_llm() as llm:
+        llm.engine.clock = Slow()
+        lane = llm.engine.lanes["target"]
+        llm.engine._share_prompt = lambda *_: None  # else it is shared before it is rewritten
+        llm.generate(prompt, decoder=Rewriting(), max_tokens=1)
+        assert lane in llm.engine._flights
+        while llm.engine.has_work:
+            llm.engine.step()
+        assert lane.prefixes.num_slots == 0
+        llm.engine.check_integrity()
+
+
+def test_what_is_cut_under_way_is_not_remembered() -> None:
+    """Rows that land in a context that was cut meanwhile are none of its positions."""
+
+    class Retracting(Decoder):
+        lanes = ("draft",)
+
+        def decode(self, sequence: Sequence) -> Decoding:
+            yield sequence.score()
+            late = yield Submit(sequence.score([1] * 16))
+            yield sequence.score(sequence.unscored("draft"), lane="draft")
+            yield Cancel(late)
+            sequence.truncate(sequence.length - 1)
+            while not sequence.finished:
+                scores = yield sequence.score()
+                sequence.emit([scores.picks[-1]])
+                known = sequence.all_tokens[: sequence.context().length]
+                assert sequence.context().tokens == known
+
+    class Slow:
+        def seconds(self, lane, plan) -> float:
+            return 5.0 if plan.num_rows == 16 else 1.0
+
+    with scripted_llm() as llm:
+        llm.engine.clock = Slow()
+        assert llm.generate("abc", decoder=Retracting(), **OPTIONS).tokens == alone(["abc"])[0]
         llm.engine.check_integrity()
 
 

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from anydecode import JsonSchema
+from anydecode.constraints import closing
 from anydecode.constraints import json_schema as module
 from anydecode.constraints.checking import JsonWatch, Validator
 from anydecode.constraints.closing import closing_tokens
 from anydecode.constraints.endless import is_endless
 from anydecode.constraints.narrowing import narrowed
 from anydecode.constraints.relaxing import LEVELS, nodes, relaxed, without_assertions
+from anydecode.constraints.steering import Steered
 from anydecode.errors import ConstraintError
 from anydecode.evaluation.certify import _Restarts, scripted_llm
 from anydecode.evaluation.constrained_bench import measure_schema, walk
@@ -249,6 +251,100 @@ def test_long_answers_can_be_closed():
             assert not open_end.constraint["complete"]
 
 
+#: Schemas of which a careless model never sees the end.
+UNBOUNDED = {
+    "list": {"type": "array", "items": {"type": "integer"}},
+    "free": {"type": "object"},
+    "named": {"type": "object", "additionalProperties": {"type": "object"}, "minProperties": 2},
+    "recursive": {
+        "type": "object",
+        "properties": {"c": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+                       "end": {"type": "null"}},
+        "required": ["end"],
+    },
+    "digits": {"type": "number"},
+    "checked": {"type": "array", "minItems": 1, "items": {"type": "array", "uniqueItems": True}},
+}  # fmt: skip
+
+
+def babble(schema, limit=64, **options):
+    """Eight answers of a model that never closes what it need not, of at most `limit` tokens."""
+    with scripted_llm() as llm:
+        constraint = JsonSchema(schema, finish=options.pop("finish", True))
+        closing = dict.fromkeys([*b"]}", *TOKENIZER.eos_ids], -100.0)
+        options = {"max_tokens": limit, "temperature": 1.5, "seed": 3, "n": 8,
+                   "logit_bias": closing} | options  # fmt: skip
+        return llm.generate("x", constraint=constraint, **options).samples
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_answers_finish_within_the_limit(name):
+    schema = UNBOUNDED[name]
+    answers = babble(schema)
+    for answer in answers:
+        assert answer.finish_reason == "stop" and len(answer.tokens) <= 64
+        assert answer.constraint["complete"] and answer.constraint["guards"]["finish"] is True
+        jsonschema.validate(json.loads(answer.text), schema)
+    free = babble(schema, finish=False)
+    assert not free[0].constraint["guards"]["finish"]
+    if name != "checked":  # whose long answers are begun anew
+        assert any(one.finish_reason == "length" for one in free)
+        assert any(one.constraint["steered"] for one in answers)
+        for one, other in zip(answers, free, strict=True):  # nothing is bent before it must be
+            assert one.constraint["steered"] or one.tokens == other.tokens
+
+
+def test_an_end_that_does_not_fit_is_not_forced():
+    names = [f"a_name_that_is_long_{i}" for i in range(9)]
+    schema = {"type": "object", "properties": dict.fromkeys(names, {}), "required": names}
+    for answer in babble(schema, limit=32):
+        assert answer.finish_reason == "length" and not answer.constraint["steered"]
+
+
+def test_bans_outrank_the_way_to_the_end():
+    for answer in babble({"type": "array"}, banned_words=["]"], limit=48):
+        assert answer.finish_reason == "length"
+    for answer in babble(UNBOUNDED["digits"], min_tokens=60):
+        assert len(answer.tokens) >= 60
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_every_decoder_takes_the_same_way_to_the_end(temperature, monkeypatch):
+    def said(decoder, **options):
+        options = {"decoder": decoder, "temperature": temperature, "n": 1} | options
+        return babble(UNBOUNDED["list"], **options)[0]
+
+    expected = said("autoregressive")
+    assert expected.constraint["steered"]
+    for decoder in ("following:count=3", "prompt-lookup", "layer-draft", "jump-forward", "auto"):
+        assert said(decoder).tokens == expected.tokens, decoder
+
+    def forgetful(self):  # the twin: forks that lose count of what has been said
+        return Steered(self.inner.fork(), self._tokenizer, self._vocab_size, self._limit)
+
+    monkeypatch.setattr(Steered, "fork", forgetful)
+    assert said("following:count=3").tokens != expected.tokens
+
+
+def test_steered_states_fork_and_roll_back():
+    state = JsonSchema(UNBOUNDED["list"]).begin(TOKENIZER, 259, 32)
+    text, said, masks = b"[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13", [], []
+    while not state.finished:
+        masks.append(state.mask())
+        token = (state.forced() or [text[len(said)]])[0]
+        assert state.allows(token) and bool(masks[-1][token])
+        state.advance(token)
+        said.append(token)
+    assert state.steered and len(said) <= 32 and bytes(said).endswith(b"]")
+    state.rollback(len(said))
+    branch = state.fork()
+    assert not state.steered and not branch.steered
+    for token, mask in zip(said, masks, strict=True):
+        assert np.array_equal(branch.mask(), mask)
+        branch.advance(token)
+    assert branch.steered and np.array_equal(state.mask(), masks[0])
+
+
 def test_guards_are_on_and_can_be_taken_off():
     free = JsonSchema({"type": "string"}, max_string=0)
     held = JsonSchema({"type": "string"}, max_string=4)
@@ -364,3 +460,24 @@ def test_endings_are_found_far_from_the_end():
     jsonschema.validate(json.loads(text), schema)
     assert set(json.loads(text)) == set(names)
     assert len(closing_tokens(JsonSchema({"enum": [1]}).start(TOKENIZER, 259), TOKENIZER)) == 2
+
+
+@pytest.mark.parametrize("rule, said", [
+    ({"format": "time"}, "10:00:00.0"),
+    ({"format": "email"}, "ab"),
+    ({"format": "duration"}, "P1"),
+    ({"pattern": r"^\d+\.\d+\.\d+$"}, "12"),
+    ({"pattern": "^[a-z0-9-]+/[a-z0-9]+$"}, "ab"),
+    ({"minLength": 100}, "x"),
+])  # fmt: skip
+def test_endings_are_found_behind_stretches_without_an_end(rule, said, monkeypatch):
+    """Digits and letters may go on for ever: what else may follow is looked for."""
+    schema = {"type": "string", **rule}
+    state = JsonSchema(schema).start(TOKENIZER, 259)
+    for byte in f'"{said}'.encode():
+        state.advance(byte)
+    ending = closing_tokens(state, TOKENIZER)
+    jsonschema.validate(json.loads(f'"{said}'.encode() + bytes(ending[:-1])), schema)
+    assert len(ending) < 20 or "minLength" in rule
+    monkeypatch.setattr(closing, "_ways_out", lambda *_: [])
+    assert closing_tokens(state, TOKENIZER) is None or rule.keys() & {"minLength"}

@@ -49,6 +49,18 @@ def test_import_is_light_and_llm_is_lazy() -> None:
     assert done.stdout.split("\n")[:2] == ["False False", "True anydecode.engine.llm"]
 
 
+def test_decoding_waits_for_no_package_of_the_extras() -> None:
+    """Each takes from tenths of a second to several; what a model does need would be seen."""
+    extras = {"fastapi", "jedi", "llguidance", "lm_eval", "pydantic", "ray", "transformers"}
+    program = (
+        "import sys; from anydecode import LLM;"
+        "LLM('tiny-autoregressive', threads=1).generate('for', max_tokens=1);"
+        f"print(sorted({extras | {'tokenizers'}} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "['tokenizers']\n", done.stderr
+
+
 def test_public_names_resolve() -> None:
     for name in anydecode.__all__:
         assert getattr(anydecode, name) is not None
@@ -140,12 +152,16 @@ def test_one_machine_builds_the_library_of_every_wheel(
     names = []
     for tag, target in build.TARGETS.items():
         assert f"- {tag}\n" in workflow
+        assert (f"- {{ tag: {tag}, machine:" in workflow) == (tag != "macosx_11_0_x86_64")
         names.append(build.compile_for(tag, tmp_path / tag).name)
         assert all(command[2:5] == ["ziglang", "cc", "-target"] for command in commands)
         assert {command[5] for command in commands} == {target}
         words = {word for command in commands for word in command}
         assert ("-DVARIANT=neon_dot" in words) == target.startswith("aarch64")
         assert ("-pthread" in words) == ("windows" not in target)
+        link = commands[-1]  # what it links says nothing of the machine that built it
+        assert "-s" in link and all("-g0" in command for command in commands[:-1])
+        assert ("-Wl,-install_name,@rpath/libanydecode.dylib" in link) == ("macos" in target)
         commands.clear()
     assert [name.rpartition(".")[2] for name in names] == [
         "so",

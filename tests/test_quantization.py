@@ -9,11 +9,18 @@ import numpy as np
 import pytest
 import torch
 
+from anydecode import LLM
 from anydecode.cli.bench import run_bench
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import AnydecodeError, InvalidRequestError
+from anydecode.evaluation.certify import certify_one
 from anydecode.evaluation.denoising import bidirectional, dense, softmax
+from anydecode.evaluation.mechanisms import diffusion_ptq
+from anydecode.evaluation.parallelbench.bench import diffusion_methods
+from anydecode.evaluation.parallelbench.tasks import examples
 from anydecode.evaluation.quantization import entropy
 from anydecode.kernels.formats import dequantize, quantize
+from anydecode.kernels.interface import Weight
+from anydecode.models import gptq
 from anydecode.models.gptq import rounded
 from anydecode.models.scripted import MASK
 
@@ -98,3 +105,75 @@ def test_formats_are_compared_at_the_same_passes(tmp_path: Path) -> None:
 def test_bad_requests_get_one_clear_line(options: list[str], words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         run_bench("quantization", options)
+
+
+def test_a_format_by_name_is_the_engines_own() -> None:
+    prompt = "shuffle Ada Ben Carl Dora:"
+    told = []
+    for dtype in ("int4", "dlm-ptq", "dlm-ptq:format=int4"):
+        with LLM("tiny-diffusion", dtype=dtype, threads=1) as llm:
+            told.append(llm.generate(prompt, max_tokens=16).tokens)
+    assert told[0] == told[1] == told[2]
+
+
+def test_gptq_by_name_learns_from_a_file(tmp_path: Path) -> None:
+    lines = [f"{one.prompt}\t{one.answer}" for one in examples("copy", 6, held_out=False)]
+    texts = tmp_path / "texts.tsv"
+    texts.write_text("\n".join([*lines, "a line without a tab"]), encoding="utf-8")
+    named = f"dlm-ptq:format=int4-gptq,texts={texts}"
+    held = {}
+    for dtype in (named, "int4"):
+        with LLM("tiny-diffusion", dtype=dtype, backend="torch") as llm:
+            assert llm.generate("copy Ada Ben Carl:", max_tokens=16).text == " Ada Ben Carl"
+            held[dtype] = [one.data for one in llm.model.network.matrices()]
+    assert len(held[named]) == len(held["int4"])
+    same = [torch.equal(a, b) for a, b in zip(*held.values(), strict=True)]
+    assert same[:2] == [True, True] and not any(same[2:])  # the embedding and the head
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "words"),
+    [
+        ("tiny-diffusion", "dlm-ptq:format=int3", "no format 'int3'"),
+        ("tiny-diffusion", "dlm-ptq:format=int4-gptq", "wants texts="),
+        ("tiny-diffusion", "dlm-ptq:texts=a.tsv", "wants texts="),
+        ("tiny-diffusion", "dlm-ptq:format=int4-gptq,texts=/nowhere", "cannot be read"),
+        ("tiny-diffusion", "dlm-ptq:format=int4-gptq,texts=/dev/null", "no line of prompt"),
+        ("tiny-autoregressive", "dlm-ptq", "for diffusion models"),
+        (object(), "dlm-ptq", "name or the file"),
+    ],
+)
+def test_a_format_by_name_refuses_in_one_clear_line(model: object, dtype: str, words: str) -> None:
+    with pytest.raises(AnydecodeError, match=words):
+        LLM(model, dtype=dtype)
+
+
+def test_dlm_ptq_is_no_decoder() -> None:
+    assert "dlm-ptq" not in diffusion_methods()
+    with bidirectional(dense()) as llm, pytest.raises(InvalidRequestError, match="not a decoder"):
+        llm.generate([5], decoder="dlm-ptq", max_tokens=2)
+
+
+def test_the_certificate_tells_careless_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert certify_one("dlm-ptq").passed
+    monkeypatch.setattr(gptq, "DAMPING", 0.5)
+    assert failed() == ["GPTQ's codes are the textbook's"]
+    monkeypatch.undo()
+    monkeypatch.setattr(gptq, "rounded", lambda matrix, seen, name="": shifted(matrix, name))
+    diffusion_ptq.losses.cache_clear()
+    wrong = failed()
+    diffusion_ptq.losses.cache_clear()
+    assert {"accuracy lost, int4-gptq", "nats lost per masked token, int4-gptq"} <= {*wrong}
+    assert not any(name.endswith((" int4", " int8")) for name in wrong)
+
+
+def failed() -> list[str]:
+    return [check.name for check in certify_one("dlm-ptq").checks if not check.passed]
+
+
+def shifted(matrix: torch.Tensor, name: str) -> Weight:
+    """Every second code one too low."""
+    found = quantize(matrix, "Q4_0", name)
+    codes = found.data.view(len(matrix), -1, 18)[..., 2:]
+    codes -= torch.where(codes & 15 > 0, 1, 0).to(torch.uint8)
+    return found

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,15 @@ except ImportError:
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+from anydecode.cli.bench import run_bench  # noqa: E402
 from anydecode.decoders.decoder import Decoder  # noqa: E402
+from anydecode.engine.request import Request  # noqa: E402
 from anydecode.errors import InvalidRequestError  # noqa: E402
 from anydecode.evaluation.certify import scripted_llm  # noqa: E402
 from anydecode.evaluation.mechanisms import serving as mechanisms  # noqa: E402
-from anydecode.evaluation.serving.bench import bench_serving, parse_objective  # noqa: E402
+from anydecode.evaluation.serving.bench import parse_objective  # noqa: E402
 from anydecode.evaluation.serving.plot import distribution_svg  # noqa: E402
-from anydecode.evaluation.serving.replay import Objective, Outcome, summary  # noqa: E402
+from anydecode.evaluation.serving.replay import Objective, Outcome, beside_prompts, summary  # noqa: E402
 from anydecode.evaluation.serving.traces import (  # noqa: E402
     Arrival,
     fitted,
@@ -198,8 +201,8 @@ class Broken(Decoder):
 
 def test_a_fault_ends_only_its_request(slow: Any, caplog: Any) -> None:
     caplog.set_level(logging.CRITICAL)
-    build = slow.method
-    slow.method = lambda choice, *rest: Broken() if choice == "beam" else build(choice, *rest)
+    build = slow.methods.find
+    slow.methods.find = lambda choice, *rest: Broken() if choice == "beam" else build(choice, *rest)
     body = {"prompt": "abc", "max_tokens": 20, "temperature": 0}
     with LiveServer(slow, settings()) as server, client(server) as http:
         answers: list[Any] = []
@@ -529,10 +532,16 @@ def test_traces_are_read_and_fitted(tmp_path: Path) -> None:
     trace = read_trace(mooncake)
     assert trace[1] == Arrival(2.0, 700, 5, (4, 5))
     options = {"rate": 4.0, "longest": 256, "output": 3, "shrink": 0.5}
-    assert fitted(trace, requests=2, **options)[1] == Arrival(0.25, 256, 2, (4, 5))
+    halves = fitted(trace, requests=2, **options)
+    assert halves[1] == Arrival(0.25, 256, 2, (4, 5), block=256)
+    assert prompt_text(halves[1], 1) == prompt_text(replace(halves[1], blocks=(4, 9)), 1)
+    longer = replace(halves[1], prompt=300)  # past the first block, which has shrunk by half
+    assert prompt_text(longer, 1) != prompt_text(replace(longer, blocks=(4, 9)), 1)
     texts = [prompt_text(arrival, number) for number, arrival in enumerate(trace)]
     assert texts[0] == texts[1] and len(texts[0].split()) == 700
     assert prompt_text(Arrival(0, 9, 1), 0) != prompt_text(Arrival(0, 9, 1), 1)
+    salted = prompt_text(trace[0], 0, "round 2 ").split()
+    assert salted[:16] != texts[0].split()[:16] and len(salted) == 700
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
     with pytest.raises(InvalidRequestError, match="x.csv is no trace"):
         read_trace(tmp_path / "x.csv")
@@ -540,9 +549,9 @@ def test_traces_are_read_and_fitted(tmp_path: Path) -> None:
 
 def test_figures_of_a_replay_by_hand() -> None:
     outcomes = [
-        Outcome(0.0, 5, first=0.1, seconds=1.1, tokens=11, gaps=[0.1] * 10),
-        Outcome(1.0, 5, first=0.9, seconds=1.0, tokens=2, gaps=[0.1]),
-        Outcome(2.0, 5, first=0.2, seconds=2.2, tokens=3, gaps=[0.5, 1.5]),
+        Outcome(0.0, 5, 0.1, 1.1, 11, [0.1 + 0.1 * step for step in range(11)]),
+        Outcome(1.0, 5, 0.9, 1.0, 2, [0.9, 1.0]),
+        Outcome(2.0, 5, 0.2, 2.2, 3, [0.2, 0.7, 2.2]),
         Outcome(3.0, 5, error="429"),
     ]
     found = summary(outcomes, Objective(ttft=0.5, tpot=0.15))
@@ -552,7 +561,12 @@ def test_figures_of_a_replay_by_hand() -> None:
     assert found["goodput_tokens_per_second"] == pytest.approx(11 / 4.2)
     assert found["ttft"] == {"p50": 0.2, "p99": 0.9}
     assert found["tpot"] == pytest.approx({"p50": 0.1, "p99": 1.0})
-    assert found["itl"] == {"p50": 0.1, "p99": 1.5}
+    assert found["itl"] == pytest.approx({"p50": 0.1, "p99": 1.5})
+    assert found["prompt_tokens"] == 20
+    # The second waits from 1.0 to 1.9, beside one gap of the first; the third from 2.0 to 2.2.
+    assert beside_prompts(outcomes) == pytest.approx([0.1])
+    outcomes[3] = Outcome(2.6, 5, first=0.3)  # the end of a gap, and the beginning of the next
+    assert beside_prompts(outcomes) == pytest.approx([0.1, 0.5, 1.5])
     assert parse_objective("ttft=1") == Objective(1.0, float("inf"))
     with pytest.raises(InvalidRequestError, match="--slo"):
         parse_objective("speed=3")
@@ -565,14 +579,65 @@ def test_a_trace_is_replayed_against_a_server(llm: Any, tmp_path: Path) -> None:
     rows = [{"timestamp": 50 * i, "input_length": 30, "output_length": 6} for i in range(8)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with LiveServer(llm, settings()) as server:
-        bench_serving(
-            trace, f"{server.url}/v1", "scripted", "ttft=10,tpot=10", 8, 40.0, 64, 6, 1.0, None,
-            None, 30.0, tmp_path / "out.json", tmp_path / "out.svg",
-        )  # fmt: skip
-    report = json.loads((tmp_path / "out.json").read_text())
+        options = {
+            "--trace": trace, "--url": f"{server.url}/v1", "--model": "scripted",
+            "--slo": "ttft=10,tpot=10", "--requests": 8, "--rate": 40, "--longest": 64,
+            "--output": 6, "--json": tmp_path / "out.json", "--plot": tmp_path / "out.svg",
+        }  # fmt: skip
+        run_bench("serving", [str(word) for option in options.items() for word in option])
+    told = json.loads((tmp_path / "out.json").read_text())
+    report = told["servers"]["anydecode"]
+    assert told["rounds"] == 1
     assert (report["requests"], report["failed"], report["attainment"]) == (8, 0, 1.0)
     assert report["tokens"] == 48
     assert (tmp_path / "out.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_a_stream_shows_the_canvas(path: str, mistaken: bool, monkeypatch: Any) -> None:
+    """With a trace, a diffusion model's stream tells how the canvas fills, before anything can be
+    said. The mistake: news of tokens only."""
+    run, progressed = ScriptedModel.run, Request._progressed
+
+    def slowly(self: ScriptedModel, *passed: Any) -> Any:
+        time.sleep(0.01)
+        return run(self, *passed)
+
+    def of_tokens(self: Request, number: int) -> None:
+        if self.jobs[number].sequence.tokens:
+            progressed(self, number)
+
+    monkeypatch.setattr(ScriptedModel, "run", slowly)
+    if mistaken:
+        monkeypatch.setattr(Request, "_progressed", of_tokens)
+
+    def streamed(**more: Any) -> tuple[list[list[str | None]], str, dict[str, Any]]:
+        asked = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+        asked.pop("messages" if path == "completions" else "prompt")
+        body = {**asked, "max_tokens": 24, "seed": 4, "temperature": 1.5, "stream": True, **more}
+        answer = httpx.post(f"{server.url}/v1/{path}", json=body, trust_env=False)
+        parts = [json.loads(x[6:]) for x in answer.text.split("\n\n") if x[6:].startswith("{")]
+        told = [part.get("anydecode", {}) for part in parts]
+        text = "".join(
+            one.get("text") or one.get("delta", {}).get("content") or ""
+            for part in parts
+            for one in part["choices"]
+        )
+        return [one["canvas"] for one in told if "canvas" in one], text, told[-1]
+
+    with scripted_llm(causal=False) as llm, LiveServer(llm, settings()) as server:
+        canvases, text, last = streamed(trace=True, decoder="llada")
+        again, same, _ = streamed(decoder="llada")
+    assert (same, again) == (text, [])
+    assert any(None in one and one[0] is None for one in canvases) != mistaken
+    masks = [one.count(None) for one in canvases]
+    assert masks == sorted(masks, reverse=True) and masks[-1] == 0
+    shown, said = (
+        "".join(filter(str.isascii, characters))  # of others a place may hold a part
+        for characters in ("".join(filter(None, canvases[-1])), text)
+    )
+    assert shown.startswith(said) and last["seed"] == 4
 
 
 def test_the_api_keeps_to_its_own_description(llm: Any) -> None:

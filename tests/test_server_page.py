@@ -18,6 +18,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from anydecode.evaluation.certify import scripted_llm  # noqa: E402
+from anydecode.models.scripted import ScriptedModel  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
 
@@ -180,8 +181,26 @@ def test_nothing_is_fetched_from_elsewhere(browser: Any, url: str) -> None:
     assert fetched and all(name.startswith(url) for name in fetched)
 
 
-def test_a_canvas_fills_in(browser: Any) -> None:
-    """A diffusion model without a chat template: the message is the prompt."""
+#: What of a canvas is still masked, and whether the text beside it shows.
+LIVE = """
+const canvas = document.querySelector('.canvas');
+return {
+  masks: canvas.querySelectorAll('.mask').length,
+  text: getComputedStyle(canvas.previousElementSibling).display,
+};
+"""
+
+
+def test_a_canvas_fills_in(browser: Any, monkeypatch: Any) -> None:
+    """A diffusion model without a chat template: the message is the prompt. It is slow, so that the
+    canvas is seen while it fills."""
+    run = ScriptedModel.run
+
+    def slowly(self: ScriptedModel, *passed: Any) -> Any:
+        time.sleep(0.1)
+        return run(self, *passed)
+
+    monkeypatch.setattr(ScriptedModel, "run", slowly)
     browser.errors()  # those that were meant to be
     with scripted_llm(causal=False) as llm:
         llm.tokenizer.chat_template = None
@@ -192,7 +211,15 @@ def test_a_canvas_fills_in(browser: Any) -> None:
                 browser.script("document.getElementById('tokens').value = 24")
                 browser.script("document.getElementById('message').value = 'fill this in'")
                 browser.script("document.getElementById('ask').requestSubmit()")
+                browser.until("document.querySelector('.canvas .new')")
+                live = browser.script(LIVE)
+                assert live["masks"] > 0 and live["text"] == "none"
+                assert browser.script("return document.documentElement.scrollWidth <= innerWidth")
+                browser.picture(f"filling-{width}-{browser.theme}")
                 browser.until("document.querySelector('.assistant .facts button')")
+                assert browser.script("return document.querySelector('.canvas')") is None
+                said = browser.script("return document.querySelector('.assistant .text').innerText")
+                assert said.strip()
                 browser.script("document.querySelector('.assistant .facts button').click()")
                 trace = "document.querySelector('iframe').srcdoc"
                 browser.until(f"{trace}.includes('<h2>Canvas</h2>')")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,13 @@ from anydecode.cli.bench import run_bench  # noqa: E402
 from anydecode.errors import InvalidRequestError  # noqa: E402
 from anydecode.evaluation.certify import scripted_llm  # noqa: E402
 from anydecode.evaluation.serving import peers  # noqa: E402
-from anydecode.evaluation.serving.peers import Comparison, Endpoint, parse_peer, started  # noqa: E402
-from anydecode.evaluation.serving.replay import Objective, Outcome  # noqa: E402
+from anydecode.evaluation.serving.peers import Comparison, Load, parse_peer, started  # noqa: E402
+from anydecode.evaluation.serving.replay import Endpoint, Objective, Outcome  # noqa: E402
+from anydecode.evaluation.serving.sweep import Search, print_sweep, sweep  # noqa: E402
+from anydecode.evaluation.serving.traces import Arrival, prompt_text  # noqa: E402
+from anydecode.server import chat  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
+from anydecode.server.service import Service  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
 
 #: A server that knows conversations only, and no field beyond the common ones.
@@ -49,6 +55,29 @@ async def chat(request: Request):
 uvicorn.run(app, port=int(sys.argv[1]), log_level="critical")
 """
 
+#: A server that loads for a while, and then refuses every request.
+REFUSING = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    loading = 2
+    def answer(self, status, text):
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+    def do_GET(self):
+        Handler.loading -= 1
+        if Handler.loading >= 0:
+            return self.answer(503, b"loading")
+        self.answer(200, b'{"data": [{"id": "m"}]}')
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.answer(400, b"too long")
+    def log_message(self, *args):
+        pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
 
 def test_two_servers_in_one_run(tmp_path: Path, capsys: Any) -> None:
     trace = tmp_path / "m.jsonl"
@@ -71,7 +100,12 @@ def test_two_servers_in_one_run(tmp_path: Path, capsys: Any) -> None:
             assert (figures["requests"], figures["failed"], figures["tokens"]) == (12, 0, 60)
             assert figures["api"] == "completions" and figures["ignores_eos"]
             assert len(figures["goodput_per_round"]) == 2
-        assert "times as much" in capsys.readouterr().out
+        told = capsys.readouterr()
+        assert "times as much" in told.out
+        lines = [line.partition(":")[0] for line in told.err.splitlines()]
+        assert lines[:2] == ["warming up anydecode", "warming up again"]
+        assert lines[2:] == ["anydecode, round 1, 60/s", "again, round 1, 60/s",
+                         "again, round 2, 60/s", "anydecode, round 2, 60/s"]  # fmt: skip
         picture = (tmp_path / "two.svg").read_text()
         assert picture.count("<svg") == 4 and picture.count("<polyline") == 6
         command = f"{sys.executable} {tmp_path / 'strict.py'} {{port}}"
@@ -98,14 +132,139 @@ def test_ratios_by_hand() -> None:
     assert told["b"]["attainment"] == 3 / 8 and told["b"]["api"] == "chat"
 
 
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_goodput_is_found_by_bisection(mistaken: bool, capsys: Any, monkeypatch: Any) -> None:
+    """Servers that keep within the objective up to 3 and 1 requests a second, and one that never
+    does. The mistake: the first rate tried is believed."""
+    limits = {"fast": 3.0, "slow": 1.0, "never": 0.0}
+    tried: list[tuple[str, float, int]] = []
+
+    def run(self: Load, endpoint: Endpoint, rate: float, number: int) -> list[Outcome]:
+        tried.append((endpoint.name, rate, number))
+        good = 9 if rate <= limits[endpoint.name] else 8
+        return [Outcome(0.0, 5, first=0.1 if n < good else 9.0, seconds=9.0) for n in range(10)]
+
+    monkeypatch.setattr(Load, "run", run)
+    if mistaken:
+        monkeypatch.setattr(Search, "goodput", property(lambda self: self.rates[self.high - 1]))
+        monkeypatch.setattr(Search, "learn", lambda self, kept: setattr(self, "low", self.high))
+    load = Load(lambda rate: [], 1.0, Objective(1.0, 1.0))
+    rates = [4.0, 0.5, 1.0, 2.0, 0.25, 3.0, 6.0]
+    found = sweep([Endpoint(name, "x") for name in limits], load, rates, 0.9, 2)
+    good = {name: told["goodput_per_round"] for name, told in found.items()}
+    right = {"fast": [3.0, 3.0], "slow": [1.0, 1.0], "never": [0.0, 0.0]}
+    assert (good == right) != mistaken
+    if mistaken:
+        return
+    assert found["slow"]["ratio"] == 3.0 and found["never"]["ratio"] is None
+    assert [(one["rate"], one["round"]) for one in found["fast"]["runs"][:3]] == [
+        (2.0, 1), (4.0, 1), (3.0, 1),
+    ]  # fmt: skip
+    assert [name for name, _, _ in tried[:3]] == ["fast", "slow", "never"] and len(tried) == 18
+    print_sweep(found, rates, 0.9)
+    out = capsys.readouterr().out
+    assert "slow: goodput 1 requests/s; fast's is 3.00 times as much" in out
+    assert "never: goodput below 0.25 requests/s" in out and "90%" in out
+
+
+def test_a_sweep_against_a_server(tmp_path: Path, capsys: Any) -> None:
+    trace = tmp_path / "m.jsonl"
+    row = {"input_length": 20, "output_length": 5, "hash_ids": [1]}
+    trace.write_text("".join(json.dumps({"timestamp": 50 * i, **row}) + "\n" for i in range(4)))
+    with scripted_llm() as llm, LiveServer(llm, Settings(name="ours", port=0)) as server:
+        options = [
+            "--trace", str(trace), "--url", f"{server.url}/v1", "--model", "ours", "--requests",
+            "4", "--rate", "40", "--rate", "80", "--slo", "ttft=30",
+        ]  # fmt: skip
+        run_bench("serving", [*options, "--json", "-"])
+        report = json.loads(capsys.readouterr().out)
+        ours = report["servers"]["anydecode"]
+        assert ours["goodput_per_round"] == [80.0] and report["rates"] == [40.0, 80.0]
+        assert [run["rate"] for run in ours["runs"]] == [40.0, 80.0]
+        run_bench("serving", options)
+        assert "goodput 80 requests/s or more" in capsys.readouterr().out
+        with pytest.raises(InvalidRequestError, match="one --rate"):
+            run_bench("serving", [*options, "--plot", str(tmp_path / "x.svg")])
+
+
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_no_run_finds_the_prompts_of_another(mistaken: bool, monkeypatch: Any) -> None:
+    """Warm-up, rounds and rates have words of their own; all servers get the same. The mistake:
+    one salt for all."""
+    sent: list[tuple[str, ...]] = []
+
+    async def replay(endpoint: Endpoint, arrivals: list[Arrival], **how: Any) -> list[Outcome]:
+        salt = "" if mistaken else how.get("salt", "")
+        sent.append((endpoint.name, *(prompt_text(one, n, salt) for n, one in enumerate(arrivals))))
+        return [Outcome(0.0, 5, first=0.1, seconds=0.1) for _ in arrivals]
+
+    monkeypatch.setattr(peers, "replay", replay)
+    load = Load(lambda rate: [Arrival(0.0, 40, 5, (1, 2), 20)] * 4, 1.0, Objective(1.0, 1.0))
+    both = load.ready([Endpoint("a", "x", "m"), Endpoint("b", "y", "m")])
+    peers.compare(both, load, 1.0, 2)
+    load.run(both[0], 2.0, 0)
+    texts = {name: [text for one, *text in sent if one == name] for name in "ab"}
+    assert texts["a"][:-1] == texts["b"]
+    firsts = [text[0] for text in texts["a"]]
+    assert (len(set(firsts)) == len(firsts)) != mistaken
+
+
+def test_a_server_that_fails_is_told_in_one_line() -> None:
+    def answered(body: str) -> str:
+        return f"{sys.executable} -c {shlex.quote(body)} {{port}}"
+
+    with (
+        pytest.raises(InvalidRequestError, match="^x ended with exit code 3: no such model$"),
+        started("x", answered("import sys; print('no such model'); sys.exit(3)")),
+    ):
+        pass
+    with (
+        pytest.raises(InvalidRequestError, match="^x did not answer within 0.3 s: loading$"),
+        started("x", answered("import time; print('loading', flush=True); time.sleep(9)"), 0.3),
+    ):
+        pass
+    load = Load(lambda rate: [Arrival(0.0, 5, 2)] * 2, 9.0, Objective(1.0, 1.0))
+    with started("x", answered(REFUSING)) as url:
+        with pytest.raises(InvalidRequestError, match="^x answered no request: 400: too long"):
+            load.ready([Endpoint("x", url)])
+        with pytest.raises(InvalidRequestError, match=r"^x, round 1, 2/s: every request failed: 4"):
+            load.run(Endpoint("x", url, "m"), 2.0, 0)
+
+
+@pytest.mark.parametrize("slow", ["", "request", "token"])
+def test_what_the_server_adds_is_measured(slow: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """A server that sleeps before each answer is found out, and one that works on each piece."""
+    head, chunk = Service.head, chat._chunk
+
+    def slow_head(self: Service, *named: str) -> dict[str, Any]:
+        time.sleep(0.2)
+        return head(self, *named)
+
+    def slow_chunk(*parts: Any) -> bytes:
+        end = time.thread_time() + 0.01
+        while time.thread_time() < end:
+            pass
+        return chunk(*parts)
+
+    if slow == "request":
+        monkeypatch.setattr(Service, "head", slow_head)
+    if slow == "token":
+        monkeypatch.setattr(chat, "_chunk", slow_chunk)
+    out = tmp_path / "out.json"
+    options = ["--requests", "3", "--tokens", "12", "--rounds", "1", "--json", str(out)]
+    run_bench("overhead", options)
+    found = json.loads(out.read_text())
+    assert (found["request"] > 0.19) == (slow == "request")
+    if slow != "request":  # there all tokens have come before the first piece is sent
+        assert 0 < found["pieces"] <= 1
+        assert (found["token_cpu"] > 0.009 * found["pieces"]) == (slow == "token")
+
+
 def test_what_is_no_peer_is_told() -> None:
     assert parse_peer("a=b=c", "--peer") == ("a", "b=c")
     for text in ("a", "=b", "a="):
         with pytest.raises(InvalidRequestError, match="--peer wants NAME=VALUE"):
             parse_peer(text, "--peer")
-    with pytest.raises(InvalidRequestError, match="ended with exit code 3"):
-        with started("short", f'{sys.executable} -c "raise SystemExit(3)"'):
-            pass
     with pytest.raises(InvalidRequestError, match="cannot be started"):
         with started("none", "/nowhere/server {port}"):
             pass

@@ -48,6 +48,10 @@ BENCHES = {
         "anydecode.evaluation.serving.bench:bench_serving",
         "A trace replayed against a server: latencies and goodput under an objective.",
     ),
+    "overhead": Bench(
+        "anydecode.evaluation.serving.overhead:bench_overhead",
+        "What the server adds to the engine's time, per request and per streamed token.",
+    ),
     "soak": Bench(
         "anydecode.evaluation.serving.soak:bench_soak",
         "Thousands of requests by unreliable clients: no leak, no wrong text, no hang.",

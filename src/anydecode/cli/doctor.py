@@ -121,7 +121,8 @@ def cuda() -> str:
 
 
 def _models() -> dict[str, Any]:
-    from anydecode.models.loading import default_cache, present
+    from anydecode.folders import default_cache
+    from anydecode.models.loading import present
 
     return {"cache": str(default_cache()), "models": present()}
 

@@ -173,9 +173,9 @@ def describe(generation: Generation, model: str) -> dict[str, Any]:
 
 def hint_at_chat(llm: LLM, model: str) -> None:
     """Point at `chat` when an instruct model is given bare text; once per cache folder."""
-    from anydecode.models.loading import default_cache
+    from anydecode.folders import default_cache
 
-    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
+    if llm.tokenizer.chat_template is None:
         return
     marker = default_cache() / HINT_MARKER
     if marker.exists():

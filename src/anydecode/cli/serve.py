@@ -146,7 +146,7 @@ def serve(
     )
     with status(f"loading {model}"):
         llm = LLM(model, row_budget=row_budget, **engine)
-        llm.method(decoder or llm.default_decoder)
+        llm.methods.find(decoder or llm.default_decoder)
         for entry in adapter or ():
             called, equals, folder = entry.partition("=")
             if not equals:

@@ -4,7 +4,7 @@ turned into alternatives (by jsonschema-rs), and property names into properties.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 from anydecode.constraints.endless import target
@@ -75,11 +75,11 @@ class _Orders:
         self._lists.sort(key=len)
         self._everywhere = {name: place for place, name in enumerate(everywhere)}
 
-    def ranks(self, properties: Collection[str]) -> Callable[[str], tuple[int, int]]:
+    def ranks(self, properties: Set[str]) -> Callable[[str], tuple[int, int]]:
         """A key to sort `properties` by: their order in the smallest object that has most of
         them, then that of the whole schema."""
         places: dict[str, int] = max(
-            self._lists, key=lambda own: sum(name in own for name in properties), default={}
+            self._lists, key=lambda own: len(own.keys() & properties), default={}
         )
         last = len(self._everywhere)
         return lambda name: (places.get(name, len(places)), self._everywhere.get(name, last))

@@ -113,6 +113,10 @@ class Constraint(ABC):
         """The state before the first token, for logits of width `vocab_size`. Raises
         `ConstraintError` for a constraint that is invalid, unsupported or cannot be met."""
 
+    def begin(self, tokenizer: Tokenizer, vocab_size: int, limit: int) -> ConstraintState:
+        """`start` for an answer of at most `limit` tokens."""
+        return self.start(tokenizer, vocab_size)
+
     @abstractmethod
     def report(self) -> Report:
         """How this constraint is enforced; known once `start` has been called."""

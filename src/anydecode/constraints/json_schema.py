@@ -26,6 +26,7 @@ from anydecode.constraints.relaxing import (
     unknown_formats,
     without_formats,
 )
+from anydecode.constraints.steering import Steered
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
@@ -55,11 +56,14 @@ class JsonSchema(Constraint):
     Guards, stated in the result: `whitespace` is a regular expression for the space between parts
     ("" for none, None for exactly one space behind each comma and colon); strings without a bound
     have at most `max_string` characters (0: no limit); objects that name their properties get no
-    others unless the schema speaks of others, or `extra_properties` is true. A value that breaks a
-    rule no mask expresses is drawn again, `tries` times per answer. With `close` an answer that
-    meets the token limit is brought to an end within it. With `formats` the values of `format` are
-    rules; without, they are the annotations that the specification has them be by default.
-    `resources` are other schemas by URI, for references to them: nothing is ever fetched.
+    others unless the schema speaks of others, or `extra_properties` is true; and with `finish` an
+    answer takes the short way to its end once little more would fit the token limit, so that what
+    has no bound (lists, free objects, recursion, digits) finishes. A value that breaks a rule no
+    mask expresses is drawn again, `tries` times per answer. With `close` an answer that meets the
+    token limit all the same is held back and cut so that it ends within it. With `formats` the
+    values of `format` are rules; without, they are the annotations that the specification has
+    them be by default. `resources` are other schemas by URI, for references to them: nothing is
+    ever fetched.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class JsonSchema(Constraint):
         whitespace: str | None = WHITESPACE,
         max_string: int = 256,
         extra_properties: bool = False,
+        finish: bool = True,
         tries: int = 32,
         close: bool = False,
         engine: str = "llguidance",
@@ -87,6 +92,7 @@ class JsonSchema(Constraint):
         self.whitespace = whitespace
         self.max_string = max_string
         self.extra_properties = extra_properties
+        self.finish = finish
         self.tries = tries
         self.close = close
         self.engine = engine
@@ -100,6 +106,10 @@ class JsonSchema(Constraint):
 
             return XGrammarState.of("json", self.schema, tokenizer, vocab_size)
         return GuidanceState.of(plan.grammar, tokenizer, vocab_size)
+
+    def begin(self, tokenizer: Tokenizer, vocab_size: int, limit: int) -> ConstraintState:
+        state = self.start(tokenizer, vocab_size)
+        return Steered(state, tokenizer, vocab_size, limit) if self.finish else state
 
     def report(self) -> Report:
         assert self._plan is not None, "the constraint has not been started"
@@ -132,7 +142,7 @@ class JsonSchema(Constraint):
     def _ready(self, tokenizer: Tokenizer, vocab_size: int) -> _Plan:
         if self._plan is None:
             others = json.dumps(self.resources, sort_keys=True)
-            guards = (self.whitespace, self.max_string, self.extra_properties)
+            guards = (self.whitespace, self.max_string, self.extra_properties, self.finish)
             key = (self.text, others, tuple(self._annotations), guards, self.engine, type(self))
             with _lock:
                 plan = _PLANS.get(key)
@@ -154,10 +164,12 @@ class JsonSchema(Constraint):
         whitespace = ", : " if self.whitespace is None else self.whitespace
         present = _present(self.schema)
         if self.engine == "xgrammar":
-            report = Report("json_schema", self.engine, (), tuple(present))
+            guards: dict[str, Any] = {"finish": self.finish}
+            report = Report("json_schema", self.engine, (), tuple(present), (), guards)
             return _Plan("", report, validator, True)
         grammar, dropped, kept = self._compiled(tokenizer, vocab_size)
         guards = {
+            "finish": self.finish,
             "whitespace": whitespace,
             "max_string": (kept and self.max_string) or None,
             "extra_properties": self.extra_properties or not kept,

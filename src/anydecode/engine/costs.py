@@ -103,7 +103,7 @@ def identity(model: Any) -> dict[str, Any]:
 
 
 def _stored(model: Any, folder: Path | None) -> CostTable:
-    from anydecode.models.loading import default_cache
+    from anydecode.folders import default_cache
 
     key = json.dumps(identity(model), sort_keys=True)
     name = hashlib.sha256(key.encode()).hexdigest()[:16]

@@ -45,7 +45,7 @@ class Driver:
                 self._take()
                 if until():
                     return
-                self.engine.step()
+                self._step()
 
     def run_in_background(self) -> None:
         """Start a thread that steps the engine whenever there is work."""
@@ -80,6 +80,15 @@ class Driver:
         while self._inbox:
             self._inbox.popleft()()
 
+    def _step(self) -> None:
+        """One step. Where it is broken off (by a fault of the engine itself, by Ctrl-C), rows that
+        were planned have not run, and nothing that runs can go on from there."""
+        try:
+            self.engine.step()
+        except BaseException as error:
+            self.engine.fail(error)
+            raise
+
     def _loop(self) -> None:
         while True:
             with self._news:
@@ -91,7 +100,6 @@ class Driver:
                 try:
                     self._take()
                     if self.engine.has_work:
-                        self.engine.step()
-                except Exception as error:
+                        self._step()
+                except Exception:
                     log.exception("a step of the engine failed")
-                    self.engine.fail(error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -37,7 +37,7 @@ class Job:
     decoder: Decoder
     on_finish: Callable[[Job], None] | None = None
     on_progress: Callable[[Job], None] | None = None
-    generators: list[Decoding] = field(default_factory=list)
+    generators: list[Generator[Any, Any, Any]] = field(default_factory=list)
     group: list[Score] = field(default_factory=list)
     answers: dict[Score, Scores] = field(default_factory=dict)
     is_group: bool = False
@@ -118,9 +118,10 @@ class Engine:
             self.running.remove(job)
             self.waiting.appendleft(job)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """End everything that runs with `error`, and go on with what waits: a fault of the engine
         itself, which cannot be laid at one job's door."""
+        wait([answer for _, answer in self._flights.values() if isinstance(answer, Future)])
         self._flights.clear()
         for job in list(self.running):
             self._end(job, error)
@@ -216,9 +217,7 @@ class Engine:
     def _commit(self, lane: Lane, plan: Plan, output: Output | Exception) -> None:
         if isinstance(output, Exception):
             log.error("a pass of lane %s failed: %s", lane.name, output)
-            for score in {score for score, _, _ in plan.pieces}:
-                if score in self._owners:
-                    self._end(self._owners[score], output)
+            self._lose(plan, output)
             return
         answered = lane.commit(plan, output)
         if lane.name == TARGET:
@@ -246,6 +245,13 @@ class Engine:
                 else:
                     scores.keep()
 
+    def _lose(self, plan: Plan, error: Exception) -> None:
+        """End the jobs whose memory a pass was to fill that failed."""
+        unfilled = {span.context for _, span, _ in plan.pieces}
+        for job in list(self.running):
+            if not unfilled.isdisjoint(job.sequence.contexts()):
+                self._end(job, error)
+
     @staticmethod
     def _share_prompt(lane: Lane, sequence: Sequence) -> None:
         """Let others share a prompt as soon as it is in memory, not only at the end."""
@@ -257,6 +263,7 @@ class Engine:
     def _resume(self, job: Job, value: Any) -> None:
         """Drive the generator until it waits for a lane, or ends."""
         before = len(job.sequence.tokens)
+        noted = len(job.sequence.trace or ())
         try:
             while not job.done:
                 try:
@@ -278,7 +285,8 @@ class Engine:
             self._end(job, error)
         grown = len(job.sequence.tokens) - before
         self.num_tokens += max(0, grown)
-        if job.on_progress is not None and grown > 0 and not job.done:
+        told = grown > 0 or len(job.sequence.trace or ()) > noted  # a canvas fills without tokens
+        if job.on_progress is not None and told and not job.done:
             job.on_progress(job)
 
     def _take(self, job: Job, request: Any) -> tuple[bool, Any]:

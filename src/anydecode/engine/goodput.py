@@ -77,7 +77,8 @@ class ServerGoodput:
 
     def over(self, decoder: Decoder) -> Decoder:
         """`decoder` under the common load, or itself where it does not draft by a budget."""
-        plain = isinstance(decoder, Speculative) and type(decoder).decode is Speculative.decode
-        if not plain or type(decoder.acceptance) is not TokenExact:  # type: ignore[attr-defined]
+        if not isinstance(decoder, Speculative) or type(decoder.acceptance) is not TokenExact:
             return decoder
-        return Held(decoder, self.load, self.largest)  # type: ignore[arg-type]
+        if type(decoder).decode is not Speculative.decode:
+            return decoder
+        return Held(decoder, self.load, self.largest)

@@ -209,7 +209,9 @@ class _Builder:
         adapted = any(score.sequence.adapter >= 0 for score, _, _ in pieces)
         parallel = any(span.parallel for _, span, _ in pieces)
         self._rows = Rows(
-            *fields[:3],
+            tokens=fields[0],
+            positions=fields[1],
+            slots=fields[2],
             tables=[],
             table=fields[3],
             prefix=fields[4],

@@ -8,12 +8,10 @@ from collections.abc import AsyncIterator, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from anydecode import catalogue
-from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.decoder import Decoder
 from anydecode.engine.costs import EnginePace
 from anydecode.engine.driver import Driver
@@ -22,6 +20,7 @@ from anydecode.engine.first_finish import FirstFinish
 from anydecode.engine.generation import Generation, Piece
 from anydecode.engine.goodput import ServerGoodput
 from anydecode.engine.lane import Lane
+from anydecode.engine.methods import Methods, of_kind
 from anydecode.engine.request import Request
 from anydecode.engine.schedule import DecodesFirst, Schedule
 from anydecode.engine.scoring import Likelihood, Scoring
@@ -39,12 +38,8 @@ from anydecode.sampling.top_w import Geometry
 from anydecode.scoring.embedded import Embedded
 from anydecode.scoring.sequence import TARGET
 
-Kind = TypeVar("Kind")
 Prompt = str | Seq[int]
 Messages = Seq[dict[str, Any]]
-
-#: How many decoders (key, parameters and namespace) keep what they have learned.
-MOST_DECODERS = 256
 
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 
@@ -54,16 +49,17 @@ class LLM:
 
     `model` is a name ("smollm2-135m-instruct"), a Hugging Face repo id, a folder, a `.gguf` path,
     an object with the `Model` protocol, or a `transformers` causal model. `dtype` is "float32",
-    "bfloat16", "int8", "int4" or None (as stored). `device` is "cpu" (None means it) or "cuda":
-    Triton's kernels where that package is there, else torch. `draft` is a smaller model for the
-    methods that want one, in any of those forms, or a copy of `model`: "self:int4",
-    "self:layers=10" or both ("self:int4,layers=10"). `cache` is what keys and values are kept as:
-    "float32", "float16", "bfloat16", "int8", "int4" or None (what the backend prefers); texts are
-    equal within one such format. `cache_positions` is how many positions the key-value cache
-    holds, over all sequences; `row_budget` how many rows a pass may have. `schedule` is a key of
-    the catalogue ("sarathi-serve:budget=256") or an object; `drafting` likewise what says how much
-    all requests together may draft ("smartspec-server"). Shared prefixes of the target that its
-    cache has no room for go to `prefix_spill`: a folder, or "memory"; at most `spill_limit` bytes.
+    "bfloat16", "int8", "int4" or None (as stored), for diffusion models also "dlm-ptq" with its
+    parameters. `device` is "cpu" (None means it) or "cuda": Triton's kernels where that package is
+    there, else torch. `draft` is a smaller model for the methods that want one, in any of those
+    forms, or a copy of `model`: "self:int4", "self:layers=10" or both ("self:int4,layers=10").
+    `cache` is what keys and values are kept as: "float32", "float16", "bfloat16", "int8", "int4" or
+    None (what the backend prefers); texts are equal within one such format. `cache_positions` is
+    how many positions the key-value cache holds, over all sequences; `row_budget` how many rows a
+    pass may have. `schedule` is a key of the catalogue ("sarathi-serve:budget=256") or an object;
+    `drafting` likewise what says how much all requests together may draft ("smartspec-server").
+    Shared prefixes of the target that its cache has no room for go to `prefix_spill`: a folder, or
+    "memory"; at most `spill_limit` bytes.
     """
 
     def __init__(
@@ -89,9 +85,15 @@ class LLM:
         from anydecode.models.opening import open_model, open_tokenizer
         from anydecode.models.self_drafts import open_draft
 
-        self.model, found = open_model(
-            model, dtype=dtype, threads=threads, backend=backend, device=device
-        )
+        options: dict[str, Any] = {"threads": threads, "backend": backend, "device": device}
+        if dtype is not None and dtype.partition(":")[0] == "dlm-ptq":
+            from anydecode.engine.dlm_ptq import PostTraining
+
+            rounding = of_kind(dtype, PostTraining)
+            self.model, found = rounding.open(model, **options)
+            dtype = rounding.dtype
+        else:
+            self.model, found = open_model(model, dtype=dtype, **options)
         given = open_tokenizer(tokenizer) or found
         if given is None:
             raise InvalidRequestError("this model brings no tokenizer; give tokenizer=")
@@ -106,9 +108,10 @@ class LLM:
         self.pace = EnginePace(self.engine, self.model)
         self.draft_tokenizer: Tokenizer = self.tokenizer
         self._geometry: Geometry | None = None
-        self._built: dict[tuple[str, Hashable], Decoder] = {}
-        self._drafting = None if drafting is None else self._of_kind(drafting, ServerGoodput)
-        self.add_lane(TARGET, self.model, None if schedule is None else self.schedule(schedule))
+        self.methods = Methods(None if drafting is None else of_kind(drafting, ServerGoodput))
+        if schedule is not None:
+            schedule = of_kind(schedule, Schedule)  # type: ignore[type-abstract]
+        self.add_lane(TARGET, self.model, schedule)
         if prefix_spill is not None:
             lane = self.engine.lanes[TARGET]
             lane.prefixes.told = stable_name
@@ -157,9 +160,8 @@ class LLM:
         `negative_prompt` (for guidance) and every other field of `SamplingParams`; words in
         `banned_words` may be text. Of `n` samples, `first_finish=k` keeps the k that end first and
         cancels the others. `segment=m` says at most m tokens now; `resume=answer.resume` goes on
-        from there. `embedded` puts embeddings in place
-        of some of the prompt's tokens. Returns a `Generation` (`n` > 1:
-        the first; all are in `samples`). Raises `InvalidRequestError`.
+        from there. `embedded` puts embeddings in place of some of the prompt's tokens. Returns a
+        `Generation` (`n` > 1: the first; all are in `samples`). Raises `InvalidRequestError`.
         """
         many = _is_batch(prompt)
         prompts: list[Any] = list(prompt) if many else [prompt]
@@ -269,33 +271,7 @@ class LLM:
     def decoder(self, choice: str | Decoder, namespace: Hashable = None) -> Decoder:
         """The decoder a user named: an object, a key, or "key:name=value,name=value". What it
         learns from requests is kept per `namespace`."""
-        method = self.method(choice, namespace)
-        if isinstance(method, Sampler):
-            raise InvalidRequestError(f"{method.key!r} is a sampler, not a decoder: sampler=")
-        if isinstance(method, Constraint):
-            raise InvalidRequestError(f"{choice!r} is a constraint, not a decoder: constraint=")
-        return method
-
-    def method(
-        self, choice: str | Decoder | Sampler, namespace: Hashable = None
-    ) -> Decoder | Sampler | Constraint:
-        """The same, or the sampler or constraint that `choice` names: plain decoding under it is
-        meant."""
-        if not isinstance(choice, str):
-            return choice
-        found = self._built.pop((choice, namespace), None)
-        if found is None:
-            key, _, rest = choice.partition(":")
-            built = catalogue.build(key, **_parameters(rest))
-            if isinstance(built, Sampler | Constraint):
-                return built
-            if not isinstance(built, Decoder):
-                raise InvalidRequestError(f"{key!r} is a {type(built).__name__}, not a decoder")
-            found = built if self._drafting is None else self._drafting.over(built)
-        self._built[choice, namespace] = found  # the most recently used stands last
-        if len(self._built) > MOST_DECODERS:
-            del self._built[next(iter(self._built))]
-        return found
+        return self.methods.decoder(choice, namespace)
 
     @property
     def default_decoder(self) -> str:
@@ -305,26 +281,9 @@ class LLM:
             return "auto"
         return "sdar" if spec.block_size else "dream" if spec.logit_shift else "llada"
 
-    def schedule(self, choice: str | Schedule) -> Schedule:
-        """The schedule a user named: an object, a key, or "key:name=value,name=value"."""
-        return self._of_kind(choice, Schedule)  # type: ignore[type-abstract]
-
-    @staticmethod
-    def _of_kind(choice: Any, kind: type[Kind]) -> Kind:
-        """`choice`, or what it names in the catalogue."""
-        built = choice
-        if isinstance(choice, str):
-            key, _, rest = choice.partition(":")
-            built = catalogue.build(key, **_parameters(rest))
-        if not isinstance(built, kind):
-            name = choice.partition(":")[0] if isinstance(choice, str) else "it"
-            wanted = "a schedule" if kind is Schedule else f"of kind {kind.__name__}"
-            raise InvalidRequestError(f"{name!r} is a {type(built).__name__}, not {wanted}")
-        return built
-
     def clear(self) -> None:
         """Forget shared prefixes and what drafters learned from earlier requests."""
-        self._built.clear()
+        self.methods.clear()
         for lane in self.engine.lanes.values():
             lane.prefixes.clear()
 
@@ -375,18 +334,9 @@ class LLM:
             raise InvalidRequestError(f"no option is called {', '.join(unknown)}")
         decoder = decoder or self.default_decoder
         name = decoder if isinstance(decoder, str) else type(decoder).__name__
-        rules = [sampler] if isinstance(sampler, str | Sampler) else list(sampler)
-        method = self.method(decoder, namespace)
-        if isinstance(method, Sampler):
-            rules.append(method)
-            method = self.decoder("autoregressive", namespace)
-        elif isinstance(method, Constraint):
-            if constraint is not None:
-                raise InvalidRequestError(f"{name} is a constraint, and there is another one")
-            constraint, method = method, self.decoder("autoregressive", namespace)
-        if isinstance(constraint, str):
-            constraint = self._of_kind(constraint, Constraint)  # type: ignore[type-abstract]
-        for rule in (self._of_kind(rule, Sampler) for rule in rules):
+        rules = [sampler] if isinstance(sampler, str | Sampler) else sampler
+        method, chosen, constraint = self.methods.asked(decoder, rules, constraint, namespace)
+        for rule in chosen:
             sampling = rule.settle(sampling)
             if rule.draws and not method.samples:
                 raise UnsupportedCombinationError(
@@ -494,22 +444,6 @@ def _is_batch(prompt: Any) -> bool:
     if isinstance(prompt, str):
         return False
     return any(not isinstance(part, int) for part in prompt)
-
-
-def _parameters(text: str) -> dict[str, Any]:
-    """`size=5,name=abc` as keyword arguments; numbers and true/false are read as such."""
-    import json
-
-    found: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise InvalidRequestError(f"{part!r} is no name=value")
-        try:
-            found[name.strip()] = json.loads(value)
-        except ValueError:
-            found[name.strip()] = value.strip()
-    return found
 
 
 def _default_positions(model: Model, format: str | None) -> int:

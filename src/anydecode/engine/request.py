@@ -91,7 +91,8 @@ class Request:
         return self._rules(number).take()
 
     def notify(self, news: Callable[[], Any]) -> None:
-        """Call `news` (on the engine's thread) whenever there are tokens, and at the end."""
+        """Call `news` (on the engine's thread) whenever there are tokens, or a traced round, and at
+        the end."""
         self._news = news
 
     def last_piece(self) -> Piece:
@@ -265,8 +266,8 @@ class Request:
     def _started(self, constraint: Any) -> Any:
         """The state of a constraint at the start of an answer; a bare state is forked."""
         if isinstance(constraint, Constraint):
-            assert self.llm.tokenizer is not None
-            return constraint.start(self.llm.tokenizer, self.llm.model.spec.vocab_size)
+            size = self.llm.model.spec.vocab_size
+            return constraint.begin(self.llm.tokenizer, size, self.limit)
         if not hasattr(constraint, "mask"):
             raise InvalidRequestError(
                 f"constraint is a {type(constraint).__name__}; use JsonSchema, Regex, Grammar,"
@@ -288,7 +289,7 @@ class Request:
         return tokenizer.token_bytes(token).decode(errors="replace")
 
     def _progressed(self, number: int) -> None:
-        if self._first[number] is None:
+        if self._first[number] is None and self.jobs[number].sequence.tokens:
             self._first[number] = perf_counter()
         self._decide()
         if self._news is not None:

@@ -309,6 +309,9 @@ def bench_constrained(
     ] = sys.executable,
     threads: Annotated[int, typer.Option("--threads", help="CPU threads for each.")] = 0,
     seconds: Annotated[float, typer.Option(help="Most a peer may take for one answer.")] = 60.0,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Answers of ours decoded together; changes times only.")
+    ] = 1,
 ) -> None:
     """What the constraints accept, what they get wrong, and what they cost.
 
@@ -337,7 +340,7 @@ def bench_constrained(
             llm,
             model,
             schemas,
-            Setting(seeds, tokens, temperature, close, seconds),
+            Setting(seeds, tokens, temperature, close, seconds, batch),
             decoder=decoder,
             engines=names,
             python=python,

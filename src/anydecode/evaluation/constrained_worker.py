@@ -44,7 +44,7 @@ class LlamaCppGrammar:
             grammar=grammar,
             stream=True,
         )
-        texts = []
+        texts: list[str] = []
         for piece in pieces:
             if not texts:
                 options["first"]()
@@ -79,7 +79,7 @@ class Outlines(LlamaCppGrammar):
             repeat_penalty=1.0,
             seed=options["seed"],
         )
-        texts = []
+        texts: list[str] = []
         for piece in pieces:
             if not texts:
                 options["first"]()

@@ -43,6 +43,27 @@ def dense(seed: int = 4, spread: float = 4.0) -> Logits:
     return logits
 
 
+#: Logits with confidences of all sizes.
+SURE = dense(spread=9.0)
+
+
+def ending() -> Logits:
+    """The same, but an end of text is likely wherever the position is even."""
+
+    def logits(path: tuple[int, ...]) -> np.ndarray:
+        row: np.ndarray = SURE(path).copy()
+        row[EOS] = 24.0 if path[-1] % 2 == 0 and path[-1] > 6 else -30.0
+        return row
+
+    return logits
+
+
+def steady() -> Logits:
+    """Logits of the position, which other tokens move a little."""
+    fixed, moving = dense(seed=2, spread=3.0), dense(seed=4, spread=0.7)
+    return lambda path: fixed(path[-1:]) + moving(path)
+
+
 def bidirectional(
     script: Logits, *, shift: int = 0, block_size: int | None = None, **options: Any
 ) -> LLM:

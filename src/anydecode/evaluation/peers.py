@@ -22,6 +22,7 @@ import typer
 
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation import peer_worker
+from anydecode.evaluation.figures import JsonFile, deliver
 from anydecode.evaluation.machine import cpu_name, usable_cores
 from anydecode.evaluation.prompts import spread
 
@@ -304,10 +305,7 @@ def bench_peers(
     python: Annotated[
         str, typer.Option("--python", help="The interpreter that has the peers.")
     ] = sys.executable,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write all figures here; - for stdout."),
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Time this engine and its peers on one checkpoint, in one run.
 
@@ -328,12 +326,7 @@ def bench_peers(
         rows=rows,
         python=python,
     )
-    if json_file == Path("-"):
-        print(json.dumps(report))
-        return
-    print_report(report)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    deliver(report, json_file, lambda: print_report(report))
 
 
 def find_file(model: str) -> str:

@@ -7,11 +7,9 @@ the negative log-likelihood of a token.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from random import Random
 from typing import Annotated, Any
 
 import numpy as np
@@ -20,23 +18,19 @@ import typer
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
+from anydecode.engine.dlm_ptq import FORMATS, GPTQ, Pair, calibrate, masked
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
+from anydecode.evaluation.figures import JsonFile, deliver
 from anydecode.evaluation.machine import cpu_name, usable_cores
 from anydecode.evaluation.parallelbench.bench import questions
 from anydecode.evaluation.parallelbench.tasks import TASKS, Example, examples
-from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model
-from anydecode.models.families.weights import DTYPES
-from anydecode.models.gptq import Inputs, calibrated
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.opening import choose_executor
 from anydecode.models.transformer import Transformer
 from anydecode.scoring.sequence import Sequence as Text
 
-#: Four bits, calibrated on masked canvases.
-GPTQ = "int4-gptq"
-FORMATS = (*(name for name in DTYPES if name), GPTQ)
 #: Shares of an answer that are masked.
 SHARES = (0.25, 0.5, 0.75)
 
@@ -74,29 +68,6 @@ class Teacher(Denoiser):
         self.commit(sequence, canvas, look, canvas.masks)
 
 
-def masked(
-    llm: LLM, asked: Sequence[Example], share: float | None, seed: int
-) -> dict[tuple[int, ...], list[int]]:
-    """Canvases of questions and their right answers, end of text included, where a `share` of the
-    answer's tokens is masked (None: any share), at least one; and the tokens as they were."""
-    tokenizer = llm.tokenizer
-    if tokenizer.mask_id is None or not tokenizer.eos_ids:
-        raise InvalidRequestError("this model's tokenizer has no mask token or no end of text")
-    made = {}
-    for number, example in enumerate(asked):
-        random = Random(f"{seed}/{share}/{number}")
-        rate = random.random() if share is None else share
-        prompt = list(tokenizer.encode(example.prompt))
-        answer = [*tokenizer.encode(example.answer, special=False), min(tokenizer.eos_ids)]
-        hidden = [random.random() < rate for _ in answer]
-        hidden[random.randrange(len(answer))] |= not any(hidden)
-        canvas = [
-            tokenizer.mask_id if hide else token for token, hide in zip(answer, hidden, strict=True)
-        ]
-        made[tuple(prompt + canvas)] = prompt + answer
-    return made
-
-
 def entropy(llm: LLM, canvases: dict[tuple[int, ...], list[int]]) -> float:
     """The mean cross-entropy of the masked tokens, in nats."""
     teacher = Teacher(canvases)
@@ -110,13 +81,9 @@ def weight_bytes(model: Transformer) -> int:
     return sum({id(one): one.num_bytes for one in model.network.matrices()}.values())
 
 
-def calibrate(checkpoint: Checkpoint, asked: Sequence[Example], seed: int) -> Checkpoint:
-    """The checkpoint, rounded for what its matrices see of masked canvases of `asked`."""
-    inputs = Inputs()
-    model = build_model(checkpoint, "float32", inputs)
-    with LLM(model, tokenizer=checkpoint.tokenizer) as llm:
-        entropy(llm, masked(llm, asked, None, seed))
-    return calibrated(checkpoint, model.network, inputs)
+def pairs(asked: Sequence[Example]) -> list[Pair]:
+    """Questions and their right answers."""
+    return [(example.prompt, example.answer) for example in asked]
 
 
 def measure(
@@ -138,18 +105,19 @@ def measure(
     for name in formats:
         checkpoint, dtype = plain, name
         if name == GPTQ:
-            checkpoint, dtype = calibrate(plain, calibration, seed), "int4"
+            checkpoint, dtype = calibrate(plain, pairs(calibration), seed), "int4"
         size = weight_bytes(build_model(checkpoint, dtype))
         built = build_model(checkpoint, dtype, executor=choose_executor(threads=threads))
         with LLM(built, tokenizer=checkpoint.tokenizer) as llm:
-            costs = {str(t): entropy(llm, masked(llm, asked, t, seed)) for t in SHARES}
+            hidden = {t: masked(llm.tokenizer, pairs(asked), t, seed) for t in SHARES}
+            costs = {str(t): entropy(llm, canvases) for t, canvases in hidden.items()}
             prompts = [example.prompt for example in asked]
             answers = llm.generate(prompts, decoder=method, seed=seed, ignore_eos=True, **options)
             ends = llm.tokenizer.eos_ids
             texts = [llm.tokenizer.decode(_until(one.tokens, ends)) for one in answers]
         found = [answer.tokens for answer in answers]
         reference = reference or found
-        pairs = [p for a, b in zip(found, reference, strict=True) for p in zip(a, b, strict=False)]
+        both = [p for a, b in zip(found, reference, strict=True) for p in zip(a, b, strict=False)]
         yield Loss(
             name,
             size,
@@ -157,7 +125,7 @@ def measure(
             float(np.mean([*costs.values()])),
             float(np.mean([e.is_right(t) for e, t in zip(asked, texts, strict=True)])),
             float(np.mean([answer.stats.passes for answer in answers])),
-            float(np.mean([a != b for a, b in pairs])),
+            float(np.mean([a != b for a, b in both])),
         )
 
 
@@ -185,10 +153,7 @@ def bench_quantization(
     ] = 32,
     seed: Annotated[int, typer.Option("--seed", help="Of questions, masks and calibration.")] = 0,
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: every core.")] = 0,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write all figures here; - for stdout."),
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """What a diffusion model loses in fewer bits, at the same number of passes.
 
@@ -224,12 +189,7 @@ def bench_quantization(
         "seed": seed,
         "formats": [asdict(row) for row in rows],
     }
-    if json_file == Path("-"):
-        print(json.dumps(report))
-        return
-    print_report(report)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    deliver(report, json_file, lambda: print_report(report))
 
 
 def print_report(report: dict[str, Any]) -> None:

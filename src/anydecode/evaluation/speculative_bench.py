@@ -24,6 +24,7 @@ from anydecode.engine.generation import Generation
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation import peer_worker
+from anydecode.evaluation.figures import JsonFile, PlotFile, deliver
 from anydecode.evaluation.machine import cpu_name, usable_cores
 from anydecode.evaluation.peers import Worker, find_file, started
 from anydecode.evaluation.prompts import PROMPTS
@@ -400,11 +401,8 @@ def bench_speculative(
         Path | None,
         typer.Option("--keep", help="Write answers here as they come, and go on from there."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Write an SVG here.")] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write all figures here; - for stdout."),
-    ] = None,
+    plot: PlotFile = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Time drafting methods against plain decoding, prompt by prompt.
 
@@ -454,9 +452,4 @@ def bench_speculative(
     }
     if plot is not None:
         plot.write_text(to_svg(report), encoding="utf-8")
-    if json_file == Path("-"):
-        print(json.dumps(report))
-        return
-    print_report(report)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    deliver(report, json_file, lambda: print_report(report))

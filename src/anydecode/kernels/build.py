@@ -36,9 +36,11 @@ _VARIANTS: dict[str, dict[str, list[str]]] = {
         "neon": [],
     },
 }
-# What zig calls otherwise; and it adds symbols for a debugger unless told not to.
+# What zig calls otherwise; and it adds symbols for a debugger unless told not to, to our objects
+# and to parts of the C library, with the paths of the machine that builds.
 _ZIG_WORDS = {"-march=armv8.2-a+dotprod": "-mcpu=generic+dotprod"}
 _ZIG_FLAGS = ["-g0"]
+_ZIG_LINK_FLAGS = ["-s"]
 _MACHINES = {"x86_64": "x86_64", "AMD64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
 
 
@@ -151,8 +153,12 @@ def compile_library(
         with ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
             list(pool.map(_run, commands))
         linked = Path(folder) / target.name
-        libraries = [] if target.suffix == ".dll" else ["-lm", "-pthread"]
-        _run([*compiler, "-shared", "-o", str(linked), *objects, *libraries])
+        last = [] if target.suffix == ".dll" else ["-lm", "-pthread"]
+        if "ziglang" in compiler:
+            last += _ZIG_LINK_FLAGS
+        if target.suffix == ".dylib":  # which otherwise names itself by the folder it is linked in
+            last.append(f"-Wl,-install_name,@rpath/{target.name}")
+        _run([*compiler, "-shared", "-o", str(linked), *objects, *last])
         os.replace(linked, target)
     return target
 

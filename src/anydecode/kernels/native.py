@@ -86,7 +86,6 @@ class NativeExecutor:
     """
 
     device = torch.device("cpu")
-    adapts_experts = False
     cache_formats = tuple(CACHE_FORMATS)
 
     def __init__(
@@ -112,10 +111,12 @@ class NativeExecutor:
         self._adapters, self._loaded = adapters, 0
         self._hidden_size, self._vocab_size = embedding.in_features, vocab_size
         self._num_layers = num_layers
-        self.program = record(self.packer, *self._network, {})
+        self.program = record(self.packer, *self._network, ())
         self._adapted: Program | None = None
         self._others: dict[Callable[[Backend, Any, int], Any], Program] = {}
         self._plain = self.program
+        # Products of quantised weights round activations to eight bits anyway.
+        self.cache_dtype = torch.float16 if self.packer.quantised else torch.float32
         self._cache: KeyValues | None = None
         self._cache_key: tuple[Any, ...] = ()
         self._rows: Rows | None = None
@@ -292,8 +293,8 @@ class NativeExecutor:
             raise InvalidRequestError(
                 f"the cache has one of the formats {', '.join(CACHE_FORMATS)} throughout"
             )
-        if not all(t.is_contiguous() and t.device.type == "cpu" for t in tensors):
-            raise InvalidRequestError("the cache lies contiguous in main memory")
+        if not all(t.transpose(0, 1).is_contiguous() and t.device.type == "cpu" for t in tensors):
+            raise InvalidRequestError("the cache lies head by head in main memory")
         pointer_list = ctypes.c_void_p * self._num_layers
         keys = pointer_list(*(t.data_ptr() for t in cache.keys))
         values = pointer_list(*(t.data_ptr() for t in cache.values))
@@ -355,7 +356,7 @@ class NativeExecutor:
         None: the network's own again."""
         if layer is not None and layer not in self._others:
             embedding, scale, count, _, head = self._network
-            self._others[layer] = record(self.packer, embedding, scale, count, layer, head, {})
+            self._others[layer] = record(self.packer, embedding, scale, count, layer, head, ())
         self._plain = self.program if layer is None else self._others[layer]
 
     # --- adapters
@@ -372,16 +373,17 @@ class NativeExecutor:
 
     def _load_adapters(self) -> None:
         """Record the program anew with every matrix that any adapter changes."""
-        names = sorted({name for adapter in self._adapters for name in adapter})
-        targets = {name: index for index, name in enumerate(names)}
-        self._adapted = record(self.packer, *self._network, targets)
-        self._loras = (Lora * (len(names) * len(self._adapters) or 1))()
+        names = {name for adapter in self._adapters for name in adapter}
+        self._adapted = record(self.packer, *self._network, names)
+        targets = self._adapted.targets
+        self._loras = (Lora * (len(targets) * len(self._adapters) or 1))()
         self._lora_data: list[torch.Tensor] = []
         for number, adapter in enumerate(self._adapters):
-            for name, delta in adapter.items():
-                self._set_lora(self._loras[number * len(names) + targets[name]], delta)
+            for index, name in enumerate(targets):
+                if name in adapter:
+                    self._set_lora(self._loras[number * len(targets) + index], adapter[name])
         self._pass.loras = ctypes.addressof(self._loras)
-        self._pass.num_adapters, self._pass.num_targets = len(self._adapters), len(names)
+        self._pass.num_adapters, self._pass.num_targets = len(self._adapters), len(targets)
         self._loaded = len(self._adapters)
 
     def _set_lora(self, lora: Lora, delta: Any) -> None:

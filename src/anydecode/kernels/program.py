@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,8 @@ class NativeBackend(Backend):
         self._packer = packer
         self.steps: list[Step] = []
         self.tables: dict[Rope, Value] = {}
-        self.targets: dict[str, int] = {}
+        self.adapted: Collection[str] = ()
+        self.targets: list[str] = []
         self.kept: list[Any] = []  # what the ops point to
         self.shapes: list[Attention] = []
         self._quantised: dict[Value, Value] = {}
@@ -75,11 +76,16 @@ class NativeBackend(Backend):
         y = self._record(
             Code.LINEAR, (self._input(x, weight.format),), weight.out_features, **fields
         )
-        if weight.name in self.targets:
-            step = Step(Code.LORA, (x, y), y, {"count": self.targets[weight.name]})
+        if weight.name in self.adapted:
+            step = Step(Code.LORA, (x, y), y, {"count": self._number([weight])})
             step.fields |= {"width": x.width, "width_out": y.width}
             self.steps.append(step)
         return y
+
+    def _number(self, weights: list[Weight]) -> int:
+        """Number the weights, one after another, as targets of adapters; the first's number."""
+        self.targets += [weight.name for weight in weights]
+        return len(self.targets) - len(weights)
 
     def rope(self, x: Value, num_heads: int, rope: Rope) -> Value:
         half = rope.frequencies.numel()
@@ -127,13 +133,16 @@ class NativeBackend(Backend):
         normalise: bool,
         activation: str,
     ) -> Value:
-        matrices = [self._packer.pack(weight) for weight in (*gate, *up, *down)]
+        weights = [*gate, *up, *down]
+        matrices = [self._packer.pack(weight) for weight in weights]
         pointers = (ctypes.c_void_p * len(matrices))(*map(ctypes.addressof, matrices))
         self.kept.append(pointers)
         inner, width_out = gate[0].out_features, down[0].out_features
         quantised = max(x.width, inner) // 32 * _BLOCK_FLOATS
         per_slot = 4 + x.width + 2 * inner + width_out + quantised
         fields = {"groups": top_k, "count": len(gate), "kv_heads": int(normalise)}
+        adapted = any(weight.name in self.adapted for weight in weights)
+        fields["layer"] = self._number(weights) if adapted else -1
         fields |= {"activation": _ACTIVATIONS[activation], "experts": ctypes.addressof(pointers)}
         out = self._record(Code.EXPERTS, (x, router), width_out, **fields)
         self.steps[-1].scratch = Value(top_k * per_slot + len(gate) + 16)
@@ -143,7 +152,8 @@ class NativeBackend(Backend):
 @dataclass(eq=False)
 class Program:
     """Ops in one array: prologue, then layers, then head. `starts[l]` is the first op of layer l,
-    which copies the state after l layers to whoever wants it."""
+    which copies the state after l layers to whoever wants it. `targets[i]` is the name of the
+    matrix that adapters change as number i; a matrix that is used twice has two numbers."""
 
     ops: Any
     num_ops: int
@@ -154,7 +164,7 @@ class Program:
     head_floats: int
     shapes: list[Attention]
     embedding: Matrix
-    targets: dict[str, int]
+    targets: list[str]
     kept: list[Any]
 
 
@@ -165,14 +175,14 @@ def record(
     num_layers: int,
     layer: Callable[[Backend, Any, int], Any],
     head: Callable[[Backend, Any], Any],
-    targets: dict[str, int],
+    adapted: Collection[str],
 ) -> Program:
     """The program of a network whose `layer` and `head` are written against `Backend`.
 
-    `targets` numbers the matrices that adapters change.
+    `adapted` names the matrices that adapters change.
     """
     backend = NativeBackend(packer)
-    backend.targets = targets
+    backend.adapted = adapted
     width = embedding.in_features
     matrix = packer.pack(embedding)
     stretches: list[tuple[list[Step], Value]] = []
@@ -197,7 +207,7 @@ def record(
     array = (Op * len(ops))(*ops)
     return Program(
         array, len(ops), len(prologue), starts, len(steps), body, head_floats, backend.shapes,
-        matrix, targets, backend.kept,
+        matrix, backend.targets, backend.kept,
     )  # fmt: skip
 
 

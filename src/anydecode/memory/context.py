@@ -58,6 +58,7 @@ class Context:
         self.tokens: list[int] = []
         self._table = np.full(64, -1, np.int32)
         self.pending: Pending | None = None
+        self._borrowed: list[Slots] = []
         self.partials: list[Partial] = []
         self.reusable = True
 
@@ -79,6 +80,21 @@ class Context:
         self._table[self.length : self.length + count] = slots
         self.length += count
         return slots
+
+    def borrow(self, count: int) -> Slots:
+        """Slots for `count` rows of one pass that become no positions; `repay` gives them back.
+        Raises `PoolFull`, changing nothing."""
+        self.discard()
+        slots = self.pool.take(count)
+        self._borrowed.append(slots)
+        return slots
+
+    def repay(self, slots: Slots) -> None:
+        """Give back what `borrow` took, unless it has gone with the context meanwhile."""
+        rest = [held for held in self._borrowed if held is not slots]
+        if len(rest) < len(self._borrowed):
+            self.pool.give(slots)
+            self._borrowed = rest
 
     def branch(self, tokens: Seq[int], parents: list[int], depth: int) -> Pending:
         """Slots for a token tree behind the last position. Raises `PoolFull`, changing nothing."""
@@ -181,12 +197,15 @@ class Context:
         return other
 
     def release(self) -> None:
-        """Give everything back."""
+        """Give everything back, what a pass has borrowed and not repaid too."""
         self.truncate(0)
+        for slots in self._borrowed:
+            self.pool.give(slots)
+        self._borrowed = []
 
     def holdings(self) -> list[Slots]:
         """The tables that `Pool.check_integrity` counts."""
-        return [self.table] + ([self.pending.slots] if self.pending else [])
+        return [self.table, *self._borrowed] + ([self.pending.slots] if self.pending else [])
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the context contradicts itself."""

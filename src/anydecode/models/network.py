@@ -68,6 +68,7 @@ class ModelWeights:
     layers: list[LayerWeights]
     final_norm: torch.Tensor
     head: Weight
+    head_bias: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -124,6 +125,16 @@ class Network:
 
         return layer
 
+    def queries(self, backend: Backend, x: Any, index: int) -> Any:
+        """What the rows of a state look with in layer `index`, turned by their positions."""
+        spec, weights = self.spec.layers[index], self.weights.layers[index]
+        heads, eps = spec.attention.num_heads, self.spec.norm_eps
+        y = x if spec.norms == "post" else backend.rms_norm(x, weights.attention_norm, eps)
+        q = _linear(backend, y, weights.query)
+        if spec.qk_norm is not None:
+            q = backend.rms_norm(q, weights.query_norm, eps, heads if spec.qk_norm == "head" else 1)
+        return q if spec.rope is None else backend.rope(q, heads, spec.rope)
+
     def _attended(self, backend: Backend, x: Any, index: int) -> Any:
         """What the attention of a layer adds to a state, its norms included."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
@@ -143,7 +154,7 @@ class Network:
     def head(self, backend: Backend, x: Any) -> Any:
         """Logits, from the state after whichever layer a row stops at."""
         y = backend.rms_norm(x, self.weights.final_norm, self.spec.norm_eps)
-        y = backend.linear(y, self.weights.head)
+        y = backend.linear(y, self.weights.head, self.weights.head_bias)
         if self.spec.logit_scale != 1.0:
             y = backend.scale(y, self.spec.logit_scale)
         if self.spec.logit_softcap is not None:

@@ -11,6 +11,7 @@ import torch
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.reference import ReferenceBackend
+from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.interface import Model
 from anydecode.models.network import Network
 from anydecode.models.tokenizer import Tokenizer
@@ -115,6 +116,24 @@ def _reference(device: str | None) -> ReferenceBackend:
     return ReferenceBackend(device or "cpu")
 
 
+def open_checkpoint(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str | None = None,
+    threads: int | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+) -> tuple[Model, Tokenizer | None]:
+    """The model of a checkpoint that is loaded already, and its tokenizer."""
+    from anydecode.models.families import build_model
+
+    executor = choose_executor(backend, threads, device)
+    reference = None if executor else _reference(device)
+    built = build_model(checkpoint, dtype, reference, executor=executor)
+    built.path, built.dtype = checkpoint.path, dtype
+    return built, checkpoint.tokenizer
+
+
 def open_model(
     model: Any,
     *,
@@ -127,15 +146,12 @@ def open_model(
     `.gguf` path, an object with the `Model` protocol or a `transformers` causal model. `device` is
     "cpu" (None means it) or "cuda"."""
     if isinstance(model, str | os.PathLike):
-        from anydecode.models.families import build_model
         from anydecode.models.loading import load_checkpoint
 
-        executor = choose_executor(backend, threads, device)
-        reference = None if executor else _reference(device)
         checkpoint = load_checkpoint(model if isinstance(model, str) else Path(model))
-        built = build_model(checkpoint, dtype, reference, executor=executor)
-        built.path, built.dtype = checkpoint.path, dtype
-        return built, checkpoint.tokenizer
+        return open_checkpoint(
+            checkpoint, dtype=dtype, threads=threads, backend=backend, device=device
+        )
     if hasattr(model, "run") and hasattr(model, "spec"):
         return model, getattr(model, "tokenizer", None)
     if hasattr(model, "forward") and hasattr(model, "config"):

@@ -117,9 +117,9 @@ class Transformer:
     def new_cache(self, num_slots: int, format: torch.dtype | str | None = None) -> KeyValues:
         """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`),
         else in what the executor prefers (`cache_dtype`), else in float32."""
-        kind = format or getattr(self.executor, "cache_dtype", torch.float32)
+        preferred: torch.dtype | str = getattr(self.executor, "cache_dtype", torch.float32)
         shapes = [layer.attention for layer in self.spec.layers]
-        return new_cache(kind, num_slots, shapes, self.executor.device)
+        return new_cache(format or preferred, num_slots, shapes, self.executor.device)
 
     @property
     def cache_formats(self) -> tuple[str, ...]:
@@ -180,12 +180,6 @@ class Transformer:
         if name in self.adapter_names:
             raise InvalidRequestError(f"there is already an adapter named {name!r}")
         adapter = load_adapter(Path(path), self.network, self.executor.device)
-        experts = [target for target in adapter if ".experts." in target]
-        if experts and not getattr(self.executor, "adapts_experts", True):
-            raise UnsupportedCombinationError(
-                f"adapter {name!r} changes single experts ({experts[0]}), which the native kernels"
-                " cannot do; open the model with backend='torch'"
-            )
         self.network.adapters.append(adapter)
         self.adapter_names.append(name)
         return len(self.adapter_names) - 1

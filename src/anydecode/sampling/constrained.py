@@ -49,7 +49,14 @@ class Constrained(Processor):
         )
 
     def apply(self, candidates: Candidates) -> Candidates:
-        mask = self.state.mask()
+        kept = self._kept(candidates, self.state.mask())
+        wider = getattr(self.state, "inner", None)
+        if wider is not None and len(kept) == 1 and kept.scores[0] == -np.inf:
+            return self._kept(candidates, wider.mask())  # the short way to the end is banned
+        return kept
+
+    def _kept(self, candidates: Candidates, mask: np.ndarray | None) -> Candidates:
+        """What `mask` allows of `candidates`."""
         if mask is None:
             return candidates
         if mask.dtype == np.bool_ and candidates.tokens is None:

@@ -32,6 +32,7 @@ class Span(ABC):
     inputs: torch.Tensor | None = None  # float32 [rows, hidden], in place of `tokens`
     done: int = field(default=0, init=False)
     parallel: int = field(default=0, init=False)  # see `Network.grouped`
+    _behind: int = field(default=0, init=False)  # where appended rows of a pass begin
 
     #: Whether a pass may run some of the rows and leave the rest to the next.
     divisible = False
@@ -72,11 +73,15 @@ class Span(ABC):
             assert rows.inputs is not None
             rows.inputs[at:stop] = self.inputs[self.done : self.done + count]
 
-    def _remember(self, count: int) -> None:
+    def _remember(self, count: int) -> int:
+        """The `count` rows that have run were appended: the context gets their tokens. Returns how
+        many of them it still has, since it may have been cut with the pass under way."""
+        left = max(0, min(count, self.context.length - self._behind))
         if self.inputs is None:
-            self.context.tokens += self.tokens[self.done : self.done + count]
+            self.context.tokens += self.tokens[self.done : self.done + left]
         else:
-            self.context.tokens += [-1] * count
+            self.context.tokens += [-1] * left
+        return left
 
     def _table(self, rows: Rows, at: int, count: int) -> None:
         rows.table[at : at + count] = len(rows.tables)
@@ -95,7 +100,7 @@ class Chain(Span):
     def fill(self, rows: Rows, at: int, count: int) -> None:
         stop = at + count
         length = self.context.length
-        first = length - count
+        first = self._behind = length - count
         self._inputs(rows, at, count)
         self._table(rows, at, count)
         rows.slots[at:stop] = self.context.table[first:]
@@ -109,11 +114,10 @@ class Chain(Span):
         rows.tail_length[at:stop] = 0
 
     def settle(self, hidden: torch.Tensor | None, count: int) -> None:
-        if self.is_partial:
+        left = self._remember(count)
+        if self.is_partial and left:
             assert hidden is not None
-            start = self.context.length - count
-            self.context.partials.append(Partial(start, self.stop, hidden.clone()))
-        self._remember(count)
+            self.context.partials.append(Partial(self._behind, self.stop, hidden[:left].clone()))
         self.done += count
 
 
@@ -176,13 +180,12 @@ class Block(Span):
         if self.store:
             self._slots = self.context.append(count)
         else:
-            self.context.discard()
-            self._slots = self.context.pool.take(count)
+            self._slots = self.context.borrow(count)
 
     def fill(self, rows: Rows, at: int, count: int) -> None:
         assert self._slots is not None
         stop = at + count
-        base = self.context.length - (count if self.store else 0)
+        base = self._behind = self.context.length - (count if self.store else 0)
         self._inputs(rows, at, count)
         self._table(rows, at, count)
         rows.slots[at:stop] = self._slots
@@ -198,45 +201,38 @@ class Block(Span):
             self._remember(count)
             self.context.reusable = False
         else:
-            self.context.pool.give(self._slots)
+            self.context.repay(self._slots)
         self._slots = None
         self.done += count
 
 
 @dataclass(eq=False)
 class Overwrite(Span):
-    """Rows for positions that the context already holds, from `first` on (or at `places`). Each
-    sees the first `visible` positions of the context, itself and its fellows included."""
+    """Rows for positions that the context already holds, at `places`. Each sees the first `visible`
+    positions of the context, itself and its fellows included."""
 
-    first: int = 0
     visible: int = 0
-    places: np.ndarray | None = None  # int32 positions, ascending, instead of `first`
+    places: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # ascending
 
     def reserve(self, count: int) -> None:
-        if self.places is None:
-            self.context.own(self.first, self.first + count)
-        else:
-            for place in self.places:
-                self.context.own(int(place), int(place) + 1)
+        self.context.reusable = False  # at once: it may be released with the pass under way
+        for place in self.places:
+            self.context.own(int(place), int(place) + 1)
 
     def fill(self, rows: Rows, at: int, count: int) -> None:
         stop = at + count
-        places = self.places
-        if places is None:
-            places = np.arange(self.first, self.first + count, dtype=np.int32)
         self._inputs(rows, at, count)
         self._table(rows, at, count)
-        rows.slots[at:stop] = self.context.table[places]
-        rows.positions[at:stop] = places
+        rows.slots[at:stop] = self.context.table[self.places]
+        rows.positions[at:stop] = self.places
         rows.prefix[at:stop] = self.visible
         rows.tail_start[at:stop] = 0
         rows.tail_length[at:stop] = 0
 
     def settle(self, hidden: torch.Tensor | None, count: int) -> None:
-        places = range(self.first, self.first + count) if self.places is None else self.places
-        for place, token in zip(places, self.tokens, strict=True):
-            self.context.tokens[place] = token
-        self.context.reusable = False
+        for place, token in zip(self.places, self.tokens, strict=True):
+            if place < len(self.context.tokens):  # else it was cut with the pass under way
+                self.context.tokens[place] = token
         self.done += count
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 from uuid import uuid4
@@ -11,15 +10,16 @@ from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from anydecode.engine.generation import Generation
+from anydecode.engine.request import Request
 from anydecode.server import logprobs
 from anydecode.server.errors import ApiError
-from anydecode.server.events import DONE, EventStream, data
+from anydecode.server.events import DONE, EventStream, compact, data
 from anydecode.server.options import engine_options
 from anydecode.server.parsers import Parser, ToolFormat
 from anydecode.server.prompts import conversation, with_tools
 from anydecode.server.protocol import ChatRequest
 from anydecode.server.run import Run
-from anydecode.server.service import Service, extension, usage
+from anydecode.server.service import Service, canvas, extension, usage
 from anydecode.server.tools import (
     chosen_tools,
     format_constraint,
@@ -106,6 +106,7 @@ class _Answer:
         self._parsers = [service.parser(prompt_end, tools) for _ in run.choices]
         self._calls = [0] * len(run.choices)
         self._noted = [0] * len(run.choices)
+        self._traced = [0] * len(run.choices)
 
     def whole(self, generations: list[Generation]) -> dict[str, Any]:
         """The answer of a request that did not ask for a stream."""
@@ -123,16 +124,24 @@ class _Answer:
             self.body.stream_options is not None and self.body.stream_options.include_usage
         )
         shared = {**head, "usage": None} if wants_usage else head
-        opening = json.dumps(shared, separators=(",", ":"))[:-1].encode()
-        live = set(range(len(self.run.choices)))
+        opening = compact(shared)[:-1].encode()
+        choices = self.run.choices  # the same throughout: a race of samples is not streamed
+        live = set(range(len(choices)))
         for index in sorted(live):
             yield _chunk(opening, index, {"role": "assistant", "content": ""}, None, None)
         while live:
             await self.run.news()
             for index in sorted(live):
-                ended = self._ended(index)
-                for delta, noted in self._deltas(index, ended):
+                request, number = choices[index]
+                ended = self._ended(request, number)
+                for delta, noted in self._deltas(index, request, number, ended):
                     yield _chunk(opening, index, delta, noted, None)
+                trace = request.jobs[number].sequence.trace
+                places, self._traced[index] = canvas(
+                    trace, self._traced[index], self.service.tokenizer
+                )
+                if places is not None:
+                    yield _chunk(opening, index, {}, None, None, {"anydecode": {"canvas": places}})
                 if ended:
                     live.discard(index)
                     if live or not self.run.done:
@@ -171,16 +180,16 @@ class _Answer:
             "finish_reason": self._reason(index),
         }
 
-    def _ended(self, index: int) -> bool:
-        request, number = self.run.choices[index]
+    def _ended(self, request: Request, number: int) -> bool:
         job = request.jobs[number]
         if job.done and job.error is not None:
             request.generation()  # raises what ended it
         return job.done
 
-    def _deltas(self, index: int, ended: bool) -> list[tuple[dict[str, Any], Any]]:
+    def _deltas(
+        self, index: int, request: Request, number: int, ended: bool
+    ) -> list[tuple[dict[str, Any], Any]]:
         """What has come since the last time."""
-        request, number = self.run.choices[index]
         parser: Parser = self._parsers[index]
         deltas: list[dict[str, Any]] = []
         for kind, value in parser.push(request.take_text(number), final=ended):
@@ -212,6 +221,9 @@ class _Answer:
         return "tool_calls" if self._calls[index] and reason == "stop" else reason
 
 
+_PLAIN_END = b'},"logprobs":null,"finish_reason":null}]}\n\n'
+
+
 def _chunk(
     opening: bytes,
     index: int,
@@ -220,6 +232,12 @@ def _chunk(
     reason: str | None,
     further: dict[str, Any] | None = None,
 ) -> bytes:
+    plain = noted is None and reason is None and further is None
+    if plain and len(delta) == 1 and "content" in delta:
+        # Nearly every token: only its text needs an encoder.
+        text = compact(delta["content"]).encode()
+        place = b',"choices":[{"index":%d,"delta":{"content":' % index
+        return b"data: " + opening + place + text + _PLAIN_END
     choice = {"index": index, "delta": delta, "logprobs": noted, "finish_reason": reason}
-    body = json.dumps({"choices": [choice], **(further or {})}, separators=(",", ":"))
+    body = compact({"choices": [choice], **(further or {})})
     return b"data: " + opening + b"," + body[1:].encode() + b"\n\n"

@@ -15,7 +15,7 @@ from anydecode.server.options import engine_options
 from anydecode.server.prompts import prompt_list
 from anydecode.server.protocol import CompletionRequest
 from anydecode.server.run import Run
-from anydecode.server.service import Service, extension, usage
+from anydecode.server.service import Service, canvas, extension, usage
 from anydecode.server.tools import format_constraint, format_schema
 
 #: OpenAI's own limit where a request names none.
@@ -53,6 +53,7 @@ class _Answer:
         self.run = run
         self._noted = [0] * len(run.choices)
         self._length = [0] * len(run.choices)
+        self._traced = [0] * len(run.choices)
 
     def whole(self, generations: list[Generation]) -> dict[str, Any]:
         """The answer of a request that did not ask for a stream."""
@@ -88,17 +89,21 @@ class _Answer:
                 echoes[index] = ""
                 notes = self._notes(index) if text or ended else None
                 reason = self._reason(index) if ended else None
-                further: dict[str, Any] = {}
+                places, self._traced[index] = canvas(
+                    job.sequence.trace, self._traced[index], self.service.tokenizer
+                )
+                further: dict[str, Any] = {} if places is None else {"canvas": places}
                 if ended:
                     live.discard(index)
                     if not live:
                         told = extension(
                             self.run.generations(), self.service.tokenizer, self.body.trace
                         )
-                        further = {"anydecode": told}
-                if text or ended:
+                        further |= told
+                if text or ended or further:
                     choice = self._choice(index, text, notes, reason)
-                    yield data({**shared, "choices": [choice], **further})
+                    told = {"anydecode": further} if further else {}
+                    yield data({**shared, "choices": [choice], **told})
         if wants_usage:
             yield data({**head, "choices": [], "usage": usage(self.run)})
         yield DONE

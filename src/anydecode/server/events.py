@@ -24,10 +24,13 @@ _HEAD = {
     ],
 }
 
+#: A value as JSON without spaces. One encoder for all: making one costs more than most events.
+compact = json.JSONEncoder(separators=(",", ":")).encode
+
 
 def data(value: Any) -> bytes:
     """One event."""
-    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + compact(value).encode() + b"\n\n"
 
 
 class EventStream(Response):
@@ -57,11 +60,25 @@ class EventStream(Response):
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
+        sending: float | None = None  # since when
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            """One timer for the whole stream: it moves to where the sending would have stalled."""
+            nonlocal timer
+            now = loop.time()
+            due = (now if sending is None else sending) + self._stall
+            if due > now:
+                timer = loop.call_at(due, look)
+            else:
+                task.cancel()
+
+        timer = loop.call_later(self._stall, look)
         try:
             async for chunk in self._chunks:
-                timer = loop.call_later(self._stall, task.cancel)
+                sending = loop.time()
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                timer.cancel()
+                sending = None
         except Exception as error:
             told = api_error(error)
             if told.status >= 500:
@@ -69,4 +86,6 @@ class EventStream(Response):
             await send(
                 {"type": "http.response.body", "body": data(told.to_dict()), "more_body": True}
             )
+        finally:
+            timer.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

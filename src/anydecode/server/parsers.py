@@ -83,6 +83,9 @@ class Splitter:
 
     def push(self, text: str, final: bool = False) -> Iterator[tuple[bool, str, bool]]:
         """(whether inside, text, whether a tag ended this stretch), in order."""
+        if text and not self._held and self._tags[self.inside][:1] not in text:
+            yield self.inside, text, False  # nothing here can begin a tag, as nearly always
+            return
         self._held += text
         while True:
             tag = self._tags[self.inside]

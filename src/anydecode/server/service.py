@@ -144,6 +144,19 @@ def extension(
     return told
 
 
+def canvas(
+    trace: list[dict[str, Any]] | None, seen: int, tokenizer: Any
+) -> tuple[list[str | None] | None, int]:
+    """The canvas as the last pass of `trace` left it, place by place: a token's text, or None for a
+    mask; None altogether where no pass has come behind the first `seen`, or none has a canvas. And
+    how many passes there are now."""
+    count = len(trace or ())
+    if trace is None or count <= seen or "canvas" not in trace[count - 1]:
+        return None, count
+    places = trace[count - 1]["canvas"]
+    return [None if token < 0 else tokenizer.decode([token]) for token in places], count
+
+
 def rounds(trace: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
     """A trace as plain JSON, with the text of its tokens."""
     from anydecode.cli.output import to_plain

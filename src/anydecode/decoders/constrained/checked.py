@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from anydecode.constraints.closing import closing_tokens
-from anydecode.constraints.constraint import Constraint, Watch
+from anydecode.constraints.constraint import Constraint, ConstraintState, Watch
+from anydecode.constraints.steering import Steered
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
-from anydecode.sampling.constrained import ConstraintState, constraint_of
+from anydecode.sampling.constrained import Constrained, constraint_of
 from anydecode.sampling.policy import Policy
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Listener, Sequence
@@ -88,20 +89,25 @@ class _Hold:
         return self._watch.end() if self._outer.stops_at(token) else self._watch.push(token)
 
 
-class _Without:
+class _Without(ConstraintState):
     """A constraint's state that does not allow some tokens next."""
 
-    def __init__(self, inner: ConstraintState, banned: Seq[int]) -> None:
+    def __init__(self, inner: ConstraintState, banned: Seq[int], ahead: int = 0) -> None:
         self.inner = inner
         self.banned = list(banned)
+        self.ahead = ahead  # tokens behind the place of the ban
 
     @property
     def may_stop(self) -> bool:
-        return bool(getattr(self.inner, "may_stop", True))
+        return self.inner.may_stop
+
+    @property
+    def finished(self) -> bool:
+        return self.inner.finished
 
     def mask(self) -> np.ndarray | None:
         mask = self.inner.mask()
-        if not self.banned or mask is None:
+        if self.ahead or mask is None:
             return mask
         left: np.ndarray = mask.copy()
         left[self.banned] = False
@@ -109,10 +115,20 @@ class _Without:
 
     def advance(self, token: int) -> None:
         self.inner.advance(token)
-        self.banned = []
+        self.ahead += 1
 
-    def fork(self) -> ConstraintState:
-        return _Without(self.inner.fork(), self.banned) if self.banned else self.inner.fork()
+    def rollback(self, count: int) -> None:
+        self.inner.rollback(count)
+        self.ahead -= count
+
+    def fork(self) -> _Without:
+        return _Without(self.inner.fork(), self.banned, self.ahead)
+
+    def forced(self) -> list[int]:
+        return self.inner.forced() if self.ahead else []
+
+    def prepare(self) -> None:
+        self.inner.prepare()
 
 
 class Checked(Decoder):
@@ -189,12 +205,13 @@ class Checked(Decoder):
         if part is not None and trials.narrowed:
             narrower = self.constraint.narrowed(trials.narrowed - 1)
             assert narrower is not None
-            part.state = narrower.start(self.tokenizer, self.vocab_size)
+            _replace(part, narrower.start(self.tokenizer, self.vocab_size))
         for token in trials.kept:
             policy.advance(token)
         banned = trials.banned.get(len(trials.kept))
         if part is not None and banned:
-            part.state = _Without(part.state, banned)
+            inner: Any = getattr(part.state, "inner", part.state)
+            _replace(part, _Without(inner, banned))
         return policy
 
     def _retry(self, sequence: Sequence, trials: Trials, branch: Sequence, hold: _Hold) -> bool:
@@ -211,7 +228,8 @@ class Checked(Decoder):
             )
         assert hold.wrong is not None
         said = hold.tokens
-        if trials.tries * 2 > self.tries and self._narrow(trials, hold):
+        late = trials.tries * 2 > self.tries or _is_steered(branch)  # as long as it may get
+        if late and self._narrow(trials, hold):
             return True
         greedy = sequence.policy.is_greedy or not self.inner.samples
         seen = trials.seen[hold.wrong] = trials.seen.get(hold.wrong, 0) + 1
@@ -286,6 +304,17 @@ class Checked(Decoder):
             sequence.logprobs[first : first + taken] = notes
 
 
+def _replace(part: Constrained, state: ConstraintState) -> None:
+    """Keep to `state` from here on, steered to an end as before."""
+    part.state = part.state.over(state) if isinstance(part.state, Steered) else state
+
+
+def _is_steered(sequence: Sequence) -> bool:
+    """Whether the answer has taken the short way to its end."""
+    part = constraint_of(sequence.policy)
+    return part is not None and bool(getattr(part.state, "steered", False))
+
+
 def checked(
     decoder: Decoder, constraint: Constraint | None, tokenizer: Tokenizer, vocab_size: int
 ) -> Decoder:
@@ -304,6 +333,7 @@ def outcome(constraint: Constraint, sequence: Sequence) -> dict[str, Any]:
     return {
         **constraint.report().to_dict(),
         "complete": whole and sequence.finish_reason == "stop",
+        "steered": _is_steered(sequence),
         "tries": trials.tries,
         "narrowed": bool(trials.narrowed),
         "discarded": trials.discarded,

@@ -52,6 +52,13 @@ class CachePolicy(ABC):
         """What must be kept first, in the same pass. `opening`: this pass opens a block."""
         return []
 
+    def renew(
+        self, canvas: Canvas, context: Context, region: tuple[int, int], opening: bool
+    ) -> Lay | None:
+        """All rows of a pass that computes what is kept anew, and predicts `region` besides; None
+        where the next pass is no such pass."""
+        return None
+
     def spans(
         self,
         canvas: Canvas,
@@ -63,6 +70,12 @@ class CachePolicy(ABC):
     ) -> list[Span]:
         """All rows of a pass; those that answer stand last, one span for each of `canvases`
         (default: the canvas itself)."""
+        anew = self.renew(canvas, context, region, opening)
+        if anew is not None:
+            if canvases is not None:
+                raise ValueError("a pass that renews what is kept looks at one canvas")
+            anew.inputs = embed(anew.places)
+            return [anew]
         spans = self.before(canvas, context, region, opening)
         for tokens in [canvas.tokens] if canvases is None else canvases:
             span = self.look(canvas, context, tokens, region)
@@ -97,25 +110,21 @@ class DualCache(CachePolicy):
         """The rows of a pass that opens no block."""
         return canvas.slice(*region)
 
-    def spans(
-        self,
-        canvas: Canvas,
-        context: Context,
-        region: tuple[int, int],
-        opening: bool,
-        embed: Embed,
-        canvases: list[np.ndarray] | None = None,
-    ) -> list[Span]:
+    def renew(
+        self, canvas: Canvas, context: Context, region: tuple[int, int], opening: bool
+    ) -> Lay | None:
         if not opening:
-            if canvas.block is not None:  # computed in every pass from here on: nobody sees these
-                context.evict(self.slice(canvas, canvas.block).tolist())
-            return super().spans(canvas, context, region, opening, embed, canvases)
-        if canvases is not None:
-            raise ValueError("several canvases cannot open a block together")
-        every = np.arange(len(canvas), dtype=np.int32)
-        span = rows(canvas, context, canvas.tokens, every)
-        span.keep, span.inputs = True, embed(every)
-        return [span]
+            return None
+        span = rows(canvas, context, canvas.tokens, np.arange(len(canvas), dtype=np.int32))
+        span.keep = True
+        return span
+
+    def before(
+        self, canvas: Canvas, context: Context, region: tuple[int, int], opening: bool
+    ) -> list[Span]:
+        if canvas.block is not None:  # computed in every pass from here on: nobody sees these
+            context.evict(self.slice(canvas, canvas.block).tolist())
+        return []
 
     def look(
         self, canvas: Canvas, context: Context, tokens: np.ndarray, region: tuple[int, int]
@@ -150,8 +159,9 @@ class BlockCausalCache(CachePolicy):
         spans: list[Span] = []
         for start in range(context.length, region[0] // size * size, size):
             places = np.arange(start, start + size, dtype=np.int32)
-            spans.append(rows(canvas, context, canvas.tokens, places))
-            spans[-1].keep = True  # type: ignore[attr-defined]
+            span = rows(canvas, context, canvas.tokens, places)
+            span.keep = True
+            spans.append(span)
         return spans
 
     def look(

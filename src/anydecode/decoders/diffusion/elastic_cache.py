@@ -57,6 +57,7 @@ class ElasticDenoiser(Denoiser):
         every = np.arange(len(canvas), dtype=np.int32)
         masks = canvas.masked(canvas.frontier, self.blocks.window(canvas))
         held = canvas.memory.get("elastic")
+        known: list[np.ndarray] = []
         if held is None or len(canvas) != held["states"].shape[1]:
             places, since = every, 0
             states = yield from self._run(sequence, canvas, every)
@@ -66,7 +67,7 @@ class ElasticDenoiser(Denoiser):
             last = np.flatnonzero(canvas.committed == canvas.step - 1)
             places = np.unique(np.concatenate([masks, masks - canvas.shift, last, held["tracked"]]))
             fresh = yield from self._run(sequence, canvas, places)
-            since = self._drifted(sequence, canvas, places, fresh)
+            since, known = self._drifted(sequence, canvas, places, fresh)
             states = held["states"]
             if since < depth:
                 inputs = states[since].clone()
@@ -77,7 +78,7 @@ class ElasticDenoiser(Denoiser):
             canvas.meter.note("slice", len(places))
         if since < depth:
             canvas.meter.note("full", len(every))
-        tracked, attention = self._track(sequence, canvas, masks, states)
+        tracked, attention = self._track(sequence, canvas, masks, states, known)
         canvas.memory["elastic"] = {
             "states": states,
             "tracked": tracked,
@@ -137,29 +138,42 @@ class ElasticDenoiser(Denoiser):
 
     def _drifted(
         self, sequence: Sequence, canvas: Canvas, places: np.ndarray, fresh: torch.Tensor
-    ) -> int:
-        """The layer behind the first one in which the tracked token looks elsewhere than before."""
+    ) -> tuple[int, list[np.ndarray]]:
+        """The layer behind the first one in which the tracked token looks elsewhere than before,
+        and what the tracked tokens of all layers before it look at now."""
         held = canvas.memory["elastic"]
-        for layer, (place, before) in enumerate(
-            zip(held["tracked"], held["attention"], strict=True)
-        ):
+        known: list[np.ndarray] = []
+        for place, before in zip(held["tracked"], held["attention"], strict=True):
+            layer = len(known)
             state = fresh[layer, np.searchsorted(places, place)][None]
             now = self._attention(sequence, canvas, layer, np.array([place]), state)[0]
+            known.append(now)
             if now @ before < self.drift * np.linalg.norm(now) * np.linalg.norm(before):
-                return layer + 1
-        return len(held["tracked"])
+                break
+        return len(known), known
 
     def _track(
-        self, sequence: Sequence, canvas: Canvas, masks: np.ndarray, states: torch.Tensor
+        self,
+        sequence: Sequence,
+        canvas: Canvas,
+        masks: np.ndarray,
+        states: torch.Tensor,
+        known: list[np.ndarray],
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Per layer the token that the masks look at most, and what that token looks at."""
+        """Per layer the token that the masks look at most, and what that token looks at: `known`,
+        in the first layers, of the token tracked before."""
         told = canvas.tokens != canvas.mask
+        before = canvas.memory["elastic"]["tracked"] if known else ()
         tracked, attention = [], []
         for layer, state in enumerate(states[:-1]):
             seen = self._attention(sequence, canvas, layer, masks, state[masks]).sum(0)
-            place = np.array([np.where(told, seen, -1.0).argmax()])
-            tracked.append(int(place[0]))
-            attention.append(self._attention(sequence, canvas, layer, place, state[place])[0])
+            place = int(np.where(told, seen, -1.0).argmax())
+            tracked.append(place)
+            if layer < len(known) and place == before[layer]:
+                attention.append(known[layer])
+                continue
+            at = np.array([place])
+            attention.append(self._attention(sequence, canvas, layer, at, state[at])[0])
         return np.array(tracked), attention
 
     @staticmethod

@@ -36,8 +36,7 @@ class Lay(Span):
     def reserve(self, count: int) -> None:
         context = self.context
         if not self.keep:
-            context.discard()
-            self._slots = context.pool.take(count)
+            self._slots = context.borrow(count)
             return
         held = context.length
         old = self.places[self.places < held]
@@ -72,7 +71,7 @@ class Lay(Span):
 
     def settle(self, hidden: torch.Tensor | None, count: int) -> None:
         if self._slots is not None:
-            self.context.pool.give(self._slots)
+            self.context.repay(self._slots)
             self._slots = None
         else:
             self.context.reusable = False
@@ -93,8 +92,7 @@ class Ahead(Span):
     _slots: np.ndarray | None = field(default=None, init=False)
 
     def reserve(self, count: int) -> None:
-        self.context.discard()
-        self._slots = self.context.pool.take(count)
+        self._slots = self.context.borrow(count)
 
     def fill(self, rows: Rows, at: int, count: int) -> None:
         assert self._slots is not None
@@ -110,7 +108,7 @@ class Ahead(Span):
 
     def settle(self, hidden: torch.Tensor | None, count: int) -> None:
         assert self._slots is not None
-        self.context.pool.give(self._slots)
+        self.context.repay(self._slots)
         self._slots = None
         self.done += count
 

@@ -82,7 +82,10 @@ def sdar(
         summary="Blocks over an exact cache; in a block, one mask at a time in random order.",
         needs=("block-diffusion model",),
         works_with=_WORKS_WITH,
-        deviations=(*_BLOCKS, "models without time input only, whose passes need no clock"),
+        deviations=(
+            *_BLOCKS,
+            "models only that are told no time, or always the same, as the published ones are",
+        ),
     )
 )
 def bd3_lm(block: int | None = None, mask: int | None = None) -> Denoiser:

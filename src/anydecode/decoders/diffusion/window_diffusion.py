@@ -8,9 +8,10 @@ import numpy as np
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.diffusion.blocks import BlockPolicy
-from anydecode.decoders.diffusion.caches import DualCache, Embed, rows
+from anydecode.decoders.diffusion.caches import CachePolicy, rows
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.lays import Lay
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import ranking
 from anydecode.decoders.diffusion.stops import EndOfText
@@ -22,10 +23,12 @@ from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.span import Span
 
 
-class Windowed(DualCache):
+class Windowed(CachePolicy):
     """Every `cycle` steps, and behind a cut, all rows up to the end of a window of `window` masks
     are computed and kept; between, the `active` first masks and what was written since. The window
     and the active masks are chosen anew in every pass."""
+
+    replays = True
 
     def __init__(self, window: int, active: int, cycle: int) -> None:
         if not 1 <= active <= window or cycle < 1:
@@ -54,34 +57,32 @@ class Windowed(DualCache):
         return int(canvas.masks[: self.window][-1]) + 1
 
     def refreshed(self, canvas: Canvas, region: tuple[int, int]) -> None:
-        """The pass that `spans` asked for has run, and nothing is committed yet."""
+        """The pass that was asked for has run, and nothing is committed yet."""
         if self.is_stale(canvas, region):
             end = self.end(canvas)
             canvas.memory["window"] = {"step": canvas.step, "end": end, "length": len(canvas)}
 
-    def spans(
-        self,
-        canvas: Canvas,
-        context: Context,
-        region: tuple[int, int],
-        opening: bool,
-        embed: Embed,
-        canvases: list[np.ndarray] | None = None,
-    ) -> list[Span]:
-        if self.is_stale(canvas, region):
-            end = self.end(canvas)
-            context.truncate(min(context.length, end))
-            places = np.arange(end, dtype=np.int32)
-            span = rows(canvas, context, canvas.tokens, places)
-            span.visible, span.keep = np.full(end, end, np.int32), True
-            return [span]
+    def renew(
+        self, canvas: Canvas, context: Context, region: tuple[int, int], opening: bool
+    ) -> Lay | None:
+        if not self.is_stale(canvas, region):
+            return None
+        end = self.end(canvas)
+        context.truncate(min(context.length, end))
+        span = rows(canvas, context, canvas.tokens, np.arange(end, dtype=np.int32))
+        span.visible, span.keep = np.full(end, end, np.int32), True
+        return span
+
+    def look(
+        self, canvas: Canvas, context: Context, tokens: np.ndarray, region: tuple[int, int]
+    ) -> Span:
         held = canvas.memory["window"]
         end = held["end"]
         fresh = np.flatnonzero(canvas.committed[:end] >= held["step"])
         places = np.union1d(fresh, canvas.slice(*region)).astype(np.int32)
-        span = rows(canvas, context, canvas.tokens, places)
+        span = rows(canvas, context, tokens, places)
         span.visible = np.full(len(places), end, np.int32)
-        return [span]
+        return span
 
 
 class WindowedDenoiser(Denoiser):

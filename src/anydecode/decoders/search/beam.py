@@ -3,6 +3,7 @@ form `sum / length ** penalty` that most libraries use)."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from anydecode.catalogue import Card, register
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError
+from anydecode.sampling.candidates import Distribution
 from anydecode.sampling.policy import Policy
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -81,7 +83,7 @@ class Beam(Decoder):
         return _Beam(branch, total)
 
     def _worth(self, total: float, length: int) -> float:
-        return total / max(1, length) ** self.penalty
+        return total / math.pow(max(1, length), self.penalty)
 
     def _settled(
         self, beams: list[_Beam], finished: list[tuple[float, list[int]]], depth: int, limit: int
@@ -95,7 +97,9 @@ class Beam(Decoder):
         best = max(self._worth(beam.total, horizon) for beam in beams)
         return best <= min(worth for worth, _ in finished)
 
-    def _expand(self, beams: list[_Beam], distributions: list) -> list[tuple[float, int, int]]:
+    def _expand(
+        self, beams: list[_Beam], distributions: list[Distribution]
+    ) -> list[tuple[float, int, int]]:
         """The best 2 x width continuations as (total, beam, token)."""
         found: list[tuple[float, int, int]] = []
         for number, (beam, distribution) in enumerate(zip(beams, distributions, strict=True)):

@@ -1,16 +1,18 @@
 """The default decoder: drafts where drafting pays, and is plain decoding where it does not.
 
 It keeps score of what repetitions of the text (and of earlier answers) would have predicted, by how
-long the match was, whether they were drafted or not. From these rates and the measured cost of a
-pass it chooses, before every pass, the draft that says most tokens per second: none, a chain or a
-tree. The objective is the goodput of Liu et al., SmartSpec, arXiv:2406.14066. What a constraint
-forces is drafted first, since it is sure to come.
+long the match was, and of what the model itself thought likeliest when it last scored the same
+tokens, whether they were drafted or not. From these rates and the measured cost of a pass it
+chooses, before every pass, the draft that says most tokens per second: none, a chain or a tree. The
+objective is the goodput of Liu et al., SmartSpec, arXiv:2406.14066. What a constraint forces is
+drafted first, since it is sure to come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from heapq import heappop, heappush
 from math import sqrt
 from time import perf_counter
 
@@ -19,7 +21,8 @@ from anydecode.constraints.drafts import constraint_state, pruned
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.acceptance import TokenExact
 from anydecode.decoders.speculative.copies import BREAK, Corpus, Follower
-from anydecode.decoders.speculative.core import verified
+from anydecode.decoders.speculative.core import Round, verified
+from anydecode.decoders.speculative.successors import WIDTH, Successors
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.cost import Pace, guessed
 from anydecode.scoring.score import Decoding
@@ -38,6 +41,11 @@ PRIORS = {
     True: (0.25, 0.53, 0.65, 0.72, 0.79, 0.85, 0.91, 0.97),
     False: (0.18, 0.4, 0.55, 0.57, 0.68, 0.76, 0.85, 0.9),
 }
+#: The same for the successors the model thought likeliest: of a pair of tokens, then of one.
+SUCCESSOR_PRIORS = {
+    True: (0.6, 0.08, 0.04, 0.4, 0.09, 0.05),
+    False: (0.45, 0.12, 0.06, 0.18, 0.1, 0.05),
+}
 PRIOR_WEIGHT = 8.0
 #: Guesses older than about this many count no more.
 MEMORY = 60.0
@@ -54,35 +62,34 @@ def class_of(length: int) -> int:
 
 
 class Rates:
-    """How often guesses came true, by class of match length; old ones fade."""
+    """How often guesses came true, by kind; old ones fade."""
 
-    def __init__(self, prior: Iterable[float] = PRIORS[True], weight: float = PRIOR_WEIGHT) -> None:
+    def __init__(self, prior: Iterable[float], weight: float = PRIOR_WEIGHT) -> None:
         self.hits = [share * weight for share in prior]
         self.tries = [weight] * len(self.hits)
-        self._bounds = [self._bound(index) for index in range(len(self.hits))]
+        self._bounds = [self._bound(kind) for kind in range(len(self.hits))]
 
-    def __getitem__(self, length: int) -> float:
-        """What the rate behind a match of `length` tokens is at least, more likely than not:
-        `CAUTION` standard errors below what was seen."""
-        return self._bounds[_CLASS[length] if length < CLASSES[-1] else -1]
+    def __getitem__(self, kind: int) -> float:
+        """What the rate of a kind is at least, more likely than not: `CAUTION` standard errors
+        below what was seen."""
+        return self._bounds[kind]
 
-    def note(self, length: int, hit: bool) -> None:
-        """A guess behind a match of `length` tokens came true, or did not."""
-        index = class_of(length)
-        if self.tries[index] >= MEMORY:
-            self.hits[index] *= 1 - 1 / MEMORY
-            self.tries[index] -= 1
-        self.hits[index] += hit
-        self.tries[index] += 1
-        self._bounds[index] = self._bound(index)
+    def note(self, kind: int, hit: bool) -> None:
+        """A guess came true, or did not."""
+        if self.tries[kind] >= MEMORY:
+            self.hits[kind] *= 1 - 1 / MEMORY
+            self.tries[kind] -= 1
+        self.hits[kind] += hit
+        self.tries[kind] += 1
+        self._bounds[kind] = self._bound(kind)
 
     def shares(self) -> list[float]:
-        """The rate of every class."""
+        """The rate of every kind."""
         return [hits / tries for hits, tries in zip(self.hits, self.tries, strict=True)]
 
-    def _bound(self, index: int) -> float:
-        tries = self.tries[index]
-        rate = self.hits[index] / tries
+    def _bound(self, kind: int) -> float:
+        tries = self.tries[kind]
+        rate = self.hits[kind] / tries
         return rate - CAUTION * sqrt(max(rate * (1 - rate), 0.0) / tries)
 
 
@@ -94,11 +101,10 @@ class Source:
         self.follower = Follower(corpus)
         self.rates = rates
 
-    @property
-    def chance(self) -> float:
-        """That the next guess is right; 0 where there is none."""
+    def chance(self, ahead: int = 0) -> float:
+        """That the guess `ahead` tokens on is right if all before it are; 0 without a match."""
         length = self.follower.length
-        return self.rates[length] if length else 0.0
+        return self.rates[class_of(length + ahead)] if length else 0.0
 
     def read(self, text: list[int], scored: bool) -> None:
         """The text has gone on, to `text`; `scored` tells whether a model said the last token."""
@@ -106,15 +112,7 @@ class Source:
         length, at = follower.length, follower.at
         follower.step(text)
         if scored and length and (guess := follower.corpus.tokens[at]) != BREAK:
-            self.rates.note(length, guess == text[-1])
-
-    def draft(self, count: int) -> Iterator[tuple[int, float]]:
-        """Up to `count` tokens, each with the chance that it and all before it are right."""
-        chance, length = 1.0, self.follower.length
-        for token in self.follower.chain(count):
-            chance *= self.rates[length]
-            length += 1
-            yield token, chance
+            self.rates.note(class_of(length), guess == text[-1])
 
     def ahead(self, text: list[int], tokens: list[int]) -> Source:
         """This source once `text` has gone on with `tokens`."""
@@ -123,28 +121,80 @@ class Source:
         return other
 
 
-def merged(sources: list[Source], count: int, least: float, forced: Seq[int] = ()) -> TokenTree:
-    """What is `forced`, and behind it everything the sources propose, in one tree, the surest
-    source first. `probabilities` holds each node's chance. Where sources part, the later one gets
-    what the earlier one's doubt leaves."""
+class Guesser:
+    """Guesses what the model will say, by what it thought likeliest when it last scored the same
+    tokens."""
+
+    def __init__(self, known: Successors, rates: Rates) -> None:
+        self.known = known
+        self.rates = rates
+
+    def guesses(self, before: int, last: int) -> list[tuple[int, float]]:
+        """Tokens that may follow, the likeliest first, each with its chance."""
+        first, found = self.known.find(before, last)
+        return [(token, self.rates[first + rank]) for rank, token in enumerate(found)]
+
+    def read(self, before: int, last: int, token: int) -> None:
+        """The model said `token` behind `last`."""
+        for kind, hit in self.known.notes(before, last, token):
+            self.rates.note(kind, hit)
+
+
+def grown(
+    text: Seq[int],
+    sources: Seq[Source],
+    guesser: Guesser,
+    count: int,
+    least: float,
+    forced: Seq[int] = (),
+) -> TokenTree:
+    """What is `forced`, and behind it up to `count` nodes that sources and guesser propose, the
+    likeliest first, none below `least`. `probabilities` holds each node's chance. Where proposals
+    part, the less sure one gets what the surer one's doubt leaves."""
     tree = TokenTree.chain(forced, sources=["constraint"] * len(forced))
     chances = [1.0] * len(forced)
-    last = len(forced) - 1
-    for source in sorted(sources, key=lambda source: -source.chance):
-        node, doubt = last, 1.0
-        for token, chance in source.draft(count):
-            child = tree.child(node, token)
-            if child is None:
-                taken = max((chances[c] for c in tree.children(node)), default=0.0)
-                above = chances[node] if node != ROOT else 1.0
-                doubt *= 1 - taken / above
-                if chance * doubt < least:
-                    break
-                child = tree.add(token, node)
-                chances.append(chance * doubt)
-                assert tree.sources is not None
-                tree.sources.append(source.name)
-            node = child
+    chains = [source.follower.chain(count) for source in sources]
+    queue: list[tuple[float, int, int, int, int, str, list[int]]] = []
+    order = 0
+
+    def propose(
+        node: int, chance: float, before: int, last: int, depth: int, kept: list[int]
+    ) -> None:
+        nonlocal order
+        offers: list[tuple[str, list[tuple[int, float]]]] = [
+            (sources[i].name, [(chains[i][depth], sources[i].chance(depth))])
+            for i in kept
+            if depth < len(chains[i])
+        ]
+        guesses = guesser.guesses(before, last)
+        if guesses:
+            offers.append(("recycled", guesses))
+        left, seen = 1.0, set()
+        for name, options in sorted(offers, key=lambda offer: -offer[1][0][1]):
+            doubt = left
+            for token, share in options:
+                if token in seen:
+                    continue
+                seen.add(token)
+                left -= share * doubt
+                if chance * share * doubt >= least:
+                    order += 1
+                    entry = (-chance * share * doubt, order, node, token, depth, name, kept)
+                    heappush(queue, entry)
+
+    tail = [*text[-2:], *forced]
+    before, last = (tail[-2], tail[-1]) if len(tail) > 1 else (BREAK, tail[-1])
+    propose(len(forced) - 1, 1.0, before, last, 0, list(range(len(sources))))
+    parents = {len(forced) - 1: last}
+    while queue and len(tree) < len(forced) + count:
+        chance, _, parent, token, depth, name, kept = heappop(queue)
+        node = tree.add(token, parent)
+        chances.append(-chance)
+        assert tree.sources is not None
+        tree.sources.append(name)
+        parents[node] = token
+        kept = [i for i in kept if depth < len(chains[i]) and chains[i][depth] == token]
+        propose(node, -chance, parents[parent], token, depth + 1, kept)
     tree.probabilities = dict(enumerate(chances))
     return tree
 
@@ -189,8 +239,9 @@ class _Session:
         self.sequence = sequence
         self.most = decoder.most
         self.own = Corpus()
-        own, past = decoder.rates[sequence.policy.is_greedy]
+        own, past, guessed = decoder.rates[sequence.policy.is_greedy]
         self.sources = [Source("copy", self.own, own)]
+        self.guesser = Guesser(decoder.successors, guessed)
         if len(decoder.past):
             self.sources.append(Source("past", decoder.past, past))
         self.pace: Pace = sequence.pace or _Unmeasured()
@@ -206,6 +257,8 @@ class _Session:
         """The text has gone on with `tokens`."""
         text, append = self.own.tokens, self.own.append
         for token in tokens:
+            if scored and len(text) > 1:
+                self.guesser.read(text[-2], text[-1], token)
             append(token)
             for source in self.sources:
                 source.read(text, scored)
@@ -222,7 +275,7 @@ class _Session:
         forced = state.forced()[:most] if state is not None else []
         # Where two drafts as likely as the best first one would not pay, none will: growing a
         # tree only to find that out is what would make `auto` slower than plain decoding.
-        best = 1.0 if forced else max([source.chance for source in self.sources])
+        best = 1.0 if forced else self._surest()
         if (others + 1 + 2 * best) * costs[0] < (others + 1) * (costs[1] + self.drafting):
             return _NOTHING
         began = perf_counter()
@@ -235,21 +288,37 @@ class _Session:
         self.drafting += 0.1 * (perf_counter() - began - self.drafting)
         return tree
 
+    def _surest(self) -> float:
+        """The chance of the likeliest next token."""
+        chances = [source.chance() for source in self.sources]
+        text = self.own.tokens
+        if len(text) > 1:
+            chances += [chance for _, chance in self.guesser.guesses(text[-2], text[-1])[:1]]
+        return max(chances)
+
+    def observe(self, round: Round, root: int) -> None:
+        """Every scored node teaches what follows it, accepted or not. The draft hung on the token
+        at `root` of the text."""
+        tree, text = round.tree, self.own.tokens
+        if root < 1 or len(round.scores) != len(tree) + 1:
+            return
+        learn = self.guesser.known.learn
+        best = round.scores.top(WIDTH)[0].tolist()
+        learn(text[root - 1], text[root], best[0])
+        for token, parent, likeliest in zip(tree.tokens, tree.parents, best[1:], strict=True):
+            learn(text[root] if parent == ROOT else tree.tokens[parent], token, likeliest)
+
     def _best(
         self, forced: list[int], sources: list[Source], costs: list[float], others: int
     ) -> TokenTree:
         """`forced` and what is worth drafting behind it."""
-        sources = [source for source in sources if source.chance >= LEAST_CHANCE]
+        sources = [source for source in sources if source.chance() >= LEAST_CHANCE]
         room = len(costs) - 1 - len(forced)
-        if len(sources) < 2 or len({source.follower.guess for source in sources}) == 1:
-            source = max(sources, key=lambda source: source.chance, default=None)
-            drafted = list(source.draft(room)) if source is not None else []
-            chances = [1.0] * len(forced) + [chance for _, chance in drafted]
-            count = best_count(chances, costs, others, self.drafting)
-            tokens = (forced + [token for token, _ in drafted])[:count]
-            names = ["constraint"] * len(forced) + [source.name if source else ""] * len(drafted)
-            return TokenTree.chain(tokens, sources=names[:count])
-        tree = merged(sources, room, LEAST_CHANCE, forced)
+        # A draft less likely than the cheapest row's share of a pass can pay for no row.
+        said = (others + 1) / costs[0]
+        least = min((cost - costs[0]) / n for n, cost in enumerate(costs) if n) * said
+        least = max(least, LEAST_CHANCE)
+        tree = grown(self.own.tokens, sources, self.guesser, room, least, forced)
         return part(tree, best_part(tree, costs, others, self.drafting))
 
     def _passes(self, others: int) -> list[float]:
@@ -313,7 +382,11 @@ class Auto(Decoder):
     def clear(self) -> None:
         """Forget everything learned from earlier requests."""
         self.past = Corpus()
-        self.rates = {greedy: (Rates(prior), Rates(prior)) for greedy, prior in PRIORS.items()}
+        self.successors = Successors()
+        self.rates = {
+            greedy: (Rates(prior), Rates(prior), Rates(SUCCESSOR_PRIORS[greedy]))
+            for greedy, prior in PRIORS.items()
+        }
 
     def prepare(self, sequence: Sequence) -> None:
         """Nothing is refused: where drafts cannot help there are none. Has the costs of passes
@@ -330,12 +403,16 @@ class Auto(Decoder):
             drafted = perf_counter() - began
             round = yield from verified(sequence, tree, self.acceptance, drafted)
             session.timed(rows, round.verify_seconds)
+            root = len(session.own) - 1
             session.read(sequence.tokens[known:])
+            session.observe(round, root)
         self._learn(sequence.tokens)
 
     def _learn(self, answer: list[int]) -> None:
         if len(self.past) + len(answer) >= self.memory:
             self.past = Corpus()
+        if len(self.successors) >= self.memory:
+            self.successors = Successors()
         if len(answer) < self.memory:
             for token in [*answer, BREAK]:
                 self.past.append(token)

@@ -92,13 +92,13 @@ def auto() -> Iterator[Check]:
             honest = not follower.length or here == text[-follower.length :]
             wrong += not honest or follower.length < matched(text)
     yield Check("follows a match as long as the longest there is", wrong == 0)
-    rates = Rates(weight=2.0)
+    rates = Rates(PRIORS[True], weight=2.0)
     for hit in (True, True, False, True):
-        rates.note(1, hit)
+        rates.note(0, hit)
     rate = (2 * PRIORS[True][0] + 3) / 6
     bound = rate - CAUTION * (rate * (1 - rate) / 6) ** 0.5
-    yield Check("rates and their lower bounds by hand", abs(rates[1] - bound) < 1e-12)
-    yield Check("other classes stay", rates.shares()[1:] == list(PRIORS[True][1:]))
+    yield Check("rates and their lower bounds by hand", abs(rates[0] - bound) < 1e-12)
+    yield Check("other kinds stay", rates.shares()[1:] == list(PRIORS[True][1:]))
     yield from _choices(random)
     yield Check("drafts are kept where rows are cheap", passes(lambda n: 1 + 0.02 * n) <= 20)
     yield Check("none where every row costs a pass", passes(lambda n: float(n)) == 60)

@@ -16,6 +16,7 @@ from anydecode.decoders.diffusion.unmasking import Threshold, ThresholdElse
 from anydecode.evaluation.certify import Check, measure, mechanism
 from anydecode.evaluation.denoising import (
     PROMPT,
+    SURE,
     Board,
     Moment,
     Rule,
@@ -41,7 +42,7 @@ SCORES: dict[str, Callable[[Moment, int], float]] = {
     "entropy": lambda m, i: -nats(m.found[i]),
 }
 #: Confidences around one half, and close to one.
-VAGUE, SURE = dense(spread=4.0), dense(spread=9.0)
+VAGUE = dense(spread=4.0)
 
 
 def order(m: Moment, name: str) -> list[int]:

@@ -22,8 +22,8 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 330, 250, 48, 46, 40
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """A table of all methods by kind of task, where "fewer" compares passes with those of the first
-    method; then accuracy and passes by task."""
+    """A table of all methods by kind of task, where "fewer" and "faster" compare passes and seconds
+    with those of the first method; then accuracy and passes by task."""
     from rich.console import Console
 
     console, machine = Console(), report["machine"]
@@ -37,10 +37,10 @@ def print_report(report: dict[str, Any]) -> None:
     table = Table(box=None)
     for name in ("method", "tasks"):
         table.add_column(name, no_wrap=True)
-    heads = ("accuracy", "strict", "passes", "fewer", "passes/token", "rows", "ms")
+    heads = ("accuracy", "strict", "passes", "fewer", "passes/token", "rows", "ms", "faster")
     for name in heads:
         table.add_column(name, justify="right")
-    first = {line["kind"]: line["passes"] for line in reversed(report["overall"])}
+    first = {line["kind"]: line for line in reversed(report["overall"])}
     for line in report["overall"]:
         table.add_row(
             line["method"],
@@ -48,10 +48,11 @@ def print_report(report: dict[str, Any]) -> None:
             f"{line['accuracy']:.3f}",
             f"{line['strict']:.3f}",
             f"{line['passes']:.2f}",
-            f"{first[line['kind']] / line['passes']:.2f}x",
+            f"{first[line['kind']]['passes'] / line['passes']:.2f}x",
             f"{line['passes_per_token']:.3f}",
             f"{line['rows']:.0f}",
             f"{1000 * line['seconds']:.1f}",
+            f"{first[line['kind']]['seconds'] / line['seconds']:.2f}x",
         )
     console.print(table)
     methods = list(dict.fromkeys(row["method"] for row in report["rows"]))

@@ -3,26 +3,21 @@ endpoint."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from anydecode.errors import InvalidRequestError
+from anydecode.evaluation.figures import JsonFile, deliver
 from anydecode.evaluation.machine import cpu_name, usable_cores
-from anydecode.evaluation.serving.peers import (
-    Comparison,
-    Endpoint,
-    compare,
-    parse_peer,
-    started,
-)
-from anydecode.evaluation.serving.plot import distribution_svg
-from anydecode.evaluation.serving.replay import Objective, Outcome, replay, summary
+from anydecode.evaluation.serving.peers import Load, compare, parse_peer, started
+from anydecode.evaluation.serving.replay import Endpoint, Objective
+from anydecode.evaluation.serving.sweep import print_sweep, sweep
 from anydecode.evaluation.serving.traces import fitted, read_trace
+from anydecode.evaluation.speculative_report import note
 
 
 def parse_objective(text: str) -> Objective:
@@ -49,7 +44,14 @@ def bench_serving(
         str, typer.Option("--slo", help="What counts as good, in seconds.")
     ] = "ttft=1.0,tpot=0.1",
     requests: Annotated[int, typer.Option("--requests", min=2, help="How many requests.")] = 64,
-    rate: Annotated[float, typer.Option("--rate", help="Requests a second on average.")] = 1.0,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option("--rate", help="Requests a second on average (1); several: find the best."),
+    ] = None,
+    attain: Annotated[
+        float,
+        typer.Option("--attain", help="Share of requests a rate must satisfy; with several rates."),
+    ] = 0.9,
     longest: Annotated[
         int, typer.Option("--longest", min=1, help="Most tokens of a prompt.")
     ] = 2048,
@@ -62,10 +64,7 @@ def bench_serving(
         str | None, typer.Option("--api-key", envvar="ANYDECODE_API_KEY", help="The server's key.")
     ] = None,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds for one request.")] = 300.0,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write all figures here; - for stdout."),
-    ] = None,
+    json_file: JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Write an SVG picture here.")
     ] = None,
@@ -92,125 +91,106 @@ def bench_serving(
     """Replay a trace against a server, or several in turn, and tell how its users fared.
 
     Servers that are started here come first, then peers; without --start the one at --url is
-    first. Ratios are the first server's goodput over each other's.
+    first. Ratios are the first server's goodput over each other's. With several rates goodput is
+    the largest of them at which --attain of the requests meet the objective.
 
     Example: anydecode bench serving --trace conversation_trace.jsonl --slo ttft=1,tpot=0.1
     """
-    objective = parse_objective(slo)
-    if rate <= 0 or shrink <= 0:
+    rates = rate or [1.0]
+    if min(rates) <= 0 or shrink <= 0:
         raise InvalidRequestError("--rate and --shrink must be above 0")
-    arrivals = fitted(
-        read_trace(trace),
-        requests=requests,
-        rate=rate,
-        longest=longest,
-        output=output,
-        shrink=shrink,
-    )
-    extra = {"decoder": decoder} if decoder else {}
-    if peer or start:
-        models = dict(parse_peer(text, "--peer-model") for text in peer_model or ())
-        with ExitStack() as stack:
-            servers = [parse_peer(text, "--start") for text in start or ()]
-            urls = [(name, stack.enter_context(started(name, line))) for name, line in servers]
-            if not urls:
-                urls = [("anydecode", url)]
-                models.setdefault("anydecode", model)
-            urls += [parse_peer(text, "--peer") for text in peer or ()]
-            endpoints = [
-                Endpoint(
-                    name,
-                    at.rstrip("/"),
-                    models.get(name, ""),
-                    api_key if number == 0 else None,
-                    extra=extra if number == 0 else {},
-                )
-                for number, (name, at) in enumerate(urls)
-            ]
-            if len({endpoint.name for endpoint in endpoints}) < len(endpoints):
-                raise InvalidRequestError("every server needs a name of its own")
-            comparison = compare(endpoints, arrivals, rounds, timeout)
-        _tell(comparison, objective, trace, rate, rounds, json_file, plot)
-        return
-    outcomes = asyncio.run(
-        replay(url, arrivals, model=model, api_key=api_key, timeout=timeout, extra=extra)
+    if not 0 < attain <= 1:
+        raise InvalidRequestError("--attain is a share above 0, at most 1")
+    if plot is not None and len(rates) > 1:
+        raise InvalidRequestError("--plot draws the latencies of one --rate")
+    requested = read_trace(trace)
+    load = Load(
+        lambda pace: fitted(
+            requested, requests=requests, rate=pace, longest=longest, output=output, shrink=shrink
+        ),
+        timeout,
+        parse_objective(slo),
     )
     report: dict[str, Any] = {
         "trace": trace.name,
-        "model": model,
         "decoder": decoder,
-        "rate": rate,
+        "rates": rates,
         "machine": {"cpu": cpu_name(), "cores": usable_cores()},
-        **summary(outcomes, objective),
     }
-    if plot is not None:
-        plot.write_text(picture(report, outcomes, objective), encoding="utf-8")
-    if json_file == Path("-"):
-        print(json.dumps(_finite(report)))
-        return
-    print_report(report)
-    if json_file is not None:
-        json_file.write_text(json.dumps(_finite(report), indent=1) + "\n", encoding="utf-8")
+    with ExitStack() as stack:
+        ours = Endpoint("anydecode", url.rstrip("/"), model)
+        endpoints = load.ready(_endpoints(stack, ours, start, peer, peer_model, api_key, decoder))
+        report["rounds"] = rounds if len(endpoints) > 1 else 1
+        if len(rates) > 1:
+            report["servers"] = sweep(endpoints, load, rates, attain, report["rounds"])
+        else:
+            comparison = compare(endpoints, load, rates[0], report["rounds"])
+            report["servers"] = comparison.report(load.objective)
+            if plot is not None:
+                title = f"{trace.name}, {rates[0]:g}/s"
+                picture = comparison.picture(title, load.objective)
+                plot.write_text(picture, encoding="utf-8")
+
+    def show() -> None:
+        if len(rates) > 1:
+            print_sweep(report["servers"], rates, attain)
+        else:
+            print_comparison(report["servers"], report["rounds"])
+
+    deliver(_finite(report), json_file, show)
 
 
-def _tell(
-    comparison: Comparison,
-    objective: Objective,
-    trace: Path,
-    rate: float,
-    rounds: int,
-    json_file: Path | None,
-    plot: Path | None,
-) -> None:
-    """Print and write what a comparison gave."""
-    servers = comparison.report(objective)
-    report = {
-        "trace": trace.name,
-        "rate": rate,
-        "rounds": rounds,
-        "machine": {"cpu": cpu_name(), "cores": usable_cores()},
-        "servers": servers,
-    }
-    if plot is not None:
-        title = f"{trace.name}, {rate:g}/s"
-        plot.write_text(comparison.picture(title, objective), encoding="utf-8")
-    if json_file == Path("-"):
-        print(json.dumps(_finite(report)))
-        return
-    first = comparison.endpoints[0].name
+def _endpoints(
+    stack: ExitStack,
+    ours: Endpoint,
+    start: list[str] | None,
+    peer: list[str] | None,
+    peer_model: list[str] | None,
+    api_key: str | None,
+    decoder: str | None,
+) -> list[Endpoint]:
+    """The servers of a run: those to be started (until `stack` ends), or `ours`; then peers. Key
+    and decoder are the first's."""
+    models = dict(parse_peer(text, "--peer-model") for text in peer_model or ())
+    commands = [parse_peer(text, "--start") for text in start or ()]
+    peers = [parse_peer(text, "--peer") for text in peer or ()]
+    names = [name for name, _ in [*(commands or [(ours.name, "")]), *peers]]
+    if len(set(names)) < len(names):
+        raise InvalidRequestError("every server needs a name of its own")
+    if unknown := set(models) - set(names):
+        raise InvalidRequestError(f"--peer-model names no server: {', '.join(sorted(unknown))}")
+    found = [] if commands else [ours]
+    for name, command in commands:
+        note(f"starting {name}")
+        found.append(Endpoint(name, stack.enter_context(started(name, command))))
+    found += [Endpoint(name, at.rstrip("/")) for name, at in peers]
+    named = [replace(one, model=models.get(one.name, one.model)) for one in found]
+    extra = {"decoder": decoder} if decoder else {}
+    return [replace(named[0], api_key=api_key, extra=extra), *named[1:]]
+
+
+def print_comparison(servers: dict[str, Any], rounds: int) -> None:
+    """The figures of every server, and how its goodput compares with the first one's."""
+    first = next(iter(servers))
     for name, figures in servers.items():
         print(f"\n{name} ({figures['api']}, {rounds} rounds)")
         print_report(figures)
         if name != first and figures["ratio"] is not None:
             print(f"goodput of {first}: {figures['ratio']:.2f} times as much")
-    if json_file is not None:
-        json_file.write_text(json.dumps(_finite(report), indent=1) + "\n", encoding="utf-8")
-
-
-def picture(report: dict[str, Any], outcomes: list[Outcome], objective: Objective) -> str:
-    """The distribution of the three latencies as SVG."""
-    curves = {
-        "time to first token": [one.first for one in outcomes if one.first is not None],
-        "time per token": [one.per_token for one in outcomes if one.per_token is not None],
-        "between tokens": [gap for one in outcomes for gap in one.gaps],
-    }
-    marks = {"ttft": objective.ttft, "tpot": objective.tpot}
-    finite = {name: value for name, value in marks.items() if value != float("inf")}
-    title = f"{report['trace']}, {report['requests']} requests, {report['rate']:g}/s"
-    return distribution_svg(title, curves, finite)
 
 
 def print_report(report: dict[str, Any]) -> None:
     """The figures, line by line."""
     print(
         f"{report['requests']} requests, {report['failed']} failed, {report['seconds']:.1f} s, "
+        f"{report['prompt_tokens']} tokens of prompts, {report['tokens']} of answers, "
         f"{report['tokens_per_second']:.1f} tokens/s"
     )
-    for name in ("ttft", "tpot", "itl"):
+    for name in ("ttft", "tpot", "itl", "itl_beside_prompts"):
         figures = report[name]
         if figures["p50"] is not None:
             p50, p99 = figures["p50"] * 1e3, figures["p99"] * 1e3
-            print(f"{name}  median {p50:.1f} ms, 99th percentile {p99:.1f} ms")
+            print(f"{name.replace('_', ' ')}  median {p50:.1f} ms, 99th percentile {p99:.1f} ms")
     print(
         f"goodput {report['goodput_requests_per_second']:.3f} requests/s, "
         f"{report['goodput_tokens_per_second']:.1f} tokens/s; "

@@ -1,5 +1,6 @@
 """Several servers under the same trace in one run: rounds are interleaved, and what is compared is
-a ratio within a round."""
+a ratio within a round. No run finds another's prompts in a prefix cache; within a run every server
+may use its own."""
 
 from __future__ import annotations
 
@@ -8,32 +9,32 @@ import shlex
 import socket
 import statistics
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import IO, Any
 
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation.serving.plot import distribution_svg
-from anydecode.evaluation.serving.replay import Objective, Outcome, replay, summary
+from anydecode.evaluation.serving.replay import (
+    Endpoint,
+    Objective,
+    Outcome,
+    beside_prompts,
+    replay,
+    spread,
+    summary,
+)
 from anydecode.evaluation.serving.traces import Arrival
+from anydecode.evaluation.speculative_report import note, progress
 
 #: Fields that some servers know and others refuse.
 EXTRAS: dict[str, Any] = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A server that speaks OpenAI's API at `url` (…/v1). `chat`: conversations, not completions.
-    `extra` goes with every request."""
-
-    name: str
-    url: str
-    model: str = ""
-    api_key: str | None = None
-    chat: bool = False
-    extra: dict[str, Any] = field(default_factory=dict)
+#: Requests that every server answers before anything is measured.
+WARM = 3
 
 
 def parse_peer(text: str, option: str) -> tuple[str, str]:
@@ -45,40 +46,53 @@ def parse_peer(text: str, option: str) -> tuple[str, str]:
 
 
 @contextmanager
-def started(name: str, command: str, seconds: float = 600.0) -> Iterator[str]:
+def started(name: str, command: str, seconds: float = 300.0) -> Iterator[str]:
     """Runs `command`, in which `{port}` is a free port, until the block ends; gives the URL once
-    the server answers. Raises `InvalidRequestError` where it does not."""
+    the server answers. Raises `InvalidRequestError`, with the last it said, where it does not."""
     import httpx
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    quiet = subprocess.DEVNULL
     words = [word.replace("{port}", str(port)) for word in shlex.split(command)]
-    try:
-        process = subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet)
-    except OSError as error:
-        raise InvalidRequestError(f"{name} cannot be started: {error}") from None
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(int(seconds / 0.1)):
-            if process.poll() is not None:
-                raise InvalidRequestError(f"{name} ended with exit code {process.returncode}")
-            try:
-                if httpx.get(f"{url}/health", timeout=2, trust_env=False).status_code < 500:
-                    break
-            except httpx.HTTPError:
-                time.sleep(0.1)
-        else:
-            raise InvalidRequestError(f"{name} did not answer within {seconds:g} s")
-        yield f"{url}/v1"
-    finally:
-        process.terminate()
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
         try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+        except OSError as error:
+            raise InvalidRequestError(f"{name} cannot be started: {error}") from None
+        url = f"http://127.0.0.1:{port}"
+        try:
+            end = time.monotonic() + seconds
+            while not _answers(f"{url}/health", httpx):
+                if process.poll() is not None:
+                    told = f"{name} ended with exit code {process.returncode}{_last(said)}"
+                    raise InvalidRequestError(told)
+                if time.monotonic() > end:
+                    told = f"{name} did not answer within {seconds:g} s{_last(said)}"
+                    raise InvalidRequestError(told)
+                time.sleep(0.1)
+            yield f"{url}/v1"
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _answers(url: str, httpx: Any) -> bool:
+    """Whether a server takes requests; llama-server says 503 while it loads its model."""
+    try:
+        return bool(httpx.get(url, timeout=5, trust_env=False).status_code < 500)
+    except httpx.HTTPError:
+        return False
+
+
+def _last(said: IO[str]) -> str:
+    said.seek(0)
+    lines = [line.strip() for line in said if line.strip()]
+    return f": {lines[-1][:200]}" if lines else ""
 
 
 async def prepared(endpoints: list[Endpoint]) -> list[Endpoint]:
@@ -87,10 +101,15 @@ async def prepared(endpoints: list[Endpoint]) -> list[Endpoint]:
     named = [await _named(endpoint) for endpoint in endpoints]
     for chat in (False, True):
         found = [await _accepted(replace(endpoint, chat=chat)) for endpoint in named]
-        if all(found):
-            return [endpoint for endpoint in found if endpoint is not None]
-    wrong = [one.name for one, fits in zip(named, found, strict=True) if fits is None]
-    raise InvalidRequestError(f"{', '.join(wrong)} answered no request, whatever its form")
+        fitting = [one for one in found if isinstance(one, Endpoint)]
+        if len(fitting) == len(named):
+            return fitting
+    wrong = [
+        f"{one.name} answered no request: {error}"
+        for one, error in zip(named, found, strict=True)
+        if isinstance(error, str)
+    ]
+    raise InvalidRequestError("; ".join(wrong))
 
 
 async def _named(endpoint: Endpoint) -> Endpoint:
@@ -98,9 +117,10 @@ async def _named(endpoint: Endpoint) -> Endpoint:
 
     if endpoint.model:
         return endpoint
-    headers = {"authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
     try:
-        async with httpx.AsyncClient(trust_env=False, timeout=30, headers=headers) as client:
+        async with httpx.AsyncClient(
+            trust_env=False, timeout=30, headers=endpoint.headers
+        ) as client:
             models = (await client.get(f"{endpoint.url}/models")).json()["data"]
             return replace(endpoint, model=models[0]["id"])
     except (httpx.HTTPError, ValueError, KeyError, IndexError):
@@ -109,28 +129,61 @@ async def _named(endpoint: Endpoint) -> Endpoint:
         ) from None
 
 
-async def _accepted(endpoint: Endpoint) -> Endpoint | None:
-    """The endpoint with as many of `EXTRAS` as it takes; None if it takes no request."""
+async def _accepted(endpoint: Endpoint) -> Endpoint | str:
+    """The endpoint with as many of `EXTRAS` as it takes; if it takes no request, what it said."""
+    error = ""
     for names in (list(EXTRAS), ["stream_options"], []):
         tried = replace(endpoint, extra=endpoint.extra | {name: EXTRAS[name] for name in names})
-        outcome = (await sent(tried, [Arrival(0.0, 5, 2)], timeout=300.0))[0]
+        outcome = (await replay(tried, [Arrival(0.0, 5, 2)]))[0]
         if outcome.error is None:
             return tried
-    return None
+        error = outcome.error
+    return error
 
 
-async def sent(endpoint: Endpoint, arrivals: list[Arrival], timeout: float) -> list[Outcome]:
-    """Replay `arrivals` against one endpoint."""
-    return await replay(
-        endpoint.url,
-        arrivals,
-        model=endpoint.model,
-        api_key=endpoint.api_key,
-        timeout=timeout,
-        extra=endpoint.extra,
-        chat=endpoint.chat,
-        plain=True,
-    )
+@dataclass(frozen=True)
+class Load:
+    """What is sent: the arrivals at a rate (requests a second), how long one request may take (in
+    seconds), and what its user will bear."""
+
+    arrivals: Callable[[float], list[Arrival]]
+    timeout: float
+    objective: Objective
+
+    def ready(self, endpoints: list[Endpoint]) -> list[Endpoint]:
+        """`endpoints`, prepared, each after `WARM` requests that are not counted."""
+        found = asyncio.run(prepared(endpoints))
+        warm = [replace(arrival, at=0.0) for arrival in self.arrivals(1.0)[:WARM]]
+        for endpoint in found:
+            note(f"warming up {endpoint.name}")
+            self._answered(endpoint, warm, "warm-up", "warm-up")
+        return found
+
+    def run(self, endpoint: Endpoint, rate: float, number: int) -> list[Outcome]:
+        """One run; `number` is of the round. Raises `InvalidRequestError` where every request
+        fails."""
+        label = f"round {number + 1}, {rate:g}/s"
+        outcomes = self._answered(endpoint, self.arrivals(rate), f"{label} ", label)
+        figures = summary(outcomes, self.objective)
+        first = figures["ttft"]["p99"]
+        note(
+            f"{endpoint.name}, {label}: {figures['seconds']:.1f} s, {figures['failed']} failed, "
+            f"{figures['attainment']:.0%} met the objective, "
+            f"{figures['tokens_per_second']:.1f} tokens/s"
+            + ("" if first is None else f", ttft 99th percentile {first * 1e3:.0f} ms")
+        )
+        return outcomes
+
+    def _answered(
+        self, endpoint: Endpoint, arrivals: list[Arrival], salt: str, label: str
+    ) -> list[Outcome]:
+        with progress(f"{endpoint.name}, {label}", len(arrivals)) as advance:
+            sending = replay(endpoint, arrivals, timeout=self.timeout, salt=salt, done=advance)
+            outcomes = asyncio.run(sending)
+        if all(one.error for one in outcomes):
+            told = f"{endpoint.name}, {label}: every request failed: {outcomes[0].error}"
+            raise InvalidRequestError(told)
+        return outcomes
 
 
 @dataclass
@@ -152,18 +205,11 @@ class Comparison:
         for endpoint in self.endpoints:
             rounds = self.outcomes[endpoint.name]
             every = [summary(one, objective) for one in rounds]
-            figures = summary([outcome for one in rounds for outcome in one], objective)
-            for name in ("seconds", "goodput_requests_per_second", "goodput_tokens_per_second",
-                         "tokens_per_second"):  # fmt: skip
-                figures[name] = statistics.median(one[name] for one in every)
-            pairs = zip(rates[first], rates[endpoint.name], strict=True)
-            ratios = [ours / theirs for ours, theirs in pairs if theirs]
             told[endpoint.name] = {
-                **figures,
-                "api": "chat" if endpoint.chat else "completions",
-                "ignores_eos": "ignore_eos" in endpoint.extra,
+                **_together(every, rounds, objective),
+                **terms(endpoint),
                 "goodput_per_round": rates[endpoint.name],
-                "ratio": statistics.median(ratios) if ratios else None,
+                "ratio": median_ratio(rates[first], rates[endpoint.name]),
             }
         return told
 
@@ -187,14 +233,39 @@ class Comparison:
         return "\n".join([*parts, "</svg>\n"])
 
 
-def compare(
-    endpoints: list[Endpoint], arrivals: list[Arrival], rounds: int, timeout: float
-) -> Comparison:
-    """Replay `arrivals` against every endpoint in turn, `rounds` times; the order is reversed in
+def _together(
+    every: list[dict[str, Any]], rounds: list[list[Outcome]], objective: Objective
+) -> dict[str, Any]:
+    """One summary over all rounds, in which what is per run is the median over runs. What a
+    request waited beside belongs to its run."""
+    figures = summary([outcome for one in rounds for outcome in one], objective)
+    gaps = [gap for one in rounds for gap in beside_prompts(one)]
+    figures["itl_beside_prompts"] = spread(gaps)
+    for name in ("seconds", "goodput_requests_per_second", "goodput_tokens_per_second",
+                 "tokens_per_second"):  # fmt: skip
+        figures[name] = statistics.median(one[name] for one in every)
+    return figures
+
+
+def terms(endpoint: Endpoint) -> dict[str, Any]:
+    """In which form an endpoint was asked."""
+    return {
+        "api": "chat" if endpoint.chat else "completions",
+        "ignores_eos": "ignore_eos" in endpoint.extra,
+    }
+
+
+def median_ratio(ours: list[float], theirs: list[float]) -> float | None:
+    """The median over rounds of one server's goodput over another's; None if the other had none."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True) if b]
+    return statistics.median(ratios) if ratios else None
+
+
+def compare(endpoints: list[Endpoint], load: Load, rate: float, rounds: int) -> Comparison:
+    """Replay at `rate` against every endpoint in turn, `rounds` times; the order is reversed in
     every other round."""
-    ready = asyncio.run(prepared(endpoints))
-    outcomes: dict[str, list[list[Outcome]]] = {endpoint.name: [] for endpoint in ready}
+    outcomes: dict[str, list[list[Outcome]]] = {endpoint.name: [] for endpoint in endpoints}
     for number in range(rounds):
-        for endpoint in ready if number % 2 == 0 else ready[::-1]:
-            outcomes[endpoint.name].append(asyncio.run(sent(endpoint, arrivals, timeout)))
-    return Comparison(ready, outcomes)
+        for endpoint in endpoints if number % 2 == 0 else endpoints[::-1]:
+            outcomes[endpoint.name].append(load.run(endpoint, rate, number))
+    return Comparison(endpoints, outcomes)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -12,17 +15,36 @@ from anydecode.errors import InvalidRequestError
 from anydecode.evaluation.serving.traces import Arrival, prompt_text
 
 
+@dataclass(frozen=True)
+class Endpoint:
+    """A server that speaks OpenAI's API at `url` (…/v1). `chat`: conversations, not completions.
+    `extra` goes with every request."""
+
+    name: str
+    url: str
+    model: str = ""
+    api_key: str | None = None
+    chat: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every call carries."""
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
 @dataclass
 class Outcome:
-    """One request as the client saw it; times in seconds. `gaps` lie between chunks with text;
-    `tokens` is what the server counted, or the number of chunks."""
+    """One request as the client saw it; times in seconds since it was sent. `times`: when each
+    chunk with text came. `prompt` and `tokens` are what the server counted, or what was asked for
+    and the number of chunks."""
 
     at: float
     prompt: int
     first: float | None = None
     seconds: float = 0.0
     tokens: int = 0
-    gaps: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -32,84 +54,83 @@ class Outcome:
             return None
         return (self.seconds - self.first) / (self.tokens - 1)
 
+    @property
+    def gaps(self) -> list[float]:
+        """Between chunks with text."""
+        return [later - earlier for earlier, later in pairwise(self.times)]
+
 
 async def replay(
-    url: str,
+    endpoint: Endpoint,
     arrivals: list[Arrival],
     *,
-    model: str,
-    api_key: str | None = None,
     timeout: float = 300.0,
-    extra: dict[str, Any] | None = None,
-    chat: bool = False,
-    plain: bool = False,
+    salt: str = "",
+    done: Callable[[], None] = lambda: None,
 ) -> list[Outcome]:
-    """Send `arrivals` to `url` (…/v1) as streamed completions, or conversations of one message
-    (`chat`); outcomes in the same order. `plain`: without fields that not every server knows."""
+    """Send `arrivals` to an endpoint as streams; outcomes in the same order. `salt` chooses the
+    words of the prompts; `done` is called as each request ends."""
     try:
         import httpx
     except ImportError:
         raise InvalidRequestError("this needs httpx: pip install 'anydecode[server]'") from None
 
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     async with httpx.AsyncClient(
-        base_url=url.rstrip("/"), headers=headers, limits=limits, timeout=timeout, trust_env=False
+        base_url=endpoint.url.rstrip("/"),
+        headers=endpoint.headers,
+        limits=limits,
+        timeout=timeout,
+        trust_env=False,
     ) as client:
         began = perf_counter()
 
         async def one(number: int, arrival: Arrival) -> Outcome:
-            text = prompt_text(arrival, number)
-            asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-            further = {} if plain else {"ignore_eos": True, "stream_options": _USAGE}
+            text = prompt_text(arrival, number, salt)
+            said = {"messages": [{"role": "user", "content": text}]}
             body = {
-                "model": model,
-                **asked,
+                "model": endpoint.model,
+                **(said if endpoint.chat else {"prompt": text}),
                 "max_tokens": arrival.output,
                 "temperature": 0,
                 "stream": True,
-                **further,
-                **(extra or {}),
+                **endpoint.extra,
             }
-            path = "/chat/completions" if chat else "/completions"
+            path = "/chat/completions" if endpoint.chat else "/completions"
             await asyncio.sleep(max(0.0, arrival.at - (perf_counter() - began)))
-            return await _ask(client, path, body, arrival)
+            outcome = await _ask(client, path, body, arrival)
+            done()
+            return outcome
 
         return list(await asyncio.gather(*(one(n, a) for n, a in enumerate(arrivals))))
 
 
-_USAGE = {"include_usage": True}
-
-
 async def _ask(client: Any, path: str, body: dict[str, Any], arrival: Arrival) -> Outcome:
     outcome = Outcome(arrival.at, arrival.prompt)
-    began = last = perf_counter()
+    began = perf_counter()
     try:
         async with client.stream("POST", path, json=body) as answer:
             if answer.status_code != 200:
-                text = (await answer.aread()).decode(errors="replace")
+                text = " ".join((await answer.aread()).decode(errors="replace").split())
                 outcome.error = f"{answer.status_code}: {text[:200]}"
                 return outcome
             async for line in answer.aiter_lines():
                 if not line.startswith("data:") or line[5:].strip() == "[DONE]":
                     continue
-                now = perf_counter()
+                now = perf_counter() - began
                 event = json.loads(line[5:])
                 if "error" in event:
                     outcome.error = str(event["error"])[:200]
-                counted = (event.get("usage") or {}).get("completion_tokens")
-                if counted:
-                    outcome.tokens = counted
+                usage = event.get("usage") or {}
+                outcome.tokens = usage.get("completion_tokens") or outcome.tokens
+                outcome.prompt = usage.get("prompt_tokens") or outcome.prompt
                 if any(map(_text, event.get("choices") or ())):
-                    if outcome.first is None:
-                        outcome.first = now - began
-                    else:
-                        outcome.gaps.append(now - last)
-                    last = now
+                    outcome.times.append(now)
     except Exception as error:  # whatever a network can do is this request's outcome
         outcome.error = f"{type(error).__name__}: {error}"
-    outcome.seconds = last - began
-    outcome.tokens = outcome.tokens or len(outcome.gaps) + (outcome.first is not None)
+    if outcome.times:
+        outcome.first, outcome.seconds = outcome.times[0], outcome.times[-1]
+    outcome.tokens = outcome.tokens or len(outcome.times)
     return outcome
 
 
@@ -144,16 +165,37 @@ def summary(outcomes: list[Outcome], objective: Objective) -> dict[str, Any]:
         "failed": len(failed),
         "errors": sorted({one.error for one in failed if one.error})[:5],
         "seconds": span,
+        "prompt_tokens": sum(one.prompt for one in outcomes),
         "tokens": sum(one.tokens for one in outcomes),
         "tokens_per_second": sum(one.tokens for one in outcomes) / span,
         "ttft": spread([one.first for one in outcomes if one.first is not None]),
         "tpot": spread([one.per_token for one in outcomes if one.per_token is not None]),
         "itl": spread([gap for one in outcomes for gap in one.gaps]),
+        "itl_beside_prompts": spread(beside_prompts(outcomes)),
         "slo": {"ttft": objective.ttft, "tpot": objective.tpot},
         "attainment": len(good) / len(outcomes) if outcomes else 0.0,
         "goodput_requests_per_second": len(good) / span,
         "goodput_tokens_per_second": sum(one.tokens for one in good) / span,
     }
+
+
+def beside_prompts(outcomes: list[Outcome]) -> list[float]:
+    """The gaps between tokens during which some request of the run waited for its first."""
+    waits: list[tuple[float, float]] = []  # apart from each other, by time
+    for at, first in sorted((one.at, one.first) for one in outcomes if one.first is not None):
+        begin, end = at, at + first
+        if waits and begin <= waits[-1][1]:
+            begin, end = waits[-1][0], max(end, waits[-1][1])
+            waits.pop()
+        waits.append((begin, end))
+    ends = [end for _, end in waits]
+    found = []
+    for one in outcomes:
+        for earlier, later in pairwise(one.at + time for time in one.times):
+            place = bisect_right(ends, earlier)  # the first wait that is not over before the gap
+            if place < len(waits) and waits[place][0] < later:
+                found.append(later - earlier)
+    return found
 
 
 def spread(values: list[float]) -> dict[str, float | None]:

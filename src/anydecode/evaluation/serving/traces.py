@@ -23,12 +23,13 @@ BLOCK = 512
 @dataclass(frozen=True)
 class Arrival:
     """One request: seconds after the first, prompt and answer in tokens, and the prompt's blocks
-    (equal ids: equal text)."""
+    (equal ids: equal text) of `block` tokens each."""
 
     at: float
     prompt: int
     output: int
     blocks: tuple[int, ...] = ()
+    block: int = BLOCK
 
 
 def read_trace(path: Path) -> list[Arrival]:
@@ -67,7 +68,8 @@ def fitted(
     trace: list[Arrival], *, requests: int, rate: float, longest: int, output: int, shrink: float
 ) -> list[Arrival]:
     """The first `requests` of a trace, at `rate` requests a second on average, lengths times
-    `shrink`, prompts of at most `longest` tokens and answers of at most `output`."""
+    `shrink`, prompts of at most `longest` tokens and answers of at most `output`. Blocks shrink
+    with the prompts, so that the same share of them is found in a prefix cache."""
     chosen = trace[:requests]
     span = chosen[-1].at - chosen[0].at
     scale = (len(chosen) - 1) / rate / span if span > 0 else 0.0
@@ -77,6 +79,7 @@ def fitted(
             at=(one.at - chosen[0].at) * scale if scale else index / rate,
             prompt=max(1, min(longest, round(one.prompt * shrink))),
             output=max(1, min(output, round(one.output * shrink))),
+            block=max(1, round(BLOCK * shrink)),
         )
         for index, one in enumerate(chosen)
     ]
@@ -88,15 +91,15 @@ _WORDS = (
 ).split()
 
 
-def prompt_text(arrival: Arrival, number: int) -> str:
+def prompt_text(arrival: Arrival, number: int, salt: str = "") -> str:
     """Words, about one token each; equal blocks give equal words, so that prefixes are shared as
-    they were."""
+    they were. Another `salt` gives other words throughout: nothing of them is in any cache."""
     words: list[str] = []
     block = 0
     while len(words) < arrival.prompt:
         known = block < len(arrival.blocks)
         seed = f"block {arrival.blocks[block]}" if known else f"request {number} {block}"
-        source = random.Random(seed)
-        words += source.choices(_WORDS, k=min(BLOCK, arrival.prompt - len(words)))
+        source = random.Random(salt + seed)
+        words += source.choices(_WORDS, k=min(arrival.block, arrival.prompt - len(words)))
         block += 1
     return " ".join(words)

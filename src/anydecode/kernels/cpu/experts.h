@@ -87,10 +87,23 @@ static void expert_products(const Op *op, const ExpertRoom *room, int which, con
   }
 }
 
-static void mix_row(const Op *op, const ExpertRoom *room, int row, float *out) {
+/* Add to y [out_features], the product of x and matrix `which` of choice i's expert, what the
+ * adapter of the choice's row adds there. */
+static void adapt(const Pass *pass, const Op *op, const ExpertRoom *room, int i, int which,
+                  const float *x, float *y) {
+  if (op->layer < 0 || !pass->adapters || pass->adapters[i / op->groups] < 0) return;
+  int number = which * op->count + room->expert[i];
+  const Matrix *w = op->experts[number];
+  const Lora *loras = pass->loras + (int64_t)pass->adapters[i / op->groups] * pass->num_targets;
+  lora_row(loras + op->layer + number, x, w->in_features, w->out_features, y);
+}
+
+static void mix_row(const Pass *pass, const Op *op, const ExpertRoom *room, int row, float *out) {
+  int inner = op->experts[0]->out_features;
   memset(out, 0, (size_t)op->width_out * 4);
   for (int i = row * op->groups; i < (row + 1) * op->groups; i++) {
-    const float *y = room->y + (int64_t)room->slot[i] * op->width_out;
+    float *y = room->y + (int64_t)room->slot[i] * op->width_out;
+    adapt(pass, op, room, i, 2, room->gate + (int64_t)room->slot[i] * inner, y);
     f8 weight = f8_set(room->weight[i]);
     for (int d = 0; d < op->width_out; d += 8) {
       int left = op->width_out - d;
@@ -100,10 +113,11 @@ static void mix_row(const Op *op, const ExpertRoom *room, int row, float *out) {
   }
 }
 
-/* op: groups = experts per row, count = experts, kv_heads = whether to normalise. Phases follow one
- * another; the first has one part. */
-static void experts(const Op *op, int n, const float *x, const float *router, float *base,
-                    float *out, int phase, int part, int parts) {
+/* op: groups = experts per row, count = experts, kv_heads = whether to normalise, layer = number of
+ * the first of its matrices among the adapters' targets, or -1. Phases follow one another; the
+ * first has one part. */
+static void experts(const Pass *pass, const Op *op, int n, const float *x, const float *router,
+                    float *base, float *out, int phase, int part, int parts) {
   ExpertRoom room = expert_room(op, n, base);
   const Matrix *gate = op->experts[0], *down = op->experts[2 * op->count];
   int slots = n * op->groups, inner = gate->out_features;
@@ -129,17 +143,21 @@ static void experts(const Op *op, int n, const float *x, const float *router, fl
       expert_products(op, &room, 1, room.x, room.up, part, parts);
       break;
     case 3:
-      for (int s = first; s < last; s++) {
-        float *hidden = room.gate + (int64_t)s * inner;
-        gated(hidden, room.up + (int64_t)s * inner, inner, op->activation, hidden);
+      for (int i = first; i < last; i++) {
+        int64_t s = room.slot[i];
+        const float *from = room.x + s * op->width;
+        float *hidden = room.gate + s * inner, *up = room.up + s * inner;
+        adapt(pass, op, &room, i, 0, from, hidden);
+        adapt(pass, op, &room, i, 1, from, up);
+        gated(hidden, up, inner, op->activation, hidden);
         if (!is_float(down->format))
-          quantise_row(hidden, inner, room.quantised + (int64_t)s * (inner / QUANT_BLOCK));
+          quantise_row(hidden, inner, room.quantised + s * (inner / QUANT_BLOCK));
       }
       break;
     case 4: expert_products(op, &room, 2, room.gate, room.y, part, parts); break;
     default:
       for (int r = n * part / parts; r < n * (part + 1) / parts; r++)
-        mix_row(op, &room, r, out + (int64_t)r * op->width_out);
+        mix_row(pass, op, &room, r, out + (int64_t)r * op->width_out);
   }
 }
 

@@ -115,7 +115,7 @@ static void run_rows(const Step *s) {
 }
 
 static void run_experts(const Step *s, int phase, int part, int parts) {
-  experts(s->op, s->n, buffer(s, s->op->a), buffer(s, s->op->b), buffer(s, s->op->c),
+  experts(s->pass, s->op, s->n, buffer(s, s->op->a), buffer(s, s->op->b), buffer(s, s->op->c),
           buffer(s, s->op->out), phase, part, parts);
 }
 

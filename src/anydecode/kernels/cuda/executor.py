@@ -106,8 +106,6 @@ class TritonExecutor:
     once, in one pass of one row. `cache_dtype`: what its attention is fastest with.
     """
 
-    adapts_experts = True
-
     def __init__(
         self,
         embedding: Weight,

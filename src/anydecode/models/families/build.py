@@ -66,7 +66,8 @@ def read_weights(
     offset = FAMILIES[config["model_type"]].norm_offset
     layers = [_Layer(reader, spec, config, index).read() for index in range(spec.num_layers)]
     norm = reader.vector("norm.weight", spec.hidden_size, offset)
-    return ModelWeights(embedding, layers, norm, head)
+    bias = reader.vector("lm_head.bias", spec.vocab_size) if reader.has("lm_head.bias") else None
+    return ModelWeights(embedding, layers, norm, head, bias)
 
 
 class _Layer:

@@ -149,6 +149,9 @@ FAMILIES |= {
     "a2d-qwen3": replace(FAMILIES["qwen3"], causal=False),
     # Block diffusion: a row sees its own block and those before.
     "sdar": replace(FAMILIES["qwen3"], causal=False, block_size="block_size"),
+    # Their own layout, too, is put into the usual words.
+    "bd3lm": replace(FAMILIES["llama"], causal=False, block_size="block_size"),
+    "mdlm": replace(FAMILIES["llama"], causal=False),
     "sdar_moe": replace(FAMILIES["qwen3_moe"], causal=False, block_size="block_size"),
     "fast_dllm_qwen": replace(FAMILIES["qwen2"], causal=False, logit_shift=1, block_size="bd_size"),
     # Causal, and trained to fill masks behind what it sees.

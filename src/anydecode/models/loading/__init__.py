@@ -6,13 +6,13 @@ import os
 from typing import TYPE_CHECKING
 
 from anydecode.errors import CheckpointError
-from anydecode.models.loading.names import default_cache, present, resolve
+from anydecode.models.loading.names import present, resolve
 from anydecode.models.loading.pull import PullError, pull
 
 if TYPE_CHECKING:
     from anydecode.models.checkpoint import Checkpoint
 
-__all__ = ["PullError", "default_cache", "load_checkpoint", "present", "pull", "resolve"]
+__all__ = ["PullError", "load_checkpoint", "present", "pull", "resolve"]
 
 
 def load_checkpoint(path_or_name: str | os.PathLike[str]) -> Checkpoint:

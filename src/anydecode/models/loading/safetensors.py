@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.loading import awq, gptq, llada
+from anydecode.models.loading import awq, bd3lm, gptq, llada
 from anydecode.models.loading.lazy import LazyTensors, MissingTensorError, Reader
 from anydecode.models.tokenizers import HFTokenizer, read_json
 
@@ -46,6 +46,8 @@ def load_folder(path: Path) -> Checkpoint:
         config, readers = _text_part(config, readers)
     if llada.is_llada(config):
         config, readers = llada.standard(config, readers)
+    if bd3lm.is_bd3lm(config):
+        config, readers = bd3lm.standard(config, readers)
     if settings:
         readers = _unpacking(path, readers, settings)
     return Checkpoint(

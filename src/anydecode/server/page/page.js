@@ -58,6 +58,7 @@ async function say(body, place, signal) {
   let thought = null;
   const content = document.createElement("span");
   place.replaceChildren(content);
+  let canvas = null;
   for await (const event of events(body, signal)) {
     const choice = event.choices[0] ?? {};
     const delta = choice.delta ?? { content: choice.text };
@@ -70,11 +71,30 @@ async function say(body, place, signal) {
       result.text += delta.content;
       content.append(delta.content);
     }
-    if (event.anydecode) result.more = event.anydecode;
+    if (event.anydecode?.canvas) {
+      if (!canvas) place.append((canvas = Object.assign(document.createElement("span"), { className: "canvas", ariaHidden: "true" })));
+      content.hidden = true;
+      showCanvas(canvas, event.anydecode.canvas);
+    }
+    if (event.anydecode?.decoder) result.more = event.anydecode;
     if (event.usage) result.tokens = event.usage.completion_tokens;
   }
+  canvas?.remove();
+  content.hidden = false;
   result.seconds = (performance.now() - began) / 1000;
   return result;
+}
+
+// A diffusion model's canvas while it fills: a dot for a mask, and what came last stands out.
+function showCanvas(canvas, places) {
+  const before = [...canvas.children];
+  canvas.replaceChildren(...places.map((text, index) => {
+    const had = before[index]?.className === "mask" ? null : before[index]?.textContent;
+    return Object.assign(document.createElement("span"), {
+      className: text === null ? "mask" : text === had ? "" : "new",
+      textContent: text ?? "·",
+    });
+  }));
 }
 
 function showFacts(place, result) {

@@ -1,0 +1,115 @@
+"""What a user names: decoders, sampling rules, constraints and schedules. Each is an object, a key
+of the catalogue, or "key:name=value,name=value"."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from collections.abc import Sequence as Seq
+from typing import Any, TypeVar
+
+from anydecode import catalogue
+from anydecode.constraints.constraint import Constraint
+from anydecode.decoders.decoder import Decoder
+from anydecode.engine.goodput import ServerGoodput
+from anydecode.engine.schedule import Schedule
+from anydecode.errors import InvalidRequestError
+from anydecode.sampling.sampler import Sampler
+
+Kind = TypeVar("Kind")
+
+#: How many decoders (key, parameters and namespace) keep what they have learned.
+MOST_DECODERS = 256
+
+
+class Methods:
+    """The decoders that were asked for; each keeps what it learns from the requests of a namespace.
+    `drafting` says how much all of them together may draft."""
+
+    def __init__(self, drafting: ServerGoodput | None = None) -> None:
+        self.drafting = drafting
+        self._decoders: dict[tuple[str, Hashable], Decoder] = {}
+
+    def find(
+        self, choice: str | Decoder | Sampler, namespace: Hashable = None
+    ) -> Decoder | Sampler | Constraint:
+        """What `choice` names; a sampler or a constraint stands for plain decoding under it."""
+        if not isinstance(choice, str):
+            return choice
+        found = self._decoders.pop((choice, namespace), None)
+        if found is None:
+            built = _built(choice)
+            if isinstance(built, Sampler | Constraint):
+                return built
+            if not isinstance(built, Decoder):
+                key = choice.partition(":")[0]
+                raise InvalidRequestError(f"{key!r} is a {type(built).__name__}, not a decoder")
+            found = built if self.drafting is None else self.drafting.over(built)
+        self._decoders[choice, namespace] = found  # the most recently used stands last
+        if len(self._decoders) > MOST_DECODERS:
+            del self._decoders[next(iter(self._decoders))]
+        return found
+
+    def decoder(self, choice: str | Decoder, namespace: Hashable = None) -> Decoder:
+        """The decoder that `choice` names, and nothing else."""
+        found = self.find(choice, namespace)
+        if isinstance(found, Sampler):
+            raise InvalidRequestError(f"{found.key!r} is a sampler, not a decoder: sampler=")
+        if isinstance(found, Constraint):
+            raise InvalidRequestError(f"{choice!r} is a constraint, not a decoder: constraint=")
+        return found
+
+    def asked(
+        self,
+        choice: str | Decoder | Sampler,
+        rules: Seq[str | Sampler],
+        constraint: Any,
+        namespace: Hashable,
+    ) -> tuple[Decoder, list[Sampler], Any]:
+        """What decodes, under which sampling rules and which constraint."""
+        found = self.find(choice, namespace)
+        if isinstance(found, Sampler):
+            rules = [*rules, found]
+            found = self.decoder("autoregressive", namespace)
+        elif isinstance(found, Constraint):
+            if constraint is not None:
+                name = choice if isinstance(choice, str) else type(choice).__name__
+                raise InvalidRequestError(f"{name} is a constraint, and there is another one")
+            constraint = found
+            found = self.decoder("autoregressive", namespace)
+        if isinstance(constraint, str):
+            constraint = of_kind(constraint, Constraint)  # type: ignore[type-abstract]
+        return found, [of_kind(rule, Sampler) for rule in rules], constraint
+
+    def clear(self) -> None:
+        """Forget what decoders have learned."""
+        self._decoders.clear()
+
+
+def of_kind(choice: Any, kind: type[Kind]) -> Kind:
+    """`choice`, or what it names in the catalogue."""
+    built = _built(choice) if isinstance(choice, str) else choice
+    if not isinstance(built, kind):
+        name = choice.partition(":")[0] if isinstance(choice, str) else "it"
+        wanted = "a schedule" if kind is Schedule else f"of kind {kind.__name__}"
+        raise InvalidRequestError(f"{name!r} is a {type(built).__name__}, not {wanted}")
+    return built
+
+
+def _built(choice: str) -> Any:
+    key, _, rest = choice.partition(":")
+    return catalogue.build(key, **_parameters(rest))
+
+
+def _parameters(text: str) -> dict[str, Any]:
+    """`size=5,name=abc` as keyword arguments; numbers and true/false are read as such."""
+    found: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise InvalidRequestError(f"{part!r} is no name=value")
+        try:
+            found[name.strip()] = json.loads(value)
+        except ValueError:
+            found[name.strip()] = value.strip()
+    return found

@@ -1,0 +1,103 @@
+"""The largest rate at which a server keeps within an objective: goodput as DistServe defines it
+(Zhong et al., OSDI 2024, arXiv:2401.09670), found by bisection over given rates."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+from anydecode.evaluation.serving.peers import Load, median_ratio, terms
+from anydecode.evaluation.serving.replay import Endpoint, summary
+
+
+@dataclass
+class Search:
+    """Bisection over ascending `rates`: the last that is known to be kept (`low`, -1: none) and the
+    first that is known not to be (`high`)."""
+
+    rates: list[float]
+    low: int = -1
+    high: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.high = len(self.rates)
+
+    @property
+    def next(self) -> float | None:
+        """The rate to try; None when all is known."""
+        return self.rates[(self.low + self.high) // 2] if self.high - self.low > 1 else None
+
+    def learn(self, kept: bool) -> None:
+        """Whether the rate that `next` gave was kept."""
+        middle = (self.low + self.high) // 2
+        self.low, self.high = (middle, self.high) if kept else (self.low, middle)
+
+    @property
+    def goodput(self) -> float:
+        """The largest rate that was kept, 0 if none was."""
+        return self.rates[self.low] if self.low >= 0 else 0.0
+
+
+def sweep(
+    endpoints: list[Endpoint], load: Load, rates: list[float], share: float, rounds: int
+) -> dict[str, Any]:
+    """Per endpoint its goodput, the largest of `rates` at which `share` of the requests met the
+    objective (the median over rounds), and the figures of every run. Endpoints take turns."""
+    found: dict[str, list[float]] = {endpoint.name: [] for endpoint in endpoints}
+    runs: dict[str, list[dict[str, Any]]] = {endpoint.name: [] for endpoint in endpoints}
+    for number in range(rounds):
+        searches = [(endpoint, Search(sorted(rates))) for endpoint in endpoints]
+        while any(search.next is not None for _, search in searches):
+            for endpoint, search in searches:
+                if (rate := search.next) is not None:
+                    figures = summary(load.run(endpoint, rate, number), load.objective)
+                    runs[endpoint.name].append({"round": number + 1, "rate": rate, **figures})
+                    search.learn(figures["attainment"] >= share)
+        for endpoint, search in searches:
+            found[endpoint.name].append(search.goodput)
+    first = endpoints[0].name
+    return {
+        endpoint.name: {
+            **terms(endpoint),
+            "goodput_requests_per_second": statistics.median(found[endpoint.name]),
+            "goodput_per_round": found[endpoint.name],
+            "ratio": median_ratio(found[first], found[endpoint.name]),
+            "runs": runs[endpoint.name],
+        }
+        for endpoint in endpoints
+    }
+
+
+def print_sweep(servers: dict[str, Any], rates: list[float], share: float) -> None:
+    """A table with a line per server and rate that was tried, then the goodputs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    names = ("rate/s", "met", "tokens/s", "ttft 50%", "99%", "tpot 50%", "99%", "itl 50%", "99%")
+    table = Table("server", box=None)
+    for name in names:
+        table.add_column(name, justify="right")
+    for server, told in servers.items():
+        for run in sorted(told["runs"], key=lambda one: one["rate"]):
+            times = [run[kind][p] for kind in ("ttft", "tpot", "itl") for p in ("p50", "p99")]
+            table.add_row(
+                server, f"{run['rate']:g}", f"{run['attainment']:.0%}",
+                f"{run['tokens_per_second']:.1f}",
+                *("" if value is None else f"{value * 1e3:.0f} ms" for value in times),
+            )  # fmt: skip
+    console.print(table)
+    first = next(iter(servers))
+    for server, told in servers.items():
+        goodput = told["goodput_requests_per_second"]
+        bound = " or more" if goodput == max(rates) else ""
+        line = f"{server}: goodput {goodput:g} requests/s{bound}"
+        if not goodput:
+            line = f"{server}: goodput below {min(rates):g} requests/s"
+        if server != first and told["ratio"] is not None:
+            line += f"; {first}'s is {told['ratio']:.2f} times as much"
+        print(line)
+    print(f"(goodput: the largest rate at which {share:.0%} of the requests met the objective)")
