@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from anydecode.errors import AnydecodeError, CheckpointError, ModelNotFoundError
+from anydecode.folders import default_cache
 from anydecode.models.loading import (
     PullError,
-    default_cache,
     hub,
     names,
     present,

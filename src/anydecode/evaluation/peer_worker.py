@@ -77,6 +77,10 @@ class Transformers:
         if path.suffix == ".gguf":
             where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+        if "gguf_file" in where and hasattr(transformers, "GgufConfig"):
+            # Newer versions keep and multiply the blocks of the file unless told not to.
+            dense = transformers.GgufConfig(gguf_file=path.name, dequantize=True)
+            where["quantization_config"] = dense
         kind = getattr(torch, dtype)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(dtype=kind, **where).eval()
         self.drafting: dict[str, Any] = {}
