@@ -16,7 +16,7 @@ import torch
 
 from anydecode.kernels.interface import Rows, Want
 from anydecode.kernels.native import NativeExecutor, physical_cores
-from anydecode.kernels.packing import anonymous
+from anydecode.kernels.pages import anonymous
 from anydecode.models.families import build_model
 from anydecode.models.loading import load_checkpoint
 
@@ -43,7 +43,7 @@ def seconds(run: Any) -> float:
 
 def read_bandwidth(executor: NativeExecutor, repeats: int = 15) -> float:
     """Bytes per second that all threads read from memory, the best of several runs."""
-    words = torch.frombuffer(anonymous(1 << 27), dtype=torch.int64)
+    words = torch.frombuffer(anonymous(1 << 27, huge=True), dtype=torch.int64)
     words.fill_(1)
     library = executor._library
     best = min(
@@ -56,8 +56,8 @@ def read_bandwidth(executor: NativeExecutor, repeats: int = 15) -> float:
 def measure(executor: NativeExecutor, spec: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Times in interleaved rounds, so that a busy moment hits every row count alike."""
     slots = max(8192, args.context + max(COUNTS))  # as many as an engine has
-    table = np.random.default_rng(0).permutation(slots).astype(np.int32)
-    cache = args.model.new_cache(slots, _CACHES[args.cache])
+    table = np.arange(slots, dtype=np.int32)  # as a fresh one hands them out
+    cache = args.model.new_cache(slots, _CACHES[args.cache] if args.cache else executor.cache_dtype)
     for tensor in (*cache.keys, *cache.values):
         tensor.normal_()
     times: dict[int, list[float]] = {count: [] for count in COUNTS}
@@ -77,7 +77,7 @@ def measure(executor: NativeExecutor, spec: Any, args: argparse.Namespace) -> di
     ]
     return {
         "variant": executor._library.variant, "threads": executor.threads,
-        "context": args.context, "cache": args.cache, "weight_bytes": weights,
+        "context": args.context, "cache": cache.format, "weight_bytes": weights,
         "read_bytes_per_second": bandwidth, "read_bound": weights / bandwidth, "passes": passes,
     }  # fmt: skip
 
@@ -103,7 +103,9 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="default")
     parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--cache", choices=sorted(_CACHES), default="float32")
+    parser.add_argument(
+        "--cache", choices=sorted(_CACHES), help="the engine's own choice if absent"
+    )
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

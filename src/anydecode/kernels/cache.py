@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.formats import BLOCKS, dequantize
 from anydecode.kernels.interface import Attention, KeyValues, Weight
+from anydecode.kernels.pages import anonymous
 
 #: name -> the weight format with the same bytes
 CACHE_FORMATS = {
@@ -25,7 +25,6 @@ CACHE_FORMATS = {
     "int8": "Q8_0",
     "int4": "Q4_1",
 }
-_LINE = 64  # bytes: a vector that begins with a cache line is read without crossing one
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -48,13 +47,11 @@ def new_cache(
         if torch.device(device).type != "cpu":
             size = (num_slots, shape.num_kv_heads, width)
             return torch.zeros(size, dtype=dtype, device=device)
-        # A head's vectors stand together, so that neighbouring slots are read as one stream. The
-        # system hands out zeroed pages as they are first used; torch would touch all.
+        # A head's vectors stand together, so that neighbouring slots are read as one stream.
         size = (shape.num_kv_heads, num_slots, width)
-        room = np.zeros(math.prod(size) * dtype.itemsize + _LINE, np.uint8)
-        start = -room.ctypes.data % _LINE
-        bytes_ = torch.from_numpy(room[start : start + room.nbytes - _LINE])
-        return bytes_.view(dtype).view(size).transpose(0, 1)
+        room = anonymous(max(1, math.prod(size) * dtype.itemsize))
+        flat = torch.frombuffer(room, dtype=dtype, count=math.prod(size))
+        return flat.view(size).transpose(0, 1)
 
     return KeyValues([empty(s) for s in shapes], [empty(s) for s in shapes], name)
 

@@ -10,6 +10,7 @@ import torch
 
 from anydecode.kernels.interface import Weight
 from anydecode.kernels.library import FORMAT_CODES, Library, Matrix
+from anydecode.kernels.pages import anonymous
 
 _CHUNK = 1 << 25
 _HUGE = 1 << 21  # bytes of a huge page
@@ -62,7 +63,7 @@ class Packer:
         size = -(-size // 64) * 64
         if size > self._left:
             total = -(-max(size, _CHUNK) // _HUGE) * _HUGE + _HUGE
-            chunk = anonymous(total)
+            chunk = anonymous(total, huge=True)
             self._chunks.append(chunk)
             start = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
             self._next = -(-start // _HUGE) * _HUGE
@@ -71,16 +72,6 @@ class Packer:
         self._next += size
         self._left -= size
         return address
-
-
-def anonymous(size: int) -> mmap.mmap:
-    """Zeroed memory, in huge pages where the system has them: it gives them to private memory
-    alone, and passes over small pages take a tenth longer."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return mmap.mmap(-1, size)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def float_vector(tensor: torch.Tensor) -> torch.Tensor:
