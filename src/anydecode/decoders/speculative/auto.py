@@ -43,9 +43,12 @@ PRIORS = {
 }
 #: The same for the successors the model thought likeliest: of a pair of tokens, then of one.
 SUCCESSOR_PRIORS = {
-    True: (0.6, 0.08, 0.04, 0.4, 0.09, 0.05),
-    False: (0.45, 0.12, 0.06, 0.18, 0.1, 0.05),
+    True: (0.6, 0.08, 0.4, 0.09),
+    False: (0.45, 0.12, 0.18, 0.1),
 }
+#: Passes of fewer seconds are too cheap for that: to look for the likeliest in a pass's logits takes
+#: some 50 microseconds, and saves one pass in thirty.
+LEAST_PASS = 0.008
 PRIOR_WEIGHT = 8.0
 #: Guesses older than about this many count no more.
 MEMORY = 60.0
@@ -278,14 +281,12 @@ class _Session:
         best = 1.0 if forced else self._surest()
         if (others + 1 + 2 * best) * costs[0] < (others + 1) * (costs[1] + self.drafting):
             return _NOTHING
-        began = perf_counter()
         sources = self.sources
         if forced:
             sources = [source.ahead(self.own.tokens, forced) for source in sources]
         tree = self._best(forced, sources, costs[: most + 1], others)
         if state is not None and len(tree):
             tree = pruned([], tree, state)
-        self.drafting += 0.1 * (perf_counter() - began - self.drafting)
         return tree
 
     def _surest(self) -> float:
@@ -301,6 +302,8 @@ class _Session:
         at `root` of the text."""
         tree, text = round.tree, self.own.tokens
         if root < 1 or len(round.scores) != len(tree) + 1:
+            return
+        if self._passes(self.pace.others())[0] < LEAST_PASS:
             return
         learn = self.guesser.known.learn
         best = round.scores.top(WIDTH)[0].tolist()
@@ -331,6 +334,10 @@ class _Session:
             ]
             self._costs_for = key
         return self._costs
+
+    def took(self, seconds: float) -> None:
+        """What drafting and learning from the draft have taken in one round."""
+        self.drafting += 0.1 * (seconds - self.drafting)
 
     def timed(self, rows: int, seconds: float) -> None:
         """A pass has come back."""
@@ -403,9 +410,12 @@ class Auto(Decoder):
             drafted = perf_counter() - began
             round = yield from verified(sequence, tree, self.acceptance, drafted)
             session.timed(rows, round.verify_seconds)
+            began = perf_counter()
             root = len(session.own) - 1
             session.read(sequence.tokens[known:])
             session.observe(round, root)
+            if len(tree):
+                session.took(drafted + perf_counter() - began)
         self._learn(sequence.tokens)
 
     def _learn(self, answer: list[int]) -> None:

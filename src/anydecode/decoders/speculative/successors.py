@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 #: How many successors are kept of each.
-WIDTH = 3
+WIDTH = 2
 _NONE: list[int] = []
 
 
