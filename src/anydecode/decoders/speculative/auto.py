@@ -46,7 +46,7 @@ SUCCESSOR_PRIORS = {
     True: (0.6, 0.08, 0.4, 0.09),
     False: (0.45, 0.12, 0.18, 0.1),
 }
-#: Passes of fewer seconds are too cheap for that: to look for the likeliest in a pass's logits takes
+#: Passes of fewer seconds are too cheap for that: to look for the likeliest in their logits takes
 #: some 50 microseconds, and saves one pass in thirty.
 LEAST_PASS = 0.008
 PRIOR_WEIGHT = 8.0
