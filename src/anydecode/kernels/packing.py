@@ -12,6 +12,8 @@ from anydecode.kernels.interface import Weight
 from anydecode.kernels.library import FORMAT_CODES, Library, Matrix
 from anydecode.kernels.pages import anonymous
 
+#: Formats whose products take rows as they are; the others take them in blocks of eight bits.
+FLOAT_FORMATS = ("F32", "F16", "BF16")
 _CHUNK = 1 << 25
 _HUGE = 1 << 21  # bytes of a huge page
 
@@ -55,7 +57,7 @@ class Packer:
         row_bytes = data.stride(0) * data.element_size() if data.dim() == 2 else 0
         self._library.repack(ctypes.byref(matrix), data.data_ptr(), row_bytes, self._threads)
         self.num_bytes += size
-        self.quantised |= weight.format not in ("F32", "F16", "BF16")
+        self.quantised |= weight.format not in FLOAT_FORMATS
         return matrix
 
     def _room(self, size: int) -> int:

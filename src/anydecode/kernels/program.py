@@ -12,14 +12,13 @@ import torch
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.kernels.interface import Attention, Backend, Rope, Weight
 from anydecode.kernels.library import Matrix, Op
-from anydecode.kernels.packing import Packer, float_vector
+from anydecode.kernels.packing import FLOAT_FORMATS, Packer, float_vector
 from anydecode.kernels.placement import place, to_ops
 from anydecode.kernels.steps import LOGITS, STREAM, Code, Step, Value
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
 _MAX_GROUP = 64
-_FLOAT_FORMATS = ("F32", "F16", "BF16")
 
 
 class NativeBackend(Backend):
@@ -55,7 +54,7 @@ class NativeBackend(Backend):
 
     def _input(self, x: Value, format: str) -> Value:
         """x as a product with a weight of this format takes it."""
-        if format in _FLOAT_FORMATS:
+        if format in FLOAT_FORMATS:
             return x
         if x not in self._quantised:
             width = x.width // 32 * _BLOCK_FLOATS

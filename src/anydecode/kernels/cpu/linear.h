@@ -176,7 +176,8 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
         case 2: quant_tile(format, 2, p, blocks, a, next, total); break;
         case 3: quant_tile(format, 3, p, blocks, a, next, total); break;
         case 4: quant_tile(format, 4, p, blocks, a, next, total); break;
-        default: quant_tile(format, TILE_ROWS, p, blocks, a, next, total); break;
+        default: /* compiled only where tiles are larger than that */
+          if (TILE_ROWS > 4) quant_tile(format, TILE_ROWS, p, blocks, a, next, total);
       }
       for (int i = 0; i < rows; i++)
         for (int j = 0; j <= pair; j++)
