@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from anydecode.errors import UnsupportedCombinationError
 from anydecode.kernels.interface import Attention, Backend, Rope, Weight
 from anydecode.kernels.library import Matrix, Op
 from anydecode.kernels.packing import FLOAT_FORMATS, Packer, float_vector
@@ -18,7 +17,6 @@ from anydecode.kernels.steps import LOGITS, STREAM, Code, Step, Value
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
-_MAX_GROUP = 64
 
 
 class NativeBackend(Backend):
@@ -93,10 +91,6 @@ class NativeBackend(Backend):
         return self._record(Code.ROPE, (x, table), x.width, **fields)
 
     def attention(self, q: Value, k: Value, v: Value, layer: int, shape: Attention) -> Value:
-        if shape.num_heads > _MAX_GROUP * shape.num_kv_heads:
-            raise UnsupportedCombinationError(
-                f"the native kernels take at most {_MAX_GROUP} query heads per key head"
-            )
         fields = {"layer": layer, "heads": shape.num_heads, "kv_heads": shape.num_kv_heads}
         fields["head_dim"] = shape.head_dim
         store = Step(Code.STORE, (k, v), None, {**fields, "width": k.width}, cache="write")

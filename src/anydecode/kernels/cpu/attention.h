@@ -16,11 +16,14 @@ typedef struct {
 
 /* One thread's room, in floats. */
 typedef struct {
-  const float *key[KEY_BLOCK], *value[KEY_BLOCK]; /* where the vectors of one block are */
-  float *keys, *values; /* [32, padded]: those that had to be converted */
-  float *nothing;       /* [padded] zeros, for positions without a slot */
+  const char *key[KEY_BLOCK], *value[KEY_BLOCK]; /* where the vectors of one block are */
+  int format;             /* of those vectors */
+  float *keys, *values;   /* [32, padded]: those that had to be converted */
+  const float *nothing;   /* [padded] zeros in every format, for positions without a slot */
   float *q;             /* [rows, group, padded] */
-  float *scores;        /* [group, 32] */
+  float *scores;        /* [rows, group, 32] */
+  float *found;         /* [rows, group]: a block's largest scores */
+  float *shrink;        /* [rows, group, 8]: what older sums shrink by, in every lane */
   State segment, all;
 } Room;
 
@@ -42,12 +45,13 @@ static State make_state(float *base, int padded, int heads) {
 static Room make_room(float *base, int padded, int group) {
   int heads = ATTENTION_ROWS * group;
   Room room = {.keys = base, .values = base + KEY_BLOCK * padded};
-  room.nothing = room.values + KEY_BLOCK * padded;
-  memset(room.nothing, 0, (size_t)padded * 4);
-  for (int j = 0; j < KEY_BLOCK; j++) room.key[j] = room.value[j] = room.nothing;
-  room.q = room.nothing + padded;
+  room.q = room.values + KEY_BLOCK * padded + padded;
+  room.nothing = memset(room.q - padded, 0, (size_t)padded * 4);
+  for (int j = 0; j < KEY_BLOCK; j++) room.key[j] = room.value[j] = (const char *)room.nothing;
   room.scores = room.q + (int64_t)heads * padded;
-  float *states = room.scores + group * KEY_BLOCK;
+  room.shrink = room.scores + heads * KEY_BLOCK;
+  room.found = room.shrink + heads * 8;
+  float *states = room.found + heads;
   room.segment = make_state(states, padded, heads);
   room.all = make_state(states + attention_state_floats(padded, heads), padded, heads);
   return room;
@@ -143,21 +147,20 @@ INLINE void narrow(int format, const float *from, int count, char *to) {
 INLINE uint32_t gather_as(int format, int padded, const Heads *h, const int32_t *slots, int count,
                           Room *room, int at) {
   uint32_t present = 0;
-  int as_is = format == F32 && h->head_dim == padded;
   for (int j = at; j < at + count; j++, slots++) {
-    room->key[j] = room->value[j] = room->nothing;
+    room->key[j] = room->value[j] = (const char *)room->nothing;
     if (*slots < 0) continue;
     const char *key = h->keys + *slots * h->bytes, *value = h->values + *slots * h->bytes;
     present |= 1u << j;
-    if (as_is) {
-      room->key[j] = (const float *)key;
-      room->value[j] = (const float *)value;
+    if (room->format == format && h->head_dim == padded) {
+      room->key[j] = key;
+      room->value[j] = value;
       continue;
     }
     widen(format, key, h->head_dim, padded, room->keys + j * padded);
     widen(format, value, h->head_dim, padded, room->values + j * padded);
-    room->key[j] = room->keys + j * padded;
-    room->value[j] = room->values + j * padded;
+    room->key[j] = (const char *)(room->keys + j * padded);
+    room->value[j] = (const char *)(room->values + j * padded);
   }
   return present;
 }
@@ -187,43 +190,70 @@ static void expect_slots(const Heads *h, const int32_t *slots, int count) {
   }
 }
 
-/* Eight keys against one query. */
-INLINE f8 eight_scores(const float *q, const float *const *key, int padded) {
-  f8 sum[8];
-#pragma GCC unroll 8
-  for (int j = 0; j < 8; j++) sum[j] = f8_set(0.0f);
+/* Heads, and keys or vectors of values: what is loaded serves several sums, and twelve sums with
+ * what they need fit sixteen registers. */
+enum { HEADS_AT_ONCE = 3, TILE = 4 };
+
+INLINE f8 load_as(int format, const char *vector, int at) {
+  if (format == F16) return f8_load_f16((const uint16_t *)vector + at);
+  if (format == BF16) return f8_load_bf16((const uint16_t *)vector + at);
+  return f8_load((const float *)vector + at);
+}
+
+/* Four keys against each of a few queries, as f8_fours leaves them. */
+INLINE void four_scores(int format, int heads, const float *q, const char *const *key, int padded,
+                        f8 *scores) {
+  f8 sum[HEADS_AT_ONCE * TILE];
+#pragma GCC unroll 12
+  for (int j = 0; j < heads * TILE; j++) sum[j] = f8_set(0.0f);
   for (int d = 0; d < padded; d += 8) {
-    f8 part = f8_load(q + d);
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) sum[j] = f8_fma(part, f8_load(key[j] + d), sum[j]);
+    f8 part[HEADS_AT_ONCE];
+#pragma GCC unroll 3
+    for (int i = 0; i < heads; i++) part[i] = f8_load(q + i * padded + d);
+#pragma GCC unroll 4
+    for (int j = 0; j < TILE; j++) {
+      f8 k = load_as(format, key[j], d);
+#pragma GCC unroll 3
+      for (int i = 0; i < heads; i++) sum[TILE * i + j] = f8_fma(part[i], k, sum[TILE * i + j]);
+    }
   }
-  return f8_sums(sum);
+#pragma GCC unroll 3
+  for (int i = 0; i < heads; i++) scores[i] = f8_fours(sum + TILE * i);
 }
 
-/* Raw scores of the block, -inf where not visible; the largest of them. */
-static float block_scores(const Op *op, const float *q, const Room *room, int padded,
-                          uint32_t seen, float *scores) {
-  f8 most = f8_set(-INFINITY);
-  for (int i = 0; i < KEY_BLOCK; i += 8) {
-    if (!((seen >> i) & 255)) {
-      f8_store(scores + i, f8_set(-INFINITY));
-      continue;
+/* Raw scores of the block for a few heads, -inf where not visible; the largest of each. */
+INLINE void block_scores(int format, int heads, const Op *op, const float *q, const Room *room,
+                         int padded, uint32_t seen, float *scores, float *found) {
+  f8 most[HEADS_AT_ONCE], low[HEADS_AT_ONCE], high[HEADS_AT_ONCE];
+  for (int i = 0; i < heads; i++) most[i] = f8_set(-INFINITY);
+  for (int j = 0; j < KEY_BLOCK; j += 8) {
+    uint32_t eight = (seen >> j) & 255;
+    if (eight) {
+      four_scores(format, heads, q, room->key + j, padded, low);
+      four_scores(format, heads, q, room->key + j + TILE, padded, high);
     }
-    f8 s = f8_mul(eight_scores(q, room->key + i, padded), f8_set(op->x));
-    if (op->y > 0) s = f8_mul(f8_set(op->y), f8_tanh(f8_mul(s, f8_set(1.0f / op->y))));
-    f8_store(scores + i, s);
-    if (((seen >> i) & 255) != 255) {
-      for (int j = 0; j < 8; j++)
-        if (!((seen >> (i + j)) & 1)) scores[i + j] = -INFINITY;
-      s = f8_load(scores + i);
+    for (int i = 0; i < heads; i++) {
+      float *to = scores + i * KEY_BLOCK + j;
+      if (!eight) {
+        f8_store(to, f8_set(-INFINITY));
+        continue;
+      }
+      f8 s = f8_mul(f8_join(low[i], high[i]), f8_set(op->x));
+      if (op->y > 0) s = f8_mul(f8_set(op->y), f8_tanh(f8_mul(s, f8_set(1.0f / op->y))));
+      f8_store(to, s);
+      if (eight != 255) {
+        for (int k = 0; k < 8; k++)
+          if (!((eight >> k) & 1)) to[k] = -INFINITY;
+        s = f8_load(to);
+      }
+      most[i] = f8_max(s, most[i]);
     }
-    most = f8_max(s, most);
   }
-  return f8_largest(most);
+  for (int i = 0; i < heads; i++) found[i] = f8_largest(most[i]);
 }
 
-/* Scores become weights relative to the new maximum; answers what older sums shrink by. */
-INLINE f8 block_weights(const State *state, int at, float found, float *scores) {
+/* Scores become weights relative to the new maximum; finds what older sums shrink by. */
+INLINE void block_weights(const State *state, int at, float found, float *scores, float *shrinks) {
   float most = found > state->most[at] ? found : state->most[at];
   f8 shrink = f8_exp(f8_set(state->most[at] - most)), sum = f8_set(0.0f);
   for (int i = 0; i < KEY_BLOCK; i += 8) {
@@ -233,43 +263,85 @@ INLINE f8 block_weights(const State *state, int at, float found, float *scores) 
   }
   state->most[at] = most;
   f8_store(state->total + 8 * at, f8_fma(f8_load(state->total + 8 * at), shrink, sum));
-  return shrink;
+  f8_store(shrinks, shrink);
 }
 
 /* sums[d] = sums[d] * shrink + the block's weighted values, for `vectors` lanes of d from `at` on. */
-INLINE void weigh_values(const float *weights, const float *const *value, int at, int lo, int hi,
-                         f8 shrink, int vectors, float *sums) {
-  f8 sum[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < vectors; i++) sum[i] = f8_mul(f8_load(sums + 8 * i), shrink);
+INLINE void weigh_values(int format, int heads, const float *weights, const char *const *value,
+                         int at, int lo, int hi, const float *shrink, int vectors, int padded,
+                         float *sums) {
+  f8 sum[HEADS_AT_ONCE * TILE];
+#pragma GCC unroll 3
+  for (int i = 0; i < heads; i++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++)
+      sum[TILE * i + v] = f8_mul(f8_load(sums + i * padded + 8 * v), f8_load(shrink + 8 * i));
   for (int j = lo; j < hi; j++) {
-    f8 weight = f8_set(weights[j]);
-#pragma GCC unroll 8
-    for (int i = 0; i < vectors; i++)
-      sum[i] = f8_fma(weight, f8_load(value[j] + at + 8 * i), sum[i]);
+    f8 weight[HEADS_AT_ONCE];
+#pragma GCC unroll 3
+    for (int i = 0; i < heads; i++) weight[i] = f8_set(weights[i * KEY_BLOCK + j]);
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+      f8 part = load_as(format, value[j], at + 8 * v);
+#pragma GCC unroll 3
+      for (int i = 0; i < heads; i++) sum[TILE * i + v] = f8_fma(weight[i], part, sum[TILE * i + v]);
+    }
   }
-#pragma GCC unroll 8
-  for (int i = 0; i < vectors; i++) f8_store(sums + 8 * i, sum[i]);
+#pragma GCC unroll 3
+  for (int i = 0; i < heads; i++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) f8_store(sums + i * padded + 8 * v, sum[TILE * i + v]);
 }
 
-/* Fold one block into the state of a row's heads, a stage at a time: a head's exponentials hide
- * behind its neighbours' products. */
-static void fold_block(const Heads *h, Room *room, int row, uint32_t seen) {
-  float *scores = room->scores, found[MAX_GROUP];
-  f8 shrink[MAX_GROUP];
-  int first = row * h->group, lo = __builtin_ctz(seen), hi = 32 - __builtin_clz(seen);
-  for (int g = 0; g < h->group; g++)
-    found[g] = block_scores(h->op, room->q + (int64_t)(first + g) * h->padded, room, h->padded,
-                            seen, scores + g * KEY_BLOCK);
-  for (int g = 0; g < h->group; g++)
-    shrink[g] = block_weights(&room->segment, first + g, found[g], scores + g * KEY_BLOCK);
-  for (int g = 0; g < h->group; g++) {
-    float *sums = room->segment.sums + (int64_t)(first + g) * h->padded, *weights = scores + g * KEY_BLOCK;
-    int d = 0;
-    for (; d + 64 <= h->padded; d += 64)
-      weigh_values(weights, room->value, d, lo, hi, shrink[g], 8, sums + d);
-    for (; d < h->padded; d += 8)
-      weigh_values(weights, room->value, d, lo, hi, shrink[g], 1, sums + d);
+INLINE void fold_scores(int format, int heads, const Heads *h, const Room *room, int at,
+                        uint32_t seen) {
+  block_scores(format, heads, h->op, room->q + (int64_t)at * h->padded, room, h->padded, seen,
+               room->scores + at * KEY_BLOCK, room->found + at);
+}
+
+INLINE void fold_values(int format, int heads, const Heads *h, const Room *room, int at,
+                        uint32_t seen) {
+  int padded = h->padded, lo = __builtin_ctz(seen), hi = 32 - __builtin_clz(seen), d = 0;
+  const float *weights = room->scores + at * KEY_BLOCK, *shrink = room->shrink + 8 * at;
+  float *sums = room->segment.sums + (int64_t)at * padded;
+  for (; d + 8 * TILE <= padded; d += 8 * TILE)
+    weigh_values(format, heads, weights, room->value, d, lo, hi, shrink, TILE, padded, sums + d);
+  for (; d < padded; d += 8)
+    weigh_values(format, heads, weights, room->value, d, lo, hi, shrink, 1, padded, sums + d);
+}
+
+INLINE void fold_as(int format, const Heads *h, const Room *room, int first, int last,
+                    const uint32_t *seen) {
+  int group = h->group;
+  for (int row = first; row < last; row++) {
+    int at = row * group, end = at + group;
+    if (!seen[row]) continue;
+    for (; at + HEADS_AT_ONCE <= end; at += HEADS_AT_ONCE)
+      fold_scores(format, HEADS_AT_ONCE, h, room, at, seen[row]);
+    for (; at < end; at++) fold_scores(format, 1, h, room, at, seen[row]);
+  }
+  for (int row = first; row < last; row++) {
+    if (!seen[row]) continue;
+    for (int at = row * group; at < (row + 1) * group; at++)
+      block_weights(&room->segment, at, room->found[at], room->scores + at * KEY_BLOCK,
+                    room->shrink + at * 8);
+  }
+  for (int row = first; row < last; row++) {
+    int at = row * group, end = at + group;
+    if (!seen[row]) continue;
+    for (; at + HEADS_AT_ONCE <= end; at += HEADS_AT_ONCE)
+      fold_values(format, HEADS_AT_ONCE, h, room, at, seen[row]);
+    for (; at < end; at++) fold_values(format, 1, h, room, at, seen[row]);
+  }
+}
+
+/* Fold one block into the states of rows, for the positions that each sees: a stage at a time, so that
+ * one head's exponentials and waits hide behind its neighbours' products. */
+static void fold_block(const Heads *h, const Room *room, int first, int last, const uint32_t *seen) {
+  switch (room->format) {
+    case F16: fold_as(F16, h, room, first, last, seen); return;
+    case BF16: fold_as(BF16, h, room, first, last, seen); return;
+    default: fold_as(F32, h, room, first, last, seen);
   }
 }
 
@@ -298,9 +370,9 @@ static void attend_block(const Pass *pass, const Heads *h, int row, int rows, in
   if (shared) {
     int next = start + BLOCKS_AHEAD * KEY_BLOCK, left = pass->prefix[row] - next;
     if (left > 0) expect_slots(h, h->table + next, left < KEY_BLOCK ? left : KEY_BLOCK);
-    uint32_t present = gather(h, h->table + start, shared - start, room, 0);
-    for (int i = 0; i < rows; i++)
-      if (!((own >> i) & 1) && (seen[i] & present)) fold_block(h, room, i, seen[i] & present);
+    uint32_t present = gather(h, h->table + start, shared - start, room, 0), both[ATTENTION_ROWS];
+    for (int i = 0; i < rows; i++) both[i] = (own >> i) & 1 ? 0 : seen[i] & present;
+    fold_block(h, room, 0, rows, both);
   }
   for (int i = 0; i < rows; i++) {
     if (!((own >> i) & 1)) continue;
@@ -310,7 +382,8 @@ static void attend_block(const Pass *pass, const Heads *h, int row, int rows, in
     const int32_t *tail = pass->tails + pass->tail_start[row + i] + start + from_table - prefix;
     uint32_t present = gather(h, h->table + start, from_table, room, 0);
     present |= gather(h, tail, end - start - from_table, room, from_table);
-    if (seen[i] & present) fold_block(h, room, i, seen[i] & present);
+    seen[i] &= present;
+    fold_block(h, room, i, i + 1, seen);
   }
 }
 
@@ -335,6 +408,8 @@ static void attend_segment(const Pass *pass, const Heads *h, int row, int rows, 
                            Room *room) {
   int32_t end = 0, start = segment * SEGMENT;
   clear(&room->segment, h->padded, rows * h->group);
+  /* Plain numbers are widened where they are summed, blocks beforehand. */
+  room->format = is_float(h->format) && h->padded == h->head_dim ? h->format : F32;
   for (int i = 0; i < rows; i++) {
     int32_t last = pass->prefix[row + i] + pass->tail_length[row + i];
     end = last > end ? last : end;

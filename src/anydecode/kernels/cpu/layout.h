@@ -7,7 +7,7 @@
 
 /* Attention sums segments of this many positions by themselves, then adds them in order. */
 enum { SEGMENT = 128 };
-enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, ATTENTION_ROWS = 8, MAX_GROUP = 64 };
+enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, ATTENTION_ROWS = 8 };
 
 /* Formats and tile sizes are constants once inlined; plain C has no use for that. */
 #ifdef ANYDECODE_SCALAR
@@ -169,7 +169,7 @@ INLINE int64_t attention_state_floats(int padded, int heads) {
 
 INLINE int64_t attention_room_floats(int head_dim, int group) {
   int64_t padded = (head_dim + 7) / 8 * 8, heads = ATTENTION_ROWS * group;
-  return (2 * KEY_BLOCK + 1) * padded + heads * padded + group * KEY_BLOCK + 16 +
+  return (2 * KEY_BLOCK + 1) * padded + heads * (padded + KEY_BLOCK + 8 + 1) + 16 +
          2 * attention_state_floats((int)padded, (int)heads);
 }
 

@@ -27,10 +27,12 @@ INLINE f8 f8_pick_below(f8 x, f8 limit, f8 a, f8 b) {
 INLINE int f8_any_above(f8 x, f8 limit) {
   return _mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_GT_OQ));
 }
-/* Lane i: ((0+1)+(2+3)) + ((4+5)+(6+7)) of x[i]. */
-INLINE f8 f8_sums(const f8 *x) {
-  f8 low = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
-  f8 high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+/* Lane i: (0+1)+(2+3) of x[i]; lane i + 4: (4+5)+(6+7). */
+INLINE f8 f8_fours(const f8 *x) {
+  return _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+}
+/* Both fours of each lane added: those of `low`, then those of `high`. */
+INLINE f8 f8_join(f8 low, f8 high) {
   return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20),
                        _mm256_permute2f128_ps(low, high, 0x31));
 }

@@ -35,15 +35,14 @@ INLINE f8 f8_pick_below(f8 x, f8 limit, f8 a, f8 b) {
 INLINE int f8_any_above(f8 x, f8 limit) {
   return vmaxvq_u32(vorrq_u32(vcgtq_f32(x.a, limit.a), vcgtq_f32(x.b, limit.b))) != 0;
 }
-/* Lane i: ((0+1)+(2+3)) + ((4+5)+(6+7)) of x[i]. */
-INLINE f8 f8_sums(const f8 *x) {
-  float32x4_t s[4];
-  for (int i = 0; i < 4; i++) {
-    float32x4_t even = vpaddq_f32(x[2 * i].a, x[2 * i].b);
-    float32x4_t odd = vpaddq_f32(x[2 * i + 1].a, x[2 * i + 1].b);
-    s[i] = vpaddq_f32(even, odd);
-  }
-  return F8(vpaddq_f32(s[0], s[1]), vpaddq_f32(s[2], s[3]));
+/* Lane i: (0+1)+(2+3) of x[i]; lane i + 4: (4+5)+(6+7). */
+INLINE f8 f8_fours(const f8 *x) {
+  return F8(vpaddq_f32(vpaddq_f32(x[0].a, x[1].a), vpaddq_f32(x[2].a, x[3].a)),
+            vpaddq_f32(vpaddq_f32(x[0].b, x[1].b), vpaddq_f32(x[2].b, x[3].b)));
+}
+/* Both fours of each lane added: those of `low`, then those of `high`. */
+INLINE f8 f8_join(f8 low, f8 high) {
+  return F8(vaddq_f32(low.a, low.b), vaddq_f32(high.a, high.b));
 }
 INLINE float f8_largest(f8 x) { return vmaxvq_f32(vmaxq_f32(x.a, x.b)); }
 INLINE f8 f8_from_i8(i8 x) { return F8(vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b)); }

@@ -29,10 +29,13 @@ INLINE int f8_any_above(f8 x, f8 limit) {
   for (int i = 0; i < 8; i++) found |= x.v[i] > limit.v[i];
   return found;
 }
-INLINE float sum_of(const float *v) {
-  return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+INLINE float four_of(const float *v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+/* Lane i: (0+1)+(2+3) of x[i]; lane i + 4: (4+5)+(6+7). */
+INLINE f8 f8_fours(const f8 *x) { EACH(f8, four_of(x[i % 4].v + i / 4 * 4)); }
+/* Both fours of each lane added: those of `low`, then those of `high`. */
+INLINE f8 f8_join(f8 low, f8 high) {
+  EACH(f8, i < 4 ? low.v[i] + low.v[i + 4] : high.v[i - 4] + high.v[i]);
 }
-INLINE f8 f8_sums(const f8 *x) { EACH(f8, sum_of(x[i].v)); }
 INLINE float f8_largest(f8 x) {
   float best = x.v[0];
   for (int i = 1; i < 8; i++) best = x.v[i] > best ? x.v[i] : best;
