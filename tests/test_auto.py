@@ -8,12 +8,12 @@ import pytest
 from anydecode.decoders.speculative import auto as module
 from anydecode.decoders.speculative.auto import (
     Auto,
+    Growth,
     Guesser,
     Rates,
     Source,
-    best_part,
+    best_count,
     grown,
-    part,
 )
 from anydecode.decoders.speculative.copies import BREAK, Corpus, Follower
 from anydecode.decoders.speculative.successors import WIDTH, Successors
@@ -24,7 +24,7 @@ from anydecode.evaluation.certify import certify_one
 from anydecode.evaluation.mechanisms.auto import FixedPace, cyclic, passes
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.cost import Correction, CostTable, guessed
-from anydecode.scoring.tree import ROOT, TokenTree
+from anydecode.scoring.tree import ROOT
 
 
 def test_the_certificate() -> None:
@@ -50,8 +50,8 @@ def test_a_careless_acceptance_breaks_the_certificate(monkeypatch: pytest.Monkey
 def test_a_greedy_budget_breaks_the_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
     from anydecode.evaluation.mechanisms import auto as checks
 
-    everything = lambda tree, costs, others, drafting: list(range(len(tree)))  # noqa: E731
-    monkeypatch.setattr(checks, "best_part", everything)
+    everything = lambda chances, costs, others, drafting: len(chances)  # noqa: E731
+    monkeypatch.setattr(checks, "best_count", everything)
     assert not all(check.passed for check in checks.auto())
 
 
@@ -157,9 +157,9 @@ def test_two_sources_share_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tree.tokens == [1, 2, 3]
     assert tree.parents == [ROOT, 0, 0]
     assert tree.sources == ["s0", "s0", "s1"]
-    assert tree.probabilities[0] == pytest.approx(0.6)
-    assert tree.probabilities[1] == pytest.approx(0.36)
-    assert tree.probabilities[2] == pytest.approx(0.6 * 0.5 * 0.4)
+    assert tree.chances[0] == pytest.approx(0.6)
+    assert tree.chances[1] == pytest.approx(0.36)
+    assert tree.chances[2] == pytest.approx(0.6 * 0.5 * 0.4)
 
 
 def test_what_is_forced_stands_before_what_sources_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_what_is_forced_stands_before_what_sources_say(monkeypatch: pytest.Monke
     tree = grown([7], sources([7, 1, BREAK], [7, 2, BREAK]), no_guesses(), 2, 0.0, forced)
     assert tree.tokens == [5, 6, 1, 2]
     assert tree.parents == [ROOT, 0, 1, 1]
-    assert [tree.probabilities[node] for node in range(4)] == pytest.approx([1, 1, 0.6, 0.2])
+    assert tree.chances == pytest.approx([1, 1, 0.6, 0.2])
 
 
 def test_what_the_model_thought_likely_fills_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_what_the_model_thought_likely_fills_in(monkeypatch: pytest.MonkeyPatch)
     assert tree.tokens == [1, 4, 8]
     assert tree.parents == [ROOT, 0, 1]
     assert tree.sources == ["s0", "recycled", "recycled"]
-    assert list(tree.probabilities.values()) == pytest.approx([0.6, 0.3, 0.12])
+    assert tree.chances == pytest.approx([0.6, 0.3, 0.12])
     assert grown([0, 7], sources([7, 1, BREAK]), guesser, 3, 0.2).tokens == [1, 4]
 
 
@@ -215,17 +215,24 @@ def test_what_was_scored_once_is_guessed_again() -> None:
 
 
 def test_a_part_keeps_the_shape() -> None:
-    tree = TokenTree(tokens=[4, 5, 6], parents=[ROOT, 0, 0], sources=["a", "b", "c"])
-    kept = part(tree, [0, 2])
-    assert (kept.tokens, kept.parents, kept.sources) == ([4, 6], [ROOT, 0], ["a", "c"])
+    growth = Growth([4, 5, 6], [ROOT, 0, 0], ["a", "b", "c"], [0.9, 0.5, 0.1])
+    kept = growth.first(2)
+    assert (kept.tokens, kept.parents, kept.sources) == ([4, 5], [ROOT, 0], ["a", "b"])
+
+
+def test_one_source_grows_what_it_would_beside_one_that_knows_nothing() -> None:
+    (alone,) = sources([7, 1, 2, 3, 4, BREAK], rate=0.7)
+    silent = Source("silent", Corpus(), Rates([0.5] * len(module.CLASSES)))
+    for count, least in ((4, 0.0), (2, 0.0), (4, 0.3)):
+        found = grown([7], [alone], no_guesses(), count, least, [7])
+        assert found == grown([7], [alone, silent], no_guesses(), count, least, [7])
+    assert 1 < len(found.tokens) < 5
 
 
 def test_no_draft_where_the_gain_is_nothing() -> None:
-    tree = TokenTree.chain([1, 2])
-    tree.probabilities = {0: 0.1, 1: 0.05}
-    assert best_part(tree, [1.0, 1.1, 1.2], 0, 0.0) == []
-    assert best_part(tree, [1.0, 1.0, 1.0], 0, 0.0) == [0, 1]
-    assert best_part(tree, [1.0, 1.0, 1.0], 0, 0.2) == []  # drafting takes time as well
+    assert best_count([0.1, 0.05], [1.0, 1.1, 1.2], 0, 0.0) == 0
+    assert best_count([0.1, 0.05], [1.0, 1.0, 1.0], 0, 0.0) == 2
+    assert best_count([0.1, 0.05], [1.0, 1.0, 1.0], 0, 0.2) == 0  # drafting takes time as well
 
 
 def test_the_answer_may_be_one_token_long() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation import rounds
 from anydecode.evaluation import speculative_bench as bench
+from anydecode.evaluation.peers import Worker
 from anydecode.evaluation.speculative_bench import (
     PLAIN,
     Question,
@@ -111,12 +113,12 @@ def scripted() -> LLM:
 
 def test_a_whole_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked = [Question("a", "one two one two"), Question("b", "three")]
-    count = []
+    count: list[str] = []
     with scripted() as llm:
         methods = ["prompt-lookup", "auto"]
-        runs = bench.run(llm, asked, methods, [0.0, 0.8], 12, True, lambda: count.append(1))
+        runs = list(bench.run(llm, asked, methods, [0.0, 0.8], 12, True, count.append))
         beyond = memory(llm, asked[0], methods, 8)
-        more = bench.run(llm, asked[:1], ["auto"], [0.0], 12, True, rounds=3)
+        more = list(bench.run(llm, asked[:1], ["auto"], [0.0], 12, True, rounds=3))
     assert len(runs) == len(count) == 2 * 2 * (1 + 2 * 2)
     assert len(more) == 3
     assert all(one.modelled > 0 for one in runs)
@@ -147,7 +149,7 @@ def test_a_whole_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 def test_cold_answers_start_with_nothing_learned() -> None:
     asked = [Question("a", "q")] * 2
     with scripted() as llm:
-        runs = bench.run(llm, asked, ["auto"], [0.0], 24)
+        runs = list(bench.run(llm, asked, ["auto"], [0.0], 24))
         cold = [one.passes for one in runs if one.method == "auto" and not one.warm]
         warm = [one.passes for one in runs if one.method == "auto" and one.warm]
     assert cold[0] == cold[1]
@@ -246,6 +248,74 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_table(
     changed[1]["seconds"] *= 2
     keep.write_text("\n".join([lines[0], json.dumps(changed), *lines[2:]]) + "\n")
     assert _kept(tmp_path, keep) != whole  # what is held is what is shown
+
+
+class _Peer:
+    """Another engine: answers at once, and fails from its `fails`th answer on."""
+
+    def __init__(self, engine: str, fails: int | None = None) -> None:
+        self.engine = engine
+        self.fails = fails
+        self.asked: list[str] = []
+        self.missing: str | None = None
+        self.hello = {"settings": "1 thread"}
+
+    def ask(self, prompt: str, tokens: int, **how: Any) -> dict[str, Any]:
+        self.asked.append(prompt)
+        if len(self.asked) == self.fails:
+            raise KeyboardInterrupt
+        return {"tokens": tokens, "total": 1.0, "first": 0.5}
+
+
+def test_what_other_engines_answered_is_kept_answer_by_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = _questions(tmp_path)
+    keep, file = tmp_path / "answers.jsonl", tmp_path / "out.json"
+    names = ("openvino-genai", "openvino-prompt-lookup")
+    monkeypatch.setattr(bench, "find_file", lambda model: model)
+
+    def asked(*peers: _Peer) -> dict[str, Any]:
+        monkeypatch.setattr(bench, "started", lambda *arguments: list(peers))
+        bench.bench_speculative(
+            tmp_path, "copyspec", "m", tokens=8, temperatures="0", warm=False, keep=keep,
+            peers=",".join(names), json_file=file,
+        )  # fmt: skip
+        report: dict[str, Any] = json.loads(file.read_text())
+        return report
+
+    watched = _Watched(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        asked(_Peer(names[0]), _Peer(names[1], fails=2))
+    told = capsys.readouterr()
+    assert "stopped: the figures are of what was answered" in told.err
+    assert "1 of 12 answers: question 1 of 3, T=0: autoregressive" in told.err
+    assert "3 of 12 answers: question 1 of 3, T=0: openvino-genai" in told.err
+    assert "copyspec" in told.out and names[0] in told.out  # the first question's table
+    assert [len(json.loads(line)) for line in keep.read_text().splitlines()[1:]] == [2, 1, 1, 2]
+    made = len(watched.asked)
+    peers = [_Peer(name) for name in names]
+    report = asked(*peers)
+    assert len(watched.asked) == made + 2  # the last question, plainly and drafting
+    assert [len(peer.asked) for peer in peers] == [2, 2]
+    assert len(report["runs"]) == len(texts) * 4
+    again = [_Peer(name) for name in names]
+    assert asked(*again)["runs"] == report["runs"]
+    assert not any(peer.asked for peer in again)
+
+
+def test_an_engine_that_gives_no_answer_is_ended(tmp_path: Path) -> None:
+    program = (
+        "import sys, time\nprint('{}', flush=True)\nprint(input(), flush=True)\ntime.sleep(600)"
+    )
+    (tmp_path / "peer.py").write_text(program)
+    worker = Worker("mute", "m", 1, sys.executable, str(tmp_path / "peer.py"), patience=20.0)
+    assert worker.missing is None
+    assert worker.ask(prompt="x") == {"prompt": "x"}
+    worker.patience = 0.1
+    assert worker.ask(prompt="y") == {"missing": "mute gave no answer within 0.1 s"}
+    worker.close()
+    assert worker.process.returncode
 
 
 def test_answers_of_other_settings_are_refused(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +14,16 @@ import torch
 from anydecode import catalogue
 from anydecode.catalogue import Card, Entry
 from anydecode.cli import main
+from anydecode.cli.certify import _drafting
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError
-from anydecode.evaluation.certify_model import STORED, Trials, certify_on
+from anydecode.evaluation import certify_model
+from anydecode.evaluation.certify import Certificate
+from anydecode.evaluation.certify_model import STORED, Outcome, Trials, certificates, outcomes
+from anydecode.evaluation.diary import Diary
 from anydecode.evaluation.speculative_bench import Question
 from anydecode.scoring.score import Decoding
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
 from anydecode.training import checkpoint
 from anydecode.training.tokenizer import build_tokenizer
@@ -78,17 +84,13 @@ def mistakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+def certified(model: Path, keys: list[str], trials: Trials, **options: Any) -> list[Certificate]:
+    return certificates(outcomes(str(model), keys, trials, threads=1, **options))
+
+
 def test_exact_methods_are_certified_in_every_format(model: Path) -> None:
-    done: list[str] = []
     keys = ["prompt-lookup", "speculative-sampling"]
-    found = certify_on(
-        str(model),
-        keys,
-        TRIALS,
-        draft="self:layers=2",
-        threads=1,
-        on_done=lambda key, check: done.append(key),
-    )
+    found = certified(model, keys, TRIALS, draft="self:layers=2")
     for certificate in found:
         assert certificate.passed, [one for one in certificate.checks if not one.passed]
         names = [check.name for check in certificate.checks]
@@ -96,35 +98,118 @@ def test_exact_methods_are_certified_in_every_format(model: Path) -> None:
         assert names[0].startswith("all prompts, as stored")
         assert sum("float32" in name for name in names) == 4
         assert "4 prompts, 48 tokens" in certificate.checks[0].detail
+        assert all("3 prompts, 24 tokens" in check.detail for check in certificate.checks[1:])
     assert [certificate.key for certificate in found] == keys
-    assert len(done) == sum(len(certificate.checks) for certificate in found)
 
 
 def test_broken_decoders_fail(model: Path, mistakes: None) -> None:
     trials = Trials(ASKED, tokens=40, batch=2, sample=4, sample_tokens=40, dtypes=(STORED,))
-    unverified, forgetful = certify_on(
-        str(model), ["unverified", "forgetful"], trials, draft=None, threads=1
-    )
+    unverified, forgetful = certified(model, ["unverified", "forgetful"], trials, draft=None)
     assert not any(check.passed for check in unverified.checks)
-    assert "differ; first at token 0" in unverified.checks[0].detail
+    assert "differ: first at token 0" in unverified.checks[0].detail
     failed = [check.name for check in forgetful.checks if not check.passed]
     assert failed and all("restarted" in name for name in failed)
 
 
 def test_what_is_not_token_exact_is_refused(model: Path) -> None:
     with pytest.raises(InvalidRequestError, match="only token-exact") as refusal:
-        certify_on(str(model), ["typical-acceptance"], TRIALS)
+        certified(model, ["typical-acceptance"], TRIALS)
     assert "\n" not in str(refusal.value)
 
 
 def test_a_method_that_cannot_run_is_not_certified(model: Path) -> None:
-    (found,) = certify_on(str(model), ["speculative-sampling"], TRIALS, draft=None, threads=1)
+    (found,) = certified(model, ["speculative-sampling"], TRIALS, draft=None)
     assert not found.passed
     assert all("draft model" in check.detail for check in found.checks)
 
 
+def test_batches_are_read_once_and_in_turn_by_a_method_itself(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = [Question("a", f"{word} " * 20) for word in ("one", "two", "three", "four")]
+    trials = Trials(long, tokens=4, batch=2, sample=0)
+    hits: dict[tuple[str, int], int] = {}
+    outcome = certify_model.Bench.outcome
+
+    def watched(self: certify_model.Bench, key: str, batch: certify_model.Batch) -> Outcome:
+        cache = self.llm.engine.lanes[TARGET].prefixes
+        before = cache.num_hits
+        found = outcome(self, key, batch)
+        hits[key, batch.number] = cache.num_hits - before
+        return found
+
+    monkeypatch.setattr(certify_model.Bench, "outcome", watched)
+    found = certified(model, ["copyspec", "prompt-lookup"], trials, draft=None)
+    assert all(one.passed for one in found)
+    assert hits["copyspec", 0] < hits["prompt-lookup", 0]
+    assert hits["copyspec", 1] > hits["prompt-lookup", 1]
+
+
+def test_a_stopped_run_goes_on(model: Path, mistakes: None, tmp_path: Path) -> None:
+    trials = Trials(ASKED, tokens=8, batch=2, sample=2, sample_tokens=4, dtypes=("float32",))
+    keys, keep = ["copyspec", "unverified"], tmp_path / "kept.jsonl"
+    options: dict[str, Any] = {"draft": None, "threads": 1}
+    whole = list(outcomes(str(model), keys, trials, **options))
+    begun = list(islice(outcomes(str(model), keys, trials, diary=Diary(keep, {}), **options), 3))
+    assert begun == whole[:3]
+    assert [one.key for one in begun] == ["copyspec", "unverified", "copyspec"]
+    diary = Diary(keep, {})
+    assert len(diary.held) == 3
+    rest = list(outcomes(str(model), keys, trials, diary=diary, **options))
+    assert sorted(rest, key=str) == sorted(whole, key=str)
+    passed = sum(not one.differ for one in whole)
+    assert len(keep.read_text().splitlines()) == 1 + 3 + len(whole) - 2  # two had passed
+    again = Diary(keep, {})
+    list(outcomes(str(model), keys, trials, diary=again, **options))
+    tried = len(keep.read_text().splitlines()) - 1 - len(again.held)
+    assert tried == len(whole) - passed  # what failed is tried again
+    keep.write_text('{}\n{"key": 1}\n')
+    with pytest.raises(InvalidRequestError, match="holds no answers"):
+        next(outcomes(str(model), keys, trials, diary=Diary(keep, {}), **options))
+
+
+def test_a_method_that_breaks_does_not_end_the_run(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Breaking(Decoder):
+        def decode(self, sequence: Sequence) -> Decoding:
+            yield sequence.score()
+            raise ZeroDivisionError
+
+    card = Card("breaking", "speculative", paper="", exactness="token-exact")
+    monkeypatch.setitem(catalogue.entries(), "breaking", Entry(card, Breaking))
+    breaking, whole = certified(model, ["breaking", "copyspec"], TRIALS, draft=None)
+    assert whole.passed and not any(check.passed for check in breaking.checks)
+
+
+def test_a_stopped_run_shows_what_was_tried(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*arguments: Any, **options: Any) -> Iterator[Outcome]:
+        yield from islice(outcomes(*arguments, **options), 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(certify_model, "outcomes", stopped)
+    options = ["--model", str(model), "--tokens", "4", "--batch", "2", "--limit", "1"]
+    options += ["--sample", "0", "--threads", "1"]
+    with pytest.raises(SystemExit) as ended:
+        main.run(["certify", "copyspec", "stand", *options])
+    assert ended.value.code == main.INTERRUPTED
+    out, err = capsys.readouterr()
+    assert "4 prompts, 16 tokens" in out and "2 prompts, 8 tokens" in out
+    assert "2 of 8: all prompts" in err and "stopped: 3 of 8 trials were made" in err
+
+
+def test_all_methods_are_those_that_can_draft_for_any_model() -> None:
+    keys = _drafting()
+    assert {"auto", "opt-tree", "pearl", "layer-draft"} <= set(keys)
+    assert not {"deer", "rejection-sampling", "typical-acceptance"} & set(keys)
+
+
 def test_the_sample_takes_categories_in_turn() -> None:
-    assert [one.category for one in TRIALS.spread()] == ["a", "b", "a"]
+    (first, *_), *_ = (one.questions for one in TRIALS.batches()["float32"])
+    assert [one.category for one in TRIALS.spread()] == ["a", "b", "a", "b"]
+    assert first == ASKED[0]
 
 
 def test_by_the_command_line(
@@ -140,3 +225,10 @@ def test_by_the_command_line(
     out, err = capsys.readouterr()
     assert "passed  copyspec" in out and "FAILED  unverified" in out
     assert "not certified: unverified" in err
+    kept = ["--keep", str(tmp_path / "kept.jsonl")]
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            main.run(["certify", "copyspec", *options, *kept])
+        assert not ended.value.code
+        assert "4 prompts, 64 tokens" in capsys.readouterr().out
+    assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 3  # nothing made twice

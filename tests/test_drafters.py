@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from anydecode import catalogue
@@ -16,7 +15,6 @@ from anydecode.decoders.speculative.core import Speculative
 from anydecode.decoders.speculative.static_trees import Shape, worthwhile
 from anydecode.decoders.speculative.suffix import SuffixAutomaton, SuffixDrafter, likely_tree
 from anydecode.decoders.speculative.token_recycling import TokenRecyclingDrafter
-from anydecode.decoders.speculative.top_tokens import top_tokens
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation.certify import load_mechanisms
 from anydecode.evaluation.rounds import accepted, rounds, scripted, wordy
@@ -131,16 +129,6 @@ def test_bad_parameters_are_refused_in_one_line(decoder: str) -> None:
     with scripted(wordy()) as llm, pytest.raises(InvalidRequestError) as refusal:
         llm.generate("abc", decoder=decoder)
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("rows", "vocabulary", "count"), [(3, 49152, 8), (2, 50257, 10), (4, 259, 8)]
-)
-def test_top_tokens_equal_a_sort(rows: int, vocabulary: int, count: int) -> None:
-    logits = np.random.default_rng(0).normal(size=(rows, vocabulary)).astype(np.float32)
-    logits[0, vocabulary - 1] = 9.0
-    expected = np.argsort(-logits, axis=1, kind="stable")[:, :count]
-    assert np.array_equal(top_tokens(logits, count), expected)
 
 
 def test_shapes_keep_parents_before_children() -> None:

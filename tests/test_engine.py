@@ -17,6 +17,8 @@ from anydecode.evaluation.certify import PROMPTS, scripted_llm
 from anydecode.evaluation.denoising import bidirectional, dense
 from anydecode.memory.context import Context
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
+from anydecode.sampling.policy import Policy
+from anydecode.scoring.noise import Noise
 from anydecode.scoring.score import Cancel, Decoding, Submit, Wait
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
@@ -35,6 +37,38 @@ def test_chunked_prefill_changes_nothing(row_budget: int) -> None:
         batch = llm.generate(list(PROMPTS), **OPTIONS)
         llm.engine.check_integrity()
     assert [one.tokens for one in batch] == alone()
+
+
+class _Picking(ScriptedModel):
+    """Picks within its passes, with `late` times the noise of the next position."""
+
+    late = 0
+    made = 0
+
+    def run(self, rows, cache, want):
+        output = super().run(rows, cache, want)
+        for choice in want.choices:
+            noise = Noise(choice.seed, choice.stream)
+            policy = Policy(1 / choice.inverse_temperature if choice.inverse_temperature else 0.0)
+            logits = output.logits[choice.row].numpy()
+            output.picks.append(policy.pick(logits, noise, choice.position + self.late))
+        self.made += len(output.picks)
+        return output
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("decoder", ["autoregressive", "auto", "token-recycling", "following"])
+def test_what_a_pass_picks_is_what_would_be_picked_behind_it(decoder, temperature) -> None:
+    options = {**OPTIONS, "temperature": temperature, "seed": 3, "decoder": decoder}
+    expected = alone(**options)
+    model = _Picking(seed=1)
+    with LLM(model, tokenizer=ByteTokenizer(), row_budget=7) as llm:
+        assert [g.tokens for g in llm.generate(PROMPTS, **options)] == expected
+        assert model.made > 40
+        model.late = 1
+        wrong = [g.tokens for g in llm.generate(PROMPTS, **options)]
+    # Noise has no say at temperature 0; and tokens that are followed are picked on the way.
+    assert (wrong == expected) == (temperature == 0 or decoder == "following")
 
 
 @pytest.mark.parametrize("decoder", ["autoregressive", "prompt-lookup", "following", "layer-draft"])

@@ -16,6 +16,7 @@ from anydecode.constraints import json_schema as module
 from anydecode.constraints.checking import JsonWatch, Validator
 from anydecode.constraints.closing import closing_tokens
 from anydecode.constraints.endless import is_endless
+from anydecode.constraints.hints import Hints, example
 from anydecode.constraints.narrowing import narrowed
 from anydecode.constraints.relaxing import LEVELS, nodes, relaxed, without_assertions
 from anydecode.constraints.steering import Steered
@@ -320,7 +321,9 @@ def test_every_decoder_takes_the_same_way_to_the_end(temperature, monkeypatch):
         assert said(decoder).tokens == expected.tokens, decoder
 
     def forgetful(self):  # the twin: forks that lose count of what has been said
-        return Steered(self.inner.fork(), self._tokenizer, self._vocab_size, self._limit)
+        return Steered(
+            self.inner.fork(), self._tokenizer, self._vocab_size, self._limit, self._hints
+        )
 
     monkeypatch.setattr(Steered, "fork", forgetful)
     assert said("following:count=3").tokens != expected.tokens
@@ -481,3 +484,81 @@ def test_endings_are_found_behind_stretches_without_an_end(rule, said, monkeypat
     assert len(ending) < 20 or "minLength" in rule
     monkeypatch.setattr(closing, "_ways_out", lambda *_: [])
     assert closing_tokens(state, TOKENIZER) is None or rule.keys() & {"minLength"}
+
+
+DOCUMENT = {
+    "type": "object",
+    "properties": {
+        "extras": {"type": "object", "required": ["tags"], "properties": {"tags": {"minItems": 4,
+                   "type": "array", "items": {"type": "string"}}}},
+        "kind": {"enum": ["a_long_winded_name", "short"]},
+        "stamp": {"type": "string", "pattern": "\\d{4}-\\d{2}"},
+        "more": {"$ref": "#/properties/extras"},
+        "size": {"type": "integer", "minimum": 512},
+    },
+    "required": ["kind", "stamp", "size"],
+}  # fmt: skip
+
+
+def test_hints_lead_to_the_shortest_end():
+    """Only what is needed, the shortest of several values, and text for a pattern that may be
+    anywhere in its string, which no mask leads to."""
+    constraint = JsonSchema(DOCUMENT)
+    state = constraint.start(TOKENIZER, 259)
+    ending = closing_tokens(state, TOKENIZER, constraint.hints)
+    assert bytes(ending[:-1]) == b'{"kind":"short","stamp":"0000-00","size":512}'
+    assert closing_tokens(state, TOKENIZER) is None  # the twin: masks alone
+
+
+class _Words(type(TOKENIZER)):
+    """Bytes, and a few words that are one token."""
+
+    words = (b'{"kind":"', b'","', b'":"')
+
+    vocab_size = TOKENIZER.vocab_size + len(words)
+
+    def token_bytes(self, token):
+        last = TOKENIZER.vocab_size
+        return self.words[token - last] if token >= last else super().token_bytes(token)
+
+
+def test_ends_are_said_with_few_tokens(monkeypatch):
+    words = _Words()
+    constraint = JsonSchema(DOCUMENT)
+    state = constraint.start(words, words.vocab_size)
+    ending = closing_tokens(state, words, constraint.hints)
+    text = b"".join(map(words.token_bytes, ending[:-1]))
+    assert text == b'{"kind":"short","stamp":"0000-00","size":512}'
+    assert len(ending) - 1 == len(text) - 8 - 2 * 2 - 2  # the first word, two and one of the others
+    monkeypatch.setattr(closing._Vocabulary, "fewest", lambda self, text: self.bytewise(text))
+    assert len(closing_tokens(state, words, constraint.hints)) > len(ending)
+
+
+@pytest.mark.parametrize("pattern, text", [
+    (r"\d{4}-\d{2}", "0000-00"),
+    (r"^[^0]+\$$", "a$"),
+    (r"[Hh]otel [Pp]aris.*", "Hotel Paris"),
+    (r"^(?!x)a|bcd$", "a"),
+    (r"^[$^]$", "$"),
+    (r"\p{L}(", None),
+])  # fmt: skip
+def test_examples_match_their_pattern(pattern, text):
+    assert example(pattern) == text
+
+
+def test_names_are_taken_in_the_order_of_their_object():
+    hints = Hints(DOCUMENT)
+    assert hints.ordered({"extras", "kind"}) == ["kind", "extras"]
+    assert hints.ordered({"stamp", "kind"}) == ["stamp", "kind"]  # the last one needed is next
+    free = Hints({"properties": {"a": {"type": "array", "minItems": 3}, "b": {}, "c": DOCUMENT}})
+    assert free.ordered({"a", "b", "c"}) == ["b", "a", "c"]
+
+
+def test_an_end_that_takes_most_of_the_limit_is_begun_in_time(monkeypatch):
+    names = [chr(97 + i) for i in range(16)]
+    schema = {"type": "object", "properties": dict.fromkeys(names, {"type": "string"}),
+              "required": names}  # fmt: skip
+    for answer in babble(schema, limit=120):  # of which 114 are needed
+        assert answer.finish_reason == "stop"
+    monkeypatch.setattr(Steered, "of", Steered)  # the twin: looked for after an eighth of the limit
+    assert any(one.finish_reason == "length" for one in babble(schema, limit=120))

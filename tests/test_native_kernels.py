@@ -23,6 +23,7 @@ from anydecode.kernels.cache import CACHE_FORMATS, bytes_per_position, decode, e
 from anydecode.kernels.interface import (
     FORMATS,
     Attention,
+    Choice,
     KeyValues,
     LowRank,
     Rope,
@@ -41,6 +42,7 @@ from anydecode.kernels.library import (
 from anydecode.kernels.native import NativeExecutor
 from anydecode.kernels.packing import Packer
 from anydecode.kernels.reference import ReferenceBackend
+from anydecode.scoring.noise import Noise
 
 few = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -159,10 +161,12 @@ def test_packing_hardly_adds_bytes(library: Library, format: str) -> None:
 class Network:
     """Two layers with every operation a transformer uses, and a capped head."""
 
-    def __init__(self, seed: int, format: str = "F32", experts: bool = False, **shape: Any) -> None:
+    def __init__(
+        self, seed: int, format: str = "F32", experts: bool = False, vocab: int = 50, **shape: Any
+    ) -> None:
         kv, head_dim, heads = shape.pop("kv", 2), shape.pop("head_dim", 16), 4
         self.shape = Attention(heads, kv, head_dim, head_dim**-0.5, **shape)
-        self.width, self.inner, self.vocab = 64, 96, 50
+        self.width, self.inner, self.vocab = 64, 96, vocab
         self.use_experts = experts
         frequencies = 100.0 ** -(torch.arange(0, head_dim // 2) / (head_dim // 2))
         self.rope = Rope(frequencies.float(), 1.1)
@@ -558,6 +562,45 @@ def test_the_largest_equal_a_stable_sort(
     ids, values = largest(logits, count)
     assert np.array_equal(ids, order)
     assert np.array_equal(values, np.take_along_axis(logits, order, axis=1))
+
+
+def picked(
+    network: Network, threads: int, temperature: float, late: int = 0
+) -> tuple[list[int], list[int]]:
+    """What a pass picks for each of its rows, and what the whole sums say. Noise is asked for
+    `late` positions late."""
+    rows, noise = sequence_rows(np.arange(9), np.arange(9)), Noise(2**64 - 5, 7)
+    inverse = 1 / temperature if temperature else 0.0
+    choices = [
+        Choice(row, inverse, noise.seed, noise.stream, row + 1 + late) for row in range(8, -1, -1)
+    ]
+    want = Want(ints(np.arange(9)), {}, choices)
+    output = network.executor(threads).run(rows, network.cache(9), want)
+    keys = output.logits.numpy().astype(np.float64)
+    if temperature:
+        keys = keys * inverse + [noise.gumbel(range(network.vocab), row + 1) for row in range(9)]
+    return output.picks[::-1], keys.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("temperature", [0.0, 0.1, 0.8, 9.0])
+@pytest.mark.parametrize("vocab", [50, 9001, 20000])
+def test_tokens_picked_within_a_pass_equal_the_whole_sums(
+    library: Library, vocab: int, temperature: float, threads: int
+) -> None:
+    found, expected = picked(Network(4, vocab=vocab), threads, temperature)
+    assert found == expected
+
+
+def test_picks_with_noise_of_another_place_are_others(library: Library) -> None:
+    found, expected = picked(Network(4, vocab=9001), 2, 0.8, late=1)
+    assert found != expected
+
+
+def test_the_lowest_of_equals_is_picked_across_parts(library: Library) -> None:
+    network = Network(4, vocab=20000)
+    network.embedding.data.zero_()
+    assert picked(network, 3, 0.0)[0] == [0] * 9
 
 
 # --- the build and the start-up check

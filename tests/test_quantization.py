@@ -141,6 +141,8 @@ def test_gptq_by_name_learns_from_a_file(tmp_path: Path) -> None:
         ("tiny-diffusion", "dlm-ptq:format=int4-gptq,texts=/dev/null", "no line of prompt"),
         ("tiny-autoregressive", "dlm-ptq", "for diffusion models"),
         (object(), "dlm-ptq", "name or the file"),
+        ("tiny-diffusion", "sdar", "not of kind WeightFormat"),
+        ("tiny-diffusion", "int3", "dtype 'int3' is unknown"),
     ],
 )
 def test_a_format_by_name_refuses_in_one_clear_line(model: object, dtype: str, words: str) -> None:

@@ -489,6 +489,27 @@ def test_parsers_take_answers_apart_at_any_cut() -> None:
     assert list(thinking.push("a</think>b", True)) == [("reasoning", "a"), ("content", "b")]
 
 
+def test_bodies_are_json_and_described(slow: Any) -> None:
+    """A page of another origin may send text unasked, and JSON only if the server allows it."""
+    said, path = b'{"prompt": "a", "max_tokens": 1}', "/v1/completions"
+    with LiveServer(slow, settings()) as server, client(server) as http:
+
+        def status(kind: str | None, body: bytes = said) -> int:
+            headers = {} if kind is None else {"content-type": kind}
+            return int(http.post(path, content=body, headers=headers).status_code)
+
+        for kind in ("application/json", "Application/JSON; charset=utf-8", "application/x+json"):
+            assert status(kind) == 200
+        assert [status(kind) for kind in (None, "text/plain", "text/json")] == [400] * 3
+        for wrong in (b"", b"{", b"[]", b'"a"', b'{"prompt": "\xff"}', b"[" * 5000):
+            assert status("application/json", wrong) == 400
+        told = http.post(path, json={"prompt": "a", "n": "many"}).json()["error"]
+        assert (told["param"], told["code"]) == ("n", "invalid_body")
+        described = http.get("/openapi.json").json()["paths"][path]["post"]["requestBody"]
+        shape = described["content"]["application/json"]["schema"]
+        assert described["required"] and shape["$ref"].endswith("/CompletionRequest")
+
+
 @pytest.mark.parametrize(
     "key", ["sarathi", "sarathi-serve", "prepacking", "layered-prefill", "priority",
             "online-offline", "fair"],
@@ -510,6 +531,22 @@ def test_a_schedule_that_works_otherwise_is_caught(monkeypatch: pytest.MonkeyPat
     assert not all(check.passed for check in mechanisms.layered_prefill())
 
 
+@pytest.mark.parametrize(
+    "name, mistaken",
+    [("rows_beside", lambda *given, **how: 512), ("is_prompt", lambda score: False)],
+)
+def test_a_stall_is_caught(name: str, mistaken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mistakes: the papers' budget whatever passes cost; short prompts taken for decodes."""
+    from anydecode.engine.schedules import layered, sarathi
+
+    monkeypatch.setattr(sarathi, name, mistaken)
+    monkeypatch.setattr(layered, name, mistaken)
+    assert not all(check.passed for check in mechanisms.sarathi_serve())
+    if name == "rows_beside":
+        assert not all(check.passed for check in mechanisms.sarathi())
+        assert not all(check.passed for check in mechanisms.layered_prefill())
+
+
 def test_schedules_are_chosen_by_key() -> None:
     with scripted_llm(schedule="sarathi-serve:budget=64") as llm:
         assert llm.engine.lanes["target"].schedule.budget == 64
@@ -517,6 +554,8 @@ def test_schedules_are_chosen_by_key() -> None:
         scripted_llm(schedule="prompt-lookup")
     with pytest.raises(InvalidRequestError, match="at least one row"):
         scripted_llm(schedule="sarathi:budget=0")
+    with pytest.raises(InvalidRequestError, match="more than 1, not 1"):
+        scripted_llm(schedule="layered-prefill:stretch=1")
 
 
 def test_traces_are_read_and_fitted(tmp_path: Path) -> None:

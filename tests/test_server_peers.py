@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shlex
+import signal
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +27,7 @@ from anydecode.evaluation.serving import peers  # noqa: E402
 from anydecode.evaluation.serving.peers import Comparison, Load, parse_peer, started  # noqa: E402
 from anydecode.evaluation.serving.replay import Endpoint, Objective, Outcome  # noqa: E402
 from anydecode.evaluation.serving.sweep import Search, print_sweep, sweep  # noqa: E402
+from anydecode.evaluation.serving.sweep_plot import sweep_svg  # noqa: E402
 from anydecode.evaluation.serving.traces import Arrival, prompt_text  # noqa: E402
 from anydecode.server import chat  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
@@ -102,7 +107,12 @@ def test_two_servers_in_one_run(tmp_path: Path, capsys: Any) -> None:
             assert len(figures["goodput_per_round"]) == 2
         told = capsys.readouterr()
         assert "times as much" in told.out
-        lines = [line.partition(":")[0] for line in told.err.splitlines()]
+        steps = [line for line in told.err.splitlines() if " of 6 requests: " in line]
+        assert steps[5::6] == [
+            f"6 of 6 requests: {name}, round {number}, 60/s"
+            for name, number in (("anydecode", 1), ("again", 1), ("again", 2), ("anydecode", 2))
+        ]
+        lines = [line.partition(":")[0] for line in told.err.splitlines() if " of " not in line]
         assert lines[:2] == ["warming up anydecode", "warming up again"]
         assert lines[2:] == ["anydecode, round 1, 60/s", "again, round 1, 60/s",
                          "again, round 2, 60/s", "anydecode, round 2, 60/s"]  # fmt: skip
@@ -114,8 +124,10 @@ def test_two_servers_in_one_run(tmp_path: Path, capsys: Any) -> None:
                 peers.prepared([Endpoint("ours", f"{server.url}/v1"), Endpoint("strict", url)])
             )
         assert [(one.model, one.chat, sorted(one.extra)) for one in found] == [
-            ("ours", True, ["ignore_eos", "stream_options"]), ("strict", True, []),
+            ("ours", True, ["stream_options"]), ("strict", True, []),
         ]  # fmt: skip
+        alone = asyncio.run(peers.prepared([Endpoint("ours", f"{server.url}/v1")]))
+        assert sorted(alone[0].extra) == ["ignore_eos", "stream_options"]
 
 
 def test_ratios_by_hand() -> None:
@@ -183,8 +195,51 @@ def test_a_sweep_against_a_server(tmp_path: Path, capsys: Any) -> None:
         assert [run["rate"] for run in ours["runs"]] == [40.0, 80.0]
         run_bench("serving", options)
         assert "goodput 80 requests/s or more" in capsys.readouterr().out
-        with pytest.raises(InvalidRequestError, match="one --rate"):
-            run_bench("serving", [*options, "--plot", str(tmp_path / "x.svg")])
+        run_bench("serving", [*options, "--plot", str(tmp_path / "x.svg")])
+        picture = (tmp_path / "x.svg").read_text()
+        assert picture.count("<polyline") == 5 and picture.count("<circle") == 1 + 5 * 2
+
+
+def test_a_picture_of_a_sweep() -> None:
+    """Every point at its place: the middle rate, tried in two rounds, half-way between the others;
+    a rate where nothing came has no times."""
+
+    def run(rate: float, attainment: float, first: float | None) -> dict[str, Any]:
+        times = {"p50": first, "p99": None if first is None else 10 * first}
+        return {"rate": rate, "attainment": attainment, "ttft": times, "tpot": times}
+
+    runs = [run(0.1, 1.0, 0.1), run(1.0, 0.8, 1.0), run(1.0, 0.6, 1.0), run(10.0, 0.0, None)]
+    picture = sweep_svg("t<1>", {"a": {"runs": runs}}, [0.1, 1.0, 10.0], Objective(2.0, 9.0), 0.9)
+    lines = re.findall('class="(middle|p99)" points="([^"]*)"', picture)
+    assert lines[0] == ("middle", "0.0,0.0 210.0,39.0 420.0,130.0")  # 100%, 70%, 0% of 130
+    assert lines[1] == lines[3] == ("middle", "0.0,130.0 210.0,65.0")
+    assert lines[2] == ("p99", "0.0,65.0 210.0,0.0") and "t&lt;1&gt;" in picture
+
+
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_a_signal_stops_what_was_started(mistaken: bool, tmp_path: Path) -> None:
+    """The mistake: nothing is done about the signal."""
+    ending = "import os, threading; threading.Timer(30, os._exit, [0]).start()\n"
+    server = tmp_path / "refusing.py"
+    server.write_text(ending + REFUSING)
+    program = f"""
+import contextlib, signal
+from anydecode.evaluation.serving.peers import ended_by_sigterm, started
+with {"contextlib.nullcontext" if mistaken else "ended_by_sigterm"}():
+    with started("refusing", "{sys.executable} {server} {{port}}") as url:
+        print(url, flush=True)
+        signal.pause()
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        port = int(bench.stdout.readline().rpartition(":")[2].partition("/")[0])
+        bench.terminate()
+        code = bench.wait(60)
+    assert code == (-signal.SIGTERM if mistaken else 128 + signal.SIGTERM)
+    with socket.socket() as probe:
+        alive = probe.connect_ex(("127.0.0.1", port)) == 0
+    assert alive == mistaken
 
 
 @pytest.mark.parametrize("mistaken", [False, True])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from anydecode import LLM
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.loading import load_checkpoint
-from anydecode.training import block_adapter, checkpoint
+from anydecode.models.tokenizers import HFTokenizer
+from anydecode.training import block_adapter, checkpoint, curve
 from anydecode.training.block_adapter import AdapterRecipe
 from anydecode.training.tokenizer import EOS_ID, MASK_ID, build_tokenizer
 from anydecode.training.transformer import Shape, Transformer
@@ -34,42 +35,64 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_masked_block_sees_itself_and_the_clean_blocks_before() -> None:
-    seen = block_adapter.visibility(5, 2)
-    masked, clean = seen[:5], seen[5:]
-    assert masked[:, :5].int().tolist() == [
-        [1, 1, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 0, 0, 1],
+    streams = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
+    places = torch.tensor([0, 1, 2, 1, 2, 3, 1, 2, 3])
+    seen = block_adapter.visibility(streams, places, 2).int().tolist()
+    assert seen[:3] == [[1, 1, 0] + [0] * 6] * 2 + [[1, 1, 1] + [0] * 6]
+    assert seen[3:6] == [
+        [0, 0, 0, 1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 1, 1, 0, 0, 0],
+        [1, 1, 0, 0, 1, 1, 0, 0, 0],
     ]
-    assert masked[:, 5:].int().tolist() == [
-        [0, 0, 0, 0, 0],
-        [0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0],
-    ]
-    assert not clean[:, :5].any() and clean[0, 5:].int().tolist() == [1, 1, 0, 0, 0]
-    assert clean[4, 5:].all()
+    assert seen[6:] == [[*row[:3], *[0] * 3, *row[3:6]] for row in seen[3:6]]
 
 
-def test_both_streams_together_say_what_blocks_alone_would(folder: Path) -> None:
-    """The masked stream's logits are those of a pass over [clean prefix, masked block] alone."""
+def loss_alone(
+    model: Transformer, text: list[int], masked: list[int], block: int, shift: int
+) -> float:
+    """The summed loss of the masked places, each block in a pass of its own over the clean text
+    before it."""
+    total = 0.0
+    for start in range(0, len(text), block):
+        stop = start + block
+        noised = [MASK_ID if start <= at and at in masked else text[at] for at in range(stop)]
+        own = torch.arange(stop) // block
+        logits = model(torch.tensor([noised]), visible=own[:, None] >= own)[0]
+        logits[:, MASK_ID] = float("-inf")
+        for at in range(start, stop):
+            if at in masked:
+                total -= float(logits[at - shift].log_softmax(-1)[text[at]])
+    return total
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_all_streams_together_lose_what_blocks_alone_would(
+    folder: Path, shift: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = block_adapter.open_llama(load_checkpoint(folder))
-    text = torch.randint(3, SHAPE.vocab, (1, 8))
-    masked = text.clone()
-    masked[0, [1, 4, 6]] = MASK_ID
+    texts = block_adapter.Texts(
+        torch.randint(3, SHAPE.vocab, (2, 12)), torch.arange(12).repeat(2, 1) > 4
+    )
+    recipe = AdapterRecipe(steps=1, block=4, copies=2, shift=shift)
+    seen: list[torch.Tensor] = []
+    embed = model.transformer["wte"].forward
+    monkeypatch.setattr(
+        model.transformer["wte"], "forward", lambda ids: seen.append(ids) or embed(ids)
+    )
     with torch.no_grad():
-        both = model(
-            torch.cat([masked, text], dim=1),
-            positions=torch.arange(8).repeat(2),
-            visible=block_adapter.visibility(8, 4),
-        )
-        joined = torch.cat([text[:, :4], masked[:, 4:]], dim=1)
-        own = torch.arange(8) // 4
-        alone = model(joined, visible=own[:, None] >= own)
-    assert torch.allclose(both[0, 4:8], alone[0, 4:], atol=1e-5)
+        found, count = block_adapter.block_loss(model, texts, recipe, MASK_ID, torch.Generator())
+        [rows] = seen
+        assert rows.shape == (2, 8 + 2 * 8)  # no clean rows of the last block, no masked ones of
+        expected, wrong = 0.0, 0.0  # the first, which has no answer
+        for row, text in zip(rows.tolist(), texts.tokens.tolist(), strict=True):
+            assert row[:8] == text[:8]
+            for copy in (row[8:16], row[16:]):
+                masked = [4 + at for at, token in enumerate(copy) if token == MASK_ID]
+                expected += loss_alone(model, text, masked, 4, int(shift))
+                wrong += loss_alone(model, text, masked, 4, int(not shift))
+    assert count == int((rows == MASK_ID).sum()) > 8
+    assert float(found) == pytest.approx(expected, rel=1e-4)
+    assert float(found) != pytest.approx(wrong, rel=1e-2)
 
 
 def test_an_adapter_begins_as_nothing_and_learns(folder: Path, tmp_path: Path) -> None:
@@ -82,77 +105,158 @@ def test_an_adapter_begins_as_nothing_and_learns(folder: Path, tmp_path: Path) -
     assert len(learned) == 2 * 7 * SHAPE.layers
     assert all(p.requires_grad == any(p is q for q in learned) for p in model.parameters())
 
-    recipe = AdapterRecipe(steps=60, block=4, rank=4, batch=4, rate=1e-2, longest=64)
-    found = block_adapter.train_block_adapter(
+    recipe = AdapterRecipe(steps=60, block=4, rank=4, batch=4, rate=2e-2, longest=64)
+    run = block_adapter.train_block_adapter(
         source, tmp_path / "adapter", recipe, merged=tmp_path / "merged"
     )
-    assert found["steps"] == 60 and found["last"] < found["first"] - 0.5
-    assert block_adapter.read_block(tmp_path / "adapter") == (4, MASK_ID)
+    first, last = (entry["held_out"]["tasks"] for entry in run.history if "held_out" in entry)
+    assert run.step == 60 and last < first - 0.5
+    svg = curve.of_held_out(run.log())
+    assert svg.count("<polyline") == 2 and "held-out tasks" in svg and "nan" not in svg
     with LLM(folder, dtype="float32", threads=1) as llm:
         llm.add_adapter("blocks", tmp_path / "adapter")
         plain = llm.generate("copy Ada Ben:", max_tokens=6, ignore_eos=True)
         adapted = llm.generate("copy Ada Ben:", max_tokens=6, ignore_eos=True, adapter="blocks")
     assert plain.tokens != adapted.tokens
 
-    changed = block_adapter.open_llama(load_checkpoint(folder))
-    block_adapter.add_low_rank(changed, 4)
-    stored = load_file(str(tmp_path / "adapter" / "adapter_model.safetensors"))
-    layer = changed.blocks[1].q_proj
-    stem = "base_model.model.model.layers.1.self_attn.q_proj"
-    layer.down.data = stored[f"{stem}.lora_A.weight"]
-    layer.up.data = stored[f"{stem}.lora_B.weight"]
-    whole = block_adapter.merged_weights(changed)
+    with run.holding(run.kept) as best:
+        whole = block_adapter.merged_weights(best)
     assert whole.keys() == Transformer(SHAPE).state_dict().keys()
     merged = load_file(str(tmp_path / "merged" / "model.safetensors"))
     query = "model.layers.1.self_attn.q_proj.weight"
     assert torch.equal(merged[query], whole["transformer.blocks.1.q_proj.weight"].bfloat16())
+    assert not torch.equal(merged[query], source.tensors[query])
+    norm = "model.layers.1.input_layernorm.weight"
+    assert torch.equal(merged[norm], source.tensors[norm])
 
 
+def test_an_adapter_is_a_model_of_its_own(folder: Path, tmp_path: Path) -> None:
+    """Its folder, opened as a model, has the adapter in its weights and masks as it was trained."""
+    source = load_checkpoint(folder)
+    recipe = AdapterRecipe(steps=8, block=4, rank=4, batch=4, rate=2e-2, longest=64, shift=True)
+    merged = tmp_path / "merged"
+    block_adapter.train_block_adapter(source, tmp_path / "a", recipe, merged=merged)
+    adapted, written = load_checkpoint(tmp_path / "a"), load_checkpoint(merged)
+    assert adapted.tokenizer is not None and adapted.tokenizer.mask_id == MASK_ID
+    assert {*adapted.tensors} == {*written.tensors}
+    for name, tensor in written.tensors.items():
+        assert torch.allclose(adapted.tensors[name].float(), tensor.float(), atol=0.02), name
+    query = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.allclose(source.tensors[query].float(), written.tensors[query].float())
+    for path in (tmp_path / "a", merged):
+        with LLM(path, threads=1) as llm:
+            spec = llm.model.spec
+            assert (spec.block_size, spec.logit_shift, spec.causal) == (4, 1, False)
+            assert llm.generate("copy Ada Ben:", max_tokens=6, ignore_eos=True).stats.passes > 0
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("adapter_config.json", {"r": 4, "lora_alpha": 8}, "which model it was trained for"),
+        ("block.json", {"block_size": 4}, "no block-diffusion model"),
+        ("block.json", {"block_size": 0, "mask_token_id": 1}, "no block-diffusion model"),
+    ],
+)
+def test_broken_adapters(
+    folder: Path, tmp_path: Path, file: str, content: dict[str, int], problem: str
+) -> None:
+    recipe = AdapterRecipe(steps=1, block=4, rank=4, batch=1)
+    block_adapter.train_block_adapter(load_checkpoint(folder), tmp_path / "a", recipe)
+    (tmp_path / "a" / file).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=problem):
+        load_checkpoint(tmp_path / "a")
+
+
+def test_a_run_goes_on_as_if_it_had_not_been_interrupted(folder: Path, tmp_path: Path) -> None:
+    source = load_checkpoint(folder)
+    recipe = AdapterRecipe(steps=6, block=4, rank=2, batch=3, copies=2)
+    whole = block_adapter.train_block_adapter(source, tmp_path / "whole", recipe)
+
+    def interrupt(done: float, loss: float) -> None:
+        if done >= 0.5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        block_adapter.train_block_adapter(source, tmp_path / "cut", recipe, report=interrupt)
+    run = block_adapter.Run(source, tmp_path / "cut", recipe)
+    assert run.step == 3
+    run.train()
+    assert run.step == 6 and run.history[-1]["held_out"] == whole.history[-1]["held_out"]
+    for one, other in zip(run.learned, whole.learned, strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(InvalidRequestError, match="another rank"):
+        block_adapter.Run(source, tmp_path / "cut", replace(recipe, rank=3))
+
+
+@pytest.mark.parametrize("shift", [False, True])
 def test_the_engine_denoises_blocks_as_the_objective_sees_them(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, shift: bool
 ) -> None:
     """Greedy, one token a pass: the engine's choice is that of the training transformer, which sees
     the prompt's blocks and the block itself."""
     source = load_checkpoint(folder)
-    recipe = AdapterRecipe(steps=3, block=4, rank=4, batch=4, rate=1e-2, longest=64)
+    recipe = AdapterRecipe(steps=3, block=4, rank=4, batch=4, rate=1e-2, longest=64, shift=shift)
     block_adapter.train_block_adapter(source, tmp_path / "a", recipe, merged=tmp_path / "merged")
     model = block_adapter.open_llama(
         replace(load_checkpoint(tmp_path / "merged"), config=source.config)
     )
     prompt = TOKENIZER.encode("copy Ada Ben Leo:").ids
-    tokens = [*prompt, *[MASK_ID] * (8 - len(prompt))]
+    tokens = [*prompt, *[MASK_ID] * (12 - len(prompt))]
     assert len(prompt) == 5
-    own = torch.arange(8) // 4
+    own = torch.arange(12) // 4
     while MASK_ID in tokens:
         with torch.no_grad():
             logits = model(torch.tensor([tokens]), visible=own[:, None] >= own)[0]
         logits[:, MASK_ID] = float("-inf")
         sure, picks = logits.softmax(-1).max(-1)
-        masked = [place for place, token in enumerate(tokens) if token == MASK_ID]
-        best = max(masked, key=lambda place: float(sure[place]))
-        tokens[best] = int(picks[best])
+        block = tokens.index(MASK_ID) // 4
+        masked = [at for at, token in enumerate(tokens) if token == MASK_ID and at // 4 == block]
+        best = max(masked, key=lambda place: float(sure[place - shift]))
+        tokens[best] = int(picks[best - shift])
     with LLM(tmp_path / "merged", dtype="float32", threads=1) as llm:
         assert llm.model.spec.block_size == 4 and not llm.model.spec.causal
-        found = llm.generate(prompt, max_tokens=3, ignore_eos=True, decoder="sdar:remasking=static")
+        found = llm.generate(prompt, max_tokens=7, ignore_eos=True, decoder="sdar:remasking=static")
     assert found.tokens == tokens[5:]
 
 
 def test_texts_are_whole_blocks_and_prompts_are_never_learned() -> None:
-    pairs = iter([([5, 6, 7], [8, 9]), ([5], [6, 7, 8, 9, 10]), ([1] * 99, [2])])
-    recipe = AdapterRecipe(steps=1, block=4, batch=2, longest=20)
-    [(tokens, answers)] = block_adapter.batches(pairs, recipe, EOS_ID)
-    assert tokens.tolist()[0] == [5, 6, 7, 8, 9, EOS_ID, EOS_ID, EOS_ID]
-    assert tokens.tolist()[1] == [5, 6, 7, 8, 9, 10, EOS_ID, EOS_ID]
-    assert answers[0].tolist() == [False] * 3 + [True] * 5
-    assert answers[1].tolist() == [False] + [True] * 7
+    pairs = [([5, 6, 7], [8, 9]), ([5], [6, 7, 8, 9, 10]), ([1] * 29, [2])]
+    recipe = AdapterRecipe(steps=1, block=4)
+    first, second = block_adapter.parts(pairs, recipe, EOS_ID)
+    assert first.tokens.tolist()[0] == [5, 6, 7, 8, 9, EOS_ID, EOS_ID, EOS_ID]
+    assert first.tokens.tolist()[1] == [5, 6, 7, 8, 9, 10, EOS_ID, EOS_ID]
+    assert first.answer[0].tolist() == [False] * 3 + [True] * 5
+    assert first.answer[1].tolist() == [False] + [True] * 7
+    assert second.tokens.shape == (1, 32) and second.answer.sum() == 3
 
 
-def test_own_answers_are_mixed_with_tasks(folder: Path) -> None:
-    source = load_checkpoint(folder)
-    pairs = list(islice(block_adapter.mixed_pairs(source, 2, 0, tokens=4), 6))
-    assert pairs[1] == pairs[5] and pairs[1] != pairs[3] and len(pairs[1][1]) <= 4
-    assert source.tokenizer is not None
-    assert source.tokenizer.decode(pairs[0][0])[-1] in ":="
+def test_own_answers_are_mixed_with_tasks() -> None:
+    recipe = AdapterRecipe(steps=1, batch=8, longest=30)
+    own = [([7] * 12, [8] * 4), ([7] * 40, [9])]
+    wrapped = HFTokenizer(TOKENIZER)
+    pairs = block_adapter.step_pairs(wrapped, own, recipe, 0)
+    assert len(pairs) == 8 and pairs.count(own[0]) == 2
+    assert pairs == block_adapter.step_pairs(wrapped, own, recipe, 0)
+    assert pairs != block_adapter.step_pairs(wrapped, own, recipe, 1)
+    assert all(wrapped.decode(one)[-1] in ":=" for one, _ in pairs if one != own[0][0])
+
+
+def test_the_command_trains_an_adapter_and_tells_its_loss(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from anydecode.cli.main import run
+
+    out, plot = tmp_path / "out", tmp_path / "curve.svg"
+    arguments = ["train", "block-adapter", "--model", str(folder), "--steps", "2", "--batch", "2"]
+    with pytest.raises(SystemExit) as ended:
+        run([*arguments, "--shift", "--copies", "2", "--out", str(out), "--plot", str(plot)])
+    assert not ended.value.code
+    told = capsys.readouterr()
+    assert told.out.strip() == str(out) and "nats per masked token" in told.err
+    assert plot.read_text().startswith("<svg")
+    assert json.loads((out / "adapter_config.json").read_text())["r"] == 16
+    assert json.loads((out / "block.json").read_text())["right_shift_logits"] is True
 
 
 def test_bad_requests(folder: Path, tmp_path: Path) -> None:
@@ -160,8 +264,8 @@ def test_bad_requests(folder: Path, tmp_path: Path) -> None:
         AdapterRecipe()
     with pytest.raises(InvalidRequestError, match="more than 0"):
         AdapterRecipe(steps=3, rank=0)
-    with pytest.raises(CheckpointError, match="no block adapter"):
-        block_adapter.read_block(tmp_path)
+    with pytest.raises(InvalidRequestError, match="no dtype"):
+        AdapterRecipe(steps=3, dtype="int8")
     other = replace(load_checkpoint(folder), config={"model_type": "gemma2"})
     with pytest.raises(CheckpointError, match="plain Llama"):
         block_adapter.open_llama(other)

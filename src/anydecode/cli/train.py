@@ -181,40 +181,66 @@ def train_adapter(
     own: Annotated[
         int, typer.Option("--own", min=0, help="Also learn so many answers of the model's own.")
     ] = 0,
+    copies: Annotated[int, typer.Option("--copies", min=1, help="Noisings of a text.")] = 1,
+    shift: Annotated[
+        bool, typer.Option("--shift/--in-place", help="Row i predicts token i + 1, or token i.")
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Of the passes: float32 or bfloat16.")
+    ] = "float32",
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write the curve as SVG.")] = None,
     seed: Seed = 0,
     threads: Threads = 0,
     json: options.Json = False,
 ) -> None:
-    """Train a low-rank adapter with which an autoregressive model denoises blocks.
+    """Train a low-rank adapter with which an autoregressive model denoises blocks. Begun again, it
+    goes on.
 
-    Example: anydecode train block-adapter --minutes 60 --own 64 --out smollm2-blocks
+    Example: anydecode train block-adapter --minutes 60 --own 100 --shift --out smollm2-blocks
     """
     from anydecode.models.loading import load_checkpoint
-    from anydecode.training.block_adapter import AdapterRecipe, mixed_pairs, train_block_adapter
+    from anydecode.training import curve
+    from anydecode.training.block_adapter import AdapterRecipe, train_block_adapter
     from anydecode.training.diffusion import limit_threads
 
     if minutes is None and steps is None:
         minutes = 60.0
-    recipe = AdapterRecipe(minutes, steps, block, rank, batch, rate, seed=seed)
+    recipe = AdapterRecipe(
+        minutes,
+        steps,
+        block=block,
+        rank=rank,
+        batch=batch,
+        rate=rate,
+        seed=seed,
+        copies=copies,
+        shift=shift,
+        dtype=dtype,
+    )
     limit_threads(threads)
-    checkpoint = load_checkpoint(model)
     with progress() as bar:
         task = bar.add_task("block adapter", total=100)
-        found = train_block_adapter(
-            checkpoint,
+        run = train_block_adapter(
+            load_checkpoint(model),
             out,
             recipe,
             mask,
-            mixed_pairs(checkpoint, own, seed),
+            own,
             lambda done, loss: bar.update(
                 task, completed=int(100 * done), description=f"block adapter, loss {loss:.3f}"
             ),
             merged,
+            model,
         )
+    if plot is not None:
+        plot.write_text(curve.of_held_out(run.log()), encoding="utf-8")
     if json:
-        print_json({"path": str(out), **found})
+        print_json({"path": str(out), **run.log()})
         return
-    note(f"loss {found['first']:.3f} -> {found['last']:.3f} in {found['steps']} steps")
+    first, *_, last = [entry["held_out"] for entry in run.history if "held_out" in entry]
+    for name in last:
+        note(f"{name}: {first[name]:.3f} -> {last[name]:.3f} nats per masked token")
+    note(f"{run.step} steps")
     print(out)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from anydecode.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from anydecode.constraints.hints import Hints
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,15 @@ class ConstraintState(ABC):
         mask = self.mask()
         return mask is None or bool(mask[token])
 
+    def follows(self, tokens: Sequence[int]) -> bool:
+        """Whether `tokens`, none of them an end-of-text token, may follow one after the other."""
+        ahead = self.fork()
+        for token in tokens:
+            if not ahead.allows(token):
+                return False
+            ahead.advance(token)
+        return True
+
     def prepare(self) -> None:  # noqa: B027  most states have nothing to compute ahead
         """Begin to compute the next mask, on another thread where that helps."""
 
@@ -116,6 +128,11 @@ class Constraint(ABC):
     def begin(self, tokenizer: Tokenizer, vocab_size: int, limit: int) -> ConstraintState:
         """`start` for an answer of at most `limit` tokens."""
         return self.start(tokenizer, vocab_size)
+
+    @property
+    def hints(self) -> Hints | None:
+        """What is known of short ends; None where that is nothing."""
+        return None
 
     @abstractmethod
     def report(self) -> Report:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -250,6 +250,10 @@ class GuidanceState(ConstraintState):
         if self._mask is None and self._ahead is None and token not in self._bridge.ends:
             return not self._ends and self._matcher.validate_tokens([token]) == 1
         return bool(self.mask()[token])
+
+    def follows(self, tokens: Sequence[int]) -> bool:
+        self._settle()
+        return not self._ends and self._matcher.validate_tokens(list(tokens)) == len(tokens)
 
     def prepare(self) -> None:
         if self._mask is None and self._ahead is None and not self._ends:

@@ -14,6 +14,7 @@ from anydecode.constraints.checking import JsonWatch, Validator
 from anydecode.constraints.constraint import Constraint, ConstraintState, Report, Watch
 from anydecode.constraints.endless import is_endless
 from anydecode.constraints.guidance_engine import GuidanceState, bridge, library
+from anydecode.constraints.hints import Hints
 from anydecode.constraints.languages import ENGINES
 from anydecode.constraints.narrowing import narrowed
 from anydecode.constraints.relaxing import (
@@ -48,6 +49,7 @@ class _Plan:
     report: Report
     validator: Validator
     checks: bool
+    hints: Hints
 
 
 class JsonSchema(Constraint):
@@ -109,7 +111,15 @@ class JsonSchema(Constraint):
 
     def begin(self, tokenizer: Tokenizer, vocab_size: int, limit: int) -> ConstraintState:
         state = self.start(tokenizer, vocab_size)
-        return Steered(state, tokenizer, vocab_size, limit) if self.finish else state
+        if not self.finish:
+            return state
+        return Steered.of(state, tokenizer, vocab_size, limit, self.hints)
+
+    @property
+    def hints(self) -> Hints:
+        """What the schema tells of short ends; known once `start` has been called."""
+        assert self._plan is not None, "the constraint has not been started"
+        return self._plan.hints
 
     def report(self) -> Report:
         assert self._plan is not None, "the constraint has not been started"
@@ -166,7 +176,7 @@ class JsonSchema(Constraint):
         if self.engine == "xgrammar":
             guards: dict[str, Any] = {"finish": self.finish}
             report = Report("json_schema", self.engine, (), tuple(present), (), guards)
-            return _Plan("", report, validator, True)
+            return _Plan("", report, validator, True, Hints(self.schema))
         grammar, dropped, kept = self._compiled(tokenizer, vocab_size)
         guards = {
             "finish": self.finish,
@@ -178,7 +188,8 @@ class JsonSchema(Constraint):
         masked = tuple(keyword for keyword in present if keyword not in out)
         ignored = (*self._annotations, *unknown_formats(self.schema))
         report = Report("json_schema", self.engine, masked, tuple(dropped), ignored, guards)
-        return _Plan(grammar, report, validator, bool(dropped))
+        said = json.loads(grammar)["grammars"][0]["json_schema"]
+        return _Plan(grammar, report, validator, bool(dropped), Hints(said))
 
     def _guarded(self, schema: Any) -> Any:
         """`schema` with what the guards leave of it."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from anydecode.constraints.closing import closing_tokens
 from anydecode.constraints.constraint import ConstraintState
+from anydecode.constraints.hints import Hints
 from anydecode.models.tokenizer import Tokenizer
 
 #: The share of the limit that passes before the end is first looked for: most answers are shorter.
@@ -35,16 +36,43 @@ class Steered(ConstraintState):
     """`inner`, ended within `limit` tokens where a way to the end is found that is as short."""
 
     def __init__(
-        self, inner: ConstraintState, tokenizer: Tokenizer, vocab_size: int, limit: int
+        self,
+        inner: ConstraintState,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        limit: int,
+        hints: Hints,
     ) -> None:
         self.inner = inner
         self.origin = None if inner.origin is None else (inner.origin, limit)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._limit = limit
+        self._hints = hints
         self._spare = min(_SPARE, limit // _FIRST)
         self._said = 0
         self._looks: tuple[_Look, ...] = (_Look(0, (), limit // _FIRST),)
+
+    @classmethod
+    def of(
+        cls,
+        inner: ConstraintState,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        limit: int,
+        hints: Hints,
+    ) -> Steered:
+        """The start of a text. Where even the shortest one takes much of the limit, the end is
+        looked for sooner."""
+        state = cls(inner, tokenizer, vocab_size, limit, hints)
+        if tokenizer not in hints.shortest:
+            found = closing_tokens(inner, tokenizer, hints)
+            hints.shortest[tokenizer] = None if found is None else len(found)
+        shortest = hints.shortest[tokenizer]
+        if shortest is not None and limit // _FIRST + state._spare > (limit - shortest) // 2:
+            state._looks = ()
+            state._look()
+        return state
 
     @property
     def steered(self) -> bool:
@@ -53,8 +81,7 @@ class Steered(ConstraintState):
 
     def over(self, inner: ConstraintState) -> Steered:
         """The same place with `inner`, which allows less."""
-        other = Steered(inner, self._tokenizer, self._vocab_size, self._limit)
-        other._said, other._looks = self._said, self._looks
+        other = self._with(inner)
         if other._end():
             other._look()
         return other
@@ -86,9 +113,7 @@ class Steered(ConstraintState):
         self._looks = tuple(look for look in self._looks if look.said <= self._said)
 
     def fork(self) -> Steered:
-        branch = Steered(self.inner.fork(), self._tokenizer, self._vocab_size, self._limit)
-        branch._said, branch._looks = self._said, self._looks
-        return branch
+        return self._with(self.inner.fork())
 
     def forced(self) -> list[int]:
         end = self._end()
@@ -106,6 +131,11 @@ class Steered(ConstraintState):
         if not self._end():
             self.inner.prepare()
 
+    def _with(self, inner: ConstraintState) -> Steered:
+        other = Steered(inner, self._tokenizer, self._vocab_size, self._limit, self._hints)
+        other._said, other._looks = self._said, self._looks
+        return other
+
     def _end(self) -> tuple[int, ...]:
         """What is left of the end that is being taken; empty where the text is free."""
         look = self._looks[-1]
@@ -115,7 +145,7 @@ class Steered(ConstraintState):
         """Look for the shortest end. A token makes it longer by one, as a rule: half of the room is
         free before another look is needed."""
         left = self._limit - self._said
-        found = closing_tokens(self.inner, self._tokenizer)
+        found = closing_tokens(self.inner, self._tokenizer, self._hints)
         room = left // 2 if found is None else left - len(found)
         end: tuple[int, ...] = ()
         if found is not None and 0 <= room <= self._spare:

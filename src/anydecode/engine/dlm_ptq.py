@@ -20,7 +20,7 @@ from anydecode.models.gptq import Inputs, calibrated
 from anydecode.models.interface import Model
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Network
-from anydecode.models.opening import open_checkpoint
+from anydecode.models.opening import WeightFormat, open_checkpoint
 from anydecode.models.tokenizer import Tokenizer
 
 KEY = "dlm-ptq"
@@ -74,7 +74,7 @@ def calibrate(checkpoint: Checkpoint, pairs: Sequence[Pair], seed: int = 0) -> C
 
 
 @dataclass(frozen=True)
-class PostTraining:
+class PostTraining(WeightFormat):
     """A format for a diffusion model's weights, and the texts that calibrate it."""
 
     format: str
@@ -83,12 +83,10 @@ class PostTraining:
 
     @property
     def dtype(self) -> str:
-        """The format as every model knows it."""
         return "int4" if self.format == GPTQ else self.format
 
     def open(self, model: Any, **options: Any) -> tuple[Model, Tokenizer | None]:
-        """The model of a name, a folder or a file in this format; `options` as for `open_model`.
-        Raises `UnsupportedCombinationError` for causal models."""
+        """As `WeightFormat.open`. Raises `UnsupportedCombinationError` for causal models."""
         if not isinstance(model, str | os.PathLike):
             raise InvalidRequestError(f"{KEY} wants the name or the file of a model")
         checkpoint = load_checkpoint(model if isinstance(model, str) else Path(model))

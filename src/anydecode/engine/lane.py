@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from anydecode.engine.schedule import Piece, Schedule
-from anydecode.kernels.interface import Output, Rows, Want
+from anydecode.kernels.interface import Choice, Output, Rows, Want
 from anydecode.memory.pool import Pool, PoolFull
 from anydecode.memory.prefix import PrefixCache
 from anydecode.scoring.score import Score, Scores
@@ -41,6 +42,15 @@ class Partly:
 
     logits: list[np.ndarray] = field(default_factory=list)
     hidden: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class Fresh(NamedTuple):
+    """A span's answer by the pass that has finished it: logits, taps, and what the pass has picked
+    of each row, -1 where it has not."""
+
+    logits: np.ndarray
+    hidden: dict[int, torch.Tensor]
+    picked: list[int]
 
 
 class Lane:
@@ -106,14 +116,18 @@ class Lane:
         self.num_rows += plan.num_rows
         self.seconds += plan.seconds
         logits = output.logits.cpu().numpy()
-        fresh: dict[Span, tuple[np.ndarray, dict[int, torch.Tensor]]] = {}
+        picked = [-1] * len(logits)
+        for choice, token in zip(plan.want.choices, output.picks, strict=False):
+            picked[choice.row] = token
+        fresh: dict[Span, Fresh] = {}
         touched: list[Score] = []
         for i, (score, span, count) in enumerate(plan.pieces):
             stopped = None
             if span.is_partial:
                 stopped = output.hidden[span.stop][plan.tapped[span.stop][i]]
             rows = plan.wanted[i]
-            part = logits[plan.answered[i] : plan.answered[i] + (len(rows) if span.logits else 0)]
+            first = plan.answered[i]
+            part = logits[first : first + (len(rows) if span.logits else 0)]
             taps = {
                 layer: self._tapped(output.hidden[layer][plan.tapped[layer][i]], span, rows, layer)
                 for layer in span.taps
@@ -124,7 +138,7 @@ class Lane:
             if span.remaining and rows:
                 self._keep(span, part, taps)
             elif not span.remaining:
-                fresh[span] = (part, taps)
+                fresh[span] = Fresh(part, taps, picked[first : first + len(part)])
             if not touched or touched[-1] is not score:
                 touched.append(score)
         done = []
@@ -136,7 +150,7 @@ class Lane:
                 for spans in score.groups:
                     for span in spans:
                         if span in fresh and len(span.answers):
-                            self._keep(span, *fresh[span])
+                            self._keep(span, fresh[span].logits, fresh[span].hidden)
         return done
 
     @staticmethod
@@ -167,32 +181,33 @@ class Lane:
         for layer, rows in taps.items():
             part.hidden.setdefault(layer, []).append(rows.clone())
 
-    def _assemble(
-        self, score: Score, fresh: dict[Span, tuple[np.ndarray, dict[int, torch.Tensor]]]
-    ) -> Scores:
-        def collect(spans: list[Span]) -> tuple[np.ndarray, dict[int, torch.Tensor]]:
+    def _assemble(self, score: Score, fresh: dict[Span, Fresh]) -> Scores:
+        def collect(spans: list[Span]) -> Fresh:
             logits: list[np.ndarray] = []
             hidden: dict[int, list[torch.Tensor]] = {}
+            picked: list[int] = []
             for span in spans:
                 part = self._parts.pop(span, Partly())
-                last, taps = fresh.get(span, (None, {}))
+                last = fresh.get(span)
                 logits += part.logits
-                if last is not None and len(last):
-                    logits.append(last)
+                picked += [-1] * sum(map(len, part.logits))
+                if last is not None and len(last.logits):
+                    logits.append(last.logits)
+                    picked += last.picked
                 for layer in span.taps:
                     rows = part.hidden.get(layer, [])
                     hidden.setdefault(layer, []).extend(rows)
-                    if layer in taps:
-                        hidden[layer].append(taps[layer])
+                    if last is not None and layer in last.hidden:
+                        hidden[layer].append(last.hidden[layer])
             joined = {layer: _join(rows) for layer, rows in hidden.items()}
             if len(logits) == 1:
-                return logits[0], joined
+                return Fresh(logits[0], joined, picked)
             empty = np.empty((0, self.model.spec.vocab_size), np.float32)
-            return (np.concatenate(logits) if logits else empty), joined
+            return Fresh(np.concatenate(logits) if logits else empty, joined, picked)
 
-        own, hidden = collect(score.groups[0])
-        companions = [collect(spans)[0] for spans in score.groups[1:]]
-        return Scores(score, own, hidden, companions)
+        own = collect(score.groups[0])
+        companions = [collect(spans).logits for spans in score.groups[1:]]
+        return Scores(score, own.logits, own.hidden, companions, own.picked)
 
 
 def _join(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -229,6 +244,7 @@ class _Builder:
         self._wanted: list[list[int]] = []
         self._answered: list[int] = []
         self._logits: list[int] = []
+        self._choices: list[Choice] = []
         self._hidden: dict[int, list[int]] = {}
         self._tapped: dict[int, dict[int, slice]] = {}
 
@@ -245,7 +261,8 @@ class _Builder:
         wanted = [row for row in span.answers if done <= row < done + count]
         shifted = [offset + row - done for row in wanted]
         self._answered.append(len(self._logits))
-        if span.logits:
+        if span.logits and wanted:
+            self._choices += score.choices(span, wanted, len(self._logits))
             self._logits += shifted
         for layer in span.taps:
             if not (span.is_partial and layer == span.stop):
@@ -266,7 +283,7 @@ class _Builder:
                 if getattr(rows, name) is not None:
                     setattr(rows, name, getattr(rows, name)[:used])
         hidden = {layer: np.array(index, np.int32) for layer, index in self._hidden.items()}
-        want = Want(np.array(self._logits, np.int32), hidden)
+        want = Want(np.array(self._logits, np.int32), hidden, self._choices)
         return Plan(self._pieces, rows, want, self._wanted, self._answered, self._tapped)
 
     def _tap(self, piece: int, layer: int, index: list[int]) -> None:

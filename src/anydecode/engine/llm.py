@@ -20,7 +20,7 @@ from anydecode.engine.first_finish import FirstFinish
 from anydecode.engine.generation import Generation, Piece
 from anydecode.engine.goodput import ServerGoodput
 from anydecode.engine.lane import Lane
-from anydecode.engine.methods import Methods, of_kind
+from anydecode.engine.methods import Methods, of_kind, weight_format
 from anydecode.engine.request import Request
 from anydecode.engine.schedule import DecodesFirst, Schedule
 from anydecode.engine.scoring import Likelihood, Scoring
@@ -82,18 +82,13 @@ class LLM:
         prefix_spill: str | Path | None = None,
         spill_limit: str | int = "4GiB",
     ) -> None:
-        from anydecode.models.opening import open_model, open_tokenizer
+        from anydecode.models.opening import WeightFormat, open_model, open_tokenizer
         from anydecode.models.self_drafts import open_draft
 
         options: dict[str, Any] = {"threads": threads, "backend": backend, "device": device}
-        if dtype is not None and dtype.partition(":")[0] == "dlm-ptq":
-            from anydecode.engine.dlm_ptq import PostTraining
-
-            rounding = of_kind(dtype, PostTraining)
-            self.model, found = rounding.open(model, **options)
-            dtype = rounding.dtype
-        else:
-            self.model, found = open_model(model, dtype=dtype, **options)
+        format = weight_format(dtype)
+        self.model, found = open_model(model, dtype=format, **options)
+        dtype = format.dtype if isinstance(format, WeightFormat) else format
         given = open_tokenizer(tokenizer) or found
         if given is None:
             raise InvalidRequestError("this model brings no tokenizer; give tokenizer=")

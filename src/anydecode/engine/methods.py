@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from anydecode import catalogue
 from anydecode.constraints.constraint import Constraint
@@ -15,6 +15,9 @@ from anydecode.engine.goodput import ServerGoodput
 from anydecode.engine.schedule import Schedule
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from anydecode.models.opening import WeightFormat
 
 Kind = TypeVar("Kind")
 
@@ -94,6 +97,15 @@ def of_kind(choice: Any, kind: type[Kind]) -> Kind:
         wanted = "a schedule" if kind is Schedule else f"of kind {kind.__name__}"
         raise InvalidRequestError(f"{name!r} is a {type(built).__name__}, not {wanted}")
     return built
+
+
+def weight_format(choice: str | WeightFormat | None) -> str | WeightFormat | None:
+    """The number format that a dtype names in the catalogue; any other dtype as it is."""
+    if not isinstance(choice, str) or choice.partition(":")[0] not in catalogue.entries():
+        return choice
+    from anydecode.models.opening import WeightFormat
+
+    return of_kind(choice, WeightFormat)  # type: ignore[type-abstract]
 
 
 def _built(choice: str) -> Any:

@@ -1,27 +1,76 @@
 """Exactness on a real model: the claim of `certify`, over the prompts people measure with.
 
-`on_all` has every prompt answered in batches, in the model's own format; `on_sample` takes a few
-prompts through every format, temperature and company, with restarts at random yields. What is held
-against is plain decoding of each prompt alone, in the same format.
+Every prompt is answered in batches, in the model's own format; a sample of them in every format,
+greedy and sampled, alone and in batches with restarts at random yields. What is held against is
+plain decoding of each prompt alone, in the same format.
+
+Work goes batch by batch over all methods, so that plain decoding answers a batch once, and methods
+find its prompts in the prefix cache. One method in turn finds the cache empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from anydecode import catalogue
 from anydecode.decoders.decoder import Decoder
+from anydecode.engine.generation import Generation
 from anydecode.engine.llm import LLM
-from anydecode.errors import AnydecodeError, InvalidRequestError
-from anydecode.evaluation.certify import Certificate, Check, _equal, _Restarts
+from anydecode.errors import InvalidRequestError
+from anydecode.evaluation.certify import Certificate, Check, _Restarts
+from anydecode.evaluation.diary import Diary
 from anydecode.evaluation.speculative_bench import Question
 
 PLAIN = "autoregressive"
 STORED = "as stored"
 #: Of the steps that a sequence takes in the sample, the share that ends in a restart.
 RESTARTS = 0.03
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Questions that every method is asked, `together` at a time."""
+
+    number: int
+    check: str
+    questions: Sequence[Question]
+    heat: float
+    tokens: int
+    together: int
+    restarted: bool = False
+    #: Whether one method, by turns, finds nothing of these questions in the prefix cache.
+    cold: bool = False
+
+    @cached_property
+    def asked(self) -> str:
+        """A name for the questions, in whichever run they are asked."""
+        texts = "\0".join(question.text for question in self.questions)
+        return hashlib.sha256(texts.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one batch by one method: how many answers `differ` from plain ones, and in
+    `detail` where first. `passes` show whether any draft was kept."""
+
+    key: str
+    check: str
+    asked: str
+    prompts: int
+    tokens: int
+    passes: int = 0
+    differ: int = 0
+    detail: str = ""
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What it is the outcome of."""
+        return self.key, self.check, self.asked
 
 
 @dataclass(frozen=True)
@@ -37,108 +86,168 @@ class Trials:
     dtypes: tuple[str, ...] = (STORED, "bfloat16", "float32")
 
     def spread(self) -> list[Question]:
-        """The sample: from every category in turn."""
+        """All questions, from every category in turn; the sample are the first of them."""
         groups: dict[str, list[Question]] = {}
         for question in self.questions:
             groups.setdefault(question.category, []).append(question)
         rounds = max(map(len, groups.values()), default=0)
-        turns = [group[i] for i in range(rounds) for group in groups.values() if i < len(group)]
-        return turns[: self.sample]
+        return [group[i] for i in range(rounds) for group in groups.values() if i < len(group)]
+
+    def batches(self) -> dict[str, list[Batch]]:
+        """All there is to try, by format."""
+        found = {STORED: self._all()}
+        for dtype in self.dtypes if self.sample else ():
+            found.setdefault(dtype, []).extend(self._sample(dtype))
+        return found
+
+    def _all(self) -> list[Batch]:
+        check = (
+            f"all prompts, {STORED}, T={self.temperature:g}, {self.tokens} tokens,"
+            f" in batches of {self.batch}"
+        )
+        cut = self._cut(self.spread())
+        return [
+            Batch(number, check, part, self.temperature, self.tokens, self.batch, cold=True)
+            for number, part in enumerate(cut)
+        ]
+
+    def _sample(self, dtype: str) -> Iterator[Batch]:
+        tokens = self.sample_tokens
+        for number, part in enumerate(self._cut(self.spread()[: self.sample])):
+            for heat in (0.0, 0.8):
+                name = f"sample, {dtype}, T={heat:g}, {tokens} tokens"
+                yield Batch(number, f"{name}, alone", part, heat, tokens, 1)
+                batched = f"{name}, in batches of {self.batch}, restarted"
+                yield Batch(number, batched, part, heat, tokens, self.batch, restarted=True)
+
+    def _cut(self, questions: Sequence[Question]) -> Iterator[Sequence[Question]]:
+        for start in range(0, len(questions), self.batch):
+            yield questions[start : start + self.batch]
 
 
 @dataclass
 class Bench:
-    """A model in one format, and what plain decoding says, prompt by prompt and alone."""
+    """A model in one format, what plain decoding says, and the methods with what they learn."""
 
     llm: LLM
     _plain: dict[tuple[str, float, int], list[int]] = field(default_factory=dict)
+    _decoders: dict[str, Any] = field(default_factory=dict)
 
-    def plain(self, questions: Sequence[Question], temperature: float, tokens: int) -> Any:
-        """Plain answers, each made once."""
-        for question in questions:
-            key = (question.text, temperature, tokens)
-            if key not in self._plain:
-                self._plain[key] = self.answers([question], PLAIN, temperature, tokens, 1)[0]
-        return [self._plain[question.text, temperature, tokens] for question in questions]
+    def plain(self, batch: Batch) -> list[list[int]]:
+        """Plain answers, each made once: alone, from its first token on."""
+        keys = [(question.text, batch.heat, batch.tokens) for question in batch.questions]
+        if not all(key in self._plain for key in keys):
+            self.llm.clear()
+            made = self._answers(batch, PLAIN, together=1)
+            self._plain.update(zip(keys, (one.tokens for one in made), strict=True))
+        return [self._plain[key] for key in keys]
 
-    def answers(
-        self,
-        questions: Sequence[Question],
-        decoder: Any,
-        temperature: float,
-        tokens: int,
-        size: int,
-    ) -> list[list[int]]:
-        """The tokens of every answer, in batches of `size`. Answers end where the model ends."""
-        tokenizer, found = self.llm.tokenizer, []
-        for start in range(0, len(questions), size):
+    def outcome(self, key: str, batch: Batch) -> Outcome:
+        """One batch by one method. Whatever it raises is an outcome as well."""
+        expected, llm = self.plain(batch), self.llm
+        restarts = _Restarts(llm.engine, 3 + batch.number, RESTARTS)
+        try:
+            decoder = self._decoders.setdefault(key, catalogue.build(key))
+            with restarts if batch.restarted else nullcontext():
+                answers = self._answers(batch, decoder, batch.together)
+            llm.engine.check_integrity()
+        except Exception as error:
+            told = " ".join(str(error).split()) or type(error).__name__
+            count = len(batch.questions)
+            return Outcome(key, batch.check, batch.asked, count, 0, differ=count, detail=told)
+        got = [answer.tokens for answer in answers]
+        wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
+        detail = f"{_parting(got, expected, wrong[0])}, batch {batch.number}" if wrong else ""
+        tokens, passes = sum(map(len, got)), sum(answer.stats.passes for answer in answers)
+        return Outcome(key, batch.check, batch.asked, len(got), tokens, passes, len(wrong), detail)
+
+    def _answers(self, batch: Batch, decoder: Any, together: int) -> list[Generation]:
+        """Answers end where the model ends."""
+        tokenizer = self.llm.tokenizer
+        found: list[Generation] = []
+        for start in range(0, len(batch.questions), together):
             prompts = [
                 self.llm.encode(tokenizer.render_chat([{"role": "user", "content": one.text}]))
-                for one in questions[start : start + size]
+                for one in batch.questions[start : start + together]
             ]
-            made = self.llm.generate(
-                prompts, decoder=decoder, temperature=temperature, max_tokens=tokens, seed=11
+            found += self.llm.generate(
+                prompts,
+                decoder=decoder,
+                temperature=batch.heat,
+                max_tokens=batch.tokens,
+                seed=11,
             )
-            found += [answer.tokens for answer in made]
         return found
 
 
-def certify_on(
+def _parting(got: list[list[int]], expected: list[list[int]], prompt: int) -> str:
+    a, b = got[prompt], expected[prompt]
+    place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
+    return f"first at token {place} of prompt {prompt}"
+
+
+def outcomes(
     model: Any,
     keys: Sequence[str],
     trials: Trials,
     *,
-    draft: str | None = "self:layers=10",
+    draft: str | None = "self:int4",
     threads: int | None = None,
-    on_done: Callable[[str, Check], None] = lambda key, check: None,
-) -> list[Certificate]:
-    """Certificates of token-exact methods on `model`; raises InvalidRequestError for others."""
-    decoders = {key: catalogue.build(key) for key in keys}
-    for key, decoder in decoders.items():
-        card = catalogue.entries()[key].card
+    diary: Diary | None = None,
+) -> Iterator[Outcome]:
+    """What comes of token-exact methods on `model`, batch by batch. What `diary` holds as passed is
+    not tried again. Raises InvalidRequestError for methods that are not token-exact."""
+    for key in keys:
+        decoder, card = catalogue.build(key), catalogue.entries()[key].card
         if not isinstance(decoder, Decoder) or card.exactness != "token-exact":
             raise InvalidRequestError(f"{key!r} is {card.exactness}: only token-exact is certified")
-    checks: dict[str, list[Check]] = {key: [] for key in keys}
-    for dtype in dict.fromkeys((STORED, *trials.dtypes)):
-        with LLM(
-            model, dtype=None if dtype == STORED else dtype, draft=draft, threads=threads
-        ) as llm:
+    held = _held(diary)
+    for dtype, batches in trials.batches().items():
+        wanted = {(key, one.check, one.asked) for key in keys for one in batches}
+        yield from (held[place] for place in sorted(wanted & held.keys()))
+        if wanted <= held.keys():
+            continue
+        chosen = None if dtype == STORED else dtype
+        with LLM(model, dtype=chosen, draft=draft, threads=threads) as llm:
             bench = Bench(llm)
-            for key in keys:
-                for check in _checks(bench, key, dtype, trials):
-                    checks[key].append(check)
-                    on_done(key, check)
-    return [Certificate(key, "token-exact", found) for key, found in checks.items()]
+            for batch in batches:
+                for place, key in enumerate(keys):
+                    if (key, batch.check, batch.asked) in held:
+                        continue
+                    bench.plain(batch)
+                    if batch.cold and place == batch.number % len(keys):
+                        llm.clear()
+                    outcome = bench.outcome(key, batch)
+                    if diary is not None:
+                        diary.write(asdict(outcome))
+                    yield outcome
 
 
-def _checks(bench: Bench, key: str, dtype: str, trials: Trials) -> Iterator[Check]:
+def _held(diary: Diary | None) -> dict[tuple[str, str, str], Outcome]:
+    if diary is None:
+        return {}
     try:
-        if dtype == STORED:
-            yield on_all(bench, key, trials)
-        if dtype in trials.dtypes and trials.sample:
-            yield from on_sample(bench, key, dtype, trials)
-    except AnydecodeError as error:
-        yield Check(f"runs, {dtype}", False, str(error))
+        kept = [Outcome(**one) for one in diary.held]
+    except TypeError:
+        raise diary.foreign() from None
+    return {one.place: one for one in kept if not one.differ}
 
 
-def on_all(bench: Bench, key: str, trials: Trials) -> Check:
-    """Every prompt, in batches."""
-    heat, tokens, questions = trials.temperature, trials.tokens, trials.questions
-    expected = bench.plain(questions, heat, tokens)
-    got = bench.answers(questions, catalogue.build(key), heat, tokens, trials.batch)
-    name = f"all prompts, {STORED}, T={heat:g}, in batches of {trials.batch}"
-    return _equal(name, got, expected)
+def certificates(found: Iterable[Outcome]) -> list[Certificate]:
+    """A certificate per method, with a check for each thing that was tried."""
+    parts: dict[str, dict[str, list[Outcome]]] = {}
+    for one in found:
+        parts.setdefault(one.key, {}).setdefault(one.check, []).append(one)
+    return [
+        Certificate(key, "token-exact", [_check(name, tried) for name, tried in checks.items()])
+        for key, checks in parts.items()
+    ]
 
 
-def on_sample(bench: Bench, key: str, dtype: str, trials: Trials) -> Iterator[Check]:
-    """A few prompts, greedy and sampled, alone and in batches with restarts."""
-    questions, tokens = trials.spread(), trials.sample_tokens
-    for heat in (0.0, 0.8):
-        expected = bench.plain(questions, heat, tokens)
-        alone = bench.answers(questions, catalogue.build(key), heat, tokens, 1)
-        yield _equal(f"sample, {dtype}, T={heat:g}, alone", alone, expected)
-        with _Restarts(bench.llm.engine, seed=3, share=RESTARTS):
-            batched = bench.answers(questions, catalogue.build(key), heat, tokens, trials.batch)
-        name = f"sample, {dtype}, T={heat:g}, in batches of {trials.batch}, restarted"
-        yield _equal(name, batched, expected)
-    bench.llm.engine.check_integrity()
+def _check(name: str, tried: Sequence[Outcome]) -> Check:
+    prompts, differ = sum(one.prompts for one in tried), sum(one.differ for one in tried)
+    if not differ:
+        tokens, passes = sum(one.tokens for one in tried), sum(one.passes for one in tried)
+        return Check(name, True, f"{prompts} prompts, {tokens} tokens in {passes} passes")
+    first = next(one.detail for one in tried if one.differ)
+    return Check(name, False, f"{differ} of {prompts} prompts differ: {first}")

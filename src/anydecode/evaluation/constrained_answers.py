@@ -243,7 +243,7 @@ def smallest_fits(llm: Any, schema: Any, tokens: int) -> bool:
     try:
         constraint = JsonSchema(schema)
         state = constraint.start(llm.tokenizer, llm.model.spec.vocab_size)
-        ending = closing_tokens(state, llm.tokenizer)
+        ending = closing_tokens(state, llm.tokenizer, constraint.hints)
     except AnydecodeError:
         return False
     return ending is not None and len(ending) <= tokens

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ from anydecode.evaluation.prompts import spread
 OURS = "anydecode"
 ROWS = (1, 2, 4, 8, 16, 32)
 PREFILL_ROWS = 512
+#: Seconds that an engine may take to load, and for one answer.
+LOADING, ANSWERING = 600.0, 180.0
 
 
 @dataclass
@@ -50,7 +53,8 @@ class Result:
 
 
 class Worker:
-    """A running `peer_worker.py`, or another such `file`. `missing` says why it does not run."""
+    """A running `peer_worker.py`, or another such `file`. `missing` says why it does not run. One
+    that takes longer than `patience` seconds for an answer is ended."""
 
     def __init__(
         self,
@@ -59,6 +63,7 @@ class Worker:
         threads: int,
         python: str,
         file: str = peer_worker.__file__,
+        patience: float | None = None,
     ) -> None:
         program = [python, file, engine, model, "--threads", str(threads)]
         quiet = {
@@ -69,6 +74,7 @@ class Worker:
             "OPENVINO_TELEMETRY": "0",
         }
         self.engine = engine
+        self.patience = patience
         self.process = subprocess.Popen(
             program,
             env=quiet,
@@ -89,6 +95,9 @@ class Worker:
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], self.patience)[0]:
+            self.process.kill()
+            return {"missing": f"{self.engine} gave no answer within {self.patience:g} s"}
         line = self.process.stdout.readline()
         if not line:
             return {"missing": f"{self.engine} ended with exit code {self.process.wait()}"}
@@ -104,13 +113,21 @@ class Worker:
 
 
 def started(
-    engines: Sequence[str], model: str, threads: int, python: str, stack: ExitStack
+    engines: Sequence[str],
+    model: str,
+    threads: int,
+    python: str,
+    stack: ExitStack,
+    tell: Callable[[str], None],
 ) -> list[Worker]:
     """Workers for engines other than ours, until `stack` closes; those that do not run say why."""
     workers = []
     for engine in engines:
-        worker = Worker(engine, model, threads, python)
+        worker = Worker(engine, model, threads, python, patience=LOADING)
+        worker.patience = ANSWERING
         stack.callback(worker.close)
+        loaded = f"loaded in {worker.hello.get('load_seconds', 0.0):.1f} s"
+        tell(f"{engine}: {worker.missing or loaded}")
         workers.append(worker)
     return workers
 

@@ -13,6 +13,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -24,6 +25,7 @@ from anydecode.engine.generation import Generation
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation import peer_worker
+from anydecode.evaluation.diary import Diary
 from anydecode.evaluation.figures import JsonFile, PlotFile, deliver
 from anydecode.evaluation.machine import cpu_name, usable_cores
 from anydecode.evaluation.peers import Worker, find_file, started
@@ -121,31 +123,51 @@ def run(
     temperatures: Sequence[float],
     tokens: int,
     warm: bool = True,
-    on_answer: Callable[[], None] = lambda: None,
+    on_answer: Callable[[str], None] = lambda told: None,
     rounds: int = 1,
     peers: Sequence[Worker] = (),
     diary: Diary | None = None,
-) -> list[Run]:
+) -> Iterator[Run]:
     """Every question, by every method and plainly, cold and with memories kept (`warm`), and by
     other engines. The fastest of `rounds` cold answers counts. What `diary` holds is not asked
-    again."""
-    runs: list[Run] = []
+    again. `on_answer` is told what is done, answer by answer."""
     kept = {method: llm.decoder(method) for method in methods}
     entrants = [(PLAIN, False), *((method, False) for method in methods)]
     entrants += [(method, True) for method in methods] if warm else []
     llm.generate([1] * 8, max_tokens=4, ignore_eos=True)
     llm.pace.seconds(1, 0)  # costs are measured once per machine, not per answer
+    held = {} if diary is None else _held(diary)
     for temperature in temperatures:
         options = {"max_tokens": tokens, "trace": True, "temperature": temperature, "seed": 1}
         for number, question in enumerate(asked):
-            held = diary.runs.get((temperature, number)) if diary is not None else None
-            if held is None:
-                held = _ours(llm, question, number, entrants, kept, options, rounds, on_answer)
-                held += _theirs(llm, question, number, peers, options, held[0], on_answer)
-                if diary is not None:
-                    diary.write(held)
-            runs += held
-    return runs
+            head = f"question {number + 1} of {len(asked)}, T={temperature:g}"
+            told = partial(_tell, on_answer, head)
+            known = held.get((temperature, number), [])
+            if not known:
+                known = _ours(llm, question, number, entrants, kept, options, rounds, told)
+                _keep(diary, known)
+            yield from known
+            answered = {one.method for one in known}
+            for worker in _in_turn([w for w in peers if w.engine not in answered], number):
+                found = _theirs(llm, question, number, worker, options, known[0])
+                told(worker.engine if worker.missing is None else f"{worker.engine} is missing")
+                if found is not None:
+                    _keep(diary, [found])
+                    yield found
+
+
+def _tell(on_answer: Callable[[str], None], head: str, who: str) -> None:
+    on_answer(f"{head}: {who}")
+
+
+def _keep(diary: Diary | None, runs: Sequence[Run]) -> None:
+    if diary is not None:
+        diary.write([asdict(one) for one in runs])
+
+
+def _in_turn(parts: Sequence[Any], number: int) -> Sequence[Any]:
+    turn = number % max(len(parts), 1)
+    return [*parts[turn:], *parts[:turn]]
 
 
 def _ours(
@@ -156,12 +178,11 @@ def _ours(
     kept: dict[str, Decoder],
     options: dict[str, Any],
     rounds: int,
-    on_answer: Callable[[], None],
+    told: Callable[[str], None],
 ) -> list[Run]:
     """One question by all of our methods, plain decoding first in the result."""
-    turn = number % len(entrants)
     answers: dict[tuple[str, bool], Generation] = {}
-    for method, keeps in (entrants[turn:] + entrants[:turn]) * rounds:
+    for method, keeps in list(_in_turn(entrants, number)) * rounds:
         if keeps and (method, keeps) in answers:
             continue  # a second time it would remember this very answer
         llm.clear()
@@ -170,7 +191,7 @@ def _ours(
         answer = llm.chat(message, decoder=decoder, **options)
         best = answers.get((method, keeps), answer)
         answers[method, keeps] = min(best, answer, key=_decode_seconds)
-        on_answer()
+        told(f"{method}, warm" if keeps else method)
     plain = answers[PLAIN, False].tokens
     return [
         Run(
@@ -195,67 +216,41 @@ def _theirs(
     llm: LLM,
     question: Question,
     number: int,
-    peers: Sequence[Worker],
+    worker: Worker,
     options: dict[str, Any],
     plain: Run,
-    on_answer: Callable[[], None],
-) -> list[Run]:
-    """The same question by other engines, which show neither passes nor drafts. Whether an answer
+) -> Run | None:
+    """The same question by another engine, which shows neither passes nor drafts. Whether an answer
     loops is what our plain one did."""
-    prompt = llm.tokenizer.render_chat([{"role": "user", "content": question.text}])
-    turn = number % max(len(peers), 1)
-    found = []
-    for worker in [*peers[turn:], *peers[:turn]]:
-        if worker.missing is None:
-            told = worker.ask(
-                prompt=prompt,
-                tokens=options["max_tokens"],
-                temperature=options["temperature"],
-                ends=True,
-            )
-            worker.missing = told.get("missing")
-            if worker.missing is None and told["tokens"] > 1:
-                seconds = told["total"] - told["first"]
-                found.append(
-                    Run(
-                        question.category, number, worker.engine, options["temperature"], False,
-                        told["tokens"], 0, seconds, 0.0, 0.0, plain.loops, False,
-                    )
-                )  # fmt: skip
-        on_answer()
+    if worker.missing is not None:
+        return None
+    heat = options["temperature"]
+    told = worker.ask(
+        prompt=llm.tokenizer.render_chat([{"role": "user", "content": question.text}]),
+        tokens=options["max_tokens"],
+        temperature=heat,
+        ends=True,
+    )
+    worker.missing = told.get("missing")
+    if worker.missing is not None or told["tokens"] < 2:
+        return None
+    seconds = told["total"] - told["first"]
+    return Run(
+        question.category, number, worker.engine, heat, False, told["tokens"], 0, seconds, 0.0,
+        0.0, plain.loops, False,
+    )  # fmt: skip
+
+
+def _held(diary: Diary) -> dict[tuple[float, int], list[Run]]:
+    """What the diary has, by temperature and number of the question; plain decoding comes first."""
+    found: dict[tuple[float, int], list[Run]] = {}
+    try:
+        for answers in diary.held:
+            runs = [Run(**one) for one in answers]
+            found.setdefault((runs[0].temperature, runs[0].prompt), []).extend(runs)
+    except (TypeError, LookupError):
+        raise diary.foreign() from None
     return found
-
-
-class Diary:
-    """Answers as they come, one question a line, in a file; a later run with the same `settings`
-    goes on where this one was stopped."""
-
-    def __init__(self, file: Path, settings: dict[str, Any]) -> None:
-        self.file = file
-        self.runs: dict[tuple[float, int], list[Run]] = {}
-        text = file.read_text("utf-8") if file.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # a run that was killed may have left half a line
-        lines = (whole or text).splitlines()
-        if not lines:
-            file.write_text(json.dumps(settings) + "\n", "utf-8")
-            return
-        try:
-            first, *held = [json.loads(line) for line in lines]
-            same = first == json.loads(json.dumps(settings))
-            for answers in held if same else []:
-                runs = [Run(**one) for one in answers]
-                self.runs[runs[0].temperature, runs[0].prompt] = runs
-        except (ValueError, TypeError, LookupError):
-            raise InvalidRequestError(f"{file} holds no answers of this benchmark") from None
-        if not same:
-            raise InvalidRequestError(f"{file} holds answers of other settings: {lines[0]}")
-        if whole and whole != text:
-            file.write_text(whole, "utf-8")
-
-    def write(self, runs: Sequence[Run]) -> None:
-        """Keep the answers to one question."""
-        with self.file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps([asdict(one) for one in runs]) + "\n")
 
 
 def _decode_seconds(answer: Generation) -> float:
@@ -427,18 +422,30 @@ def bench_speculative(
         "warm": warm, "rounds": rounds, "questions": len(asked),
     }  # fmt: skip
     diary = None if keep is None else Diary(keep, settings)
+    runs: list[Run] = []
+    beyond: dict[str, int] = {}
+    stopped = False
     with LLM(model, draft=draft, threads=threads or None) as llm, ExitStack() as stack:
         for method in chosen:
             llm.decoder(method)
         workers = []
         if names:
-            workers = started(names, find_file(model), threads or usable_cores(), python, stack)
-        cold, remembering = 1 + len(chosen), len(chosen) if warm else 0
-        left = len(asked) * len(heats) - (len(diary.runs) if diary else 0)
-        answers = left * (cold * rounds + remembering + len(workers))
-        with progress("answers", max(0, answers)) as advance:
-            runs = run(llm, asked, chosen, heats, tokens, warm, advance, rounds, workers, diary)
-        beyond = memory(llm, asked[0], chosen, tokens)
+            file, count = find_file(model), threads or usable_cores()
+            workers = started(names, file, count, python, stack, note)
+        own = (1 + len(chosen)) * rounds + (len(chosen) if warm else 0)
+        answers = len(asked) * len(heats) * (own + len(workers))
+        for answered in _held(diary).values() if diary else ():
+            answers -= own + sum(one.method in names for one in answered)
+        try:
+            with progress("answers", max(0, answers)) as advance:
+                asking = run(
+                    llm, asked, chosen, heats, tokens, warm, advance, rounds, workers, diary
+                )
+                runs.extend(asking)
+            beyond = memory(llm, asked[0], chosen, tokens)
+        except KeyboardInterrupt:
+            note("stopped: the figures are of what was answered")
+            stopped = True
     report = {
         "machine": {"cpu": cpu_name(), "cores": usable_cores(), "threads": threads},
         "model": Path(model).name,
@@ -453,3 +460,5 @@ def bench_speculative(
     if plot is not None:
         plot.write_text(to_svg(report), encoding="utf-8")
     deliver(report, json_file, lambda: print_report(report))
+    if stopped:
+        raise KeyboardInterrupt

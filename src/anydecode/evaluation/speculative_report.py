@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html import escape
+from itertools import count
 from typing import Any
 
 #: Distinct for most kinds of colour vision, on light ground and on dark.
@@ -24,8 +25,9 @@ def note(message: str) -> None:
 
 
 @contextmanager
-def progress(name: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, where that is a terminal; the value advances it."""
+def progress(name: str, total: int) -> Iterator[Callable[..., None]]:
+    """A bar on stderr, where that is a terminal; the value advances it. Called with what was done,
+    it says so: beside the bar, or where there is none in a line of its own."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -33,7 +35,14 @@ def progress(name: str, total: int) -> Iterator[Callable[[], None]]:
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(name, total=total)
-        yield lambda: bar.advance(task)
+        done = count(1)
+
+        def advance(step: str = "") -> None:
+            bar.update(task, description=step or name, advance=1)
+            if bar.disable and step:
+                note(f"{next(done)} of {total} {name}: {step}")
+
+        yield advance
 
 
 def print_report(report: dict[str, Any]) -> None:

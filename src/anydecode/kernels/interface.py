@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -129,24 +129,40 @@ class Rows:
         return len(self.tokens)
 
 
+class Choice(NamedTuple):
+    """A token that a backend may pick within the pass from row `row` of the logits it gives back:
+    the argmax of logit * `inverse_temperature` + noise of (seed, stream, position), or of the logit
+    where `inverse_temperature` is 0; ties to the lowest id."""
+
+    row: int
+    inverse_temperature: float = 0.0
+    seed: int = 0
+    stream: int = 0
+    position: int = 0
+
+
 @dataclass(eq=False)
 class Want:
     """What a pass gives back: logits of some rows (through the head from where each row stops) and
-    hidden states: `hidden[l]` lists rows whose state after `l` layers is wanted (0: embeddings)."""
+    hidden states: `hidden[l]` lists rows whose state after `l` layers is wanted (0: embeddings).
+    `choices` may be made or left."""
 
     logits: np.ndarray  # int32 row indices
     hidden: dict[int, np.ndarray] = field(default_factory=dict)
+    choices: list[Choice] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Output:
     """`logits` float32 `[len(want.logits), vocab_size]`; `hidden[l]` float32 `[rows, hidden_size]`.
 
-    Both may be views of buffers that the next pass of the same model overwrites.
+    Both may be views of buffers that the next pass of the same model overwrites. `picks` are the
+    tokens of `want.choices`, or none where the backend leaves them.
     """
 
     logits: torch.Tensor
     hidden: dict[int, torch.Tensor]
+    picks: list[int] = field(default_factory=list)
 
 
 class Backend(ABC):

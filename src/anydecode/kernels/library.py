@@ -66,6 +66,17 @@ class Tap(ctypes.Structure):
     _fields_ = [("layer", c_int32), ("count", c_int32), ("rows", pointer), ("out", pointer)]
 
 
+class Choice(ctypes.Structure):
+    """A token to pick within a pass."""
+
+    _fields_ = [
+        ("inverse_temperature", c_double),
+        ("seed", c_uint64),
+        *((name, c_uint32) for name in ("position", "stream", "attempt")),
+        *((name, c_int32) for name in ("row", "pick", "reserved")),
+    ]
+
+
 class Pass(ctypes.Structure):
     """The arguments of one pass."""
 
@@ -75,7 +86,7 @@ class Pass(ctypes.Structure):
         *((name, c_int32) for name in ("num_rows", "num_logits", "num_taps", "num_layers")),
         *((name, c_int32) for name in ("vocab_size", "hidden_size", "embed", "cache_format")),
         *((name, c_int32) for name in ("num_slots", "num_tables", "num_adapters")),
-        *((name, c_int32) for name in ("num_targets", "reserved")),
+        *((name, c_int32) for name in ("num_targets", "num_choices")),
         *((name, pointer) for name in ("tokens", "positions", "slots", "table", "prefix")),
         *((name, pointer) for name in ("tails", "tail_start", "tail_length")),
         *((name, pointer) for name in ("adapters", "logit_rows")),
@@ -88,6 +99,7 @@ class Pass(ctypes.Structure):
         ("loras", pointer),
         ("attention_scratch", pointer),
         ("attention_scratch_floats", c_int64),
+        ("choices", pointer),
     ]
 
 

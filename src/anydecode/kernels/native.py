@@ -16,6 +16,7 @@ from anydecode.kernels.cache import CACHE_FORMATS
 from anydecode.kernels.interface import (
     Adapter,
     Backend,
+    Choice,
     KeyValues,
     Output,
     Rows,
@@ -23,6 +24,7 @@ from anydecode.kernels.interface import (
     Weight,
 )
 from anydecode.kernels.library import FORMAT_CODES, Library, Lora, Pass, Tap, load_library
+from anydecode.kernels.library import Choice as NativeChoice
 from anydecode.kernels.packing import Packer
 from anydecode.kernels.program import Program, record
 
@@ -124,6 +126,7 @@ class NativeExecutor:
             num_layers=num_layers, vocab_size=vocab_size, hidden_size=self._hidden_size
         )
         self._pass_address = ctypes.addressof(self._pass)
+        self._choices: Any = ()
         floats = self._scratch_floats()
         self._buffers = _Buffers(floats * self.threads)
         self._pass.attention_scratch_floats = floats
@@ -155,8 +158,11 @@ class NativeExecutor:
         self._pass.embed = 1
         self._set_inputs(rows, count)
         taps, hidden = self._taps(want, start, stop)
+        choices = self._choose(want.choices)
         self._call(start, stop, want.logits, keep=taps)
-        return Output(self._logits(len(want.logits)), hidden)
+        self._pass.num_choices = 0
+        picks = [choices[i].pick for i in range(len(want.choices))]
+        return Output(self._logits(len(want.logits)), hidden, picks)
 
     def _run_parts(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
         """Rows with different layer ranges: one call per stretch of layers."""
@@ -330,6 +336,16 @@ class NativeExecutor:
             tap.rows, tap.out = _address(index), out.data_ptr()
         self._pass.taps = ctypes.addressof(taps)
         return (taps, indices), hidden
+
+    def _choose(self, choices: list[Choice]) -> Any:
+        count = len(choices)
+        if count > len(self._choices):
+            self._choices = (NativeChoice * (2 * count))()
+            self._pass.choices = ctypes.addressof(self._choices)
+        for to, choice in zip(self._choices, choices, strict=False):
+            to.row, to.inverse_temperature, to.seed, to.stream, to.position = choice
+        self._pass.num_choices = count
+        return self._choices
 
     def _call(self, first: int, last: int, logit_rows: np.ndarray | None, keep: Any = None) -> None:
         """Run layers [first, last) and the head for `logit_rows`. `keep` lives until it is done."""

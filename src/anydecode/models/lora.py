@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +45,42 @@ def load_adapter(path: Path, network: Network, device: torch.device) -> Adapter:
     Raises CheckpointError where the files are missing or broken, where the adapter is not plain
     LoRA, or where it does not fit the model.
     """
+    _, factors = read_factors(path)
+    targets = _weights(network)
+    deltas: dict[str, LowRank] = {}
+    for name, added in factors.items():
+        down, up = added.down.to(device), added.up.to(device)
+        for target, rows in _targets(path, name, targets, up.shape[0]):
+            deltas[target.name] = _fitted(path, target, down, up[rows], added.scale)
+    return deltas
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What is added to a matrix: `scale` times `up[out, rank] @ down[rank, in]`."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float
+
+
+def read_factors(path: Path) -> tuple[dict[str, Any], dict[str, Factors]]:
+    """The config of the adapter in the folder `path`, and its factors by module, in float32.
+
+    Raises CheckpointError where the files are missing or broken, or it is not plain LoRA.
+    """
     config, tensors = _read(path)
     if str(config.get("peft_type", "LORA")).upper() != "LORA":
         raise CheckpointError(f"{path}: adapters of type {config['peft_type']} are not supported")
     for key, allowed in _PLAIN.items():
         if config.get(key) not in allowed:
             raise CheckpointError(f"{path}: {key}={config[key]!r} is not supported")
-    targets = _weights(network)
-    deltas: dict[str, LowRank] = {}
+    factors = {}
     for name in sorted(_modules(path, tensors)):
-        down = tensors[f"{name}.lora_A.weight"].to(device, torch.float32)
-        up = tensors[f"{name}.lora_B.weight"].to(device, torch.float32)
-        scale = _scale(path, config, name, down.shape[0])
-        for target, rows in _targets(path, _short(name), targets, up.shape[0]):
-            deltas[target.name] = _fitted(path, target, down, up[rows], scale)
-    return deltas
+        down = tensors[f"{name}.lora_A.weight"].float()
+        up = tensors[f"{name}.lora_B.weight"].float()
+        factors[_short(name)] = Factors(down, up, _scale(path, config, name, down.shape[0]))
+    return config, factors
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,19 @@ from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.transformer import Executor
 
 BACKENDS = ("native", "torch", "triton")
+
+
+class WeightFormat(ABC):
+    """A number format with a way of its own to get there. `dtype` is what it ends in."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str | None:
+        """The format as every model knows it."""
+
+    @abstractmethod
+    def open(self, model: Any, **options: Any) -> tuple[Model, Tokenizer | None]:
+        """The model of a name, a folder or a file in this format; `options` as for `open_model`."""
 
 
 def choose_executor(
@@ -137,7 +151,7 @@ def open_checkpoint(
 def open_model(
     model: Any,
     *,
-    dtype: str | None = None,
+    dtype: str | WeightFormat | None = None,
     threads: int | None = None,
     backend: str | None = None,
     device: str | None = None,
@@ -145,6 +159,8 @@ def open_model(
     """The model, and the tokenizer its checkpoint brings. `model` is a name, a repo id, a folder, a
     `.gguf` path, an object with the `Model` protocol or a `transformers` causal model. `device` is
     "cpu" (None means it) or "cuda"."""
+    if isinstance(dtype, WeightFormat):
+        return dtype.open(model, threads=threads, backend=backend, device=device)
     if isinstance(model, str | os.PathLike):
         from anydecode.models.loading import load_checkpoint
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from anydecode.kernels.interface import Choice
 from anydecode.kernels.library import largest
-from anydecode.scoring.span import Span
+from anydecode.scoring.span import Branches, Chain, Span
 from anydecode.scoring.tree import ROOT
 
 if TYPE_CHECKING:
@@ -35,6 +37,22 @@ class Score:
     positions: np.ndarray
     row_parents: list[int]
     row_tokens: list[int]
+
+    def choices(self, span: Span, wanted: list[int], row: int) -> list[Choice]:
+        """What a backend may pick within a pass that answers rows `wanted` of `span`, as rows `row`
+        and on of its logits. Noise is dear: a draft's rows, which are not asked for unless it is
+        accepted, are left."""
+        sequence = self.sequence
+        policy = sequence.policy
+        if self.lane != "target" or not policy.is_plain or not isinstance(span, Chain | Branches):
+            return []
+        if policy.is_greedy:
+            return [Choice(row + i) for i in range(len(wanted))]
+        answering = next(other for other in self.groups[0] if len(other.answers))
+        if span is not answering or wanted[0] != span.answers[0]:
+            return []
+        noise, position = sequence.noise, int(self.positions[0]) + 1
+        return [Choice(row, 1 / policy.temperature, noise.seed, noise.stream, position)]
 
     @property
     def num_rows(self) -> int:
@@ -129,7 +147,8 @@ class Scores:
 
     `logits`: float32 `[rows, vocab_size]` of the sequence's own context; `row(i)` is the same row
     after the policy has combined it with companions and taps. `tokens[i]` is the token of row i.
-    `hidden[l]`: `[rows, hidden_size]`.
+    `hidden[l]`: `[rows, hidden_size]`. `picked` says what the pass has picked of each row, -1 where
+    it has picked nothing; or it is empty.
     """
 
     def __init__(
@@ -138,6 +157,7 @@ class Scores:
         logits: np.ndarray,
         hidden: dict[int, torch.Tensor],
         companions: list[np.ndarray],
+        picked: Seq[int] = (),
     ) -> None:
         self.sequence = score.sequence
         self.positions = score.positions
@@ -148,6 +168,7 @@ class Scores:
         self._companions = companions
         self._states: dict[tuple[int, int], Policy] = {}
         self._picked: dict[tuple[int, int], int] = {}
+        self._made = picked
         self._tapped: dict[int, np.ndarray] | None = None
 
     @property
@@ -234,12 +255,15 @@ class Scores:
     def pick(self, row: int) -> int:
         """What plain decoding says after `row`, with the noise of its place."""
         row = row % len(self)
+        made = self._made[row] if self._made else -1
+        if made >= 0 and self.sequence.annotate is None:
+            return made
         key = (row, self.sequence.length)
         if key not in self._picked:
             position = int(self.positions[row]) + 1
             logits = self.row(row)
             state = self.state(row)
-            token = self.sequence.pick(state, logits, position)
+            token = made if made >= 0 else self.sequence.pick(state, logits, position)
             if self._score.lane == "target":
                 self.sequence.note(logits, position, token, state)
             self._picked[key] = token

@@ -15,6 +15,7 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.engine.llm import LLM
 from anydecode.errors import AnydecodeError
 from anydecode.server import metrics
+from anydecode.server.bodies import JsonRoute
 from anydecode.server.chat import chat
 from anydecode.server.completions import complete
 from anydecode.server.embeddings import embed
@@ -66,6 +67,7 @@ def create_app(
     """The ASGI application that serves `llm`. It does not close `llm`."""
     service = Service(llm, settings or Settings())
     app = FastAPI(title="anydecode", version=__version__, docs_url=None, redoc_url=None)
+    app.router.route_class = JsonRoute
     _add_api(app, service)
     _add_figures(app, service)
     _add_page(app)

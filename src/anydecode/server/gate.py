@@ -5,9 +5,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import math
+from functools import lru_cache
+from secrets import token_hex
 from time import perf_counter, time_ns
 from typing import Any
-from uuid import uuid4
 
 from fastapi import HTTPException
 
@@ -36,7 +37,8 @@ class Gate:
     On the loopback it answers to the loopback's names only: a page from elsewhere whose own name
     was made to point here (DNS rebinding) is refused. Under `/v1/` it asks for the API key, and for
     a free place where something is to be computed (POST). `scope["state"]` gets the request's id
-    and the key's namespace. Every request is counted, logged and told to `telemetry` when it ends.
+    and the key's namespace; what a handler leaves there as `count` is called at the end. Every
+    request is counted, logged and told to `telemetry` when it ends.
     """
 
     def __init__(
@@ -120,6 +122,8 @@ class Gate:
 
     def _ended(self, visit: _Visit) -> None:
         path = visit.scope["path"]
+        if (count := visit.scope["state"].get("count")) is not None:
+            count()
         route = visit.scope.get("route")
         known = getattr(route, "path", None) or ("other" if visit.status == 404 else path)
         if visit.status in (401, 403, 413, 429, 503) and route is None:
@@ -155,6 +159,7 @@ def host_name(host: str) -> str:
     return host.partition(":")[0].rstrip(".").lower()
 
 
+@lru_cache(256)  # every request asks, nearly always for the same name
 def is_loopback(name: str) -> bool:
     """Whether a name or address stands for this machine alone."""
     try:
@@ -168,7 +173,7 @@ class _Visit:
 
     def __init__(self, gate: Gate, scope: Message, receive: Any, send: Any) -> None:
         self.scope = scope
-        self.id = uuid4().hex
+        self.id = token_hex(16)
         self.status = 0
         self._limit = self._left = gate.settings.max_body
         self._receive = receive

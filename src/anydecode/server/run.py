@@ -40,6 +40,7 @@ class Run:
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._told = False
+        self._answers: list[Generation] | None = None
 
     async def __aenter__(self) -> Run:
         for request in self.requests:
@@ -75,13 +76,10 @@ class Run:
         """All answers, sample by sample. Raises `Disconnected` when the client leaves first, and
         what ended a request if something did."""
         leaving = asyncio.ensure_future(left(receive))
+        leaving.add_done_callback(lambda _: self._news.set())
         try:
             while not self.done:
-                waiting = asyncio.ensure_future(self.news())
-                try:
-                    await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    waiting.cancel()
+                await self.news()
                 if leaving.done():
                     raise Disconnected
         finally:
@@ -90,6 +88,11 @@ class Run:
 
     def generations(self) -> list[Generation]:
         """All answers of requests that are done."""
+        if self._answers is None:
+            self._answers = self._collected()
+        return self._answers
+
+    def _collected(self) -> list[Generation]:
         found = [sample for request in self.requests for sample in request.generation().samples]
         if any(sample.finish_reason == "cancelled" for sample in found):
             raise ApiError(503, "the server is shutting down", headers={"retry-after": "5"})

@@ -34,6 +34,7 @@ def _server(llm: LLM, settings: Settings, telemetry: Telemetry | None = None) ->
         access_log=False,
         lifespan="off",
         server_header=False,
+        proxy_headers=False,  # nobody here asks for the client's address
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
         timeout_keep_alive=30,
     )

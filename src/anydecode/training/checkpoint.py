@@ -105,12 +105,13 @@ def save_block_llama(
     shape: Shape,
     tokenizer: HFTokenizer,
     mask: int,
-    block: int,
+    block: dict[str, Any],
 ) -> None:
     """`weights`, a state dict of `Transformer`, as a block-diffusion checkpoint: Llama's layout,
-    the model type that the dLLM library gives to models made bidirectional, the size of blocks."""
+    the model type that the dLLM library gives to models made bidirectional, and what `block` says
+    of its blocks."""
     config = {"architectures": ["A2DLlamaLMHeadModel"], "model_type": "a2d-llama", **_llama(shape)}
-    config |= {"block_size": block, "mask_token_id": mask, "eos_token_id": [*tokenizer.eos_ids]}
+    config |= {**block, "mask_token_id": mask, "eos_token_id": [*tokenizer.eos_ids]}
     special = {**tokenizer.special_texts, "mask_token": tokenizer.token_text(mask)}
     tensors = {llama_name(name): weights[name] for name in weights}
     _save(folder, config, tensors, tokenizer.backend, special)

@@ -1,4 +1,5 @@
-"""The course of a training run as a picture: loss above, accuracy on held-out questions below."""
+"""The course of a training run as a picture: loss above, accuracy on held-out questions below; or
+the loss on what is learned from and on what is held out."""
 
 from __future__ import annotations
 
@@ -48,26 +49,61 @@ def to_svg(log: dict[str, Any]) -> str:
     ticks = [low + 0.5 * step for step in range(round((high - low) * 2) + 1)]
     parts += _grid(_TOP, [(f"{10**tick:.2g}", (tick - low) / (high - low)) for tick in ticks])
     parts += _grid(second, [(f"{share:g}", share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)])
-    step = max(1, round(minutes / 8))
-    for minute in range(0, int(minutes) + 1, step):
-        at = _LEFT + _WIDTH * minute / minutes
-        parts.append(
-            f'<text x="{at:.1f}" y="{second + _HEIGHT + 16}" text-anchor="middle">{minute}</text>'
-        )
-    parts.append(
-        f'<text x="{_LEFT + _WIDTH / 2}" y="{second + _HEIGHT + 32}" text-anchor="middle">'
-        "minutes</text>"
-    )
+    parts += _minutes(minutes, second + _HEIGHT)
     for place, stage in enumerate(stages):
         for entries, y in ((losses, of_loss), (checks, of_accuracy)):
             parts.append(_line([e for e in entries if e["stage"] == stage], x, y, COLOURS[place]))
-        at = _LEFT + 160 * place
-        bottom = second + _HEIGHT + 50
+    parts += _legend(stages, second + _HEIGHT + 50)
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def of_held_out(log: dict[str, Any]) -> str:
+    """`log` is that of an adapter's run: the loss of its steps, and of held-out texts by kind."""
+    history: list[dict[str, Any]] = log["history"]
+    series = {
+        "training": [(entry["seconds"], entry["loss"]) for entry in history if "loss" in entry]
+    }
+    for entry in history:
+        for name, loss in entry.get("held_out", {}).items():
+            series.setdefault(f"held-out {name}", []).append((entry["seconds"], loss))
+    highest = math.ceil(max(loss for points in series.values() for _, loss in points))
+    minutes = max(entry["seconds"] / 60 for entry in history) or 1e-9
+    bottom = _TOP + _HEIGHT
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 20} {bottom + 60}"'
+        f' role="img" aria-label="Training of an adapter"><style>{_STYLE}</style>',
+        f'<text x="{_LEFT}" y="16">nats per masked token</text>',
+        *_grid(_TOP, [(f"{highest * share:g}", share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]),
+        *_minutes(minutes, bottom),
+    ]
+    for colour, points in zip(COLOURS, series.values(), strict=False):
+        told = " ".join(
+            f"{_LEFT + _WIDTH * seconds / 60 / minutes:.1f},{bottom - _HEIGHT * loss / highest:.1f}"
+            for seconds, loss in points
+        )
+        parts.append(f'<polyline class="line" stroke="{colour}" points="{told}"/>')
+    return "\n".join([*parts, *_legend([*series], bottom + 50), "</svg>\n"])
+
+
+def _minutes(minutes: float, bottom: float) -> list[str]:
+    parts = [
+        f'<text x="{_LEFT + _WIDTH * minute / minutes:.1f}" y="{bottom + 16}" text-anchor="middle">'
+        f"{minute}</text>"
+        for minute in range(0, int(minutes) + 1, max(1, round(minutes / 8)))
+    ]
+    middle = _LEFT + _WIDTH / 2
+    return [*parts, f'<text x="{middle}" y="{bottom + 32}" text-anchor="middle">minutes</text>']
+
+
+def _legend(names: Sequence[str], bottom: float) -> list[str]:
+    parts = []
+    for place, name in enumerate(names):
+        at = _LEFT + 200 * place
         parts.append(
             f'<rect x="{at}" y="{bottom - 9}" width="10" height="10" fill="{COLOURS[place]}"/>'
-            f'<text x="{at + 14}" y="{bottom}">{escape(stage)}</text>'
+            f'<text x="{at + 14}" y="{bottom}">{escape(name)}</text>'
         )
-    return "\n".join([*parts, "</svg>\n"])
+    return parts
 
 
 def _grid(top: float, ticks: Sequence[tuple[str, float]]) -> list[str]:

@@ -129,13 +129,13 @@ class Transformer(nn.Module):
         tokens: torch.Tensor,
         *,
         causal: bool = False,
-        chosen: torch.Tensor | None = None,
+        chosen: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         positions: torch.Tensor | None = None,
         visible: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """With `chosen[batch, length]`, only the logits of those positions: `[chosen, vocab]`.
-        `positions[length]` are 0, 1, ... if not given; `visible[length, length]` says which
-        positions (columns) each one sees."""
+        """With `chosen[batch, length]`, or rows and columns, only the logits of those positions:
+        `[chosen, vocab]`. `positions[length]` are 0, 1, ... if not given; `visible[length, length]`
+        says which positions (columns) each one sees."""
         at = torch.arange(tokens.shape[1]) if positions is None else positions
         rope = self.cos[at], self.sin[at]
         x = self.transformer["wte"](tokens)

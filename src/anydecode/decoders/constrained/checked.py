@@ -283,7 +283,7 @@ class Checked(Decoder):
         for _ in range(_MOST_ENDINGS):
             if keep < 0:
                 return
-            ending = closing_tokens(states[keep], self.tokenizer)
+            ending = closing_tokens(states[keep], self.tokenizer, self.constraint.hints)
             if ending is None or keep + len(ending) > limit:
                 over = 0 if ending is None else (keep + len(ending) - limit) // 2
                 keep, step = keep - max(step, over), step + (ending is None)

@@ -16,7 +16,6 @@ from anydecode.decoders.speculative.core import (
     Speculative,
     TextSession,
 )
-from anydecode.decoders.speculative.top_tokens import top_tokens
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -148,8 +147,8 @@ class _Session(TextSession):
         scores, place = round.scores, int(round.scores.positions[0])
         if place < 1:
             return
-        best = top_tokens(scores.logits, self.drafter.table.width)
-        logits = np.take_along_axis(scores.logits, best, axis=1).astype(np.float64)
+        best, found = scores.top(self.drafter.table.width)
+        logits = found.astype(np.float64)
         weights = np.exp(logits - logits[:, :1])
         shares = (weights / weights.sum(axis=1, keepdims=True)).tolist()
         before = round.sequence.all_tokens[place - 1]

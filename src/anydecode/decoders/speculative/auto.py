@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import sqrt
 from time import perf_counter
@@ -143,6 +144,29 @@ class Guesser:
             self.rates.note(kind, hit)
 
 
+@dataclass
+class Growth:
+    """Nodes of a tree, the likeliest first: a parent stands before its children, and any first few
+    of them are a tree of their own."""
+
+    tokens: list[int]
+    parents: list[int]
+    sources: list[str]
+    chances: list[float]
+
+    def add(self, token: int, parent: int, source: str, chance: float) -> int:
+        """Append a node; returns its index."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.sources.append(source)
+        self.chances.append(chance)
+        return len(self.tokens) - 1
+
+    def first(self, count: int) -> TokenTree:
+        """The tree of the `count` likeliest."""
+        return TokenTree(self.tokens[:count], self.parents[:count], sources=self.sources[:count])
+
+
 def grown(
     text: Seq[int],
     sources: Seq[Source],
@@ -150,12 +174,16 @@ def grown(
     count: int,
     least: float,
     forced: Seq[int] = (),
-) -> TokenTree:
+) -> Growth:
     """What is `forced`, and behind it up to `count` nodes that sources and guesser propose, the
-    likeliest first, none below `least`. `probabilities` holds each node's chance. Where proposals
-    part, the less sure one gets what the surer one's doubt leaves."""
-    tree = TokenTree.chain(forced, sources=["constraint"] * len(forced))
-    chances = [1.0] * len(forced)
+    likeliest first, none below `least`. Where proposals part, the less sure one gets what the surer
+    one's doubt leaves."""
+    growth = Growth([], [], [], [])
+    for token in forced:
+        growth.add(token, len(growth.tokens) - 1, "constraint", 1.0)
+    if len(sources) == 1 and not guesser.known:  # nothing to weigh it against
+        _follow(growth, sources[0], count, least)
+        return growth
     chains = [source.follower.chain(count) for source in sources]
     queue: list[tuple[float, int, int, int, int, str, list[int]]] = []
     order = 0
@@ -189,17 +217,23 @@ def grown(
     before, last = (tail[-2], tail[-1]) if len(tail) > 1 else (BREAK, tail[-1])
     propose(len(forced) - 1, 1.0, before, last, 0, list(range(len(sources))))
     parents = {len(forced) - 1: last}
-    while queue and len(tree) < len(forced) + count:
+    while queue and len(growth.tokens) < len(forced) + count:
         chance, _, parent, token, depth, name, kept = heappop(queue)
-        node = tree.add(token, parent)
-        chances.append(-chance)
-        assert tree.sources is not None
-        tree.sources.append(name)
+        node = growth.add(token, parent, name, -chance)
         parents[node] = token
         kept = [i for i in kept if depth < len(chains[i]) and chains[i][depth] == token]
         propose(node, -chance, parents[parent], token, depth + 1, kept)
-    tree.probabilities = dict(enumerate(chances))
-    return tree
+    return growth
+
+
+def _follow(growth: Growth, source: Source, count: int, least: float) -> None:
+    """Lengthen `growth` by what one source says, up to `count` nodes, none below `least`."""
+    chance = 1.0
+    for depth, token in enumerate(source.follower.chain(count)):
+        chance *= source.chance(depth)
+        if chance < least:
+            return
+        growth.add(token, len(growth.tokens) - 1, source.name, chance)
 
 
 def best_count(chances: Iterable[float], costs: Seq[float], others: int, drafting: float) -> int:
@@ -214,25 +248,6 @@ def best_count(chances: Iterable[float], costs: Seq[float], others: int, draftin
         if rate > best_rate:
             best, best_rate = count, rate
     return best
-
-
-def best_part(tree: TokenTree, costs: Seq[float], others: int, drafting: float) -> list[int]:
-    """The nodes of a tree worth scoring; `tree.probabilities` holds their chances."""
-    chances = tree.probabilities
-    order = sorted(chances, key=lambda node: (-chances[node], node))
-    best = best_count([chances[node] for node in order], costs, others, drafting)
-    return sorted(order[:best])
-
-
-def part(tree: TokenTree, nodes: list[int]) -> TokenTree:
-    """The tree of `nodes` alone; with every node its parent must be among them."""
-    places = {ROOT: ROOT}
-    kept = TokenTree(sources=[])
-    for node in nodes:
-        places[node] = kept.add(tree.tokens[node], places[tree.parents[node]])
-        assert tree.sources is not None and kept.sources is not None
-        kept.sources.append(tree.sources[node])
-    return kept
 
 
 class _Session:
@@ -251,7 +266,7 @@ class _Session:
         self.width = 1 + len(sequence.companion_prompts)
         self.constrained = constraint_state(sequence.policy) is not None
         self.drafting = 0.0
-        self._costs: list[float] = []
+        self._costs = [0.0]
         self._costs_for = (-1, -1)
         self.read(sequence.prompt, scored=False)
         self.read(sequence.tokens)
@@ -260,7 +275,7 @@ class _Session:
         """The text has gone on with `tokens`."""
         text, append = self.own.tokens, self.own.append
         for token in tokens:
-            if scored and len(text) > 1:
+            if scored and self.guesser.known and len(text) > 1:
                 self.guesser.read(text[-2], text[-1], token)
             append(token)
             for source in self.sources:
@@ -293,7 +308,7 @@ class _Session:
         """The chance of the likeliest next token."""
         chances = [source.chance() for source in self.sources]
         text = self.own.tokens
-        if len(text) > 1:
+        if self.guesser.known and len(text) > 1:
             chances += [chance for _, chance in self.guesser.guesses(text[-2], text[-1])[:1]]
         return max(chances)
 
@@ -301,9 +316,7 @@ class _Session:
         """Every scored node teaches what follows it, accepted or not. The draft hung on the token
         at `root` of the text."""
         tree, text = round.tree, self.own.tokens
-        if root < 1 or len(round.scores) != len(tree) + 1:
-            return
-        if self._passes(self.pace.others())[0] < LEAST_PASS:
+        if self._costs[0] < LEAST_PASS or root < 1 or len(round.scores) != len(tree) + 1:
             return
         learn = self.guesser.known.learn
         best = round.scores.top(WIDTH)[0].tolist()
@@ -321,8 +334,8 @@ class _Session:
         said = (others + 1) / costs[0]
         least = min((cost - costs[0]) / n for n, cost in enumerate(costs) if n) * said
         least = max(least, LEAST_CHANCE)
-        tree = grown(self.own.tokens, sources, self.guesser, room, least, forced)
-        return part(tree, best_part(tree, costs, others, self.drafting))
+        growth = grown(self.own.tokens, sources, self.guesser, room, least, forced)
+        return growth.first(best_count(growth.chances, costs, others, self.drafting))
 
     def _passes(self, others: int) -> list[float]:
         """What passes with 0 to `most` drafts cost. Looked up anew every 32 tokens only."""

@@ -46,19 +46,14 @@ class Corpus:
         """Behind the latest place of the longest n-gram that ends `text`, and for how many tokens
         the text before that place is the end of `text`. (0, 0): none."""
         size = len(text)
-        if not size:
+        one = self._one.get(text[-1]) if size else None
+        if one is None:
             return 0, 0
-        last = text[-1]
-        end = None
-        if size > 1:
-            before = text[-2]
-            if size > 3:
-                end = self._four.get((text[-4], text[-3], before, last))
-            if end is None:
-                end = self._two.get((before, last))
+        end = self._two.get((text[-2], text[-1])) if size > 1 else None
         if end is None:
-            end = self._one.get(last)
-            return (0, 0) if end is None else (end, 1)
+            return one, 1
+        if size > 3:
+            end = self._four.get((text[-4], text[-3], text[-2], text[-1]), end)
         tokens, length = self.tokens, 2
         most = min(end, size, LONGEST)
         while length < most and tokens[end - 1 - length] == text[-1 - length]:

@@ -17,8 +17,8 @@ from anydecode.decoders.speculative.core import (
     Speculative,
 )
 from anydecode.decoders.speculative.draft_model import DRAFT, fitted
-from anydecode.decoders.speculative.top_tokens import top_tokens
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels.library import largest
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
@@ -152,12 +152,11 @@ class _Session(Session):
         """The first wrong draft of a round is a lesson; the end of a request is time to study."""
         wrong = round.num_accepted
         if round.tree is self._drafted and wrong < len(round.tree):
-            logits = round.scores.logits[wrong : wrong + 1]
-            tokens = top_tokens(logits, TAUGHT)[0]
-            best = torch.from_numpy(logits[0, tokens].astype(np.float32))
+            tokens, best = largest(round.scores.logits[wrong : wrong + 1], TAUGHT)
             hidden, row = self.rows[wrong]
-            shares = torch.softmax(best, dim=0)
-            lesson = Lesson(hidden, torch.from_numpy(row), torch.from_numpy(tokens), shares)
+            shares = torch.softmax(torch.from_numpy(best[0]), dim=0)
+            taught = torch.from_numpy(tokens[0].astype(np.int64))
+            lesson = Lesson(hidden, torch.from_numpy(row), taught, shares)
             self.drafter.take(lesson)
         if round.sequence.finished:
             self.drafter.study()

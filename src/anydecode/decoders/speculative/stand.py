@@ -15,7 +15,6 @@ from anydecode.decoders.speculative.core import (
 )
 from anydecode.decoders.speculative.static_trees import Shape, worthwhile
 from anydecode.decoders.speculative.token_recycling import PUBLISHED, RATES
-from anydecode.decoders.speculative.top_tokens import top_tokens
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -90,8 +89,8 @@ class _Session(TextSession):
     def observe(self, round: Round) -> None:
         """Every verified node teaches all its n-grams."""
         table = self.drafter.table
-        best = top_tokens(round.scores.logits, table.width)
-        logits = np.take_along_axis(round.scores.logits, best, axis=1).astype(np.float64)
+        best, found = round.scores.top(table.width)
+        logits = found.astype(np.float64)
         weights = np.exp((logits - logits[:, :1]) / (self.sequence.policy.temperature or 1.0))
         shares = (weights / weights.sum(axis=1, keepdims=True)).tolist()
         before = round.sequence.all_tokens[: int(round.scores.positions[0]) + 1]

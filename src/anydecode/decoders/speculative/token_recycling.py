@@ -12,7 +12,6 @@ from anydecode.decoders.speculative.core import (
     TextSession,
 )
 from anydecode.decoders.speculative.static_trees import Shape, worthwhile
-from anydecode.decoders.speculative.top_tokens import top_tokens
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -74,7 +73,7 @@ class _Session(TextSession):
 
     def observe(self, round: Round) -> None:
         """Every scored node teaches, accepted or not; of equal tokens the last in level order."""
-        best = top_tokens(round.scores.logits, self.drafter.width).tolist()
+        best = round.scores.top(self.drafter.width)[0].tolist()
         self.drafter.successors.update(zip(round.scores.tokens, best, strict=True))
 
 

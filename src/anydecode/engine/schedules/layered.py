@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from anydecode.catalogue import Card, register
 from anydecode.engine.schedule import Piece, Schedule, whole
+from anydecode.engine.schedules.pacing import checked_stretch, is_prompt, rows_beside
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Score
 from anydecode.scoring.span import Chain, Completion, Span
@@ -40,6 +41,8 @@ def boundaries(layers: int, groups: int) -> list[int]:
         deviations=(
             "a prompt that wants hidden states or more than its last row is not cut into layers",
             "layers are cut into at most as many groups as the model has layers",
+            "without a unit, the work of a pass follows from what passes cost on this machine, and"
+            " a cohort is as much as goes through in that many groups",
         ),
     )
 )
@@ -47,39 +50,52 @@ class LayeredPrefill(Schedule):
     """One cohort of prompts at a time, of at most `cohort` rows, a group of layers per pass.
 
     `unit` rows through all layers is the work of a pass; `groups` is the largest number of groups.
-    Prompts longer than `cohort` are cut into chunks of that many rows, one after the other.
+    Prompts longer than `cohort` are cut into chunks of that many rows, one after the other; where
+    nothing is said, it is what goes through in so many groups. Without a `unit`, that is what
+    stretches the time between tokens to `stretch` times what it is without prompts, by what passes
+    cost on this machine, when a cohort begins; and every prompt is one, however short.
     """
 
     def __init__(
-        self, unit: int = 512, groups: int = 16, cohort: int = 8192, short: int = 64
+        self,
+        unit: int | None = None,
+        groups: int = 16,
+        cohort: int | None = None,
+        short: int = 64,
+        stretch: float = 2.0,
     ) -> None:
-        if min(unit, groups, cohort) < 1:
+        if min([groups, *(given for given in (unit, cohort) if given is not None)]) < 1:
             raise InvalidRequestError("unit, groups and cohort must be 1 or more")
         self.unit, self.groups, self.cohort, self.short = unit, groups, cohort, short
+        self.stretch = checked_stretch(stretch)
         self._cohort: list[Score] = []
 
     def pieces(self, waiting: list[Score]) -> Iterator[Piece]:
         here = set(waiting)
         self._cohort = [score for score in self._cohort if score in here]
         members = set(self._cohort)
-        prompts = []
+        prompts, decodes = [], []
         for score in waiting:
             if score in members:
                 continue
-            if score.num_rows > self.short:
+            if score.num_rows > self.short or (self.unit is None and is_prompt(score)):
                 prompts.append(score)
             else:
+                decodes.append(score)
                 yield from whole(score)
-        if not self._cohort:
-            self._gather(prompts)
+        if prompts and not self._cohort:
+            self._gather(decodes, prompts)
         for score in self._cohort:
             yield from _stage(score)
 
-    def _gather(self, prompts: list[Score]) -> None:
+    def _gather(self, decodes: list[Score], prompts: list[Score]) -> None:
         """Choose the next cohort and cut its prompts into layer groups."""
+        unit = self.unit or rows_beside(decodes, prompts, self.stretch, whole=True)
+        depth = prompts[0].groups[0][0].context.pool.model.spec.num_layers
+        cohort = self.cohort or unit * min(self.groups, depth)
         rows = 0
         for score in prompts:
-            if rows and rows + score.num_rows > self.cohort:
+            if rows and rows + score.num_rows > cohort:
                 break
             rows += score.num_rows
             self._cohort.append(score)
@@ -87,24 +103,23 @@ class LayeredPrefill(Schedule):
             for spans in score.groups:
                 if spans and _divisible(spans[0]):
                     layers = spans[0].stop
-                    count = num_groups(min(rows, self.cohort), self.unit, min(self.groups, layers))
-                    spans[:1] = self._cut(spans[0], boundaries(layers, count))
+                    count = num_groups(min(rows, cohort), unit, min(self.groups, layers))
+                    spans[:1] = _cut(spans[0], boundaries(layers, count), cohort)
 
-    def _cut(self, span: Span, stops: list[int]) -> list[Span]:
-        """`span` as spans of one layer group each, chunk after chunk."""
-        result: list[Span] = []
-        for first in range(0, len(span), self.cohort):
-            tokens = span.tokens[first : first + self.cohort]
-            inputs = None if span.inputs is None else span.inputs[first : first + self.cohort]
-            last = first + len(tokens) == len(span)
-            answers = [len(tokens) - 1] if last and len(span.answers) else []
-            result.append(Chain(span.context, tokens, 0, stops[0], inputs=inputs, logits=False))
-            for start, stop in zip(stops, stops[1:], strict=False):
-                result.append(
-                    Completion(span.context, [-1] * len(tokens), start, stop, logits=False)
-                )
-            result[-1].answers, result[-1].logits = answers, span.logits
-        return result
+
+def _cut(span: Span, stops: list[int], rows: int) -> list[Span]:
+    """`span` as spans of one layer group each, in chunks of `rows`."""
+    result: list[Span] = []
+    for first in range(0, len(span), rows):
+        tokens = span.tokens[first : first + rows]
+        inputs = None if span.inputs is None else span.inputs[first : first + rows]
+        last = first + len(tokens) == len(span)
+        answers = [len(tokens) - 1] if last and len(span.answers) else []
+        result.append(Chain(span.context, tokens, 0, stops[0], inputs=inputs, logits=False))
+        for start, stop in zip(stops, stops[1:], strict=False):
+            result.append(Completion(span.context, [-1] * len(tokens), start, stop, logits=False))
+        result[-1].answers, result[-1].logits = answers, span.logits
+    return result
 
 
 def _divisible(span: Span) -> bool:

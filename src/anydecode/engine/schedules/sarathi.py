@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from anydecode.catalogue import Card, register
 from anydecode.engine.schedule import Budget, Piece, Schedule, fill, whole
+from anydecode.engine.schedules.pacing import checked_stretch, is_prompt, rows_beside
 from anydecode.scoring.score import Score
 
 
@@ -20,18 +21,23 @@ def begun(score: Score) -> bool:
 
 
 class _Chunked(Schedule):
-    """`budget` rows a pass; scores of more than `short` rows count as prompts."""
+    """`budget` rows a pass; scores of more than `short` rows count as prompts. Without a `budget`,
+    prompts get the rows that stretch the time between tokens to `stretch` times what it is without
+    them, by what passes cost on this machine, and every prompt is one, however short."""
 
-    def __init__(self, budget: int = 512, short: int = 64) -> None:
-        self.budget = Budget(budget).left
-        self.short = short
+    def __init__(self, budget: int | None = None, short: int = 64, stretch: float = 2.0) -> None:
+        self.budget = None if budget is None else Budget(budget).left
+        self.short, self.stretch = short, checked_stretch(stretch)
 
     def split(self, waiting: list[Score]) -> tuple[list[Score], list[Score], list[Score]]:
         """Decodes, prompts under way, prompts not begun; each in the order they came."""
         resumed = [score for score in waiting if begun(score)]
         fresh = [score for score in waiting if not begun(score)]
-        decodes = [score for score in fresh if score.num_rows <= self.short]
-        return decodes, resumed, [score for score in fresh if score.num_rows > self.short]
+        prompts = [score for score in fresh if self._is_prompt(score)]
+        return [score for score in fresh if not self._is_prompt(score)], resumed, prompts
+
+    def _is_prompt(self, score: Score) -> bool:
+        return score.num_rows > self.short or (self.budget is None and is_prompt(score))
 
     def prefill(self, decodes: list[Score], prompts: list[Score]) -> Iterator[Piece]:
         """All `decodes`, then as much of `prompts` as the budget leaves."""
@@ -39,8 +45,14 @@ class _Chunked(Schedule):
         for score in decodes:
             rows += score.num_rows
             yield from whole(score)
-        if rows < self.budget:
-            yield from fill(prompts, Budget(self.budget - rows, started=rows > 0))
+        if prompts:
+            left = (
+                rows_beside(decodes, prompts, self.stretch)
+                if self.budget is None
+                else self.budget - rows
+            )
+            if left > 0:
+                yield from fill(prompts, Budget(left, started=rows > 0))
 
 
 @register(
@@ -53,6 +65,7 @@ class _Chunked(Schedule):
         deviations=(
             "the chunk is what the decodes leave of the budget; it is not rounded to matrix tiles,"
             " which the row kernels do not have",
+            "without a budget, the chunk follows from what passes cost on this machine",
             "a draft tree counts with all its rows",
         ),
     )
@@ -74,12 +87,14 @@ class Sarathi(_Chunked):
         summary="A row budget per pass: decodes, then prompts under way, then new ones.",
         deviations=(
             "memory is taken chunk by chunk, not for the whole prompt on admission",
+            "without a budget, chunks are what keeps the time between tokens within `stretch` times"
+            " what it is without prompts, pass by pass, not one profiled number of tokens",
             "a draft tree counts with all its rows",
         ),
     )
 )
 class SarathiServe(_Chunked):
-    """Stall-free: whoever speaks is in every pass, and a pass is never longer than its budget."""
+    """Stall-free: whoever speaks is in every pass, and no pass is longer than its budget."""
 
     def pieces(self, waiting: list[Score]) -> Iterator[Piece]:
         decodes, resumed, fresh = self.split(waiting)

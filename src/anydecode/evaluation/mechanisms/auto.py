@@ -15,7 +15,7 @@ from anydecode.decoders.speculative.auto import (
     PRIORS,
     Auto,
     Rates,
-    best_part,
+    best_count,
 )
 from anydecode.decoders.speculative.copies import GRAMS, Corpus, Follower
 from anydecode.engine.llm import LLM
@@ -117,10 +117,11 @@ def _choices(random: np.random.Generator) -> Iterator[Check]:
             parent = int(random.integers(-1, node)) if node else ROOT
             tree.add(node, parent)
             above = 1.0 if parent == ROOT else tree.probabilities[parent]
-            tree.probabilities[node] = above * float(random.random())
+            most = min([above, *tree.probabilities.values()])
+            tree.probabilities[node] = most * float(random.random())
         costs = [1.0, *(1 + np.cumsum(random.random(6) * 0.4))]
         others, drafting = int(random.integers(0, 4)), float(random.random() * 0.1)
-        nodes = best_part(tree, costs, others, drafting)
+        nodes = range(best_count(tree.probabilities.values(), costs, others, drafting))
         said = others + 1 + sum(tree.probabilities[node] for node in nodes)
         rate = said / (costs[len(nodes)] + drafting) if nodes else LEAST_GAIN * said / costs[0]
         whole = all(tree.parents[node] in (ROOT, *nodes) for node in nodes)

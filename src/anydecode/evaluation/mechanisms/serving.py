@@ -79,6 +79,12 @@ def _rows(found: list[Pass]) -> list[dict[int, int]]:
     return [{who: rows for who, rows, _, _ in one} for one in found]
 
 
+def stretched(rows: dict[int, int]) -> float:
+    """How many times as long a pass takes, at guessed costs, as its rows that decode (one each)."""
+    decodes = sum(count == 1 for count in rows.values())
+    return (0.9 + 0.1 * sum(rows.values())) / (0.9 + 0.1 * decodes)
+
+
 @mechanism("sarathi")
 def sarathi() -> Iterator[Check]:
     """Budget 100; prompts of 230 and 150 tokens, four tokens each."""
@@ -87,6 +93,10 @@ def sarathi() -> Iterator[Check]:
         {0: 100}, {0: 100}, {0: 30}, {0: 1, 1: 99}, {0: 1, 1: 51}, {0: 1, 1: 1}, {1: 1}, {1: 1},
     ]  # fmt: skip
     yield Check("one chunk of one prompt beside every decode", rows == expected, str(rows))
+    # A guessed pass over n rows costs 0.9 + n / 10: 14 rows stretch one decode 2.4 times.
+    rows = _rows(passes("sarathi:stretch=2.45", [230, 40], tokens=4))
+    expected = [{0: 230}, {0: 1, 1: 14}, {0: 1, 1: 14}, {0: 1, 1: 12}, {1: 1}, {1: 1}, {1: 1}]
+    yield Check("a chunk by what passes cost", rows == expected, str(rows))
     yield same_text("sarathi:budget=100")
 
 
@@ -102,6 +112,10 @@ def sarathi_serve() -> Iterator[Check]:
     yield Check("no pass is above its budget", all(sum(one.values()) <= 80 for one in rows))
     began = next(i for i, one in enumerate(rows) if 0 in one and one[0] == 1)
     yield Check("whoever speaks is in every pass", all(0 in one for one in rows[began:][:29]))
+    rows = _rows(passes("sarathi-serve:stretch=2.45", [2, 8, 600, 3], tokens=60))
+    held = [stretched(one) for one in rows if 1 in one.values()]
+    yield Check("prompts, however short, stretch no gap by more", max(held) <= 2.45, str(held))
+    yield Check("and all of a pass that nobody speaks in", rows[0] == {0: 2, 1: 8, 2: 502})
     yield same_text("sarathi-serve:budget=70")
 
 
@@ -130,6 +144,10 @@ def layered_prefill() -> Iterator[Check]:
     found = passes("layered-prefill:unit=1000,cohort=100", [150, 70], tokens=2)
     expected = [{(0, 100, 0, 3)}, {(0, 50, 0, 3)}, {(0, 1, 0, 3), (1, 70, 0, 3)}, {(1, 1, 0, 3)}]
     yield Check("one cohort at a time, long prompts in chunks", found == expected, str(found))
+    # 14 rows through all layers beside one decode: 56 through one of four, three times.
+    found = passes("layered-prefill:stretch=2.45", [2, 168], tokens=20, layers=4)
+    counts = [[count for who, count, _, _ in one if who == 1] for one in found[1:]]
+    yield Check("a cohort by what passes cost", counts[:13] == [[56]] * 12 + [[1]], str(counts))
     yield same_text("layered-prefill:unit=64,cohort=300")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -33,8 +34,8 @@ KINDS = ("all", "determined", "dependent", "held-out lengths")
 
 @dataclass(frozen=True)
 class Row:
-    """A method on one task and length: means over its examples. `tokens` counts what an answer
-    says, its end included; `rows` what the passes computed."""
+    """A method on one task and length: means over its examples, of the seconds the median. `tokens`
+    counts what an answer says, its end included; `rows` what the passes computed."""
 
     method: str
     task: str
@@ -97,7 +98,7 @@ def measure(
                 _mean([one.passes for one in stats]),
                 _mean([one.num_tokens for one in stats]),
                 _mean([one.rows for one in stats]),
-                _mean([one.seconds for one in stats]) / min(batch, len(group)),
+                median(one.seconds for one in stats) / min(batch, len(group)),
             )
         )
     return rows

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from anydecode.evaluation.parallelbench.tasks import TASKS
 from anydecode.evaluation.speculative_report import COLOURS
 
 _STYLE = (
@@ -23,7 +24,8 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 330, 250, 48, 46, 40
 
 def print_report(report: dict[str, Any]) -> None:
     """A table of all methods by kind of task, where "fewer" and "faster" compare passes and seconds
-    with those of the first method; then accuracy and passes by task."""
+    with those of the first method; then accuracy, passes and milliseconds by task. Lengths that the
+    task was not trained on have a star."""
     from rich.console import Console
 
     console, machine = Console(), report["machine"]
@@ -63,7 +65,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def _by_task(rows: list[dict[str, Any]], methods: list[str]) -> Table:
-    table = Table(box=None, title="accuracy (passes)", title_justify="left")
+    table = Table(box=None, title="accuracy (passes) ms", title_justify="left")
     table.add_column("task", no_wrap=True)
     table.add_column("n", justify="right")
     for method in methods:
@@ -71,9 +73,13 @@ def _by_task(rows: list[dict[str, Any]], methods: list[str]) -> Table:
     cells = {(row["task"], row["length"], row["method"]): row for row in rows}
     for task, length in dict.fromkeys((row["task"], row["length"]) for row in rows):
         found = [cells.get((task, length, method)) for method in methods]
-        shown = [f"{row['accuracy']:.2f} ({row['passes']:.1f})" if row else "" for row in found]
-        table.add_row(task, str(length), *shown)
+        star = "*" if length == TASKS[task].held_out else ""
+        table.add_row(task, f"{length}{star}", *(_cell(row) if row else "" for row in found))
     return table
+
+
+def _cell(row: dict[str, Any]) -> str:
+    return f"{row['accuracy']:.2f} ({row['passes']:.1f}) {1000 * row['seconds']:.1f}"
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

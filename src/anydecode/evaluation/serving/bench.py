@@ -13,9 +13,16 @@ import typer
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation.figures import JsonFile, deliver
 from anydecode.evaluation.machine import cpu_name, usable_cores
-from anydecode.evaluation.serving.peers import Load, compare, parse_peer, started
+from anydecode.evaluation.serving.peers import (
+    Load,
+    compare,
+    ended_by_sigterm,
+    parse_peer,
+    started,
+)
 from anydecode.evaluation.serving.replay import Endpoint, Objective
 from anydecode.evaluation.serving.sweep import print_sweep, sweep
+from anydecode.evaluation.serving.sweep_plot import sweep_svg
 from anydecode.evaluation.serving.traces import fitted, read_trace
 from anydecode.evaluation.speculative_report import note
 
@@ -101,8 +108,6 @@ def bench_serving(
         raise InvalidRequestError("--rate and --shrink must be above 0")
     if not 0 < attain <= 1:
         raise InvalidRequestError("--attain is a share above 0, at most 1")
-    if plot is not None and len(rates) > 1:
-        raise InvalidRequestError("--plot draws the latencies of one --rate")
     requested = read_trace(trace)
     load = Load(
         lambda pace: fitted(
@@ -117,19 +122,20 @@ def bench_serving(
         "rates": rates,
         "machine": {"cpu": cpu_name(), "cores": usable_cores()},
     }
-    with ExitStack() as stack:
+    with ended_by_sigterm(), ExitStack() as stack:
         ours = Endpoint("anydecode", url.rstrip("/"), model)
         endpoints = load.ready(_endpoints(stack, ours, start, peer, peer_model, api_key, decoder))
         report["rounds"] = rounds if len(endpoints) > 1 else 1
         if len(rates) > 1:
             report["servers"] = sweep(endpoints, load, rates, attain, report["rounds"])
+            picture = sweep_svg(trace.name, report["servers"], rates, load.objective, attain)
         else:
             comparison = compare(endpoints, load, rates[0], report["rounds"])
             report["servers"] = comparison.report(load.objective)
-            if plot is not None:
-                title = f"{trace.name}, {rates[0]:g}/s"
-                picture = comparison.picture(title, load.objective)
-                plot.write_text(picture, encoding="utf-8")
+            title = f"{trace.name}, {rates[0]:g}/s"
+            picture = comparison.picture(title, load.objective)
+    if plot is not None:
+        plot.write_text(picture, encoding="utf-8")
 
     def show() -> None:
         if len(rates) > 1:

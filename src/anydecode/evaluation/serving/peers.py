@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import signal
 import socket
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import IO, Any
 
 from anydecode.errors import InvalidRequestError
@@ -43,6 +46,25 @@ def parse_peer(text: str, option: str) -> tuple[str, str]:
     if not (equals and name.strip() and value.strip()):
         raise InvalidRequestError(f"{option} wants NAME=VALUE, not {text!r}")
     return name.strip(), value.strip()
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as an exception does, so that what was started in it is stopped. Once:
+    the stopping is not interrupted by another. Off the main thread signals are others' business."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -97,19 +119,26 @@ def _last(said: IO[str]) -> str:
 
 async def prepared(endpoints: list[Endpoint]) -> list[Endpoint]:
     """The endpoints with their models' names, in the one API that all of them know, each with the
-    further fields it takes. Raises `InvalidRequestError` where one knows neither."""
+    further fields it takes; but no server goes on behind an end of text where another cannot be
+    told to. Raises `InvalidRequestError` where one knows neither API."""
     named = [await _named(endpoint) for endpoint in endpoints]
     for chat in (False, True):
         found = [await _accepted(replace(endpoint, chat=chat)) for endpoint in named]
         fitting = [one for one in found if isinstance(one, Endpoint)]
         if len(fitting) == len(named):
-            return fitting
+            alike = all("ignore_eos" in one.extra for one in fitting)
+            return fitting if alike else [_ending(one) for one in fitting]
     wrong = [
         f"{one.name} answered no request: {error}"
         for one, error in zip(named, found, strict=True)
         if isinstance(error, str)
     ]
     raise InvalidRequestError("; ".join(wrong))
+
+
+def _ending(endpoint: Endpoint) -> Endpoint:
+    kept = {name: value for name, value in endpoint.extra.items() if name != "ignore_eos"}
+    return replace(endpoint, extra=kept)
 
 
 async def _named(endpoint: Endpoint) -> Endpoint:
@@ -177,8 +206,11 @@ class Load:
     def _answered(
         self, endpoint: Endpoint, arrivals: list[Arrival], salt: str, label: str
     ) -> list[Outcome]:
-        with progress(f"{endpoint.name}, {label}", len(arrivals)) as advance:
-            sending = replay(endpoint, arrivals, timeout=self.timeout, salt=salt, done=advance)
+        step = f"{endpoint.name}, {label}"
+        with progress("requests", len(arrivals)) as advance:
+            sending = replay(
+                endpoint, arrivals, timeout=self.timeout, salt=salt, done=lambda: advance(step)
+            )
             outcomes = asyncio.run(sending)
         if all(one.error for one in outcomes):
             told = f"{endpoint.name}, {label}: every request failed: {outcomes[0].error}"

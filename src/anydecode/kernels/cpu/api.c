@@ -203,6 +203,19 @@ static void expect_part(void *argument, int stage, int thread) {
   chosen->expect(argument, stage, thread);
 }
 
+/* The picks from what the last stage's parts have found, which are in the order of tokens: the
+ * first among equals stays. NaN gives way to anything. */
+static void settle(const Plan *plan) {
+  const Pass *pass = plan->pass;
+  int parts = plan->parts[plan->num_stages - 1];
+  for (int i = 0; i < pass->num_choices; i++) {
+    const Found *found = plan->found + i * parts, *best = found;
+    for (int j = 1; j < parts; j++)
+      if (found[j].value > best->value || best->value != best->value) best = found + j;
+    pass->choices[i].pick = (int32_t)best->id;
+  }
+}
+
 /* One pass over a slice of a program; 0, or which input is out of range (enum Error). */
 EXPORT int anydecode_run(const Pass *pass, int threads) {
   int problem = check_pass(pass);
@@ -211,6 +224,7 @@ EXPORT int anydecode_run(const Pass *pass, int threads) {
   if (!make_plan(pass, threads, &plan)) return ERROR_MEMORY;
   Job job = {run_part, expect_part, &plan, plan.parts, plan.num_stages};
   pool_run(&job, threads);
+  if (plan.found) settle(&plan);
   return OK;
 }
 
@@ -262,5 +276,8 @@ EXPORT double anydecode_logsumexp(const float *logits, int64_t n) {
 EXPORT int32_t anydecode_pick_gumbel(const float *logits, int64_t n, double inverse_temperature,
                                      uint64_t seed, uint32_t stream, uint32_t position,
                                      uint32_t attempt) {
-  return chosen->pick_gumbel(logits, n, inverse_temperature, seed, stream, position, attempt);
+  Choice choice = {inverse_temperature, seed, {position, stream, attempt}, 0, 0, 0};
+  Found found;
+  chosen->search(&choice, logits, 0, n, &found);
+  return (int32_t)found.id;
 }

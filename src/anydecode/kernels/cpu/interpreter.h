@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
+#include "picks.h"
 #include "plan.h"
 #include "pointwise.h"
 #include "repack.h"
@@ -119,9 +120,23 @@ static void run_experts(const Step *s, int phase, int part, int parts) {
           buffer(s, s->op->out), phase, part, parts);
 }
 
+static void run_search(const Plan *plan, int part, int parts) {
+  const Pass *pass = plan->pass;
+  int64_t n = pass->vocab_size, first = n * part / parts & ~(int64_t)15, last = n;
+  if (part + 1 < parts) last = n * (part + 1) / parts & ~(int64_t)15;
+  for (int i = 0; i < pass->num_choices; i++) {
+    const Choice *choice = pass->choices + i;
+    search(choice, pass->logits + choice->row * n, first, last, plan->found + i * parts + part);
+  }
+}
+
 /* Rows first, then the parts of each op that is divided otherwise. */
 static void run(const Plan *plan, int number, int part, int thread) {
   const Stage *stage = plan->stages + number;
+  if (plan->found && number == plan->num_stages - 1) {
+    run_search(plan, part, plan->parts[number]);
+    return;
+  }
   Step s = {plan, plan->pass, NULL, stage->rows, 0, 0, stage->base};
   int rows = part < stage->row_parts;
   if (rows) {

@@ -58,12 +58,27 @@ typedef struct {
   float *out;
 } Tap;
 
+/* A token to pick from row `row` of the logits: that of the largest logit * inverse_temperature +
+ * noise of this place, or of the largest logit where inverse_temperature is 0. */
+typedef struct {
+  double inverse_temperature;
+  uint64_t seed;
+  uint32_t place[3]; /* position, stream, attempt */
+  int32_t row, pick, reserved;
+} Choice;
+
+/* The best of some tokens. */
+typedef struct {
+  double value;
+  int64_t id;
+} Found;
+
 typedef struct {
   const Op *ops;
   int32_t num_prologue, first, last, head, num_ops; /* ops: prologue, layers, head */
   int32_t num_rows, num_logits, num_taps, num_layers, vocab_size, hidden_size;
   int32_t embed; /* whether the stream starts from tokens and inputs */
-  int32_t cache_format, num_slots, num_tables, num_adapters, num_targets, reserved;
+  int32_t cache_format, num_slots, num_tables, num_adapters, num_targets, num_choices;
   const int32_t *tokens, *positions, *slots, *table, *prefix, *tails, *tail_start, *tail_length;
   const int32_t *adapters, *logit_rows;
   const int32_t *const *tables;
@@ -78,6 +93,7 @@ typedef struct {
   const Lora *loras;    /* [num_adapters, num_targets] */
   float *attention_scratch;
   int64_t attention_scratch_floats;
+  Choice *choices;
 } Pass;
 
 /* 32 activations: x = scale * q; `scaled_sum` = scale * (low + high). */
@@ -104,6 +120,7 @@ typedef struct {
   int32_t *tile_start; /* [num_tiles + 1], rows */
   int32_t *tile_of;    /* of each row */
   float *states;       /* attention of the segments of each tile and key head, where divided */
+  Found *found;        /* by each part of the last stage, of each choice; NULL: nothing is picked */
   int num_stages, num_tiles, threads;
 } Plan;
 
@@ -118,8 +135,8 @@ typedef struct {
   int32_t (*argmax)(const float *logits, int64_t n);
   void (*largest)(const float *logits, int64_t n, int count, int32_t *ids, float *values);
   double (*logsumexp)(const float *logits, int64_t n);
-  int32_t (*pick_gumbel)(const float *logits, int64_t n, double inverse_temperature, uint64_t seed,
-                         uint32_t stream, uint32_t position, uint32_t attempt);
+  void (*search)(const Choice *choice, const float *logits, int64_t first, int64_t last,
+                 Found *found);
 } Kernels;
 
 INLINE int has_min(int format) {

@@ -79,94 +79,132 @@ static double logsumexp(const float *x, int64_t n) {
   return (double)most + log(sum);
 }
 
-enum { NOISE_TOKENS = 32 };
+enum { NOISE_TOKENS = 32, STRETCH = 8 * NOISE_TOKENS };
 
-/* The words of 32 tokens from `token` on, which is a multiple of 4: eight blocks side by side. */
-static void philox(uint64_t seed, uint32_t token, const uint32_t *place, uint32_t *words) {
-  static const uint32_t order[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-  uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
-  i8 c[4] = {i8_add(i8_set((int32_t)(token >> 2)), i8_load(order)), i8_set((int32_t)place[0]),
-             i8_set((int32_t)place[1]), i8_set((int32_t)place[2])};
+enum { ROUNDS = 10 };
+
+/* The two keys of each round. Vectors are filled with them from memory, which costs less than from
+ * registers. */
+typedef struct {
+  uint32_t even[ROUNDS], odd[ROUNDS];
+} Keys;
+
+static Keys round_keys(uint64_t seed) {
+  Keys keys;
+  for (int i = 0; i < ROUNDS; i++) {
+    keys.even[i] = (uint32_t)seed + (uint32_t)i * 0x9E3779B9u;
+    keys.odd[i] = (uint32_t)(seed >> 32) + (uint32_t)i * 0xBB67AE85u;
+  }
+  return keys;
+}
+
+/* The words of 32 tokens from `token` on, which is a multiple of 4: eight blocks side by side.
+ * Token `token + 4 * i + j` has lane i of words[j]. */
+INLINE void philox(const Keys *keys, uint32_t token, const uint32_t *place, i8 *words) {
+  n8 c[4] = {n8_count(token >> 2), n8_set(place[0]), n8_set(place[1]), n8_set(place[2])};
 #pragma GCC unroll 10
-  for (int round = 0; round < 10; round++) {
-    i8 high0, low0, high1, low1;
-    i8_multiply(c[0], 0xD2511F53u, &high0, &low0);
-    i8_multiply(c[2], 0xCD9E8D57u, &high1, &low1);
-    c[0] = i8_xor(i8_xor(high1, c[1]), i8_set((int32_t)key0));
-    c[2] = i8_xor(i8_xor(high0, c[3]), i8_set((int32_t)key1));
+  for (int round = 0; round < ROUNDS; round++) {
+    n8 high0, low0, high1, low1;
+    n8_multiply(c[0], 0xD2511F53u, &high0, &low0);
+    n8_multiply(c[2], 0xCD9E8D57u, &high1, &low1);
+    c[0] = n8_xor(n8_xor(high1, c[1]), n8_set(keys->even[round]));
+    c[2] = n8_xor(n8_xor(high0, c[3]), n8_set(keys->odd[round]));
     c[1] = low1;
     c[3] = low0;
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
   }
-  i8_store_fours(words, c);
+  for (int i = 0; i < 4; i++) words[i] = n8_words(c[i]);
 }
+
+/* Words as numbers from 0 on, below 1: their upper 24 bits. */
+INLINE f8 uniform_of(i8 words) { return f8_mul(f8_from_i8(i8_right(words, 8)), f8_set(0x1p-24f)); }
 
 /* Gumbel noise is at most -log(-log(1 - 2^-33)) = 22.8740. */
 #define MOST_NOISE 22.875
 
 typedef struct {
+  const Choice *choice;
   const float *logits;
-  int64_t count;
-  double inverse_temperature;
-  uint64_t seed;
-  uint32_t place[3]; /* position, stream, attempt */
+  Keys keys;
   double best;
   int32_t pick;
 } Draw;
 
 static void consider(Draw *draw, int64_t token, uint32_t word) {
   double u = ((double)word + 0.5) * 0x1p-32;
-  double value = (double)draw->logits[token] * draw->inverse_temperature - log(-log(u));
+  double value = (double)draw->logits[token] * draw->choice->inverse_temperature;
+  value -= log(-log(u));
   if (draw->pick >= 0 && !(value > draw->best || (value == draw->best && token < draw->pick)))
     return;
   draw->best = value;
   draw->pick = (int32_t)token;
 }
 
-/* The exact value is formed only where u = word / 2^32 may lift a token over the best, which needs
- * u > exp(-exp(-gap)) > 1 - exp(-gap). Slack covers float32's rounding of gap and u. */
-static void consider_eight(Draw *draw, int64_t token, const float *logits, const uint32_t *words) {
-  float u[8], least[8], slack = 1e-3f + 1e-6f * fabsf((float)draw->best);
-  f8 uniform = f8_mul(f8_from_i8(i8_right(i8_load(words), 8)), f8_set(0x1p-24f));
-  f8 value = f8_mul(f8_load(logits), f8_set((float)draw->inverse_temperature));
+/* What u = word / 2^32 must at least be to lift eight logits over the best: exp(-exp(-gap)), which
+ * is more than 1 - exp(-gap). Slack covers float32's rounding of gap and u. */
+INLINE f8 least_uniform(const Draw *draw, f8 logits) {
+  float slack = 1e-3f + 1e-6f * fabsf((float)draw->best);
+  f8 value = f8_mul(logits, f8_set((float)draw->choice->inverse_temperature));
   f8 gap = f8_mul(f8_sub(f8_set((float)draw->best), value), f8_set(0.9999f));
-  f8 chance = f8_exp(f8_sub(f8_set(slack), gap));
-  f8 limit = f8_sub(f8_set(1.0f - 5e-7f), chance);
-  if (!f8_any_above(uniform, limit)) return;
-  f8_store(u, uniform);
-  f8_store(least, limit);
-  for (int i = 0; i < 8; i++)
-    if (u[i] > least[i] && token + i < draw->count) consider(draw, token + i, words[i]);
+  return f8_sub(f8_set(1.0f - 5e-7f), f8_exp(f8_sub(f8_set(slack), gap)));
 }
 
-static void consider_part(Draw *draw, int64_t token) {
-  float logits[NOISE_TOKENS];
+/* The exact value is formed only where it may win. */
+static void consider_part(Draw *draw, int64_t token, const float *logits, const i8 *rows) {
+  float u[8], least[8];
   uint32_t words[NOISE_TOKENS];
-  const float *from = draw->logits + token;
-  double floor = (draw->best - MOST_NOISE) / draw->inverse_temperature;
-  f8 bound = f8_set((float)(floor - fabs(floor) * 1e-6)), most = f8_set(-INFINITY);
-  if (token + NOISE_TOKENS > draw->count) {
-    for (int i = 0; i < NOISE_TOKENS; i++)
-      logits[i] = token + i < draw->count ? from[i] : -INFINITY;
-    from = logits;
+  i8_store_fours(words, rows);
+  for (int i = 0; i < NOISE_TOKENS; i += 8) {
+    f8_store(u, uniform_of(i8_load(words + i)));
+    f8_store(least, least_uniform(draw, f8_load(logits + i)));
+    for (int j = 0; j < 8; j++)
+      if (u[j] > least[j] && logits[i + j] > -INFINITY) consider(draw, token + i + j, words[i + j]);
   }
-  for (int i = 0; i < NOISE_TOKENS; i += 8) most = f8_max(f8_load(from + i), most);
-  if (!f8_any_above(most, bound)) return;
-  philox(draw->seed, (uint32_t)token, draw->place, words);
-  for (int i = 0; i < NOISE_TOKENS; i += 8) consider_eight(draw, token + i, from + i, words + i);
 }
 
-/* argmax of logit * inverse_temperature + Gumbel noise, ties to the lowest id. */
-static int32_t pick_gumbel(const float *logits, int64_t n, double inverse_temperature,
-                           uint64_t seed, uint32_t stream, uint32_t position, uint32_t attempt) {
-  Draw draw = {logits, n, inverse_temperature, seed, {position, stream, attempt}, -INFINITY, -1};
+/* `logits` of STRETCH tokens from `token` on. Noise is made for 32 tokens at a time, where the
+ * largest of their logits can win at all; their words are first held against what it would need. */
+static void consider_stretch(Draw *draw, int64_t token, const float *logits) {
+  float most[8], least[8];
+  double floor = (draw->best - MOST_NOISE) / draw->choice->inverse_temperature;
+  for (int j = 0; j < 8; j++) {
+    const float *x = logits + NOISE_TOKENS * j;
+    f8 largest = f8_set(-INFINITY);
+    for (int i = 0; i < NOISE_TOKENS; i += 8) largest = f8_max(f8_load(x + i), largest);
+    most[j] = f8_largest(largest);
+  }
+  f8_store(least, least_uniform(draw, f8_load(most)));
+  for (int j = 0; j < 8; j++) {
+    if (!(most[j] > (float)(floor - fabs(floor) * 1e-6))) continue;
+    i8 words[4];
+    int64_t first = token + NOISE_TOKENS * j;
+    philox(&draw->keys, (uint32_t)first, draw->choice->place, words);
+    f8 low = f8_max(uniform_of(words[0]), uniform_of(words[1]));
+    f8 high = f8_max(uniform_of(words[2]), uniform_of(words[3]));
+    if (f8_any_above(f8_max(low, high), f8_set(least[j])))
+      consider_part(draw, first, logits + NOISE_TOKENS * j, words);
+  }
+}
+
+/* Among the tokens from `first`, a multiple of 4, to `last` the one that `choice` asks for, the
+ * lowest among equals. */
+static void search(const Choice *choice, const float *logits, int64_t first, int64_t last,
+                   Found *found) {
+  int64_t top = first + argmax(logits + first, last - first), token = first;
+  *found = (Found){logits[top], top};
+  if (choice->inverse_temperature == 0) return;
+  Draw draw = {choice, logits, round_keys(choice->seed), -INFINITY, -1};
+  i8 rows[4];
   uint32_t words[NOISE_TOKENS];
-  int32_t top = argmax(logits, n);
-  philox(seed, (uint32_t)top & ~3u, draw.place, words);
+  philox(&draw.keys, (uint32_t)top & ~3u, choice->place, rows);
+  i8_store_fours(words, rows);
   consider(&draw, top, words[top & 3]);
-  for (int64_t token = 0; token < n; token += NOISE_TOKENS) consider_part(&draw, token);
-  return draw.pick;
+  for (; token + STRETCH <= last; token += STRETCH) consider_stretch(&draw, token, logits + token);
+  if (token < last) {
+    float rest[STRETCH];
+    for (int i = 0; i < STRETCH; i++) rest[i] = token + i < last ? logits[token + i] : -INFINITY;
+    consider_stretch(&draw, token, rest);
+  }
+  *found = (Found){draw.best, draw.pick};
 }
 
 #endif

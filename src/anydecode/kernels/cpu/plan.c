@@ -82,14 +82,15 @@ static void plan_ops(Plan *plan, int first, int last, int rows, int64_t base) {
 }
 
 int make_plan(const Pass *pass, int threads, Plan *plan) {
-  static _Thread_local Store stages, parts, tile_start, tile_of, states;
+  static _Thread_local Store stages, parts, tile_start, tile_of, states, found;
   size_t ops = (size_t)(pass->num_prologue + pass->last - pass->first + pass->num_ops - pass->head);
-  size_t most = EXPERT_PHASES * ops + 2, rows = (size_t)pass->num_rows;
+  size_t most = EXPERT_PHASES * ops + 3, rows = (size_t)pass->num_rows;
   int64_t floats = 0;
   if (!grow(&stages, most * sizeof(Stage)) || !grow(&parts, most * 4) ||
       !grow(&tile_start, (rows + 1) * 4) || !grow(&tile_of, rows * 4))
     return 0;
-  *plan = (Plan){pass, stages.data, parts.data, tile_start.data, tile_of.data, NULL, 0, 0, threads};
+  *plan = (Plan){.pass = pass, .stages = stages.data, .parts = parts.data, .threads = threads,
+                 .tile_start = tile_start.data, .tile_of = tile_of.data};
   if (pass->first < pass->last) plan_tiles(plan);
   for (int i = pass->first; i < pass->last; i++) {
     const Op *op = pass->ops + i;
@@ -105,5 +106,11 @@ int make_plan(const Pass *pass, int threads, Plan *plan) {
     plan_ops(plan, pass->head, pass->num_ops, pass->num_logits, base);
   }
   close_stage(plan);
+  if (!pass->num_logits || !pass->num_choices) return 1;
+  int searches = search_parts(pass->vocab_size, threads);
+  if (!grow(&found, (size_t)(searches * pass->num_choices) * sizeof(Found))) return 0;
+  plan->found = found.data;
+  plan->stages[plan->num_stages] = (Stage){0};
+  plan->parts[plan->num_stages++] = searches;
   return 1;
 }

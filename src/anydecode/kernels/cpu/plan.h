@@ -22,6 +22,14 @@ INLINE int linear_parts(const Matrix *w, int rows, int threads) {
   return (column_pairs(w) + each - 1) / each;
 }
 
+/* Stretches of a row of logits in which tokens are picked side by side: much the ones that each
+ * thread has just written. */
+INLINE int search_parts(int vocab_size, int threads) {
+  int most = vocab_size / 2048;
+  if (threads == 1 || most < 2) return 1;
+  return most < 2 * threads ? most : 2 * threads;
+}
+
 /* Segments that the rows of a tile see: [first, last). */
 INLINE void tile_segments(const Plan *plan, const Op *op, int tile, int *first, int *last) {
   int32_t end = 0, begin = INT32_MAX;

@@ -73,16 +73,31 @@ INLINE i8 i8_add(i8 x, i8 y) { return _mm256_add_epi32(x, y); }
 INLINE i8 i8_sub(i8 x, i8 y) { return _mm256_sub_epi32(x, y); }
 
 INLINE i8 i8_load(const uint32_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
-INLINE i8 i8_xor(i8 x, i8 y) { return _mm256_xor_si256(x, y); }
 /* Each lane as unsigned, shifted by a constant. */
 #define i8_right(x, n) _mm256_srli_epi32(x, n)
-/* Both halves of the unsigned products with one number. */
-INLINE void i8_multiply(i8 x, uint32_t by, i8 *high, i8 *low) {
-  i8 factor = _mm256_set1_epi32((int32_t)by), even = _mm256_mul_epu32(x, factor);
-  i8 odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), factor);
-  *high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
-  *low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+/* Eight unsigned numbers, each the lower half of 64 bits: what stands in the upper halves is of no
+ * account, so that products need no shuffling. */
+typedef struct { __m256i even, odd; } n8;
+INLINE n8 n8_set(uint32_t x) {
+  __m256i all = _mm256_set1_epi32((int32_t)x);
+  return (n8){all, all};
 }
+/* from + 0, 1, ... 7 */
+INLINE n8 n8_count(uint32_t from) {
+  __m256i first = _mm256_set1_epi32((int32_t)from);
+  return (n8){_mm256_add_epi32(first, _mm256_setr_epi32(0, 0, 2, 0, 4, 0, 6, 0)),
+              _mm256_add_epi32(first, _mm256_setr_epi32(1, 0, 3, 0, 5, 0, 7, 0))};
+}
+INLINE n8 n8_xor(n8 x, n8 y) {
+  return (n8){_mm256_xor_si256(x.even, y.even), _mm256_xor_si256(x.odd, y.odd)};
+}
+/* Both halves of the products with one number. */
+INLINE void n8_multiply(n8 x, uint32_t by, n8 *high, n8 *low) {
+  __m256i factor = _mm256_set1_epi32((int32_t)by);
+  *low = (n8){_mm256_mul_epu32(x.even, factor), _mm256_mul_epu32(x.odd, factor)};
+  *high = (n8){_mm256_srli_epi64(low->even, 32), _mm256_srli_epi64(low->odd, 32)};
+}
+INLINE i8 n8_words(n8 x) { return _mm256_blend_epi32(x.even, _mm256_slli_epi64(x.odd, 32), 0xaa); }
 /* out[4 * i + j] = lane i of x[j] */
 INLINE void i8_store_fours(uint32_t *out, const i8 *x) {
   i8 a = _mm256_unpacklo_epi32(x[0], x[1]), b = _mm256_unpacklo_epi32(x[2], x[3]);

@@ -82,22 +82,32 @@ INLINE i8 i8_sub(i8 x, i8 y) { return I8(vsubq_s32(x.a, y.a), vsubq_s32(x.b, y.b
 INLINE i8 i8_load(const uint32_t *p) {
   return I8(vreinterpretq_s32_u32(vld1q_u32(p)), vreinterpretq_s32_u32(vld1q_u32(p + 4)));
 }
-INLINE i8 i8_xor(i8 x, i8 y) { return I8(veorq_s32(x.a, y.a), veorq_s32(x.b, y.b)); }
 #define RIGHT4(x, n) vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(x), n))
 /* Each lane as unsigned, shifted by a constant. */
 #define i8_right(x, n) I8(RIGHT4((x).a, n), RIGHT4((x).b, n))
-INLINE void multiply4(int32x4_t x, uint32_t by, int32x4_t *high, int32x4_t *low) {
-  uint32x4_t value = vreinterpretq_u32_s32(x), factor = vdupq_n_u32(by);
-  uint32x4_t first = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(value), vget_low_u32(factor)));
-  uint32x4_t second = vreinterpretq_u32_u64(vmull_high_u32(value, factor));
-  *high = vreinterpretq_s32_u32(vuzp2q_u32(first, second));
-  *low = vreinterpretq_s32_u32(vuzp1q_u32(first, second));
+/* Eight unsigned numbers. */
+typedef struct { uint32x4_t a, b; } n8;
+INLINE n8 n8_set(uint32_t x) { return (n8){vdupq_n_u32(x), vdupq_n_u32(x)}; }
+/* from + 0, 1, ... 7 */
+INLINE n8 n8_count(uint32_t from) {
+  static const uint32_t order[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+  uint32x4_t first = vdupq_n_u32(from);
+  return (n8){vaddq_u32(first, vld1q_u32(order)), vaddq_u32(first, vld1q_u32(order + 4))};
 }
-/* Both halves of the unsigned products with one number. */
-INLINE void i8_multiply(i8 x, uint32_t by, i8 *high, i8 *low) {
+INLINE n8 n8_xor(n8 x, n8 y) { return (n8){veorq_u32(x.a, y.a), veorq_u32(x.b, y.b)}; }
+INLINE void multiply4(uint32x4_t x, uint32_t by, uint32x4_t *high, uint32x4_t *low) {
+  uint32x4_t factor = vdupq_n_u32(by);
+  uint32x4_t first = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(x), vget_low_u32(factor)));
+  uint32x4_t second = vreinterpretq_u32_u64(vmull_high_u32(x, factor));
+  *high = vuzp2q_u32(first, second);
+  *low = vuzp1q_u32(first, second);
+}
+/* Both halves of the products with one number. */
+INLINE void n8_multiply(n8 x, uint32_t by, n8 *high, n8 *low) {
   multiply4(x.a, by, &high->a, &low->a);
   multiply4(x.b, by, &high->b, &low->b);
 }
+INLINE i8 n8_words(n8 x) { return I8(vreinterpretq_s32_u32(x.a), vreinterpretq_s32_u32(x.b)); }
 /* out[4 * i + j] = lane i of x[j] */
 INLINE void i8_store_fours(uint32_t *out, const i8 *x) {
   int32x4x4_t first = {{x[0].a, x[1].a, x[2].a, x[3].a}};

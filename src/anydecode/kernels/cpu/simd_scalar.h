@@ -60,16 +60,22 @@ INLINE i8 i8_add(i8 x, i8 y) { EACH(i8, x.v[i] + y.v[i]); }
 INLINE i8 i8_sub(i8 x, i8 y) { EACH(i8, x.v[i] - y.v[i]); }
 
 INLINE i8 i8_load(const uint32_t *p) { EACH(i8, (int32_t)p[i]); }
-INLINE i8 i8_xor(i8 x, i8 y) { EACH(i8, x.v[i] ^ y.v[i]); }
 INLINE i8 i8_right(i8 x, int n) { EACH(i8, (int32_t)((uint32_t)x.v[i] >> n)); }
-/* Both halves of the unsigned products with one number. */
-INLINE void i8_multiply(i8 x, uint32_t by, i8 *high, i8 *low) {
+/* Eight unsigned numbers. */
+typedef struct { uint32_t v[8]; } n8;
+INLINE n8 n8_set(uint32_t x) { EACH(n8, x); }
+/* from + 0, 1, ... 7 */
+INLINE n8 n8_count(uint32_t from) { EACH(n8, from + (uint32_t)i); }
+INLINE n8 n8_xor(n8 x, n8 y) { EACH(n8, x.v[i] ^ y.v[i]); }
+/* Both halves of the products with one number. */
+INLINE void n8_multiply(n8 x, uint32_t by, n8 *high, n8 *low) {
   for (int i = 0; i < 8; i++) {
-    uint64_t product = (uint64_t)(uint32_t)x.v[i] * by;
-    high->v[i] = (int32_t)(product >> 32);
-    low->v[i] = (int32_t)product;
+    uint64_t product = (uint64_t)x.v[i] * by;
+    high->v[i] = (uint32_t)(product >> 32);
+    low->v[i] = (uint32_t)product;
   }
 }
+INLINE i8 n8_words(n8 x) { EACH(i8, (int32_t)x.v[i]); }
 /* out[4 * i + j] = lane i of x[j] */
 INLINE void i8_store_fours(uint32_t *out, const i8 *x) {
   for (int i = 0; i < 32; i++) out[i] = (uint32_t)x[i % 4].v[i / 4];

@@ -1,6 +1,5 @@
 /* All kernels for one instruction set; compiled once per set with VARIANT naming it. */
 #include "interpreter.h"
-#include "picks.h"
 
 #define NAME2(variant) kernels_##variant
 #define NAME(variant) NAME2(variant)
@@ -9,4 +8,4 @@
 
 const Kernels NAME(VARIANT);
 const Kernels NAME(VARIANT) = {TEXT(VARIANT), run,    expect,  repack,    linear,
-                               unpack_row,    argmax, largest, logsumexp, pick_gumbel};
+                               unpack_row,    argmax, largest, logsumexp, search};

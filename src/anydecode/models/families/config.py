@@ -210,7 +210,7 @@ def spec_from_config(
         embedding_scale=_embedding_scale(config, dtype) if family.has_scaled_embedding else 1.0,
         logit_softcap=config.get("final_logit_softcapping"),
         causal=family.causal,
-        logit_shift=family.logit_shift,
+        logit_shift=1 if config.get("right_shift_logits") else family.logit_shift,
         block_size=config.get(family.block_size) if family.block_size else None,
     )
 

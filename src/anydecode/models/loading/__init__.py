@@ -16,7 +16,8 @@ __all__ = ["PullError", "load_checkpoint", "present", "pull", "resolve"]
 
 
 def load_checkpoint(path_or_name: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint in a folder or a `.gguf` file, or behind a name that `resolve` knows.
+    """The checkpoint in a folder or a `.gguf` file, or behind a name that `resolve` knows; for an
+    adapter's folder, its model with the adapter in it.
 
     Raises `ModelNotFoundError` where nothing goes by this name, and `CheckpointError` where what
     does is truncated, corrupt, unsafe or unsupported.
@@ -27,6 +28,10 @@ def load_checkpoint(path_or_name: str | os.PathLike[str]) -> Checkpoint:
     path = resolve(path_or_name)
     if path.is_file():
         return load_gguf(path)
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        from anydecode.models.loading.adapted import load_adapted
+
+        return load_adapted(path)
     ggufs = sorted(path.glob("*.gguf"))
     if (path / "config.json").is_file() or not ggufs:
         return load_folder(path)
