@@ -78,6 +78,7 @@ class _Buffers:
     def grow_logits(self, count: int, vocab_size: int) -> None:
         self.logits = count
         self.out = torch.empty(count, vocab_size, dtype=torch.float32)
+        self.views: dict[int, torch.Tensor] = {}  # of its first rows, by how many
 
 
 class NativeExecutor:
@@ -127,6 +128,7 @@ class NativeExecutor:
         )
         self._pass_address = ctypes.addressof(self._pass)
         self._choices: Any = ()
+        self._table_arrays: Any = ((), (), ())
         floats = self._scratch_floats()
         self._buffers = _Buffers(floats * self.threads)
         self._pass.attention_scratch_floats = floats
@@ -275,18 +277,17 @@ class NativeExecutor:
         p, count = self._pass, len(rows.tables)
         self._tables = [np.ascontiguousarray(table, np.int32) for table in rows.tables]
         self._tails = np.ascontiguousarray(rows.tails, np.int32)
-        strides = (ctypes.c_int64 * count)()
-        lengths = (ctypes.c_int32 * count)()
-        pointers = (ctypes.c_void_p * count)()
+        p.num_tables = count
+        if count > len(self._table_arrays[0]):
+            kinds = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
+            self._table_arrays = pointers, strides, lengths = [(one * count)() for one in kinds]
+            p.tables = ctypes.addressof(pointers)
+            p.table_stride, p.table_length = ctypes.addressof(strides), ctypes.addressof(lengths)
+        pointers, strides, lengths = self._table_arrays
         for index, table in enumerate(self._tables):
             pointers[index] = _address(table)
             lengths[index] = table.shape[-1]
-            if table.ndim == 2:
-                strides[index] = table.shape[1]
-        self._table_arrays = (pointers, strides, lengths)
-        p.num_tables = count
-        p.tables = ctypes.addressof(pointers)
-        p.table_stride, p.table_length = ctypes.addressof(strides), ctypes.addressof(lengths)
+            strides[index] = table.shape[1] if table.ndim == 2 else 0
         p.tails, p.num_tails = _address(self._tails), len(self._tails)
 
     def _bind_cache(self, cache: KeyValues) -> None:
@@ -365,7 +366,10 @@ class NativeExecutor:
     def _logits(self, count: int) -> torch.Tensor:
         if not count:
             return torch.empty(0, self._vocab_size)
-        return self._buffers.out[:count]
+        views = self._buffers.views
+        if count not in views:
+            views[count] = self._buffers.out[:count]
+        return views[count]
 
     def regroup(self, layer: Callable[[Backend, Any, int], Any] | None) -> None:
         """Run `layer` from now on in place of the network's own, over the same packed weights;

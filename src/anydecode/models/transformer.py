@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import gt
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -126,17 +127,21 @@ class Transformer:
         """What the cache may be kept in."""
         return getattr(self.executor, "cache_formats", ("float32", "float16", "bfloat16"))
 
-    @torch.no_grad()
     def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
         """One pass. Raises InvalidRequestError for rows that cannot be run."""
         self._check(rows, want)
-        if rows.parallel is not None:
-            return self._run_parallel(rows, cache, want)
         whole = getattr(self.executor, "run", None)
-        if whole is not None:
+        if whole is not None and rows.parallel is None:
             output: Output | None = whole(rows, cache, want)
             if output is not None:  # an executor may decline what it has no short way for
                 return output
+        with torch.no_grad():
+            if rows.parallel is not None:
+                return self._run_parallel(rows, cache, want)
+            return self._run_stretches(rows, cache, want)
+
+    def _run_stretches(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
+        """A pass as stretches of layers that the same rows run through."""
         x = self._inputs(rows)
         hidden: dict[int, torch.Tensor] = {}
         self.executor.begin(rows, cache)
@@ -230,18 +235,19 @@ class Transformer:
 
     def _check(self, rows: Rows, want: Want) -> None:
         """Refuse what would read outside the model or silently mean something else."""
-        count, layers = len(rows), self.spec.num_layers
-        fed = rows.tokens < 0
-        if fed.any() and (rows.inputs is None or len(rows.inputs) != count):
+        layers = self.spec.num_layers
+        # Most passes have few rows, and then lists are quicker than arrays.
+        tokens, start, stop = rows.tokens.tolist(), rows.start.tolist(), rows.stop.tolist()
+        if min(tokens, default=0) < 0 and (rows.inputs is None or len(rows.inputs) != len(tokens)):
             raise InvalidRequestError("rows with token -1 need one row of inputs each")
-        if (rows.tokens >= self.spec.vocab_size).any():
+        if max(tokens, default=0) >= self.spec.vocab_size:
             raise InvalidRequestError(
-                f"token {int(rows.tokens.max())} is outside the vocabulary"
-                f" of {self.spec.vocab_size}"
+                f"token {max(tokens)} is outside the vocabulary of {self.spec.vocab_size}"
             )
-        if (rows.start[~fed] != 0).any():
+        pairs = zip(start, tokens, strict=True)
+        if any(start) and any(first and token >= 0 for first, token in pairs):
             raise InvalidRequestError("a row that starts from a token starts at layer 0")
-        if (rows.start < 0).any() or (rows.stop > layers).any() or (rows.start > rows.stop).any():
+        if min(start, default=0) < 0 or max(stop, default=0) > layers or any(map(gt, start, stop)):
             raise InvalidRequestError(f"layer ranges lie within 0 and {layers}")
         for place, index in want.hidden.items():
             if (rows.start[index] > place).any() or (rows.stop[index] < place).any():
