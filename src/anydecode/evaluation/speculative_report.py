@@ -121,7 +121,8 @@ def to_svg(report: dict[str, Any]) -> str:
     methods = list(dict.fromkeys(row["method"] for row in rows))
     bar, gap, left, top, height = 14, 22, 44, 46, 240
     group = bar * len(methods) + gap
-    width = max(left + group * len(categories) + 20, 420)
+    title = f"Speed-up over plain decoding, {report['model']}, T={first:g}"
+    width = left + max(group * len(categories) + 20, 7 * len(title))  # a letter takes up to 7
     most: float = max([row["interval"][1] for row in rows] + [1.5]) * 1.05
 
     def y(value: float) -> float:
@@ -130,8 +131,7 @@ def to_svg(report: dict[str, Any]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top + height + 60}"'
         f' role="img" aria-label="Speed-up over plain decoding"><style>{_STYLE}</style>',
-        f'<text x="{left}" y="16">Speed-up over plain decoding, {escape(report["model"])},'
-        f" T={first:g}</text>",
+        f'<text x="{left}" y="16">{escape(title)}</text>',
     ]
     for place, method in enumerate(methods):
         x = left + place * ((width - left) / max(len(methods), 1))
