@@ -200,12 +200,9 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.piece = lru_cache(1 << 14)(tokenizer.token_bytes)
         self.ends = sorted(tokenizer.eos_ids)
-        self._tokens: dict[bytes, int] = {}
-        for token in range(tokenizer.vocab_size):
-            self._tokens.setdefault(tokenizer.token_bytes(token), token)
-        self._tokens.pop(b"", None)
-        self._longest = max(map(len, self._tokens), default=0)
         sizes = [(token, tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)]
+        self._tokens = {piece: token for token, piece in reversed(sizes) if piece}
+        self._longest = max(map(len, self._tokens), default=0)
         self.single = np.array([token for token, piece in sizes if len(piece) == 1], np.int64)
         marks = {bytes([byte]) for byte in range(32, 127)} - {b'"', b"\\"}
         self.plain = np.array([token for token, piece in sizes if piece in marks], np.int64)

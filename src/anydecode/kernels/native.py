@@ -161,8 +161,7 @@ class NativeExecutor:
         self._set_inputs(rows, count)
         taps, hidden = self._taps(want, start, stop)
         choices = self._choose(want.choices)
-        self._call(start, stop, want.logits, keep=taps)
-        self._pass.num_choices = 0
+        self._call(start, stop, want.logits, keep=taps, num_choices=len(want.choices))
         picks = [choices[i].pick for i in range(len(want.choices))]
         return Output(self._logits(len(want.logits)), hidden, picks)
 
@@ -345,17 +344,24 @@ class NativeExecutor:
             self._pass.choices = ctypes.addressof(self._choices)
         for to, choice in zip(self._choices, choices, strict=False):
             to.row, to.inverse_temperature, to.seed, to.stream, to.position = choice
-        self._pass.num_choices = count
         return self._choices
 
-    def _call(self, first: int, last: int, logit_rows: np.ndarray | None, keep: Any = None) -> None:
-        """Run layers [first, last) and the head for `logit_rows`. `keep` lives until it is done."""
+    def _call(
+        self,
+        first: int,
+        last: int,
+        logit_rows: np.ndarray | None,
+        keep: Any = None,
+        num_choices: int = 0,
+    ) -> None:
+        """Run layers [first, last) and the head for `logit_rows`, and make the first `num_choices`
+        of the choices. `keep` lives until it is done."""
         p, starts = self._pass, self._current.starts
         count = 0 if logit_rows is None else len(logit_rows)
         self._ready(max(p.num_rows, count), count)
         if logit_rows is not None and count:
             self._buffers.ints[len(_INT_FIELDS) + 1, :count] = logit_rows
-        p.num_logits = count
+        p.num_logits, p.num_choices = count, num_choices
         p.first, p.last = starts[first], starts[last]
         if p.num_taps or first < last:
             p.last += 1

@@ -33,8 +33,11 @@ class _Chunked(Schedule):
         """Decodes, prompts under way, prompts not begun; each in the order they came."""
         resumed = [score for score in waiting if begun(score)]
         fresh = [score for score in waiting if not begun(score)]
-        prompts = [score for score in fresh if self._is_prompt(score)]
-        return [score for score in fresh if not self._is_prompt(score)], resumed, prompts
+        decodes: list[Score] = []
+        prompts: list[Score] = []
+        for score in fresh:
+            (prompts if self._is_prompt(score) else decodes).append(score)
+        return decodes, resumed, prompts
 
     def _is_prompt(self, score: Score) -> bool:
         return score.num_rows > self.short or (self.budget is None and is_prompt(score))
