@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from typing import Any
 
+import numpy as np
 import pytest
 
 from anydecode.decoders.autoregressive import Autoregressive
@@ -15,6 +17,7 @@ from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError, OutOfMemoryError, UnsupportedCombinationError
 from anydecode.evaluation.certify import PROMPTS, scripted_llm
 from anydecode.evaluation.denoising import bidirectional, dense
+from anydecode.kernels.interface import Output, Rows, Want
 from anydecode.memory.context import Context
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
 from anydecode.sampling.policy import Policy
@@ -67,8 +70,98 @@ def test_what_a_pass_picks_is_what_would_be_picked_behind_it(decoder, temperatur
         assert model.made > 40
         model.late = 1
         wrong = [g.tokens for g in llm.generate(PROMPTS, **options)]
-    # Noise has no say at temperature 0; and tokens that are followed are picked on the way.
-    assert (wrong == expected) == (temperature == 0 or decoder == "following")
+    assert (wrong == expected) == (temperature == 0)  # where noise has no say
+
+
+class _GoingOn(_Picking):
+    """Goes on by itself, `skipped` positions too far."""
+
+    skipped = 0
+    passes = 0
+
+    def run(self, rows, cache, want):
+        output = super().run(rows, cache, want)
+        self.passes += want.said > 1
+        choice = want.choices[0] if want.choices else None
+        said = output.picks[-1:]
+        while len(said) < want.said and said[-1] not in want.ends:
+            position = int(rows.positions[-1]) + len(said) + self.skipped
+            table = rows.tables[int(rows.table[-1])]
+            one = np.array([position], np.int32)
+            row = Rows(
+                np.array(said[-1:], np.int32), one, table[position : position + 1], [table],
+                rows.table[-1:], one + 1, rows.tails, one * 0, one * 0, rows.start[-1:],
+                rows.stop[-1:],
+            )  # fmt: skip
+            choice = choice._replace(position=choice.position + 1, row=0)
+            wanted = Want(np.zeros(1, np.int32), {}, [choice])
+            output = _Picking.run(self, row, cache, wanted)
+            said += output.picks
+        return Output(output.logits, output.hidden, said if want.said > 1 else output.picks)
+
+
+def gone_on(
+    model: _GoingOn, prompt: Any = "a prompt", positions=None, **options
+) -> list[list[int]]:
+    options = {**OPTIONS, "decoder": "following", **options}
+    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=positions) as llm:
+        answers = llm.generate(prompt, **options)
+        llm.engine.check_integrity()
+    answers = answers if isinstance(answers, list) else [answers]
+    assert all(one.stats.passes <= one.stats.num_tokens + 1 for one in answers)
+    return [one.tokens for one in answers]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_model_that_goes_on_by_itself_says_the_same(temperature: float) -> None:
+    expected = alone(["a prompt"], temperature=temperature)
+    model = _GoingOn(seed=1)
+    assert gone_on(model, temperature=temperature) == expected
+    assert 3 < model.passes < 20
+    with LLM(model, tokenizer=ByteTokenizer()) as llm:
+        stats = llm.generate("a prompt", **{**OPTIONS, "decoder": "following"}).stats
+    assert stats.passes == 40 and stats.rows == 39 + len("a prompt")
+    model.skipped = 1
+    with pytest.raises(RuntimeError, match="stored nothing"):
+        gone_on(model, temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_auto_lets_a_model_go_on_where_nothing_repeats(temperature: float) -> None:
+    expected = alone(["a prompt"], temperature=temperature, max_tokens=80)
+    model = _GoingOn(seed=1)
+    assert gone_on(model, temperature=temperature, max_tokens=80, decoder="auto") == expected
+    assert 3 < model.passes < 40
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 8, 9, 17])
+def test_a_model_that_goes_on_keeps_to_the_limit(max_tokens: int) -> None:
+    [expected] = alone(["a prompt"])
+    assert gone_on(_GoingOn(seed=1), max_tokens=max_tokens) == [expected[:max_tokens]]
+
+
+def test_a_model_that_goes_on_stops_at_an_end() -> None:
+    [expected] = alone(["a prompt"])
+    end = expected[20]
+    stops = {"stop_tokens": [end]}
+    assert gone_on(_GoingOn(seed=1), **stops) == alone(["a prompt"], **stops)
+    text = {"stop": [ByteTokenizer().decode([end])]}
+    model = _GoingOn(seed=1)
+    assert gone_on(model, **text) == alone(["a prompt"], **text)
+    assert not model.passes  # a text that may end it is looked at token by token
+
+
+def test_nothing_goes_on_where_others_wait_or_logits_are_asked_for() -> None:
+    for prompt, options in [(list(PROMPTS), {}), ("a prompt", {"logprobs": 1})]:
+        model = _GoingOn(seed=1)
+        found = gone_on(model, prompt, max_tokens=12, **options)
+        assert found == alone(PROMPTS if prompt != "a prompt" else [prompt], max_tokens=12)
+        assert not model.passes
+
+
+def test_a_model_goes_on_up_to_the_last_position_of_memory() -> None:
+    for positions in range(len("a prompt") + 40, len("a prompt") + 44):
+        assert gone_on(_GoingOn(seed=1), positions=positions) == alone(["a prompt"])
 
 
 @pytest.mark.parametrize("decoder", ["autoregressive", "prompt-lookup", "following", "layer-draft"])

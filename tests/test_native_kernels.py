@@ -26,6 +26,7 @@ from anydecode.kernels.interface import (
     Choice,
     KeyValues,
     LowRank,
+    Output,
     Rope,
     Rows,
     Want,
@@ -601,6 +602,65 @@ def test_the_lowest_of_equals_is_picked_across_parts(library: Library) -> None:
     network = Network(4, vocab=20000)
     network.embedding.data.zero_()
     assert picked(network, 3, 0.0)[0] == [0] * 9
+
+
+def said(
+    network: Network,
+    temperature: float,
+    count: int,
+    ends: frozenset[int] = frozenset(),
+    late: int = 0,
+) -> tuple[list[int], list[int], bool]:
+    """What one call says behind nine tokens, what one call for each token does, and whether the
+    last logits have the same bits. The second keep to the first's ends by hand."""
+    executor, noise = network.executor(2), Noise(2**64 - 5, 7)
+    inverse = 1 / temperature if temperature else 0.0
+
+    def run(rows: Rows, cache: KeyValues, position: int, said: int) -> Output:
+        choice = Choice(0, inverse, noise.seed, noise.stream, position + 1 + late * (said > 1))
+        want = Want(ints([len(rows) - 1]), {}, [choice], said, ends)
+        return executor.run(rows, cache, want)
+
+    slots = np.random.default_rng(3).permutation(9 + count).astype(np.int32)
+    rows = sequence_rows(np.arange(9), slots)
+    together = run(rows, network.cache(9 + count), 8, count)
+    logits = together.logits.clone()
+    cache = network.cache(9 + count)
+    output = run(rows, cache, 8, 1)
+    alone = list(output.picks)
+    while len(alone) < count and alone[-1] not in ends:
+        position = 8 + len(alone)
+        output = run(sequence_rows(alone[-1:], slots, position), cache, position, 1)
+        alone += output.picks
+    return together.picks, alone, torch.equal(output.logits, logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_tokens_said_in_one_call_are_those_of_one_call_each(
+    library: Library, count: int, temperature: float
+) -> None:
+    network = Network(4, vocab=9001)
+    together, alone, same = said(network, temperature, count)
+    assert together == alone and len(alone) == count and same
+    ends = frozenset({alone[1], 9000})
+    together, alone, same = said(network, temperature, count, ends)
+    assert together == alone and len(alone) == 2 and same
+
+
+def test_tokens_said_with_noise_of_other_places_are_others(library: Library) -> None:
+    together, alone, same = said(Network(4, vocab=9001), 0.8, 8, late=1)
+    assert together != alone and not same
+
+
+def test_saying_more_than_the_table_holds_is_refused(library: Library) -> None:
+    network = Network(4, vocab=50)
+    rows = sequence_rows(np.arange(9), np.arange(9))
+    want = Want(ints([8]), {}, [Choice(0)], 2)
+    executor = network.executor(2)
+    with pytest.raises(InvalidRequestError, match="too short"):
+        executor.run(rows, network.cache(9), want)
+    assert executor.run(rows, network.cache(9), all_logits(rows)).picks == []
 
 
 # --- the build and the start-up check

@@ -33,18 +33,18 @@ class Autoregressive(Decoder):
         "sampling",
         paper="",
         exactness="token-exact",
-        summary="Plain decoding that lets the device pick and rescore several tokens at a time.",
+        summary="Plain decoding that lets the kernels pick and rescore several tokens at a time.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
     )
 )
 class Following(Decoder):
-    """Plain decoding, `count` tokens per resumption."""
+    """Plain decoding, `count` tokens per resumption, but the first by itself."""
 
     def __init__(self, count: int = 8) -> None:
         self.count = count
 
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:
-            following = sequence.follow(self.count)
+            following = sequence.follow(self.count if sequence.tokens else 1)
             tokens = yield following
             sequence.emit(tokens, following.state)

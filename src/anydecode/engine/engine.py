@@ -222,9 +222,9 @@ class Engine:
         answered = lane.commit(plan, output)
         if lane.name == TARGET:
             for sequence in {score.sequence.root for score, _, _ in plan.pieces}:
-                sequence.num_passes += 1
+                sequence.num_passes += plan.num_passes
             for score, _, count in plan.pieces:
-                score.sequence.root.num_rows += count
+                score.sequence.root.num_rows += count + plan.num_passes - 1
         for score, scores in answered:
             job = self._owners.pop(score, None)
             if job is None:  # cancelled by what an earlier answer of this pass led to

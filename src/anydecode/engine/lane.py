@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from time import perf_counter
 from typing import NamedTuple
 
@@ -15,7 +16,11 @@ from anydecode.kernels.interface import Choice, Output, Rows, Want
 from anydecode.memory.pool import Pool, PoolFull
 from anydecode.memory.prefix import PrefixCache
 from anydecode.scoring.score import Score, Scores
-from anydecode.scoring.span import Span
+from anydecode.scoring.span import Span, Trail
+
+#: Whoever reads along, wants to cancel or comes anew waits this many seconds at most for a backend
+#: that goes on by itself (or for one pass, where that takes longer).
+MOST_SECONDS = 0.02
 
 
 @dataclass(eq=False)
@@ -30,10 +35,11 @@ class Plan:
     answered: list[int]
     tapped: dict[int, dict[int, slice]]  # layer -> piece -> its rows in that layer's output
     seconds: float = 0.0
+    num_passes: int = 1  # more where the backend has gone on by itself, with a row each
 
     @property
     def num_rows(self) -> int:
-        return len(self.rows)
+        return len(self.rows) + self.num_passes - 1
 
 
 @dataclass(eq=False)
@@ -66,6 +72,7 @@ class Lane:
         self.num_passes = 0
         self.num_rows = 0
         self.seconds = 0.0
+        self._one_row = inf  # seconds that the last pass over one row took
         self._parts: dict[Span, Partly] = {}
 
     def add(self, score: Score) -> None:
@@ -98,7 +105,17 @@ class Lane:
                 stuck.add(id(score))
         plan = builder.finish()
         self.prefixes.busy = plan is not None
+        if plan is not None:
+            self._let_follow(plan)
         return plan
+
+    def _let_follow(self, plan: Plan) -> None:
+        """Where a row is alone, let the backend go on with it for as long as nobody minds. An
+        answer's first token is not kept waiting for the next."""
+        trail = plan.pieces[0][1]
+        if len(plan.rows) == 1 and isinstance(trail, Trail) and plan.want.choices:
+            plan.want.said = max(1, min(1 + trail.room, int(MOST_SECONDS / self._one_row)))
+            plan.want.ends = trail.ends
 
     def run(self, plan: Plan) -> Output:
         """The pass itself; safe to call on a thread of its own."""
@@ -112,7 +129,13 @@ class Lane:
 
     def commit(self, plan: Plan, output: Output) -> list[tuple[Score, Scores]]:
         """Hand the rows back; returns the scores that are now complete."""
-        self.num_passes += 1
+        trail = plan.pieces[0][1]
+        if plan.want.said > 1 and isinstance(trail, Trail):
+            trail.said = output.picks
+            plan.num_passes = max(1, len(output.picks))
+        if plan.num_rows == plan.num_passes:
+            self._one_row = plan.seconds / plan.num_passes
+        self.num_passes += plan.num_passes
         self.num_rows += plan.num_rows
         self.seconds += plan.seconds
         logits = output.logits.cpu().numpy()

@@ -105,6 +105,11 @@ class StopRules:
         """Whether `token` by itself ends the answer, whatever came before."""
         return token in self._ends
 
+    @property
+    def ends(self) -> frozenset[int] | None:
+        """The tokens that end the answer; None where strings may do so too."""
+        return None if self._strings else self._ends
+
     def push(self, tokens: Sequence[int]) -> tuple[int, str | None]:
         """How many of `tokens` were taken, and the finish reason if they ended the answer."""
         for taken, token in enumerate(tokens):

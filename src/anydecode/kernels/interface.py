@@ -145,11 +145,19 @@ class Choice(NamedTuple):
 class Want:
     """What a pass gives back: logits of some rows (through the head from where each row stops) and
     hidden states: `hidden[l]` lists rows whose state after `l` layers is wanted (0: embeddings).
-    `choices` may be made or left."""
+    `choices` may be made or left.
+
+    Where `said` is more than 1 there is one choice, of the last row, which sees its table up to
+    itself and no tail. A backend that makes it may go on: score the chosen token at the position
+    behind, whose slot the table names, choose again, and so on until it has chosen `said` tokens or
+    one of `ends`.
+    """
 
     logits: np.ndarray  # int32 row indices
     hidden: dict[int, np.ndarray] = field(default_factory=dict)
     choices: list[Choice] = field(default_factory=list)
+    said: int = 1
+    ends: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -157,7 +165,8 @@ class Output:
     """`logits` float32 `[len(want.logits), vocab_size]`; `hidden[l]` float32 `[rows, hidden_size]`.
 
     Both may be views of buffers that the next pass of the same model overwrites. `picks` are the
-    tokens of `want.choices`, or none where the backend leaves them.
+    tokens of `want.choices`, or none where the backend leaves them; where it went on, all tokens
+    that it chose, one after the other, and `logits` are those that the last was chosen from.
     """
 
     logits: torch.Tensor

@@ -86,7 +86,7 @@ class Pass(ctypes.Structure):
         *((name, c_int32) for name in ("num_rows", "num_logits", "num_taps", "num_layers")),
         *((name, c_int32) for name in ("vocab_size", "hidden_size", "embed", "cache_format")),
         *((name, c_int32) for name in ("num_slots", "num_tables", "num_adapters")),
-        *((name, c_int32) for name in ("num_targets", "num_choices")),
+        *((name, c_int32) for name in ("num_targets", "num_choices", "num_said", "num_ends")),
         *((name, pointer) for name in ("tokens", "positions", "slots", "table", "prefix")),
         *((name, pointer) for name in ("tails", "tail_start", "tail_length")),
         *((name, pointer) for name in ("adapters", "logit_rows")),
@@ -99,7 +99,7 @@ class Pass(ctypes.Structure):
         ("loras", pointer),
         ("attention_scratch", pointer),
         ("attention_scratch_floats", c_int64),
-        ("choices", pointer),
+        *((name, pointer) for name in ("choices", "said", "ends")),
     ]
 
 

@@ -128,6 +128,8 @@ class NativeExecutor:
         )
         self._pass_address = ctypes.addressof(self._pass)
         self._choices: Any = ()
+        self._said = np.empty(0, np.int32)
+        self._ends: frozenset[int] | None = None
         self._table_arrays: Any = ((), (), ())
         floats = self._scratch_floats()
         self._buffers = _Buffers(floats * self.threads)
@@ -161,9 +163,24 @@ class NativeExecutor:
         self._set_inputs(rows, count)
         taps, hidden = self._taps(want, start, stop)
         choices = self._choose(want.choices)
-        self._call(start, stop, want.logits, keep=taps, num_choices=len(want.choices))
+        said = want.said if rows.tables[-1].ndim == 1 else 1
+        if said > 1:
+            self._bind_said(said, want.ends)
+        self._call(start, stop, want.logits, taps, len(want.choices), said)
         picks = [choices[i].pick for i in range(len(want.choices))]
+        if said > 1:
+            picks = self._said[:said].tolist()
+            picks = picks[: picks.index(-1)] if -1 in picks else picks
         return Output(self._logits(len(want.logits)), hidden, picks)
+
+    def _bind_said(self, said: int, ends: frozenset[int]) -> None:
+        p = self._pass
+        if ends is not self._ends:
+            self._ends, self._end_array = ends, np.array(sorted(ends), np.int32)
+            p.ends, p.num_ends = _address(self._end_array), len(ends)
+        if said > len(self._said):
+            self._said = np.empty(2 * said, np.int32)
+            p.said = _address(self._said)
 
     def _run_parts(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
         """Rows with different layer ranges: one call per stretch of layers."""
@@ -353,15 +370,16 @@ class NativeExecutor:
         logit_rows: np.ndarray | None,
         keep: Any = None,
         num_choices: int = 0,
+        said: int = 1,
     ) -> None:
         """Run layers [first, last) and the head for `logit_rows`, and make the first `num_choices`
-        of the choices. `keep` lives until it is done."""
+        of the choices; say up to `said` tokens. `keep` lives until it is done."""
         p, starts = self._pass, self._current.starts
         count = 0 if logit_rows is None else len(logit_rows)
         self._ready(max(p.num_rows, count), count)
         if logit_rows is not None and count:
             self._buffers.ints[len(_INT_FIELDS) + 1, :count] = logit_rows
-        p.num_logits, p.num_choices = count, num_choices
+        p.num_logits, p.num_choices, p.num_said = count, num_choices, said
         p.first, p.last = starts[first], starts[last]
         if p.num_taps or first < last:
             p.last += 1

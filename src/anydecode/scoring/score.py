@@ -12,7 +12,7 @@ import torch
 
 from anydecode.kernels.interface import Choice
 from anydecode.kernels.library import largest
-from anydecode.scoring.span import Branches, Chain, Span
+from anydecode.scoring.span import Branches, Chain, Span, Trail
 from anydecode.scoring.tree import ROOT
 
 if TYPE_CHECKING:
@@ -55,6 +55,13 @@ class Score:
         return [Choice(row, 1 / policy.temperature, noise.seed, noise.stream, position)]
 
     @property
+    def said(self) -> list[int]:
+        """What a backend has chosen that went on by itself: the pick of the last row, then that of
+        each token before it. Empty if it did not."""
+        span = self.groups[0][-1]
+        return span.said if isinstance(span, Trail) else []
+
+    @property
     def num_rows(self) -> int:
         """Rows still to run."""
         return sum(span.remaining for spans in self.groups for span in spans)
@@ -93,32 +100,42 @@ class Cancel:
 @dataclass(eq=False)
 class Follow:
     """Yielded to pick and rescore up to `count` tokens without resuming in between; the decoder is
-    sent the picked tokens. They are not emitted yet: overrun past a stop is simply dropped. `state`
-    is then the policy that has been told all of them but the last, as `emit` takes it."""
+    sent the picked tokens, one where any may end the text. They are not emitted yet. `state` is
+    then the policy that has been told all of them but the last, as `emit` takes it."""
 
     sequence: Sequence
     count: int
     state: Policy | None = None
 
     def steps(self) -> Generator[Score, Scores, list[int]]:
-        """The same, one score at a time, for backends that pick on the host."""
+        """The same in scores, of several tokens each where the backend goes on by itself."""
         sequence = self.sequence
         policy = sequence.policy.fork()
         tokens: list[int] = []
         inputs = sequence.unscored()
+        count = 1 if sequence.listener.ends is None else min(self.count, sequence.remaining)
         while True:
-            scores = yield sequence.score(inputs)
-            row = scores.row(-1)
-            position = int(scores.positions[-1]) + 1
-            scores.show(policy, -1)
-            token = sequence.pick(policy, row, position)
-            sequence.note(row, position, token, policy)
-            tokens.append(token)
-            if len(tokens) == self.count or sequence.stops_at(token):
+            left = count - len(tokens)
+            score = sequence.score(inputs, ahead=left - 1)
+            scores = yield score
+            said = score.said or [self._picked(scores, policy)]
+            for token in said[:-1]:
+                policy.advance(token)
+            tokens += said
+            inputs = said[-1:]
+            if len(said) >= left or sequence.stops_at(said[-1]):
                 self.state = policy
                 return tokens
-            policy.advance(token)
-            inputs = [token]
+            policy.advance(said[-1])
+
+    def _picked(self, scores: Scores, policy: Policy) -> int:
+        if not policy.stateful:
+            return scores.picks[-1]
+        row, position = scores.row(-1), int(scores.positions[-1]) + 1
+        scores.show(policy, -1)
+        token = self.sequence.pick(policy, row, position)
+        self.sequence.note(row, position, token, policy)
+        return token
 
 
 Request = Score | list[Score] | Submit | Wait | Cancel | Follow

@@ -16,7 +16,15 @@ from anydecode.memory.context import Context, Partial
 from anydecode.scoring.cost import Pace
 from anydecode.scoring.noise import Noise
 from anydecode.scoring.score import Follow, Score, Scores
-from anydecode.scoring.span import Block, Branches, Chain, Completion, Overwrite, Span
+from anydecode.scoring.span import (
+    Block,
+    Branches,
+    Chain,
+    Completion,
+    Overwrite,
+    Span,
+    Trail,
+)
 from anydecode.scoring.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
@@ -35,6 +43,11 @@ class Listener(Protocol):
 
     def stops_at(self, token: int) -> bool:
         """Whether `token` would end the generation."""
+        ...
+
+    @property
+    def ends(self) -> frozenset[int] | None:
+        """The tokens that would; None where the text may end it too (a stop string)."""
         ...
 
     @property
@@ -113,13 +126,16 @@ class Sequence:
         hidden: tuple[int, ...] = (),
         embeddings: torch.Tensor | None = None,
         parallel: int = 0,
+        ahead: int = 0,
     ) -> Score:
         """Score `tokens` (default: the unscored ones) as a chain behind the context.
 
         `rows` is "last" or "all": which rows come back. `layers` is the layer range `(0, k)` of an
         early exit. `hidden` names layers whose states come back. `embeddings`, float32
         `[rows, hidden_size]`, stand in place of tokens. With `parallel`, layers run in groups of
-        that many, side by side: an approximation that drafts can be made with (`Network.grouped`).
+        that many, side by side: an approximation that drafts can be made with
+        (`Network.grouped`). With `ahead` the backend may go on by itself and score up to so many of
+        its own choices (`Score.said`), where nobody has to see the logits of each.
         """
         if tokens is None:
             tokens = self.unscored(lane)
@@ -132,6 +148,8 @@ class Sequence:
         answers = [len(tokens) - 1] if rows == "last" else list(range(len(tokens)))
         taps = self._taps(hidden, lane, stop)
         span = Chain(context, tokens, start, stop, answers, taps, inputs=embeddings)
+        if ahead > 0 and (ends := self._ends()) is not None:
+            span = Trail(context, tokens, start, stop, answers, taps, ahead=ahead, ends=ends)
         span.parallel = parallel
         return self._build(
             lane, span, tokens, first + np.asarray(answers), [tokens[i] for i in answers]
@@ -448,6 +466,12 @@ class Sequence:
                 self.open_context(lane, prompt + self.tokens) for prompt in prompts
             ]
         return self._contexts[lane]
+
+    def _ends(self) -> frozenset[int] | None:
+        """The tokens that end the generation, if all else it takes to say the next tokens is to
+        score them and choose."""
+        simple = self.policy.is_plain and self.annotate is None
+        return self.listener.ends if simple else None
 
     def _from(self, position: int) -> list[int]:
         if position >= len(self.prompt):

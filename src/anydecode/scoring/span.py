@@ -15,6 +15,7 @@ import torch
 
 from anydecode.kernels.interface import Rows
 from anydecode.memory.context import Context, Partial
+from anydecode.memory.pool import PoolFull
 
 
 @dataclass(eq=False)
@@ -93,17 +94,18 @@ class Chain(Span):
     """Appended one after the other; each row sees everything before it and itself."""
 
     divisible = True
+    room: int = field(default=0, init=False)  # positions behind the rows that a pass may fill
 
     def reserve(self, count: int) -> None:
         self.context.append(count)
 
     def fill(self, rows: Rows, at: int, count: int) -> None:
         stop = at + count
-        length = self.context.length
+        length = self.context.length - self.room
         first = self._behind = length - count
         self._inputs(rows, at, count)
         self._table(rows, at, count)
-        rows.slots[at:stop] = self.context.table[first:]
+        rows.slots[at:stop] = self.context.table[first:length]
         if count == 1:
             rows.positions[at] = first
             rows.prefix[at] = length
@@ -119,6 +121,32 @@ class Chain(Span):
             assert hidden is not None
             self.context.partials.append(Partial(self._behind, self.stop, hidden[:left].clone()))
         self.done += count
+
+
+@dataclass(eq=False)
+class Trail(Chain):
+    """A chain behind which the backend may go on with what it chooses: up to `ahead` tokens more
+    are scored, until one of `ends` is said. `said` is then all that was chosen."""
+
+    ahead: int = 0
+    ends: frozenset[int] = frozenset()
+    said: list[int] = field(default_factory=list, init=False)
+
+    def reserve(self, count: int) -> None:
+        self.room = self.ahead if count == self.remaining else 0
+        try:
+            self.context.append(count + self.room)
+        except PoolFull:
+            self.context.append(count)
+            self.room = 0
+
+    def settle(self, hidden: torch.Tensor | None, count: int) -> None:
+        context, end = self.context, self._behind + count
+        super().settle(hidden, count)
+        if context.length == end + self.room:  # else it was cut with the pass under way
+            context.tokens += self.said[:-1]
+            context.truncate(end + max(0, len(self.said) - 1))
+        self.room = 0
 
 
 @dataclass(eq=False)

@@ -69,6 +69,10 @@ class _Hold:
     def stops_at(self, token: int) -> bool:
         return self._outer.stops_at(token)
 
+    @property
+    def ends(self) -> None:
+        return None  # a wrong value may end it at any token
+
     def push(self, tokens: list[int]) -> tuple[int, str | None]:
         for taken, token in enumerate(tokens):
             if self.reason is not None:

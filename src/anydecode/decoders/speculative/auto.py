@@ -3,7 +3,8 @@
 It keeps score of what repetitions of the text (and of earlier answers) would have predicted, by how
 long the match was, and of what the model itself thought likeliest when it last scored the same
 tokens, whether they were drafted or not. From these rates and the measured cost of a pass it
-chooses, before every pass, the draft that says most tokens per second: none, a chain or a tree. The
+chooses, before every pass, the draft that says most tokens per second: none, a chain or a tree.
+Where drafts have long not paid, the kernels say several tokens before one is looked for again. The
 objective is the goodput of Liu et al., SmartSpec, arXiv:2406.14066. What a constraint forces is
 drafted first, since it is sure to come.
 """
@@ -50,6 +51,13 @@ SUCCESSOR_PRIORS = {
 #: Passes of fewer seconds are too cheap for that: to look for the likeliest in their logits takes
 #: some 50 microseconds, and saves one pass in thirty.
 LEAST_PASS = 0.008
+#: How often a draft is worth scoring, before anything is known, in greedy and in sampled texts, and
+#: over how many tokens that is learned. Of the tokens from one draft to the next, on average, the
+#: share that is said at a time without looking for another, and how many at most.
+OFTEN = {True: 0.25, False: 0.1}
+RECENT = 16
+BLIND = 0.25
+MOST_BLIND = 8
 PRIOR_WEIGHT = 8.0
 #: Guesses older than about this many count no more.
 MEMORY = 60.0
@@ -266,7 +274,11 @@ class _Session:
         self.width = 1 + len(sequence.companion_prompts)
         self.constrained = constraint_state(sequence.policy) is not None
         self.drafting = 0.0
+        self._decoder = decoder
+        self._often = OFTEN[sequence.policy.is_greedy]
+        self._blind = 1
         self._costs = [0.0]
+        self._one = 0.0  # seconds of a pass over one row, once known
         self._costs_for = (-1, -1)
         self.read(sequence.prompt, scored=False)
         self.read(sequence.tokens)
@@ -303,6 +315,36 @@ class _Session:
         if state is not None and len(tree):
             tree = pruned([], tree, state)
         return tree
+
+    def blind(self, tree: TokenTree) -> int:
+        """How many tokens to say before looking for a draft again, given the one just found. An
+        answer's first token comes alone."""
+        self._often += min(1.0, self._blind / RECENT) * (bool(len(tree)) - self._often)
+        self._blind = 1
+        if not len(tree) and self._one and self._is_alone():
+            self._blind = max(1, int(BLIND / max(self._often, BLIND / MOST_BLIND)))
+        return self._blind
+
+    def _is_alone(self) -> bool:
+        """Whether tokens may be said without looking for drafts: nobody else runs, and nothing is
+        forced."""
+        return not (self.constrained or self.pace.others())
+
+    def blindly(self, count: int) -> Decoding:
+        """Say `count` tokens without looking."""
+        sequence, decoder = self.sequence, self._decoder
+        began = perf_counter()
+        following = sequence.follow(count)
+        tokens = yield following
+        each = (perf_counter() - began) / len(tokens)
+        share = min(max(each / self._one, 0.5), 1.0)
+        decoder.blind_cost += 0.1 * (share - decoder.blind_cost)
+        if sequence.trace is not None:
+            for place, token in enumerate(tokens, sequence.length):
+                facts = {"position": place, "draft_seconds": 0.0, "verify_seconds": each}
+                sequence.record(_NOTHING, [], [token], **facts)
+        sequence.emit(tokens, following.state)
+        self.read(tokens)
 
     def _surest(self) -> float:
         """The chance of the likeliest next token."""
@@ -345,6 +387,9 @@ class _Session:
             self._costs = [
                 seconds(others + width * (1 + count), context) for count in range(self.most + 1)
             ]
+            self._one = self._costs[0]
+            if self._is_alone():  # that is what a draft has to be better than
+                self._costs[0] *= self._decoder.blind_cost
             self._costs_for = key
         return self._costs
 
@@ -397,6 +442,7 @@ class Auto(Decoder):
         self.most = most
         self.memory = memory
         self.acceptance = TokenExact()
+        self.blind_cost = 1.0  # of a token said blindly, in passes over one row
         self.clear()
 
     def clear(self) -> None:
@@ -419,6 +465,9 @@ class Auto(Decoder):
         while not sequence.finished:
             began, known = perf_counter(), len(sequence.tokens)
             tree = session.draft()
+            if (blind := session.blind(tree)) > 1:
+                yield from session.blindly(blind)
+                continue
             rows = sequence.length - sequence.context().length + len(tree)
             drafted = perf_counter() - began
             round = yield from verified(sequence, tree, self.acceptance, drafted)

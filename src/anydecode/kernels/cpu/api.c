@@ -216,8 +216,7 @@ static void settle(const Plan *plan) {
   }
 }
 
-/* One pass over a slice of a program; 0, or which input is out of range (enum Error). */
-EXPORT int anydecode_run(const Pass *pass, int threads) {
+static int run_once(const Pass *pass, int threads) {
   int problem = check_pass(pass);
   Plan plan;
   if (problem) return problem;
@@ -226,6 +225,53 @@ EXPORT int anydecode_run(const Pass *pass, int threads) {
   pool_run(&job, threads);
   if (plan.found) settle(&plan);
   return OK;
+}
+
+static int is_end(const Pass *pass, int32_t token) {
+  for (int i = 0; i < pass->num_ends; i++)
+    if (pass->ends[i] == token) return 1;
+  return 0;
+}
+
+/* Say what `pass` has chosen, score it at the position behind the last row, and so on. */
+static int follow(const Pass *pass, int threads) {
+  static const int32_t zero = 0;
+  int last = pass->num_rows - 1;
+  int32_t token, slot, prefix, table = pass->table[last], position = pass->positions[last];
+  Choice *choice = pass->choices;
+  Pass next = *pass;
+  next.num_rows = next.num_logits = 1;
+  next.num_taps = 0;
+  next.tokens = &token;
+  next.positions = &position;
+  next.slots = &slot;
+  next.table = &table;
+  next.prefix = &prefix;
+  next.tail_start = next.tail_length = next.logit_rows = &zero;
+  next.inputs = NULL;
+  if (pass->adapters) next.adapters = pass->adapters + last;
+  choice->row = 0;
+  for (int said = 0;;) {
+    pass->said[said++] = token = choice->pick;
+    if (said == pass->num_said) return OK;
+    if (is_end(pass, token)) {
+      pass->said[said] = -1;
+      return OK;
+    }
+    prefix = ++position + 1;
+    if (prefix > pass->table_length[table]) return ERROR_TABLE;
+    slot = pass->tables[table][position];
+    choice->place[0]++;
+    int problem = run_once(&next, threads);
+    if (problem) return problem;
+  }
+}
+
+/* One pass over a slice of a program, or several, one behind the other (Pass.said); 0, or which
+ * input is out of range (enum Error). */
+EXPORT int anydecode_run(const Pass *pass, int threads) {
+  int problem = run_once(pass, threads);
+  return problem || pass->num_said < 2 ? problem : follow(pass, threads);
 }
 
 enum { READ_PARTS = 64 };

@@ -79,6 +79,7 @@ typedef struct {
   int32_t num_rows, num_logits, num_taps, num_layers, vocab_size, hidden_size;
   int32_t embed; /* whether the stream starts from tokens and inputs */
   int32_t cache_format, num_slots, num_tables, num_adapters, num_targets, num_choices;
+  int32_t num_said, num_ends; /* 1 or more: see `said` */
   const int32_t *tokens, *positions, *slots, *table, *prefix, *tails, *tail_start, *tail_length;
   const int32_t *adapters, *logit_rows;
   const int32_t *const *tables;
@@ -94,6 +95,11 @@ typedef struct {
   float *attention_scratch;
   int64_t attention_scratch_floats;
   Choice *choices;
+  /* Tokens chosen one after the other: the pass's only choice, of its last row, then that of a pass
+   * over the token just said, at the position behind it. It ends with one of `ends`, or `num_said`;
+   * -1 stands behind the last where there are fewer. */
+  int32_t *said;
+  const int32_t *ends;
 } Pass;
 
 /* 32 activations: x = scale * q; `scaled_sum` = scale * (low + high). */
