@@ -20,11 +20,11 @@ from anydecode.evaluation.constrained_answers import (
     Ours,
     Setting,
     judged,
-    load_rows,
     run,
     summary,
 )
 from anydecode.evaluation.constrained_bench import walk
+from anydecode.evaluation.diary import Diary
 from anydecode.evaluation.mechanisms.constraints_text import (
     CHAIN,
     chain_llm,
@@ -215,12 +215,12 @@ def test_answers_are_judged_and_a_run_goes_on(tmp_path):
     assert (found["schemas"], found["accepted"], found["valid"]) == (3, 1, 4)
     assert (found["finished_invalid"], found["unfinished"]) == (1, 1)
     file = tmp_path / "rows.jsonl"
-    assert load_rows(file, {"seeds": 2}) == []
+    assert Diary(file, {"seeds": 2}).held == []
     with file.open("a") as out:
         out.write(json.dumps(rows[0]) + "\n" + '{"cut off')
-    assert load_rows(file, {"seeds": 2}) == rows[:1]
-    with pytest.raises(FileExistsError):
-        load_rows(file, {"seeds": 3})
+    assert Diary(file, {"seeds": 2}).held == rows[:1]
+    with pytest.raises(InvalidRequestError, match="other settings"):
+        Diary(file, {"seeds": 3})
 
 
 def test_seeds_together_are_the_seeds_one_by_one():

@@ -10,6 +10,7 @@ from typing import Any
 
 from anydecode.constraints.canonical import canonical
 from anydecode.constraints.relaxing import FORMATS, UNMASKED, is_pattern, without_assertions
+from anydecode.constraints.witnesses import is_negation, witnesses
 
 #: A pattern for values of formats that the mask engine does not know.
 _SHAPES = {
@@ -53,14 +54,17 @@ def _node(schema: Any, number: int) -> Any:
     for key in ("$defs", "definitions", "properties", "patternProperties"):
         if isinstance(result.get(key), dict):
             result[key] = {name: _node(one, number) for name, one in result[key].items()}
-    for key in ("allOf", "prefixItems"):
-        if isinstance(result.get(key), list):
-            result[key] = [_node(one, number) for one in result[key]]
+    if isinstance(result.get("prefixItems"), list):
+        result["prefixItems"] = [_node(one, number) for one in result["prefixItems"]]
+    if isinstance(result.get("allOf"), list):
+        parts = [_node(one, number) for one in result.pop("allOf") if not is_negation(one)]
+        result |= {"allOf": parts} if parts else {}
     for key in ("items", "additionalProperties", "additionalItems"):
         if isinstance(result.get(key), dict):
             result[key] = _node(result[key], number)
     _choose(result, number)
-    _close_object(result, number)
+    if not _bear_witness(schema, result, number):
+        _close_object(result, number)
     _shorten_array(schema, result, number)
     return result
 
@@ -72,6 +76,30 @@ def _choose(result: dict[str, Any], number: int) -> None:
         if options:
             chosen = _node(options[(number // 2) % len(options)], number)
             result["allOf"] = [*result.get("allOf", ()), chosen]
+
+
+def _bear_witness(schema: dict[str, Any], result: dict[str, Any], number: int) -> bool:
+    """Name the properties that negations ask for, and allow no others but required ones."""
+    found = witnesses(schema, number)
+    known = {
+        name: one
+        for name, one in result.get("properties", {}).items()
+        if name in result.get("required", ())
+    }
+    for name, values in found:
+        whole = {"allOf": values} if len(values) > 1 else values[0]
+        try:
+            simple = canonical(whole, len(str(whole)))
+        except ValueError:
+            return False
+        if isinstance(simple, dict):
+            simple.pop("$schema", None)
+        known[name] = _node(whole if simple is None else simple, number)
+    if found:
+        result["properties"], result["additionalProperties"] = known, False
+        result["required"] = [*dict.fromkeys((*result.get("required", ()), *known))]
+        result.pop("patternProperties", None)
+    return bool(found)
 
 
 def _close_object(result: dict[str, Any], number: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import statistics
 import sys
 import threading
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from math import ceil
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -312,24 +310,6 @@ def _at(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def load_rows(file: Path, setting: Row) -> list[Row]:
-    """The rows of an earlier run with the same settings; an empty list for a new file."""
-    if not file.exists():
-        file.write_text(json.dumps(setting) + "\n")
-        return []
-    lines = file.read_text().splitlines()
-    rows = []
-    for line in lines[1:]:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:  # cut off while it was written
-            break
-    if not lines or json.loads(lines[0]) != setting:
-        raise FileExistsError(file)
-    file.write_text("".join(json.dumps(one) + "\n" for one in (setting, *rows)))
-    return rows
-
-
 def print_figures(figures: dict[str, dict[str, Any]]) -> None:
     """One line per split and engine."""
     names = ("split", "engine", "accepted", "valid", "invalid", "open", "error", "fit%", "compile",
@@ -348,15 +328,3 @@ def print_figures(figures: dict[str, dict[str, Any]]) -> None:
             )  # fmt: skip
             print("".join(f"{cell:>10}" for cell in cells))
     sys.stdout.flush()
-
-
-def appender(file: Path) -> Callable[[Row], None]:
-    """Writes rows to the end of `file`, each safe on disk before the next."""
-
-    def write(row: Row) -> None:
-        with file.open("a") as out:
-            out.write(json.dumps(row) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-
-    return write

@@ -27,13 +27,12 @@ from anydecode.evaluation.constrained_answers import (
     Ours,
     Peer,
     Setting,
-    appender,
-    load_rows,
     print_figures,
     run,
     summary,
     unconstrained_pace,
 )
+from anydecode.evaluation.diary import Diary
 from anydecode.evaluation.machine import usable_cores
 from anydecode.evaluation.peers import find_file
 from anydecode.evaluation.spelling import spelling
@@ -224,12 +223,7 @@ def measure_answers(
     """Answers of this engine and of peers to every schema, by split; what `file` has of an earlier
     run is kept."""
     told = {**asdict(setting), "model": Path(model).name, "decoder": decoder}
-    try:
-        rows = load_rows(file, told)
-    except FileExistsError:
-        raise InvalidRequestError(
-            f"{file} holds answers of a run with other settings; remove it or name another"
-        ) from None
+    diary = Diary(file, told)
     asked: dict[str, Ours | Peer] = {}
     missing: dict[str, str] = {}
     for name in engines:
@@ -247,10 +241,10 @@ def measure_answers(
     free = unconstrained_pace(
         llm, [schema for _, _, schema in plain[:: len(plain) // 8 + 1]], setting
     )
-    known, every = list(rows), []
+    every = []
     try:
         with progress(len(plain)) as step:
-            for own in run(asked, plain, setting, known, appender(file), llm):
+            for own in run(asked, plain, setting, diary.held, diary.write, llm):
                 every += own
                 step()
     finally:
