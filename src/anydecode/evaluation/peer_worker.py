@@ -35,7 +35,7 @@ class Timing(NamedTuple):
 class Anydecode:
     """Ours, through its Python API."""
 
-    def __init__(self, model: str, threads: int, decoder: str = "autoregressive") -> None:
+    def __init__(self, model: str, threads: int, decoder: str = "following") -> None:
         import anydecode
 
         self.version = anydecode.__version__

@@ -48,7 +48,7 @@ SUCCESSOR_PRIORS = {
     True: (0.6, 0.08, 0.4, 0.09),
     False: (0.45, 0.12, 0.18, 0.1),
 }
-#: Passes of fewer seconds are too cheap for that: to look for the likeliest in their logits takes
+#: Passes of fewer seconds are too short for that: to look for the likeliest in their logits takes
 #: some 50 microseconds, and saves one pass in thirty.
 LEAST_PASS = 0.008
 #: How often a draft is worth scoring, before anything is known, in greedy and in sampled texts, and
@@ -321,14 +321,14 @@ class _Session:
         answer's first token comes alone."""
         self._often += min(1.0, self._blind / RECENT) * (bool(len(tree)) - self._often)
         self._blind = 1
-        if not len(tree) and self._one and self._is_alone():
+        if not len(tree) and self._may_be_blind():
             self._blind = max(1, int(BLIND / max(self._often, BLIND / MOST_BLIND)))
         return self._blind
 
-    def _is_alone(self) -> bool:
-        """Whether tokens may be said without looking for drafts: nobody else runs, and nothing is
-        forced."""
-        return not (self.constrained or self.pace.others())
+    def _may_be_blind(self) -> bool:
+        """Whether tokens may be said without looking: nobody else runs, nothing is forced, and
+        passes are so short that nothing is learned from their logits."""
+        return 0 < self._one < LEAST_PASS and not (self.constrained or self.pace.others())
 
     def blindly(self, count: int) -> Decoding:
         """Say `count` tokens without looking."""
@@ -358,7 +358,7 @@ class _Session:
         """Every scored node teaches what follows it, accepted or not. The draft hung on the token
         at `root` of the text."""
         tree, text = round.tree, self.own.tokens
-        if self._costs[0] < LEAST_PASS or root < 1 or len(round.scores) != len(tree) + 1:
+        if self._one < LEAST_PASS or root < 1 or len(round.scores) != len(tree) + 1:
             return
         learn = self.guesser.known.learn
         best = round.scores.top(WIDTH)[0].tolist()
@@ -388,7 +388,7 @@ class _Session:
                 seconds(others + width * (1 + count), context) for count in range(self.most + 1)
             ]
             self._one = self._costs[0]
-            if self._is_alone():  # that is what a draft has to be better than
+            if self._may_be_blind():  # that is what a draft has to be better than
                 self._costs[0] *= self._decoder.blind_cost
             self._costs_for = key
         return self._costs
