@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from anydecode import Regex
 from anydecode.decoders.autoregressive import Autoregressive
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.prompt_lookup import prompt_lookup
@@ -71,6 +72,25 @@ def test_what_a_pass_picks_is_what_would_be_picked_behind_it(decoder, temperatur
         model.late = 1
         wrong = [g.tokens for g in llm.generate(PROMPTS, **options)]
     assert (wrong == expected) == (temperature == 0)  # where noise has no say
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("decoder", ["autoregressive", "auto", "token-recycling", "prompt-lookup"])
+@pytest.mark.parametrize("pattern", ["[^a]{60}", "[ab]{60}", "(ab|[^ab]{2,9}b){20,60}"])
+def test_what_a_pass_picks_stands_where_a_constraint_permits_it(
+    decoder, temperature, pattern
+) -> None:
+    options = {**OPTIONS, "temperature": temperature, "decoder": decoder}
+    options |= {"constraint": Regex(pattern), "seed": 3}
+    expected = alone(**options)
+    model = _Picking(seed=1)
+    with LLM(model, tokenizer=ByteTokenizer()) as llm:
+        assert [g.tokens for g in llm.generate(PROMPTS, **options)] == expected
+        assert model.made > 40
+        model.late = 1
+        wrong = [g.tokens for g in llm.generate(PROMPTS, **options)]
+    # Where hardly a token may come, hardly a pick stands.
+    assert (wrong == expected) == (temperature == 0 or pattern == "[ab]{60}")
 
 
 class _GoingOn(_Picking):

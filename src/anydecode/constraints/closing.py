@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import lru_cache
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -202,7 +203,7 @@ class _Vocabulary:
         self.ends = sorted(tokenizer.eos_ids)
         sizes = [(token, tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)]
         self._tokens = {piece: token for token, piece in reversed(sizes) if piece}
-        self._longest = max(map(len, self._tokens), default=0)
+        self._sorted = sorted(self._tokens)
         self.single = np.array([token for token, piece in sizes if len(piece) == 1], np.int64)
         marks = {bytes([byte]) for byte in range(32, 127)} - {b'"', b"\\"}
         self.plain = np.array([token for token, piece in sizes if piece in marks], np.int64)
@@ -220,15 +221,18 @@ class _Vocabulary:
 
     def fewest(self, text: bytes) -> list[int]:
         """The fewest tokens that spell `text`; of equals those with the longest last."""
-        best: list[tuple[int, int, int]] = [(0, 0, -1)]  # tokens, start of the last, the last
-        for stop in range(1, len(text) + 1):
-            found = (len(text) + 1, 0, -1)
-            for start in range(max(0, stop - self._longest), stop):
-                if best[start][0] + 1 < found[0]:
-                    token = self._tokens.get(text[start:stop])
-                    if token is not None:
-                        found = (best[start][0] + 1, start, token)
-            best.append(found)
+        none = (len(text) + 1, 0, -1)
+        best = [(0, 0, -1), *[none] * len(text)]  # tokens, start of the last, the last
+        for start in range(len(text)):
+            count = best[start][0] + 1
+            for stop in range(start + 1, len(text) + 1):
+                piece = text[start:stop]
+                token = self._tokens.get(piece)
+                if token is not None and count < best[stop][0]:
+                    best[stop] = (count, start, token)
+                at = bisect_right(self._sorted, piece)
+                if at == len(self._sorted) or not self._sorted[at].startswith(piece):
+                    break  # no longer token begins so
         tokens, at = [], len(text)
         while at:
             _, at, token = best[at]

@@ -226,6 +226,8 @@ class GuidanceState(ConstraintState):
         self._settle()
         if self.finished:
             return [int(self._bridge.eos_ids[0])] if len(self._bridge.eos_ids) == 1 else []
+        if self._mask is None and not self._matcher.compute_ff_bytes():
+            return []  # a single token would force its first byte
         found: list[int] = []
         probe = self.fork()
         while True:

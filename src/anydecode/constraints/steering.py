@@ -148,7 +148,7 @@ class Steered(ConstraintState):
         found = closing_tokens(self.inner, self._tokenizer, self._hints)
         room = left // 2 if found is None else left - len(found)
         end: tuple[int, ...] = ()
-        if found is not None and 0 <= room <= self._spare:
-            end = tuple(found)
+        if found is not None and 0 <= room <= self._spare + self._spare // 2:
+            end = tuple(found)  # sooner than need be: not to look again behind every token
         free = max(1, (room - self._spare) // 2)
         self._looks = (*self._looks, _Look(self._said, end, self._said + free))

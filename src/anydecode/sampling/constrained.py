@@ -35,7 +35,10 @@ class Constrained(Processor):
         self.state = state
 
     def permits(self, token: int) -> bool:
-        """Whether `token` may come next."""
+        """Whether `token` may come next; states that can tell without a mask are asked to."""
+        allows = getattr(self.state, "allows", None)
+        if allows is not None:
+            return bool(allows(token))
         mask = self.state.mask()
         if mask is None:
             return True

@@ -59,6 +59,16 @@ class Policy:
         return not (self.before or self.after or self.combiner)
 
     @property
+    def is_held(self) -> bool:
+        """Whether a constraint and the temperature are all there is: what a backend picks without
+        the constraint stands if that permits it."""
+        return self._constraint is not None and not (self.before[1:] or self.after or self.combiner)
+
+    def permits(self, token: int) -> bool:
+        """Whether the constraint, if there is one, lets `token` come next."""
+        return self._constraint is None or self._constraint.permits(token)
+
+    @property
     def learns(self) -> bool:
         """Whether a text's tokens alone do not tell where it stands (mirostat)."""
         return any(processor.learns for processor in self._told)
@@ -103,6 +113,8 @@ class Policy:
 
     def prepare(self) -> None:
         """A pass for the next token starts: whatever can be computed beside it may begin."""
+        if self.is_held:
+            return  # what is picked without a mask mostly stands
         for processor in self._told:
             processor.prepare()
 
@@ -154,7 +166,9 @@ class Policy:
         if candidates.tokens is None:  # penalties, or a constraint that forbids little
             candidates.argmax()  # raises where everything is forbidden
             return self._pick_scaled(candidates.scores, noise, position, attempt)
-        return self._scaled(candidates).pick(noise, position, attempt)
+        allowed = candidates.allowed()
+        scaled = allowed.scores.astype(np.float64) * (1 / self.temperature)  # as _pick_scaled does
+        return Distribution(allowed.tokens, scaled).pick(noise, position, attempt)
 
     def _pick_scaled(self, logits: np.ndarray, noise: Noise, position: int, attempt: int) -> int:
         """The pick among all tokens where nothing but the temperature acts any more."""

@@ -44,7 +44,8 @@ class Score:
         accepted, are left."""
         sequence = self.sequence
         policy = sequence.policy
-        if self.lane != "target" or not policy.is_plain or not isinstance(span, Chain | Branches):
+        simple = policy.is_plain or policy.is_held
+        if self.lane != "target" or not simple or not isinstance(span, Chain | Branches):
             return []
         if policy.is_greedy:
             return [Choice(row + i) for i in range(len(wanted))]
@@ -273,14 +274,15 @@ class Scores:
         """What plain decoding says after `row`, with the noise of its place."""
         row = row % len(self)
         made = self._made[row] if self._made else -1
-        if made >= 0 and self.sequence.annotate is None:
+        if made >= 0 and self.sequence.annotate is None and self.sequence.policy.is_plain:
             return made
         key = (row, self.sequence.length)
         if key not in self._picked:
             position = int(self.positions[row]) + 1
             logits = self.row(row)
             state = self.state(row)
-            token = made if made >= 0 else self.sequence.pick(state, logits, position)
+            stands = made >= 0 and state.permits(made)
+            token = made if stands else self.sequence.pick(state, logits, position)
             if self._score.lane == "target":
                 self.sequence.note(logits, position, token, state)
             self._picked[key] = token
