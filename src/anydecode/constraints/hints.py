@@ -142,7 +142,7 @@ def _small_values(node: dict[str, Any]) -> Iterator[bytes]:
         if found is not None:
             yield _text(found.ljust(_count(node, "minLength"), found[-1:] or "0"))
     elif _count(node, "minLength") > 1:
-        yield _text("0" * _count(node, "minLength"))
+        yield _text("-" * _count(node, "minLength"))  # a few tokens in most vocabularies
     yield from map(_text, _small_numbers(node))
 
 
