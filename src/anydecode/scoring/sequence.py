@@ -148,7 +148,7 @@ class Sequence:
         answers = [len(tokens) - 1] if rows == "last" else list(range(len(tokens)))
         taps = self._taps(hidden, lane, stop)
         span = Chain(context, tokens, start, stop, answers, taps, inputs=embeddings)
-        if ahead > 0 and (ends := self._ends()) is not None:
+        if ahead > 0 and (ends := self.ends) is not None:
             span = Trail(context, tokens, start, stop, answers, taps, ahead=ahead, ends=ends)
         span.parallel = parallel
         return self._build(
@@ -317,6 +317,13 @@ class Sequence:
         return self.listener.stops_at(token)
 
     @property
+    def ends(self) -> frozenset[int] | None:
+        """The tokens that end the generation, if all else it takes to say tokens is to score them
+        and choose, so that a backend can do it by itself; else None."""
+        simple = self.policy.is_plain and self.annotate is None
+        return self.listener.ends if simple else None
+
+    @property
     def remaining(self) -> int:
         """How many tokens may still be said."""
         return self.listener.remaining
@@ -466,12 +473,6 @@ class Sequence:
                 self.open_context(lane, prompt + self.tokens) for prompt in prompts
             ]
         return self._contexts[lane]
-
-    def _ends(self) -> frozenset[int] | None:
-        """The tokens that end the generation, if all else it takes to say the next tokens is to
-        score them and choose."""
-        simple = self.policy.is_plain and self.annotate is None
-        return self.listener.ends if simple else None
 
     def _from(self, position: int) -> list[int]:
         if position >= len(self.prompt):

@@ -277,6 +277,7 @@ class _Session:
         self._decoder = decoder
         self._often = OFTEN[sequence.policy.is_greedy]
         self._blind = 1
+        self._unseen = sequence.ends is not None
         self._costs = [0.0]
         self._one = 0.0  # seconds of a pass over one row, once known
         self._costs_for = (-1, -1)
@@ -326,9 +327,9 @@ class _Session:
         return self._blind
 
     def _may_be_blind(self) -> bool:
-        """Whether tokens may be said without looking: nobody else runs, nothing is forced, and
+        """Whether tokens may be said without looking: nobody else runs, each need not be seen, and
         passes are so short that nothing is learned from their logits."""
-        return 0 < self._one < LEAST_PASS and not (self.constrained or self.pace.others())
+        return self._unseen and 0 < self._one < LEAST_PASS and not self.pace.others()
 
     def blindly(self, count: int) -> Decoding:
         """Say `count` tokens without looking."""
@@ -336,6 +337,7 @@ class _Session:
         began = perf_counter()
         following = sequence.follow(count)
         tokens = yield following
+        self._blind = len(tokens)
         each = (perf_counter() - began) / len(tokens)
         share = min(max(each / self._one, 0.5), 1.0)
         decoder.blind_cost += 0.1 * (share - decoder.blind_cost)
