@@ -327,11 +327,11 @@ class ByteGrammar:
     everywhere, and those of class `dead` nowhere. `steps[state]` leads from classes to states,
     `calls[state]` are (rule, state behind it), `ends[state]` is the rule that is complete there, or
     -1; `starts[rule]`, and `nullable`: the rules that derive the empty text. Every state is on the
-    way to the end of its rule. Raises `ConstraintError` where no text is in the grammar.
+    way to the end of its rule. Rule "" of `rules` is the whole text. Raises `ConstraintError` where
+    no text is in the grammar.
     """
 
-    def __init__(self, text: str) -> None:
-        rules = _inlined(Rules(text).spelled())
+    def __init__(self, rules: dict[str, Expression]) -> None:
         wanted, waiting = [""], [""]
         while waiting:
             for name in sorted(_refs(rules[waiting.pop()])):
@@ -504,6 +504,6 @@ def byte_grammar(described: str) -> ByteGrammar:
         text = grammars[0]["lark_grammar"]
     text = re.sub(r"^%llguidance\s*\{\s*\}[ \t]*$", "", text, flags=re.MULTILINE)
     try:
-        return ByteGrammar(text)
+        return ByteGrammar(_inlined(Rules(text).spelled()))
     except RecursionError:
         raise ConstraintError("the grammar is nested too deeply") from None

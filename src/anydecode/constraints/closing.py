@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from functools import lru_cache
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -12,6 +11,7 @@ import numpy as np
 
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.constraints.hints import Hints
+from anydecode.constraints.vocabulary import vocabulary
 from anydecode.models.tokenizer import Tokenizer
 
 #: Bytes in the order in which they lead to an end, outside of strings.
@@ -199,11 +199,11 @@ class _Vocabulary:
     string, and the printable ones that stand for themselves in one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.piece = lru_cache(1 << 14)(tokenizer.token_bytes)
+        self._own = vocabulary(tokenizer, tokenizer.vocab_size)
+        self.piece = self._own.pieces.__getitem__
         self.ends = sorted(tokenizer.eos_ids)
-        sizes = [(token, tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)]
+        sizes = list(enumerate(self._own.pieces))
         self._tokens = {piece: token for token, piece in reversed(sizes) if piece}
-        self._sorted = sorted(self._tokens)
         self.single = np.array([token for token, piece in sizes if len(piece) == 1], np.int64)
         marks = {bytes([byte]) for byte in range(32, 127)} - {b'"', b"\\"}
         self.plain = np.array([token for token, piece in sizes if piece in marks], np.int64)
@@ -230,9 +230,8 @@ class _Vocabulary:
                 token = self._tokens.get(piece)
                 if token is not None and count < best[stop][0]:
                     best[stop] = (count, start, token)
-                at = bisect_right(self._sorted, piece)
-                if at == len(self._sorted) or not self._sorted[at].startswith(piece):
-                    break  # no longer token begins so
+                if not self._own.goes_on(piece):
+                    break
         tokens, at = [], len(text)
         while at:
             _, at, token = best[at]

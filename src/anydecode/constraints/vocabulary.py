@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
@@ -26,6 +26,11 @@ class Vocabulary:
         while at < len(self._sorted) and self._sorted[at].startswith(begun):
             yield self._order[at]
             at += 1
+
+    def goes_on(self, begun: bytes) -> bool:
+        """Whether a longer token begins with `begun`."""
+        at = bisect_right(self._sorted, begun)
+        return at < len(self._sorted) and self._sorted[at].startswith(begun)
 
     def spelling(self, piece: bytes) -> Iterator[int]:
         """Tokens whose bytes are `piece` (not empty)."""

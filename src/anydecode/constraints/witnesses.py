@@ -12,14 +12,15 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from anydecode.constraints.byte_regex import EMPTY, Expression, choice, read_regex, sequence
+from anydecode.constraints.byte_grammar import ByteGrammar
+from anydecode.constraints.byte_regex import EMPTY, Expression, characters, read_regex, sequence
 from anydecode.errors import ConstraintError
 
 #: Characters that names are made of, those to be preferred first.
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_-.$/:@# "
 #: Beginnings of names that are looked at, and names that are tried.
 _MOST_BEGINNINGS, _MOST_NAMES = 4000, 200
-_ANYTHING: Expression = ("star", ("set", (1 << 256) - 1))
+_ANYTHING: Expression = ("star", characters([(0, 0x10FFFF)]))
 
 
 class Witness(NamedTuple):
@@ -151,10 +152,14 @@ def _collect(schema: Any, lists: list[list[str]], patterns: list[str]) -> None:
     if len(options) == 1:
         _collect(options[0], lists, patterns)
     told = schema.get("not")
+    if (
+        isinstance(told, dict)
+        and told.keys() <= {"allOf", "type"}
+        and len(told.get("allOf", ())) == 1
+    ):
+        [told] = told["allOf"]  # a canonical schema's way to write what a name is not
     if isinstance(told, dict):
         _collect(told.get("not"), lists, patterns)
-        for part in told.get("allOf", ()) if told.keys() <= {"allOf", "type"} else ():
-            _collect(part.get("not") if len(told["allOf"]) == 1 else None, lists, patterns)
 
 
 def anywhere(pattern: str) -> Expression:
@@ -168,59 +173,25 @@ def anywhere(pattern: str) -> Expression:
 
 def matching(expressions: Sequence[Expression]) -> Iterator[str]:
     """Texts of a few ASCII characters that match all `expressions`, the shortest first."""
-    start = tuple(expressions)
+    automata = [ByteGrammar({"": one}) for one in expressions]
+    start = tuple(one.starts[0] for one in automata)
     queue = deque([("", start)])
     seen = {start}
     while queue:
-        text, state = queue.popleft()
-        if text and all(map(_may_end, state)):
+        text, states = queue.popleft()
+        if text and _may_end(automata, states):
             yield text
         for byte in _LETTERS:
-            after = tuple(found for one in state if (found := _behind(one, byte)) is not None)
-            if len(after) < len(state) or len(seen) > _MOST_BEGINNINGS:
+            after = tuple(
+                one.steps[state].get(one.classes[byte], -1)
+                for one, state in zip(automata, states, strict=True)
+            )
+            if -1 in after or len(seen) > _MOST_BEGINNINGS:
                 continue
-            if after not in seen or all(map(_may_end, after)):
+            if after not in seen or _may_end(automata, after):
                 seen.add(after)
                 queue.append((text + chr(byte), after))
 
 
-def _may_end(part: Expression | None) -> bool:
-    """Whether the empty text matches."""
-    if part is None or part[0] == "set":
-        return False
-    kind, inner = part
-    return kind in ("star", "first") or (any if kind == "alt" else all)(map(_may_end, inner))
-
-
-def _behind(part: Expression, byte: int) -> Expression | None:
-    """What must follow `byte` (Brzozowski's derivative); None where it cannot stand there."""
-    kind, inner = part
-    if kind == "set":
-        return EMPTY if inner >> byte & 1 else None
-    if kind == "star":
-        return _then(_behind(inner, byte), part)
-    if kind == "alt":
-        return _either([_behind(one, byte) for one in inner])
-    if not inner:
-        return None
-    rest: Expression = (kind, inner[1:])
-    found = [_then(_behind(inner[0], byte), rest)]
-    if _may_end(inner[0]):
-        found.append(_behind(rest, byte))
-    return _either(found)
-
-
-def _then(part: Expression | None, rest: Expression) -> Expression | None:
-    if part is None or rest[1] == ():
-        return part
-    if part == EMPTY:
-        return rest
-    return ("seq", (part, *(rest[1] if rest[0] == "seq" else (rest,))))
-
-
-def _either(parts: Sequence[Expression | None]) -> Expression | None:
-    flat: dict[Expression, None] = {}
-    for part in parts:
-        if part is not None:
-            flat.update(dict.fromkeys(part[1] if part[0] == "alt" else (part,)))
-    return choice(flat) if flat else None
+def _may_end(automata: Sequence[ByteGrammar], states: Sequence[int]) -> bool:
+    return all(one.ends[state] >= 0 for one, state in zip(automata, states, strict=True))

@@ -35,7 +35,8 @@ class Plan:
     answered: list[int]
     tapped: dict[int, dict[int, slice]]  # layer -> piece -> its rows in that layer's output
     seconds: float = 0.0
-    num_passes: int = 1  # more where the backend has gone on by itself, with a row each
+    trail: Trail | None = None  # with which the backend may go on by itself
+    num_passes: int = 1  # more where it has, with a row each
 
     @property
     def num_rows(self) -> int:
@@ -114,8 +115,9 @@ class Lane:
         answer's first token is not kept waiting for the next."""
         trail = plan.pieces[0][1]
         if len(plan.rows) == 1 and isinstance(trail, Trail) and plan.want.choices:
-            plan.want.said = max(1, min(1 + trail.room, int(MOST_SECONDS / self._one_row)))
-            plan.want.ends = trail.ends
+            said = min(1 + trail.room, int(MOST_SECONDS / self._one_row))
+            if said > 1:
+                plan.trail, plan.want.said, plan.want.ends = trail, said, trail.ends
 
     def run(self, plan: Plan) -> Output:
         """The pass itself; safe to call on a thread of its own."""
@@ -129,9 +131,8 @@ class Lane:
 
     def commit(self, plan: Plan, output: Output) -> list[tuple[Score, Scores]]:
         """Hand the rows back; returns the scores that are now complete."""
-        trail = plan.pieces[0][1]
-        if plan.want.said > 1 and isinstance(trail, Trail):
-            trail.said = output.picks
+        if plan.trail is not None:
+            plan.trail.said = output.picks
             plan.num_passes = max(1, len(output.picks))
         if plan.num_rows == plan.num_passes:
             self._one_row = plan.seconds / plan.num_passes

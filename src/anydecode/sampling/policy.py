@@ -167,18 +167,24 @@ class Policy:
             candidates.argmax()  # raises where everything is forbidden
             return self._pick_scaled(candidates.scores, noise, position, attempt)
         allowed = candidates.allowed()
-        scaled = allowed.scores.astype(np.float64) * (1 / self.temperature)  # as _pick_scaled does
-        return Distribution(allowed.tokens, scaled).pick(noise, position, attempt)
+        return self._pick_scaled(allowed.scores, noise, position, attempt, allowed.tokens)
 
-    def _pick_scaled(self, logits: np.ndarray, noise: Noise, position: int, attempt: int) -> int:
-        """The pick among all tokens where nothing but the temperature acts any more."""
+    def _pick_scaled(
+        self,
+        logits: np.ndarray,
+        noise: Noise,
+        position: int,
+        attempt: int,
+        tokens: np.ndarray | None = None,
+    ) -> int:
+        """The pick among `tokens` (all if None) where nothing but the temperature acts any more."""
         inverse = 1 / self.temperature
-        if load_library() is not None and logits.flags.c_contiguous:
+        if tokens is None and load_library() is not None and logits.flags.c_contiguous:
             place = (noise.seed, noise.stream, position, attempt)
             return pick_gumbel(logits, inverse, *place)
         # In float64, as the native kernels scale: both ways pick the same token.
         scaled = logits.astype(np.float64) * inverse
-        return Distribution(None, scaled).pick(noise, position, attempt)
+        return Distribution(tokens, scaled).pick(noise, position, attempt)
 
     def _free(self, logits: np.ndarray) -> Candidates:
         """What `before` has left without its last part, if that is a constraint."""

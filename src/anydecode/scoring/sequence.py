@@ -147,9 +147,13 @@ class Sequence:
         start, stop = layers or (0, depth)
         answers = [len(tokens) - 1] if rows == "last" else list(range(len(tokens)))
         taps = self._taps(hidden, lane, stop)
-        span = Chain(context, tokens, start, stop, answers, taps, inputs=embeddings)
-        if ahead > 0 and (ends := self.ends) is not None:
-            span = Trail(context, tokens, start, stop, answers, taps, ahead=ahead, ends=ends)
+        shape = (context, tokens, start, stop, answers, taps)
+        ends = self.ends if ahead > 0 else None
+        span = (
+            Chain(*shape, inputs=embeddings)
+            if ends is None
+            else Trail(*shape, inputs=embeddings, ahead=ahead, ends=ends)
+        )
         span.parallel = parallel
         return self._build(
             lane, span, tokens, first + np.asarray(answers), [tokens[i] for i in answers]

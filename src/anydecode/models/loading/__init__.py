@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from anydecode.errors import CheckpointError
-from anydecode.models.loading.names import present, resolve
+from anydecode.models.loading.names import is_adapter, present, resolve
 from anydecode.models.loading.pull import PullError, pull
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def load_checkpoint(path_or_name: str | os.PathLike[str]) -> Checkpoint:
     path = resolve(path_or_name)
     if path.is_file():
         return load_gguf(path)
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+    if is_adapter(path):
         from anydecode.models.loading.adapted import load_adapted
 
         return load_adapted(path)

