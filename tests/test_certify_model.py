@@ -225,10 +225,12 @@ def test_by_the_command_line(
     out, err = capsys.readouterr()
     assert "passed  copyspec" in out and "FAILED  unverified" in out
     assert "not certified: unverified" in err
-    kept = ["--keep", str(tmp_path / "kept.jsonl")]
+    options += ["--sample", "1", "--sample-tokens", "3", "--dtypes", "as stored"]
+    options += ["--keep", str(tmp_path / "kept.jsonl")]
     for _ in range(2):
         with pytest.raises(SystemExit) as ended:
-            main.run(["certify", "copyspec", *options, *kept])
+            main.run(["certify", "copyspec", *options])
         assert not ended.value.code
-        assert "4 prompts, 64 tokens" in capsys.readouterr().out
-    assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 3  # nothing made twice
+        out = capsys.readouterr().out
+        assert "4 prompts, 64 tokens" in out and "T=0, 3 tokens, alone: 1 prompts" in out
+    assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 7  # nothing made twice

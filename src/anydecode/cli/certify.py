@@ -38,6 +38,12 @@ def certify_methods(
     sample: Annotated[
         int, typer.Option("--sample", min=0, help="Prompts tried in every --dtypes; 0: none.")
     ] = 24,
+    sample_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--sample-tokens", min=1, help="Tokens per answer of the sample; --tokens, at most 64."
+        ),
+    ] = None,
     dtypes: Annotated[
         str, typer.Option("--dtypes", help="Formats of the sample, separated by commas.")
     ] = "as stored,bfloat16,float32",
@@ -65,7 +71,8 @@ def certify_methods(
 
         formats = tuple(part.strip() for part in dtypes.split(",") if part.strip())
         asked = questions(data, limit)
-        trials = Trials(asked, tokens, batch, temperature, sample, min(tokens, 64), formats)
+        shorter = sample_tokens or min(tokens, 64)
+        trials = Trials(asked, tokens, batch, temperature, sample, shorter, formats)
         certificates, stopped = _on_model(keys or [], model, trials, draft, threads, keep)
     if json:
         print_json(certificates)
