@@ -36,12 +36,12 @@ LEAST_GAIN = 1.02
 #: Branches less likely than this are not grown.
 LEAST_CHANCE = 0.02
 #: Match lengths are told apart up to here.
-CLASSES = (1, 2, 3, 4, 6, 9, 14, 20)
+CLASSES = (1, 2, 3, 4, 6, 9, 14, 20, 32, 64)
 #: How often a guess behind a match of each class is right, in greedy (True) and in sampled texts of
 #: a small model, and how many guesses that knowledge is worth.
 PRIORS = {
-    True: (0.25, 0.53, 0.65, 0.72, 0.79, 0.85, 0.91, 0.97),
-    False: (0.18, 0.4, 0.55, 0.57, 0.68, 0.76, 0.85, 0.9),
+    True: (0.25, 0.53, 0.65, 0.72, 0.79, 0.85, 0.91, 0.95, 0.98, 0.995),
+    False: (0.18, 0.4, 0.55, 0.57, 0.68, 0.76, 0.85, 0.92, 0.97, 0.99),
 }
 #: The same for the successors the model thought likeliest: of a pair of tokens, then of one.
 SUCCESSOR_PRIORS = {
@@ -438,7 +438,7 @@ class _Unmeasured:
 class Auto(Decoder):
     """At most `most` drafts per pass. `memory` tokens of earlier answers are kept to copy from."""
 
-    def __init__(self, most: int = 16, memory: int = 100_000) -> None:
+    def __init__(self, most: int = 32, memory: int = 100_000) -> None:
         if most < 1 or memory < 0:
             raise InvalidRequestError("auto needs most >= 1 and memory >= 0")
         self.most = most

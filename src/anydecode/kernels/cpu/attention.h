@@ -190,9 +190,14 @@ static void expect_slots(const Heads *h, const int32_t *slots, int count) {
   }
 }
 
-/* Heads, and keys or vectors of values: what is loaded serves several sums, and twelve sums with
- * what they need fit sixteen registers. */
-enum { HEADS_AT_ONCE = 3, TILE = 4 };
+/* Heads, and keys or vectors of values: what is loaded serves several sums, and those fit the
+ * registers, of which some machines have 32. */
+enum { FEW_HEADS = 3, TILE = 4 };
+#if defined(__AVX512VL__)
+enum { HEADS_AT_ONCE = 6 };
+#else
+enum { HEADS_AT_ONCE = FEW_HEADS };
+#endif
 
 INLINE f8 load_as(int format, const char *vector, int at) {
   if (format == F16) return f8_load_f16((const uint16_t *)vector + at);
@@ -204,20 +209,20 @@ INLINE f8 load_as(int format, const char *vector, int at) {
 INLINE void four_scores(int format, int heads, const float *q, const char *const *key, int padded,
                         f8 *scores) {
   f8 sum[HEADS_AT_ONCE * TILE];
-#pragma GCC unroll 12
+#pragma GCC unroll 24
   for (int j = 0; j < heads * TILE; j++) sum[j] = f8_set(0.0f);
   for (int d = 0; d < padded; d += 8) {
     f8 part[HEADS_AT_ONCE];
-#pragma GCC unroll 3
+#pragma GCC unroll 6
     for (int i = 0; i < heads; i++) part[i] = f8_load(q + i * padded + d);
 #pragma GCC unroll 4
     for (int j = 0; j < TILE; j++) {
       f8 k = load_as(format, key[j], d);
-#pragma GCC unroll 3
+#pragma GCC unroll 6
       for (int i = 0; i < heads; i++) sum[TILE * i + j] = f8_fma(part[i], k, sum[TILE * i + j]);
     }
   }
-#pragma GCC unroll 3
+#pragma GCC unroll 6
   for (int i = 0; i < heads; i++) scores[i] = f8_fours(sum + TILE * i);
 }
 
@@ -271,23 +276,23 @@ INLINE void weigh_values(int format, int heads, const float *weights, const char
                          int at, int lo, int hi, const float *shrink, int vectors, int padded,
                          float *sums) {
   f8 sum[HEADS_AT_ONCE * TILE];
-#pragma GCC unroll 3
+#pragma GCC unroll 6
   for (int i = 0; i < heads; i++)
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++)
       sum[TILE * i + v] = f8_mul(f8_load(sums + i * padded + 8 * v), f8_load(shrink + 8 * i));
   for (int j = lo; j < hi; j++) {
     f8 weight[HEADS_AT_ONCE];
-#pragma GCC unroll 3
+#pragma GCC unroll 6
     for (int i = 0; i < heads; i++) weight[i] = f8_set(weights[i * KEY_BLOCK + j]);
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) {
       f8 part = load_as(format, value[j], at + 8 * v);
-#pragma GCC unroll 3
+#pragma GCC unroll 6
       for (int i = 0; i < heads; i++) sum[TILE * i + v] = f8_fma(weight[i], part, sum[TILE * i + v]);
     }
   }
-#pragma GCC unroll 3
+#pragma GCC unroll 6
   for (int i = 0; i < heads; i++)
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) f8_store(sums + i * padded + 8 * v, sum[TILE * i + v]);
@@ -310,27 +315,25 @@ INLINE void fold_values(int format, int heads, const Heads *h, const Room *room,
     weigh_values(format, heads, weights, room->value, d, lo, hi, shrink, 1, padded, sums + d);
 }
 
+/* Neighbouring rows that see the same positions are taken together. */
 INLINE void fold_as(int format, const Heads *h, const Room *room, int first, int last,
                     const uint32_t *seen) {
-  int group = h->group;
-  for (int row = first; row < last; row++) {
-    int at = row * group, end = at + group;
+  for (int row = first, next; row < last; row = next) {
+    for (next = row + 1; next < last && seen[next] == seen[row]; next++) {}
     if (!seen[row]) continue;
+    int start = row * h->group, end = next * h->group, at = start;
     for (; at + HEADS_AT_ONCE <= end; at += HEADS_AT_ONCE)
       fold_scores(format, HEADS_AT_ONCE, h, room, at, seen[row]);
+    for (; at + FEW_HEADS <= end; at += FEW_HEADS)
+      fold_scores(format, FEW_HEADS, h, room, at, seen[row]);
     for (; at < end; at++) fold_scores(format, 1, h, room, at, seen[row]);
-  }
-  for (int row = first; row < last; row++) {
-    if (!seen[row]) continue;
-    for (int at = row * group; at < (row + 1) * group; at++)
+    for (at = start; at < end; at++)
       block_weights(&room->segment, at, room->found[at], room->scores + at * KEY_BLOCK,
                     room->shrink + at * 8);
-  }
-  for (int row = first; row < last; row++) {
-    int at = row * group, end = at + group;
-    if (!seen[row]) continue;
-    for (; at + HEADS_AT_ONCE <= end; at += HEADS_AT_ONCE)
+    for (at = start; at + HEADS_AT_ONCE <= end; at += HEADS_AT_ONCE)
       fold_values(format, HEADS_AT_ONCE, h, room, at, seen[row]);
+    for (; at + FEW_HEADS <= end; at += FEW_HEADS)
+      fold_values(format, FEW_HEADS, h, room, at, seen[row]);
     for (; at < end; at++) fold_values(format, 1, h, room, at, seen[row]);
   }
 }
