@@ -52,12 +52,11 @@ SUCCESSOR_PRIORS = {
 #: some 50 microseconds, and saves one pass in thirty.
 LEAST_PASS = 0.008
 #: How often a draft is worth scoring, before anything is known, in greedy and in sampled texts, and
-#: over how many tokens that is learned. Of the tokens from one draft to the next, on average, the
-#: share that is said at a time without looking for another, and how many at most.
+#: over how many tokens that is learned. As many tokens as lie between two drafts, on average, are
+#: said at a time without looking for another, up to `MOST_BLIND`.
 OFTEN = {True: 0.25, False: 0.1}
 RECENT = 16
-BLIND = 0.25
-MOST_BLIND = 8
+MOST_BLIND = 4
 PRIOR_WEIGHT = 8.0
 #: Guesses older than about this many count no more.
 MEMORY = 60.0
@@ -323,7 +322,7 @@ class _Session:
         self._often += min(1.0, self._blind / RECENT) * (bool(len(tree)) - self._often)
         self._blind = 1
         if not len(tree) and self._may_be_blind():
-            self._blind = max(1, int(BLIND / max(self._often, BLIND / MOST_BLIND)))
+            self._blind = int(1 / max(self._often, 1 / MOST_BLIND))
         return self._blind
 
     def _may_be_blind(self) -> bool:
