@@ -71,8 +71,8 @@ def certify_methods(
 
         formats = tuple(part.strip() for part in dtypes.split(",") if part.strip())
         asked = questions(data, limit)
-        shorter = sample_tokens or min(tokens, 64)
-        trials = Trials(asked, tokens, batch, temperature, sample, shorter, formats)
+        sample_tokens = sample_tokens or min(tokens, 64)
+        trials = Trials(asked, tokens, batch, temperature, sample, sample_tokens, formats)
         certificates, stopped = _on_model(keys or [], model, trials, draft, threads, keep)
     if json:
         print_json(certificates)

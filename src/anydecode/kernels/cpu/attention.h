@@ -315,26 +315,28 @@ INLINE void fold_values(int format, int heads, const Heads *h, const Room *room,
     weigh_values(format, heads, weights, room->value, d, lo, hi, shrink, 1, padded, sums + d);
 }
 
+/* `fold` (of scores or of values) for the heads [first, last), as many at once as there are. */
+#define FOLD_HEADS(fold, format, h, room, first, last, seen)                                    \
+  do {                                                                                         \
+    int at = first;                                                                            \
+    for (; at + HEADS_AT_ONCE <= last; at += HEADS_AT_ONCE)                                    \
+      fold(format, HEADS_AT_ONCE, h, room, at, seen);                                          \
+    for (; at + FEW_HEADS <= last; at += FEW_HEADS) fold(format, FEW_HEADS, h, room, at, seen); \
+    for (; at < last; at++) fold(format, 1, h, room, at, seen);                                \
+  } while (0)
+
 /* Neighbouring rows that see the same positions are taken together. */
 INLINE void fold_as(int format, const Heads *h, const Room *room, int first, int last,
                     const uint32_t *seen) {
   for (int row = first, next; row < last; row = next) {
     for (next = row + 1; next < last && seen[next] == seen[row]; next++) {}
     if (!seen[row]) continue;
-    int start = row * h->group, end = next * h->group, at = start;
-    for (; at + HEADS_AT_ONCE <= end; at += HEADS_AT_ONCE)
-      fold_scores(format, HEADS_AT_ONCE, h, room, at, seen[row]);
-    for (; at + FEW_HEADS <= end; at += FEW_HEADS)
-      fold_scores(format, FEW_HEADS, h, room, at, seen[row]);
-    for (; at < end; at++) fold_scores(format, 1, h, room, at, seen[row]);
-    for (at = start; at < end; at++)
+    int start = row * h->group, end = next * h->group;
+    FOLD_HEADS(fold_scores, format, h, room, start, end, seen[row]);
+    for (int at = start; at < end; at++)
       block_weights(&room->segment, at, room->found[at], room->scores + at * KEY_BLOCK,
                     room->shrink + at * 8);
-    for (at = start; at + HEADS_AT_ONCE <= end; at += HEADS_AT_ONCE)
-      fold_values(format, HEADS_AT_ONCE, h, room, at, seen[row]);
-    for (; at + FEW_HEADS <= end; at += FEW_HEADS)
-      fold_values(format, FEW_HEADS, h, room, at, seen[row]);
-    for (; at < end; at++) fold_values(format, 1, h, room, at, seen[row]);
+    FOLD_HEADS(fold_values, format, h, room, start, end, seen[row]);
   }
 }
 
