@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from anydecode.constraints.guidance_engine import library, one_line
+from anydecode.errors import ConstraintError
 from anydecode.server.errors import ApiError
 from anydecode.server.parsers import ToolFormat
 from anydecode.server.protocol import Tool
@@ -74,28 +76,23 @@ def tool_constraint(
     the schema `answer`."""
     from anydecode import Grammar
 
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                style.arguments: tool.function.parameters or _EMPTY,
-            },
-            "required": ["name", style.arguments],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    if style.listed:
-        schema = {"type": "array", "items": schema, "minItems": 1}
-        if not parallel:
-            schema["maxItems"] = 1
+    called: list[str] = []
+    rules: list[str] = []
+    for number, tool in enumerate(tools):
+        name = tool.function.name
+        schema = tool.function.parameters or _EMPTY
+        _check(schema, f"the parameters of tool {name!r}")
+        begun = json.dumps({"name": name})[:-1] + f', "{style.arguments}": '
+        called.append(f'{json.dumps(begun)} arguments_{number} "}}"')
+        # The root of a `%json` of its own: references mean in it what they mean in the schema.
+        rules.append(f"arguments_{number}: %json {_written(schema)}")
+    rules.append("one: " + " | ".join(called))
+    several = ' (", " one)*' if parallel else ""
+    rules.append(f'json: "[" one{several} "]"' if style.listed else "json: one")
     opening, closing = json.dumps(style.opening), json.dumps(style.closing)
     body = f"{opening} /\\s?/ json /\\s?/ {closing}" if style.closing else f"{opening} json"
-    several = parallel and bool(style.closing)
-    calling = "call (/\\n?/ call)*" if several else "call"
-    rules = [f"call: {body}", f"json: %json {_written(schema)}"]
+    rules.append(f"call: {body}")
+    calling = "call (/\\n?/ call)*" if parallel and style.closing else "call"
     if required:
         rules.insert(0, f"start: {calling}")
     elif answer is None:
@@ -103,9 +100,18 @@ def tool_constraint(
         tag = "".join(f"\\x{ord(letter):02x}" for letter in style.opening)
         rules.append(f"TEXT: /(?s:.+)/ & ~/(?s:.*){tag}(?s:.*)/")
     else:
+        _check(answer, "the schema of response_format")
         rules.insert(0, f"start: answer | {calling}")
         rules.append(f"answer: %json {_written(answer)}")
     return Grammar("\n".join(rules))
+
+
+def _check(schema: dict[str, Any], what: str) -> None:
+    """Raise `ConstraintError`, in the words of `what`, for a schema that no grammar can enforce."""
+    matcher = library().LLMatcher
+    error = matcher.validate_grammar(matcher.grammar_from_json_schema(json.dumps(schema)))
+    if error:
+        raise ConstraintError(f"{what} cannot be enforced: {one_line(error)}")
 
 
 def _written(schema: Any) -> str:
