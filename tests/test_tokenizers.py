@@ -126,6 +126,22 @@ def test_smollm_splits_every_digit(rebuilt: HFTokenizer) -> None:
     assert pieces[-5:] == [b"1", b"2", b"3", b"4", b"5"]
 
 
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("bytewise", [True, False])
+def test_tags_of_reasoning_are_text(special: bool, bytewise: bool) -> None:
+    """A token of its own, special or not, belongs to the text that a parser reads."""
+    backend = byte_level() if bytewise else Tokenizer(BPE({"a": 0, "b": 1}, []))
+    backend.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    tags = [AddedToken(tag, special=special) for tag in ("<think>", "</think>")]
+    (backend.add_special_tokens if special else backend.add_tokens)(tags)
+    tokenizer = HFTokenizer(backend)
+    ids = tokenizer.encode("<think>a</think>b<|im_end|>", special=False)
+    assert len(ids) == 5
+    assert b"".join(map(tokenizer.token_bytes, ids)) == b"<think>a</think>b"
+    assert "".join(tokenizer.decode(ids).split()) == "<think>a</think>b"
+    assert [tokenizer.is_special(token) for token in ids] == [False] * 4 + [True]
+
+
 def test_specials_are_known(rebuilt: HFTokenizer) -> None:
     text = rebuilt.render_chat([{"role": "user", "content": "Hi"}])
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

@@ -91,8 +91,81 @@ class ConstraintState(ABC):
             ahead.advance(token)
         return True
 
+    def without(self, banned: Sequence[int]) -> ConstraintState:
+        """The same state, except that none of the tokens `banned` may come next."""
+        return _Without(self, banned)
+
+    @property
+    def before(self) -> int:
+        """How many tokens came before the text that the constraint is about."""
+        return 0
+
+    @property
+    def wider(self) -> ConstraintState | None:
+        """A state that allows more, for where nothing that this one allows can be drawn."""
+        return None
+
+    @property
+    def steered(self) -> bool:
+        """Whether the text so far has taken the short way to its end."""
+        return False
+
     def prepare(self) -> None:  # noqa: B027  most states have nothing to compute ahead
         """Begin to compute the next mask, on another thread where that helps."""
+
+
+class _Without(ConstraintState):
+    """A constraint's state that does not allow some tokens next."""
+
+    def __init__(self, inner: ConstraintState, banned: Sequence[int], ahead: int = 0) -> None:
+        self.inner = inner
+        self.banned = list(banned)
+        self.ahead = ahead  # tokens behind the place of the ban
+
+    @property
+    def may_stop(self) -> bool:
+        return self.inner.may_stop
+
+    @property
+    def finished(self) -> bool:
+        return self.inner.finished
+
+    @property
+    def before(self) -> int:
+        return self.inner.before
+
+    @property
+    def wider(self) -> ConstraintState:
+        return self.inner
+
+    @property
+    def steered(self) -> bool:
+        return self.inner.steered
+
+    def mask(self) -> np.ndarray | None:
+        mask = self.inner.mask()
+        if self.ahead or mask is None:
+            return mask
+        left: np.ndarray = mask.copy()
+        left[self.banned] = False
+        return left
+
+    def advance(self, token: int) -> None:
+        self.inner.advance(token)
+        self.ahead += 1
+
+    def rollback(self, count: int) -> None:
+        self.inner.rollback(count)
+        self.ahead -= count
+
+    def fork(self) -> _Without:
+        return _Without(self.inner.fork(), self.banned, self.ahead)
+
+    def forced(self) -> list[int]:
+        return self.inner.forced() if self.ahead else []
+
+    def prepare(self) -> None:
+        self.inner.prepare()
 
 
 class Watch(Protocol):

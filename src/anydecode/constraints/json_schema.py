@@ -147,7 +147,12 @@ class JsonSchema(Constraint):
         schema = narrowed(self.schema, number, len(self.text))
         if schema is None:
             return None
-        return _Narrowed(schema, whitespace=self.whitespace, max_string=self.max_string or 64)
+        return _Narrowed(
+            schema,
+            whitespace=self.whitespace,
+            max_string=self.max_string or 64,
+            finish=self.finish,
+        )
 
     def _ready(self, tokenizer: Tokenizer, vocab_size: int) -> _Plan:
         if self._plan is None:

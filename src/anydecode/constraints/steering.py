@@ -7,6 +7,7 @@ text goes that way. It is a matter of masks, so every decoder says the same and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,9 +80,12 @@ class Steered(ConstraintState):
         """Whether the text so far has taken the short way to its end."""
         return any(look.end and look.said < self._said for look in self._looks)
 
-    def over(self, inner: ConstraintState) -> Steered:
-        """The same place with `inner`, which allows less."""
-        other = self._with(inner)
+    @property
+    def wider(self) -> ConstraintState:
+        return self.inner
+
+    def without(self, banned: Sequence[int]) -> Steered:
+        other = self._with(self.inner.without(banned))
         if other._end():
             other._look()
         return other

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+#: By name, the tags where reasoning begins and ends. Their tokens belong to the text, although some
+#: checkpoints list them as special.
+REASONING_TAGS = {
+    "think": ("<think>", "</think>"),
+    "seed": ("<seed:think>", "</seed:think>"),
+}
+
 
 class Tokenizer(Protocol):
     """What the engine asks of a tokenizer."""

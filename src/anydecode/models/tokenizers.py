@@ -13,6 +13,7 @@ import tokenizers
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models import chat
 from anydecode.models.gguf_tokenizer import tokenizer_from_gguf
+from anydecode.models.tokenizer import REASONING_TAGS
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
@@ -49,7 +50,10 @@ class HFTokenizer:
         #: One more than the largest token id.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         added = tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        tags = {tag for pair in REASONING_TAGS.values() for tag in pair}
+        self._special = frozenset(
+            token for token, entry in added.items() if entry.special and entry.content not in tags
+        )
         self._kind, self.strips_first_space = _decoder_kind(tokenizer)
 
     @classmethod
@@ -146,7 +150,9 @@ class HFTokenizer:
     def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
         """The text of `ids`. Bytes that are not (yet) valid UTF-8 become U+FFFD. A SentencePiece
         tokenizer that puts a space before a text drops the first space here."""
-        text: str = self.backend.decode(ids, skip_special_tokens=skip_special)
+        if skip_special:
+            ids = [token for token in ids if token not in self._special]
+        text: str = self.backend.decode(ids, skip_special_tokens=False)
         return text
 
     def token_bytes(self, token: int) -> bytes:
@@ -161,7 +167,7 @@ class HFTokenizer:
         if self._kind == "sentencepiece":
             found = _BYTE_TOKEN.fullmatch(text)
             return bytes([int(found[1], 16)]) if found else text.replace(_SPACE, " ").encode()
-        plain: str = self.backend.decode([token], skip_special_tokens=True)
+        plain: str = self.backend.decode([token], skip_special_tokens=False)
         return plain.encode()
 
     def token_text(self, token: int) -> str:

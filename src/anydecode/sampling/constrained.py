@@ -53,7 +53,7 @@ class Constrained(Processor):
 
     def apply(self, candidates: Candidates) -> Candidates:
         kept = self._kept(candidates, self.state.mask())
-        wider = getattr(self.state, "inner", None)
+        wider = getattr(self.state, "wider", None)
         if wider is not None and len(kept) == 1 and kept.scores[0] == -np.inf:
             return self._kept(candidates, wider.mask())  # the short way to the end is banned
         return kept

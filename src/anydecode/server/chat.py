@@ -48,14 +48,15 @@ async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> Respon
         parallel = body.parallel_tool_calls
 
         def constrain() -> Any:
-            return tool_constraint(
+            constraint = tool_constraint(
                 tools, style, required=required, parallel=parallel, answer=answer
             )
+            return service.after_reasoning(constraint, text[-64:])
 
     elif format_schema(body.response_format) is not None:
 
         def constrain() -> Any:
-            return format_constraint(body.response_format)
+            return service.after_reasoning(format_constraint(body.response_format), text[-64:])
 
     tokens = service.tokenizer.encode(text, special=False)
     run = await service.run([tokens], options, state, constrain=constrain, streamed=body.stream)

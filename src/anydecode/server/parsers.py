@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anydecode.errors import InvalidRequestError
+from anydecode.models.tokenizer import REASONING_TAGS
 
 Event = tuple[str, Any]
 
@@ -32,11 +33,6 @@ TOOL_FORMATS = {
     "hermes": ToolFormat("<tool_call>", "</tool_call>"),
     "mistral": ToolFormat("[TOOL_CALLS]", "", listed=True),
     "llama": ToolFormat("<|python_tag|>", "", arguments="parameters"),
-}
-#: By name, where reasoning begins and ends.
-REASONING_TAGS = {
-    "think": ("<think>", "</think>"),
-    "seed": ("<seed:think>", "</seed:think>"),
 }
 
 

@@ -31,15 +31,15 @@ async def respond(service: Service, body: ResponsesRequest, http: HttpRequest) -
     options = engine_options(body, service.llm, service.settings, state["namespace"])
     limit = body.max_output_tokens or body.max_tokens
     options["max_tokens"] = service.llm.max_length if limit is None else limit
+    messages = response_items(body.input, body.instructions)
+    text = service.tokenizer.render_chat(conversation(messages))
     wanted = (body.text or {}).get("format")
     constrain = None
     if format_schema(wanted) is not None:
 
         def constrain() -> Any:
-            return format_constraint(wanted)
+            return service.after_reasoning(format_constraint(wanted), text[-64:])
 
-    messages = response_items(body.input, body.instructions)
-    text = service.tokenizer.render_chat(conversation(messages))
     tokens = service.tokenizer.encode(text, special=False)
     run = await service.run([tokens], options, state, constrain=constrain, streamed=body.stream)
     answer = _Answer(service, body, run, text[-64:])

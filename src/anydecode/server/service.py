@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
+from anydecode.constraints.constraint import Constraint
+from anydecode.constraints.reasoning import AfterReasoning
 from anydecode.engine.generation import Generation
 from anydecode.engine.llm import LLM
 from anydecode.engine.request import Request
@@ -35,6 +37,10 @@ class Service:
         template = self.tokenizer.chat_template
         self.tool_format = tool_format(settings.tool_parser, template)
         self._reasoning = reasoning_tags(settings.reasoning_parser, template)
+        #: Whether the model may open its reasoning itself, as far as is known.
+        self._reasons = self._reasoning is not None and (
+            settings.reasoning_parser != "auto" or self._reasoning[1] in (template or "")
+        )
 
     async def run(
         self,
@@ -76,6 +82,18 @@ class Service:
         tags = self._reasoning
         thinking = tags is not None and prompt_end.rstrip().endswith(tags[0])
         return Parser(tags, self.tool_format if tools else None, thinking)
+
+    def after_reasoning(self, constraint: Constraint, prompt_end: str) -> Constraint:
+        """`constraint` for what follows the reasoning, where the answer to a conversation whose
+        rendering ends with `prompt_end` begins with one, or may do so."""
+        if self._reasoning is None:
+            return constraint
+        opening, closing = self._reasoning
+        opened = prompt_end.rstrip().endswith(opening)
+        may_open = self._reasons and not prompt_end.rstrip().endswith(closing)
+        if opened or may_open:
+            return AfterReasoning(constraint, opening, closing, opened)
+        return constraint
 
     def head(self, kind: str, prefix: str) -> dict[str, Any]:
         """How every answer begins."""

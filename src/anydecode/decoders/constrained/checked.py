@@ -13,15 +13,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from anydecode.constraints.closing import closing_tokens
-from anydecode.constraints.constraint import Constraint, ConstraintState, Watch
-from anydecode.constraints.steering import Steered
+from anydecode.constraints.constraint import Constraint, Watch
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
-from anydecode.sampling.constrained import Constrained, constraint_of
+from anydecode.sampling.constrained import constraint_of
 from anydecode.sampling.policy import Policy
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Listener, Sequence
@@ -93,48 +90,6 @@ class _Hold:
         return self._watch.end() if self._outer.stops_at(token) else self._watch.push(token)
 
 
-class _Without(ConstraintState):
-    """A constraint's state that does not allow some tokens next."""
-
-    def __init__(self, inner: ConstraintState, banned: Seq[int], ahead: int = 0) -> None:
-        self.inner = inner
-        self.banned = list(banned)
-        self.ahead = ahead  # tokens behind the place of the ban
-
-    @property
-    def may_stop(self) -> bool:
-        return self.inner.may_stop
-
-    @property
-    def finished(self) -> bool:
-        return self.inner.finished
-
-    def mask(self) -> np.ndarray | None:
-        mask = self.inner.mask()
-        if self.ahead or mask is None:
-            return mask
-        left: np.ndarray = mask.copy()
-        left[self.banned] = False
-        return left
-
-    def advance(self, token: int) -> None:
-        self.inner.advance(token)
-        self.ahead += 1
-
-    def rollback(self, count: int) -> None:
-        self.inner.rollback(count)
-        self.ahead -= count
-
-    def fork(self) -> _Without:
-        return _Without(self.inner.fork(), self.banned, self.ahead)
-
-    def forced(self) -> list[int]:
-        return self.inner.forced() if self.ahead else []
-
-    def prepare(self) -> None:
-        self.inner.prepare()
-
-
 class Checked(Decoder):
     """`inner` under `constraint`, which must have been started."""
 
@@ -175,7 +130,7 @@ class Checked(Decoder):
                 if self._retry(sequence, trials, branch, hold):
                     continue
             if hold.reason == "length" and self.close:
-                self._close(sequence, hold)
+                self._close(sequence, hold, _tokens_before(branch))
             self._say(sequence, branch, hold)
             branch.release()
             return
@@ -209,18 +164,24 @@ class Checked(Decoder):
         if part is not None and trials.narrowed:
             narrower = self.constraint.narrowed(trials.narrowed - 1)
             assert narrower is not None
-            _replace(part, narrower.start(self.tokenizer, self.vocab_size))
+            limit = sequence.remaining
+            part.state = narrower.begin(self.tokenizer, self.vocab_size, limit)
         for token in trials.kept:
             policy.advance(token)
         banned = trials.banned.get(len(trials.kept))
         if part is not None and banned:
-            inner: Any = getattr(part.state, "inner", part.state)
-            _replace(part, _Without(inner, banned))
+            state: Any = part.state
+            part.state = state.without(banned)
         return policy
 
     def _retry(self, sequence: Sequence, trials: Trials, branch: Sequence, hold: _Hold) -> bool:
         """Set up the next try; False where there is nothing left to try for a long answer."""
-        if hold.reason == "length" and (trials.narrowed or not self._narrow(trials, hold)):
+        before = _tokens_before(branch)
+        if hold.reason == "length" and (
+            trials.narrowed
+            or before == len(hold.tokens)
+            or not self._narrow(trials, branch, hold, before)
+        ):
             return False
         trials.tries += 1
         if hold.reason == "length":
@@ -233,11 +194,11 @@ class Checked(Decoder):
         assert hold.wrong is not None
         said = hold.tokens
         late = trials.tries * 2 > self.tries or _is_steered(branch)  # as long as it may get
-        if late and self._narrow(trials, hold):
+        if late and self._narrow(trials, branch, hold, before):
             return True
         greedy = sequence.policy.is_greedy or not self.inner.samples
         seen = trials.seen[hold.wrong] = trials.seen.get(hold.wrong, 0) + 1
-        keep = len(said) - 1 if greedy else hold.wrong if seen <= 4 else 0
+        keep = len(said) - 1 if greedy else hold.wrong if seen <= 4 else before
         trials.discarded += len(said) - keep
         trials.kept, trials.logprobs = list(said), list(branch.logprobs)
         trials.rewind(keep)
@@ -245,8 +206,9 @@ class Checked(Decoder):
             trials.banned.setdefault(keep, []).append(said[keep])
         return True
 
-    def _narrow(self, trials: Trials, hold: _Hold) -> bool:
-        """Begin again under the next narrowed constraint that has a start."""
+    def _narrow(self, trials: Trials, branch: Sequence, hold: _Hold, before: int) -> bool:
+        """Begin again, behind the first `before` tokens, under the next narrowed constraint that
+        has a start."""
         for number in range(trials.narrowed, trials.narrowed + 4):
             narrower = self.constraint.narrowed(number)
             if narrower is None:
@@ -256,8 +218,9 @@ class Checked(Decoder):
             except ConstraintError:
                 continue
             trials.narrowed = number + 1
-            trials.discarded += len(hold.tokens)
-            trials.rewind(0)
+            trials.discarded += len(hold.tokens) - before
+            trials.kept, trials.logprobs = list(hold.tokens), list(branch.logprobs)
+            trials.rewind(before)
             trials.banned = {}
             return True
         return False
@@ -275,8 +238,9 @@ class Checked(Decoder):
         trials.rewind(keep)
         trials.banned.setdefault(keep, []).append(said[keep])
 
-    def _close(self, sequence: Sequence, hold: _Hold) -> None:
-        """Replace the end of a long answer by the shortest one that makes it whole."""
+    def _close(self, sequence: Sequence, hold: _Hold, before: int) -> None:
+        """Replace the end of a long answer, behind its first `before` tokens, by the shortest one
+        that makes it whole."""
         limit = len(hold.tokens)
         state = self.constraint.start(self.tokenizer, self.vocab_size)
         states = [state.fork()]
@@ -285,7 +249,7 @@ class Checked(Decoder):
             states.append(state.fork())
         keep, step = limit, 1
         for _ in range(_MOST_ENDINGS):
-            if keep < 0:
+            if keep < before:
                 return
             ending = closing_tokens(states[keep], self.tokenizer, self.constraint.hints)
             if ending is None or keep + len(ending) > limit:
@@ -308,15 +272,16 @@ class Checked(Decoder):
             sequence.logprobs[first : first + taken] = notes
 
 
-def _replace(part: Constrained, state: ConstraintState) -> None:
-    """Keep to `state` from here on, steered to an end as before."""
-    part.state = part.state.over(state) if isinstance(part.state, Steered) else state
-
-
 def _is_steered(sequence: Sequence) -> bool:
     """Whether the answer has taken the short way to its end."""
     part = constraint_of(sequence.policy)
     return part is not None and bool(getattr(part.state, "steered", False))
+
+
+def _tokens_before(sequence: Sequence) -> int:
+    """How many tokens of the answer came before what its constraint is about."""
+    part = constraint_of(sequence.policy)
+    return 0 if part is None else int(getattr(part.state, "before", 0))
 
 
 def checked(

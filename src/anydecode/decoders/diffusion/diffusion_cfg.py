@@ -89,7 +89,8 @@ class GrammaticalDenoiser(Denoiser):
         described = getattr(part.state, "origin", None)
         if not isinstance(described, str):
             raise ConstraintError(
-                "diffusion-cfg reads Grammar, Regex and Choice with the engine llguidance"
+                "diffusion-cfg reads Grammar, Regex and Choice with the engine llguidance, and not"
+                " behind reasoning"
             )
         tokenizer = sequence.tokenizers["target"]
         if not tokenizer.decode(sequence.prompt).endswith(self.begun):
