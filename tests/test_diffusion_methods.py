@@ -7,13 +7,15 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from anydecode import catalogue
 from anydecode.engine.llm import LLM
 from anydecode.errors import AnydecodeError
 from anydecode.evaluation.certify import _Restarts, scripted_llm
-from anydecode.models.scripted import BYTE_VOCABULARY, ByteTokenizer
+from anydecode.kernels.interface import KeyValues, Output, Rows, Want
+from anydecode.models.scripted import BYTE_VOCABULARY, EOS, MASK, ByteTokenizer, ScriptedModel
 from tiny_models import hf_model, own_model
 
 PROMPTS = [[1, 2], [3], [4, 5, 6, 7, 8, 9], [2, 2, 2]]
@@ -143,3 +145,68 @@ def test_every_diffusion_method_is_tried_here_or_by_the_base() -> None:
     base = {"llada", "dream", "fast-dllm", "sdar", "bd3-lm", "s2d2", "wedlm", "apd"}
     known = {card.key for card in catalogue.cards("diffusion")}
     assert known - tried - base <= {"diffusion-cfg", "dlm-ptq"}
+
+
+class BoundedModel(ScriptedModel):
+    """Fails after more passes than any text here needs."""
+
+    passes = 0
+
+    def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
+        self.passes += 1
+        assert self.passes <= 120, "the decoder does not end"
+        return super().run(rows, cache, want)
+
+
+EXPAND = 1
+REGION = [ord("p"), ord("<"), MASK, ord(">"), ord("x")]
+
+
+def always_expands(path: tuple[int, ...]) -> np.ndarray:
+    row = np.zeros(BYTE_VOCABULARY, np.float32)
+    row[EXPAND], row[ord("a")] = 9.0 - 0.1 * path[-1], 5.0
+    return row
+
+
+def grows_and_shrinks(path: tuple[int, ...]) -> np.ndarray:
+    """One mask wants to be two; the second of two wants to be the end of the region."""
+    *seen, position = path
+    row = np.zeros(BYTE_VOCABULARY, np.float32)
+    region = seen.index(ord(">")) - seen.index(ord("<")) - 1
+    ends = position == seen.index(ord(">")) - 1
+    row[ord("a")] = 5.0
+    row[EXPAND if region == 1 else EOS if ends else ord("a")] = 9.0 + position
+    return row
+
+
+def infilled(script: Any, prompts: Any, max_tokens: int, decoder: str) -> list[bytes]:
+    bounded = BoundedModel(script, causal=False)
+    with LLM(bounded, tokenizer=ByteTokenizer(), cache_positions=1024) as llm:
+        found = llm.generate(prompts, decoder=decoder, max_tokens=max_tokens)
+    return [bytes(one.tokens) for one in found]
+
+
+@pytest.mark.parametrize("steps", ["", ",steps=1", ",steps=3"])
+@pytest.mark.parametrize(
+    ("script", "expected"), [(always_expands, b"a" * 10 + b">x"), (grows_and_shrinks, b"a>x")]
+)
+def test_expansions_end(script: Any, expected: bytes, steps: str) -> None:
+    """A model that never ends a region fills the answer's room; one that has a region grow and
+    shrink by turns ends, too."""
+    decoder = f"dream-coder:expand={EXPAND}{steps}"
+    assert infilled(script, [REGION], 12, decoder) == [expected]
+    # There is no room from the start on.
+    assert infilled(script, [REGION], 3, decoder) == [b"a>x"]
+
+
+def test_expansions_end_in_a_batch() -> None:
+    prompts = [REGION, [*REGION[:2], MASK, *REGION[2:]], REGION]
+    decoder = f"dream-coder:expand={EXPAND}"
+    for script in (always_expands, grows_and_shrinks):
+        alone = [infilled(script, [prompt], 8, decoder)[0] for prompt in prompts]
+        assert infilled(script, prompts, 8, decoder) == alone
+
+
+def test_nothing_expands_outside_of_infilling() -> None:
+    decoder = f"dream-coder:expand={EXPAND}"
+    assert infilled(always_expands, [[ord("p")]], 6, decoder) == [b"a" * 6]

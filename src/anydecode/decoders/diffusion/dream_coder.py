@@ -17,14 +17,33 @@ from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Entropy
 from anydecode.decoders.diffusion.unmasking import TimeGrid
 from anydecode.errors import InvalidRequestError
+from anydecode.scoring.score import Scores
 from anydecode.scoring.sequence import Sequence
 
 
 class VariableInfilling(Denoiser):
     """In an infilled region that text follows, an end of text ends the region: what stands from it
-    on goes. A token `expand` becomes two masks, while the answer has room."""
+    on goes. A token `expand` becomes two masks.
+
+    A canvas may expand as often as it has fewer positions at first than the answer may have. What
+    an end of text removes is not given back, or a region could grow and shrink for ever. After the
+    last expansion, and outside of infilling, `expand` is never predicted.
+    """
 
     expand: int | None = None
+
+    def begin(self, sequence: Sequence, canvas: Canvas) -> None:
+        super().begin(sequence, canvas)
+        room = sequence.remaining - (len(canvas) - sequence.length)
+        canvas.memory["expansions"] = room if canvas.whole else 0
+
+    def predictions(
+        self, sequence: Sequence, canvas: Canvas, scores: Scores, rows: range | None = None
+    ) -> Predictions:
+        found = super().predictions(sequence, canvas, scores, rows)
+        if self.expand is not None and canvas.memory["expansions"] <= 0:
+            found.scores.logits[:, self.expand] = -np.inf
+        return found
 
     def settle(
         self,
@@ -48,8 +67,10 @@ class VariableInfilling(Denoiser):
         if len(behind) and sequence.stops_at(token):
             canvas.splice(place, place + int(behind[0]), 0)
         elif token == self.expand:
-            room = sequence.remaining - (len(canvas) - sequence.length)
-            canvas.splice(place, place + 1, 2 if room > 0 else 1)
+            # Several may be chosen in the pass of the last expansion: the others are masks again.
+            left = canvas.memory["expansions"] > 0
+            canvas.memory["expansions"] -= left
+            canvas.splice(place, place + 1, 2 if left else 1)
 
 
 @register(
@@ -62,7 +83,7 @@ class VariableInfilling(Denoiser):
         needs=("diffusion model",),
         works_with=("batches", "samplers", "streaming", "infilling"),
         deviations=(
-            "an expansion where the answer has no room left becomes a mask again",
+            "expansions beyond the answer's room in one pass become masks again",
             "sampling temperature is the request's (the paper's: 0.1)",
         ),
     )

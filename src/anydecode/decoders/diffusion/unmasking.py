@@ -49,7 +49,8 @@ class TopK(UnmaskPolicy):
 
 class TimeGrid(UnmaskPolicy):
     """A share 1 - s/t of the masks in each of `steps` passes over t from 1 down to `least`, all
-    that is left in the last (Dream)."""
+    that is left in the last (Dream). `steps` None: one mask in each pass, which is what the grid
+    gives with as many steps as masks, however many come while it runs."""
 
     def __init__(self, steps: int | None = None, least: float = 1e-3) -> None:
         if steps is not None and steps < 1:
@@ -64,10 +65,11 @@ class TimeGrid(UnmaskPolicy):
 
     def quota(self, canvas: Canvas, masks: int) -> int:
         """How many of the `masks` that are left this pass fills."""
-        steps = self.steps or canvas.block_masks
-        if canvas.block_step >= steps - 1:
+        if self.steps is None:
+            return 1
+        if canvas.block_step >= self.steps - 1:
             return masks
-        t, s = self.times(canvas.block_step, steps)
+        t, s = self.times(canvas.block_step, self.steps)
         return max(1, int(masks * (1 - s / t)))
 
     def select(

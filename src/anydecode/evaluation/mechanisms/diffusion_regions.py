@@ -198,14 +198,15 @@ def dream_coder() -> Iterator[Check]:
         row[1 if region < 3 else ord("a") + position] = 9.0 - 0.1 * position
         return row
 
-    for name, script, masks, expected in (
-        ("shrinks", ending, 6, b"<ab>x"),
-        ("shrinks to what is needed", ending, 2, b"<ab>x"),
-        ("grows, two masks at once", growing, 1, b"<cdef>x"),
+    for name, script, masks, expected, steps_in_all in (
+        ("shrinks", ending, 6, b"<ab>x", ""),
+        ("shrinks to what is needed", ending, 2, b"<ab>x", ""),
+        ("grows", growing, 1, b"<cde>x", ""),
+        ("grows, two masks at once", growing, 1, b"<cdef>x", ",steps=1"),
     ):
         prompt = [ord("p"), ord("<"), *[MASK] * masks, ord(">"), ord("x")]
         with bidirectional(script) as llm:
-            decoder = "dream-coder:expand=1"
+            decoder = f"dream-coder:expand=1{steps_in_all}"
             found = llm.generate(prompt, decoder=decoder, max_tokens=12).tokens
         yield Check(f"a region {name}", bytes([ord("<"), *found]) == expected, f"{found}")
 
