@@ -244,6 +244,8 @@ def test_repos_are_looked_up_without_the_network(
 FILES = {
     "config.json": 10,
     "tokenizer.json": 20,
+    "vocab.json": 2,
+    "merges.txt": 3,
     "model.safetensors": 100,
     "pytorch_model.bin": 100,
     "onnx/model.onnx": 5,
@@ -280,8 +282,8 @@ def test_a_repo_is_fetched_without_what_is_not_needed(
     path = pull("owner/name", progress=lambda done, total: seen.append((done, total)))
     assert path == tmp_path / "repo"
     written = {file.name for file in path.rglob("*")}
-    assert written == {"config.json", "tokenizer.json", "model.safetensors"}
-    assert seen[-1] == (130, 130)
+    assert written == FILES.keys() - {"pytorch_model.bin", "onnx/model.onnx", "README.md"}
+    assert seen[-1] == (135, 135)
 
 
 def test_one_gguf_of_a_repo_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

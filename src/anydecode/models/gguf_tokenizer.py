@@ -115,12 +115,13 @@ def _byte_level(
     tokenizer = Tokenizer(model)
     if name in _COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _splitter(PATTERNS[name])
+    tokenizer.pre_tokenizer = splitter(PATTERNS[name])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _splitter(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
+def splitter(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
+    """What splits a text by `patterns`, one of the values of `PATTERNS`, and spells it in bytes."""
     if patterns == (_GPT2,):
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if patterns == _DIGITS:

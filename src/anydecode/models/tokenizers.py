@@ -13,6 +13,7 @@ import tokenizers
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models import chat
 from anydecode.models.gguf_tokenizer import tokenizer_from_gguf
+from anydecode.models.qwen2_tokenizer import qwen2_tokenizer, token_text
 from anydecode.models.tokenizer import REASONING_TAGS
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -20,6 +21,9 @@ _SPACE = "▁"
 
 #: Tokens that end a turn in some family. A checkpoint often names only one of those it uses.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+
+#: What published diffusion models call their mask token.
+MASKS = ("<|mask|>", "<|MASK|>", "<|mdm_mask|>")
 
 
 class HFTokenizer:
@@ -58,23 +62,29 @@ class HFTokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> HFTokenizer | None:
-        """The tokenizer in `folder`, or None where there is no `tokenizer.json`."""
+        """The tokenizer in `folder`: its `tokenizer.json`, or else the vocab.json and merges.txt of
+        a tokenizer by Qwen2's rules. None where there is neither."""
         path = folder / "tokenizer.json"
-        if not path.is_file():
-            return None
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exceptions
-            raise CheckpointError(f"{path}: not a tokenizer: {_one_line(error)}") from None
+        settings = read_json(folder / "special_tokens_map.json")
+        settings |= read_json(folder / "tokenizer_config.json")
+        if path.is_file():
+            try:
+                tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            except Exception as error:  # the library raises bare Exceptions
+                raise CheckpointError(f"{path}: not a tokenizer: {_one_line(error)}") from None
+        else:
+            added = read_json(folder / "added_tokens.json")
+            built = qwen2_tokenizer(folder, settings, added)
+            if built is None:
+                return None
+            tokenizer = built
         # Truncation and padding saved by a training script are no part of the text's tokens.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        settings = read_json(folder / "special_tokens_map.json")
-        settings |= read_json(folder / "tokenizer_config.json")
         texts = {
             name: text
             for name in ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token")
-            if (text := _token_text(settings.get(name))) is not None
+            if (text := token_text(settings.get(name))) is not None
         }
         ends: list[int | None] = [_token_id(tokenizer, texts.get("eos_token"))]
         for file in ("generation_config.json", "config.json"):
@@ -212,20 +222,16 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _token_text(entry: Any) -> str | None:
-    if isinstance(entry, dict):
-        entry = entry.get("content")
-    return entry if isinstance(entry, str) else None
-
-
 def _token_id(tokenizer: tokenizers.Tokenizer, text: str | None) -> int | None:
     return None if text is None else tokenizer.token_to_id(text)
 
 
 def _mask_id(tokenizer: tokenizers.Tokenizer, text: str | None, folder: Path) -> int | None:
-    """The mask token: the tokenizer's, or the one that the config names."""
-    named = read_json(folder / "config.json").get("mask_token_id")
-    return named if text is None and isinstance(named, int) else _token_id(tokenizer, text)
+    """The mask token: the one that the tokenizer names, or the config, or one with such a name."""
+    number = read_json(folder / "config.json").get("mask_token_id")
+    named = [_token_id(tokenizer, name) for name in (text, *MASKS)]
+    options = [named[0], number if isinstance(number, int) else None, *named[1:]]
+    return next((token for token in options if token is not None), None)
 
 
 def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> str | dict[str, str] | None:

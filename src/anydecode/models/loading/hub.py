@@ -15,7 +15,7 @@ from typing import Any
 from anydecode.errors import AnydecodeError, ModelNotFoundError
 
 #: What a checkpoint needs; pickled weights and other frameworks' files stay where they are.
-_FOLDER = ["*.json", "*.jinja", "tokenizer.model", "*.safetensors"]
+_FOLDER = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"]
 #: The GGUF file to take where a repo has several, best first.
 _PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q5_K_M", "Q6_K", "Q8_0", "BF16", "F16", "F32")
 
