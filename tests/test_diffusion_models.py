@@ -105,6 +105,39 @@ LLADA_CONFIG = {
     "mask_token_id": MASK,
 }
 
+#: What the published configs have besides the sizes.
+PUBLISHED_DREAM = {
+    **HF_CONFIG,
+    "architectures": ["DreamModel"],
+    "model_type": "Dream",
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_dream.DreamConfig"},
+    "bos_token_id": 61,
+    "eos_token_id": 61,
+    "mask_token_id": MASK,
+    "max_window_layers": 28,
+    "pad_token_id": 61,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "use_cache": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+}
+PUBLISHED_SDAR = {
+    **HF_CONFIG,
+    "architectures": ["SDARForCausalLM"],
+    "model_type": "sdar",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_sdar.SDARConfig"},
+    "bos_token_id": 61,
+    "eos_token_id": 62,
+    "max_window_layers": LAYERS,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+
 #: name -> (config, names, q/k/v biases, norms of queries and keys, shift, block)
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, str], bool, bool, int, int | None]] = {
     "llada": (LLADA_CONFIG, LLADA, False, False, 0, None),
@@ -112,6 +145,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, str], bool, bool, int, int | 
     "dream": ({**HF_CONFIG, "model_type": "Dream"}, USUAL, True, False, 1, None),
     "a2d": ({**HF_CONFIG, "model_type": "a2d-qwen3"}, USUAL, False, True, 0, None),
     "sdar": ({**HF_CONFIG, "model_type": "sdar", "block_size": 4}, USUAL, False, True, 0, 4),
+    "dream as published": (PUBLISHED_DREAM, USUAL, True, False, 1, None),
+    "sdar as published": (PUBLISHED_SDAR, USUAL, False, True, 0, 4),
     "fast-dllm-v2": (
         {**HF_CONFIG, "model_type": "Fast_dLLM_Qwen", "bd_size": 4},
         USUAL,
@@ -374,6 +409,77 @@ def test_other_architectures_are_refused(change: Any, words: str, tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps({**LLADA_CONFIG, **change}))
     with pytest.raises(CheckpointError, match=words):
         spec_from_config(load_checkpoint(tmp_path).config)
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"model_type": "sdar"}, 4),
+        ({"model_type": "sdar", "block_size": None}, 4),
+        ({"model_type": "sdar", "block_size": 8}, 8),
+        ({"model_type": "sdar_moe", "num_experts": 4, "num_experts_per_tok": 2}, 4),
+        ({"model_type": "Fast_dLLM_Qwen"}, 32),
+        ({"model_type": "a2d-llama"}, None),
+    ],
+)
+def test_block_sizes_that_a_config_leaves_out(config: Any, size: int | None) -> None:
+    assert spec_from_config({**HF_CONFIG, **config}).block_size == size
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("SDAR-8B-Chat-b32", 32),
+        ("SDAR-1.7B-Chat", 4),
+        ("models--JetLM--SDAR-4B-Chat-b16/snapshots/0123", 16),
+        ("other-b32", 4),
+    ],
+)
+def test_the_block_size_of_sdar_is_in_its_name(name: str, size: int, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir(parents=True)
+    write_checkpoint("sdar as published", tmp_path / name)
+    with LLM(str(tmp_path / name), tokenizer=ByteTokenizer(), cache_positions=256) as llm:
+        assert llm.default_decoder == "sdar"
+        assert llm.model.spec.block_size == size
+
+
+def test_the_default_decoders(tmp_path: Path) -> None:
+    for layout, decoder in (("dream as published", "dream"), ("llada", "llada")):
+        write_checkpoint(layout, tmp_path / layout)
+        with LLM(str(tmp_path / layout), tokenizer=ByteTokenizer(), cache_positions=256) as llm:
+            assert llm.default_decoder == decoder
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"model_type": "llada", "architectures": ["LLaDAMoEModelLM"], "num_experts": 64},
+            "architecture LLaDAMoEModelLM of model type 'llada' is not supported;"
+            " supported is LLaDAModelLM",
+        ),
+        ({"model_type": "llada", "num_experts": 64}, "mixture of experts of model type 'llada'"),
+        ({"model_type": "llada2_moe"}, "model type 'llada2_moe'"),
+        ({"model_type": "qwen3", "architectures": ["EfficientDLM"]}, "architecture EfficientDLM"),
+        ({"model_type": "edlm", "architectures": ["EfficientDLM"]}, "'edlm' .EfficientDLM."),
+        ({"model_type": "Dream", "architectures": ["DreamForCausalLM"]}, "DreamForCausalLM"),
+        ({"model_type": "sdar", "architectures": ["SDARV2ForCausalLM"]}, "SDARV2ForCausalLM"),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLME"),
+        ({"model_type": "SDAR"}, "model type 'SDAR'"),
+        (
+            {"model_type": "odd", "architectures": ["Odd"], "text_config": {"model_type": "qwen2"}},
+            "architecture Odd of model type 'odd'",
+        ),
+    ],
+)
+def test_a_model_that_only_looks_like_a_known_one_is_refused(
+    config: Any, words: str, tmp_path: Path
+) -> None:
+    write_checkpoint("sdar", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**HF_CONFIG, **config}))
+    with pytest.raises(CheckpointError, match=words) as caught:
+        LLM(str(tmp_path), tokenizer=ByteTokenizer())
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

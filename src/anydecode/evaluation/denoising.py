@@ -285,7 +285,7 @@ def random_model(
     """A small transformer of random weights that sees both ways, or block by block. `readable`: its
     weights are not packed for the kernels."""
     config = {
-        "model_type": "sdar",
+        "model_type": "sdar" if block_size else "a2d-qwen3",
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "num_hidden_layers": layers,

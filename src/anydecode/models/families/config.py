@@ -28,9 +28,11 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True)
 class Family:
-    """What sets a family apart. `windows(config)` lists each layer's attention type; `defaults`
-    stand for keys its config may leave out."""
+    """What sets a family apart. `architectures` are the names that its configs may have under this
+    key; `windows(config)` lists each layer's attention type; `defaults` stand for keys its config
+    may leave out."""
 
+    architectures: tuple[str, ...]
     windows: Callable[[Config], list[str]]
     norms: str = "pre"
     qk_norm: str | None = None
@@ -43,6 +45,12 @@ class Family:
     causal: bool = True
     logit_shift: int = 0  # of a diffusion model: 1 where row r predicts position r + 1
     block_size: str | None = None  # the config's key for the blocks a diffusion model sees
+    default_block_size: int | None = None  # where the config lacks it; None: no blocks
+
+
+def _no_windows(config: Config) -> list[str]:
+    """Every layer sees everything."""
+    return [_FULL] * int(config["num_hidden_layers"])
 
 
 def _one_window(config: Config) -> list[str]:
@@ -92,30 +100,40 @@ _GEMMA = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(lambda config: [_FULL] * int(config["num_hidden_layers"])),
-    "mistral": Family(_one_window, defaults={"sliding_window": 4096}),
-    "mixtral": Family(_one_window, defaults={"rope_theta": 1e6}),
+    "llama": Family(("LlamaForCausalLM",), _no_windows),
+    "mistral": Family(("MistralForCausalLM",), _one_window, defaults={"sliding_window": 4096}),
+    "mixtral": Family(("MixtralForCausalLM",), _one_window, defaults={"rope_theta": 1e6}),
     "smollm3": Family(
-        _windows_without_rope, defaults={"tie_word_embeddings": True, "rope_theta": 2e6}
+        ("SmolLM3ForCausalLM",),
+        _windows_without_rope,
+        defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
     ),
-    "qwen2": Family(_late_windows, qkv_bias=True, defaults={"sliding_window": 4096}),
+    "qwen2": Family(
+        ("Qwen2ForCausalLM",), _late_windows, qkv_bias=True, defaults={"sliding_window": 4096}
+    ),
     "qwen3": Family(
-        _late_windows, qk_norm="head", defaults={"sliding_window": 4096, "head_dim": 128}
+        ("Qwen3ForCausalLM",),
+        _late_windows,
+        qk_norm="head",
+        defaults={"sliding_window": 4096, "head_dim": 128},
     ),
     "qwen3_moe": Family(
+        ("Qwen3MoeForCausalLM",),
         _switched_window,
         qk_norm="head",
         router_is_normalised=False,
         defaults={"sliding_window": 4096},
     ),
-    "phi3": Family(_one_window),
+    "phi3": Family(("Phi3ForCausalLM",), _one_window),
     "olmo2": Family(
-        lambda config: [_FULL] * int(config["num_hidden_layers"]),
+        ("Olmo2ForCausalLM",),
+        _no_windows,
         norms="post",
         qk_norm="full",
         defaults={"rms_norm_eps": 1e-5},
     ),
     "gemma2": Family(
+        ("Gemma2ForCausalLM",),
         _periodic_windows,
         norms="both",
         norm_offset=1.0,
@@ -130,6 +148,7 @@ FAMILIES: dict[str, Family] = {
     ),
     # Its config has a cap for attention scores, which transformers does not apply.
     "gemma3_text": Family(
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
         _periodic_windows,
         norms="both",
         qk_norm="head",
@@ -139,32 +158,60 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+
+def _two_way(like: str, *architectures: str, **changes: Any) -> Family:
+    """The family `like`, whose rows see what comes after them, too."""
+    return replace(FAMILIES[like], architectures=architectures, causal=False, **changes)
+
+
 FAMILIES |= {
     # Masked diffusion (LLaDA's own layout is put into the usual words when it is loaded).
-    "llada": replace(FAMILIES["llama"], causal=False, defaults={"rms_norm_eps": 1e-5}),
-    "dream": replace(FAMILIES["qwen2"], causal=False, logit_shift=1),
+    "llada": _two_way("llama", "LLaDAModelLM", defaults={"rms_norm_eps": 1e-5}),
+    "dream": _two_way("qwen2", "DreamModel", logit_shift=1),
     # Models of any kind that the dLLM library made see both ways.
-    "a2d-llama": replace(FAMILIES["llama"], causal=False, block_size="block_size"),
-    "a2d-qwen2": replace(FAMILIES["qwen2"], causal=False),
-    "a2d-qwen3": replace(FAMILIES["qwen3"], causal=False),
-    # Block diffusion: a row sees its own block and those before.
-    "sdar": replace(FAMILIES["qwen3"], causal=False, block_size="block_size"),
+    "a2d-llama": _two_way("llama", "A2DLlamaLMHeadModel", block_size="block_size"),
+    "a2d-qwen2": _two_way("qwen2", "A2DQwen2LMHeadModel"),
+    "a2d-qwen3": _two_way("qwen3", "A2DQwen3LMHeadModel"),
+    # Block diffusion: a row sees its own block and those before. SDAR's configs lack the block
+    # size; its generation script and the servers that run it default to 4.
+    "sdar": _two_way("qwen3", "SDARForCausalLM", block_size="block_size", default_block_size=4),
+    "sdar_moe": _two_way(
+        "qwen3_moe", "SDARMoeForCausalLM", block_size="block_size", default_block_size=4
+    ),
+    "fast_dllm_qwen": _two_way(
+        "qwen2",
+        "Fast_dLLM_QwenForCausalLM",
+        logit_shift=1,
+        block_size="bd_size",
+        default_block_size=32,
+    ),
     # Their own layout, too, is put into the usual words.
-    "bd3lm": replace(FAMILIES["llama"], causal=False, block_size="block_size"),
-    "mdlm": replace(FAMILIES["llama"], causal=False),
-    "sdar_moe": replace(FAMILIES["qwen3_moe"], causal=False, block_size="block_size"),
-    "fast_dllm_qwen": replace(FAMILIES["qwen2"], causal=False, logit_shift=1, block_size="bd_size"),
+    "bd3lm": _two_way("llama", "BD3LM", block_size="block_size"),
+    "mdlm": _two_way("llama", "MDLM", "BD3LM"),
     # Causal, and trained to fill masks behind what it sees.
-    "wedlm": replace(FAMILIES["qwen2"], qkv_bias=False),
-    "wedlm_qwen3": replace(FAMILIES["qwen3"]),
+    "wedlm": replace(FAMILIES["qwen2"], architectures=("WeDLMForCausalLM",), qkv_bias=False),
+    "wedlm_qwen3": replace(FAMILIES["qwen3"], architectures=("WeDLMForCausalLM",)),
 }
+_MIXTURES = ("mixtral", "qwen3_moe", "sdar_moe")
+#: Models of text and more whose language model (`text_config`) runs alone.
+_MULTIMODAL = (
+    "Gemma3ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+)
 
 
 def text_config(config: Config) -> dict[str, Any]:
     """The part that describes the language model, with its family's defaults filled in.
 
-    Raises CheckpointError for families that are not supported.
+    Raises CheckpointError for families that are not supported. `architectures` is checked besides
+    `model_type`, which different models share (LLaDA and LLaDA-MoE, Qwen3 and Efficient-DLM).
     """
+    if "text_config" in config:
+        check_multimodal(config)
     own = dict(config.get("text_config") or {}) if "text_config" in config else dict(config)
     kind = own.get("model_type") or config.get("model_type")
     kind = "gemma3_text" if kind == "gemma3" else kind
@@ -177,8 +224,28 @@ def text_config(config: Config) -> dict[str, Any]:
         raise CheckpointError(
             f"model type {kind!r} ({names}) is not supported; supported are {', '.join(FAMILIES)}"
         )
+    _check_architecture(own, kind, FAMILIES[kind].architectures)
+    counts = ("num_experts", "num_local_experts")
+    if kind not in _MIXTURES and any(own.get(key) for key in counts):
+        raise CheckpointError(f"a mixture of experts of model type {kind!r} is not supported")
     own["model_type"] = kind
     return {**FAMILIES[kind].defaults, **own}
+
+
+def check_multimodal(config: Config) -> None:
+    """Raise CheckpointError for a config with a `text_config` whose language model does not run
+    alone, as far as is known."""
+    _check_architecture(config, config.get("model_type"), _MULTIMODAL)
+
+
+def _check_architecture(config: Config, kind: Any, known: tuple[str, ...]) -> None:
+    """Raise CheckpointError where the config has `architectures` and none of them is known."""
+    names = config.get("architectures") or []
+    if names and not set(names) & set(known):
+        raise CheckpointError(
+            f"architecture {', '.join(names)} of model type {kind!r} is not supported;"
+            f" supported is {', '.join(known)}"
+        )
 
 
 def spec_from_config(
@@ -211,8 +278,14 @@ def spec_from_config(
         logit_softcap=config.get("final_logit_softcapping"),
         causal=family.causal,
         logit_shift=1 if config.get("right_shift_logits") else family.logit_shift,
-        block_size=config.get(family.block_size) if family.block_size else None,
+        block_size=_block_size(config, family),
     )
+
+
+def _block_size(config: Config, family: Family) -> int | None:
+    """The blocks in which rows see each other; None where all rows do."""
+    size = config.get(family.block_size) if family.block_size else None
+    return family.default_block_size if size is None else size
 
 
 _REQUIRED = (
@@ -245,7 +318,7 @@ def is_expert_layer(config: Config, layer: int) -> bool:
     """Whether a layer's MLP is a mixture of experts."""
     if config["model_type"] == "mixtral":
         return True
-    if config["model_type"] not in ("qwen3_moe", "sdar_moe"):
+    if config["model_type"] not in _MIXTURES:
         return False
     step = int(config.get("decoder_sparse_step") or 1)
     dense = config.get("mlp_only_layers") or []

@@ -57,7 +57,8 @@ def _blockwise(path: Path, adapted: Checkpoint) -> Checkpoint:
     tokenizer = copy(adapted.tokenizer)
     if tokenizer is not None:
         tokenizer.mask_id = mask
-    config = {**adapted.config, **told, "model_type": kind}
+    named = {"model_type": kind, "architectures": list(FAMILIES[kind].architectures)}
+    config = {**adapted.config, **told, **named}
     return replace(adapted, config=config, tokenizer=tokenizer)
 
 

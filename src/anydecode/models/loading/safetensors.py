@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.loading import awq, bd3lm, gptq, llada
+from anydecode.models.families.config import check_multimodal
+from anydecode.models.loading import awq, bd3lm, gptq, llada, sdar
 from anydecode.models.loading.lazy import LazyTensors, MissingTensorError, Reader
 from anydecode.models.tokenizers import HFTokenizer, read_json
 
@@ -43,11 +44,13 @@ def load_folder(path: Path) -> Checkpoint:
             readers[name] = reader
     settings = config.get("quantization_config")
     if isinstance(config.get("text_config"), dict):
+        check_multimodal(config)
         config, readers = _text_part(config, readers)
     if llada.is_llada(config):
         config, readers = llada.standard(config, readers)
     if bd3lm.is_bd3lm(config):
         config, readers = bd3lm.standard(config, readers)
+    config = sdar.with_block_size(config, path)
     if settings:
         readers = _unpacking(path, readers, settings)
     return Checkpoint(
