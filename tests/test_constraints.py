@@ -14,7 +14,8 @@ from anydecode.constraints.constraint import ConstraintState
 from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.evaluation.certify import _Restarts, scripted_llm
 from anydecode.models.scripted import EOS, ByteTokenizer
-from anydecode.sampling.constrained import constraint_of
+from anydecode.sampling.candidates import Candidates
+from anydecode.sampling.constrained import Constrained, constraint_of
 
 TOKENIZER = ByteTokenizer()
 PERSON = {
@@ -282,3 +283,11 @@ def test_the_policy_part_is_found():
         request = llm.request("x", constraint=Regex("a"))
         part = constraint_of(request.jobs[0].sequence.policy)
         assert part is not None and allowed(part.state) == "a"
+
+
+def test_a_banned_token_stays_banned_when_the_bias_forbids_the_rest() -> None:
+    state = start(Choice(["ab", "cd"])).without([ord("a")])
+    scores = np.zeros(259, np.float32)
+    scores[ord("c")] = -np.inf
+    kept = Constrained(state).apply(Candidates(None, scores))
+    assert kept.tokens is not None and list(kept.tokens) == [ord("c")]

@@ -135,10 +135,6 @@ class _Without(ConstraintState):
         return self.inner.before
 
     @property
-    def wider(self) -> ConstraintState:
-        return self.inner
-
-    @property
     def steered(self) -> bool:
         return self.inner.steered
 
