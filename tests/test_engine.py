@@ -616,6 +616,93 @@ def test_score_is_the_sum_of_logprobs() -> None:
         assert not likelihood.greedy
 
 
+@pytest.mark.parametrize("options", [
+    {"decoder": "autoregressive"},
+    {"decoder": "prompt-lookup", "temperature": 0.0},
+    {"decoder": "beam"},
+    {"decoder": "speculative-sampling", "n": 3},
+    {"guidance_scale": 1.5, "negative_prompt": "no"},
+    {"constraint": Regex("[a-z]{40}")},
+    {"max_tokens": 0},
+])  # fmt: skip
+def test_prompt_logprobs_change_nothing_and_need_every_row(options: dict[str, Any]) -> None:
+    prompt = "a prompt of some blocks, so that the cache has them. " * 3
+    options = {**OPTIONS, **options}
+    with scripted_llm() as llm:
+        plain = llm.generate(prompt, **options)
+        alone = llm.score(prompt[:1], prompt[1:])
+        found = llm.generate(prompt, prompt_logprobs=2, **options)
+        llm.engine.check_integrity()
+    assert [one.tokens for one in found.samples] == [one.tokens for one in plain.samples]
+    assert found.finish_reason == plain.finish_reason
+    first, *rest = found.prompt_logprobs
+    assert first is None and plain.prompt_logprobs is None
+    assert [one.token for one in rest] == list(prompt[1:].encode())
+    assert [one.logprob for one in rest] == alone.logprobs
+    assert {len(one.top) for one in rest} == {2}
+    assert found.stats.num_cached_tokens == 0
+
+
+def test_prompt_logprobs_equal_those_of_decoding() -> None:
+    with LLM("tiny-autoregressive", threads=1) as llm:
+        start = llm.encode("The cat sat")
+        generated = llm.generate(start, logprobs=3, **{**OPTIONS, "max_tokens": 150})
+        whole = [*start, *generated.tokens]
+        for prompt in (whole, [*whole, start[0]]):  # the second finds the first in the cache
+            scored = llm.generate(prompt, max_tokens=0, prompt_logprobs=3)
+            assert scored.prompt_logprobs[len(start) : len(whole)] == generated.logprobs
+            assert (scored.tokens, scored.text, scored.finish_reason) == ([], "", "length")
+
+
+def test_prompt_logprobs_survive_preemption() -> None:
+    prompts = [letter * 150 for letter in "abcd"]
+    with scripted_llm() as llm:
+        alone = [llm.score(prompt[:1], prompt[1:]).logprobs for prompt in prompts]
+    with LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer(), cache_positions=512) as llm:
+        found = llm.generate(prompts, prompt_logprobs=0, **{**OPTIONS, "max_tokens": 60})
+        assert llm.engine.num_preemptions > 0
+    for one, expected in zip(found, alone, strict=True):
+        assert [note.logprob for note in one.prompt_logprobs[1:]] == expected
+
+
+def test_prompt_logprobs_need_a_prompt_that_is_scored() -> None:
+    with scripted_llm() as llm:
+        one = llm.generate("a", max_tokens=0, prompt_logprobs=1)
+        assert one.prompt_logprobs == [None]
+        whole = "a" * llm.max_length
+        found = llm.generate(whole, max_tokens=0, prompt_logprobs=0).prompt_logprobs
+        assert len(found) == len(whole)
+        with pytest.raises(InvalidRequestError, match="one must be left"):
+            llm.generate(whole, max_tokens=1)
+        with pytest.raises(UnsupportedCombinationError, match="first_finish"):
+            llm.generate("ab", n=2, first_finish=1, prompt_logprobs=1, temperature=1.0)
+    with scripted_llm(causal=False) as llm:
+        with pytest.raises(
+            UnsupportedCombinationError, match="prompt_logprobs .* need a causal model"
+        ):
+            llm.generate("ab", prompt_logprobs=1)
+
+
+@pytest.mark.parametrize("decoder", ["autoregressive", "auto", "beam", "speculative-sampling"])
+def test_cached_tokens_are_the_rows_that_were_not_computed(decoder: str) -> None:
+    prompt = "a prompt of some blocks, so that the cache has them. " * 3
+    with scripted_llm() as llm:
+        first = llm.generate(prompt, decoder=decoder, max_tokens=1)
+        again = llm.generate(prompt + "!", decoder=decoder, max_tokens=1)
+        other = llm.generate(prompt, decoder=decoder, max_tokens=1, namespace="another")
+    assert first.stats.num_cached_tokens == other.stats.num_cached_tokens == 0
+    assert again.stats.num_cached_tokens == len(prompt) // 16 * 16
+    assert first.stats.rows - again.stats.rows == again.stats.num_cached_tokens - 1
+
+
+def test_a_restart_does_not_count_its_own_prompt_as_cached() -> None:
+    prompts = [letter * 150 for letter in "abcd"]
+    with LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer(), cache_positions=512) as llm:
+        found = llm.generate(prompts, **{**OPTIONS, "max_tokens": 60})
+        assert llm.engine.num_preemptions > 0
+    assert [one.stats.num_cached_tokens for one in found] == [0, 0, 0, 0]
+
+
 def test_speculation_saves_passes() -> None:
     with scripted_llm() as llm:
         plain = llm.generate("aaaa bbbb aaaa bbbb", decoder="autoregressive", **OPTIONS)

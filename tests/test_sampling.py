@@ -685,7 +685,7 @@ class TestParams:
             ({"min_p": 1.5}, "min_p"),
             ({"n": 0}, "n must be between 1 and"),
             ({"logprobs": 21}, "logprobs must be between 0 and 20, not 21"),
-            ({"max_tokens": 0}, "max_tokens"),
+            ({"max_tokens": -1}, "max_tokens must be 0 or more, not -1"),
             ({"repetition_penalty": 0}, "repetition_penalty"),
             ({"seed": 1 << 64}, "seed"),
             ({"min_tokens": 9, "max_tokens": 8}, "more than max_tokens"),

@@ -229,7 +229,7 @@ class Engine:
             job = self._owners.pop(score, None)
             if job is None:  # cancelled by what an earlier answer of this pass led to
                 continue
-            self._share_prompt(lane, job.sequence)
+            self._share_prompt(lane, job.sequence, score)
             if score in job.tickets:
                 ticket = job.tickets.pop(score)
                 ticket.scores = scores.keep()
@@ -253,11 +253,15 @@ class Engine:
                 self._end(job, error)
 
     @staticmethod
-    def _share_prompt(lane: Lane, sequence: Sequence) -> None:
-        """Let others share a prompt as soon as it is in memory, not only at the end."""
+    def _share_prompt(lane: Lane, sequence: Sequence, score: Score) -> None:
+        """After the first score in a lane: let others share the prompt as soon as it is in memory,
+        not only at the end, and count what came from the prefix cache itself."""
         shared = sequence.state.setdefault("shared", [])
         if lane.name not in shared:
             shared.append(lane.name)
+            if lane.name == TARGET:
+                cached = score.groups[0][0].context.num_cached
+                sequence.num_cached_tokens = min(cached, len(sequence.prompt))
             share_prefix(lane, sequence)
 
     def _resume(self, job: Job, value: Any) -> None:

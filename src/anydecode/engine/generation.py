@@ -10,7 +10,8 @@ from typing import Any
 @dataclass(frozen=True)
 class Stats:
     """`seconds` is from submission to the last token; `time_to_first_token` from submission too.
-    `rows` is how many rows the target has computed for this answer."""
+    `rows` is how many rows the target has computed for this answer, `num_cached_tokens` how many of
+    the prompt's tokens it took from the prefix cache instead."""
 
     passes: int
     num_tokens: int
@@ -18,6 +19,7 @@ class Stats:
     seconds: float
     time_to_first_token: float
     rows: int = 0
+    num_cached_tokens: int = 0
 
     @property
     def tokens_per_pass(self) -> float:
@@ -45,7 +47,8 @@ class Generation:
     `samples` holds all answers where `n` was more than 1, this one first. `constraint` says how the
     request's constraint was enforced (`constraints.constraint.Report`), whether the answer is
     `complete` under it, and how many `tries` and `discarded` tokens the checks cost. `resume` goes
-    on with the samples that a segment cut off."""
+    on with the samples that a segment cut off. `prompt_logprobs` holds one `TokenLogprobs` per
+    token of the prompt, None for the first, where the request asked for them."""
 
     text: str
     tokens: list[int]
@@ -57,6 +60,7 @@ class Generation:
     trace: list[dict[str, Any]] | None = None
     constraint: dict[str, Any] | None = None
     resume: dict[str, Any] | None = None
+    prompt_logprobs: list[Any] | None = None
     samples: list[Generation] = field(default_factory=list, repr=False)
     token_text: Callable[[int], str] | None = field(default=None, repr=False)
 

@@ -303,6 +303,7 @@ class LLM:
         if self.prefix_cache and lane.model.spec.causal:
             held = lane.prefixes.match(tokens[:-1], namespace)
             context.adopt(held, tokens[: len(held)])
+            context.num_cached = len(held)
         return context
 
     def request(

@@ -14,6 +14,7 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.engine.engine import Job
 from anydecode.engine.first_finish import FirstFinish, Sample
 from anydecode.engine.generation import Generation, Piece, Stats
+from anydecode.engine.scoring import PROMPT_KEY, PromptScored, Silent
 from anydecode.engine.segments import Segment, Unfinished
 from anydecode.engine.text import StopRules
 from anydecode.errors import AnydecodeError, InvalidRequestError, UnsupportedCombinationError
@@ -90,6 +91,10 @@ class Request:
         """The text of sample `number` that has become certain since the last call."""
         return self._rules(number).take()
 
+    def text(self, number: int = 0) -> str:
+        """All text of sample `number` so far, except what may become a stop string."""
+        return self._rules(number).text
+
     def notify(self, news: Callable[[], Any]) -> None:
         """Call `news` (on the engine's thread) whenever there are tokens, or a traced round, and at
         the end."""
@@ -111,6 +116,15 @@ class Request:
         samples[0].samples = samples
         samples[0].resume = self._resume()
         return samples[0]
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Of each token of the prompt, None for the first; None as long as they are not all there,
+        or where they were not asked for."""
+        found = self.jobs[0].sequence.state.get(PROMPT_KEY)
+        if found is None or len(found) < len(self.prompt) - 1:
+            return None
+        return [None, *found]
 
     @property
     def shown(self) -> list[int]:
@@ -144,7 +158,7 @@ class Request:
                     "segments go with token-exact decoders, without constraints and first_finish"
                 )
         samples = segment.samples(count, self.llm.model.spec.vocab_size)
-        if any(len(sample.tokens) >= self.limit for sample in samples):
+        if any(sample.tokens and len(sample.tokens) >= self.limit for sample in samples):
             raise InvalidRequestError(f"resume: a sample has its {self.limit} tokens already")
         return samples
 
@@ -162,7 +176,7 @@ class Request:
         spec = self.llm.model.spec
         if not self.prompt:
             raise InvalidRequestError("the prompt is empty")
-        if len(self.prompt) >= self.llm.max_length:
+        if len(self.prompt) + (self.params.max_tokens != 0) > self.llm.max_length:
             raise InvalidRequestError(
                 f"the prompt has {len(self.prompt)} tokens; the context holds"
                 f" {self.llm.max_length}, and one must be left to say"
@@ -190,6 +204,15 @@ class Request:
             if not getattr(decoder, "takes_embeddings", False):
                 raise UnsupportedCombinationError(
                     f"decoder {self.name!r} takes no embeddings; quickprefill and mustdrop do"
+                )
+        if self.params.prompt_logprobs is not None:
+            if not spec.causal:
+                raise UnsupportedCombinationError(
+                    "prompt_logprobs (echo with logprobs) need a causal model"
+                )
+            if self.embedded is not None or self.first_finish is not None:
+                raise UnsupportedCombinationError(
+                    "prompt_logprobs (echo with logprobs) do not go with embeddings or first_finish"
                 )
         room = self.llm.max_length - len(self.prompt)
         return min(
@@ -256,6 +279,10 @@ class Request:
             _go_on(sequence, rules, sample.tokens)
         decoder = checked(decoder, self.constraint, tokenizer, llm.model.spec.vocab_size)
         decoder.prepare(sequence)
+        if self.limit == 0:
+            decoder = Silent()
+        if params.prompt_logprobs is not None and place == 0:  # the same for every sample
+            decoder = PromptScored(decoder, params.prompt_logprobs)
         return Job(
             sequence,
             decoder,
@@ -325,6 +352,7 @@ class Request:
             num_prompt_tokens=len(self.prompt),
             seconds=self._ended[number] - self._began,
             time_to_first_token=first - self._began,
+            num_cached_tokens=sequence.num_cached_tokens,
         )
         return Generation(
             text=self._rules(number).text,
@@ -334,6 +362,7 @@ class Request:
             stats=stats,
             decoder=self.name,
             logprobs=list(sequence.logprobs) if self.params.logprobs is not None else None,
+            prompt_logprobs=self.prompt_logprobs,
             trace=sequence.trace,
             token_text=self._token_text,
             constraint=outcome(self.constraint, sequence) if self.constraint else None,

@@ -55,6 +55,7 @@ class Context:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.length = 0
+        self.num_cached = 0  # leading positions that a prefix cache gave
         self.tokens: list[int] = []
         self._table = np.full(64, -1, np.int32)
         self.pending: Pending | None = None
@@ -151,6 +152,7 @@ class Context:
         # The table is not wiped: a pass under way on another thread may still be reading it.
         self.pool.give(self._table[length : self.length])
         self.length = length
+        self.num_cached = min(self.num_cached, length)
         del self.tokens[length:]
         kept = []
         for partial in self.partials:
@@ -192,6 +194,7 @@ class Context:
         """A context with the same positions. Nothing is copied but the table."""
         other = Context(self.pool)
         other.adopt(self.table, self.tokens)
+        other.num_cached = self.num_cached
         other.partials = list(self.partials)
         other.reusable = self.reusable
         return other

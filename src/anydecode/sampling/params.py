@@ -40,9 +40,11 @@ class SamplingParams:
     Raises `InvalidRequestError` for a value out of range, or two that contradict each other.
     `stop` are strings; `stop_tokens`, `banned_words`, `dry_breakers` and the keys of `logit_bias`
     are token ids. `logprobs` asks for that many alternatives per token, under raw logits unless
-    `processed_logprobs`. A value of 0 turns `top_k`, `min_p`, `eta`, `epsilon`, `top_n_sigma`,
-    `mirostat`, `no_repeat_ngram`, `xtc_probability`, `dry_multiplier` and `momentum_alpha` off; 1
-    does so for `top_p`, `typical_p`, `repetition_penalty` and `guidance_scale`.
+    `processed_logprobs`; `prompt_logprobs` does so for the prompt's tokens, always under raw
+    logits. `max_tokens` may be 0, to score the prompt only. A value of 0 turns `top_k`, `min_p`,
+    `eta`, `epsilon`, `top_n_sigma`, `mirostat`, `no_repeat_ngram`, `xtc_probability`,
+    `dry_multiplier` and `momentum_alpha` off; 1 does so for `top_p`, `typical_p`,
+    `repetition_penalty` and `guidance_scale`.
 
     Order of the parts: repetition penalty, presence and frequency, DRY, bias, no-repeat n-gram,
     bans, minimum length, constraint, momentum; temperature; top-n-sigma, top-k, top-p, min-p,
@@ -92,6 +94,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     processed_logprobs: bool = False
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, low, high, what in _RANGES:
@@ -278,12 +281,13 @@ _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("no_repeat_ngram", 0, _BIG, "0 (off) or more"),
     ("guidance_scale", 0, 100, "between 0 and 100"),
     ("min_tokens", 0, _BIG, "0 or more"),
-    ("max_tokens", 1, _BIG, "1 or more"),
+    ("max_tokens", 0, _BIG, "0 or more"),
     ("n", 1, MOST_SAMPLES, f"between 1 and {MOST_SAMPLES}"),
     ("seed", -(1 << 63), (1 << 64) - 1, "an integer of 64 bits"),
     ("logprobs", 0, MOST_ALTERNATIVES, f"between 0 and {MOST_ALTERNATIVES}"),
+    ("prompt_logprobs", 0, MOST_ALTERNATIVES, f"between 0 and {MOST_ALTERNATIVES}"),
 )
-_OPTIONAL = frozenset({"max_tokens", "seed", "logprobs"})
+_OPTIONAL = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
 _INTEGERS = _OPTIONAL | {
     "top_k", "mirostat", "dry_allowed", "momentum_k", "no_repeat_ngram", "min_tokens", "n",
 }  # fmt: skip

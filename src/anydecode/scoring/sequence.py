@@ -83,6 +83,7 @@ class Sequence:
     shares_prefix: bool = True
     num_passes: int = 0
     num_rows: int = 0
+    num_cached_tokens: int = 0  # of the prompt, taken from the target's prefix cache
     trace: list[dict[str, Any]] | None = None
     tokenizers: dict[str, Any] = field(default_factory=dict)  # by lane
     pace: Pace | None = None  # what passes cost, and how busy the engine is
@@ -127,6 +128,7 @@ class Sequence:
         embeddings: torch.Tensor | None = None,
         parallel: int = 0,
         ahead: int = 0,
+        companions: bool = True,
     ) -> Score:
         """Score `tokens` (default: the unscored ones) as a chain behind the context.
 
@@ -135,7 +137,8 @@ class Sequence:
         `[rows, hidden_size]`, stand in place of tokens. With `parallel`, layers run in groups of
         that many, side by side: an approximation that drafts can be made with
         (`Network.grouped`). With `ahead` the backend may go on by itself and score up to so many of
-        its own choices (`Score.said`), where nobody has to see the logits of each.
+        its own choices (`Score.said`), where nobody has to see the logits of each. Without
+        `companions` the companion prompts are not scored beside it.
         """
         if tokens is None:
             tokens = self.unscored(lane)
@@ -156,7 +159,12 @@ class Sequence:
         )
         span.parallel = parallel
         return self._build(
-            lane, span, tokens, first + np.asarray(answers), [tokens[i] for i in answers]
+            lane,
+            span,
+            tokens,
+            first + np.asarray(answers),
+            [tokens[i] for i in answers],
+            companions,
         )
 
     def verify(
@@ -493,7 +501,13 @@ class Sequence:
         return tuple(sorted({*hidden, *policy.taps, *([depth] if policy.sees_states else ())}))
 
     def _build(
-        self, lane: str, span: Span, chain: Seq[int], positions: np.ndarray, held: list[int]
+        self,
+        lane: str,
+        span: Span,
+        chain: Seq[int],
+        positions: np.ndarray,
+        held: list[int],
+        companions: bool = True,
     ) -> Score:
         """A score of `span`, with what must run before it and beside it. `chain` is the part of its
         tokens that companions follow."""
@@ -501,7 +515,7 @@ class Sequence:
         if span.context.partials and not span.is_partial:
             spans += self._completions(span.context, ())
         groups = [[*spans, span]]
-        if lane == TARGET and self.companion_prompts:
+        if companions and lane == TARGET and self.companion_prompts:
             groups += [[companion] for companion in self._companions(span, chain)]
         parents = self._chain_parents(positions)
         return Score(self, lane, groups, positions, parents, held)
