@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -16,7 +17,7 @@ from anydecode.server.errors import ApiError
 from anydecode.server.events import DONE, EventStream, compact, data
 from anydecode.server.options import engine_options
 from anydecode.server.parsers import Parser, ToolFormat
-from anydecode.server.prompts import conversation, with_tools
+from anydecode.server.prompts import conversation, effort_variables, with_tools
 from anydecode.server.protocol import ChatRequest
 from anydecode.server.run import Run
 from anydecode.server.service import Service, canvas, extension, usage
@@ -32,9 +33,8 @@ async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> Respon
     """Answer a conversation, whole or as a stream."""
     state = http.scope["state"]
     options = engine_options(body, service.llm, service.settings, state["namespace"])
-    options["max_tokens"] = body.max_completion_tokens or body.max_tokens
-    if options["max_tokens"] is None:
-        options["max_tokens"] = service.llm.max_length
+    limits = (body.max_completion_tokens, body.max_tokens, service.llm.max_length)
+    options["max_tokens"] = next(limit for limit in limits if limit is not None)
     options["logprobs"] = _wanted_logprobs(body)
     tools, required = chosen_tools(body.tools, body.tool_choice)
     style = service.tool_format
@@ -45,7 +45,7 @@ async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> Respon
     if tools:
         assert style is not None
         answer = format_schema(body.response_format)
-        parallel = body.parallel_tool_calls
+        parallel = body.parallel_tool_calls is not False
 
         def constrain() -> Any:
             constraint = tool_constraint(
@@ -79,7 +79,8 @@ def _wanted_logprobs(body: ChatRequest) -> int | None:
 def _rendered(service: Service, body: ChatRequest, tools: bool) -> str:
     """The conversation as the model reads it."""
     messages = conversation(body.messages)
-    variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    variables = effort_variables(body.reasoning_effort, service.tokenizer.chat_template)
+    variables.update(body.chat_template_kwargs or {})
     variables.pop("add_generation_prompt", None)
     if tools and body.tools:
         messages, told = with_tools(
@@ -104,7 +105,8 @@ class _Answer:
         self.service = service
         self.body = body
         self.run = run
-        self._parsers = [service.parser(prompt_end, tools) for _ in run.choices]
+        self._new_parser = partial(service.parser, prompt_end, tools)
+        self._parsers = [self._new_parser() for _ in run.choices]
         self._calls = [0] * len(run.choices)
         self._noted = [0] * len(run.choices)
         self._traced = [0] * len(run.choices)
@@ -114,16 +116,14 @@ class _Answer:
         return {
             **self.service.head("chat.completion", "chatcmpl"),
             "choices": [self._choice(index, one) for index, one in enumerate(generations)],
-            "usage": usage(self.run),
-            "anydecode": extension(generations, self.service.tokenizer, self.body.trace),
+            "usage": usage(self.run, self._new_parser),
+            "anydecode": extension(generations, self.service.tokenizer, self.body),
         }
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events of a stream."""
         head = self.service.head("chat.completion.chunk", "chatcmpl")
-        wants_usage = (
-            self.body.stream_options is not None and self.body.stream_options.include_usage
-        )
+        wants_usage = bool(self.body.stream_options and self.body.stream_options.include_usage)
         shared = {**head, "usage": None} if wants_usage else head
         opening = compact(shared)[:-1].encode()
         choices = self.run.choices  # the same throughout: a race of samples is not streamed
@@ -149,10 +149,10 @@ class _Answer:
                         yield _chunk(opening, index, {}, None, self._reason(index))
                     else:
                         last = index
-        told = extension(self.run.generations(), self.service.tokenizer, self.body.trace)
+        told = extension(self.run.generations(), self.service.tokenizer, self.body)
         yield _chunk(opening, last, {}, None, self._reason(last), {"anydecode": told})
         if wants_usage:
-            yield data({**head, "choices": [], "usage": usage(self.run)})
+            yield data({**head, "choices": [], "usage": usage(self.run, self._new_parser)})
         yield DONE
 
     def _choice(self, index: int, generation: Generation) -> dict[str, Any]:

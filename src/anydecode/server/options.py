@@ -9,12 +9,14 @@ from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.params import SamplingParams
 from anydecode.server.errors import ApiError
-from anydecode.server.protocol import WITHOUT_EFFECT, Options
+from anydecode.server.prompts import effort_variables
+from anydecode.server.protocol import Options
 from anydecode.server.settings import Settings
 
 #: Largest number that a client may give a decoder as a parameter.
 LARGEST = 4096
-_SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
+#: What a body may set by its own name; `echo` with `logprobs` asks for `prompt_logprobs`.
+_SAMPLING = frozenset(SamplingParams.__dataclass_fields__) - {"prompt_logprobs"}
 _SHARED = ("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 
@@ -37,7 +39,7 @@ def engine_options(
     options["decoder"] = checked_decoder(body.decoder or settings.decoder or llm.default_decoder)
     options["adapter"] = adapter_of(body.model, llm, settings)
     options["trace"] = bool(body.trace)
-    options["priority"] = body.priority
+    options["priority"] = body.priority or 0
     options["namespace"] = namespace
     options["first_finish"] = body.first_finish
     options["segment"] = body.segment
@@ -49,13 +51,45 @@ def engine_options(
 
 
 def further(body: Options) -> dict[str, Any]:
-    """Fields beyond OpenAI's: those of `SamplingParams`. Others are refused by name."""
+    """Fields beyond OpenAI's: those of `SamplingParams`. Others are refused by name, and so are
+    OpenAI's own without which the answer would mean something else."""
     extra = body.model_extra or {}
-    unknown = sorted(set(extra) - _SAMPLING - WITHOUT_EFFECT)
+    unknown = sorted(set(extra) - _SAMPLING - body.IGNORED.keys() - body.REFUSED.keys())
     if unknown:
         names = ", ".join(unknown)
         raise ApiError(400, f"unknown field {names}", code="unknown_parameter", param=unknown[0])
+    for name, (harmless, advice) in body.REFUSED.items():
+        if _asks(extra.get(name), harmless):
+            message = f"{name} is not supported here: {advice}"
+            raise ApiError(400, message, code="unsupported_parameter", param=name)
     return {name: extra[name] for name in extra if name in _SAMPLING and extra[name] is not None}
+
+
+def ignored(body: Options, template: str | None) -> list[str]:
+    """Fields that ask for something and have no effect here; "a.b" is a part of a field. `template`
+    is the chat template, which may know of a reasoning effort."""
+    set_fields = body.model_fields_set
+    names = [
+        name
+        for name, harmless in body.IGNORED.items()
+        if name.partition(".")[0] in set_fields and _asks(_given(body, name), harmless)
+    ]
+    for name in ("reasoning_effort", "reasoning.effort"):
+        effort = _given(body, name)
+        if effort is not None and not effort_variables(effort, template):
+            names.append(name)
+    return sorted(names)
+
+
+def _given(body: Options, path: str) -> Any:
+    value: Any = body
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+    return value
+
+
+def _asks(value: Any, harmless: tuple[Any, ...]) -> bool:
+    return value is not None and value not in harmless
 
 
 def token_biases(biases: dict[str, float]) -> dict[int, float]:

@@ -72,6 +72,17 @@ def with_tools(
     return [{"role": "system", "content": note}, *messages], {}
 
 
+def effort_variables(effort: str | None, template: str | None) -> dict[str, Any]:
+    """The template variables of a reasoning effort; none where the template knows nothing of it."""
+    if effort is None or template is None:
+        return {}
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in template and effort == "none":
+        return {"enable_thinking": False}
+    return {}
+
+
 def prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
     """One prompt or many, as many."""
     if isinstance(prompt, str):

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-#: Fields of OpenAI's API that say nothing about the text and are taken without effect.
-WITHOUT_EFFECT = frozenset(
-    {
-        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention",
-    }
-)  # fmt: skip
+#: Fields of OpenAI's API without effect here, at every endpoint that generates: for each the values
+#: that ask for nothing. Other values are named in the answer's `anydecode.ignored`.
+_IGNORED: dict[str, tuple[Any, ...]] = {
+    "metadata": ({},),
+    "prompt_cache_key": (),
+    "prompt_cache_options": ({},),
+    "prompt_cache_retention": (),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "stream_options.include_obfuscation": (False,),
+    "user": (),
+}
+_MODERATION = "this server moderates nothing; call a moderation service yourself"
 
 
 class StreamOptions(BaseModel):
     """`include_usage` adds a last chunk that counts the tokens."""
 
     model_config = ConfigDict(extra="ignore")
-    include_usage: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class Options(BaseModel):
@@ -30,11 +38,17 @@ class Options(BaseModel):
     through `model`. Smaller `priority` goes first under schedules that look at it. Of `n` samples
     the `first_finish` that end first are the answer. `segment` is the most tokens this call says;
     `resume` goes on from what an earlier answer's `anydecode.resume` holds.
+
+    `IGNORED` maps fields of OpenAI's API that have no effect to the values that ask for nothing;
+    `REFUSED` maps those without which the answer would mean something else to such values and to
+    what can be done instead.
     """
 
+    IGNORED: ClassVar[dict[str, tuple[Any, ...]]] = _IGNORED
+    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     model: str | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -46,8 +60,8 @@ class Options(BaseModel):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     decoder: str | None = None
-    trace: bool | Literal["html"] = False
-    priority: int = Field(default=0, ge=-1000, le=1000)
+    trace: bool | Literal["html"] | None = None
+    priority: int | None = Field(default=None, ge=-1000, le=1000)
     first_finish: int | None = Field(default=None, ge=1)
     segment: int | None = Field(default=None, ge=1)
     resume: dict[str, Any] | None = None
@@ -82,6 +96,14 @@ class Tool(BaseModel):
 class ChatRequest(Options):
     """`POST /v1/chat/completions`."""
 
+    IGNORED = {**_IGNORED, "prediction": (), "verbosity": ("medium",), "web_search_options": ()}
+    REFUSED = {
+        "audio": ((), "answers are text"),
+        "modalities": ((["text"], []), 'answers are text; leave it out or send ["text"]'),
+        "functions": (([],), "send them as tools"),
+        "function_call": (("none", "auto"), "use tools and tool_choice"),
+        "moderation": ((), _MODERATION),
+    }
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -89,16 +111,20 @@ class ChatRequest(Options):
     response_format: dict[str, Any] | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(Options):
-    """`POST /v1/completions`."""
+    """`POST /v1/completions`. Of `best_of` samples per prompt the `n` with the highest mean
+    log-probability of their tokens are the answer."""
 
+    REFUSED = {"suffix": (("",), "a completion continues its prompt; leave it out")}
     prompt: str | list[str] | list[int] | list[list[int]]
+    best_of: int | None = Field(default=None, ge=1)
     logprobs: int | None = None
-    echo: bool = False
+    echo: bool | None = None
     response_format: dict[str, Any] | None = None
 
 
@@ -112,11 +138,47 @@ class EmbeddingRequest(BaseModel):
     dimensions: int | None = None
 
 
+class Reasoning(BaseModel):
+    """How much to reason; all but `effort` is without effect."""
+
+    model_config = ConfigDict(extra="forbid")
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+
 class ResponsesRequest(Options):
     """`POST /v1/responses`, for text. Nothing is stored between requests."""
 
+    IGNORED = {
+        **_IGNORED,
+        "access_programs": ({},),
+        "context_management": ([],),
+        "image": ({},),
+        "include": ([],),
+        "max_tool_calls": (),
+        "parallel_tool_calls": (True, False),  # there are no tools
+        "reasoning.context": ("auto",),
+        "reasoning.generate_summary": (),
+        "reasoning.mode": ("standard",),
+        "reasoning.summary": (),
+        "text.verbosity": ("medium",),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+    REFUSED = {
+        "previous_response_id": ((), "responses are not stored; send the whole conversation"),
+        "background": ((False,), "nothing is stored; wait for the answer, or stream it"),
+        "conversation": ((), "conversations are not stored; send the whole of it"),
+        "moderation": ((), _MODERATION),
+        "prompt": ((), "prompts are not stored; send the text as input"),
+        "tools": (([],), "/v1/chat/completions takes tools"),
+        "tool_choice": (("none", "auto"), "/v1/chat/completions takes tools"),
+    }
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: dict[str, Any] | None = None
-    previous_response_id: str | None = None
+    reasoning: Reasoning | None = None

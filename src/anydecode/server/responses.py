@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -14,7 +15,7 @@ from anydecode.engine.generation import Generation
 from anydecode.server.errors import ApiError
 from anydecode.server.events import EventStream
 from anydecode.server.options import engine_options
-from anydecode.server.prompts import conversation, response_items
+from anydecode.server.prompts import conversation, effort_variables, response_items
 from anydecode.server.protocol import ResponsesRequest
 from anydecode.server.run import Run
 from anydecode.server.service import Service, extension, usage
@@ -23,16 +24,16 @@ from anydecode.server.tools import format_constraint, format_schema
 
 async def respond(service: Service, body: ResponsesRequest, http: HttpRequest) -> Response:
     """Answer an input, whole or as a stream of events."""
-    if body.previous_response_id is not None:
-        raise ApiError(400, "responses are not stored here; send the whole conversation")
     if body.n not in (None, 1):
         raise ApiError(400, "a response has one answer", param="n")
     state = http.scope["state"]
     options = engine_options(body, service.llm, service.settings, state["namespace"])
-    limit = body.max_output_tokens or body.max_tokens
-    options["max_tokens"] = service.llm.max_length if limit is None else limit
+    limits = (body.max_output_tokens, body.max_tokens, service.llm.max_length)
+    options["max_tokens"] = next(limit for limit in limits if limit is not None)
     messages = response_items(body.input, body.instructions)
-    text = service.tokenizer.render_chat(conversation(messages))
+    effort = None if body.reasoning is None else body.reasoning.effort
+    variables = effort_variables(effort, service.tokenizer.chat_template)
+    text = service.tokenizer.render_chat(conversation(messages), **variables)
     wanted = (body.text or {}).get("format")
     constrain = None
     if format_schema(wanted) is not None:
@@ -57,7 +58,8 @@ class _Answer:
         self.service = service
         self.body = body
         self.run = run
-        self._parser = service.parser(end, False)
+        self._new_parser = partial(service.parser, end, False)
+        self._parser = self._new_parser()
         head = service.head("response", "resp")
         self._head = {"id": head["id"], "object": "response", "created_at": head["created"]}
         self._item = f"msg_{uuid4().hex}"
@@ -70,19 +72,19 @@ class _Answer:
         return self._done(generation, text)
 
     def _done(self, generation: Generation, text: str) -> dict[str, Any]:
-        counted = usage(self.run)
+        counted = usage(self.run, self._new_parser)
         cut = generation.finish_reason == "length"
         return {
             **self._response("incomplete" if cut else "completed", [self._message(text)]),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": {
                 "input_tokens": counted["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": counted["prompt_tokens_details"],
                 "output_tokens": counted["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": counted["completion_tokens_details"],
                 "total_tokens": counted["total_tokens"],
             },
-            "anydecode": extension([generation], self.service.tokenizer, self.body.trace),
+            "anydecode": extension([generation], self.service.tokenizer, self.body),
         }
 
     async def events(self) -> AsyncIterator[bytes]:

@@ -13,10 +13,12 @@ from anydecode.constraints.reasoning import AfterReasoning
 from anydecode.engine.generation import Generation
 from anydecode.engine.llm import LLM
 from anydecode.engine.request import Request
+from anydecode.engine.text import Detokenizer
 from anydecode.errors import AnydecodeError, InvalidRequestError
 from anydecode.server.metrics import Metrics
-from anydecode.server.options import check_choices, check_prompt
+from anydecode.server.options import check_choices, check_prompt, ignored
 from anydecode.server.parsers import Parser, reasoning_tags, tool_format
+from anydecode.server.protocol import Options
 from anydecode.server.run import Run
 from anydecode.server.settings import Settings
 
@@ -49,7 +51,7 @@ class Service:
         state: dict[str, Any],
         *,
         constrain: Callable[[], Any] | None = None,
-        streamed: bool = False,
+        streamed: bool | None = False,
     ) -> Run:
         """A run of `prompts` (text or tokens), not started. `constrain` makes the constraint."""
         resumed = options.get("resume")
@@ -71,7 +73,7 @@ class Service:
             requests = await asyncio.to_thread(make)
         else:
             requests = make()
-        return self.joined(requests, state, streamed)
+        return self.joined(requests, state, bool(streamed))
 
     def joined(self, requests: list[Request], state: dict[str, Any], streamed: bool = False) -> Run:
         """One run of several requests to the engine."""
@@ -131,18 +133,48 @@ class Service:
         facts["finish"] = generations[0].finish_reason
 
 
-def usage(run: Run) -> dict[str, int]:
-    """OpenAI's count of tokens."""
-    prompt = sum(len(request.prompt) for request in run.requests)
-    said = sum(len(job.sequence.tokens) for request in run.requests for job in request.jobs)
-    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+def usage(run: Run, parser: Callable[[], Parser] | None = None) -> dict[str, Any]:
+    """OpenAI's count of tokens: every prompt once, and what all samples generated, also those that
+    are not part of the answer. `parser` makes what finds the reasoning in a sample, to count it."""
+    prompt = generated = cached = reasoning = 0
+    for request in run.requests:
+        prompt += len(request.prompt)
+        cached += min(job.sequence.num_cached_tokens for job in request.jobs)
+        for number, job in enumerate(request.jobs):
+            generated += len(job.sequence.tokens)
+            if parser is not None:
+                reasoning += _reasoning_tokens(request, number, parser)
+    counted: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    if parser is not None:
+        counted["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return counted
 
 
-def extension(
-    generations: list[Generation], tokenizer: Any, trace: bool | str = False
-) -> dict[str, Any]:
-    """What we tell beyond OpenAI's fields: the seed that gives the same text again, and how the
-    decoder fared. Samples of one request come in the order of their index."""
+def _reasoning_tokens(request: Request, number: int, parser: Callable[[], Parser]) -> int:
+    """How many tokens of a sample stand before the tag that ends its reasoning."""
+    if all(kind != "reasoning" for kind, _ in parser().push(request.text(number), final=True)):
+        return 0
+    reader, detokenizer = parser(), Detokenizer(request.llm.tokenizer)
+    count = held = 0  # tokens whose text may yet become a tag belong with what comes next
+    tokens = request.jobs[number].sequence.tokens
+    for place, token in enumerate(tokens, 1):
+        held += 1
+        events = list(reader.push(detokenizer.push(token), final=place == len(tokens)))
+        if events:
+            count += held if events[0][0] == "reasoning" else 0
+            held = 0
+    return count
+
+
+def extension(generations: list[Generation], tokenizer: Any, body: Options) -> dict[str, Any]:
+    """What we tell beyond OpenAI's fields: the seed that gives the same text again, how the decoder
+    fared, and what of `body` had no effect. Samples of one request come in the order of their
+    index."""
     first = generations[0]
     passes = sum(generation.stats.passes for generation in generations)
     tokens = sum(generation.stats.num_tokens for generation in generations)
@@ -158,7 +190,9 @@ def extension(
         told["constraint"] = first.constraint
     if first.resume is not None:
         told["resume"] = first.resume
-    if trace == "html":
+    if names := ignored(body, tokenizer.chat_template):
+        told["ignored"] = names
+    if body.trace == "html":
         from anydecode.evaluation.trace_html import page
 
         told["trace_html"] = [page(one) for one in generations]

@@ -1,0 +1,448 @@
+"""Fields of OpenAI's API (honoured, named as ignored, or refused), the prompt's log-probabilities,
+and the counts of tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from anydecode.engine.llm import LLM  # noqa: E402
+from anydecode.evaluation.certify import scripted_llm  # noqa: E402
+from anydecode.models import chat  # noqa: E402
+from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel  # noqa: E402
+from anydecode.server.protocol import (  # noqa: E402
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+)
+from anydecode.server.running import LiveServer  # noqa: E402
+from anydecode.server.settings import Settings  # noqa: E402
+
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+LONG = "a prompt that is long enough to fill several blocks of the cache. "
+
+
+def body(path: str, asked: str = "abc", **fields: Any) -> dict[str, Any]:
+    """A request for three tokens."""
+    if path == COMPLETIONS:
+        return {"prompt": asked, "max_tokens": 3, **fields}
+    if path == CHAT:
+        return {"messages": [{"role": "user", "content": asked}], "max_tokens": 3, **fields}
+    return {"input": asked, "max_output_tokens": 3, **fields}
+
+
+class Client:
+    """Asks a server on a thread of this process."""
+
+    def __init__(self, http: Any) -> None:
+        self._http = http
+
+    def ask(self, path: str, *asked: str, **fields: Any) -> dict[str, Any]:
+        answer = self._http.post(path, json=body(path, *asked, **fields))
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def refused(self, path: str, *asked: str, **fields: Any) -> dict[str, Any]:
+        answer = self._http.post(path, json=body(path, *asked, **fields))
+        assert answer.status_code == 400, answer.text
+        found: dict[str, Any] = answer.json()["error"]
+        return found
+
+    def chunks(self, path: str, *asked: str, **fields: Any) -> list[dict[str, Any]]:
+        answer = self._http.post(path, json=body(path, *asked, **fields, stream=True))
+        assert answer.status_code == 200, answer.text
+        lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+        return [json.loads(line[6:]) for line in lines]
+
+    def last(self, path: str, stream: bool, *asked: str, **fields: Any) -> dict[str, Any]:
+        """The answer, or the last chunk of a stream."""
+        if not stream:
+            return self.ask(path, *asked, **fields)
+        chunk = self.chunks(path, *asked, **fields)[-1]
+        found: dict[str, Any] = chunk.get("response", chunk)
+        return found
+
+
+@contextmanager
+def served(llm: LLM) -> Iterator[Client]:
+    with LiveServer(llm, Settings(name="scripted", port=0)) as server:
+        with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as http:
+            yield Client(http)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with scripted_llm() as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def client(llm: LLM) -> Iterator[Client]:
+    with served(llm) as client:
+        yield client
+
+
+IGNORED: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "flex"},
+    CHAT: {
+        "metadata": {"a": "b"},
+        "prediction": {"type": "content", "content": "abc"},
+        "prompt_cache_key": "k",
+        "prompt_cache_options": {"mode": "explicit"},
+        "prompt_cache_retention": "24h",
+        "reasoning_effort": "high",
+        "safety_identifier": "s",
+        "service_tier": "priority",
+        "store": True,
+        "stream_options": {"include_obfuscation": True},
+        "user": "me",
+        "verbosity": "low",
+        "web_search_options": {},
+    },
+    RESPONSES: {
+        "access_programs": {"cyber": "standard"},
+        "context_management": [{"type": "compaction"}],
+        "image": {"context_compression": "auto"},
+        "include": ["reasoning.encrypted_content"],
+        "max_tool_calls": 2,
+        "reasoning": {"effort": "high", "summary": "auto", "mode": "pro"},
+        "text": {"verbosity": "high"},
+        "top_logprobs": 2,
+        "truncation": "auto",
+        "user": "me",
+    },
+}
+
+
+def names(fields: dict[str, Any]) -> list[str]:
+    """Fields, and parts of those that have parts of their own, as the server names them."""
+    parted = {"reasoning", "text", "stream_options"}
+    return sorted(
+        name
+        for field, value in fields.items()
+        for name in ([f"{field}.{part}" for part in value] if field in parted else [field])
+    )
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
+def test_fields_without_effect_are_named(client: Client, path: str) -> None:
+    fields = IGNORED[path]
+    plain = client.ask(path, temperature=0)
+    assert "ignored" not in plain["anydecode"]
+    answer = client.ask(path, temperature=0, **fields)
+    assert answer["anydecode"]["ignored"] == names(fields)
+    assert answer.get("choices") == plain.get("choices")
+    chunks = [one.get("response", one) for one in client.chunks(path, temperature=0, **fields)]
+    found = [chunk["anydecode"] for chunk in chunks if "anydecode" in chunk]
+    assert [one["ignored"] for one in found] == [names(fields)]
+
+
+@pytest.mark.parametrize(
+    "path, defaults",
+    [
+        (COMPLETIONS, {"best_of": 1, "suffix": "", "store": False, "service_tier": "auto"}),
+        (
+            CHAT,
+            {
+                "modalities": ["text"], "functions": [], "function_call": "none", "store": False,
+                "parallel_tool_calls": True, "verbosity": "medium", "metadata": {}, "tools": [],
+                "stream_options": {"include_obfuscation": False},
+            },
+        ),
+        (
+            RESPONSES,
+            {
+                "background": False, "tools": [], "tool_choice": "auto", "include": [],
+                "truncation": "disabled", "parallel_tool_calls": False, "top_logprobs": 0,
+                "text": {"verbosity": "medium", "format": {"type": "text"}},
+                "reasoning": {"effort": None, "summary": None},
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_defaults_and_nulls_ask_for_nothing(
+    client: Client, path: str, defaults: dict[str, Any]
+) -> None:
+    assert "ignored" not in client.ask(path, **defaults)["anydecode"]
+    shared = ["n", "seed", "stop", "stream", "stream_options", "temperature", "top_p", "logit_bias"]
+    ours = ["trace", "priority", "decoder", "first_finish", "segment", "resume", "top_k"]
+    given = [*shared, *ours, *defaults, *(name.partition(".")[0] for name in IGNORED[path])]
+    further = {
+        COMPLETIONS: ["echo", "logprobs", "max_tokens"],
+        CHAT: ["audio", "moderation", "logprobs", "top_logprobs", "max_completion_tokens",
+               "response_format", "tool_choice", "chat_template_kwargs"],
+        RESPONSES: ["conversation", "prompt", "previous_response_id", "moderation",
+                    "instructions"],
+    }[path]  # fmt: skip
+    nulls = dict.fromkeys([*given, *further])
+    assert "ignored" not in client.ask(path, **nulls)["anydecode"]
+    part = {"stream_options": {"include_usage": None, "include_obfuscation": None}}
+    assert "ignored" not in client.ask(path, **part)["anydecode"]
+
+
+@pytest.mark.parametrize(
+    "path, field, value",
+    [
+        (COMPLETIONS, "suffix", "the end"),
+        (CHAT, "audio", {"voice": "ash", "format": "wav"}),
+        (CHAT, "modalities", ["text", "audio"]),
+        (CHAT, "functions", [{"name": "f"}]),
+        (CHAT, "function_call", {"name": "f"}),
+        (CHAT, "moderation", {"model": "m"}),
+        (RESPONSES, "background", True),
+        (RESPONSES, "conversation", "conv_1"),
+        (RESPONSES, "previous_response_id", "resp_1"),
+        (RESPONSES, "prompt", {"id": "pmpt_1"}),
+        (RESPONSES, "tools", [{"type": "web_search"}]),
+        (RESPONSES, "tool_choice", "required"),
+    ],
+)
+def test_fields_that_change_the_answer_are_refused(
+    client: Client, path: str, field: str, value: Any
+) -> None:
+    error = client.refused(path, **{field: value})
+    assert (error["code"], error["param"]) == ("unsupported_parameter", field)
+    assert error["message"].startswith(f"{field} is not supported here: ")
+
+
+def test_the_table_of_fields_is_whole() -> None:
+    table = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
+    for request in (CompletionRequest, ChatRequest, ResponsesRequest):
+        for name in (*request.IGNORED, *request.REFUSED):
+            assert name in table or f"`.{name.rpartition('.')[2]}`" in table, name
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
+@pytest.mark.parametrize("value", [1, None])
+def test_misspelt_fields_are_refused(client: Client, path: str, value: Any) -> None:
+    for field in ("reasoning_efort", "prompt_logprobs"):
+        error = client.refused(path, **{field: value})
+        assert (error["code"], error["param"]) == ("unknown_parameter", field)
+    assert client.refused(RESPONSES, reasoning={"efort": "low"})["param"] == "reasoning.efort"
+
+
+class TemplateTokenizer(ByteTokenizer):
+    """Bytes, and a chat template in Jinja."""
+
+    def __init__(self, template: str) -> None:
+        self.chat_template = template
+
+    def render_chat(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **names: Any
+    ) -> str:
+        assert self.chat_template is not None
+        return chat.render(self.chat_template, messages, **names)
+
+
+@pytest.mark.parametrize(
+    "template, effort, rendered",
+    [
+        ("effort: {{ reasoning_effort }}", "low", "effort: low"),
+        ("thinking: {{ enable_thinking }}", "none", "thinking: False"),
+        ("thinking: {{ enable_thinking }}", "low", None),
+        ("nothing", "low", None),
+    ],
+)
+def test_the_template_is_given_the_reasoning_effort(
+    template: str, effort: str, rendered: str | None
+) -> None:
+    with LLM(ScriptedModel(seed=1), tokenizer=TemplateTokenizer(template)) as llm:
+        with served(llm) as client:
+            for path, fields in (
+                (CHAT, {"reasoning_effort": effort}),
+                (RESPONSES, {"reasoning": {"effort": effort}}),
+            ):
+                plain = client.ask(path, temperature=0)
+                answer = client.ask(path, temperature=0, **fields)
+                if rendered is None:
+                    assert answer["anydecode"]["ignored"] == names(fields)
+                    assert counts(answer["usage"])[0] == counts(plain["usage"])[0]
+                else:
+                    assert "ignored" not in answer["anydecode"]
+                    assert counts(answer["usage"])[0] == len(rendered)
+            if rendered is not None:
+                own = {"reasoning_effort": "very high", "enable_thinking": "very high"}
+                answer = client.ask(CHAT, reasoning_effort=effort, chat_template_kwargs=own)
+                assert counts(answer["usage"])[0] == len(rendered.split()[0] + " very high")
+
+
+def lists_of(choice: dict[str, Any]) -> list[list[Any]]:
+    found = choice["logprobs"]
+    return [found[name] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+@pytest.mark.parametrize("prompt", ["the cat sat", [*b"the cat sat"], LONG * 3, "a"])
+def test_echo_scores_the_prompt(client: Client, llm: LLM, prompt: Any, max_tokens: int) -> None:
+    text = prompt if isinstance(prompt, str) else bytes(prompt).decode()
+    for _ in range(2):  # the second finds the prompt in the cache
+        answer = client.ask(
+            COMPLETIONS, prompt=prompt, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0
+        )
+        [choice] = answer["choices"]
+        alone = llm.generate(text, max_tokens=max_tokens, logprobs=1)
+        tokens, values, tops, offsets = lists_of(choice)
+        scored = llm.score(text[0], text[1:]).logprobs if len(text) > 1 else []
+        assert choice["text"] == text + alone.text
+        assert choice["finish_reason"] == alone.finish_reason
+        assert values == [None, *scored, *(note.logprob for note in alone.logprobs)]
+        assert tokens[: len(text)] == list(text) and tops[0] is None
+        assert len(tokens) == len(tops) == len(offsets) == len(text) + max_tokens
+        assert offsets[: len(text)] == list(range(len(text)))
+        for token, value, top in list(zip(tokens, values, tops, strict=True))[1:]:
+            assert top[token] == value and len(top) in (1, 2)
+        assert answer["usage"]["completion_tokens"] == max_tokens
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_echo_scores_as_lm_eval_asks(client: Client, llm: LLM) -> None:
+    """A context and a continuation in one prompt: the sum over the continuation's tokens, and
+    whether each is the most probable."""
+    context = [*b"the cat"]
+    greedy = llm.generate(context, max_tokens=5, ignore_eos=True).tokens
+    prompts = [context + greedy, context + [*b" sat on"]]
+    answer = client.ask(COMPLETIONS, prompt=prompts, echo=True, logprobs=1, max_tokens=1, seed=1)
+    for choice, prompt in zip(answer["choices"], prompts, strict=True):
+        expected = llm.score(context, prompt[len(context) :])
+        tokens, values, tops, _ = lists_of(choice)
+        part = slice(len(context), -1)
+        assert sum(values[part]) == pytest.approx(expected.total)
+        best = [max(top, key=top.__getitem__) for top in tops[part]]
+        assert (best == tokens[part]) == expected.greedy
+
+
+def test_echo_with_samples_prompts_and_streams(client: Client) -> None:
+    fields: dict[str, Any] = {
+        "prompt": ["the cät sat", "ab", LONG * 3], "n": 3, "seed": 3, "max_tokens": 6,
+        "echo": True, "logprobs": 2,
+    }  # fmt: skip
+    whole = client.ask(COMPLETIONS, **fields)
+    joined = [["", [[], [], [], []]] for _ in whole["choices"]]
+    for chunk in client.chunks(COMPLETIONS, **fields):
+        for choice in chunk["choices"]:
+            found = joined[choice["index"]]
+            found[0] += choice["text"]
+            if choice["logprobs"] is not None:
+                found[1] = [a + b for a, b in zip(found[1], lists_of(choice), strict=True)]
+    assert joined == [[choice["text"], lists_of(choice)] for choice in whole["choices"]]
+    tokens, values, _, offsets = lists_of(whole["choices"][0])
+    assert tokens[5:7] == ["bytes:\\xc3", "bytes:\\xa4"]
+    assert offsets[4:9] == [4, 5, 5, 6, 7]  # the letter comes with its second byte
+    for first in range(0, 9, 3):  # the samples of one prompt
+        prompts = [lists_of(choice)[1][:10] for choice in whole["choices"][first : first + 3]]
+        length = min(10, len(fields["prompt"][first // 3].encode()))
+        assert [one[:length] for one in prompts] == [prompts[0][:length]] * 3
+        assert prompts[0][0] is None and None not in prompts[0][1:]
+
+
+def test_nothing_is_generated_for_no_tokens(client: Client) -> None:
+    for path, limit in (
+        (COMPLETIONS, "max_tokens"),
+        (CHAT, "max_tokens"),
+        (CHAT, "max_completion_tokens"),
+        (RESPONSES, "max_output_tokens"),
+    ):
+        usage = client.ask(path, **{limit: 0})["usage"]
+        assert usage.get("completion_tokens", usage.get("output_tokens")) == 0
+    whole = client.ask(COMPLETIONS, prompt="abc", max_tokens=0, echo=True, n=2, seed=1)
+    assert [choice["text"] for choice in whole["choices"]] == ["abc", "abc"]
+    assert {choice["finish_reason"] for choice in whole["choices"]} == {"length"}
+
+
+def test_best_of_answers_with_the_most_likely(client: Client, llm: LLM) -> None:
+    options: dict[str, Any] = {"seed": 5, "max_tokens": 8, "temperature": 1.0}
+    answer = client.ask(COMPLETIONS, prompt=["ab", "cd"], best_of=4, n=2, logprobs=0, **options)
+    expected, total = [], 0
+    for prompt in ("ab", "cd"):
+        samples = llm.generate(prompt, n=4, logprobs=0, **options).samples
+        total += sum(len(one.tokens) for one in samples)
+        samples.sort(key=lambda one: -sum(note.logprob for note in one.logprobs) / len(one.tokens))
+        expected += [one.text for one in samples[:2]]
+        assert len({one.text for one in samples}) == 4
+    assert [choice["text"] for choice in answer["choices"]] == expected
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == 4
+    assert answer["usage"]["completion_tokens"] == total
+    assert client.ask(COMPLETIONS, best_of=2, **options)["choices"][0]["logprobs"] is None
+    assert client.ask(COMPLETIONS, best_of=3, temperature=0)["usage"]["completion_tokens"] == 3
+    for wrong in ({"best_of": 1, "n": 2}, {"best_of": 2, "stream": True}, {"best_of": 0}):
+        assert client.refused(COMPLETIONS, **wrong)["param"] == "best_of"
+
+
+def counts(usage: dict[str, Any]) -> tuple[int, int, int]:
+    """Prompt, cached and generated tokens."""
+    if "input_tokens" in usage:
+        cached = usage["input_tokens_details"]["cached_tokens"]
+        return usage["input_tokens"], cached, usage["output_tokens"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return usage["prompt_tokens"], cached, usage["completion_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
+def test_cached_tokens_are_those_not_computed(path: str, stream: bool) -> None:
+    with scripted_llm() as llm:
+        lane = llm.engine.lanes["target"]
+        with served(llm) as client:
+            fields: dict[str, Any] = {"temperature": 0, "decoder": "autoregressive"}
+            if stream and path != RESPONSES:
+                fields["stream_options"] = {"include_usage": True}
+            found, rows = [], [0]
+            for _ in range(2):
+                found.append(counts(client.last(path, stream, LONG * 3, **fields)["usage"]))
+                rows.append(lane.num_rows)
+    prompt = found[0][0]
+    cached = (prompt - 1) // 16 * 16
+    assert found == [(prompt, 0, 3), (prompt, cached, 3)]
+    assert rows == [0, prompt + 2, 2 * (prompt + 2) - cached]
+
+
+def test_usage_counts_every_sample_and_each_prompt_once(client: Client) -> None:
+    fields: dict[str, Any] = {"n": 3, "seed": 1, "ignore_eos": True}
+    assert counts(client.ask(COMPLETIONS, prompt=["xyz", "uvwxyz"], **fields)["usage"]) == (
+        9,
+        0,
+        18,
+    )
+    one = counts(client.ask(CHAT, "what", **fields)["usage"])
+    assert one[2] == 9 and one[0] == len("user: what\nassistant: ")
+    race = client.ask(COMPLETIONS, prompt="xyz", first_finish=1, **fields)
+    assert len(race["choices"]) == 1
+    assert counts(race["usage"])[2] == 9
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("closed", [True, False])
+def test_reasoning_tokens_are_counted(closed: bool, stream: bool) -> None:
+    """The model says one text, byte by byte."""
+    reasoning = "<think>so it is"
+    said = [*(reasoning + ("</think>" + "yes" if closed else "")).encode(), EOS]
+
+    def script(path: tuple[int, ...]) -> Any:
+        logits = np.zeros(ByteTokenizer.vocab_size, np.float32)
+        logits[said[len(path) - start]] = 30.0
+        return logits
+
+    with LLM(ScriptedModel(script), tokenizer=ByteTokenizer()) as llm:
+        start = len("user: abc\nassistant: ")
+        with served(llm) as client:
+            for path, limit in ((CHAT, "max_tokens"), (RESPONSES, "max_output_tokens")):
+                fields: dict[str, Any] = {"temperature": 0, limit: 100, "decoder": "autoregressive"}
+                if stream and path == CHAT:
+                    fields["stream_options"] = {"include_usage": True}
+                usage = client.last(path, stream, **fields)["usage"]
+                kind = "completion" if path == CHAT else "output"
+                assert usage[f"{kind}_tokens"] == len(said)
+                details = usage[f"{kind}_tokens_details"]
+                assert details == {"reasoning_tokens": len(reasoning)}
