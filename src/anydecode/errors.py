@@ -27,5 +27,9 @@ class OutOfMemoryError(AnydecodeError):
     """The cache cannot hold even one sequence of this size."""
 
 
+class EngineStoppedError(AnydecodeError):
+    """A fault of the engine itself ended it; only a new `LLM`, or a new server process, goes on."""
+
+
 class ConstraintError(AnydecodeError, ValueError):
     """A constraint that is invalid, unsupported, unsatisfiable, or could not be met."""

@@ -118,13 +118,18 @@ class Engine:
             self.running.remove(job)
             self.waiting.appendleft(job)
 
-    def fail(self, error: BaseException) -> None:
-        """End everything that runs with `error`, and go on with what waits: a fault of the engine
-        itself, which cannot be laid at one job's door."""
+    def fail(self, error: BaseException, *, waiting: bool = False) -> None:
+        """End everything that runs with `error`, and with `waiting` what waits: a fault of the
+        engine itself, which cannot be laid at one job's door."""
         wait([answer for _, answer in self._flights.values() if isinstance(answer, Future)])
         self._flights.clear()
-        for job in list(self.running):
-            self._end(job, error)
+        for job in [*self.running, *(self.waiting if waiting else ())]:
+            try:
+                self._end(job, error)
+            except Exception:  # its memory may be what is at fault; the others end all the same
+                log.exception("a job could not be ended in order")
+        if waiting:
+            self.waiting.clear()
 
     def close(self) -> None:
         """Cancel everything and stop the threads."""
@@ -159,7 +164,12 @@ class Engine:
             del self.waiting[index]
             self._order.admitted(job.sequence)
             self.running.append(job)
-            job.generators = [job.decoder.decode(job.sequence)]
+            try:
+                job.generators = [job.decoder.decode(job.sequence)]
+            except Exception as error:
+                log.exception("decoder %s failed", type(job.decoder).__name__)
+                self._end(job, error)
+                continue
             self._resume(job, None)
 
     def _fits(self, job: Job) -> bool:
@@ -174,7 +184,10 @@ class Engine:
             return
         if lane.name == TARGET:
             for score, _, _ in plan.pieces:
-                score.sequence.policy.prepare()
+                try:
+                    score.sequence.policy.prepare()
+                except Exception:  # it is asked again for what it could not begin
+                    log.exception("a policy failed to prepare")
         others = any(o.waiting for o in self.lanes.values() if o is not lane) or self._flights
         if self.clock is not None:
             due = self.now + self.clock.seconds(lane, plan)
@@ -342,7 +355,10 @@ class Engine:
             self._drop(job, score)
         job.group, job.answers, job.wait = [], {}, None
         for generator in reversed(job.generators):
-            generator.close()
+            try:
+                generator.close()
+            except Exception:  # the fault is the decoder's own, and the job ends anyway
+                log.exception("decoder %s failed at its end", type(job.decoder).__name__)
         job.generators = []
         for lane in self.lanes.values():
             share_prefix(lane, job.sequence)
@@ -353,13 +369,15 @@ class Engine:
             return
         job.done = True
         job.error = error
-        self._halt(job)
-        if job in self.running:
-            self.running.remove(job)
-        if job.sequence.finish_reason is None:
-            job.sequence.finish_reason = "error" if error else "stop"
-        if job.on_finish is not None:
-            job.on_finish(job)
+        try:
+            self._halt(job)
+        finally:
+            if job in self.running:
+                self.running.remove(job)
+            if job.sequence.finish_reason is None:
+                job.sequence.finish_reason = "error" if error else "stop"
+            if job.on_finish is not None:
+                job.on_finish(job)
 
     def _make_room(self, lane: Lane, score: Score, planned: set[int]) -> bool:
         """Preempt the job that came last, or give up. A job that does not fit alone ends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ from anydecode.scoring.sequence import Sequence
 if TYPE_CHECKING:
     from anydecode.engine.llm import LLM
 
+
+log = logging.getLogger("anydecode")
 
 #: How many tokens an answer may have where nothing is said.
 DEFAULT_TOKENS = 256
@@ -319,8 +322,7 @@ class Request:
         if self._first[number] is None and self.jobs[number].sequence.tokens:
             self._first[number] = perf_counter()
         self._decide()
-        if self._news is not None:
-            self._news()
+        self._tell()
 
     def _decide(self) -> None:
         """On the engine's thread: cancel the samples that others have finished before."""
@@ -332,9 +334,17 @@ class Request:
         self._ended[number] = perf_counter()
         if self._first[number] is None:
             self._first[number] = self._ended[number]
-        self._decide()
+        try:
+            self._decide()
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
         if self._news is not None:
-            self._news()
+            try:
+                self._news()
+            except Exception:  # an event loop that has closed, say: nobody else's concern
+                log.exception("a request's callback failed")
 
     def _rules(self, number: int) -> StopRules:
         listener = self.jobs[number].sequence.listener

@@ -19,7 +19,7 @@ from anydecode.server.bodies import JsonRoute
 from anydecode.server.chat import chat
 from anydecode.server.completions import complete
 from anydecode.server.embeddings import embed
-from anydecode.server.errors import ApiError, api_error
+from anydecode.server.errors import ApiError, api_error, stopped
 from anydecode.server.gate import Gate
 from anydecode.server.logs import log
 from anydecode.server.protocol import (
@@ -56,7 +56,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         413: "The body is too large.",
         429: "Too many requests are at work; Retry-After says when to come back.",
         500: "The server made a mistake.",
-        503: "The server is shutting down.",
+        503: "The server is shutting down, or its engine has stopped.",
     }.items()
 }
 
@@ -72,11 +72,13 @@ def create_app(
     _add_figures(app, service)
     _add_page(app)
     _add_errors(app)
-    gate = Gate(app, service.settings, service.metrics, telemetry)
+    gate = Gate(app, llm.driver, service.settings, service.metrics, telemetry)
 
     @app.get("/health", responses={503: _ERRORS[503]})
     async def health() -> Response:
-        """Whether the server takes requests."""
+        """Whether the server takes requests; if not, why."""
+        if (error := llm.driver.error) is not None:
+            return JSONResponse({"status": "stopped", "reason": stopped(error)}, 503)
         status = "draining" if gate.draining else "ok"
         return JSONResponse({"status": status}, 503 if gate.draining else 200)
 

@@ -8,6 +8,7 @@ from typing import Any
 from anydecode.errors import (
     AnydecodeError,
     ConstraintError,
+    EngineStoppedError,
     InvalidRequestError,
     OutOfMemoryError,
 )
@@ -58,10 +59,18 @@ class ApiError(Exception):
         return json.dumps(self.to_dict()).encode()
 
 
+def stopped(error: EngineStoppedError) -> str:
+    """Why nothing is answered any more, without the fault's own words: the log has them."""
+    fault = type(error.__cause__).__name__
+    return f"the engine stopped ({fault}); the server's log has the details: restart the server"
+
+
 def api_error(error: BaseException) -> ApiError:
     """What a client is told about `error`. Only what it can mend is told in words."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, EngineStoppedError):
+        return ApiError(503, stopped(error), code="engine_stopped")
     if isinstance(error, UnicodeEncodeError):
         return ApiError(400, "the text holds a lone surrogate, which is no character")
     if isinstance(error, AnydecodeError):

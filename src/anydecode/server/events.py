@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.responses import Response
 
-from anydecode.server.errors import api_error
+from anydecode.server.errors import ApiError, api_error
 from anydecode.server.logs import log
 from anydecode.server.run import Run, left
 
@@ -33,15 +33,28 @@ def data(value: Any) -> bytes:
     return b"data: " + compact(value).encode() + b"\n\n"
 
 
+def failure(error: ApiError) -> bytes:
+    """An error behind the head, as completions and chat tell it."""
+    return data(error.to_dict())
+
+
 class EventStream(Response):
     """An ASGI response that sends `chunks` of `run`. When the client leaves, or reads nothing for
-    `stall` seconds, the run is cancelled. An error after the head becomes an event."""
+    `stall` seconds, the run is cancelled. An error after the head becomes what `failed` makes of
+    it."""
 
-    def __init__(self, run: Run, chunks: AsyncIterator[bytes], stall: float) -> None:
+    def __init__(
+        self,
+        run: Run,
+        chunks: AsyncIterator[bytes],
+        stall: float,
+        failed: Callable[[ApiError], bytes] = failure,
+    ) -> None:
         super().__init__(media_type="text/event-stream")
         self._run = run
         self._chunks = chunks
         self._stall = stall
+        self._failed = failed
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async with self._run:
@@ -84,7 +97,7 @@ class EventStream(Response):
             if told.status >= 500:
                 log.exception("a stream failed")
             await send(
-                {"type": "http.response.body", "body": data(told.to_dict()), "more_body": True}
+                {"type": "http.response.body", "body": self._failed(told), "more_body": True}
             )
         finally:
             timer.cancel()

@@ -12,8 +12,9 @@ from typing import Any
 
 from fastapi import HTTPException
 
+from anydecode.engine.driver import Driver
 from anydecode.server import logs
-from anydecode.server.errors import ApiError
+from anydecode.server.errors import ApiError, api_error
 from anydecode.server.metrics import Metrics
 from anydecode.server.settings import Settings
 from anydecode.server.telemetry import Telemetry
@@ -36,7 +37,8 @@ class Gate:
 
     On the loopback it answers to the loopback's names only: a page from elsewhere whose own name
     was made to point here (DNS rebinding) is refused. Under `/v1/` it asks for the API key, and for
-    a free place where something is to be computed (POST). `scope["state"]` gets the request's id
+    a free place where something is to be computed (POST); once the engine of `driver` has stopped,
+    all that is refused. `scope["state"]` gets the request's id
     and the key's namespace; what a handler leaves there as `count` is called at the end. Every
     request is counted, logged and told to `telemetry` when it ends.
     """
@@ -44,11 +46,13 @@ class Gate:
     def __init__(
         self,
         app: Any,
+        driver: Driver,
         settings: Settings,
         metrics: Metrics,
         telemetry: Telemetry | None = None,
     ) -> None:
         self.app = app
+        self.driver = driver
         self.telemetry = telemetry
         self._local = is_loopback(settings.host)
         self.settings = settings
@@ -94,6 +98,8 @@ class Gate:
             limit = self.settings.max_body
             message = f"the body is larger than {limit} bytes"
             raise ApiError(413, message, code="body_too_large")
+        if computes and (error := self.driver.error) is not None:
+            raise api_error(error)
         if computes and self.draining:
             raise ApiError(503, "the server is shutting down", headers={"retry-after": "5"})
         if computes and self.active >= self.settings.max_requests:

@@ -74,6 +74,7 @@ class EngineFigures:
 
     def __init__(self, llm: LLM) -> None:
         self._engine = llm.engine
+        self._driver = llm.driver
 
     def describe(self) -> list[Metric]:
         """Nothing ahead of time: what there is depends on the lanes."""
@@ -82,6 +83,11 @@ class EngineFigures:
     def collect(self) -> Iterator[Metric]:
         """Gauges and counters, per lane where lanes differ."""
         engine = self._engine
+        yield GaugeMetricFamily(
+            "anydecode_engine_up",
+            "1 while the engine runs, 0 once a fault of its own has stopped it.",
+            float(self._driver.error is None),
+        )
         yield GaugeMetricFamily(
             "anydecode_running_sequences", "Sequences being decoded.", len(engine.running)
         )

@@ -45,7 +45,8 @@ async def respond(service: Service, body: ResponsesRequest, http: HttpRequest) -
     run = await service.run([tokens], options, state, constrain=constrain, streamed=body.stream)
     answer = _Answer(service, body, run, text[-64:])
     if body.stream:
-        return EventStream(run, answer.events(), service.settings.stall_seconds)
+        stall = service.settings.stall_seconds
+        return EventStream(run, answer.events(), stall, answer.failed)
     async with run:
         generations = await run.finished(http.receive)
     return JSONResponse(answer.whole(generations[0]))
@@ -114,6 +115,15 @@ class _Answer:
         yield self._event("response.output_item.done", output_index=0, item=self._message(text))
         done = self._done(self.run.generations()[0], text)
         yield self._event(f"response.{done['status']}", response=done)
+
+    def failed(self, error: ApiError) -> bytes:
+        """The events of a stream that an error ends."""
+        code = error.code or "server_error"
+        told = {"code": code, "message": error.message}
+        response = {**self._response("failed", []), "error": told}
+        return self._event("error", **told, param=error.param) + self._event(
+            "response.failed", response=response
+        )
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -1,0 +1,271 @@
+"""A server whose engine stops, and the same in the Python API: nobody waits for an answer that will
+not come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from anydecode.decoders.decoder import Decoder  # noqa: E402
+from anydecode.errors import EngineStoppedError  # noqa: E402
+from anydecode.evaluation.certify import scripted_llm  # noqa: E402
+from anydecode.server.running import LiveServer  # noqa: E402
+from anydecode.server.settings import Settings  # noqa: E402
+
+WAIT = 20.0
+
+
+class Sudden(BaseException):
+    """What no `except Exception` catches."""
+
+
+FAULTS = [ZeroDivisionError("a secret of\nthe engine"), MemoryError(), Sudden("out of nowhere")]
+
+
+@pytest.fixture
+def llm() -> Iterator[Any]:
+    """At most two sequences at once, so that there are some that wait."""
+    with scripted_llm(max_running=2) as llm:
+        yield llm
+
+
+def stop_at(llm: Any, fault: BaseException, ready: Callable[[], bool]) -> None:
+    """Let `Engine.step` raise `fault` once `ready`; passes take a little, so that all can start."""
+    step = llm.engine.step
+
+    def failing() -> None:
+        time.sleep(0.005)
+        if ready():
+            raise fault
+        step()
+
+    llm.engine.step = failing
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line for line in text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_a_stopped_engine_answers_at_once(llm: Any, fault: BaseException, caplog: Any) -> None:
+    caplog.set_level(logging.CRITICAL + 1)
+    long = {"max_tokens": 2000, "ignore_eos": True}
+    chat = {"messages": [{"role": "user", "content": "abc"}]}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": "abc", "stream": True}),
+        ("/v1/responses", {"input": "abc", "stream": True}),
+        ("/v1/chat/completions", {**chat, "stream": True}),
+        ("/v1/completions", {"prompt": "abd"}),
+        ("/v1/chat/completions", chat),
+        ("/v1/responses", {"input": "abe"}),
+    ]
+    found: dict[int, Any] = {}
+    engine = llm.engine
+    stop_at(llm, fault, lambda: len(engine.running) == 2 and len(engine.waiting) >= 4)
+    with (
+        LiveServer(llm, Settings(port=0)) as server,
+        httpx.Client(base_url=server.url, timeout=WAIT, trust_env=False) as http,
+    ):
+        assert http.get("/health").json() == {"status": "ok"}
+        assert "anydecode_engine_up 1.0" in http.get("/metrics").text
+
+        def ask(index: int) -> None:
+            path, body = bodies[index]
+            found[index] = http.post(path, json={**body, **long})
+
+        asking = [threading.Thread(target=ask, args=(index,)) for index in range(len(bodies))]
+        for one in asking:
+            one.start()
+        for one in asking:
+            one.join(WAIT)
+        assert sorted(found) == [*range(len(bodies))]
+        for index in (0, 2):
+            error = events(found[index].text)[-1]["error"]
+            assert error["code"] == "engine_stopped" and error["type"] == "server_error"
+        last = events(found[1].text)
+        assert [event["type"] for event in last[-2:]] == ["error", "response.failed"]
+        assert last[-2]["code"] == "engine_stopped"
+        assert last[-1]["response"]["status"] == "failed"
+        assert last[-1]["response"]["error"]["message"] == last[-2]["message"]
+        for index in (3, 4, 5):
+            assert found[index].status_code == 503
+            assert found[index].json()["error"]["code"] == "engine_stopped"
+        for path, body in bodies:  # new ones, streams too
+            answer = http.post(path, json={**body, **long})
+            assert answer.status_code == 503
+            message = answer.json()["error"]["message"]
+            assert type(fault).__name__ in message and "\n" not in message
+            assert "secret" not in message
+        assert http.post("/v1/embeddings", json={"input": "a"}).status_code == 503
+        health = http.get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "stopped"
+        assert type(fault).__name__ in health.json()["reason"]
+        assert "anydecode_engine_up 0.0" in http.get("/metrics").text
+        assert http.get("/v1/models").status_code == 200
+    assert not engine.has_work and not llm.driver._inbox
+
+
+@pytest.mark.parametrize("fault", FAULTS[:2], ids=lambda fault: type(fault).__name__)
+def test_calls_of_a_stopped_engine_raise(llm: Any, fault: Exception, caplog: Any) -> None:
+    """Without a background thread: several callers at once, and each one after them."""
+    caplog.set_level(logging.CRITICAL + 1)
+    options = {"max_tokens": 500, "ignore_eos": True}
+    engine = llm.engine
+    stop_at(llm, fault, lambda: len(engine.running) + len(engine.waiting) >= 4)
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        with pytest.raises(EngineStoppedError, match=type(fault).__name__) as error:
+            llm.generate("abc", **options)
+        raised.append(error.value)
+
+    calling = [threading.Thread(target=call) for _ in range(4)]
+    for one in calling:
+        one.start()
+    for one in calling:
+        one.join(WAIT)
+    assert len(raised) == 4 and all(error.__cause__ is fault for error in raised)
+    with pytest.raises(EngineStoppedError):
+        llm.generate("abc", **options)
+    with pytest.raises(EngineStoppedError):
+        list(llm.stream("abc", **options))
+    with pytest.raises(EngineStoppedError):
+        llm.score("abc", "def")
+    with pytest.raises(EngineStoppedError):
+        asyncio.run(llm.agenerate("abc", **options))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_calls_of_a_stopped_engine_raise_in_asyncio(
+    llm: Any, fault: BaseException, caplog: Any
+) -> None:
+    caplog.set_level(logging.CRITICAL + 1)
+    options = {"max_tokens": 500, "ignore_eos": True}
+    engine = llm.engine
+    stop_at(llm, fault, lambda: len(engine.running) + len(engine.waiting) >= 5)
+
+    async def stream() -> None:
+        async for _ in llm.astream("abc", **options):
+            pass
+
+    async def all_calls() -> None:
+        for count in (3, 1):  # what is pending, then what is new
+            calls = [llm.agenerate("abc", **options) for _ in range(count)]
+            calls += [stream() for _ in range(2)]
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+            assert [type(one) for one in ended] == [EngineStoppedError] * len(calls)
+
+    asyncio.run(asyncio.wait_for(all_calls(), WAIT))
+
+
+def test_a_call_that_is_interrupted_stops_nothing(llm: Any) -> None:
+    step = llm.engine.step
+
+    def interrupted() -> None:
+        llm.engine.step = step
+        raise KeyboardInterrupt
+
+    expected = llm.generate("abc", max_tokens=5).text
+    llm.engine.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("abc", max_tokens=5)
+    assert llm.driver.error is None
+    assert llm.generate("abc", max_tokens=5).text == expected
+
+
+_PROGRAM = """
+from anydecode.evaluation.certify import scripted_llm
+from anydecode.server.running import serve
+from anydecode.server.settings import Settings
+llm = scripted_llm()
+step = llm.engine.step
+def failing():
+    if llm.engine.num_tokens > 50:
+        raise MemoryError
+    step()
+llm.engine.step = failing
+serve(llm, Settings(port=0))
+"""
+
+
+def test_a_process_whose_engine_stops() -> None:
+    """It says so until it is told to end, and then it ends in order."""
+    process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        url = next(
+            found[1]
+            for line in process.stderr
+            if (found := re.search(r"running on (http://[0-9.:]+)", line))
+        )
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        with httpx.Client(base_url=url, timeout=WAIT, trust_env=False) as http:
+            body = {"prompt": "abc", "max_tokens": 500, "ignore_eos": True}
+            streamed = http.post("/v1/completions", json={**body, "stream": True})
+            assert events(streamed.text)[-1]["error"]["code"] == "engine_stopped"
+            assert http.post("/v1/completions", json=body).status_code == 503
+            assert http.get("/health").status_code == 503
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+
+
+class Refuses(Decoder):
+    """Fails as it is asked for its generator."""
+
+    def decode(self, sequence: Any) -> Any:
+        raise ZeroDivisionError("a fault before the first token")
+
+
+class Clings(Decoder):
+    """Fails as its generator is closed."""
+
+    def decode(self, sequence: Any) -> Any:
+        try:
+            while True:
+                scores = yield sequence.score(sequence.unscored())
+                sequence.emit([scores.picks[-1]])
+        finally:
+            raise ZeroDivisionError("a fault at the end")
+
+
+def test_a_fault_of_one_request_stops_nothing(llm: Any, caplog: Any) -> None:
+    """Of its decoder before the beginning and after the end, of its policy, of its callback."""
+    caplog.set_level(logging.CRITICAL + 1)
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+    expected = llm.generate("abc", **options).text
+    with pytest.raises(RuntimeError, match="before the first token"):
+        llm.generate("abc", decoder=Refuses(), **options)
+    clinging = llm.stream("abc", decoder=Clings(), max_tokens=100, ignore_eos=True)
+    next(clinging)
+    clinging.close()
+
+    def fault() -> None:
+        raise ZeroDivisionError("a fault of one request")
+
+    request = llm.request("abc", **options)
+    request.jobs[0].sequence.policy.prepare = fault
+    request.notify(fault)
+    llm.start(request, background=False)
+    llm.driver.advance(lambda: request.done)
+    assert request.generation().text == expected
+    assert llm.driver.error is None and not llm.engine.has_work
+    assert llm.generate("abc", **options).text == expected
+    llm.engine.check_integrity()
