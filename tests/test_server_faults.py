@@ -4,15 +4,18 @@ not come."""
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +24,14 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+from starlette.testclient import TestClient  # noqa: E402
+
+from anydecode import catalogue  # noqa: E402
 from anydecode.decoders.decoder import Decoder  # noqa: E402
-from anydecode.errors import EngineStoppedError  # noqa: E402
+from anydecode.decoders.diffusion.learn2pd import SHIPPED  # noqa: E402
+from anydecode.errors import CheckpointError, EngineStoppedError, InvalidRequestError  # noqa: E402
 from anydecode.evaluation.certify import scripted_llm  # noqa: E402
+from anydecode.server.app import create_app  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
 
@@ -246,6 +254,38 @@ class Clings(Decoder):
             raise ZeroDivisionError("a fault at the end")
 
 
+class Misleads(Decoder):
+    """Asks for rows of what is no token."""
+
+    def __init__(self, token: Any) -> None:
+        self.token = token
+
+    def decode(self, sequence: Any) -> Any:
+        scores = yield sequence.score(sequence.unscored())
+        sequence.emit([scores.picks[-1]])
+        yield sequence.score([*sequence.unscored(), self.token])
+
+
+@pytest.mark.parametrize("token", [1 << 20, -1, "x", None])
+def test_rows_of_no_token_end_only_their_request(llm: Any, token: Any, caplog: Any) -> None:
+    """What cannot be laid out is left out of the pass that it would share with others."""
+    caplog.set_level(logging.CRITICAL + 1)
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+    expected = llm.generate("abc", **options).text
+    other = llm.request("abc", **options)
+    misled = llm.request("abc", decoder=Misleads(token), **options)
+    for request in (misled, other):
+        llm.start(request, background=False)
+    llm.driver.advance(lambda: other.done and misled.done)
+    assert other.generation().text == expected
+    with pytest.raises((InvalidRequestError, RuntimeError)):
+        misled.generation()
+    assert llm.driver.error is None and not llm.engine.has_work
+    llm.engine.check_integrity()
+    llm.clear()
+    assert all(lane.pool.num_used == 0 for lane in llm.engine.lanes.values())
+
+
 def test_a_fault_of_one_request_stops_nothing(llm: Any, caplog: Any) -> None:
     """Of its decoder before the beginning and after the end, of its policy, of its callback."""
     caplog.set_level(logging.CRITICAL + 1)
@@ -269,3 +309,113 @@ def test_a_fault_of_one_request_stops_nothing(llm: Any, caplog: Any) -> None:
     assert llm.driver.error is None and not llm.engine.has_work
     assert llm.generate("abc", **options).text == expected
     llm.engine.check_integrity()
+
+
+READS = {  # what reads, writes or looks for a file or another machine
+    "open", "os.mkdir", "os.listdir", "os.scandir", "os.rename", "os.remove", "socket.connect",
+    "socket.getaddrinfo", "subprocess.Popen",
+}  # fmt: skip
+_touched: list[str] | None = None
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if _touched is not None and event in READS:
+        _touched.append(f"{event} {arguments!r}")
+
+
+def touched(call: Callable[[], Any], name: str) -> tuple[Any, list[str]]:
+    """What `call` returns, and what it did on the way with anything called `name`."""
+    global _touched
+    if _audit not in _hooks:
+        _hooks.append(_audit)
+        sys.addaudithook(_audit)
+    _touched = []
+    try:
+        return call(), [one for one in _touched if name in one]
+    finally:
+        _touched = None
+
+
+_hooks: list[Any] = []
+
+
+def test_no_decoder_of_a_request_touches_a_file(
+    llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every parameter of every method with the name of a file: none is read, none is made."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "leak").write_text("secret\tsecret\n")
+    choices = [
+        f"{key}:{name}={value}"
+        for key, entry in sorted(catalogue.entries().items())
+        for name in inspect.signature(entry.build).parameters
+        for value in ("leak", "leak2")
+    ]
+    with TestClient(create_app(llm), base_url="http://localhost") as http:
+
+        def ask_all() -> dict[str, Any]:
+            ask = {"prompt": "a", "max_tokens": 1}
+            return {
+                choice: http.post("/v1/completions", json={**ask, "decoder": choice})
+                for choice in choices
+            }
+
+        answers, found = touched(ask_all, "leak")
+        assert found == [] and [path.name for path in tmp_path.iterdir()] == ["leak"]
+        for choice, answer in answers.items():
+            assert answer.status_code in (200, 400), (choice, answer.text)
+            assert answer.status_code == 200 or "\n" not in answer.json()["error"]["message"]
+        for choice in ("learn2pd:filter=leak", "autodeco:heads=leak", "monitors:path=leak"):
+            assert "for the server's own options" in answers[choice].text
+        for key in ("sarathi", "first-finish", "dlm-ptq", "prefix-spill", "smartspec-server"):
+            answer = http.post("/v1/completions", json={"prompt": "a", "decoder": key})
+            assert answer.status_code == 400 and "not a decoder" in answer.text
+        answer = http.post("/v1/completions", json={"prompt": "a", "decoder": "monitors"})
+        assert answer.status_code == 400 and "reads files" in answer.text
+    for option in ("decoder", "sampler", "constraint"):  # in a program too, only the kind it takes
+        with pytest.raises(InvalidRequestError, match="'prefix-spill' is a Spill, not"):
+            llm.generate("a", **{option: "prefix-spill:where=leak2"})
+    assert not (tmp_path / "leak2").exists()
+    assert touched(lambda: (tmp_path / "leak").read_text(), "leak")[1]  # the watch sees it
+
+
+def test_a_file_that_the_operator_names_is_read(tmp_path: Path) -> None:
+    """What is refused to requests is the operator's to say."""
+    heads = tmp_path / "heads.safetensors"
+    with scripted_llm() as llm, pytest.raises(CheckpointError, match=r"heads\.safetensors"):
+        llm.generate("a", decoder=f"autodeco:heads={heads}", temperature=1)
+    with scripted_llm(causal=False) as llm:
+        named = Settings(decoder=f"learn2pd:filter={SHIPPED},cache=none")
+        with TestClient(create_app(llm, named), base_url="http://localhost") as http:
+            ask = {"prompt": "a", "max_tokens": 4}
+            answer = http.post("/v1/completions", json=ask)
+            assert "reads files" not in answer.text and "names a file" not in answer.text
+            refused = http.post("/v1/completions", json={**ask, "decoder": named.decoder})
+            assert refused.status_code == 400 and "filter names a file" in refused.text
+
+
+def test_a_schema_fetches_nothing(llm: Any, tmp_path: Path) -> None:
+    """References out of a schema are refused, not followed."""
+    pytest.importorskip("llguidance")
+    pytest.importorskip("jsonschema_rs")
+    (tmp_path / "part.json").write_text('{"const": "secret"}')
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        web = f"http://127.0.0.1:{listening.getsockname()[1]}/part.json"
+        with TestClient(create_app(llm), base_url="http://localhost") as http:
+            for place in (web, (tmp_path / "part.json").as_uri()):
+                reference: dict[str, Any] = {"$ref": place}
+                for schema in (
+                    reference,
+                    {"type": "object", "properties": {"a": reference}, "required": ["a"]},
+                    {"type": "object", "propertyNames": {"allOf": [reference]}, "minProperties": 1},
+                    {"$schema": place, "type": "string"},
+                    {"anyOf": [{"not": reference}, {"type": "integer"}]},
+                ):
+                    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+                    ask = {"prompt": "a", "max_tokens": 4, "response_format": form}
+                    answer = http.post("/v1/completions", json=ask)
+                    assert answer.status_code == 400, (schema, answer.text)
+                    assert "secret" not in answer.text
+        with pytest.raises(BlockingIOError):
+            listening.accept()

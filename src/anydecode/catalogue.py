@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, get_args, get_type_hints
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from anydecode.errors import InvalidRequestError
 
@@ -141,16 +143,40 @@ def build(key: str, /, **parameters: Any) -> Any:
         hint = f"; did you mean {', '.join(close)}?" if close else "; see `anydecode methods`"
         raise InvalidRequestError(f"no decoding method is called {key!r}{hint}")
     method = _entries[key].build
+    kinds = _kinds(method)
     try:
         inspect.signature(method).bind(**parameters)
     except TypeError as error:
         raise InvalidRequestError(f"method {key!r}: {error}") from None
-    for name, kinds in _plain_kinds(method).items():
-        if name in parameters and not _fits(parameters[name], kinds):
-            wanted = " or ".join(_WORDS[kind] for kind in kinds)
-            told = f"{name} takes {wanted}, not {parameters[name]!r}"
-            raise InvalidRequestError(f"method {key!r}: {told}")
+    for name, value in parameters.items():
+        if not _fits(value, kinds.get(name, ())):
+            wanted = " or ".join(_WORDS.get(kind, f"a {kind.__name__}") for kind in kinds[name])
+            raise InvalidRequestError(f"method {key!r}: {name} takes {wanted}, not {value!r}")
     return method(**parameters)
+
+
+def kind_of(key: str) -> type | None:
+    """The class of what `key` builds, as far as can be told without building it."""
+    method = entries()[key].build if key in entries() else None
+    kind = method if inspect.isclass(method) else _hints(method).get("return")
+    return kind if isinstance(kind, type) else None
+
+
+def text_parameters(key: str) -> frozenset[str]:
+    """The parameters of method `key` that take texts and no numbers."""
+    kinds = _kinds(entries()[key].build) if key in entries() else {}
+    numbers = {bool, int, float}
+    return frozenset(
+        name
+        for name, found in kinds.items()
+        if {str, Path} & set(found) and not numbers & set(found)
+    )
+
+
+def file_parameters(key: str) -> frozenset[str]:
+    """The parameters of method `key` that name files: those whose type allows a `Path`."""
+    kinds = _kinds(entries()[key].build) if key in entries() else {}
+    return frozenset(name for name, found in kinds.items() if Path in found)
 
 
 _WORDS = {
@@ -158,28 +184,46 @@ _WORDS = {
     int: "a whole number",
     float: "a number",
     str: "a text",
+    Path: "a file",
     type(None): "none",
 }
 
 
 @cache
-def _plain_kinds(method: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
-    """The parameters of `method` that take nothing but plain values, and which."""
+def _hints(method: Callable[..., Any] | None) -> dict[str, Any]:
     try:
-        hints = get_type_hints(method.__init__ if inspect.isclass(method) else method)
+        return get_type_hints(method.__init__ if inspect.isclass(method) else method)
     except (NameError, TypeError):  # written for type checkers only, or nowhere
         return {}
-    kinds = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
-    return {name: found for name, found in kinds.items() if set(found) <= _WORDS.keys()}
+
+
+@cache
+def _kinds(method: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
+    """The parameters of `method` and the classes of what they take, where `isinstance` can tell."""
+    found = {}
+    for name, hint in _hints(method).items():
+        kinds = (hint,) if get_origin(hint) not in (Union, UnionType) else get_args(hint)
+        classes = tuple(get_origin(kind) or kind for kind in kinds)
+        if not any(_is_open(kind) for kind in classes):
+            found[name] = classes
+    return found
+
+
+def _is_open(kind: Any) -> bool:
+    """Whether `isinstance` cannot tell what belongs to `kind`."""
+    return kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False)
 
 
 def _fits(value: object, kinds: tuple[type, ...]) -> bool:
-    """Texts may be written as numbers, numbers as whole ones; not-a-number is no number."""
+    """Numbers may be written as whole ones; not-a-number is no number. Objects of
+    other classes than a parameter names are taken on trust."""
+    if not kinds:
+        return True
     if isinstance(value, bool):
-        return bool({bool, str} & set(kinds))
+        return bool in kinds
     if isinstance(value, (int, float)):
         whole = isinstance(value, int)
-        return value == value and bool({float, str, *([int] if whole else [])} & set(kinds))
+        return value == value and bool({float, *([int] if whole else [])} & set(kinds))
     return any(isinstance(value, kind) for kind in kinds) or not isinstance(
-        value, (str, type(None))
+        value, (str, type(None), list, dict)
     )

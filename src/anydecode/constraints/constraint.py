@@ -180,10 +180,12 @@ class Watch(Protocol):
 class Constraint(ABC):
     """A reusable, unchanging description of the texts that are allowed. `tries` is how many wrong
     values an answer may have before it is an error; with `close` an answer that meets the token
-    limit is brought to an end within it."""
+    limit is brought to an end within it. `reads_files`: it reads files of the machine as it works,
+    so that no request to a server may ask for it."""
 
     tries: int = 32
     close: bool = False
+    reads_files: bool = False
 
     def of_prompt(self, prompt: str) -> Constraint:
         """This constraint for an answer to `prompt`; the same where the prompt does not matter."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -58,8 +59,13 @@ class Monitor(Constraint):
     """`code` is what stands before the answer: the prompt, where nothing else is said. `path` is
     the file it belongs to, for imports from its neighbours. `completions` replaces jedi."""
 
+    reads_files = True
+
     def __init__(
-        self, code: str = "", path: str | None = None, completions: Completions | None = None
+        self,
+        code: str = "",
+        path: str | Path | None = None,
+        completions: Completions | None = None,
     ) -> None:
         self.code = code
         self.path = path
@@ -215,7 +221,7 @@ def _words(tokenizer: Tokenizer, size: int) -> _Words:
     return _known[own]
 
 
-def jedi_completions(path: str | None = None) -> Completions:
+def jedi_completions(path: str | Path | None = None) -> Completions:
     """Names by static analysis, with and without the brackets closed that are open. Code is read,
     never run. Raises `ConstraintError` where jedi is not installed."""
     try:

@@ -117,7 +117,7 @@ def _name(schemas: Sequence[Any]) -> str | None:
     import jsonschema_rs
 
     try:
-        validator = jsonschema_rs.validator_for({"allOf": list(schemas)})
+        validator = jsonschema_rs.validator_for({"allOf": list(schemas)}, offline=True)
         names = islice(_candidates(schemas), _MOST_NAMES)
         return next((name for name in names if validator.is_valid(name)), None)
     except (ConstraintError, ValueError):  # patterns that one of the two does not read

@@ -130,7 +130,7 @@ class PostTraining(WeightFormat):
         ),
     )
 )
-def dlm_ptq(format: str = "int4", texts: str | None = None, seed: int = 0) -> PostTraining:
+def dlm_ptq(format: str = "int4", texts: str | Path | None = None, seed: int = 0) -> PostTraining:
     """`format` is a dtype, or "int4-gptq", which is calibrated on the lines of `texts` (a file with
     a prompt, a tab and its answer per line), masked by `seed`."""
     if format not in FORMATS:

@@ -181,6 +181,7 @@ class Engine:
     def _launch(self, lane: Lane) -> None:
         plan = lane.plan(lambda score, planned: self._make_room(lane, score, planned))
         if plan is None:
+            self._end_failed(lane)
             return
         if lane.name == TARGET:
             for score, _, _ in plan.pieces:
@@ -231,8 +232,10 @@ class Engine:
         if isinstance(output, Exception):
             log.error("a pass of lane %s failed: %s", lane.name, output)
             self._lose(plan, output)
+            self._end_failed(lane)
             return
         answered = lane.commit(plan, output)
+        self._end_failed(lane)
         if lane.name == TARGET:
             for sequence in {score.sequence.root for score, _, _ in plan.pieces}:
                 sequence.num_passes += plan.num_passes
@@ -264,6 +267,15 @@ class Engine:
         for job in list(self.running):
             if not unfilled.isdisjoint(job.sequence.contexts()):
                 self._end(job, error)
+
+    def _end_failed(self, lane: Lane) -> None:
+        """End the jobs whose scores could not be laid out; no pass of `lane` is under way."""
+        for score, error in lane.failed:
+            if (job := self._owners.get(score)) is not None:
+                if not isinstance(error, AnydecodeError):
+                    log.error("decoder %s failed", type(job.decoder).__name__, exc_info=error)
+                self._end(job, error)
+        lane.failed.clear()
 
     @staticmethod
     def _share_prompt(lane: Lane, sequence: Sequence, score: Score) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from anydecode.engine.schedule import Piece, Schedule
+from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import Choice, Output, Rows, Want
 from anydecode.memory.pool import Pool, PoolFull
 from anydecode.memory.prefix import PrefixCache
@@ -70,6 +71,7 @@ class Lane:
         self.prefixes = PrefixCache(pool)
         self.schedule = schedule
         self.waiting: list[Score] = []
+        self.failed: list[tuple[Score, Exception]] = []  # by their own fault, and why
         self.num_passes = 0
         self.num_rows = 0
         self.seconds = 0.0
@@ -90,19 +92,24 @@ class Lane:
     def plan(self, make_room: Callable[[Score, set[int]], bool]) -> Plan | None:
         """Reserve slots and lay out the rows of the next pass. When memory is short,
         `make_room(score, planned)` is asked to free some without touching the sequences `planned`
-        (ids); where it cannot, the score waits."""
+        (ids); where it cannot, the score waits. A score that cannot be laid out goes to `failed`,
+        and the others run without it."""
         pieces = list(self.schedule.pieces(self.waiting))
-        builder = _Builder(pieces, self.model.spec.hidden_size)
+        builder = _Builder(pieces, self.model.spec.hidden_size, self.model.spec.vocab_size)
         planned: set[int] = set()
         stuck: set[int] = set()
         for piece in pieces:
             score, span, count = piece
             if id(score) in stuck or score not in self.waiting:
                 continue
-            if self._reserve(score, span, count, make_room, planned):
+            if not self._reserve(score, span, count, make_room, planned):
+                stuck.add(id(score))
+                continue
+            planned.add(score.sequence.root.id)
+            try:
                 builder.add(piece)
-                planned.add(score.sequence.root.id)
-            else:
+            except Exception as error:
+                self.failed.append((score, error))
                 stuck.add(id(score))
         plan = builder.finish()
         self.prefixes.busy = plan is not None
@@ -198,6 +205,9 @@ class Lane:
             except PoolFull:
                 if not make_room(score, planned):
                     return False
+            except Exception as error:
+                self.failed.append((score, error))
+                return False
 
     def _keep(self, span: Span, logits: np.ndarray, taps: dict[int, torch.Tensor]) -> None:
         part = self._parts.setdefault(span, Partly())
@@ -241,7 +251,8 @@ def _join(rows: list[torch.Tensor]) -> torch.Tensor:
 class _Builder:
     """Lays out the rows of a pass, span by span."""
 
-    def __init__(self, pieces: list[Piece], hidden_size: int) -> None:
+    def __init__(self, pieces: list[Piece], hidden_size: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         capacity = sum(count for _, _, count in pieces)
         fields = np.empty((9, capacity), np.int32)
         fed = any(span.inputs is not None for _, span, _ in pieces)
@@ -273,20 +284,27 @@ class _Builder:
         self._tapped: dict[int, dict[int, slice]] = {}
 
     def add(self, piece: Piece) -> None:
-        """Append the next rows of a span whose slots have just been reserved."""
+        """Append the next rows of a span whose slots have just been reserved. If it raises, nothing
+        has been appended."""
         score, span, count = piece
         offset, index = self._num_rows, len(self._pieces)
         span.fill(self._rows, offset, count)
+        tokens = self._rows.tokens[offset : offset + count]
+        if span.inputs is None and tokens.view(np.uint32).max() >= self._vocab_size:  # or below 0
+            wrong = next(token for token in tokens if not 0 <= token < self._vocab_size)
+            size = self._vocab_size
+            raise InvalidRequestError(f"token {wrong} is not in the vocabulary of {size}")
+        done = span.done
+        wanted = [row for row in span.answers if done <= row < done + count]
+        choices = score.choices(span, wanted, len(self._logits)) if span.logits and wanted else []
         if self._rows.adapters is not None:
             self._rows.adapters[offset : offset + count] = score.sequence.adapter
         if self._rows.parallel is not None:
             self._rows.parallel[offset : offset + count] = span.parallel
-        done = span.done
-        wanted = [row for row in span.answers if done <= row < done + count]
         shifted = [offset + row - done for row in wanted]
         self._answered.append(len(self._logits))
-        if span.logits and wanted:
-            self._choices += score.choices(span, wanted, len(self._logits))
+        if span.logits:
+            self._choices += choices
             self._logits += shifted
         for layer in span.taps:
             if not (span.is_partial and layer == span.stop):

@@ -342,7 +342,10 @@ class LLM:
         if isinstance(sampling.get("stop"), str):
             sampling["stop"] = [sampling["stop"]]
         if "banned_words" in sampling:
-            sampling["banned_words"] = self._word_tokens(sampling["banned_words"])
+            words = sampling["banned_words"]
+            if not isinstance(words, Seq) or isinstance(words, str):
+                raise InvalidRequestError(f"banned_words must be a list of words, not {words!r}")
+            sampling["banned_words"] = self._word_tokens(words)
         return Request(
             self,
             self.encode(prompt),

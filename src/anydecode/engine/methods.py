@@ -4,7 +4,7 @@ of the catalogue, or "key:name=value,name=value"."""
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,12 +41,11 @@ class Methods:
             return choice
         found = self._decoders.pop((choice, namespace), None)
         if found is None:
-            built = _built(choice)
-            if isinstance(built, Sampler | Constraint):
-                return built
+            built: Decoder | Sampler | Constraint = _built(
+                choice, "a decoder", Decoder, Sampler, Constraint
+            )
             if not isinstance(built, Decoder):
-                key = choice.partition(":")[0]
-                raise InvalidRequestError(f"{key!r} is a {type(built).__name__}, not a decoder")
+                return built
             found = built if self.drafting is None else self.drafting.over(built)
         self._decoders[choice, namespace] = found  # the most recently used stands last
         if len(self._decoders) > MOST_DECODERS:
@@ -91,12 +90,13 @@ class Methods:
 
 def of_kind(choice: Any, kind: type[Kind]) -> Kind:
     """`choice`, or what it names in the catalogue."""
-    built = _built(choice) if isinstance(choice, str) else choice
-    if not isinstance(built, kind):
-        name = choice.partition(":")[0] if isinstance(choice, str) else "it"
-        wanted = "a schedule" if kind is Schedule else f"of kind {kind.__name__}"
-        raise InvalidRequestError(f"{name!r} is a {type(built).__name__}, not {wanted}")
-    return built
+    wanted = "a schedule" if kind is Schedule else f"of kind {kind.__name__}"
+    if isinstance(choice, str):
+        built: Kind = _built(choice, wanted, kind)
+        return built
+    if not isinstance(choice, kind):
+        raise InvalidRequestError(f"'it' is a {type(choice).__name__}, not {wanted}")
+    return choice
 
 
 def weight_format(choice: str | WeightFormat | None) -> str | WeightFormat | None:
@@ -108,20 +108,33 @@ def weight_format(choice: str | WeightFormat | None) -> str | WeightFormat | Non
     return of_kind(choice, WeightFormat)  # type: ignore[type-abstract]
 
 
-def _built(choice: str) -> Any:
+def _built(choice: str, wanted: str, *kinds: type) -> Any:
+    """What `choice` names, if it is of one of `kinds`. Another kind is refused before it is built,
+    for building may open files, and after it where only that tells."""
     key, _, rest = choice.partition(":")
-    return catalogue.build(key, **_parameters(rest))
+    given = parameters(rest, catalogue.text_parameters(key))
+    declared = catalogue.kind_of(key)
+    if declared is not None and not any(
+        issubclass(declared, kind) or issubclass(kind, declared) for kind in kinds
+    ):
+        raise InvalidRequestError(f"{key!r} is a {declared.__name__}, not {wanted}")
+    built = catalogue.build(key, **given)
+    if not isinstance(built, kinds):
+        raise InvalidRequestError(f"{key!r} is a {type(built).__name__}, not {wanted}")
+    return built
 
 
-def _parameters(text: str) -> dict[str, Any]:
-    """`size=5,name=abc` as keyword arguments; numbers and true/false are read as such."""
+def parameters(text: str, texts: Collection[str] = ()) -> dict[str, Any]:
+    """`size=5,name=abc` as keyword arguments; numbers, true/false and null are read as such, of the
+    names in `texts` null alone."""
     found: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, equals, value = part.partition("=")
         if not equals:
             raise InvalidRequestError(f"{part!r} is no name=value")
         try:
-            found[name.strip()] = json.loads(value)
-        except ValueError:
-            found[name.strip()] = value.strip()
+            read = json.loads(value)
+        except (ValueError, RecursionError):
+            read = value.strip()
+        found[name.strip()] = value.strip() if name.strip() in texts and read is not None else read
     return found

@@ -151,7 +151,8 @@ class Request:
         """What this call works on, once it has been checked that it can."""
         segment, count = self.segment, self.params.n
         if self.first_finish is not None and self.first_finish.first > count:
-            raise InvalidRequestError(f"the first {self.first_finish.first} of {count} samples?")
+            first = self.first_finish.first
+            raise InvalidRequestError(f"first_finish is {first}, but there are {count} samples")
         if segment.tokens or segment.resume is not None:
             exact = (
                 getattr(decoder, "card", None) is None or decoder.card.exactness == "token-exact"

@@ -194,7 +194,7 @@ def default_heads() -> Heads:
         ),
     )
 )
-def autodeco(heads: str | Heads | None = None) -> Sampler:
+def autodeco(heads: str | Path | Heads | None = None) -> Sampler:
     """`heads`: a safetensors file, or heads; by default those of the default model."""
     found = default_heads() if heads is None else heads
     if isinstance(found, str | Path):

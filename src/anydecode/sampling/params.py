@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
 
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.autodeco import AutoDeco, Heads
@@ -106,7 +110,7 @@ class SamplingParams:
                 raise InvalidRequestError(f"{name} must be {kind}, not {value!r}")
             if not low <= float(value) <= high:
                 raise InvalidRequestError(f"{name} must be {what}, not {value}")
-        for complaint in self._contradictions():
+        for complaint in chain(self._mistaken(), self._contradictions()):
             raise InvalidRequestError(complaint)
 
     def policy(
@@ -196,6 +200,27 @@ class SamplingParams:
             return Guidance(self.guidance_scale)
         return DoLa(candidate_layers(self.dola_layers, num_layers)) if self.dola_layers else None
 
+    def _mistaken(self) -> Iterator[str]:
+        """What is of another type than its field."""
+        for name in _FLAGS:
+            if not isinstance(value := getattr(self, name), bool | np.bool_):
+                yield f"{name} must be true or false, not {value!r}"
+        for name in ("stop_tokens", "dry_breakers"):
+            if not _are_ids(value := getattr(self, name)):
+                yield f"{name} must be a list of token ids, not {value!r}"
+        if not isinstance(self.dola_layers, str) and not _are_ids(self.dola_layers):
+            yield f"dola_layers must be low, high or layers, not {self.dola_layers!r}"
+        words = self.banned_words
+        if not _is_list(words) or not all(_are_ids(word) for word in words):
+            yield f"banned_words must be a list of lists of token ids, not {words!r}"
+        if not _is_list(self.stop) or not all(isinstance(text, str) for text in self.stop):
+            yield f"stop must be a list of strings that are not empty, not {self.stop!r}"
+        biases = self.logit_bias
+        if not isinstance(biases, Mapping) or not _are_ids([*biases]):
+            yield f"logit_bias must map token ids to numbers, not {biases!r}"
+        elif not all(isinstance(value, Real) for value in biases.values()):
+            yield f"logit_bias must map token ids to numbers, not {biases!r}"
+
     def _contradictions(self) -> Iterator[str]:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             yield f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})"
@@ -223,9 +248,7 @@ class SamplingParams:
             yield "guidance_scale and dola_layers cannot be combined"
         if any(not word for word in self.banned_words):
             yield "banned_words holds an empty word"
-        if isinstance(self.stop, str) or not all(
-            isinstance(text, str) and text for text in self.stop
-        ):
+        if not all(self.stop):
             yield "stop must be a list of strings that are not empty"
         for token, value in self.logit_bias.items():
             if math.isnan(value) or value == math.inf:
@@ -248,6 +271,17 @@ class SamplingParams:
                     )
 
 
+def _is_list(value: object) -> bool:
+    return isinstance(value, Collection | np.ndarray) and not isinstance(value, str | Mapping)
+
+
+def _are_ids(value: Any) -> bool:
+    return _is_list(value) and all(
+        isinstance(one, Integral) and not isinstance(one, bool) for one in value
+    )
+
+
+_FLAGS = ("top_w", "ignore_eos", "include_stop", "processed_logprobs")
 _INF = math.inf
 _SMALLEST = 5e-324  # the smallest number above 0
 _BELOW_ONE = math.nextafter(1.0, 0.0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from anydecode import catalogue
 from anydecode.engine.llm import LLM
+from anydecode.engine.methods import parameters
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.params import SamplingParams
 from anydecode.server.errors import ApiError
@@ -18,7 +19,6 @@ LARGEST = 4096
 #: What a body may set by its own name; `echo` with `logprobs` asks for `prompt_logprobs`.
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__) - {"prompt_logprobs"}
 _SHARED = ("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty")
-_NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 
 
 def engine_options(
@@ -36,7 +36,9 @@ def engine_options(
     options.update(further(body))
     if options.get("temperature") == 0 and options.get("n", 1) == 1:
         options.pop("n", None)
-    options["decoder"] = checked_decoder(body.decoder or settings.decoder or llm.default_decoder)
+    options["decoder"] = (
+        checked_decoder(body.decoder) if body.decoder else settings.decoder or llm.default_decoder
+    )
     options["adapter"] = adapter_of(body.model, llm, settings)
     options["trace"] = bool(body.trace)
     options["priority"] = body.priority or 0
@@ -101,12 +103,17 @@ def token_biases(biases: dict[str, float]) -> dict[int, float]:
 
 
 def checked_decoder(choice: str) -> str:
-    """`choice`, unless its parameters reach for files or are out of all proportion."""
-    for part in filter(None, choice.partition(":")[2].split(",")):
-        value = part.partition("=")[2].strip()
-        if "/" in value or "\\" in value or ".." in value:
-            raise ApiError(400, "a decoder's parameters may not name files", param="decoder")
-        if _NUMBER.fullmatch(value) and abs(float(value)) > LARGEST:
+    """`choice`, unless it reaches for files or its parameters are out of all proportion."""
+    key, _, rest = choice.partition(":")
+    only = "that is for the server's own options, not for requests"
+    if getattr(catalogue.kind_of(key), "reads_files", False):
+        raise ApiError(400, f"{key!r} reads files of this machine; {only}", param="decoder")
+    given = parameters(rest, catalogue.text_parameters(key))
+    if files := catalogue.file_parameters(key) & given.keys():
+        message = f"{key!r}: {min(files)} names a file; {only}"
+        raise ApiError(400, message, param="decoder")
+    for value in given.values():
+        if isinstance(value, int | float) and not abs(value) <= LARGEST:
             raise ApiError(400, f"a decoder's parameters go up to {LARGEST}", param="decoder")
     return choice
 

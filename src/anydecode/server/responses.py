@@ -35,6 +35,8 @@ async def respond(service: Service, body: ResponsesRequest, http: HttpRequest) -
     variables = effort_variables(effort, service.tokenizer.chat_template)
     text = service.tokenizer.render_chat(conversation(messages), **variables)
     wanted = (body.text or {}).get("format")
+    if not isinstance(wanted, dict | None):
+        raise ApiError(400, f"text.format is an object, not {wanted!r}", param="text")
     constrain = None
     if format_schema(wanted) is not None:
 

@@ -55,7 +55,11 @@ class Service:
     ) -> Run:
         """A run of `prompts` (text or tokens), not started. `constrain` makes the constraint."""
         resumed = options.get("resume")
-        samples = int(options.get("n", 1)) if resumed is None else len(resumed.get("samples") or ())
+        samples = options.get("n", 1) if resumed is None else resumed.get("samples")
+        if isinstance(samples, list):
+            samples = len(samples)
+        elif not isinstance(samples, int):
+            samples = 1  # refused where the request is made
         check_choices(len(prompts) * samples, self.settings)
         if resumed is not None and len(prompts) > 1:
             raise InvalidRequestError("resume goes on with one prompt")

@@ -72,6 +72,8 @@ def creditdecoding(
 ) -> Denoiser:
     """logits + `weight` log(1 + credit); each pass multiplies credits by `decay` and gives the
     favourite its probability to the `power`. Then commits confidences of `threshold`."""
+    if power < 0:
+        raise InvalidRequestError(f"power must be 0 or more, not {power}")
     if not 0 <= decay <= 1:
         raise InvalidRequestError("decay must be between 0 and 1")
     made = CreditDenoiser(

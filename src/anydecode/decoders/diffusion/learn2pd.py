@@ -132,7 +132,7 @@ class ForeseenEnd(EndOfText):
     )
 )
 def learn2pd(
-    filter: str | None = None,
+    filter: str | Path | None = None,
     threshold: float = 0.96,
     foresee_end: bool = True,
     cache: str = "none",

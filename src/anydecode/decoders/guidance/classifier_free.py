@@ -5,7 +5,7 @@ from __future__ import annotations
 from anydecode.catalogue import Card, register
 from anydecode.decoders.autoregressive import Autoregressive
 from anydecode.decoders.decoder import Decoder
-from anydecode.errors import UnsupportedCombinationError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.guidance import Guidance
 from anydecode.sampling.policy import Policy
 from anydecode.scoring.score import Decoding
@@ -37,6 +37,8 @@ class ClassifierFreeGuidance(Decoder):
         negative: list[int] | None = None,
         inner: Decoder | None = None,
     ) -> None:
+        if not all(isinstance(token, int) for token in negative or ()):
+            raise InvalidRequestError(f"negative is a list of token ids, not {negative!r}")
         self.scale = scale
         self.negative = negative
         self.inner = inner or Autoregressive()

@@ -46,6 +46,8 @@ class Beam(Decoder):
     def __init__(self, width: int = 4, penalty: float = 1.0, early: bool = False) -> None:
         if width < 1:
             raise InvalidRequestError("a beam needs a width of at least 1")
+        if not -50 <= penalty <= 50:  # beyond, lengths raised to it are no numbers
+            raise InvalidRequestError(f"penalty must be between -50 and 50, not {penalty}")
         self.width = width
         self.penalty = penalty
         self.early = early

@@ -1,0 +1,212 @@
+"""Wrong values in every field of every endpoint: a 400 that names the field in one line, never a
+500, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+
+from anydecode import catalogue  # noqa: E402
+from anydecode.decoders.diffusion.chains import ChainDenoiser  # noqa: E402
+from anydecode.decoders.diffusion.denoiser import Denoiser  # noqa: E402
+from anydecode.evaluation.certify import scripted_llm  # noqa: E402
+from anydecode.sampling.params import SamplingParams  # noqa: E402
+from anydecode.server.app import create_app  # noqa: E402
+from anydecode.server.protocol import (  # noqa: E402
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Options,
+    ResponsesRequest,
+)
+
+DIFFUSION = {Denoiser, ChainDenoiser}
+#: Parameters that make work in proportion to them, or more.
+SLOW = {"size", "depth", "width", "group"}
+JSON = {"content-type": "application/json"}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TURNS = [
+    {"role": "system", "content": "s"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+]
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+RESUME = {"seed": 1, "samples": [{"number": 0, "tokens": [97]}]}
+
+#: By endpoint: the fields it knows, the smallest body it takes, and larger ones whose every part is
+#: replaced in turn.
+ENDPOINTS: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]]]] = {
+    "/v1/completions": (
+        CompletionRequest,
+        {"prompt": "a", "max_tokens": 2},
+        [
+            {"prompt": ["a", "b"], "stop": ["x"], "logit_bias": {"97": 1}, "max_tokens": 2},
+            {"prompt": [[97], [98]], "stream_options": {"include_usage": True}, "stream": True},
+            {"prompt": [97], "response_format": FORMAT, "max_tokens": 2},
+            {"prompt": "a", "resume": RESUME, "max_tokens": 3, "seed": 1},
+        ],
+    ),
+    "/v1/chat/completions": (
+        ChatRequest,
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+        [
+            {"messages": TURNS, "max_tokens": 2},
+            {"messages": TURNS[:1], "tools": [TOOL], "max_tokens": 2,
+             "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            {"messages": TURNS[:1], "response_format": FORMAT, "max_tokens": 2},
+        ],
+    ),
+    "/v1/responses": (
+        ResponsesRequest,
+        {"input": "a", "max_output_tokens": 2},
+        [{"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
+          "text": {"format": {**FORMAT, "schema": SCHEMA}}, "max_output_tokens": 2}],
+    ),
+    "/v1/embeddings": (EmbeddingRequest, {"input": "a"}, [{"input": ["a", "b"]}]),
+}  # fmt: skip
+
+
+#: Errors that say what a field holds rather than its name.
+MEANT = {
+    "prompt": ("the prompt", "token "), "input": ("the prompt", "token "),
+    "decoder": ("decoding method",), "max_output_tokens": ("max_tokens",),
+    "max_completion_tokens": ("max_tokens",),
+}  # fmt: skip
+
+
+def nested(depth: int, opening: str, closing: str) -> str:
+    return opening * depth + "1" + closing * depth
+
+
+#: As JSON text, for `json.dumps` does not write all of them; every second one within other values.
+WRONG = [
+    "null", "true", "-1", "0", "1e400", "-1e400", "NaN", "1.5", "1" + "0" * 40, '"NaN"', '"x"',
+    '""', '"\\ud800"', '["\\ud800"]', "[null]", "[-1]", "[]", "[{}]", "{}", '"\\u0000"', "[[]]",
+    '{"\\ud800": 1}', '{"a": {"b": [1]}}', "1", nested(150, "[", "]"), nested(150, '{"a":', "}"),
+]  # fmt: skip
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, inner in items:
+        yield (*path, name)
+        if isinstance(inner, (dict, list)):
+            yield from paths(inner, (*path, name))
+
+
+def replaced(body: dict[str, Any], path: tuple[Any, ...], wrong: str) -> bytes:
+    """`body` with the JSON text `wrong` at `path`."""
+    changed: Any = copy.deepcopy(body)
+    inner = changed
+    for part in path[:-1]:
+        inner = inner[part]
+    inner[path[-1]] = "HERE"
+    return json.dumps(changed).replace('"HERE"', wrong).encode()
+
+
+def cases() -> Iterator[tuple[str, str | None, bytes]]:
+    """(endpoint, the field that an error names, body). What all ways of generating share is tried
+    at one of them."""
+    for endpoint, (model, base, bodies) in ENDPOINTS.items():
+        names = set(model.model_fields)
+        if model is CompletionRequest:
+            names |= {field.name for field in fields(SamplingParams)}
+        elif model is not EmbeddingRequest:
+            names -= set(Options.model_fields)
+        for name in sorted(names):
+            for wrong in WRONG:
+                field = None if "\\ud800" in wrong else name  # that is no JSON: it has a column
+                yield endpoint, field, replaced(base, (name,), wrong)
+        for body in bodies:
+            for path in paths(body):
+                for wrong in WRONG[::2] if len(path) > 1 else ():
+                    yield endpoint, None, replaced(body, path, wrong)
+
+
+def check(endpoint: str, body: bytes, answer: Any, field: str | None = None) -> None:
+    """An answer is 200 and whole, or an error in OpenAI's form that names the field."""
+    case = (endpoint, body[:300], answer.text[:500])
+    if answer.status_code == 200:
+        assert "internal_error" not in answer.text, case
+        if not answer.text.startswith(("data:", "event:")):
+            json.loads(answer.content, parse_constant=lambda name: pytest.fail(f"{name}: {case}"))
+        return
+    assert answer.status_code == 400 or (field == "model" and answer.status_code == 404), case
+    (error,) = answer.json().values()
+    assert set(error) == {"message", "type", "param", "code"}, case
+    assert error["message"] and "\n" not in error["message"], case
+    told = f"{error['message']} {error['param']}"
+    assert field is None or any(word in told for word in (field, *MEANT.get(field, ()))), case
+
+
+def test_wrong_values_are_refused(caplog: Any) -> None:
+    caplog.set_level(logging.CRITICAL + 1)
+    statuses = []
+    with scripted_llm(max_running=4) as llm:
+        transport = httpx.ASGITransport(create_app(llm), raise_app_exceptions=False)
+
+        async def ask_all() -> None:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+                for endpoint, field, body in cases():
+                    answer = await http.post(endpoint, content=body, headers=JSON)
+                    check(endpoint, body, answer, field)
+                    statuses.append(answer.status_code)
+                broken = [
+                    b"", b"{", b"\xff\xfe", b'{"prompt": "\xff"}', b"[]", b'"x"', b"1", b"null",
+                    b"NaN", b"{}", b"[" * 100_000, b'{"a":' * 100_000, b'{"input": "a",}',
+                    b"\xef\xbb\xbf{}", '{"prompt": "a"}'.encode("utf-16"),
+                    b'{"prompt": 1' + b"0" * 9999,
+                ]  # fmt: skip
+                for endpoint in ENDPOINTS:
+                    for body in broken:
+                        answer = await http.post(endpoint, content=body, headers=JSON)
+                        assert answer.status_code == 400
+                        check(endpoint, body, answer)
+                for path in ("/v1/models/%ff", "/v1/models/%00", "/page/%2e%2e", "/v1/none"):
+                    answer = await http.get(path)
+                    assert answer.status_code == 404 and answer.json()["error"]["message"]
+
+        asyncio.run(ask_all())
+        assert llm.driver.error is None
+        llm.engine.check_integrity()
+        assert not llm.engine.has_work
+    assert min(statuses.count(200), statuses.count(400)) > 100
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_wrong_parameters_of_decoders_are_refused(causal: bool, caplog: Any) -> None:
+    """A parameter that a decoder cannot work with costs its own request only, and is its mistake:
+    tokens that are none, numbers without end, lists, texts."""
+    caplog.set_level(logging.CRITICAL + 1)
+    built = {key: catalogue.kind_of(key) for key in catalogue.entries()}
+    keys = [key for key, kind in built.items() if (kind in DIFFUSION) != causal]
+    with scripted_llm(causal=causal) as llm:
+        transport = httpx.ASGITransport(create_app(llm), raise_app_exceptions=False)
+
+        async def ask_all() -> None:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+                for key in keys:
+                    for name in inspect.signature(catalogue.entries()[key].build).parameters:
+                        for value in ("-4000", "Infinity", "[4000]", '["x"]', "{}", "300"):
+                            if name in SLOW and value == "300":
+                                continue
+                            ask = {"prompt": "a", "max_tokens": 2, "temperature": 0}
+                            body = json.dumps({**ask, "decoder": f"{key}:{name}={value}"}).encode()
+                            answer = await http.post("/v1/completions", content=body, headers=JSON)
+                            check("/v1/completions", body, answer)
+
+        asyncio.run(ask_all())
+        assert llm.driver.error is None and not llm.engine.has_work
