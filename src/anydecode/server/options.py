@@ -144,5 +144,5 @@ def check_choices(count: int, settings: Settings) -> None:
     """Raise `InvalidRequestError` where one request asks for too many answers at once."""
     if count > settings.max_choices:
         raise InvalidRequestError(
-            f"prompts times n is {count}; this server gives {settings.max_choices} at a time"
+            f"prompts times n (or best_of) is {count}; this server allows {settings.max_choices}"
         )

@@ -41,8 +41,14 @@ class VariableInfilling(Denoiser):
         self, sequence: Sequence, canvas: Canvas, scores: Scores, rows: range | None = None
     ) -> Predictions:
         found = super().predictions(sequence, canvas, scores, rows)
-        if self.expand is not None and canvas.memory["expansions"] <= 0:
-            found.scores.logits[:, self.expand] = -np.inf
+        if self.expand is not None:
+            logits = found.scores.logits
+            if self.expand >= logits.shape[1]:
+                raise InvalidRequestError(
+                    f"expand={self.expand} is no token of this model, which has {logits.shape[1]}"
+                )
+            if canvas.memory["expansions"] <= 0:
+                logits[:, self.expand] = -np.inf
         return found
 
     def settle(
