@@ -10,7 +10,7 @@ WORKDIR /source
 COPY . .
 RUN python -m venv /opt/anydecode \
     && /opt/anydecode/bin/pip install --no-cache-dir \
-        --extra-index-url https://download.pytorch.org/whl/cpu ".[server,constraints,telemetry]"
+        --extra-index-url https://download.pytorch.org/whl/cpu ".[server,telemetry]"
 
 FROM python:3.12-slim-bookworm
 # hadolint ignore=DL3008

@@ -359,7 +359,7 @@ def test_guards_are_on_and_can_be_taken_off():
 
 
 def test_schemas_come_as_dict_text_or_model():
-    pydantic = pytest.importorskip("pydantic")
+    import pydantic
 
     class Person(pydantic.BaseModel):
         name: str

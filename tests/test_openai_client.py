@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 openai = pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
 
 from anydecode.evaluation.certify import scripted_llm  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
@@ -156,7 +154,6 @@ def test_the_decoder_is_chosen_and_traced(client: Any, llm: Any) -> None:
 
 
 def test_json_formats_hold(client: Any) -> None:
-    pytest.importorskip("llguidance")
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
@@ -180,7 +177,6 @@ def test_json_formats_hold(client: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_calls_have_arguments_that_fit(client: Any, stream: bool) -> None:
-    pytest.importorskip("llguidance")
     answer = client.chat.completions.create(
         model="scripted",
         messages=ASK,

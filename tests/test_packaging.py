@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import anydecode
 
@@ -49,16 +53,82 @@ def test_import_is_light_and_llm_is_lazy() -> None:
     assert done.stdout.split("\n")[:2] == ["False False", "True anydecode.engine.llm"]
 
 
-def test_decoding_waits_for_no_package_of_the_extras() -> None:
+def test_decoding_waits_for_no_package_it_does_not_need() -> None:
     """Each takes from tenths of a second to several; what a model does need would be seen."""
-    extras = {"fastapi", "jedi", "llguidance", "lm_eval", "pydantic", "ray", "transformers"}
+    others = {"fastapi", "jedi", "llguidance", "lm_eval", "pydantic", "ray", "transformers"}
     program = (
         "import sys; from anydecode import LLM;"
         "LLM('tiny-autoregressive', threads=1).generate('for', max_tokens=1);"
-        f"print(sorted({extras | {'tokenizers'}} & set(sys.modules)))"
+        f"print(sorted({others | {'tokenizers'}} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "['tokenizers']\n", done.stderr
+
+
+def core_distributions(repository: Path) -> set[str]:
+    """What `pip install anydecode` brings, without extras."""
+    text = (repository / "pyproject.toml").read_text(encoding="utf-8")
+    listed = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    waiting = re.findall(r'^  "(.*)",$', listed[1], re.MULTILINE)
+    found: set[str] = set()
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        name = canonicalize_name(requirement.name)
+        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        try:
+            needs = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:  # another environment's alternative
+            continue
+        found.add(name)
+        waiting += needs
+    return found
+
+
+BARE_INSTALL = """
+import json, sys, urllib.request
+from importlib.abc import MetaPathFinder
+
+HIDDEN = set(json.loads(sys.argv[1]))
+
+class Hide(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in HIDDEN:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hide())
+from anydecode import LLM, Grammar, JsonSchema
+from anydecode.server.running import LiveServer
+from anydecode.server.settings import Settings
+
+schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+          "additionalProperties": False}
+with LLM("tiny-autoregressive", threads=1) as llm:
+    answer = llm.generate("x", max_tokens=40, constraint=JsonSchema(schema)).text
+    assert type(json.loads(answer)["a"]) is bool, answer
+    llm.generate("x", max_tokens=4, constraint=Grammar('root ::= "ab"', syntax="gbnf"))
+    with LiveServer(llm, Settings(port=0)) as server:
+        body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(server.url + "/v1/completions", body, headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        print(json.load(opener.open(request))["usage"]["completion_tokens"])
+"""
+
+
+def test_constraints_and_the_server_come_with_a_bare_install(repository: Path) -> None:
+    """In a process that finds no other package than those of the core dependencies."""
+    core = core_distributions(repository)
+    assert {"torch", "starlette"} <= core and not {"pytest", "xgrammar"} & core
+    hidden = [
+        module
+        for module, owners in metadata.packages_distributions().items()
+        if not {canonicalize_name(owner) for owner in owners} & {*core, "anydecode"}
+    ]
+    program = [sys.executable, "-c", BARE_INSTALL, json.dumps(hidden)]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert done.stdout == "2\n", done.stderr
 
 
 def test_public_names_resolve() -> None:

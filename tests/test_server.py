@@ -24,8 +24,6 @@ try:  # here, because its deep modules cannot be imported within a deep stack
     import schemathesis.specs.openapi.schemas  # noqa: F401
 except ImportError:
     schemathesis = None
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
 
 from anydecode.cli.bench import run_bench  # noqa: E402
 from anydecode.decoders.decoder import Decoder  # noqa: E402

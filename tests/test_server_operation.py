@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 httpx = pytest.importorskip("httpx")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
 
 from anydecode.errors import InvalidRequestError  # noqa: E402
 from anydecode.evaluation.certify import certify_one, scripted_llm  # noqa: E402

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 httpx = pytest.importorskip("httpx")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
 
 from anydecode.evaluation.certify import scripted_llm  # noqa: E402
 from anydecode.models.scripted import ScriptedModel  # noqa: E402

@@ -19,8 +19,6 @@ from typing import Any
 import pytest
 
 httpx = pytest.importorskip("httpx")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
 
 from anydecode.engine import costs  # noqa: E402
 from anydecode.errors import InvalidRequestError  # noqa: E402

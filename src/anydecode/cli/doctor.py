@@ -18,12 +18,11 @@ from anydecode.evaluation.machine import cpu_name, memory_bytes, usable_cores
 
 OPTIONAL = (
     "transformers",
-    "llguidance",
-    "jsonschema-rs",
-    "pydantic",
-    "fastapi",
-    "uvicorn",
-    "prometheus-client",
+    "xgrammar",
+    "jedi",
+    "httptools",
+    "httpx",
+    "opentelemetry-sdk",
     "ray",
     "triton",
     "lm-eval",

@@ -107,15 +107,10 @@ def serve(
 
     Example: anydecode serve smollm2-135m-instruct --port 8000
     """
-    try:
-        from anydecode.server.running import serve as run
-        from anydecode.server.settings import Settings
-    except ImportError as error:
-        raise InvalidRequestError(
-            f"serving needs {error.name}: pip install 'anydecode[server]'"
-        ) from None
     from anydecode import LLM
     from anydecode.cli.output import status
+    from anydecode.server.running import serve as run
+    from anydecode.server.settings import Settings
 
     settings = Settings(
         name=name or known_as(model),

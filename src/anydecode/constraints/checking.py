@@ -24,12 +24,8 @@ class Validator:
     """A schema's validators: of whole answers, and of values at known places."""
 
     def __init__(self, schema: Any, size: int, resources: Mapping[str, Any] | None = None) -> None:
-        try:
-            import jsonschema_rs
-        except ImportError:
-            raise ConstraintError(
-                "this schema needs jsonschema-rs: pip install 'anydecode[constraints]'"
-            ) from None
+        import jsonschema_rs
+
         self.schema = schema
         self._options: dict[str, Any] = {
             "validate_formats": True,

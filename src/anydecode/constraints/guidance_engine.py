@@ -24,13 +24,9 @@ _LIMITS = {"max_lexer_states": 125_000, "initial_lexer_fuel": 1_000_000, "step_m
 
 
 def library() -> Any:
-    """The llguidance module. Raises `ConstraintError` where it is not installed."""
-    try:
-        import llguidance
-    except ImportError:
-        raise ConstraintError(
-            "constraints need llguidance: pip install 'anydecode[constraints]'"
-        ) from None
+    """The llguidance module, imported with the first constraint."""
+    import llguidance
+
     return llguidance
 
 
