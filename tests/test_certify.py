@@ -6,14 +6,28 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from anydecode import catalogue
 from anydecode.catalogue import Card
+from anydecode.cli import main
 from anydecode.decoders.decoder import Decoder
-from anydecode.evaluation.certify import certify, certify_one, claim, load_mechanisms
+from anydecode.errors import InvalidRequestError, MissingPackageError
+from anydecode.evaluation import certify as certify_module
+from anydecode.evaluation.certify import (
+    Certificate,
+    Check,
+    certify,
+    certify_one,
+    claim,
+    load_mechanisms,
+)
+from anydecode.evaluation.diary import Diary
+from anydecode.kernels.library import load_library
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
@@ -117,3 +131,158 @@ def test_cards_cite_their_papers() -> None:
     assert card.citation.count("@misc") == 2
     assert "title = {One Title}, year = {2012}, eprint = {1211.3711}" in card.citation
     assert all(one.citation for one in catalogue.cards() if "arXiv:" in one.paper)
+
+
+def broken(error: Exception) -> Any:
+    """A mechanism that passes one check and is then stopped by `error`."""
+
+    def mechanism() -> Iterator[Check]:
+        yield Check("first", True)
+        raise error
+
+    return mechanism
+
+
+@pytest.fixture
+def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache folder of this test alone, but for the kernels."""
+    load_library()
+    monkeypatch.setattr("anydecode.folders.default_cache", lambda: tmp_path)
+    return tmp_path / "certify"
+
+
+def certify_by_command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main.run(["certify", *arguments])
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "detail"),
+    [
+        (
+            MissingPackageError("this", "jedi", "'anydecode[monitors]'"),
+            "not run",
+            "not run: needs package jedi (pip install 'anydecode[monitors]')",
+        ),
+        (
+            ModuleNotFoundError("No module named 'foo.bar'", name="foo.bar"),
+            "not run",
+            "not run: needs package foo (pip install foo)",
+        ),
+        (ModuleNotFoundError("x", name="anydecode.gone"), "failed", "ModuleNotFoundError: x"),
+        (ZeroDivisionError(), "failed", "ZeroDivisionError"),
+        (InvalidRequestError("no\nline"), "failed", "no line"),
+    ],
+)
+def test_what_a_part_raises_is_a_check_of_that_part(
+    error: Exception, status: str, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(load_mechanisms(), "following", broken(error))
+    certificate, other = certify(["following", "autoregressive"])
+    assert certificate.status == status and not certificate.passed and other.passed
+    *before, first, last = certificate.checks
+    assert before and all(check.passed for check in before)
+    assert first == Check("first", True) and last == Check("mechanism", last.passed, detail)
+    assert certificate.to_dict()["checks"][-1]["status"] == status
+
+
+def test_a_failed_check_outweighs_one_that_was_not_run() -> None:
+    checks = [Check("a", True), Check("b", None), Check("c", False)]
+    assert [Certificate("x", "lossy", checks[:n]).status for n in range(4)] == [
+        "failed",
+        "passed",
+        "not run",
+        "failed",
+    ]
+
+
+def test_certification_goes_on_past_a_missing_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache_folder: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "jedi", None)
+    assert certify_by_command("monitors", "following") == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "not run  monitors",
+        "        names that the object does not have: not run: needs package jedi"
+        " (pip install 'anydecode[monitors]')",
+        "passed  following",
+    ]
+    assert "not run in full: monitors" in err
+    monkeypatch.setitem(load_mechanisms(), "following", broken(ZeroDivisionError()))
+    assert certify_by_command("monitors", "following", "--json") == 1
+    monitors, following = json.loads(capsys.readouterr().out)
+    assert (monitors["status"], following["status"]) == ("not run", "failed")
+    assert [one["status"] for one in monitors["checks"]][-2:] == ["passed", "not run"]
+
+
+def test_a_wrong_key_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certify_module, "certify_one", lambda *_: pytest.fail("it began"))
+    with pytest.raises(InvalidRequestError, match="nonsense"):
+        certify(["following", "nonsense"])
+
+
+KILLED = """
+import os, sys
+from anydecode.cli import main
+from anydecode.evaluation import certify
+
+whole = certify.certify_one
+
+def one(key, model=None):
+    print("tried", key, file=sys.stderr, flush=True)
+    if key == sys.argv[2]:
+        os.kill(os.getpid(), 9)
+    return whole(key, model)
+
+certify.certify_one = one
+main.run(["certify", "autoregressive", "following", "beam", "--keep", sys.argv[1]])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="kills itself by signal")
+def test_a_killed_certification_goes_on(tmp_path: Path) -> None:
+    keep = tmp_path / "kept.jsonl"
+    program = [sys.executable, "-c", KILLED, str(keep)]
+    first = subprocess.run([*program, "following"], capture_output=True, text=True)
+    assert first.returncode == -9 and first.stdout == "passed  autoregressive\n"
+    assert len(keep.read_text().splitlines()) == 2
+    second = subprocess.run([*program, "none"], capture_output=True, text=True, check=True)
+    assert second.stderr.splitlines() == ["tried following", "tried beam"]
+    assert [line.split()[-1] for line in second.stdout.splitlines()] == [
+        "autoregressive",
+        "following",
+        "beam",
+    ]
+
+
+def test_a_stopped_certification_goes_on_unasked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache_folder: Path
+) -> None:
+    tried: list[str] = []
+
+    def one(key: str, model: Any = None) -> Certificate:
+        tried.append(key)
+        if len(tried) == 3:
+            raise KeyboardInterrupt
+        return Certificate(key, "token-exact", [Check("c", key != "beam")])
+
+    monkeypatch.setattr(certify_module, "certify_one", one)
+    keys = ["autoregressive", "beam", "following"]
+    assert certify_by_command(*keys) == 1  # one failed
+    assert "stopped: 2 of 3" in capsys.readouterr().err
+    assert certify_by_command(*keys) == 1
+    assert tried[3:] == ["beam", "following"]  # what failed is tried again
+    assert capsys.readouterr().out.splitlines()[0] == "passed  autoregressive"
+    certify_by_command(*keys)
+    assert tried[5:] == keys  # a complete run leaves nothing behind
+    (log,) = cache_folder.iterdir()
+    assert len(log.read_text().splitlines()) == 1
+
+
+def test_methods_of_other_packages_are_always_tried_again(tmp_path: Path) -> None:
+    key = f"{__name__}:Careless"
+    for count in (1, 2):
+        certify([key], diary=Diary(tmp_path / "kept", {}))
+        assert len(Diary(tmp_path / "kept", {}).held) == count

@@ -16,12 +16,13 @@ from anydecode.catalogue import Card, Entry
 from anydecode.cli import main
 from anydecode.cli.certify import _drafting
 from anydecode.decoders.decoder import Decoder
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, MissingPackageError
 from anydecode.evaluation import certify_model
 from anydecode.evaluation.certify import Certificate
 from anydecode.evaluation.certify_model import STORED, Outcome, Trials, certificates, outcomes
 from anydecode.evaluation.diary import Diary
 from anydecode.evaluation.speculative_bench import Question
+from anydecode.kernels.library import load_library
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
@@ -52,6 +53,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint.save_llama(folder, network.state_dict(), shape, tokenizer)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache folder of this test alone, but for the kernels."""
+    load_library()
+    monkeypatch.setattr("anydecode.folders.default_cache", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "certify"
 
 
 class Unverified(Decoder):
@@ -182,8 +191,42 @@ def test_a_method_that_breaks_does_not_end_the_run(
     assert whole.passed and not any(check.passed for check in breaking.checks)
 
 
+def test_a_format_that_cannot_be_opened_does_not_end_the_run(model: Path) -> None:
+    trials = Trials(ASKED, tokens=4, sample=1, sample_tokens=4, dtypes=("int3", "float32"))
+    (found,) = certified(model, ["copyspec"], trials, draft=None)
+    failed = [check for check in found.checks if not check.passed]
+    assert len(failed) == 4 and all(", int3," in check.name for check in failed)
+    assert all("int3" in check.detail for check in failed)
+    assert len(found.checks) == 1 + 4 + 4
+
+
+def test_a_method_without_its_package_is_not_run(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Lacking(Decoder):
+        def decode(self, sequence: Sequence) -> Decoding:
+            yield sequence.score()
+            raise MissingPackageError("this", "jedi", "jedi")
+
+    card = Card("lacking", "speculative", paper="", exactness="token-exact")
+    monkeypatch.setitem(catalogue.entries(), "lacking", Entry(card, Lacking))
+    trials, keep = Trials(ASKED, tokens=4, sample=0), tmp_path / "kept.jsonl"
+    for _ in range(2):  # it is tried again
+        diary = Diary(keep, {})
+        found = certified(model, ["lacking", "copyspec"], trials, draft=None, diary=diary)
+        by_key = {one.key: one for one in found}
+        assert by_key["copyspec"].passed and by_key["lacking"].status == "not run"
+        assert (
+            by_key["lacking"].checks[0].detail == "not run: needs package jedi (pip install jedi)"
+        )
+    assert len(keep.read_text().splitlines()) == 1 + 2 + 1
+
+
 def test_a_stopped_run_shows_what_was_tried(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cache_folder: Path,
 ) -> None:
     def stopped(*arguments: Any, **options: Any) -> Iterator[Outcome]:
         yield from islice(outcomes(*arguments, **options), 3)
@@ -198,6 +241,13 @@ def test_a_stopped_run_shows_what_was_tried(
     out, err = capsys.readouterr()
     assert "4 prompts, 16 tokens" in out and "2 prompts, 8 tokens" in out
     assert "2 of 8: all prompts" in err and "stopped: 3 of 8 trials were made" in err
+    (log,) = cache_folder.iterdir()
+    assert len(log.read_text().splitlines()) == 1 + 3
+    monkeypatch.setattr(certify_model, "outcomes", outcomes)
+    with pytest.raises(SystemExit):
+        main.run(["certify", "copyspec", "stand", *options])
+    assert "8 of 8" in capsys.readouterr().err
+    assert len(log.read_text().splitlines()) == 1  # emptied by the run that was complete
 
 
 def test_all_methods_are_those_that_can_draft_for_any_model() -> None:

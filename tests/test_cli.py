@@ -179,12 +179,12 @@ def test_certify_exit_code_follows_the_certificates(
 
     for passed, expected in ((True, 0), (False, 1)):
         check = module.Check("claim", passed, "detail")
-        certificate = module.Certificate("some-key", "token-exact", [check])
-        monkeypatch.setattr(module, "certify", lambda keys, on_done, c=certificate: [c])
-        assert invoke("certify", "some-key", "--json") == expected
+        certificate = module.Certificate("following", "token-exact", [check])
+        monkeypatch.setattr(module, "certify_one", lambda key, model, c=certificate: c)
+        assert invoke("certify", "following", "--json") == expected
         captured = capsys.readouterr()
         assert json.loads(captured.out)[0]["passed"] is passed
-        assert ("not certified: some-key" in captured.err) is not passed
+        assert ("not certified: following" in captured.err) is not passed
 
 
 def test_doctor_tells_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,15 @@ class UnsupportedCombinationError(InvalidRequestError):
     """Parts that cannot work together."""
 
 
+class MissingPackageError(InvalidRequestError):
+    """An optional package is not installed. `install` is what to give to `pip install`."""
+
+    def __init__(self, what: str, package: str, install: str) -> None:
+        super().__init__(f"{what} needs {package}, which is not installed: pip install {install}")
+        self.package = package
+        self.install = install
+
+
 class OutOfMemoryError(AnydecodeError):
     """The cache cannot hold even one sequence of this size."""
 

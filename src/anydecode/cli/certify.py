@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import anydecode
 from anydecode.cli import options
 from anydecode.cli.output import note, print_json, progress
 
 if TYPE_CHECKING:
-    from anydecode.evaluation.certify import Certificate
+    from anydecode.evaluation.certify import Certificate, Check
     from anydecode.evaluation.certify_model import Outcome, Trials
+    from anydecode.evaluation.diary import Diary
 
 
 def certify_methods(
@@ -49,22 +54,31 @@ def certify_methods(
     ] = "as stored,bfloat16,float32",
     keep: Annotated[
         Path | None,
-        typer.Option("--keep", help="Write outcomes here as they come, and go on from there."),
+        typer.Option(
+            "--keep",
+            metavar="FILE",
+            help="Write results here as they come, and go on from there. If absent, a file of the"
+            " cache folder does that until the run is complete.",
+        ),
     ] = None,
     draft: options.Draft = "self:int4",
     threads: options.Threads = None,
 ) -> None:
-    """Run the proofs of methods; exits 1 when one does not hold.
+    """Run the proofs of methods; exits 1 when one does not hold. A check that needs a package which
+    is not installed is not run, and listed as such.
 
     With --model, answers of that model are held against its plain decoding: every prompt in
-    batches, and a sample in every format, greedy and sampled, alone and restarted at random. Every
-    method has tried the same prompts at any time, so a run may be stopped, and goes on with --keep.
+    batches, and a sample in every format, greedy and sampled, alone and restarted at random.
+
+    Results are kept as they come. A run that was stopped or killed goes on when it is started
+    again; what failed or was not run is tried again.
 
     Example: anydecode certify prompt-lookup --json
     """
-    stopped = False
+    settings: dict[str, Any] = {"anydecode": anydecode.__version__}
     if model is None:
-        certificates = _by_proof(keys or [])
+        log = _log(keep, settings)
+        certificates, stopped = _by_proof(keys or [], log, json)
     else:
         from anydecode.evaluation.certify_model import Trials
         from anydecode.evaluation.speculative_bench import questions
@@ -73,36 +87,96 @@ def certify_methods(
         asked = questions(data, limit)
         sample_tokens = sample_tokens or min(tokens, 64)
         trials = Trials(asked, tokens, batch, temperature, sample, sample_tokens, formats)
-        certificates, stopped = _on_model(keys or [], model, trials, draft, threads, keep)
+        log = _log(keep, {**settings, "model": model, "draft": draft})
+        certificates, stopped = _on_model(keys or [], model, trials, draft, threads, log)
+        if not json:
+            for certificate in certificates:
+                _show(certificate, certificate.checks)
     if json:
         print_json(certificates)
-    else:
-        for certificate in certificates:
-            print(f"{'passed' if certificate.passed else 'FAILED'}  {certificate.key}")
-            for check in certificate.checks:
-                if model is not None or not check.passed:
-                    print(f"        {check.name}: {check.detail}")
-    failed = [certificate.key for certificate in certificates if not certificate.passed]
-    if failed:
-        note(f"not certified: {', '.join(failed)}")
+    if log is not None and keep is None and not stopped:
+        log.clear()
+    _end(certificates, stopped)
+
+
+def _end(certificates: list[Certificate], stopped: bool) -> None:
+    """What did not pass, and the exit code."""
+    named = {
+        status: [one.key for one in certificates if one.status == status]
+        for status in ("not run", "failed")
+    }
+    if named["not run"]:
+        note(f"not run in full: {', '.join(named['not run'])}")
+    if named["failed"]:
+        note(f"not certified: {', '.join(named['failed'])}")
         raise typer.Exit(1)
     if stopped:
         raise KeyboardInterrupt
 
 
-def _by_proof(keys: list[str]) -> list[Certificate]:
+def _show(certificate: Certificate, checks: Iterable[Check]) -> None:
+    """One certificate, at once, with some of its checks."""
+    word = "FAILED" if certificate.status == "failed" else certificate.status
+    lines = [f"        {check.name}: {check.detail}" for check in checks]
+    print("\n".join([f"{word}  {certificate.key}", *lines]), flush=True)
+
+
+def _log(keep: Path | None, settings: dict[str, Any]) -> Diary | None:
+    """Where results are kept: the file the user named; else one of the cache folder that belongs to
+    these settings and this code, or none where that cannot be written."""
+    from anydecode.evaluation.diary import Diary
+    from anydecode.folders import default_cache
+
+    if keep is not None:
+        return Diary(keep, settings)
+    settings = {
+        **settings,
+        "code": _fingerprint(Path(anydecode.__file__).parent, ("*.py", "*.[ch]")),
+    }
+    model = settings.get("model")
+    if model is not None and Path(model).exists():
+        settings["files"] = _fingerprint(Path(model), ("*",), contents=False)
+    name = hashlib.sha256(dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    file = default_cache() / "certify" / f"{name}.jsonl"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return Diary(file, settings)
+    except OSError as error:
+        note(f"results are not kept: {error}")
+        return None
+
+
+def _fingerprint(root: Path, patterns: Iterable[str], contents: bool = True) -> str:
+    """A hash of files below `root`, or of that file; without `contents` of their size and time."""
+    digest = hashlib.sha256()
+    found = {path for pattern in patterns for path in root.rglob(pattern)} or {root}
+    for path in sorted(path for path in found if path.is_file()):
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes() if contents else str(path.stat().st_mtime_ns).encode())
+    return digest.hexdigest()[:16]
+
+
+def _by_proof(keys: list[str], log: Diary | None, json: bool) -> tuple[list[Certificate], bool]:
+    """Certificates of what was tried, and whether the user stopped it before all was."""
     from anydecode.catalogue import cards
     from anydecode.evaluation.certify import certify
 
     wanted = keys or sorted(card.key for card in cards())
+    done: list[Certificate] = []
     with progress() as bar:
         task = bar.add_task("certifying", total=len(wanted))
 
         def report(certificate: Certificate) -> None:
-            bar.update(task, description=certificate.key)
-            bar.advance(task)
+            done.append(certificate)
+            bar.update(task, description=certificate.key, advance=1)
+            if not json:
+                _show(certificate, [one for one in certificate.checks if not one.passed])
 
-        return certify(wanted, on_done=report)
+        try:
+            certify(wanted, on_done=report, diary=log)
+        except KeyboardInterrupt:
+            note(f"stopped: {len(done)} of {len(wanted)} methods were tried")
+    return done, len(done) < len(wanted)
 
 
 def _on_model(
@@ -111,22 +185,18 @@ def _on_model(
     trials: Trials,
     draft: str | None,
     threads: int | None,
-    keep: Path | None,
+    log: Diary | None,
 ) -> tuple[list[Certificate], bool]:
     """Certificates of what was tried, and whether the user stopped it before all was."""
-    from anydecode import __version__
     from anydecode.evaluation.certify_model import certificates, outcomes
-    from anydecode.evaluation.diary import Diary
 
     wanted = keys or _drafting()
-    settings = {"anydecode": __version__, "model": model, "draft": draft}
-    diary = None if keep is None else Diary(keep, settings)
     total = len(wanted) * sum(map(len, trials.batches().values()))
     found: list[Outcome] = []
     with progress() as bar:
         task = bar.add_task("certifying", total=total)
         try:
-            for one in outcomes(model, wanted, trials, draft=draft, threads=threads, diary=diary):
+            for one in outcomes(model, wanted, trials, draft=draft, threads=threads, diary=log):
                 found.append(one)
                 bar.update(task, description=one.key, advance=1)
                 if one.differ:

@@ -79,5 +79,10 @@ def progress(*, of_bytes: bool = False) -> Iterator[Progress]:
     else:
         columns += [rich_progress.MofNCompleteColumn(), rich_progress.TimeElapsedColumn()]
     console = stderr_console()
-    with rich_progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with rich_progress.Progress(
+        *columns,
+        console=console,
+        disable=not console.is_terminal,
+        redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays out of the terminal
+    ) as bar:
         yield bar

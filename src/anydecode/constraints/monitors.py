@@ -20,7 +20,7 @@ import numpy as np
 from anydecode.catalogue import Card, register
 from anydecode.constraints.constraint import Constraint, ConstraintState, Report
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
-from anydecode.errors import ConstraintError
+from anydecode.errors import ConstraintError, MissingPackageError
 from anydecode.models.tokenizer import Tokenizer
 
 #: Texts whose completions are remembered per request.
@@ -223,13 +223,13 @@ def _words(tokenizer: Tokenizer, size: int) -> _Words:
 
 def jedi_completions(path: str | Path | None = None) -> Completions:
     """Names by static analysis, with and without the brackets closed that are open. Code is read,
-    never run. Raises `ConstraintError` where jedi is not installed."""
+    never run. Raises `MissingPackageError`."""
     try:
         import jedi
         import parso
         from jedi.api.environment import InterpreterEnvironment
     except ImportError:
-        raise ConstraintError("monitors need jedi: pip install 'anydecode[monitors]'") from None
+        raise MissingPackageError("monitors", "jedi", "'anydecode[monitors]'") from None
     environment = InterpreterEnvironment()
 
     def complete(text: str) -> set[str]:

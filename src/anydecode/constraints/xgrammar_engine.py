@@ -12,7 +12,7 @@ import torch
 
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.constraints.guidance_engine import one_line
-from anydecode.errors import ConstraintError
+from anydecode.errors import ConstraintError, MissingPackageError
 from anydecode.models.tokenizer import Tokenizer
 
 
@@ -23,9 +23,7 @@ class _Compiler:
         try:
             import xgrammar
         except ImportError:
-            raise ConstraintError(
-                "engine='xgrammar' needs xgrammar: pip install xgrammar"
-            ) from None
+            raise MissingPackageError("engine='xgrammar'", "xgrammar", "xgrammar") from None
         own = min(vocab_size, tokenizer.vocab_size)
         pieces = [tokenizer.token_bytes(token) for token in range(own)]
         self.library = xgrammar

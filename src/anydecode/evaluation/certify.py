@@ -24,36 +24,57 @@ from anydecode.catalogue import Card
 from anydecode.decoders.decoder import Decoder
 from anydecode.engine.engine import Engine
 from anydecode.engine.llm import LLM
-from anydecode.errors import AnydecodeError, InvalidRequestError
+from anydecode.errors import AnydecodeError, InvalidRequestError, MissingPackageError
 from anydecode.evaluation.chi_square import follows
+from anydecode.evaluation.diary import Diary
 from anydecode.models.scripted import ByteTokenizer, FillInTokenizer, ScriptedModel
 from anydecode.sampling.sampler import Sampler
+
+PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried. `detail` says what came out."""
+    """One thing that was tried. `detail` says what came out. `passed` is None where it could not be
+    run here, and `detail` says what it needs."""
 
     name: str
-    passed: bool
+    passed: bool | None
     detail: str = ""
+
+    def __post_init__(self) -> None:
+        if self.passed is not None:  # numpy's booleans are no JSON
+            object.__setattr__(self, "passed", bool(self.passed))
+
+    @property
+    def status(self) -> str:
+        """`PASSED`, `FAILED` or `NOT_RUN`."""
+        return NOT_RUN if self.passed is None else PASSED if self.passed else FAILED
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """All checks of one method; it passes if every one of them did, and there were some."""
+    """All checks of one method. It passes if every one of them did, and there were some; it fails
+    if one failed; else some of them were not run."""
 
     key: str
     exactness: str
     checks: list[Check] = field(default_factory=list)
 
     @property
+    def status(self) -> str:
+        """`PASSED`, `FAILED` or `NOT_RUN`."""
+        found = {check.status for check in self.checks} or {FAILED}
+        return next(status for status in (FAILED, NOT_RUN, PASSED) if status in found)
+
+    @property
     def passed(self) -> bool:
-        return bool(self.checks) and all(check.passed for check in self.checks)
+        return self.status == PASSED
 
     def to_dict(self) -> dict[str, Any]:
         """The certificate as plain JSON."""
-        return {**asdict(self), "passed": self.passed}
+        checks = [{**asdict(check), "status": check.status} for check in self.checks]
+        return {**asdict(self), "checks": checks, "passed": self.passed, "status": self.status}
 
 
 #: What a card `needs` whose method works with models that fill in the middle only.
@@ -82,11 +103,11 @@ class Measure:
     margin: float
     run: Callable[[int], float]
 
-    def check(self) -> Check:
+    def checks(self) -> Iterator[Check]:
         """The loss held against the margin."""
         loss = self.run(self.samples)
         detail = f"{loss:.4g}, at most {self.margin:g} allowed, over {self.samples} samples"
-        return Check(self.name, bool(loss <= self.margin), detail)
+        yield Check(self.name, loss <= self.margin, detail)
 
 
 _measures: dict[str, list[Measure]] = {}
@@ -121,13 +142,22 @@ def certify(
     *,
     model: Any = None,
     on_done: Callable[[Certificate], None] | None = None,
+    diary: Diary | None = None,
 ) -> list[Certificate]:
     """Certify methods by key (default: the whole catalogue), or `package:Class` for a stranger's.
-    The claims are tested on scripted models; on `model` too, if one is given."""
+    The claims are tested on scripted models; on `model` too, if one is given. Certificates go into
+    `diary` as they come; our own methods that it holds as passed are not tried again."""
     chosen = list(keys) or [card.key for card in catalogue.cards()]
+    for key in chosen:
+        _find(key)  # a wrong key is refused before any work
+    held = {} if diary is None else _held(diary)
     done = []
     for key in chosen:
-        certificate = certify_one(key, model)
+        certificate = held.get(key) if _is_own(key) else None
+        if certificate is None:
+            certificate = certify_one(key, model)
+            if diary is not None:
+                diary.write(asdict(certificate))
         done.append(certificate)
         if on_done is not None:
             on_done(certificate)
@@ -135,37 +165,83 @@ def certify(
 
 
 def certify_one(key: str, model: Any = None) -> Certificate:
-    """The certificate of one method."""
+    """The certificate of one method. What a part of it raises is a check of that part."""
     card, make = _find(key)
-    checks: list[Check] = []
+    checks = list(guarded("runs", lambda: _checks(key, card, make, model)))
+    return Certificate(key, card.exactness, checks)
+
+
+def _checks(key: str, card: Card, make: Callable[[], Any], model: Any) -> Iterator[Check]:
     built = make()
+    known = load_mechanisms()
     if isinstance(built, Decoder):
-        try:
-            checks += list(claim(card, make))
-            if model is not None and FILLS_IN not in card.needs and built.draft_causal:
-                checks += list(
-                    claim(card, make, lambda: LLM(model, draft=_draft_for(built, model)))
-                )
-        except AnydecodeError as error:
-            checks.append(Check("runs", False, str(error)))
+        yield from guarded("claim", lambda: claim(card, make))
+        if model is not None and FILLS_IN not in card.needs and built.draft_causal:
+            draft = _draft_for(built, model)
+            opened = partial(LLM, model, draft=draft)
+            yield from guarded("claim on the model", lambda: claim(card, make, opened))
     if isinstance(built, Sampler):
         from anydecode.evaluation.samplers import sampler_claim
 
-        load_mechanisms()
-        try:
-            checks += list(sampler_claim(key, make))
-        except AnydecodeError as error:
-            checks.append(Check("runs", False, str(error)))
-    if key in load_mechanisms():
-        checks += list(load_mechanisms()[key]())
+        yield from guarded("claim", lambda: sampler_claim(key, make))
+    if key in known:
+        yield from guarded("mechanism", known[key])
     elif ":" not in key:
-        checks.append(Check("mechanism", False, "no mechanism test is registered"))
+        yield Check("mechanism", False, "no mechanism test is registered")
     if card.exactness == "lossy":
         measures = _measures.get(key, [])
-        checks += [one.check() for one in measures]
+        for one in measures:
+            yield from guarded(one.name, one.checks)
         if not measures and ":" not in key:
-            checks.append(Check("measure", False, "what it may lose is not registered (`measure`)"))
-    return Certificate(key, card.exactness, checks)
+            yield Check("measure", False, "what it may lose is not registered (`measure`)")
+
+
+def guarded(name: str, part: Callable[[], Iterable[Check]]) -> Iterator[Check]:
+    """The checks of one part of a certificate. An exception ends that part alone, and is a check:
+    not run where a package is missing, else failed."""
+    try:
+        yield from part()
+    except Exception as error:
+        needs = missing_package(error)
+        yield Check(name, None, needs) if needs else Check(name, False, one_line(error))
+
+
+def missing_package(error: Exception) -> str:
+    """Which package `error` asks for; empty where it is about something else."""
+    if isinstance(error, MissingPackageError):
+        package, install = error.package, error.install
+    elif isinstance(error, ModuleNotFoundError) and error.name:
+        package = install = error.name.partition(".")[0]
+    else:
+        return ""
+    own = package == "anydecode"
+    return "" if own else f"{NOT_RUN}: needs package {package} (pip install {install})"
+
+
+def one_line(error: Exception) -> str:
+    """What was raised; the class too, unless the message is meant for users."""
+    text = " ".join(str(error).split())
+    if isinstance(error, AnydecodeError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _held(diary: Diary) -> dict[str, Certificate]:
+    """The certificates in `diary` that passed."""
+    try:
+        kept = [
+            Certificate(one["key"], one["exactness"], [Check(**check) for check in one["checks"]])
+            for one in diary.held
+        ]
+    except (TypeError, KeyError):
+        raise diary.foreign() from None
+    return {one.key: one for one in kept if one.passed}
+
+
+def _is_own(key: str) -> bool:
+    """Whether the method is part of this package. Another's code may have changed meanwhile."""
+    entry = catalogue.entries().get(key)
+    return entry is not None and entry.build.__module__.partition(".")[0] == "anydecode"
 
 
 def scripted_llm(

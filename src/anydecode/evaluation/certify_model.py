@@ -11,8 +11,8 @@ find its prompts in the prefix cache. One method in turn finds the cache empty.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,13 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.engine.generation import Generation
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
-from anydecode.evaluation.certify import Certificate, Check, _Restarts
+from anydecode.evaluation.certify import (
+    Certificate,
+    Check,
+    _Restarts,
+    missing_package,
+    one_line,
+)
 from anydecode.evaluation.diary import Diary
 from anydecode.evaluation.speculative_bench import Question
 
@@ -66,6 +72,8 @@ class Outcome:
     passes: int = 0
     differ: int = 0
     detail: str = ""
+    #: Which package it needs that is not installed.
+    not_run: str = ""
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -144,17 +152,16 @@ class Bench:
 
     def outcome(self, key: str, batch: Batch) -> Outcome:
         """One batch by one method. Whatever it raises is an outcome as well."""
-        expected, llm = self.plain(batch), self.llm
+        llm = self.llm
         restarts = _Restarts(llm.engine, 3 + batch.number, RESTARTS)
         try:
+            expected = self.plain(batch)
             decoder = self._decoders.setdefault(key, catalogue.build(key))
             with restarts if batch.restarted else nullcontext():
                 answers = self._answers(batch, decoder, batch.together)
             llm.engine.check_integrity()
         except Exception as error:
-            told = " ".join(str(error).split()) or type(error).__name__
-            count = len(batch.questions)
-            return Outcome(key, batch.check, batch.asked, count, 0, differ=count, detail=told)
+            return _raised(key, batch, error)
         got = [answer.tokens for answer in answers]
         wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
         detail = f"{_parting(got, expected, wrong[0])}, batch {batch.number}" if wrong else ""
@@ -178,6 +185,14 @@ class Bench:
                 seed=11,
             )
         return found
+
+
+def _raised(key: str, batch: Batch, error: Exception) -> Outcome:
+    """The outcome of a batch that came to no answers."""
+    count, needs = len(batch.questions), missing_package(error)
+    if needs:
+        return Outcome(key, batch.check, batch.asked, count, 0, not_run=needs)
+    return Outcome(key, batch.check, batch.asked, count, 0, differ=count, detail=one_line(error))
 
 
 def _parting(got: list[list[int]], expected: list[list[int]], prompt: int) -> str:
@@ -207,20 +222,45 @@ def outcomes(
         yield from (held[place] for place in sorted(wanted & held.keys()))
         if wanted <= held.keys():
             continue
-        chosen = None if dtype == STORED else dtype
-        with LLM(model, dtype=chosen, draft=draft, threads=threads) as llm:
-            bench = Bench(llm)
-            for batch in batches:
-                for place, key in enumerate(keys):
-                    if (key, batch.check, batch.asked) in held:
-                        continue
-                    bench.plain(batch)
-                    if batch.cold and place == batch.number % len(keys):
-                        llm.clear()
-                    outcome = bench.outcome(key, batch)
-                    if diary is not None:
-                        diary.write(asdict(outcome))
-                    yield outcome
+        for outcome in _of_format(model, dtype, batches, keys, held, draft, threads):
+            if diary is not None:
+                diary.write(asdict(outcome))
+            yield outcome
+
+
+def _of_format(
+    model: Any,
+    dtype: str,
+    batches: Sequence[Batch],
+    keys: Sequence[str],
+    held: Container[tuple[str, str, str]],
+    draft: str | None,
+    threads: int | None,
+) -> Iterator[Outcome]:
+    """What is not `held` of one format. A format that the model cannot have fails by itself; a
+    model that cannot be opened as it is stored is the user's mistake, and raised."""
+    chosen = None if dtype == STORED else dtype
+    try:
+        llm = LLM(model, dtype=chosen, draft=draft, threads=threads)
+    except Exception as error:
+        if chosen is None:
+            raise
+        for batch in batches:
+            for key in keys:
+                if (key, batch.check, batch.asked) not in held:
+                    yield _raised(key, batch, error)
+        return
+    with llm:
+        bench = Bench(llm)
+        for batch in batches:
+            for place, key in enumerate(keys):
+                if (key, batch.check, batch.asked) in held:
+                    continue
+                if batch.cold and place == batch.number % len(keys):
+                    with suppress(Exception):  # which is the method's outcome
+                        bench.plain(batch)
+                    llm.clear()
+                yield bench.outcome(key, batch)
 
 
 def _held(diary: Diary | None) -> dict[tuple[str, str, str], Outcome]:
@@ -230,7 +270,7 @@ def _held(diary: Diary | None) -> dict[tuple[str, str, str], Outcome]:
         kept = [Outcome(**one) for one in diary.held]
     except TypeError:
         raise diary.foreign() from None
-    return {one.place: one for one in kept if not one.differ}
+    return {one.place: one for one in kept if not one.differ and not one.not_run}
 
 
 def certificates(found: Iterable[Outcome]) -> list[Certificate]:
@@ -246,6 +286,9 @@ def certificates(found: Iterable[Outcome]) -> list[Certificate]:
 
 def _check(name: str, tried: Sequence[Outcome]) -> Check:
     prompts, differ = sum(one.prompts for one in tried), sum(one.differ for one in tried)
+    needs = next((one.not_run for one in tried if one.not_run), "")
+    if needs and not differ:
+        return Check(name, None, needs)
     if not differ:
         tokens, passes = sum(one.tokens for one in tried), sum(one.passes for one in tried)
         return Check(name, True, f"{prompts} prompts, {tokens} tokens in {passes} passes")

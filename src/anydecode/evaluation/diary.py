@@ -15,12 +15,13 @@ class Diary:
 
     def __init__(self, file: Path, settings: dict[str, Any]) -> None:
         self.file = file
+        self.settings = settings
         self.held: list[Any] = []
         text = file.read_text("utf-8") if file.exists() else ""
         whole = text[: text.rfind("\n") + 1]  # a run that was killed may have left half a line
         lines = (whole or text).splitlines()
         if not lines:
-            file.write_text(json.dumps(settings) + "\n", "utf-8")
+            self.clear()
             return
         try:
             first, *held = [json.loads(line) for line in lines]
@@ -36,6 +37,11 @@ class Diary:
         """Keep one value, at once."""
         with self.file.open("a", encoding="utf-8") as out:
             out.write(json.dumps(value) + "\n")
+
+    def clear(self) -> None:
+        """Forget all values, and keep the settings."""
+        self.file.write_text(json.dumps(self.settings) + "\n", "utf-8")
+        self.held = []
 
     def foreign(self) -> InvalidRequestError:
         """What to raise where a line is not what the reader wrote."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, MissingPackageError
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -104,10 +104,8 @@ def from_environment(model: str) -> Telemetry | None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        raise InvalidRequestError(
-            "the environment asks for OpenTelemetry (OTEL_...), which is not installed:"
-            " pip install 'anydecode[telemetry]'"
-        ) from None
+        what, extra = "telemetry, which the environment asks for (OTEL_...),", "telemetry"
+        raise MissingPackageError(what, "OpenTelemetry", f"'anydecode[{extra}]'") from None
     name = os.environ.get("OTEL_SERVICE_NAME") or "anydecode"
     provider = TracerProvider(resource=Resource.create({"service.name": name}))
     for exporter in (chosen or "otlp").split(","):

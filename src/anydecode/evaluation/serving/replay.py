@@ -11,7 +11,7 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import MissingPackageError
 from anydecode.evaluation.serving.traces import Arrival, prompt_text
 
 
@@ -73,7 +73,7 @@ async def replay(
     try:
         import httpx
     except ImportError:
-        raise InvalidRequestError("this needs httpx: pip install 'anydecode[server]'") from None
+        raise MissingPackageError("this benchmark", "httpx", "'anydecode[server]'") from None
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     async with httpx.AsyncClient(
