@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,20 @@ from anydecode import catalogue
 from anydecode.catalogue import Card
 from anydecode.cli import main
 from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.guidance.classifier_free import ClassifierFreeGuidance
 from anydecode.errors import InvalidRequestError, MissingPackageError
 from anydecode.evaluation import certify as certify_module
 from anydecode.evaluation.certify import (
     Certificate,
     Check,
+    _measures,
     certify,
     certify_one,
     claim,
     load_mechanisms,
 )
 from anydecode.evaluation.diary import Diary
+from anydecode.evaluation.mechanisms.proofs import formula_distance
 from anydecode.kernels.library import load_library
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -93,6 +97,21 @@ def test_a_forgetful_method_is_found_out() -> None:
     checks = {check.name: check.passed for check in claim(Forgetful.card, Forgetful)}
     assert checks["batched equals alone, scripted, T=0.0"]
     assert not checks["restarted at random yields, scripted, T=0.0"]
+
+
+def test_guidance_is_certified_against_its_formula_and_is_not_token_exact() -> None:
+    card = ClassifierFreeGuidance.card
+    assert card.exactness == "lossy" and "by design" in card.summary
+    names = [check.name for check in certify_one(card.key).checks]
+    assert "distance of a probability from the formula's" in names
+    assert not any("equals plain decoding" in name for name in names)
+    claimed = replace(card, exactness="token-exact")
+    checks = {check.name: check.passed for check in claim(claimed, ClassifierFreeGuidance)}
+    assert not checks["equals plain decoding, scripted, T=0.0"]
+    assert not checks["equals plain decoding, scripted, T=0.8"]
+    (measure,) = _measures[card.key]
+    other = ClassifierFreeGuidance(2.4, list(b"no "))
+    assert formula_distance(6, other, scale=2.5) > measure.margin
 
 
 def test_a_method_without_a_mechanism_fails(monkeypatch: pytest.MonkeyPatch) -> None:

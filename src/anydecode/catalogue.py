@@ -45,10 +45,10 @@ class Card:
     """What a method is and claims. `needs`: nothing, "draft model", "trained heads", "diffusion
     model", ... `deviations`: every way in which it differs from the paper.
 
-    `exactness` is held against plain decoding of the same model. A sampling rule is "lossy": it
-    changes what is drawn on purpose. It is exact in another sense, which its certificate proves:
-    its distribution is its oracle's, and every exact decoder says under it what plain decoding
-    says under it.
+    `exactness` is held against plain decoding of the same model. A sampling rule is "lossy", and so
+    is guidance: they change the distribution by design. Their certificates test another claim:
+    the distribution is that of the rule's own definition (its oracle), and exact decoders give
+    under the rule the tokens that plain decoding gives under it.
     """
 
     key: str

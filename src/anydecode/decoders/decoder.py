@@ -31,9 +31,6 @@ class Decoder(ABC):
     reads_weights: bool = False
     #: How many samples' policies it may draw from; a method that ignores the policy says False.
     samples: bool = True
-    #: Whether it brings a policy of its own, so that plain decoding under the request's policy says
-    #: something else.
-    own_policy: bool = False
     #: The decoder whose text an exact method says: what plain decoding means for its kind of model.
     plain: str = "autoregressive"
 

@@ -276,8 +276,8 @@ def claim(
     card: Card, make: Callable[[], Decoder], open_llm: Callable[[], LLM] | None = None
 ) -> Iterator[Check]:
     """The card's exactness: equality with plain decoding where the card says token-exact (at
-    temperature 0: greedy-exact) and the policy is the request's own, a chi-square test where it
-    says distribution-exact, and equality with itself in other company everywhere."""
+    temperature 0: greedy-exact), a chi-square test where it says distribution-exact, and equality
+    with itself in other company everywhere."""
     method = make()
     causal = method.causal is not False
     where = "model" if open_llm else "scripted"
@@ -292,7 +292,7 @@ def claim(
         lambda: scripted_llm(causal=causal, fills_in=fills_in, draft_causal=method.draft_causal)
     )
     exact = {"token-exact": (0.0, 0.8), "greedy-exact": (0.0,), "distribution-exact": (0.0,)}
-    plain = () if method.own_policy else exact.get(card.exactness, ())
+    plain = exact.get(card.exactness, ())
     if where == "scripted":
         yield from distribution_claim(card, make)
     for temperature in (0.0, 0.8):

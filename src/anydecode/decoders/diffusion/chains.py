@@ -21,8 +21,6 @@ class ChainDenoiser(Denoiser):
     """Guesses up to `drafts` steps ahead: draft k is the canvas with the k best masks filled, and
     it stands if the step from draft k - 1, with that canvas's own predictions, leads to it."""
 
-    own_policy = True
-
     def __init__(
         self,
         drafts: int,

@@ -17,8 +17,9 @@ from anydecode.scoring.sequence import Sequence
         "classifier-free-guidance",
         "alignment",
         paper="Stay on topic with Classifier-Free Guidance (arXiv:2306.17806)",
-        exactness="token-exact",
-        summary="Each token is scored with and without the prompt, and the difference stretched.",
+        exactness="lossy",
+        summary="Each token is scored with and without the prompt, and the difference stretched."
+        " This changes the distribution by design; drafts under it do not change its text.",
         works_with=("constraints", "samplers", "speculation", "beams", "batches", "adapters"),
     )
 )
@@ -28,8 +29,6 @@ class ClassifierFreeGuidance(Decoder):
     The companion sees `negative`, a list of tokens, in place of the prompt; by default the last
     token of the prompt alone, as the paper does.
     """
-
-    own_policy = True
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class Prefilled(Decoder):
             raise InvalidRequestError(f"{decoder!r} does not decode behind a given context")
         self.inner = built
         self.lanes, self.translates = built.lanes, built.translates
-        self.samples, self.own_policy = built.samples, built.own_policy
+        self.samples = built.samples
 
     def prepare(self, sequence: Sequence) -> None:
         if sequence.companion_prompts or sequence.policy.taps or sequence.adapter >= 0:

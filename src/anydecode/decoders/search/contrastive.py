@@ -42,7 +42,6 @@ class ContrastiveSearch(Decoder):
     """
 
     samples = False
-    own_policy = True
 
     def __init__(self, k: int = 4, alpha: float = 0.6) -> None:
         if k < 1 or not 0 <= alpha <= 1:

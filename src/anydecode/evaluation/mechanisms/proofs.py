@@ -108,3 +108,39 @@ def guidance() -> Iterator[Check]:
         decoder = ClassifierFreeGuidance(3.0, negative)
         guided = llm.generate("ab", max_tokens=12, ignore_eos=True, decoder=decoder).tokens
         yield Check("it changes the text", guided != plain)
+        for prompt in PROMPTS:
+            sampled = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.8, "seed": 5}
+            alone, drafted = (
+                llm.generate(prompt, guidance_scale=scale, decoder=decoder, **sampled).tokens
+                for decoder in ("autoregressive", "prompt-lookup")
+            )
+            yield Check(f"{prompt!r} with drafts as well, T=0.8", alone == drafted)
+
+
+@measure(
+    "classifier-free-guidance", "distance of a probability from the formula's", samples=24,
+    margin=2e-6,
+)  # fmt: skip
+def guidance_error(samples: int) -> float:
+    """The largest difference between the probability of a sampled token and that of the formula."""
+    return formula_distance(samples, ClassifierFreeGuidance(2.5, list(b"no ")), scale=2.5)
+
+
+def formula_distance(samples: int, decoder: ClassifierFreeGuidance, scale: float) -> float:
+    """How far `decoder` is from guidance of this scale, over `samples` texts of 8 tokens."""
+    model, negative, temperature, worst = ScriptedModel(seed=9, memory=4), list(b"no "), 0.8, 0.0
+    with LLM(model, tokenizer=ByteTokenizer()) as llm:
+        for seed in range(samples):
+            prompt = PROMPTS[seed % len(PROMPTS)]
+            answer = llm.generate(
+                prompt, decoder=decoder, temperature=temperature, seed=seed, max_tokens=8,
+                ignore_eos=True, logprobs=0, processed_logprobs=True,
+            )  # fmt: skip
+            for place, found in enumerate(answer.logprobs or ()):
+                said = answer.tokens[:place]
+                with_prompt = logits_after(model, [*prompt.encode(), *said])
+                without = logits_after(model, negative + said)
+                row = without + scale * (with_prompt - without)
+                expected = log_softmax(row / temperature)[answer.tokens[place]]
+                worst = max(worst, abs(float(np.exp(found.logprob) - np.exp(expected))))
+    return worst
