@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,9 @@ import pytest
 from anydecode import LLM
 from anydecode.cli import bench, main, options
 from anydecode.cli.chat import obey
+from anydecode.cli.generate import figures
 from anydecode.cli.output import to_plain
+from anydecode.engine.generation import Generation, Stats
 from anydecode.errors import InvalidRequestError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
@@ -105,6 +108,37 @@ def test_generate_streams_the_text_that_json_gives(capsys: pytest.CaptureFixture
     assert "tokens/s" in captured.err
     invoke(*arguments[:-1], "4")
     assert capsys.readouterr().out != text + "\n"
+
+
+SPEED = re.compile(
+    r"(\d+) tokens in (\d+\.\d{3}) s: (\d+\.\d) tokens/s"
+    r" \(prompt included; first token after (\d+\.\d{3}) s\), "
+)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_the_printed_speed_is_that_of_the_tokens_and_seconds_beside_it(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [command, "--prompt", "one two one two", "--max-tokens", "32", "--seed", "1"]
+    assert invoke(*arguments) == 0
+    (found,) = SPEED.findall(capsys.readouterr().err)
+    tokens, seconds, speed, first = map(float, found)
+    assert f"{tokens / seconds:.1f}" == f"{speed:.1f}" and 0 <= first <= seconds
+    assert invoke(*arguments, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["num_tokens"] == len(told["tokens"]) == tokens
+    assert told["tokens_per_second"] == pytest.approx(told["num_tokens"] / told["seconds"])
+    assert 0 < told["time_to_first_token"] <= told["seconds"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.0004, 0.0016, 0.84149, 12.3456, 1000.0004])
+def test_the_printed_speed_can_be_recomputed_at_any_length(seconds: float) -> None:
+    stats = Stats(passes=3, num_tokens=128, num_prompt_tokens=2, seconds=seconds,
+                  time_to_first_token=seconds)  # fmt: skip
+    line = figures(Generation("", [0] * 128, "length", 1, stats, "auto"))
+    (found,) = SPEED.findall(line)
+    assert f"{float(found[0]) / float(found[1]):.1f}" == found[2]
 
 
 def test_prompt_comes_from_stdin(

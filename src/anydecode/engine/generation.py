@@ -28,9 +28,8 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens after the first, per second after the first."""
-        span = self.seconds - self.time_to_first_token
-        return (self.num_tokens - 1) / span if self.num_tokens > 1 and span > 0 else 0.0
+        """`num_tokens` / `seconds`: the time to the first token counts."""
+        return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure as plain JSON."""
@@ -76,8 +75,10 @@ class Generation:
         return {
             "text": self.text,
             "tokens": self.tokens,
+            "num_tokens": self.stats.num_tokens,
             "passes": self.stats.passes,
             "seconds": self.stats.seconds,
+            "time_to_first_token": self.stats.time_to_first_token,
             "tokens_per_second": self.stats.tokens_per_second,
             "finish_reason": self.finish_reason,
             "seed": self.seed,
