@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import anydecode
+from anydecode.kernels import library, pages
+from anydecode.memory.spill import _alive
 
 
 def build_hook_module(repository: Path) -> ModuleType:
@@ -129,6 +132,93 @@ def test_constraints_and_the_server_come_with_a_bare_install(repository: Path) -
     program = [sys.executable, "-c", BARE_INSTALL, json.dumps(hidden)]
     done = subprocess.run(program, capture_output=True, text=True)
     assert done.stdout == "2\n", done.stderr
+
+
+WITHOUT_POSIX = """
+import sys, typing
+import torch, numpy, tokenizers, rich, typer  # their own needs are not in question
+import mmap, os, select, signal
+
+GONE = {
+    os: "fork forkpty register_at_fork sysconf sched_getaffinity getloadavg getuid geteuid getgid"
+    " uname posix_fadvise pread preadv pwrite killpg getpgid setsid nice mkfifo chown O_DIRECTORY",
+    mmap: "MAP_PRIVATE MAP_SHARED MAP_ANONYMOUS MADV_HUGEPAGE PROT_READ PROT_WRITE",
+    select: "poll epoll",
+    signal: "SIGKILL SIGHUP SIGUSR1 SIGALRM SIGPIPE alarm pthread_sigmask",
+}
+for module, names in GONE.items():
+    for name in names.split():
+        if hasattr(module, name):
+            delattr(module, name)
+for name in ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog"):
+    sys.modules[name] = None
+import anydecode
+from anydecode.cli.main import run
+run(sys.argv[1:])
+"""
+
+
+def run_without_posix(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """A command in a process that lacks what Windows lacks."""
+    program = [sys.executable, "-c", WITHOUT_POSIX, *arguments]
+    return subprocess.run(program, capture_output=True, text=True, **settings)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["methods"], ["doctor"], ["serve", "--help"], ["bench", "--help"]]
+)
+def test_commands_start_without_posix(arguments: list[str]) -> None:
+    done = run_without_posix(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) > 5
+
+
+def test_a_machine_without_posix_and_compiler_decodes_with_torch_and_says_so() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "CC"}
+    asked = ["generate", "--model", "tiny-autoregressive", "--max-tokens", "4", "--json", "for"]
+    done = run_without_posix(*asked, env={**environment, "PATH": ""})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_tokens"] > 0
+    (notice,) = [line for line in done.stderr.splitlines() if "C compiler" in line]
+    assert notice.startswith("anydecode: no C compiler was found")
+    assert notice.endswith("the slower torch kernels are used")
+    refused = run_without_posix(*asked, "--backend", "native", env={**environment, "PATH": ""})
+    assert refused.returncode == 2 and "native kernels are not available" in refused.stderr
+
+
+def test_memory_is_found_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(pointer: Any) -> int:
+        status = pointer._obj
+        assert status.length == 64  # the size of a MEMORYSTATUSEX
+        status.total = 17 << 30
+        return 1
+
+    api = SimpleNamespace(kernel32=SimpleNamespace(GlobalMemoryStatusEx=answer))
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(pages.ctypes, "windll", api, raising=False)
+    assert pages.memory_bytes() == 17 << 30
+
+
+def test_memory_that_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pages.memory_bytes()
+    monkeypatch.delattr(os, "sysconf")
+    assert pages.memory_bytes() is None
+
+
+def test_no_process_is_signalled_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal ends a process there"))
+    assert not _alive(os.getpid())
+
+
+def test_kernels_that_cannot_be_loaded_are_done_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"no library")
+    monkeypatch.setattr(library, "built_library", lambda: broken)
+    with pytest.warns(UserWarning, match="could not be loaded.*slower torch kernels are used"):
+        assert library.load_library.__wrapped__() is None
 
 
 def test_public_names_resolve() -> None:

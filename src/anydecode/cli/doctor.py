@@ -14,7 +14,8 @@ from typing import Any
 from anydecode import __version__
 from anydecode.cli import options
 from anydecode.cli.output import print_json
-from anydecode.evaluation.machine import cpu_name, memory_bytes, usable_cores
+from anydecode.evaluation.machine import cpu_name, usable_cores
+from anydecode.kernels.pages import memory_bytes
 
 OPTIONAL = (
     "transformers",
@@ -42,7 +43,8 @@ def doctor(json: options.Json = False) -> None:
         print_json(found)
         return
     width = max(map(len, found))
-    found["memory"] = f"{found['memory'] / 2**30:.1f} GiB"
+    if found["memory"] is not None:
+        found["memory"] = f"{found['memory'] / 2**30:.1f} GiB"
     for name, value in found.items():
         print(f"{name.replace('_', ' '):<{width}}  {_as_line(value)}")
 

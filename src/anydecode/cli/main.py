@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -64,6 +65,8 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    if not debug:
+        warnings.formatwarning = _one_line_warning
     try:
         code = _code(app(arguments, prog_name="anydecode", standalone_mode=False))
         sys.stdout.flush()
@@ -94,6 +97,17 @@ def _code(result: object) -> int:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _one_line_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """A warning without the place in the code that gave it."""
+    return f"anydecode: {message}\n"
 
 
 def _complain(message: str, code: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from functools import cached_property
@@ -28,6 +27,7 @@ from anydecode.engine.segments import Segment
 from anydecode.engine.spilling import open_spill, stable_name
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.cache import bytes_per_position
+from anydecode.kernels.pages import memory_bytes
 from anydecode.memory.context import Context
 from anydecode.memory.pool import Pool, new_cache
 from anydecode.models.interface import Model
@@ -447,9 +447,8 @@ def _is_batch(prompt: Any) -> bool:
 
 def _default_positions(model: Model, format: str | None) -> int:
     """As many positions as a quarter of the machine's memory holds, at most 131072 and at least one
-    full sequence of up to 8192."""
+    full sequence of up to 8192. Memory that the system does not tell counts as 4 GiB."""
     per_position = bytes_per_position(new_cache(model, 1, format))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    fitting = memory // 4 // max(1, per_position)
+    fitting = (memory_bytes() or 4 << 30) // 4 // max(1, per_position)
     wanted = max(16 * 1024, 4 * model.spec.max_positions)
     return max(min(fitting, wanted, 131072), min(model.spec.max_positions, 8192))

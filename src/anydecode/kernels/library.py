@@ -160,16 +160,18 @@ def load_library() -> Library | None:
     try:
         path = built_library()
     except (RuntimeError, OSError) as error:
-        warnings.warn(f"the native kernels could not be built: {error}", stacklevel=2)
-        return None
+        return _without(f"the native kernels could not be built: {error}")
     if path is None:
-        warnings.warn(
-            "no C compiler was found, so the slower torch kernels are used "
-            "(install a compiler or the ziglang package)",
-            stacklevel=2,
-        )
-        return None
-    return Library(path, os.environ.get("ANYDECODE_VARIANT"))
+        return _without("no C compiler was found (install one, or the ziglang package)")
+    try:
+        return Library(path, os.environ.get("ANYDECODE_VARIANT"))
+    except OSError as error:
+        return _without(f"the native kernels could not be loaded: {error}")
+
+
+def _without(reason: str) -> Library | None:
+    warnings.warn(f"{reason}; the slower torch kernels are used", stacklevel=3)
+    return None
 
 
 def _row(logits: np.ndarray) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -215,6 +216,8 @@ class DiskSpill(Spill):
 
 
 def _alive(process: int) -> bool:
+    if sys.platform == "win32":  # where a signal would end it, and an open file cannot be removed
+        return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:
