@@ -16,13 +16,16 @@ from functools import lru_cache
 
 from anydecode.constraints.byte_regex import (
     EMPTY,
+    MAX_PARTS,
     Expression,
     characters,
     choice,
     literal,
+    num_copies,
     read_regex,
     repeated,
     sequence,
+    size,
 )
 from anydecode.errors import ConstraintError
 
@@ -35,6 +38,9 @@ _TOKENS = re.compile(
     |(?P<sign>->|\.\.|[:|()\[\]?*+~.,{}%])""",
     re.VERBOSE,
 )
+_TOO_LARGE = "the grammar is too large: make its repetitions smaller or its rules fewer"
+#: NFA states in all DFA states of a rule, which the time and the memory of the construction follow.
+_MAX_SUBSETS = 4_000_000
 _START = "start"
 _DECIMAL, _EXPONENT = r"([0-9]+\.[0-9]*|\.[0-9]+)", "[eE][+-]?[0-9]+"
 _FLOAT = f"([0-9]+{_EXPONENT}|{_DECIMAL}({_EXPONENT})?)"
@@ -69,6 +75,7 @@ class Rules:
         self.ignored: list[Expression] = []
         self._told: list[tuple[str, str]] = []
         self._at = 0
+        self._num_parts = 0
         self._scan(text)
         while self._at < len(self._told):
             self._statement()
@@ -177,14 +184,23 @@ class Rules:
             if sign in "?*+":
                 least, most = {"?": (0, 1), "*": (0, None), "+": (1, None)}[sign]
             else:
-                least = int(self._take("number"))
+                least = self._number()
                 several = self._next("..", ",")
                 open_ended = several == "," and self._told[self._at][0] != "number"
-                most = None if open_ended else int(self._take("number")) if several else least
+                most = None if open_ended else self._number() if several else least
                 if sign == "{" and not self._next("}"):
                     raise ConstraintError("a repetition in the grammar is not closed")
+            self._num_parts += size(part) * num_copies(least, most)
+            if self._num_parts > MAX_PARTS:
+                raise ConstraintError(_TOO_LARGE)
             part = repeated(part, least, most)
         return part
+
+    def _number(self) -> int:
+        told = self._take("number")
+        if len(told) > 9:
+            raise ConstraintError("a repetition in the grammar has a number of more than 9 digits")
+        return int(told)
 
     def _atom(self) -> Expression:
         kind, told = self._told[self._at]
@@ -281,15 +297,10 @@ def _refs(part: Expression) -> set[str]:
     return _refs(held) if kind == "star" else {name for one in held for name in _refs(one)}
 
 
-def _size(part: Expression) -> int:
-    kind, held = part
-    if kind in ("set", "ref"):
-        return 1
-    return 1 + (_size(held) if kind == "star" else sum(map(_size, held)))
-
-
 def _inlined(rules: dict[str, Expression]) -> dict[str, Expression]:
     """The rules that are left when those without recursion stand where they are used."""
+    if any(size(rule) > MAX_PARTS for rule in rules.values()):
+        raise ConstraintError(_TOO_LARGE)
     uses = {name: _refs(rule) for name, rule in rules.items()}
     below: dict[str, set[str]] = {}
     for name in rules:
@@ -313,7 +324,9 @@ def _inlined(rules: dict[str, Expression]) -> dict[str, Expression]:
     for name in sorted(rules, key=lambda name: len(below[name])):  # what is used comes first
         if name not in below[name]:
             done[name] = put(rules[name])
-            sizes[name] = _size(done[name])
+            sizes[name] = size(done[name])
+            if sizes[name] > MAX_PARTS:
+                raise ConstraintError(_TOO_LARGE)
     for name in rules:
         if name in below[name]:
             done[name] = put(rules[name])
@@ -380,7 +393,7 @@ class ByteGrammar:
 
         def node() -> int:
             if len(edges) > 8 * MOST_STATES:
-                raise ConstraintError("the grammar is too large")
+                raise ConstraintError(_TOO_LARGE)
             empty.append([])
             edges.append({})
             return len(edges) - 1
@@ -431,12 +444,17 @@ class ByteGrammar:
 
         known: dict[frozenset[int], int] = {}
         queue: deque[frozenset[int]] = deque()
+        work = 0
 
         def state(nodes: set[int]) -> int:
+            nonlocal work
             held = closed(nodes)
+            work += len(held)
+            if work > _MAX_SUBSETS:
+                raise ConstraintError(_TOO_LARGE)
             if held not in known:
                 if len(self.steps) >= MOST_STATES:
-                    raise ConstraintError("the grammar is too large")
+                    raise ConstraintError(_TOO_LARGE)
                 known[held] = len(self.steps)
                 self.steps.append({})
                 self.calls.append([])
@@ -459,27 +477,41 @@ class ByteGrammar:
                     self.calls[known[held]].append((-1 - label, behind))
         return begun
 
+    def _reaching(self, *, follow_steps: bool) -> set[int]:
+        """The states from which the end of their rule is reached; without `follow_steps`, by the
+        empty text."""
+        before: dict[int, list[int]] = {}
+        callers: dict[int, list[tuple[int, int]]] = {}  # by the state behind the call
+        calling: dict[int, list[tuple[int, int]]] = {}  # by the rule
+        for state, steps in enumerate(self.steps):
+            for to in steps.values() if follow_steps else ():
+                before.setdefault(to, []).append(state)
+            for rule, to in self.calls[state]:
+                callers.setdefault(to, []).append((rule, state))
+                calling.setdefault(rule, []).append((to, state))
+        rules: dict[int, list[int]] = {}
+        for rule, start in enumerate(self.starts):
+            rules.setdefault(start, []).append(rule)
+        found = {state for state, rule in enumerate(self.ends) if rule >= 0}
+        waiting = [*found]
+        while waiting:
+            done = waiting.pop()
+            ahead = list(before.get(done, ()))
+            ahead += [one for rule, one in callers.get(done, ()) if self.starts[rule] in found]
+            for rule in rules.get(done, ()):
+                ahead += [one for to, one in calling.get(rule, ()) if to in found]
+            for one in ahead:
+                if one not in found:
+                    found.add(one)
+                    waiting.append(one)
+        return found
+
     def _trim(self) -> None:
         """Keep what is on the way to an end, and find the rules of the empty text."""
-        useful = {state for state, rule in enumerate(self.ends) if rule >= 0}
-        empty = set(useful)
-        grown = True
-        while grown:
-            grown = False
-            whole = {rule for rule, start in enumerate(self.starts) if start in useful}
-            none = {rule for rule, start in enumerate(self.starts) if start in empty}
-            for state in range(len(self.steps)):
-                behind = [to for rule, to in self.calls[state] if rule in whole]
-                if state not in useful and useful.intersection(
-                    [*self.steps[state].values(), *behind]
-                ):
-                    useful.add(state)
-                    grown = True
-                if state not in empty and any(
-                    rule in none and to in empty for rule, to in self.calls[state]
-                ):
-                    empty.add(state)
-                    grown = True
+        useful = self._reaching(follow_steps=True)
+        empty = self._reaching(follow_steps=False)
+        whole = {rule for rule, start in enumerate(self.starts) if start in useful}
+        none = {rule for rule, start in enumerate(self.starts) if start in empty}
         if self.starts[0] not in useful:
             raise ConstraintError("the constraint cannot be met: the grammar has no finite text")
         self.nullable = frozenset(none)

@@ -20,6 +20,9 @@ Ranges = list[tuple[int, int]]
 EMPTY: Expression = ("seq", ())
 #: Copies that a bounded repetition may have.
 MOST_COPIES = 2_000
+#: Parts that the expression of a pattern may have with its repetitions written out, the groups that
+#: may stand within each other, and the ranges of one class.
+MAX_PARTS, MAX_DEPTH, MAX_RANGES = 160_000, 100, 10_000
 _LAST = 0x10FFFF
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
 _ASCII: dict[str, Ranges] = {
@@ -44,6 +47,28 @@ def choice(parts: Iterable[Expression]) -> Expression:
     """One of them."""
     held = tuple(parts)
     return held[0] if len(held) == 1 else ("alt", held)
+
+
+def num_copies(least: int, most: int | None) -> int:
+    """How often a repetition of `least` to `most` times writes its part."""
+    return max(1, least + 1 if most is None else most)
+
+
+def size(part: Expression) -> int:
+    """The number of parts of an expression, itself included; what stands in several places is
+    looked at once."""
+    known: dict[int, int] = {}
+
+    def of(part: Expression) -> int:
+        kind, held = part
+        if kind in ("set", "ref"):
+            return 1
+        if id(part) not in known:
+            inner = (held,) if kind in ("star", "terminal") else held
+            known[id(part)] = 1 + sum(map(of, inner))
+        return known[id(part)]
+
+    return of(part)
 
 
 def repeated(part: Expression, least: int, most: int | None) -> Expression:
@@ -147,12 +172,14 @@ def _widest(kind: str) -> tuple[tuple[int, int], ...]:
 
 
 class _Reader:
-    def __init__(self, pattern: str, flags: str) -> None:
+    def __init__(self, pattern: str, flags: str, max_parts: int) -> None:
         unknown = set(flags) - set("isu")
         if unknown:
             raise ConstraintError(f"the flag {min(unknown)!r} of a regular expression")
         self.text, self.at = pattern, 0
         self.ignore_case, self.dot_all = "i" in flags, "s" in flags
+        self.num_parts, self.max_parts = 0, max_parts
+        self.depth = 0
 
     def peek(self, text: str) -> bool:
         if self.text.startswith(text, self.at):
@@ -162,12 +189,20 @@ class _Reader:
 
     def take(self) -> str:
         if self.at >= len(self.text):
-            raise ConstraintError(f"the regular expression {self.text!r} ends too early")
+            raise self.refuse("an end too early")
         self.at += 1
         return self.text[self.at - 1]
 
     def refuse(self, what: str) -> ConstraintError:
-        return ConstraintError(f"{what} in the regular expression {self.text!r}")
+        shown = self.text if len(self.text) <= 60 else self.text[:57] + "..."
+        return ConstraintError(f"{what} in the regular expression {shown!r}")
+
+    def count(self, parts: int) -> None:
+        self.num_parts += parts
+        if self.num_parts > self.max_parts:
+            raise self.refuse(
+                f"more than {self.max_parts} parts, repetitions written out (make them smaller),"
+            )
 
     def whole(self) -> Expression:
         found = self.alternatives()
@@ -176,16 +211,23 @@ class _Reader:
         return found
 
     def alternatives(self) -> Expression:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise self.refuse(f"more than {MAX_DEPTH} groups within each other")
         parts = [self.row()]
         while self.peek("|"):
             parts.append(self.row())
+        self.depth -= 1
         return choice(parts)
 
     def row(self) -> Expression:
         parts: list[Expression] = []
+        self.count(1)
         while self.at < len(self.text) and self.text[self.at] not in "|)":
+            before = self.num_parts
             part = self.atom()
             while (bounds := self.bounds()) is not None:
+                self.count((self.num_parts - before) * (num_copies(*bounds) - 1))
                 part = repeated(part, *bounds)
                 self.peek("?")  # as few as possible: the same texts
             parts.append(part)
@@ -197,10 +239,11 @@ class _Reader:
                 return least, most
         if not self.peek("{"):
             return None
-        inner, closed, _ = self.text[self.at :].partition("}")
+        end = self.text.find("}", self.at, self.at + 20)
+        inner = self.text[self.at : end] if end >= 0 else ""
         first, comma, second = (one.strip() for one in inner.partition(","))
         numbers = [one for one in (first, second) if one]
-        if not closed or not numbers or not all(n.isascii() and n.isdigit() for n in numbers):
+        if not numbers or not all(n.isascii() and n.isdigit() for n in numbers):
             raise self.refuse("a '{' that is no repetition")
         self.at += len(inner) + 1
         least = int(first or 0)
@@ -218,7 +261,7 @@ class _Reader:
         if sign == "[":
             return self.one_of(self.set())
         if sign == ".":
-            return characters([(0, _LAST)] if self.dot_all else _others([(10, 10)]))
+            return self.one_of([(0, _LAST)] if self.dot_all else _others([(10, 10)]))
         if sign == "\\":
             return self.one_of(self.escape(outside=True))
         if sign in "^$":
@@ -239,7 +282,9 @@ class _Reader:
     def one_of(self, ranges: Ranges) -> Expression:
         if self.ignore_case:
             ranges = ranges + self.swapped(ranges)
-        return characters(ranges)
+        found = characters(ranges)
+        self.count(size(found))
+        return found
 
     @staticmethod
     def swapped(ranges: Ranges) -> Ranges:
@@ -268,6 +313,8 @@ class _Reader:
                     raise self.refuse("a range that is none")
                 first = [(first[0][0], last[0][0])]
             ranges += first
+            if len(ranges) > MAX_RANGES:
+                raise self.refuse(f"a class of more than {MAX_RANGES} ranges")
         if not negated:
             return ranges
         return _others(ranges + self.swapped(ranges) if self.ignore_case else ranges)
@@ -290,7 +337,8 @@ class _Reader:
             return _others(_ASCII[sign.lower()] if widest else [*_widest(sign.lower())])
         if sign in "xuU":
             if self.peek("{"):
-                digits, _, _ = self.text[self.at :].partition("}")
+                end = self.text.find("}", self.at, self.at + 20)
+                digits = self.text[self.at : end] if end >= 0 else ""
                 self.at += len(digits) + 1
             else:
                 digits = "".join(self.take() for _ in range({"x": 2, "u": 4, "U": 8}[sign]))
@@ -310,7 +358,8 @@ class _Reader:
         return [(ord(sign), ord(sign))]
 
 
-def read_regex(pattern: str, flags: str = "") -> Expression:
+def read_regex(pattern: str, flags: str = "", max_parts: int = MAX_PARTS) -> Expression:
     """`pattern`, matched from beginning to end. `\\d`, `\\w` and `\\s` are ASCII, and what they
-    negate is what no reading counts to them. Raises `ConstraintError` for what is not regular."""
-    return _Reader(pattern, flags).whole()
+    negate is what no reading counts to them. Raises `ConstraintError` for what is not regular, and
+    for what is of more than `max_parts` parts."""
+    return _Reader(pattern, flags, max_parts).whole()

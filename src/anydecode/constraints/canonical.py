@@ -3,11 +3,13 @@ turned into alternatives (by jsonschema-rs), and property names into properties.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Set
 from typing import Any
 
+import jsonschema_rs
+
 from anydecode.constraints.endless import target
+from anydecode.constraints.patterns import matches, pattern_options
 from anydecode.constraints.relaxing import nodes
 
 #: Longest schema, in characters, that is brought into this form: the work can grow faster than
@@ -22,10 +24,10 @@ def canonical(schema: Any, size: int) -> Any | None:
     `ValueError` where no text can meet the schema."""
     if size > LONGEST or _most_conditions(schema) > MOST_CONDITIONS:
         return None
-    import jsonschema_rs
-
     try:
-        found = jsonschema_rs.canonicalize(schema, validate_formats=True, offline=True)
+        found = jsonschema_rs.canonicalize(
+            schema, validate_formats=True, pattern_options=pattern_options(schema), offline=True
+        )
         rewritten = found.to_json_schema()
     except Exception:  # unsupported corners; the relaxed schema serves as well
         return None
@@ -127,11 +129,7 @@ def _name_properties(node: dict[str, Any]) -> None:
         allowed = names["enum"] if "enum" in names else [names["const"]]
         node["properties"] = {name: known.get(name, others) for name in allowed}
     elif told == {"pattern"}:
-        try:
-            pattern = re.compile(names["pattern"])
-        except re.error:
-            return
-        if not all(pattern.search(name) for name in known):
+        if not all(matches(names["pattern"], name) for name in known):
             return
         node["patternProperties"] = {names["pattern"]: others}
     else:

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jsonschema_rs
+
 from anydecode.constraints.guidance_engine import one_line
+from anydecode.constraints.patterns import pattern_options, shown
 from anydecode.constraints.relaxing import FORMATS, UNMASKED, is_format, is_pattern, nodes
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
-#: Most steps a pattern may take back while a value is checked.
-_BACKTRACKS = 100_000
 #: Beyond this many characters of schema, only whole answers are checked.
 _LARGE = 200_000
 _OBJECT, _ARRAY = ord("{"), ord("[")
@@ -24,13 +25,11 @@ class Validator:
     """A schema's validators: of whole answers, and of values at known places."""
 
     def __init__(self, schema: Any, size: int, resources: Mapping[str, Any] | None = None) -> None:
-        import jsonschema_rs
-
         self.schema = schema
         self._options: dict[str, Any] = {
             "validate_formats": True,
             "ignore_unknown_formats": True,
-            "pattern_options": jsonschema_rs.FancyRegexOptions(backtrack_limit=_BACKTRACKS),
+            "pattern_options": pattern_options(schema, *(resources or {}).values()),
             "offline": True,
         }
         try:
@@ -268,5 +267,10 @@ def _escaped(key: str) -> str:
 
 def _message(error: BaseException) -> str:
     path = getattr(error, "instance_path", None)
-    where = "#/" + "/".join(map(str, path)) if path else "#"
+    where = "#/" + "/".join(map(str, path))[:100] if path else "#"
+    if getattr(getattr(error, "kind", None), "format", None) == "regex":
+        return (
+            f"the pattern {shown(getattr(error, 'instance', ''))} cannot be compiled: it is not a"
+            f" regular expression of ECMA-262, or too large, or nests too deep (at {where})"
+        )
     return f"{one_line(getattr(error, 'message', error))} (at {where})"

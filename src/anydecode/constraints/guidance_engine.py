@@ -85,7 +85,7 @@ class Bridge:
                 return template.deep_copy()
         template = library().LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
         if template.is_error():
-            raise ConstraintError(one_line(template.get_error()))
+            raise ConstraintError(_refusal(template.get_error()))
         with self._lock:
             self._templates[grammar] = template
             if len(self._templates) > MOST_TEMPLATES:
@@ -109,6 +109,17 @@ def bridge(tokenizer: Tokenizer, vocab_size: int) -> Bridge:
 def one_line(error: object) -> str:
     """An engine's message without its line breaks, at most 300 characters."""
     return " ".join(str(error).split())[:300]
+
+
+def _refusal(error: object) -> str:
+    """An engine's reason not to compile a grammar."""
+    said = one_line(error)
+    if "too many expressions" in said or "too big" in said:
+        return (
+            "the constraint is too large to be compiled: make the repetitions in its patterns"
+            " smaller or its alternatives fewer"
+        )
+    return said
 
 
 class _Ahead:
@@ -286,7 +297,7 @@ class GuidanceState(ConstraintState):
         return bits[:size].view(np.bool_)
 
     def _error(self) -> str:
-        told = one_line(self._matcher.get_error())
+        told = _refusal(self._matcher.get_error())
         if "NoExtensionBias" in told:  # the engine's word for a grammar without a text
             return "the constraint cannot be met: it allows no text"
         return told

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Set
 from functools import cached_property
+from itertools import islice
 from math import ceil
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,6 +23,8 @@ from anydecode.models.tokenizer import Tokenizer
 #: Most values that are proposed, and the longest of them in bytes.
 _MOST_VALUES = 128
 _LONGEST = 256
+#: Parts that a pattern may have for a text of it to be proposed.
+_MAX_PARTS = 20_000
 #: Values that any schema may have.
 _BASIC = (b"0", b"1", b'""', b'"0"', b"[]", b"{}", b"null", b"true")
 #: How deep the size of a smallest value is looked for.
@@ -50,6 +53,11 @@ class Hints:
         found = set(_BASIC)
         for _, node in nodes(self._root):
             found.update(_small_values(node))
+        patterned = (node for _, node in nodes(self._root) if isinstance(node.get("pattern"), str))
+        for node in islice(patterned, _MOST_VALUES):
+            text = example(node["pattern"])
+            if text is not None:
+                found.add(_text(text.ljust(_count(node, "minLength"), text[-1:] or "0")))
         ordered = sorted(found, key=lambda value: (len(value), value))[:_MOST_VALUES]
         return [value for value in ordered if len(value) <= _LONGEST]
 
@@ -137,11 +145,7 @@ def _small_values(node: dict[str, Any]) -> Iterator[bytes]:
     """Texts of small values that are valid under `node`, or likely to be."""
     for value in [*_list(node.get("enum")), *([node["const"]] if "const" in node else [])]:
         yield _text(value)
-    if isinstance(node.get("pattern"), str):
-        found = example(node["pattern"])
-        if found is not None:
-            yield _text(found.ljust(_count(node, "minLength"), found[-1:] or "0"))
-    elif _count(node, "minLength") > 1:
+    if not isinstance(node.get("pattern"), str) and _count(node, "minLength") > 1:
         yield _text("-" * _count(node, "minLength"))  # a few tokens in most vocabularies
     yield from map(_text, _small_numbers(node))
 
@@ -181,7 +185,7 @@ def example(pattern: str) -> str | None:
     looser = without_assertions(pattern) or pattern
     plain = _ANCHORS.sub(lambda found: found[0] if len(found[0]) > 1 else "", looser)
     try:
-        return _shortest(read_regex(plain)).decode()
+        return _shortest(read_regex(plain, max_parts=_MAX_PARTS)).decode()
     except (ConstraintError, UnicodeDecodeError, RecursionError):
         return None
 

@@ -164,7 +164,12 @@ class JsonSchema(Constraint):
                 if plan is not None:
                     _PLANS.move_to_end(key)
             if plan is None:
-                plan = self._make(tokenizer, vocab_size)
+                try:
+                    plan = self._make(tokenizer, vocab_size)
+                except RecursionError:
+                    raise ConstraintError(
+                        "the schema's references lead too deep into each other: use fewer"
+                    ) from None
                 with _lock:
                     _PLANS[key] = plan
                     if len(_PLANS) > _MOST_PLANS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from anydecode.models.tokenizer import Tokenizer
 ENGINES = ("llguidance", "xgrammar")
 #: Longest description that is read, in characters.
 LONGEST = 1 << 20
+#: Most rules of a grammar: a longer chain of them overflows the stack of the mask engine.
+_MAX_RULES = 1000
+_RULE = re.compile(r"^[ \t]*[!?]?[A-Za-z_]", re.MULTILINE)
 
 
 class _Language(Constraint):
@@ -83,7 +87,7 @@ class Grammar(_Language):
             raise ConstraintError(f"syntax must be lark or gbnf, not {self.syntax!r}")
 
     def guidance(self) -> str:
-        _check_text("grammar", self.text)
+        self._check()
         text = self.text
         if self.syntax == "gbnf":
             from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -95,10 +99,18 @@ class Grammar(_Language):
         grammar: str = library().LLMatcher.grammar_from_lark(text)
         return grammar
 
+    def _check(self) -> None:
+        _check_text("grammar", self.text)
+        rules = sum(1 for _ in _RULE.finditer(self.text))
+        if rules > _MAX_RULES:
+            raise ConstraintError(
+                f"the grammar has {rules} rules; at most {_MAX_RULES} are read: join some of them"
+            )
+
     def xgrammar(self) -> tuple[str, str]:
         if self.syntax != "gbnf":
             raise ConstraintError("xgrammar reads gbnf grammars only")
-        _check_text("grammar", self.text)
+        self._check()
         return "grammar", self.text
 
 

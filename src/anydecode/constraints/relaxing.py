@@ -14,6 +14,8 @@ from copy import deepcopy
 from functools import lru_cache
 from typing import Any
 
+import jsonschema_rs
+
 from anydecode.constraints.guidance_engine import library
 
 #: Keywords that forbid something a mask does not express.
@@ -43,6 +45,7 @@ FORMATS = frozenset(
         "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
     }
 )  # fmt: skip
+_BACK_REFERENCE, _LOOK_AROUND = re.compile(r"\\[1-9]"), re.compile(r"\(\?<?[=!]")
 #: How often the engine is given a weaker schema before everything is left to the validator.
 LEVELS = 4
 
@@ -238,7 +241,7 @@ def _escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
-@lru_cache(4096)
+@lru_cache(1024)
 def without_assertions(pattern: Any) -> str | None:
     """A regular expression that matches all that `pattern` does, with look-around left out and
     anything in place of back-references; None where that is not enough."""
@@ -250,10 +253,10 @@ def without_assertions(pattern: Any) -> str | None:
     while at < len(pattern):
         if pattern[at] == "\\":
             piece = pattern[at : at + 2]
-            kept.append("[\\s\\S]*" if not in_class and re.match(r"\\[1-9]", piece) else piece)
+            kept.append("[\\s\\S]*" if not in_class and _BACK_REFERENCE.match(piece) else piece)
             at += 2
             continue
-        if not in_class and re.match(r"\(\?<?[=!]", pattern[at:]):
+        if not in_class and _LOOK_AROUND.match(pattern, at):
             end = _group_end(pattern, at)
             if end is None:
                 return None
@@ -285,7 +288,7 @@ def _group_end(pattern: str, start: int) -> int | None:
     return None
 
 
-@lru_cache(4096)
+@lru_cache(1024)
 def is_pattern(pattern: Any) -> bool:
     """Whether the mask engine understands a regular expression."""
     if not isinstance(pattern, str):
@@ -300,8 +303,6 @@ def is_format(name: Any) -> bool:
     """Whether the mask engine or the validator knows a format."""
     if not isinstance(name, str) or name in FORMATS:
         return isinstance(name, str)
-    import jsonschema_rs
-
     schema = {"type": "string", "format": name}
     try:
         jsonschema_rs.validator_for(schema, validate_formats=True, ignore_unknown_formats=False)

@@ -6,20 +6,24 @@ differs. No mask says that; a property with a name found here, and a value that 
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+import jsonschema_rs
+
 from anydecode.constraints.byte_grammar import ByteGrammar
 from anydecode.constraints.byte_regex import EMPTY, Expression, characters, read_regex, sequence
+from anydecode.constraints.patterns import matches, pattern_options
 from anydecode.errors import ConstraintError
 
 #: Characters that names are made of, those to be preferred first.
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_-.$/:@# "
 #: Beginnings of names that are looked at, and names that are tried.
 _MOST_BEGINNINGS, _MOST_NAMES = 4000, 200
+#: Properties that are looked for, and patterns that one name is to match.
+_MOST_WANTED, _MOST_PATTERNS = 8, 8
 _ANYTHING: Expression = ("star", characters([(0, 0x10FFFF)]))
 
 
@@ -43,7 +47,10 @@ def witnesses(schema: dict[str, Any], number: int) -> list[Witness]:
     `number`, the later the alternatives that are chosen."""
     groups: list[tuple[str, list[_Wanted]]] = []
     allowed = _allowed_names(schema)
-    for wanted in _wanted(schema, number):
+    all_asked = [*islice(_wanted(schema, number), _MOST_WANTED + 1)]
+    if len(all_asked) > _MOST_WANTED:
+        return []
+    for wanted in all_asked:
         for place, (_, others) in enumerate(groups):
             name = _name([allowed, *(one.names for one in (*others, wanted))])
             if name is not None:
@@ -107,20 +114,21 @@ def _values(schema: dict[str, Any], name: str) -> list[Any]:
     known = schema.get("properties", {})
     found = [known[name]] if name in known else []
     for pattern, value in schema.get("patternProperties", {}).items():
-        if re.search(pattern, name):
+        if matches(pattern, name):
             found.append(value)
     return found or [schema.get("additionalProperties", True)]
 
 
 def _name(schemas: Sequence[Any]) -> str | None:
     """A name that is valid under all of `schemas`."""
-    import jsonschema_rs
-
+    whole = {"allOf": list(schemas)}
     try:
-        validator = jsonschema_rs.validator_for({"allOf": list(schemas)}, offline=True)
+        validator = jsonschema_rs.validator_for(
+            whole, offline=True, pattern_options=pattern_options(whole)
+        )
         names = islice(_candidates(schemas), _MOST_NAMES)
         return next((name for name in names if validator.is_valid(name)), None)
-    except (ConstraintError, ValueError):  # patterns that one of the two does not read
+    except (ConstraintError, ValueError, RecursionError):  # patterns that one of them cannot read
         return None
 
 
@@ -132,8 +140,8 @@ def _candidates(schemas: Sequence[Any]) -> Iterator[str]:
         _collect(schema, lists, patterns)
     if lists:
         yield from (name for name in min(lists, key=len) if isinstance(name, str))
-    else:
-        yield from matching([anywhere(pattern) for pattern in dict.fromkeys(patterns)])
+    elif len(distinct := dict.fromkeys(patterns)) <= _MOST_PATTERNS:
+        yield from matching([anywhere(pattern) for pattern in distinct])
 
 
 def _collect(schema: Any, lists: list[list[str]], patterns: list[str]) -> None:

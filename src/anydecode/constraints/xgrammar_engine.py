@@ -12,6 +12,7 @@ import torch
 
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.constraints.guidance_engine import one_line
+from anydecode.constraints.patterns import patterns
 from anydecode.errors import ConstraintError, MissingPackageError
 from anydecode.models.tokenizer import Tokenizer
 
@@ -43,6 +44,8 @@ class _Compiler:
         self.compiler = xgrammar.GrammarCompiler(info, max_threads=1)
 
 
+#: Most characters of all patterns of a constraint: the time xgrammar takes grows with their square.
+_MAX_PATTERNS = 40_000
 _compilers: WeakKeyDictionary[Any, dict[int, _Compiler]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -60,6 +63,12 @@ class XGrammarState(ConstraintState):
     @classmethod
     def of(cls, kind: str, text: Any, tokenizer: Tokenizer, vocab_size: int) -> XGrammarState:
         """The start of a grammar. `kind` is "regex", "grammar" or "json"."""
+        length = sum(map(len, [text] if kind == "regex" else patterns(text)))
+        if length > _MAX_PATTERNS:
+            raise ConstraintError(
+                f"the patterns have {length} characters; engine='xgrammar' compiles at most"
+                f" {_MAX_PATTERNS}: shorten them, or use engine='llguidance'"
+            )
         with _lock:
             known = _compilers.setdefault(tokenizer, {})
             if vocab_size not in known:

@@ -1,4 +1,4 @@
-"""Answers under JSON schemas, ours and those of peers, judged by the `jsonschema` package.
+"""Answers under JSON schemas, ours and those of peers, judged by jsonschema-rs.
 
 A schema counts as accepted where at least 8 of 10 seeds (or that share of fewer) give a finished,
 valid answer. Every row is written down as it comes, so that a run that was cut off goes on.
@@ -14,14 +14,16 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from math import ceil
 from time import perf_counter
 from typing import Any
 
+import jsonschema_rs
+
 from anydecode.constraints.closing import closing_tokens
 from anydecode.constraints.constraint import Watch
 from anydecode.constraints.json_schema import JsonSchema
+from anydecode.constraints.patterns import pattern_options
 from anydecode.errors import AnydecodeError
 from anydecode.evaluation import constrained_worker
 from anydecode.evaluation.peers import Worker
@@ -190,15 +192,24 @@ class Peer:
 
 
 def judged(schema: Any, row: Row) -> Row:
-    """The row with `finished` and `valid` said, by the `jsonschema` package."""
-    judges = import_module("jsonschema.validators")
+    """The row with `finished` and `valid` said, by jsonschema-rs with formats as annotations. No
+    answer to a schema that it refuses is valid."""
     try:
         value = json.loads(row.get("text", ""))
     except (ValueError, RecursionError):
         return {**row, "finished": False, "valid": False}
     finished = row.get("finished", True)
-    judge = judges.validator_for(schema, judges.Draft202012Validator)(schema)
-    return {**row, "finished": finished, "valid": bool(finished and judge.is_valid(value))}
+    return {**row, "finished": finished, "valid": bool(finished and _is_valid(schema, value))}
+
+
+def _is_valid(schema: Any, value: Any) -> bool:
+    try:
+        judge = jsonschema_rs.validator_for(
+            schema, validate_formats=False, pattern_options=pattern_options(schema), offline=True
+        )
+        return bool(judge.is_valid(value))
+    except (AnydecodeError, ValueError):
+        return False
 
 
 def run(

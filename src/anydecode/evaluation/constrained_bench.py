@@ -2,7 +2,7 @@
 
 Instances of JSONSchemaBench and of the JSON-Schema-Test-Suite are walked through the constraint
 token by token and then through the validator, as a decoder would; with a model, answers are
-generated and judged by the `jsonschema` package.
+generated and judged by jsonschema-rs.
 """
 
 from __future__ import annotations
