@@ -320,7 +320,7 @@ def test_a_misshapen_tensor_is_named() -> None:
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope scaling 'spiral'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks 'factor'"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
-        ({"num_key_value_heads": 3}, "do not divide"),
+        ({"num_key_value_heads": 3}, "a divisor of the 4 heads"),
     ],
 )
 def test_configs_that_cannot_be_run(change: dict[str, Any], message: str) -> None:

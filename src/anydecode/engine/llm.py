@@ -231,15 +231,20 @@ class LLM:
         return [scoring.likelihood() for scoring in scorings]
 
     def encode(self, prompt: Prompt, *, special: bool = True) -> list[int]:
-        """Token ids of a prompt; a list of integers is checked and passed through."""
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, special=special)
-        tokens = [int(token) for token in prompt]
+        """Token ids of a prompt, each with an embedding. Raises InvalidRequestError for others."""
         size = self.model.spec.vocab_size
+        # A tokenizer may know more tokens than the model has embeddings.
+        tokens: Seq[int] = (
+            self.tokenizer.encode(prompt, special=special) if isinstance(prompt, str) else prompt
+        )
         for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise InvalidRequestError(
+                    f"a prompt holds {token!r}; allowed are token ids from 0 to {size - 1}"
+                )
             if not 0 <= token < size:
                 raise InvalidRequestError(f"token {token} is not in the vocabulary of {size}")
-        return tokens
+        return [int(token) for token in tokens]
 
     def add_adapter(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter (PEFT layout); requests choose it with `adapter=name`."""

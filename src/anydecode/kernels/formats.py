@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
 
 #: format -> (values in one block, bytes of one block)
@@ -53,6 +54,22 @@ def row_bytes(format: str, in_features: int) -> int:
     if in_features % values:
         raise ValueError(f"a row of {in_features} values does not divide into {format} blocks")
     return in_features // values * size
+
+
+def check_weight(weight: Weight) -> None:
+    """Raise CheckpointError where a weight's data are not the rows that its format and shape say:
+    the kernels read them by address."""
+    packed = is_packed(weight.format)
+    values, size = BLOCKS[weight.format]
+    columns = weight.in_features // values * size if packed else weight.in_features
+    dtype = torch.uint8 if packed else DTYPES[weight.format]
+    data = weight.data
+    right = data.dtype == dtype and tuple(data.shape) == (weight.out_features, columns)
+    if not right or weight.in_features % values or not data.numel():
+        raise CheckpointError(
+            f"{weight.name or 'a weight'} holds {data.dtype} of shape {tuple(data.shape)}, not a"
+            f" {weight.format} matrix of {weight.out_features} by {weight.in_features}"
+        )
 
 
 def plain_weight(tensor: torch.Tensor, name: str = "") -> Weight:

@@ -29,6 +29,7 @@ from anydecode.kernels.packing import Packer
 from anydecode.kernels.program import Program, record
 
 _CACHE_CODES = {name: FORMAT_CODES[same] for name, same in CACHE_FORMATS.items()}
+MAX_THREADS = 256  # of the pool in threads.c
 _INT_FIELDS = ("tokens", "positions", "slots", "table", "prefix", "tail_start", "tail_length")
 _PROBLEMS = {
     1: "a token lies outside the vocabulary, or has no input",
@@ -52,6 +53,18 @@ def physical_cores() -> int:
         except OSError:
             cores.add(str(cpu))
     return max(1, len(cores))
+
+
+def thread_count(threads: int | None) -> int:
+    """Threads to use: those asked for, or one for each core. Raises InvalidRequestError."""
+    if threads is None:
+        return min(physical_cores(), MAX_THREADS)
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
+        raise InvalidRequestError(
+            f"threads is {threads!r}; allowed is an integer from 1 to {MAX_THREADS}, or None for"
+            " one per core"
+        )
+    return threads
 
 
 def _address(array: np.ndarray) -> int:
@@ -108,7 +121,7 @@ class NativeExecutor:
         if found is None:
             raise UnsupportedCombinationError("the native kernels are not available here")
         self._library = found
-        self.threads = threads or physical_cores()
+        self.threads = thread_count(threads)
         self.packer = Packer(found, self.threads)
         self._network = (embedding, embedding_scale, num_layers, layer, head)
         self._adapters, self._loaded = adapters, 0

@@ -8,6 +8,7 @@ import weakref
 
 import torch
 
+from anydecode.kernels.formats import check_weight
 from anydecode.kernels.interface import Weight
 from anydecode.kernels.library import FORMAT_CODES, Library, Matrix
 from anydecode.kernels.pages import anonymous
@@ -45,6 +46,7 @@ class Packer:
         return found
 
     def _make(self, weight: Weight) -> Matrix:
+        check_weight(weight)
         code = FORMAT_CODES[weight.format]
         group_bytes = int(self._library.group_bytes(code, weight.in_features))
         size = -(-weight.out_features // 8) * group_bytes

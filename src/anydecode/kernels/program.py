@@ -134,6 +134,8 @@ class NativeBackend(Backend):
         quantised = max(x.width, inner) // 32 * _BLOCK_FLOATS
         per_slot = 4 + x.width + 2 * inner + width_out + quantised
         fields = {"groups": top_k, "count": len(gate), "kv_heads": int(normalise)}
+        fields["heads"] = int(any(w.format not in FLOAT_FORMATS for w in (*gate, *up)))
+        fields["head_dim"] = int(any(w.format not in FLOAT_FORMATS for w in down))
         adapted = any(weight.name in self.adapted for weight in weights)
         fields["layer"] = self._number(weights) if adapted else -1
         fields |= {"activation": _ACTIVATIONS[activation], "experts": ctypes.addressof(pointers)}

@@ -77,17 +77,17 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     if not all(isinstance(token, str) for token in tokens):
         raise CheckpointError(f"{source}: the tokenizer's tokens are not texts")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if kind not in builders:
+    if not isinstance(kind, str) or kind not in builders:
         raise CheckpointError(f"{source}: tokenizers of kind {kind!r} are not supported")
     try:
         tokenizer = builders[kind](metadata, tokens, types, source)
+        _add_tokens(tokenizer, tokens, types)
+        _add_post_processor(tokenizer, metadata, kind, len(tokens))
     except CheckpointError:
         raise
     except Exception as error:  # the library raises bare Exceptions
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{source}: the tokenizer is corrupt: {reason}") from None
-    _add_tokens(tokenizer, tokens, types)
-    _add_post_processor(tokenizer, metadata, kind, len(tokens))
     return tokenizer
 
 

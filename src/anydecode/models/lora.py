@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import plain_weight
 from anydecode.kernels.interface import Adapter, LowRank, Weight
+from anydecode.models.limits import number, refusal
 from anydecode.models.network import Experts, Network
 
 _FUSED = {
@@ -79,6 +80,11 @@ def read_factors(path: Path) -> tuple[dict[str, Any], dict[str, Factors]]:
     for name in sorted(_modules(path, tensors)):
         down = tensors[f"{name}.lora_A.weight"].float()
         up = tensors[f"{name}.lora_B.weight"].float()
+        if down.dim() != 2 or up.dim() != 2 or not len(down) or up.shape[1] != len(down):
+            raise CheckpointError(
+                f"{path}: {name} has factors of shape {tuple(down.shape)} and {tuple(up.shape)};"
+                " allowed are [rank, in] and [out, rank]"
+            )
         factors[_short(name)] = Factors(down, up, _scale(path, config, name, down.shape[0]))
     return config, factors
 
@@ -120,15 +126,23 @@ def _short(module: str) -> str:
 
 def _scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
     """alpha / rank, or alpha / sqrt(rank); ranks and alphas may be set per module."""
-    told = _pattern(config.get("rank_pattern"), module, config.get("r"))
-    if told is not None and int(told) != rank:
-        raise CheckpointError(f"{path}: {module} has rank {rank}, its config says {told}")
-    alpha = float(_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", rank)))
+    told = _pattern(config, "rank_pattern", module, config.get("r"))
+    if told is not None and told != rank:
+        raise CheckpointError(f"{path}: {module} has rank {rank}, its config says {told!r}")
+    alpha = number("lora_alpha", _pattern(config, "alpha_pattern", module, _alpha(config, rank)))
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+def _alpha(config: Mapping[str, Any], rank: int) -> Any:
+    value = config.get("lora_alpha")
+    return rank if value is None else value
+
+
+def _pattern(config: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
     """The value whose key is the module's name or its end, as PEFT looks it up."""
+    patterns = config.get(name)
+    if patterns is not None and not isinstance(patterns, dict):
+        raise refusal(name, patterns, "an object")
     for key, value in (patterns or {}).items():
         if _short(module) == key or module.endswith(f".{key}"):
             return value
@@ -170,8 +184,7 @@ def _targets(
 def _fitted(
     path: Path, target: Weight, down: torch.Tensor, up: torch.Tensor, scale: float
 ) -> LowRank:
-    fits = down.shape[1] == target.in_features and up.shape[0] == target.out_features
-    if not fits or up.shape[1] != down.shape[0]:
+    if down.shape[1] != target.in_features or up.shape[0] != target.out_features:
         raise CheckpointError(
             f"{path}: factors {tuple(down.shape)} and {tuple(up.shape)} do not fit {target.name},"
             f" which is {target.out_features} by {target.in_features}"

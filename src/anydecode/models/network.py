@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Adapter, Backend, Weight
 from anydecode.models.spec import LayerSpec, ModelSpec
 
@@ -79,6 +80,20 @@ class Network:
     spec: ModelSpec
     weights: ModelWeights
     adapters: list[Adapter] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Raise CheckpointError for a matrix, bias or norm of another shape than the spec says."""
+        spec, weights = self.spec, self.weights
+        if len(weights.layers) != spec.num_layers:
+            raise CheckpointError(
+                f"{len(weights.layers)} layers, not {spec.num_layers} of the spec"
+            )
+        outer = (spec.vocab_size, spec.hidden_size)
+        _check_matrix("the embedding", weights.embedding, outer)
+        _check_linear("the head", Linear(weights.head, weights.head_bias), outer)
+        _check_vector("the final norm", weights.final_norm, spec.hidden_size)
+        for index, (shape, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+            _check_layer(f"layer {index}, ", shape, layer, spec.hidden_size)
 
     def matrices(self) -> Iterator[Weight]:
         """Every matrix of the model; tied ones may come twice."""
@@ -197,3 +212,72 @@ def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: GatedMlp | Experts) -> 
         )
     gate, up = _linear(backend, x, mlp.gate), _linear(backend, x, mlp.up)
     return _linear(backend, backend.gated(gate, up, spec.activation), mlp.down)
+
+
+def _check_layer(start: str, spec: LayerSpec, layer: LayerWeights, hidden: int) -> None:
+    dim = spec.attention.head_dim
+    wide, narrow = spec.attention.num_heads * dim, spec.attention.num_kv_heads * dim
+    for name, shape in (
+        ("query", (wide, hidden)),
+        ("key", (narrow, hidden)),
+        ("value", (narrow, hidden)),
+        ("output", (hidden, wide)),
+    ):
+        _check_linear(start + name, getattr(layer, name), shape)
+    before, after = spec.norms != "post", spec.norms != "pre"
+    full = spec.qk_norm == "full"
+    sizes = {
+        "attention_norm": hidden if before else None,
+        "mlp_norm": hidden if before else None,
+        "attention_post_norm": hidden if after else None,
+        "mlp_post_norm": hidden if after else None,
+        "query_norm": (wide if full else dim) if spec.qk_norm else None,
+        "key_norm": (narrow if full else dim) if spec.qk_norm else None,
+    }
+    for name, size in sizes.items():
+        if size is not None:
+            _check_vector(start + name, getattr(layer, name), size)
+    _check_mlp(start, spec, layer.mlp, hidden)
+
+
+def _check_mlp(start: str, spec: LayerSpec, mlp: GatedMlp | Experts, hidden: int) -> None:
+    if isinstance(mlp, GatedMlp):
+        if spec.num_experts:
+            raise CheckpointError(f"{start}mlp: one, not {spec.num_experts} experts")
+        inner = mlp.gate.weight.out_features
+        for name, shape in (
+            ("gate", (inner, hidden)),
+            ("up", (inner, hidden)),
+            ("down", (hidden, inner)),
+        ):
+            _check_linear(start + name, getattr(mlp, name), shape)
+        return
+    _check_matrix(f"{start}router", mlp.router, (spec.num_experts, hidden))
+    if {len(mlp.gate), len(mlp.up), len(mlp.down)} != {spec.num_experts}:
+        raise CheckpointError(f"{start}experts: {len(mlp.gate)}, not {spec.num_experts}")
+    inner = mlp.gate[0].out_features
+    for kind, shape in (
+        ("gate", (inner, hidden)),
+        ("up", (inner, hidden)),
+        ("down", (hidden, inner)),
+    ):
+        for weight in getattr(mlp, kind):
+            _check_matrix(f"{start}an expert's {kind}", weight, shape)
+
+
+def _check_linear(name: str, linear: Linear, shape: tuple[int, int]) -> None:
+    _check_matrix(name, linear.weight, shape)
+    if linear.bias is not None:
+        _check_vector(f"{name} bias", linear.bias, shape[0])
+
+
+def _check_matrix(name: str, weight: Weight, shape: tuple[int, int]) -> None:
+    found = (weight.out_features, weight.in_features)
+    if found != shape or min(shape) < 1:
+        raise CheckpointError(f"{name} is a matrix of shape {found}, not {shape}")
+
+
+def _check_vector(name: str, vector: torch.Tensor | None, size: int) -> None:
+    found = None if vector is None else tuple(vector.shape)
+    if found != (size,):
+        raise CheckpointError(f"{name} has shape {found}, not {(size,)}")

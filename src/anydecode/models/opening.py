@@ -14,6 +14,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.reference import ReferenceBackend
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.interface import Model
+from anydecode.models.limits import refusal
 from anydecode.models.network import Network
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.transformer import Executor
@@ -40,6 +41,9 @@ def choose_executor(
     """What runs a network: on the CPU the compiled kernels ("native") where they can be had, else
     torch (None); on `device` "cuda" the Triton kernels ("triton") where they can be had, else
     torch. `backend`, or the environment variable ANYDECODE_BACKEND, settles it."""
+    from anydecode.kernels.native import NativeExecutor, thread_count
+
+    thread_count(threads)  # whichever backend it is, no other number is accepted
     wanted = backend or os.environ.get("ANYDECODE_BACKEND") or None
     if wanted not in (None, *BACKENDS):
         raise InvalidRequestError(
@@ -56,7 +60,6 @@ def choose_executor(
     if wanted == "torch":
         return None
     from anydecode.kernels.library import load_library
-    from anydecode.kernels.native import NativeExecutor
 
     if load_library() is None:
         if wanted == "native":
@@ -144,6 +147,9 @@ def open_checkpoint(
     executor = choose_executor(backend, threads, device)
     reference = None if executor else _reference(device)
     built = build_model(checkpoint, dtype, reference, executor=executor)
+    mask, size = getattr(checkpoint.tokenizer, "mask_id", None), built.spec.vocab_size
+    if mask is not None and mask >= size and not built.spec.causal:
+        raise refusal("mask_token_id", mask, f"a token of the {size} that have embeddings")
     built.path, built.dtype = checkpoint.path, dtype
     return built, checkpoint.tokenizer
 

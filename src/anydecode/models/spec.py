@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Attention, Rope
+from anydecode.models.limits import MAX_COUNT, integer, number, refusal
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,65 @@ class ModelSpec:
     logit_shift: int = 0  # 1: row r of the logits predicts r + 1 in a bidirectional model (Dream)
     block_size: int | None = None  # positions see their own block of this size and those before
 
+    def __post_init__(self) -> None:
+        """Raise CheckpointError, naming field and value, for what no model has or what the kernels'
+        integers do not hold."""
+        integer("vocab_size", self.vocab_size)
+        integer("hidden_size", self.hidden_size)
+        integer("max_positions", self.max_positions)
+        number("norm_eps", self.norm_eps, 0.0, 1.0)
+        number("embedding_scale", self.embedding_scale)
+        number("logit_scale", self.logit_scale)
+        if self.logit_softcap is not None:
+            number("logit_softcap", self.logit_softcap)
+        integer("logit_shift", self.logit_shift, 0, 1)
+        if self.block_size is not None:
+            integer("block_size", self.block_size)
+        integer("the number of layers", len(self.layers), 1, MAX_COUNT)
+        for index, layer in enumerate(self.layers):
+            _check_layer(f"layer {index}: ", layer)
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+
+def _check_layer(start: str, layer: LayerSpec) -> None:
+    _check_attention(start, layer.attention)
+    if layer.rope is not None:
+        _check_rope(start, layer.rope, layer.attention.head_dim)
+    choices = {
+        "norms": ("pre", "post", "both"),
+        "qk_norm": (None, "head", "full"),
+        "activation": ("silu", "gelu_tanh"),
+    }
+    for name, allowed in choices.items():
+        if getattr(layer, name) not in allowed:
+            raise refusal(f"{start}{name}", getattr(layer, name), f"one of {allowed}")
+    integer(f"{start}num_experts", layer.num_experts, 0, MAX_COUNT)
+    min_used = min(1, layer.num_experts)
+    integer(f"{start}experts_per_token", layer.experts_per_token, min_used, layer.num_experts)
+
+
+def _check_attention(start: str, shape: Attention) -> None:
+    heads = integer(f"{start}num_heads", shape.num_heads, 1, MAX_COUNT)
+    kv_heads = integer(f"{start}num_kv_heads", shape.num_kv_heads, 1, MAX_COUNT)
+    if heads % kv_heads:
+        raise refusal(f"{start}num_kv_heads", kv_heads, f"a divisor of the {heads} heads")
+    dim = integer(f"{start}head_dim", shape.head_dim, 1, MAX_COUNT)
+    integer(f"{start}num_heads * head_dim", heads * dim)
+    number(f"{start}scale", shape.scale)
+    if shape.window is not None:
+        integer(f"{start}window", shape.window)
+    if shape.softcap is not None:
+        number(f"{start}softcap", shape.softcap)
+
+
+def _check_rope(start: str, rope: Rope, head_dim: int) -> None:
+    frequencies = rope.frequencies
+    size = 2 * frequencies.numel()
+    if frequencies.dim() != 1 or not 2 <= size <= head_dim:
+        raise refusal(f"{start}rotary size", size, f"an even number from 2 to {head_dim}")
+    if not bool(frequencies.isfinite().all()):
+        raise CheckpointError(f"{start}rotary frequencies are not all finite")
+    number(f"{start}rope factor", rope.factor)

@@ -13,6 +13,7 @@ import tokenizers
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models import chat
 from anydecode.models.gguf_tokenizer import tokenizer_from_gguf
+from anydecode.models.limits import MAX_SIZE, integer
 from anydecode.models.qwen2_tokenizer import qwen2_tokenizer, token_text
 from anydecode.models.tokenizer import REASONING_TAGS
 
@@ -45,7 +46,8 @@ class HFTokenizer:
         special_texts: Mapping[str, str] | None = None,
     ) -> None:
         self.backend = tokenizer
-        self.eos_ids = frozenset(eos_ids)
+        # Some configs name -1 or the like where there is none.
+        self.eos_ids = frozenset(id for id in eos_ids if 0 <= id < MAX_SIZE)
         self.bos_id = bos_id
         self.mask_id = mask_id
         self.special_texts = dict(special_texts or {})
@@ -230,7 +232,11 @@ def _mask_id(tokenizer: tokenizers.Tokenizer, text: str | None, folder: Path) ->
     """The mask token: the one that the tokenizer names, or the config, or one with such a name."""
     number = read_json(folder / "config.json").get("mask_token_id")
     named = [_token_id(tokenizer, name) for name in (text, *MASKS)]
-    options = [named[0], number if isinstance(number, int) else None, *named[1:]]
+    options = [
+        named[0],
+        None if number is None else integer("mask_token_id", number, 0),
+        *named[1:],
+    ]
     return next((token for token in options if token is not None), None)
 
 

@@ -113,14 +113,14 @@ static void mix_row(const Pass *pass, const Op *op, const ExpertRoom *room, int 
   }
 }
 
-/* op: groups = experts per row, count = experts, kv_heads = whether to normalise, layer = number of
- * the first of its matrices among the adapters' targets, or -1. Phases follow one another; the
+/* op: groups = experts per row, count = experts, kv_heads = whether to normalise, heads = whether any
+ * gate or up is in blocks, head_dim = whether any down is, layer = number of the first of its
+ * matrices among the adapters' targets, or -1. Phases follow one another; the
  * first has one part. */
 static void experts(const Pass *pass, const Op *op, int n, const float *x, const float *router,
                     float *base, float *out, int phase, int part, int parts) {
   ExpertRoom room = expert_room(op, n, base);
-  const Matrix *gate = op->experts[0], *down = op->experts[2 * op->count];
-  int slots = n * op->groups, inner = gate->out_features;
+  int slots = n * op->groups, inner = op->experts[0]->out_features;
   int first = (int)((int64_t)slots * part / parts);
   int last = (int)((int64_t)slots * (part + 1) / parts);
   switch (phase) {
@@ -134,7 +134,7 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
       for (int s = first; s < last; s++) {
         const float *from = x + (int64_t)room.row[s] * op->width;
         memcpy(room.x + (int64_t)s * op->width, from, (size_t)op->width * 4);
-        if (!is_float(gate->format))
+        if (op->heads)
           quantise_row(from, op->width, room.quantised + (int64_t)s * (op->width / QUANT_BLOCK));
       }
       break;
@@ -150,7 +150,7 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
         adapt(pass, op, &room, i, 0, from, hidden);
         adapt(pass, op, &room, i, 1, from, up);
         gated(hidden, up, inner, op->activation, hidden);
-        if (!is_float(down->format))
+        if (op->head_dim)
           quantise_row(hidden, inner, room.quantised + s * (inner / QUANT_BLOCK));
       }
       break;

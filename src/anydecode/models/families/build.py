@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -15,7 +14,9 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import (
     FAMILIES,
     Config,
+    flag,
     is_expert_layer,
+    size_of,
     spec_from_config,
     text_config,
 )
@@ -61,9 +62,13 @@ def read_weights(
     shape = (spec.vocab_size, spec.hidden_size)
     embedding = reader.matrix("embed_tokens", shape, outer=True)
     # Files written with tied embeddings leave the head out.
-    tied = bool(config.get("tie_word_embeddings", False))
+    tied = flag(config, "tie_word_embeddings")
     head = embedding if tied else reader.matrix("lm_head", shape, outer=True)
     offset = FAMILIES[config["model_type"]].norm_offset
+    if reader.has_module(f"layers.{spec.num_layers}"):
+        raise CheckpointError(
+            f"num_hidden_layers is {spec.num_layers}; {checkpoint.name} holds more layers"
+        )
     layers = [_Layer(reader, spec, config, index).read() for index in range(spec.num_layers)]
     norm = reader.vector("norm.weight", spec.hidden_size, offset)
     bias = reader.vector("lm_head.bias", spec.vocab_size) if reader.has("lm_head.bias") else None
@@ -108,7 +113,7 @@ class _Layer:
     def _attention(self) -> tuple[Linear, Linear, Linear, Linear]:
         shape = self._spec.attention
         wide, narrow = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        bias = bool(self._config.get("attention_bias", False))
+        bias = flag(self._config, "attention_bias")
         q, k, v = self._parts(
             "self_attn.qkv_proj",
             {"self_attn.q_proj": wide, "self_attn.k_proj": narrow, "self_attn.v_proj": narrow},
@@ -120,8 +125,8 @@ class _Layer:
     def _mlp(self) -> GatedMlp | Experts:
         if is_expert_layer(self._config, self._index):
             return self._experts()
-        wide = _count(self._config, "intermediate_size")
-        bias = bool(self._config.get("mlp_bias", False))
+        wide = size_of(self._config, "intermediate_size")
+        bias = flag(self._config, "mlp_bias")
         gate, up = self._parts(
             "mlp.gate_up_proj", {"mlp.gate_proj": wide, "mlp.up_proj": wide}, bias
         )
@@ -150,11 +155,10 @@ class _Layer:
         # A router is small, and a rounded one sends tokens to other experts.
         weight = self._reader.matrix(router, (count, self._hidden), keep=True)
         block = router.removesuffix(".gate")
+        is_mixtral = self._config["model_type"] == "mixtral" or not block.endswith("mlp")
+        wide = size_of(self._config, "intermediate_size" if is_mixtral else "moe_intermediate_size")
         if self._reader.has(f"{block}.experts.gate_up_proj"):
-            return self._stacked_experts(weight, block)
-        size = "moe_intermediate_size" if block.endswith("mlp") else "intermediate_size"
-        size = "intermediate_size" if self._config["model_type"] == "mixtral" else size
-        wide = _count(self._config, size)
+            return self._stacked_experts(weight, block, wide)
         gate, up, down = (
             [self._expert(block, expert, names, shape) for expert in range(count)]
             for names, shape in (
@@ -171,25 +175,16 @@ class _Layer:
         name = self._reader.first(f"{block}.experts.{expert}.{name}" for name in names)
         return self._reader.matrix(name, shape)
 
-    def _stacked_experts(self, router: Weight, block: str) -> Experts:
+    def _stacked_experts(self, router: Weight, block: str, wide: int) -> Experts:
         """Experts as `[experts, 2 * wide, hidden]` and `[experts, hidden, wide]`."""
-        both = self._reader.stacked(f"{block}.experts.gate_up_proj")
-        last = self._reader.stacked(f"{block}.experts.down_proj")
-        wide = both.shape[1] // 2
-        if len(both) != self._spec.num_experts or tuple(last.shape[1:]) != (self._hidden, wide):
-            raise CheckpointError(f"the experts of {block} have shape {tuple(both.shape)}")
+        count, name = self._spec.num_experts, f"{block}.experts"
+        both = self._reader.stacked(f"{name}.gate_up_proj", (count, 2 * wide, self._hidden))
+        last = self._reader.stacked(f"{name}.down_proj", (count, self._hidden, wide))
         gate, up, down = [], [], []
-        for expert in range(len(both)):
+        for expert in range(count):
             name = f"{block}.experts.{expert}"
             convert, pair = self._reader.convert, plain_weight(both[expert])
             gate.append(convert(pair, f"{name}.gate_proj", rows=slice(0, wide)))
             up.append(convert(pair, f"{name}.up_proj", rows=slice(wide, 2 * wide)))
             down.append(convert(plain_weight(last[expert]), f"{name}.down_proj"))
         return Experts(router, gate, up, down)
-
-
-def _count(config: Config, key: str) -> int:
-    value: Any = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"the config lacks {key!r}")
-    return value

@@ -12,6 +12,7 @@ import torch
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Attention
 from anydecode.models.families.rope import make_rope, rope_type
+from anydecode.models.limits import MAX_COUNT, MAX_SIZE, integer, number, refusal
 from anydecode.models.spec import LayerSpec, ModelSpec
 
 Config = Mapping[str, Any]
@@ -50,18 +51,18 @@ class Family:
 
 def _no_windows(config: Config) -> list[str]:
     """Every layer sees everything."""
-    return [_FULL] * int(config["num_hidden_layers"])
+    return [_FULL] * num_layers(config)
 
 
 def _one_window(config: Config) -> list[str]:
     """Every layer alike: sliding where the config names a window."""
     kind = _SLIDING if config.get("sliding_window") is not None else _FULL
-    return [kind] * int(config["num_hidden_layers"])
+    return [kind] * num_layers(config)
 
 
 def _late_windows(config: Config) -> list[str]:
     """Qwen: the layers from `max_window_layers` on slide, if the config says so at all."""
-    count, first = int(config["num_hidden_layers"]), int(config.get("max_window_layers", 28))
+    count, first = num_layers(config), size_of(config, "max_window_layers", 28, low=0)
     if not _uses_window(config):
         return [_FULL] * count
     return [_SLIDING if layer >= first else _FULL for layer in range(count)]
@@ -70,7 +71,7 @@ def _late_windows(config: Config) -> list[str]:
 def _switched_window(config: Config) -> list[str]:
     """Every layer slides, if the config switches windows on."""
     kind = _SLIDING if _uses_window(config) else _FULL
-    return [kind] * int(config["num_hidden_layers"])
+    return [kind] * num_layers(config)
 
 
 def _windows_without_rope(config: Config) -> list[str]:
@@ -81,13 +82,13 @@ def _windows_without_rope(config: Config) -> list[str]:
 
 def _periodic_windows(config: Config) -> list[str]:
     """Gemma: every n-th layer sees everything."""
-    period = int(config.get("sliding_window_pattern") or 6)
-    count = int(config["num_hidden_layers"])
+    period = size_of(config, "sliding_window_pattern", 6)
+    count = num_layers(config)
     return [_SLIDING if (layer + 1) % period else _FULL for layer in range(count)]
 
 
 def _uses_window(config: Config) -> bool:
-    return bool(config.get("use_sliding_window")) and config.get("sliding_window") is not None
+    return flag(config, "use_sliding_window") and config.get("sliding_window") is not None
 
 
 _GEMMA = {
@@ -212,17 +213,17 @@ def text_config(config: Config) -> dict[str, Any]:
     """
     if "text_config" in config:
         check_multimodal(config)
-    own = dict(config.get("text_config") or {}) if "text_config" in config else dict(config)
+    own = _mapping(config, "text_config") if "text_config" in config else dict(config)
     kind = own.get("model_type") or config.get("model_type")
     kind = "gemma3_text" if kind == "gemma3" else kind
     if kind in ("Dream", "Fast_dLLM_Qwen", "WeDLM"):
         kind = kind.lower()
     if kind == "wedlm":  # biases stand where they are stored
         kind, own["attention_bias"] = ("wedlm_qwen3" if own.get("qk_norm") else "wedlm"), False
-    if kind not in FAMILIES:
-        names = ", ".join(config.get("architectures") or []) or "no architecture"
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        name = _architecture(config) or "no architecture"
         raise CheckpointError(
-            f"model type {kind!r} ({names}) is not supported; supported are {', '.join(FAMILIES)}"
+            f"model type {kind!r} ({name}) is not supported; supported are {', '.join(FAMILIES)}"
         )
     _check_architecture(own, kind, FAMILIES[kind].architectures)
     counts = ("num_experts", "num_local_experts")
@@ -260,56 +261,106 @@ def spec_from_config(
     """
     config = text_config(config)
     family = FAMILIES[config["model_type"]]
-    for key in _REQUIRED:
-        if config.get(key) is None:
-            raise CheckpointError(f"the config lacks {key!r}")
     if config.get("use_bidirectional_attention"):
         raise CheckpointError("bidirectional attention in a Gemma config is not supported")
+    if max_positions is not None:
+        integer("max_positions", max_positions)
     limit = max_positions or _trained_positions(config)
-    architectures = config.get("architectures") or [config["model_type"]]
     return ModelSpec(
-        architecture=str(architectures[0]),
-        vocab_size=int(config["vocab_size"]),
-        hidden_size=int(config["hidden_size"]),
+        architecture=_architecture(config) or config["model_type"],
+        vocab_size=size_of(config, "vocab_size"),
+        hidden_size=size_of(config, "hidden_size"),
         max_positions=limit,
-        norm_eps=float(config.get("rms_norm_eps") or 1e-6),
+        norm_eps=number("rms_norm_eps", _given(config, "rms_norm_eps", 1e-6), 0.0, 1.0),
         layers=tuple(_layers(config, family, limit)),
         embedding_scale=_embedding_scale(config, dtype) if family.has_scaled_embedding else 1.0,
-        logit_softcap=config.get("final_logit_softcapping"),
+        logit_softcap=_number(config, "final_logit_softcapping"),
         causal=family.causal,
-        logit_shift=1 if config.get("right_shift_logits") else family.logit_shift,
+        logit_shift=1 if flag(config, "right_shift_logits") else family.logit_shift,
         block_size=_block_size(config, family),
     )
 
 
 def _block_size(config: Config, family: Family) -> int | None:
     """The blocks in which rows see each other; None where all rows do."""
-    size = config.get(family.block_size) if family.block_size else None
-    return family.default_block_size if size is None else size
+    key = family.block_size
+    if key is None or config.get(key) is None:
+        return family.default_block_size
+    return size_of(config, key)
 
 
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
+def _architecture(config: Config) -> str | None:
+    """The first of the config's architectures, if it names any."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
+def size_of(
+    config: Config, key: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE
+) -> int:
+    """The integer under `key`; null counts as left out. Raises CheckpointError where it is no
+    integer from `low` to `high`, or is missing and has no default."""
+    value = _given(config, key, default)
+    if value is None:
+        raise CheckpointError(f"the config lacks {key!r}")
+    return integer(key, value, low, high)
+
+
+def flag(config: Config, key: str, default: bool = False) -> bool:
+    """The boolean under `key`; null counts as left out."""
+    value = _given(config, key, default)
+    if not isinstance(value, bool):
+        raise refusal(key, value, "true or false")
+    return value
+
+
+def _given(config: Config, key: str, default: Any) -> Any:
+    value = config.get(key)
+    return default if value is None else value
+
+
+def _number(config: Config, key: str) -> float | None:
+    """The number under `key`; None where it is null or missing."""
+    value = config.get(key)
+    return None if value is None else number(key, value)
+
+
+def _mapping(config: Config, key: str) -> dict[str, Any]:
+    """A copy of the object under `key`; empty where it is null or missing."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise refusal(key, value, "an object")
+    return dict(value or {})
+
+
+def _list(config: Config, key: str, kind: type) -> list[Any] | None:
+    """The list under `key`, of entries of one kind; None where it is null or missing."""
+    value = config.get(key)
+    right = isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
+    if value is not None and not right:
+        raise refusal(key, value, f"a list of {kind.__name__}")
+    return value
+
+
+def num_layers(config: Config) -> int:
+    """Layers of the model."""
+    return size_of(config, "num_hidden_layers", high=MAX_COUNT)
 
 
 def head_dim(config: Config) -> int:
     """Dimensions per head: as given, or an equal share of the hidden size."""
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    heads = size_of(config, "num_attention_heads", high=MAX_COUNT)
+    return size_of(config, "head_dim", size_of(config, "hidden_size") // heads, high=MAX_COUNT)
 
 
 def rotated_layers(config: Config) -> list[bool]:
     """Which layers have position embedding (all but in SmolLM3)."""
-    count = int(config["num_hidden_layers"])
+    count = num_layers(config)
     if config["model_type"] != "smollm3":
         return [True] * count
-    flags = config.get("no_rope_layers")  # 1 means with rope, whatever the name says
+    flags = _list(config, "no_rope_layers", int)  # 1 means with rope, whatever the name says
     if flags is None:
-        interval = int(config.get("no_rope_layer_interval") or 4)
+        interval = size_of(config, "no_rope_layer_interval", 4)
         return [(layer + 1) % interval != 0 for layer in range(count)]
     return [bool(flag) for flag in flags[:count]]
 
@@ -320,28 +371,26 @@ def is_expert_layer(config: Config, layer: int) -> bool:
         return True
     if config["model_type"] not in _MIXTURES:
         return False
-    step = int(config.get("decoder_sparse_step") or 1)
-    dense = config.get("mlp_only_layers") or []
+    step = size_of(config, "decoder_sparse_step", 1)
+    dense = _list(config, "mlp_only_layers", int) or []
     return layer not in dense and num_experts(config) > 0 and (layer + 1) % step == 0
 
 
 def num_experts(config: Config) -> int:
     """Experts per mixture layer."""
-    count = config.get("num_local_experts", config.get("num_experts"))
-    if count is None:
-        raise CheckpointError("the config lacks 'num_experts'")
-    return int(count)
+    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    return size_of(config, key, low=0, high=MAX_COUNT)
 
 
 def _layers(config: Config, family: Family, limit: int) -> list[LayerSpec]:
-    types = config.get("layer_types") or family.windows(config)
-    count, rotated = int(config["num_hidden_layers"]), rotated_layers(config)
+    types = _list(config, "layer_types", str) or family.windows(config)
+    count, rotated = num_layers(config), rotated_layers(config)
     if len(types) < count or len(rotated) < count:
         raise CheckpointError(f"the config describes fewer than its {count} layers")
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise CheckpointError(f"activation {activation!r} is not supported")
-    dim, trained = head_dim(config), int(config["max_position_embeddings"])
+    dim, trained = head_dim(config), size_of(config, "max_position_embeddings")
     ropes = {
         kind: make_rope(_rope_parameters(config, kind), dim, trained, limit)
         for kind in sorted(set(types))
@@ -357,42 +406,39 @@ def _layers(config: Config, family: Family, limit: int) -> list[LayerSpec]:
                 qk_norm=family.qk_norm,
                 activation=_ACTIVATIONS[activation],
                 num_experts=num_experts(config) if mixed else 0,
-                experts_per_token=int(config["num_experts_per_tok"]) if mixed else 0,
-                normalise_experts=bool(config.get("norm_topk_prob", family.router_is_normalised)),
+                experts_per_token=size_of(config, "num_experts_per_tok") if mixed else 0,
+                normalise_experts=flag(config, "norm_topk_prob", family.router_is_normalised),
             )
         )
     return layers
 
 
 def _attention(config: Config, family: Family, kind: str, dim: int) -> Attention:
-    heads = int(config["num_attention_heads"])
+    heads = size_of(config, "num_attention_heads", high=MAX_COUNT)
     if kind not in (_SLIDING, _FULL):
         raise CheckpointError(f"attention of type {kind!r} is not supported")
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    if heads % kv_heads:
-        raise CheckpointError(f"{heads} heads do not divide into {kv_heads} key-value heads")
     return Attention(
         num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_kv_heads=size_of(config, "num_key_value_heads", heads, high=MAX_COUNT),
         head_dim=dim,
-        scale=float(config.get("query_pre_attn_scalar") or dim) ** -0.5,
-        window=int(config["sliding_window"]) if kind == _SLIDING else None,
-        softcap=config.get("attn_logit_softcapping") if family.has_attention_softcap else None,
+        scale=(_number(config, "query_pre_attn_scalar") or dim) ** -0.5,
+        window=size_of(config, "sliding_window") if kind == _SLIDING else None,
+        softcap=_number(config, "attn_logit_softcapping") if family.has_attention_softcap else None,
     )
 
 
 def _rope_parameters(config: Config, kind: str) -> dict[str, Any]:
     """The rope parameters of one layer type, from the new layout (`rope_parameters`, flat or per
     layer type) or the old one (`rope_theta`, `rope_scaling`, `rope_local_base_freq`)."""
-    given = dict(config.get("rope_parameters") or {})
-    theta = config.get("rope_theta") or 10_000.0
+    given = _mapping(config, "rope_parameters")
+    theta = _given(config, "rope_theta", 10_000.0)
     if kind in given:
-        own = dict(given[kind] or {})
+        own = _mapping(given, kind)
     elif config["model_type"] == "gemma3_text" and kind == _SLIDING:
         own, theta = {}, config["rope_local_base_freq"]
     else:
         own = {key: value for key, value in given.items() if not isinstance(value, dict)}
-        own.update(config.get("rope_scaling") or {})
+        own.update(_mapping(config, "rope_scaling"))
     if own.get("rope_theta") is None:
         own["rope_theta"] = theta
     name = rope_type(own)
@@ -402,20 +448,20 @@ def _rope_parameters(config: Config, kind: str) -> dict[str, Any]:
     if config["model_type"] != "phi3" and name == "default":
         own.pop("partial_rotary_factor", None)
     elif own.get("partial_rotary_factor") is None:
-        own["partial_rotary_factor"] = config.get("partial_rotary_factor") or 1.0
+        own["partial_rotary_factor"] = config.get("partial_rotary_factor")
     original = config.get("original_max_position_embeddings")
     if original is not None:
         own["original_max_position_embeddings"] = original
-    own.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    own.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     return own
 
 
 def _trained_positions(config: Config) -> int:
     """The default context limit: positions for which no scaling needs to look at the length."""
-    longest = int(config["max_position_embeddings"])
+    longest = size_of(config, "max_position_embeddings")
     parameters = _rope_parameters(config, _FULL)
     if rope_type(parameters) == "longrope":
-        return min(longest, int(parameters["original_max_position_embeddings"]))
+        return min(longest, size_of(parameters, "original_max_position_embeddings"))
     return longest
 
 
@@ -423,7 +469,7 @@ def _embedding_scale(config: Config, dtype: str | None) -> float:
     """sqrt(hidden_size), rounded to the float format asked for, or else the checkpoint's own."""
     named = dtype if dtype in _FLOATS else str(config.get("dtype") or config.get("torch_dtype"))
     precision = _FLOATS.get(named.removeprefix("torch."), torch.float32)
-    return float(torch.tensor(math.sqrt(config["hidden_size"]), dtype=precision))
+    return float(torch.tensor(math.sqrt(size_of(config, "hidden_size")), dtype=precision))
 
 
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

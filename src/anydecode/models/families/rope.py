@@ -18,6 +18,7 @@ import torch
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Rope
+from anydecode.models.limits import integer, number, refusal
 
 _ALIASES = {"su": "longrope", "mrope": "default"}
 
@@ -40,11 +41,45 @@ def make_rope(
     kind = rope_type(parameters)
     if kind not in _SCALINGS:
         raise CheckpointError(f"rope scaling {kind!r} is not supported")
-    dim = int(head_dim * float(parameters.get("partial_rotary_factor") or 1.0))
+    share = parameters.get("partial_rotary_factor")
+    dim = head_dim if share is None else int(head_dim * number("partial_rotary_factor", share))
+    smallest = 4 if kind == "dynamic" else 2  # its formula divides by the size less 2
+    if dim % 2 or not smallest <= dim <= head_dim:
+        allowed = f"an even number from {smallest} to the {head_dim} dimensions of a head"
+        raise refusal("the rotary size", dim, allowed)
+    checked = {k: _checked(k, value) for k, value in parameters.items() if value is not None}
     try:
-        return _SCALINGS[kind](parameters, dim, trained_positions, max_positions)
+        return _SCALINGS[kind](checked, dim, trained_positions, max_positions)
     except KeyError as error:
         raise CheckpointError(f"rope scaling {kind!r} lacks {error.args[0]!r}") from None
+
+
+#: The least and the largest value of each parameter that is a number. Frequencies may be divided
+#: by as much as 1e30, which switches them off.
+_BOUNDS = {
+    "rope_theta": (1.001, 1e18),
+    "factor": (1e-6, 1e6),
+    "attention_factor": (1e-6, 1e6),
+    "mscale": (0.0, 1e6),
+    "mscale_all_dim": (0.0, 1e6),
+    "beta_fast": (1e-6, 1e6),
+    "beta_slow": (1e-6, 1e6),
+    "low_freq_factor": (1e-6, 1e6),
+    "high_freq_factor": (1e-6, 1e6),
+}
+
+
+def _checked(key: str, value: Any) -> Any:
+    """A parameter, if it is what its formula takes."""
+    if key in _BOUNDS:
+        return number(key, value, *_BOUNDS[key])
+    if key == "original_max_position_embeddings":
+        return integer(key, value)
+    if key in ("long_factor", "short_factor"):
+        if not isinstance(value, list):
+            raise refusal(key, value, "a list of numbers")
+        return [number(key, entry, 1e-6, 1e30) for entry in value]
+    return value
 
 
 def _powers(base: float, dim: int) -> torch.Tensor:
@@ -99,7 +134,8 @@ def _yarn(p: Mapping[str, Any], dim: int, trained: int, limit: int) -> Rope:
 
 
 def _longrope(p: Mapping[str, Any], dim: int, trained: int, limit: int) -> Rope:
-    original = p["original_max_position_embeddings"]
+    name = "original_max_position_embeddings"
+    original = integer(name, p[name], 2)  # its logarithm divides
     factor = p["factor"] if p.get("factor") is not None else trained / original
     magnitude = p.get("attention_factor")
     if magnitude is None:
@@ -119,6 +155,8 @@ def _llama3(p: Mapping[str, Any], dim: int, trained: int, limit: int) -> Rope:
     frequencies = 1.0 / _powers(p["rope_theta"], dim)
     factor, original = p["factor"], p["original_max_position_embeddings"]
     low, high = p["low_freq_factor"], p["high_freq_factor"]
+    if low >= high:
+        raise refusal("low_freq_factor", low, f"a number less than high_freq_factor, {high:g}")
     wavelengths = 2 * math.pi / frequencies
     is_long, is_short = wavelengths > original / low, wavelengths < original / high
     scaled = torch.where(is_long, frequencies / factor, frequencies)

@@ -47,6 +47,11 @@ class TensorReader:
         """Whether there is a tensor of this name (suffix included)."""
         return self._full(name) in self._tensors
 
+    def has_module(self, name: str) -> bool:
+        """Whether there is a tensor of this module or of one within it."""
+        start = f"{self._full(name)}."
+        return any(tensor.startswith(start) for tensor in self._tensors)
+
     def first(self, names: Iterable[str]) -> str:
         """The first name that has a `.weight`; the first of all if none has."""
         options = list(names)
@@ -58,6 +63,8 @@ class TensorReader:
         if isinstance(tensor, Weight):
             raise CheckpointError(f"{self._source}: {self._full(name)} is packed as a matrix")
         self._check(name, tuple(tensor.shape), (size,))
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{self._source}: {self._full(name)} is {tensor.dtype}, no float")
         # A copy: a view would keep a mapped file in memory for the sake of a few numbers.
         return tensor.to(self._device, torch.float32, copy=True) + offset
 
@@ -123,11 +130,14 @@ class TensorReader:
             vector = vector if rows is None else vector[rows]
         return Linear(weight, vector)
 
-    def stacked(self, name: str) -> torch.Tensor:
-        """A three-dimensional tensor `[experts, out, in]` of floats."""
+    def stacked(self, name: str, shape: tuple[int, int, int]) -> torch.Tensor:
+        """A tensor `[experts, out, in]` of floats, of which `shape` is checked."""
         tensor = self._read(name)
-        if isinstance(tensor, Weight) or tensor.dim() != 3:
-            raise CheckpointError(f"{self._source}: {self._full(name)} is not a stack of matrices")
+        if isinstance(tensor, Weight) or tensor.dtype not in _FLOATS.values():
+            raise CheckpointError(
+                f"{self._source}: {self._full(name)} is not a stack of matrices of floats"
+            )
+        self._check(name, tuple(tensor.shape), shape)
         return tensor
 
     def _full(self, name: str) -> str:

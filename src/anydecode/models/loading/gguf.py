@@ -118,7 +118,8 @@ def _convert(
     else:
         _, layer, part = module.split(".", 2) if module.count(".") >= 2 else ("", "", "")
         prefix = f"model.layers.{layer}."
-        expert = _experts(file, info, architecture, part, prefix)
+        count = config.get("num_local_experts") or config.get("num_experts") or 0
+        expert = _experts(file, info, architecture, part, prefix, count)
         if expert:
             return expert
         names = {**_LAYER, **_DIFFERENT.get(architecture, {})}
@@ -142,11 +143,15 @@ def _unknown(file: GGUFFile, info: TensorInfo, architecture: str) -> CheckpointE
 
 
 def _experts(
-    file: GGUFFile, info: TensorInfo, architecture: str, part: str, prefix: str
+    file: GGUFFile, info: TensorInfo, architecture: str, part: str, prefix: str, count: int
 ) -> list[tuple[str, _Shape, Reader]]:
     """Experts, stored all in one tensor or (in old files) one tensor each."""
     table = _EXPERTS.get(architecture, {})
     if part.endswith("_exps") and part[:-5] in table and len(info.shape) == 3:
+        if info.shape[0] != count:
+            raise CheckpointError(
+                f"{file.path}: {info.name!r} has {info.shape[0]} experts; expert_count is {count}"
+            )
         modules = [prefix + table[part[:-5]].format(i) for i in range(info.shape[0])]
         return [
             (f"{module}.weight", info.shape[1:], partial(file.part, info.name, index, module))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -54,16 +56,18 @@ class Keys:
             value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(
-                f"{self.file.path}: metadata {self.architecture}.{key} is {value!r}, "
+                f"{self.file.path}: metadata {self.architecture}.{key} is {reprlib.repr(value)}, "
                 "which is not a positive integer"
             )
         return value
 
     def number(self, key: str, default: Any = _MISSING) -> float:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
             raise CheckpointError(
-                f"{self.file.path}: metadata {self.architecture}.{key} is not a number"
+                f"{self.file.path}: metadata {self.architecture}.{key} is {reprlib.repr(value)}, "
+                "which is not a finite number"
             )
         return float(value)
 
@@ -208,17 +212,21 @@ def _gemma2(keys: Keys, config: dict[str, Any]) -> None:
 
 
 def _gemma3(keys: Keys, config: dict[str, Any]) -> None:
-    period = keys.get("attention.sliding_window_pattern", 6)
-    _gemma(keys, config, period=period if isinstance(period, int) else 6, wide_layers=62)
+    # Some files list the layers' kinds instead of the period, which is always 6.
+    key = "attention.sliding_window_pattern"
+    period = 6 if isinstance(keys.get(key, 6), list) else keys.count(key, 6)
+    _gemma(keys, config, period=period, wide_layers=62)
     config["sliding_window_pattern"] = 6
     config["rope_theta"] = keys.number("rope.freq_base", 1_000_000.0)
     config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10000.0)
     config["attn_logit_softcapping"] = None
-    config["final_logit_softcapping"] = keys.get("final_logit_softcapping", None)
+    # 0 stands for none.
+    config["final_logit_softcapping"] = keys.number("final_logit_softcapping", 0.0) or None
 
 
 def _phi3(keys: Keys, config: dict[str, Any]) -> None:
-    config["sliding_window"] = keys.get("attention.sliding_window", None) or None
+    has_window = keys.get("attention.sliding_window", 0) != 0
+    config["sliding_window"] = keys.count("attention.sliding_window") if has_window else None
     rotary = keys.count("rope.dimension_count", config["head_dim"])
     config["partial_rotary_factor"] = rotary / config["head_dim"]
     original = keys.count("rope.scaling.original_context_length", config["max_position_embeddings"])
@@ -233,6 +241,5 @@ def _phi3(keys: Keys, config: dict[str, Any]) -> None:
             "long_factor": long,
             "original_max_position_embeddings": original,
         }
-        attention_factor = keys.get("rope.scaling.attn_factor", None)
-        if attention_factor is not None:
-            config["rope_scaling"]["attention_factor"] = float(attention_factor)
+        if keys.get("rope.scaling.attn_factor", None) is not None:
+            config["rope_scaling"]["attention_factor"] = keys.number("rope.scaling.attn_factor")

@@ -31,7 +31,13 @@ class LazyTensors(Mapping[str, "torch.Tensor | Weight"]):
         reader = self._readers.get(name)
         if reader is None:
             raise MissingTensorError(f"{self.path}: the checkpoint has no tensor {name!r}")
-        return reader()
+        try:
+            return reader()
+        except CheckpointError:
+            raise
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"{self.path}: {name!r} is corrupt: {reason}") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._readers

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from anydecode.errors import CheckpointError
+from anydecode.models.limits import integer
 
 T = TypeVar("T")
 
@@ -68,7 +69,8 @@ def standard(
     found["num_key_value_heads"] = config.get("n_kv_heads") or config.get("n_heads")
     found["rms_norm_eps"] = config.get("rms_norm_eps") or config.get("layer_norm_eps") or 1e-5
     if found.get("intermediate_size") is None and found.get("hidden_size"):
-        found["intermediate_size"] = int(config.get("mlp_ratio", 4)) * int(found["hidden_size"])
+        ratio = integer("mlp_ratio", config.get("mlp_ratio", 4))
+        found["intermediate_size"] = ratio * integer("d_model", found["hidden_size"])
     return found, {_name(name): reader for name, reader in readers.items()}
 
 

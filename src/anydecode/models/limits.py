@@ -1,0 +1,36 @@
+"""What a model's numbers may be: what the kernels' 32-bit integers hold, with room for sums."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from typing import Any
+
+from anydecode.errors import CheckpointError
+
+#: Widths, vocabularies, windows and contexts; a layer's heads together, too.
+MAX_SIZE = 1 << 30
+#: Heads, dimensions of one head, experts and layers.
+MAX_COUNT = 1 << 16
+#: Factors of all kinds; far beyond what any model has, far within float32.
+MIN_FACTOR, MAX_FACTOR = 1e-9, 1e9
+
+
+def integer(name: str, value: Any, low: int = 1, high: int = MAX_SIZE) -> int:
+    """`value`, an integer from `low` to `high`. Raises CheckpointError that says so."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise refusal(name, value, f"an integer from {low} to {high}")
+    return value
+
+
+def number(name: str, value: Any, low: float = MIN_FACTOR, high: float = MAX_FACTOR) -> float:
+    """`value`, a finite number from `low` to `high`. Raises CheckpointError that says so."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or not math.isfinite(value):
+        raise refusal(name, value, f"a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def refusal(name: str, value: Any, allowed: str) -> CheckpointError:
+    """The error for a value that is not allowed."""
+    return CheckpointError(f"{name} is {reprlib.repr(value)}; allowed is {allowed}")
