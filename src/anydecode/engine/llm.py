@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Hashable, Iterator
+from collections.abc import AsyncIterator, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from pathlib import Path
@@ -232,6 +232,8 @@ class LLM:
 
     def encode(self, prompt: Prompt, *, special: bool = True) -> list[int]:
         """Token ids of a prompt, each with an embedding. Raises InvalidRequestError for others."""
+        if not isinstance(prompt, Iterable):
+            raise InvalidRequestError(f"a prompt is a text or a list of token ids, not {prompt!r}")
         size = self.model.spec.vocab_size
         # A tokenizer may know more tokens than the model has embeddings.
         tokens: Seq[int] = (

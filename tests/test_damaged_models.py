@@ -1,0 +1,342 @@
+"""Checkpoints whose numbers are wrong: one clear line each, never a crash of the process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.evaluation.tiny import tiny_llm, tiny_model
+from anydecode.kernels.interface import Attention, Rope, Weight
+from anydecode.models.families import build_model, spec_from_config
+from anydecode.models.loading import load_checkpoint
+from anydecode.models.lora import read_factors
+from anydecode.models.opening import choose_executor
+from test_loading import make_tensors, write_gguf
+from tiny_models import BASE, checkpoint_of, hf_model
+
+WRONG: list[Any] = [-1, 2**31, 2**40, float("nan"), float("inf"), 1.5, "x", "64", [], [1], {}, True]
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "num_experts",
+    "num_experts_per_tok",
+    "decoder_sparse_step",
+    "sliding_window",
+)
+FACTORS = ("rms_norm_eps", "rope_theta")
+CONFIG: dict[str, Any] = {
+    **BASE,
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "sliding_window": 8,
+    "use_sliding_window": True,
+}
+
+
+def refused(config: dict[str, Any], name: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        spec_from_config(config)
+    message = str(caught.value)
+    assert name in message and "allowed is" in message and "\n" not in message, message
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_a_size_is_an_integer_in_range(key: str) -> None:
+    assert spec_from_config(CONFIG).num_layers == 3
+    for value in [*WRONG, *([] if key == "num_experts" else [0])]:
+        refused({**CONFIG, key: value}, key)
+
+
+@pytest.mark.parametrize("key", FACTORS)
+def test_a_factor_is_a_finite_number(key: str) -> None:
+    for value in [-1, float("nan"), float("inf"), 1e300, "x", "64", [], [1], {}, True]:
+        refused({**CONFIG, key: value}, key)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"head_dim": 15}, "rotary size is 15"),
+        ({"head_dim": 1}, "rotary size is 1"),
+        ({"num_experts_per_tok": 5}, "experts_per_token is 5"),
+        ({"num_key_value_heads": 3}, "num_kv_heads is 3"),
+        ({"num_attention_heads": 65536, "head_dim": 65536}, "num_heads \\* head_dim"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers"),
+        ({"layer_types": [1, 2, 3]}, "layer_types"),
+        ({"rope_parameters": "x"}, "rope_parameters"),
+        ({"rope_scaling": [1]}, "rope_scaling"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0}, "partial_rotary_factor"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.7}, "rotary size is 11"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": -1}, "query_pre_attn_scalar"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+        ({"model_type": "gemma2", "final_logit_softcapping": "x"}, "final_logit_softcapping"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"model_type": "a2d-llama", "block_size": "x"}, "block_size"),
+    ],
+)
+def test_fields_that_do_not_fit(change: dict[str, Any], name: str) -> None:
+    refused({**CONFIG, **change}, name.replace("\\", ""))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "name"),
+    [
+        ({"rope_type": "linear", "factor": 0}, "factor is 0"),
+        ({"rope_type": "linear", "factor": "x"}, "factor is 'x'"),
+        ({"rope_type": "dynamic", "factor": float("nan")}, "factor is nan"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}, "beta_fast"),
+        ({"rope_type": "yarn", "factor": 2.0, "mscale": "x"}, "mscale"),
+        (
+            {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4, "high_freq_factor": 4},
+            "low_freq_factor is 4",
+        ),
+        ({"rope_type": "longrope", "short_factor": "x", "long_factor": [1.0]}, "short_factor"),
+        (
+            {"rope_type": "longrope", "short_factor": [0.0] * 8, "long_factor": [1.0]},
+            "short_factor",
+        ),
+    ],
+)
+def test_rope_scalings_that_do_not_fit(scaling: dict[str, Any], name: str) -> None:
+    refused({**CONFIG, "rope_scaling": scaling}, name)
+
+
+def test_a_spec_is_checked_however_it_is_made() -> None:
+    spec = spec_from_config(CONFIG)
+    layer = spec.layers[0]
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"layers": ()}, "number of layers is 0"),
+        ({"logit_softcap": 0.0}, "logit_softcap"),
+        ({"layers": (replace(layer, norms="x"),)}, "norms is 'x'"),
+        ({"layers": (replace(layer, rope=Rope(torch.ones(9))),)}, "rotary size is 18"),
+        ({"layers": (replace(layer, rope=Rope(torch.ones(8) / 0)),)}, "not all finite"),
+        ({"layers": (replace(layer, attention=Attention(4, -2, 16, 0.25)),)}, "num_kv_heads is -2"),
+        ({"layers": (replace(layer, attention=Attention(4, 2, 16, 0.0)),)}, "scale is 0"),
+    ]
+    for change, message in changes:
+        with pytest.raises(CheckpointError, match=message):
+            replace(spec, **change)
+
+
+def test_more_layers_than_the_config_says() -> None:
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 2; tiny holds more layers"):
+        build_model(checkpoint_of(hf_model("Llama"), num_hidden_layers=2))
+
+
+@pytest.mark.parametrize("key", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
+def test_a_flag_is_a_boolean(key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{key} is 'x'; allowed is true or false"):
+        build_model(checkpoint_of(hf_model("Llama"), **{key: "x"}))
+
+
+def experts_with(change: Any) -> None:
+    stored = checkpoint_of(hf_model("Qwen3Moe", **{k: CONFIG[k] for k in CONFIG if k not in BASE}))
+    stacks = [name for name in stored.tensors if name.endswith(("gate_up_proj", "down_proj"))]
+    assert stacks
+    stored.tensors = {**stored.tensors, **{n: change(stored.tensors[n]) for n in stacks}}
+    build_model(stored)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda stack: stack[..., :-1],
+        lambda stack: stack[:-1],
+        lambda stack: stack[:, :-1],
+        lambda stack: torch.cat([stack, stack[:1]]),
+        lambda stack: stack.to(torch.int32),
+    ],
+)
+def test_stacked_experts_have_the_sizes_of_the_config(change: Any) -> None:
+    with pytest.raises(CheckpointError, match="experts"):
+        experts_with(change)
+
+
+def test_no_weight_without_its_bytes_reaches_the_kernels() -> None:
+    from anydecode.kernels.library import load_library
+    from anydecode.kernels.packing import Packer
+
+    library = load_library()
+    if library is None:
+        pytest.skip("the native kernels are not available here")
+    packer = Packer(library, 1)
+    for format, data in (
+        ("F32", torch.zeros(4, 31)),
+        ("F32", torch.zeros(3, 32)),
+        ("F16", torch.zeros(4, 32)),
+        ("Q8_0", torch.zeros(4, 33, dtype=torch.uint8)),
+    ):
+        with pytest.raises(CheckpointError, match="not a .* matrix of 4 by 32"):
+            packer.pack(Weight(format, 4, 32, data, "w"))
+
+
+@pytest.mark.parametrize("threads", [0, -1, 257, 2**40, 1.0, "2", True])
+def test_threads_are_an_integer_in_range(threads: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="threads is .* from 1 to 256"):
+        choose_executor(threads=threads)
+    with pytest.raises(InvalidRequestError, match="threads is .* from 1 to 256"):
+        choose_executor("torch", threads)
+
+
+@pytest.mark.parametrize("token", [-1, 259, 2**31, 2**40, 1.0, "5", None, True])
+def test_a_prompt_holds_tokens_of_the_vocabulary(token: Any) -> None:
+    with tiny_llm() as llm:
+        with pytest.raises(InvalidRequestError, match="token"):
+            llm.generate([1, token], max_tokens=1)
+        assert llm.encode(np.array([5, 6], np.int32)) == [5, 6]
+
+
+def test_a_text_whose_tokens_have_no_embedding() -> None:
+    with tiny_llm() as llm:
+        llm.model.spec = replace(llm.model.spec, vocab_size=60)
+        with pytest.raises(InvalidRequestError, match="token 97 is not in the vocabulary of 60"):
+            llm.generate("a", max_tokens=1)
+
+
+def test_weights_of_another_shape_than_the_spec() -> None:
+    model = tiny_model(backend="torch")
+    with pytest.raises(CheckpointError, match=r"layer 0, query is a matrix of shape"):
+        type(model)(
+            replace(
+                model.spec,
+                layers=(
+                    replace(model.spec.layers[0], attention=Attention(2, 2, 16, 0.25)),
+                    model.spec.layers[1],
+                ),
+            ),
+            model.network.weights,
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r": "x"}, "has rank 2, its config says 'x'"),
+        ({"lora_alpha": "x"}, "lora_alpha is 'x'"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
+        ({"rank_pattern": [1]}, r"rank_pattern is \[1\]"),
+    ],
+)
+def test_adapters_with_wrong_numbers(change: Any, message: str, tmp_path: Path) -> None:
+    save_adapter(tmp_path, torch.ones(2, 8), torch.ones(8, 2), **change)
+    with pytest.raises(CheckpointError, match=message):
+        read_factors(tmp_path)
+
+
+@pytest.mark.parametrize(("down", "up"), [((0, 8), (8, 0)), ((8,), (8,)), ((2, 8), (8, 3))])
+def test_adapters_of_wrong_shapes(down: Any, up: Any, tmp_path: Path) -> None:
+    save_adapter(tmp_path, torch.ones(down), torch.ones(up))
+    with pytest.raises(CheckpointError, match=r"allowed are \[rank, in\] and \[out, rank\]"):
+        read_factors(tmp_path)
+
+
+def save_adapter(folder: Path, down: torch.Tensor, up: torch.Tensor, **change: Any) -> None:
+    from safetensors.torch import save_file
+
+    save_file(
+        {"m.lora_A.weight": down, "m.lora_B.weight": up}, folder / "adapter_model.safetensors"
+    )
+    (folder / "adapter_config.json").write_text(json.dumps({"r": None, "lora_alpha": 4, **change}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention.sliding_window_pattern", 0, "sliding_window_pattern is 0"),
+        ("attention.sliding_window_pattern", "x", "sliding_window_pattern is 'x'"),
+        ("final_logit_softcapping", "x", "final_logit_softcapping is 'x'"),
+        ("rope.freq_base", float("inf"), "rope.freq_base is inf"),
+        ("rope.freq_base_swa", [1], r"rope.freq_base_swa is \[1\]"),
+    ],
+)
+def test_metadata_of_the_wrong_kind(
+    key: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import anydecode.models.loading.gguf as loading
+
+    class Changed(loading.GGUFFile):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            self.metadata[f"gemma3.{key}"] = value
+
+    monkeypatch.setattr(loading, "GGUFFile", Changed)
+    write_gguf(tmp_path / "m.gguf", "gemma3", make_tensors("gemma3"))
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path / "m.gguf")
+
+
+# What overran memory or was read as something else before it was checked: rotations wider than a
+# head, experts chosen that are not there, experts of other widths, room for no thread at all.
+_CRASHES = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from anydecode.errors import AnydecodeError
+from anydecode.evaluation.tiny import tiny_model
+from anydecode.models.families import build_model
+from anydecode.models.opening import choose_executor
+from test_damaged_models import CONFIG, experts_with
+from tiny_models import BASE, chain, checkpoint_of, greedy, hf_model
+
+MOE = {k: CONFIG[k] for k in CONFIG if k not in BASE}
+
+def run(stored, threads=1):
+    greedy(build_model(stored, executor=choose_executor("native", threads)), [5, 6, 7], 3)
+
+def odd_heads():
+    stored = checkpoint_of(hf_model("Llama", head_dim=16), head_dim=15)
+    for name, tensor in stored.tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            stored.tensors[name] = tensor[: len(tensor) // 16 * 15]
+        if name.endswith("o_proj.weight"):
+            stored.tensors[name] = tensor[:, :60]
+    run(stored)
+
+def moe(**change):
+    run(checkpoint_of(hf_model("Qwen3Moe", **MOE), **change))
+
+for action in (
+    odd_heads,
+    lambda: moe(num_experts_per_tok=7),
+    lambda: moe(num_experts_per_tok=2**31),
+    lambda: experts_with(lambda stack: stack[..., :-8]),
+    lambda: run(checkpoint_of(hf_model("Llama")), -1),
+    lambda: run(checkpoint_of(hf_model("Llama")), 2**31),
+):
+    try:
+        action()
+    except AnydecodeError as error:
+        print("refused", error, flush=True)
+    else:
+        print("ran", flush=True)
+"""
+
+
+def test_nothing_crashes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _CRASHES, str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 6 and all(line.startswith("refused ") for line in lines), lines
