@@ -25,6 +25,7 @@ from anydecode.sampling.policy import Policy
 from anydecode.scoring.noise import Noise
 from anydecode.scoring.score import Cancel, Decoding, Submit, Wait
 from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.span import Trail
 from anydecode.scoring.tree import TokenTree
 
 OPTIONS = {"max_tokens": 40, "temperature": 0.7, "seed": 4, "ignore_eos": True}
@@ -144,6 +145,25 @@ def test_a_model_that_goes_on_by_itself_says_the_same(temperature: float) -> Non
     model.skipped = 1
     with pytest.raises(RuntimeError, match="stored nothing"):
         gone_on(model, temperature=temperature)
+
+
+def test_no_room_is_taken_ahead_in_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend goes on by itself with one sequence only."""
+    rooms: list[tuple[int, int]] = []
+    fill = Trail.fill
+
+    def filling(self: Trail, rows: Rows, at: int, count: int) -> None:
+        rooms.append((len(rows), self.room))
+        fill(self, rows, at, count)
+
+    monkeypatch.setattr(Trail, "fill", filling)
+    expected = alone(PROMPTS)
+    assert gone_on(_GoingOn(seed=1), PROMPTS) == expected
+    together = {room for rows, room in rooms if rows > 1}
+    assert len(rooms) > 40 and together == {0}
+    rooms.clear()
+    gone_on(_GoingOn(seed=1))
+    assert max(room for _, room in rooms) > 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

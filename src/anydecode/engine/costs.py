@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from anydecode.scoring.cost import Correction, CostTable, guessed
 
 if TYPE_CHECKING:
     from anydecode.engine.engine import Engine
+    from anydecode.engine.lane import Plan
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 CONTEXTS = (256, 1024)
@@ -55,8 +56,9 @@ def measure(
 
 
 def known(model: Model, folder: Path | None = None) -> CostTable:
-    """The model's table: measured at first use, then read from the cache folder. What a busy one
-    took is not kept. Models that did not come from a file are not measured: theirs is a guess."""
+    """The model's table: measured at first use, then read from the cache folder. One measured while
+    the machine was busy is kept until a process finds it idle. Models that did not come from a file
+    are not measured: theirs is a guess."""
     held = getattr(model, "cost_table", None)
     if held is None:
         held = _stored(model, folder) if getattr(model, "path", None) else guessed()
@@ -73,18 +75,29 @@ class EnginePace:
         self._model = model
         self._table: CostTable | None = None
         self._correction = Correction()
+        engine.on_pass = self.passed
 
     def seconds(self, rows: int, context: int) -> float:
         if self._table is None:
+            if not self._engine.is_between_passes:
+                return guessed().seconds(rows, context)
             self._table = known(self._model)
         return self._table.seconds(rows, context) * self._correction(rows)
 
+    def others(self) -> int:
+        return max(0, len(self._engine.running) - 1)
+
     def note(self, rows: int, context: int, seconds: float) -> None:
+        """A pass over that many rows behind `context` positions took this long."""
         if self._table is not None and (wanted := self._table.seconds(rows, context)) > 0:
             self._correction.note(rows, seconds / wanted)
 
-    def others(self) -> int:
-        return max(0, len(self._engine.running) - 1)
+    def passed(self, plan: Plan, seconds: float) -> None:
+        """A step with this pass took this long. Prompts, which want few logits for many rows, and
+        passes that the backend repeats by itself are not what the table holds."""
+        rows = len(plan.rows)
+        if plan.num_passes == 1 and len(plan.want.logits) == rows:
+            self.note(rows, int(plan.rows.prefix.mean()), seconds)
 
 
 def identity(model: Any) -> dict[str, Any]:
@@ -108,17 +121,19 @@ def _stored(model: Any, folder: Path | None) -> CostTable:
     key = json.dumps(identity(model), sort_keys=True)
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     file = (folder or default_cache()) / "costs" / f"{name}.json"
+    busy = _is_busy()
     try:
-        return CostTable.from_dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if busy or not data.get("busy"):
+            return CostTable.from_dict(data)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     table = measure(model)
-    if _is_busy():  # such figures are good for this process, and would mislead later ones
-        return table
     scratch = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps({"for": json.loads(key), **table.to_dict()}), "utf-8")
+        data = {"for": json.loads(key), "busy": busy, **table.to_dict()}
+        scratch.write_text(json.dumps(data), "utf-8")
         scratch.replace(file)
     except OSError:
         scratch.unlink(missing_ok=True)
@@ -150,7 +165,14 @@ def _time(model: Model, cache: KeyValues, count: int, context: int) -> float:
         start=zeros,
         stop=numbers([depth] * count),
     )
-    began = perf_counter()
+    began = _worked(model)
     output = model.run(rows, cache, Want(np.arange(count, dtype=np.int32)))
     output.logits.cpu()
-    return perf_counter() - began
+    return _worked(model) - began
+
+
+def _worked(model: Any) -> float:
+    """Seconds that the threads of `model` have worked, where it has threads of its own: time during
+    which other processes hold the cores is not the model's. Else seconds by the clock."""
+    threads = getattr(getattr(model, "executor", None), "threads", None)
+    return process_time() / threads if threads else perf_counter()

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, Protocol
 
 from anydecode.engine.lane import Lane, Plan
@@ -72,15 +73,23 @@ class Engine:
         self.running: list[Job] = []
         self.num_preemptions = 0
         self.num_tokens = 0  # said since the start
+        self.on_pass: Callable[[Plan, float], None] | None = None  # the target's, step by step
         self.clock: Clock | None = None
         self.now = 0.0
         self._flights: dict[Lane, tuple[Plan, Any]] = {}
+        self._committing = False
         self._threads: ThreadPoolExecutor | None = None
         self._owners: dict[Score, Job] = {}
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self._flights)
+
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether no pass is under way and nobody reads the output of one, so that the models may
+        run for something else."""
+        return not (self._flights or self._committing)
 
     def submit(self, job: Job) -> Job:
         """Queue a job; it starts when a place is free."""
@@ -89,13 +98,19 @@ class Engine:
 
     def step(self) -> None:
         """Start what can start, run at least one pass, and resume whoever it answers."""
+        began = perf_counter()
         self._admit()
         for lane in self.lanes.values():
             if lane not in self._flights and lane.waiting:
                 self._launch(lane)
         if self._flights:
-            for lane, plan, output in self._land():
+            landed = self._land()
+            self._committing = True
+            for lane, plan, output in landed:
                 self._commit(lane, plan, output)
+            self._committing = False
+            if self.on_pass and len(landed) == 1 and lane.name == TARGET and not self._flights:
+                self.on_pass(plan, perf_counter() - began)
         elif self.running and not any(lane.waiting for lane in self.lanes.values()):
             stuck = [job for job in self.running if job.wait is not None]
             for job in stuck:
@@ -123,6 +138,7 @@ class Engine:
         engine itself, which cannot be laid at one job's door."""
         wait([answer for _, answer in self._flights.values() if isinstance(answer, Future)])
         self._flights.clear()
+        self._committing = False
         for job in [*self.running, *(self.waiting if waiting else ())]:
             try:
                 self._end(job, error)

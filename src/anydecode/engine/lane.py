@@ -102,6 +102,8 @@ class Lane:
             score, span, count = piece
             if id(score) in stuck or score not in self.waiting:
                 continue
+            if len(pieces) > 1 and isinstance(span, Trail):
+                span.ahead = 0  # no room for what the backend will not say in company
             if not self._reserve(score, span, count, make_room, planned):
                 stuck.add(id(score))
                 continue

@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import exp, log
 from typing import Any, Protocol
 
 #: What one more row costs where nothing was measured, in passes of one row.
@@ -21,10 +22,6 @@ class Pace(Protocol):
 
     def others(self) -> int:
         """How many other sequences are running now; each adds about a row to every pass."""
-        ...
-
-    def note(self, rows: int, context: int, seconds: float) -> None:
-        """A pass of the sequence alone took this long."""
         ...
 
 
@@ -80,30 +77,38 @@ class CostTable:
 
 
 class Correction:
-    """Factors that bring a table closer to the passes really seen, by the number of rows' order of
-    magnitude. A table measured while the machine was busy mends itself this way."""
+    """Factors that bring a table closer to the passes really seen: one for how fast the machine is
+    now, times one for the number of rows' order of magnitude. The first moves `common` of the way,
+    so that sizes which are rarely run keep up with those that always are. A table measured while
+    the machine was busy mends itself this way."""
 
-    def __init__(self, learning: float = 0.05, most: float = 4.0) -> None:
+    def __init__(self, learning: float = 0.05, common: float = 0.8, limit: float = 4.0) -> None:
         self._learning = learning
-        self._most = most
-        self._factors: dict[int, float] = {}
+        self._common = common
+        self._limit = limit
+        self._speed = 0.0  # logarithms
+        self._sizes: dict[int, float] = {}
 
     def __call__(self, rows: int) -> float:
         """What the table's cost of `rows` rows is to be multiplied with. Sizes not seen yet take
         the factor of the nearest smaller one, else that of the nearest larger one."""
-        factors = self._factors
-        if not factors:
-            return 1.0
-        place = rows.bit_length()
-        below = [known for known in factors if known <= place]
-        return factors[max(below)] if below else factors[min(factors)]
+        return exp(self._speed + self._size(rows.bit_length()))
+
+    def _size(self, place: int) -> float:
+        sizes = self._sizes
+        if not sizes:
+            return 0.0
+        below = [known for known in sizes if known <= place]
+        return sizes[max(below) if below else min(sizes)]
 
     def note(self, rows: int, ratio: float) -> None:
         """A pass took `ratio` times what the table says."""
         place = rows.bit_length()
-        known = self(rows)
-        ratio = min(max(ratio, 1 / self._most), self._most)
-        self._factors[place] = known + self._learning * (ratio - known)
+        known = self._size(place)
+        wanted = log(min(max(ratio, 1 / self._limit), self._limit))
+        step = self._learning * (wanted - self._speed - known)
+        self._sizes[place] = known + (1 - self._common) * step
+        self._speed += self._common * step
 
 
 def guessed(unit: float = 1.0) -> CostTable:

@@ -4,9 +4,11 @@ It keeps score of what repetitions of the text (and of earlier answers) would ha
 long the match was, and of what the model itself thought likeliest when it last scored the same
 tokens, whether they were drafted or not. From these rates and the measured cost of a pass it
 chooses, before every pass, the draft that says most tokens per second: none, a chain or a tree.
-Where drafts have long not paid, the kernels say several tokens before one is looked for again. The
-objective is the goodput of Liu et al., SmartSpec, arXiv:2406.14066. What a constraint forces is
-drafted first, since it is sure to come.
+The cost is that of the pass with the rows of every running sequence, so that drafts must pay for
+what they take from the neighbours. Between drafts it decodes as `following` does, several tokens
+before a draft is looked for again; where no draft could pay, none is looked for. The objective is
+the goodput of Liu et al., SmartSpec, arXiv:2406.14066. What a constraint forces is drafted first,
+since it is sure to come.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ SUCCESSOR_PRIORS = {
     True: (0.6, 0.08, 0.4, 0.09),
     False: (0.45, 0.12, 0.18, 0.1),
 }
-#: Passes of fewer seconds are too short for that: to look for the likeliest in their logits takes
-#: some 50 microseconds, and saves one pass in thirty.
+#: Passes of fewer seconds per sequence are too short for that: to look for the likeliest in the
+#: logits of one sequence takes some 50 microseconds, and saves one pass in thirty.
 LEAST_PASS = 0.008
 #: How often a draft is worth scoring, before anything is known, in greedy and in sampled texts, and
 #: over how many tokens that is learned. As many tokens as lie between two drafts, on average, are
@@ -257,6 +259,16 @@ def best_count(chances: Iterable[float], costs: Seq[float], others: int, draftin
     return best
 
 
+def needed(costs: Seq[float], others: int) -> float:
+    """How likely the likeliest node of a draft must be for any number of nodes to pay, since none
+    of the others is likelier; more than 1 where no draft pays. `costs` as for `best_count`."""
+    said = others + 1.0
+    return min(
+        (LEAST_GAIN * said * cost / costs[0] - said) / count
+        for count, cost in enumerate(costs[1:], 1)
+    )
+
+
 class _Session:
     """What `auto` knows of one sequence."""
 
@@ -278,13 +290,18 @@ class _Session:
         self._blind = 1
         self._unseen = sequence.ends is not None
         self._costs = [0.0]
-        self._one = 0.0  # seconds of a pass over one row, once known
+        self._pass = 0.0  # seconds of a pass without a draft
+        self._share = 0.0  # the same per sequence that takes part in it
+        self._needed = 0.0  # no draft pays whose likeliest node is less likely
         self._costs_for = (-1, -1)
-        self.read(sequence.prompt, scored=False)
-        self.read(sequence.tokens)
+        self._read(sequence.prompt, scored=False)
 
-    def read(self, tokens: Seq[int], scored: bool = True) -> None:
-        """The text has gone on with `tokens`."""
+    def _catch_up(self) -> None:
+        """Read what the text has gone on with since the last call."""
+        known = len(self.own) - len(self.sequence.prompt)
+        self._read(self.sequence.tokens[known:])
+
+    def _read(self, tokens: Seq[int], scored: bool = True) -> None:
         text, append = self.own.tokens, self.own.append
         for token in tokens:
             if scored and self.guesser.known and len(text) > 1:
@@ -296,17 +313,17 @@ class _Session:
     def draft(self) -> TokenTree:
         """The draft for the next pass, or an empty tree."""
         sequence = self.sequence
-        most = min(self.most, sequence.remaining - 1)
-        if most < 1 or sequence.length - sequence.context().length > 1:
-            return _NOTHING  # at the end, or before the prompt has been scored
         others = self.pace.others()
         costs = self._passes(others)
+        most = min(self.most, sequence.remaining - 1)
+        if self._needed > 1.0 or most < 1 or sequence.length - sequence.context().length > 1:
+            return _NOTHING  # no draft can pay; at the end; or before the prompt has been scored
+        self._catch_up()
         state = constraint_state(sequence.policy) if self.constrained else None
         forced = state.forced()[:most] if state is not None else []
-        # Where two drafts as likely as the best first one would not pay, none will: growing a
-        # tree only to find that out is what would make `auto` slower than plain decoding.
-        best = 1.0 if forced else self._surest()
-        if (others + 1 + 2 * best) * costs[0] < (others + 1) * (costs[1] + self.drafting):
+        # Growing a tree only to find that it does not pay is what would make `auto` slower than
+        # plain decoding.
+        if not forced and self._surest() < self._needed:
             return _NOTHING
         sources = self.sources
         if forced:
@@ -317,35 +334,40 @@ class _Session:
         return tree
 
     def blind(self, tree: TokenTree) -> int:
-        """How many tokens to say before looking for a draft again, given the one just found. An
-        answer's first token comes alone."""
+        """How many tokens to say before looking for a draft again, given the one just found; 0: the
+        next pass has to be seen. An answer's first token comes alone."""
         self._often += min(1.0, self._blind / RECENT) * (bool(len(tree)) - self._often)
         self._blind = 1
-        if not len(tree) and self._may_be_blind():
+        if len(tree) or not self._may_be_blind():
+            return 0
+        if self.sequence.tokens:
             self._blind = int(1 / max(self._often, 1 / MOST_BLIND))
         return self._blind
 
     def _may_be_blind(self) -> bool:
-        """Whether tokens may be said without looking: nobody else runs, each need not be seen, and
-        passes are so short that nothing is learned from their logits."""
-        return self._unseen and 0 < self._one < LEAST_PASS and not self.pace.others()
+        """Whether tokens may be said without looking: each need not be seen, and passes are so
+        short that nothing is learned from their logits."""
+        return self._unseen and self._share < LEAST_PASS
 
     def blindly(self, count: int) -> Decoding:
-        """Say `count` tokens without looking."""
+        """Say `count` tokens without looking, at once where the kernels can go on by themselves:
+        for a sequence that is alone. In company each is emitted as it comes."""
         sequence, decoder = self.sequence, self._decoder
-        began = perf_counter()
-        following = sequence.follow(count)
-        tokens = yield following
-        self._blind = len(tokens)
-        each = (perf_counter() - began) / len(tokens)
-        share = min(max(each / self._one, 0.5), 1.0)
-        decoder.blind_cost += 0.1 * (share - decoder.blind_cost)
-        if sequence.trace is not None:
-            for place, token in enumerate(tokens, sequence.length):
-                facts = {"position": place, "draft_seconds": 0.0, "verify_seconds": each}
-                sequence.record(_NOTHING, [], [token], **facts)
-        sequence.emit(tokens, following.state)
-        self.read(tokens)
+        alone, start = not self.pace.others(), len(sequence.tokens)
+        while not sequence.finished and (left := start + count - len(sequence.tokens)) > 0:
+            began = perf_counter()
+            following = sequence.follow(left if alone else 1)
+            tokens = yield following
+            each = (perf_counter() - began) / len(tokens)
+            if alone and len(tokens) > 1:
+                share = min(max(each / self._pass, 0.5), 1.0)
+                decoder.blind_cost += 0.1 * (share - decoder.blind_cost)
+            if sequence.trace is not None:
+                for place, token in enumerate(tokens, sequence.length):
+                    facts = {"position": place, "draft_seconds": 0.0, "verify_seconds": each}
+                    sequence.record(_NOTHING, [], [token], **facts)
+            sequence.emit(tokens, following.state)
+        self._blind = len(sequence.tokens) - start
 
     def _surest(self) -> float:
         """The chance of the likeliest next token."""
@@ -359,8 +381,9 @@ class _Session:
         """Every scored node teaches what follows it, accepted or not. The draft hung on the token
         at `root` of the text."""
         tree, text = round.tree, self.own.tokens
-        if self._one < LEAST_PASS or root < 1 or len(round.scores) != len(tree) + 1:
+        if self._share < LEAST_PASS or root < 1 or len(round.scores) != len(tree) + 1:
             return
+        self._catch_up()
         learn = self.guesser.known.learn
         best = round.scores.top(WIDTH)[0].tolist()
         learn(text[root - 1], text[root], best[0])
@@ -381,27 +404,25 @@ class _Session:
         return growth.first(best_count(growth.chances, costs, others, self.drafting))
 
     def _passes(self, others: int) -> list[float]:
-        """What passes with 0 to `most` drafts cost. Looked up anew every 32 tokens only."""
-        key = (others, self.sequence.length // 32)
+        """What passes with 0 to `most` drafts cost, the rows of all others included. Looked up anew
+        when others come or go, and every 64 tokens."""
+        key = (others, self.sequence.length // 64)
         if key != self._costs_for:
             context, seconds, width = self.sequence.length, self.pace.seconds, self.width
             self._costs = [
                 seconds(others + width * (1 + count), context) for count in range(self.most + 1)
             ]
-            self._one = self._costs[0]
-            if self._may_be_blind():  # that is what a draft has to be better than
+            self._pass = self._costs[0]
+            self._share = self._pass / (others + 1)
+            if self._may_be_blind() and not others:  # that is what a draft has to be better than
                 self._costs[0] *= self._decoder.blind_cost
+            self._needed = needed(self._costs, others)
             self._costs_for = key
         return self._costs
 
     def took(self, seconds: float) -> None:
         """What drafting and learning from the draft have taken in one round."""
         self.drafting += 0.1 * (seconds - self.drafting)
-
-    def timed(self, rows: int, seconds: float) -> None:
-        """A pass has come back."""
-        if rows <= self.most + 1 and not self.pace.others():
-            self.pace.note(rows * self.width, self.sequence.length, seconds)
 
 
 class _Unmeasured:
@@ -415,9 +436,6 @@ class _Unmeasured:
 
     def others(self) -> int:
         return 0
-
-    def note(self, rows: int, context: int, seconds: float) -> None:
-        """Nothing is learned."""
 
 
 @register(
@@ -455,27 +473,17 @@ class Auto(Decoder):
             for greedy, prior in PRIORS.items()
         }
 
-    def prepare(self, sequence: Sequence) -> None:
-        """Nothing is refused: where drafts cannot help there are none. Has the costs of passes
-        measured, if nobody has yet, so that no pass waits for them."""
-        if sequence.pace is not None:
-            sequence.pace.seconds(1, 0)
-
     def decode(self, sequence: Sequence) -> Decoding:
         session = _Session(sequence, self)
         while not sequence.finished:
-            began, known = perf_counter(), len(sequence.tokens)
+            began, root = perf_counter(), sequence.length - 1
             tree = session.draft()
-            if (blind := session.blind(tree)) > 1:
+            if blind := session.blind(tree):
                 yield from session.blindly(blind)
                 continue
-            rows = sequence.length - sequence.context().length + len(tree)
             drafted = perf_counter() - began
             round = yield from verified(sequence, tree, self.acceptance, drafted)
-            session.timed(rows, round.verify_seconds)
             began = perf_counter()
-            root = len(session.own) - 1
-            session.read(sequence.tokens[known:])
             session.observe(round, root)
             if len(tree):
                 session.took(drafted + perf_counter() - began)

@@ -58,9 +58,6 @@ class FixedPace:
     def others(self) -> int:
         return self.num_others
 
-    def note(self, rows: int, context: int, seconds: float) -> None:
-        """Costs stay as they are."""
-
 
 def cyclic(seen: tuple[int, ...]) -> np.ndarray:
     """Counts on, modulo `PERIOD`."""
