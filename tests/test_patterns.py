@@ -270,3 +270,39 @@ def test_no_name_is_looked_for_among_very_many_patterns():
     many = [{"not": {"propertyNames": {"not": {"pattern": f"{i}"}}}} for i in range(200)]
     assert narrowed({"type": "object", "allOf": many}, 0, 10_000).get("required") is None
     assert list(zip(range(2), matching([EMPTY, anywhere("^$")]), strict=False)) == []
+
+
+def test_chains_of_references_that_overflow_the_stack_are_refused():
+    program = """
+import json
+from anydecode import Grammar, JsonSchema
+from anydecode.errors import ConstraintError
+from anydecode.models.scripted import ByteTokenizer
+from anydecode.server.parsers import TOOL_FORMATS
+from anydecode.server.protocol import Function, Tool
+from anydecode.server.tools import tool_constraint
+
+def chain(count):
+    links = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(count)}
+    return {"$ref": "#/$defs/0", "$defs": {**links, str(count): {"type": "string"}}}
+
+def tool(schema):
+    tools = [Tool(function=Function(name="f", parameters=schema))]
+    form = TOOL_FORMATS["hermes"]
+    return tool_constraint(tools, form, required=True, parallel=False, answer=None)
+
+def grammar(schema):
+    return Grammar("start: value\\nvalue: %json " + json.dumps(schema))
+
+tokenizer = ByteTokenizer()
+for make in (JsonSchema, tool, grammar):
+    make(chain(100)).start(tokenizer, 259)
+    for count in (1000, 20000):
+        try:
+            make(chain(count)).start(tokenizer, 259)
+        except ConstraintError as error:
+            print(error)
+"""
+    lines = run_apart(program).splitlines()
+    assert len(lines) == 6
+    assert all("$ref" in line or "characters" in line for line in lines)

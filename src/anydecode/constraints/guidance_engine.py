@@ -17,6 +17,8 @@ from anydecode.models.tokenizer import Tokenizer
 
 #: Compiled grammars kept per tokenizer.
 MOST_TEMPLATES = 128
+#: References in one grammar or schema. Chains of some thousand of them overflow the stack.
+MAX_REFERENCES = 1000
 
 #: Bounds on the work of one mask and one compilation; the defaults of llguidance, halved in states
 #: so that a hostile pattern ends in an error within about a second.
@@ -56,6 +58,14 @@ class _Vocabulary:
         return self._tokenizer.encode(text, special=False)
 
 
+def check_references(text: str) -> None:
+    """Raise `ConstraintError` for a grammar or schema with so many references that following a
+    chain of them could exhaust the stack of the libraries that compile it."""
+    count = text.count('"$ref"')
+    if count > MAX_REFERENCES:
+        raise ConstraintError(f"there are {count} references ($ref); at most {MAX_REFERENCES}")
+
+
 class Bridge:
     """One tokenizer as llguidance knows it, with the grammars compiled for it."""
 
@@ -83,6 +93,7 @@ class Bridge:
             if template is not None:
                 self._templates.move_to_end(grammar)
                 return template.deep_copy()
+        check_references(grammar)
         template = library().LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
         if template.is_error():
             raise ConstraintError(_refusal(template.get_error()))

@@ -13,7 +13,7 @@ from anydecode.constraints.canonical import canonical
 from anydecode.constraints.checking import JsonWatch, Validator
 from anydecode.constraints.constraint import Constraint, ConstraintState, Report, Watch
 from anydecode.constraints.endless import is_endless
-from anydecode.constraints.guidance_engine import GuidanceState, bridge, library
+from anydecode.constraints.guidance_engine import GuidanceState, bridge, check_references, library
 from anydecode.constraints.hints import Hints
 from anydecode.constraints.languages import ENGINES
 from anydecode.constraints.narrowing import narrowed
@@ -287,6 +287,7 @@ def _read(schema: Any) -> tuple[Any, str]:
         raise ConstraintError(f"the schema is not plain JSON: {error}") from None
     if len(text) > LONGEST:
         raise ConstraintError(f"the schema has {len(text)} characters; at most {LONGEST}")
+    check_references(text)
     if schema is False:
         raise ConstraintError("no text can meet the schema false")
     return schema, text

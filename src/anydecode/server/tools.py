@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from anydecode.constraints.guidance_engine import library, one_line
+from anydecode.constraints.guidance_engine import check_references, library, one_line
 from anydecode.errors import ConstraintError
 from anydecode.server.errors import ApiError
 from anydecode.server.parsers import ToolFormat
@@ -108,8 +108,10 @@ def tool_constraint(
 
 def _check(schema: dict[str, Any], what: str) -> None:
     """Raise `ConstraintError`, in the words of `what`, for a schema that no grammar can enforce."""
+    text = json.dumps(schema)
+    check_references(text)
     matcher = library().LLMatcher
-    error = matcher.validate_grammar(matcher.grammar_from_json_schema(json.dumps(schema)))
+    error = matcher.validate_grammar(matcher.grammar_from_json_schema(text))
     if error:
         raise ConstraintError(f"{what} cannot be enforced: {one_line(error)}")
 
