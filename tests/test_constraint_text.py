@@ -15,7 +15,7 @@ from anydecode.decoders.constrained.self_infill import SelfInfill
 from anydecode.decoders.constrained.token_healing import TokenHealing
 from anydecode.decoders.constrained.unbiased_tokenization import UnbiasedTokenization
 from anydecode.engine.llm import LLM
-from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.errors import ConstraintError, MissingPackageError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.evaluation.constrained_answers import (
     Ours,
     Setting,
@@ -124,7 +124,7 @@ def test_a_monitor_without_jedi_says_so(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "jedi", None)
-    with pytest.raises(ConstraintError, match=r"anydecode\[monitors\]"):
+    with pytest.raises(MissingPackageError, match=r"anydecode\[monitors\]"):
         Monitor("x").start(TOKENIZER, 259)
 
 
