@@ -14,7 +14,7 @@ PATH is the tool built from the source that llama-cpp-python's sdist carries:
 Rounds are interleaved. Both sides decode random prompts of equal length; the clock runs from when
 every sequence has its first token until all have their last, prefill left out. llama.cpp gets flash
 attention on and off and keeps its better time. `--fastest`: its fastest 4-bit format of the same
-checkpoint (python -m anydecode.evaluation.peer_worker quantize MODEL --to FILE).
+checkpoint (python -m anydecode.evaluation.baseline_worker quantize MODEL --to FILE).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from anydecode import LLM
-from anydecode.evaluation.machine import cpu_name
-from anydecode.evaluation.peers import find_file
+from anydecode.evaluation.baselines import find_file
+from anydecode.evaluation.machine_info import cpu_name
 
 
 def ours(llm: LLM, count: int, args: argparse.Namespace, seed: int) -> float:

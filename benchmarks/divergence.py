@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from anydecode.evaluation.machine import cpu_name
-from anydecode.evaluation.peers import find_file
+from anydecode.evaluation.baselines import find_file
+from anydecode.evaluation.machine_info import cpu_name
 from anydecode.evaluation.prompts import PROMPTS
-from anydecode.kernels.interface import Rows, Want
+from anydecode.kernels.interface import OutputSpec, Rows
 from anydecode.models.families import build_model
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.opening import choose_executor
@@ -63,7 +63,7 @@ def logits_of(model: Any, ids: list[int]) -> np.ndarray:
         np.array(ids, np.int32), table, table, [table], zeros, table + 1, np.zeros(0, np.int32),
         zeros, zeros, zeros, np.full(count, model.spec.num_layers, np.int32),
     )  # fmt: skip
-    output = model.run(rows, model.new_cache(count), Want(np.arange(count, dtype=np.int32)))
+    output = model.run(rows, model.new_cache(count), OutputSpec(np.arange(count, dtype=np.int32)))
     found: np.ndarray = output.logits.cpu().numpy().copy()
     return found
 

@@ -28,9 +28,9 @@ import transformers
 import triton
 
 from anydecode.kernels.cuda.available import kernel_device, why_not
-from anydecode.kernels.cuda.executor import Pick, TritonExecutor
+from anydecode.kernels.cuda.executor import SampleState, TritonExecutor
 from anydecode.kernels.cuda.products import product
-from anydecode.kernels.interface import Rows, Want
+from anydecode.kernels.interface import OutputSpec, Rows
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model
 from anydecode.models.opening import choose_executor
@@ -114,8 +114,8 @@ def rows_of(tokens: list[int], first: int, layers: int) -> Rows:
     )  # fmt: skip
 
 
-def want(count: int) -> Want:
-    return Want(np.arange(count, dtype=np.int32))
+def want(count: int) -> OutputSpec:
+    return OutputSpec(np.arange(count, dtype=np.int32))
 
 
 def passes(model: Any, cache: Any, args: argparse.Namespace) -> dict[int, float]:
@@ -133,7 +133,7 @@ def following(model: Any, cache: Any, args: argparse.Namespace) -> float:
     rows = rows_of([5], args.context, model.spec.num_layers)
     steps = min(32, args.repeats)
     slots = np.arange(args.context + 1, args.context + steps, dtype=np.int32)[None]
-    run = lambda: model.executor.follow(rows, cache, slots, [Pick()])  # noqa: E731
+    run = lambda: model.executor.follow(rows, cache, slots, [SampleState()])  # noqa: E731
     return seconds(run, 3) / steps
 
 
@@ -210,8 +210,8 @@ def checks(model: Any, peer: Any) -> dict[str, Any]:
         other = peer(torch.tensor([tokens], device=peer.device)).logits[0].float()
     p, q = (values.double().log_softmax(-1) for values in (other, together))
     cache, alone = model.new_cache(64), []
-    for place, token in enumerate(tokens):
-        row = model.run(rows_of([token], place, layers), cache, want(1)).logits
+    for position, token in enumerate(tokens):
+        row = model.run(rows_of([token], position, layers), cache, want(1)).logits
         alone.append(row.clone())
     return {
         "divergence_from_transformers": float((p.exp() * (p - q)).sum(-1).mean()),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from anydecode.kernels.interface import Rows, Want
+from anydecode.kernels.interface import OutputSpec, Rows
 from anydecode.kernels.native import NativeExecutor, physical_cores
 from anydecode.kernels.pages import anonymous
 from anydecode.models.families import build_model
@@ -67,8 +67,8 @@ def measure(executor: NativeExecutor, spec: Any, args: argparse.Namespace) -> di
                 continue
             rows = rows_of(count, args.context, spec.num_layers, table)
             wanted = np.arange(count if count <= 64 else 1, dtype=np.int32)
-            want = Want(wanted)
-            times[count].append(seconds(lambda r=rows, w=want: executor.run(r, cache, w)))
+            output_spec = OutputSpec(wanted)
+            times[count].append(seconds(lambda r=rows, w=output_spec: executor.run(r, cache, w)))
     bandwidth = read_bandwidth(executor)
     weights = executor.packer.num_bytes
     passes = [

@@ -84,9 +84,9 @@ def random_blocks(
     return data.reshape(rows, -1)
 
 
-def _scale(data: np.ndarray, place: int, size: float, generator: np.random.Generator) -> None:
+def _scale(data: np.ndarray, position: int, size: float, generator: np.random.Generator) -> None:
     scales = (size * generator.uniform(0.9, 1.1, data.shape[:2])).astype(np.float16)
-    data[:, :, place : place + 2] = scales[:, :, None].view(np.uint8)
+    data[:, :, position : position + 2] = scales[:, :, None].view(np.uint8)
 
 
 def write(path: Path, shape: Shape, format: str, seed: int = 0) -> int:
@@ -134,7 +134,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable}
-    letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    letters |= {byte: chr(256 + position) for position, byte in enumerate(others)}
     tokens = [letters[byte] for byte in range(256)] + ["<begin>", "<end>", "th"]
     tokens += [f"<{number}>" for number in range(len(tokens), vocabulary)]
     kinds = [1] * 256 + [3, 3] + [1] * (vocabulary - 258)

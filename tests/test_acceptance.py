@@ -9,7 +9,7 @@ import pytest
 
 from anydecode import catalogue
 from anydecode.catalogue import Card
-from anydecode.decoders.speculative.acceptance import TopM, Typical
+from anydecode.decoders.speculative.acceptance import TopMAcceptance, TypicalAcceptance
 from anydecode.decoders.speculative.core import Speculative
 from anydecode.decoders.speculative.rejection import RejectionSampling, ladder, rule
 from anydecode.errors import InvalidRequestError
@@ -126,7 +126,7 @@ def test_trees_through_the_engine_follow_the_target(kind: str) -> None:
 
 def test_a_draft_that_skips_the_processors_is_noticed() -> None:
     """q must come from the same policy as p: here the drafter ignores the temperature."""
-    from anydecode.sampling.policy import Policy
+    from anydecode.sampling.sampler import Sampler
 
     class Unwarped(TableTrees):
         def open(self, sequence):
@@ -135,7 +135,7 @@ def test_a_draft_that_skips_the_processors_is_noticed() -> None:
 
             def propose(size):
                 tree = yield from tables(size)
-                flat = Policy(1.0).distribution(self.script(tuple(sequence.all_tokens)))
+                flat = Sampler(1.0).distribution(self.script(tuple(sequence.all_tokens)))
                 tree.probabilities[-1] = flat.dense(VOCABULARY)
                 return tree
 
@@ -188,8 +188,8 @@ def test_log_probabilities_are_there_under_every_rule() -> None:
 def test_bad_parameters_are_refused_in_one_line() -> None:
     for make in (
         lambda: RejectionSampling(0),
-        lambda: Typical(epsilon=1.5),
-        lambda: TopM(0),
+        lambda: TypicalAcceptance(epsilon=1.5),
+        lambda: TopMAcceptance(0),
         lambda: rule("majority"),
     ):
         with pytest.raises(InvalidRequestError) as error:

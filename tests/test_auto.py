@@ -19,7 +19,7 @@ from anydecode.decoders.speculative.auto import (
     grown,
     needed,
 )
-from anydecode.decoders.speculative.copies import BREAK, Corpus, Follower
+from anydecode.decoders.speculative.copies import SEPARATOR, MatchCursor, TokenHistory
 from anydecode.decoders.speculative.successors import WIDTH, Successors
 from anydecode.engine import costs
 from anydecode.engine.llm import LLM
@@ -27,7 +27,7 @@ from anydecode.errors import InvalidRequestError
 from anydecode.evaluation.certify import certify_one
 from anydecode.evaluation.mechanisms.auto import FixedPace, cyclic, passes
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
-from anydecode.scoring.cost import Correction, CostTable, guessed
+from anydecode.scoring.cost import CostCorrection, CostTable, default_table
 from anydecode.scoring.score import Scores
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT
@@ -39,12 +39,12 @@ def test_the_certificate() -> None:
 
 
 def test_a_careless_acceptance_breaks_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anydecode.decoders.speculative.acceptance import TokenExact, Verdict
+    from anydecode.decoders.speculative.acceptance import AcceptanceResult, TokenExact
 
     def careless(self, tree, scores):
         path = tree.path(len(tree) - 1) if len(tree) else []
-        return Verdict(
-            path, [tree.tokens[n] for n in path] + [scores.pick(len(path) and path[-1] + 1)]
+        return AcceptanceResult(
+            path, [tree.tokens[n] for n in path] + [scores.sample(len(path) and path[-1] + 1)]
         )
 
     monkeypatch.setattr(TokenExact, "walk", careless)
@@ -77,7 +77,7 @@ def test_what_earlier_answers_said_is_drafted_and_can_be_forgotten() -> None:
         return logits
 
     with LLM(ScriptedModel(script, vocab_size=64), tokenizer=ByteTokenizer()) as llm:
-        llm.pace = FixedPace(lambda n: 1 + 0.02 * n)
+        llm.cost_model = FixedPace(lambda n: 1 + 0.02 * n)
         first = llm.generate([text[0]], decoder="auto", max_tokens=40)
         again = llm.generate([text[0]], decoder="auto", max_tokens=40, trace=True)
         llm.clear()
@@ -113,8 +113,8 @@ def test_little_evidence_counts_for_less() -> None:
 
 
 def test_chains_go_round_where_the_text_repeats_itself() -> None:
-    corpus, follower = Corpus(), None
-    follower = Follower(corpus)
+    corpus, follower = TokenHistory(), None
+    follower = MatchCursor(corpus)
     for token in [5, 1, 2, 3, 1, 2, 3]:
         corpus.append(token)
         follower.step(corpus.tokens)
@@ -122,19 +122,19 @@ def test_chains_go_round_where_the_text_repeats_itself() -> None:
 
 
 def test_chains_end_between_texts() -> None:
-    corpus = Corpus()
-    for token in [1, 2, 3, BREAK, 9]:
+    corpus = TokenHistory()
+    for token in [1, 2, 3, SEPARATOR, 9]:
         corpus.append(token)
-    follower = Follower(corpus)
+    follower = MatchCursor(corpus)
     follower.step([1, 2])
     assert follower.chain(5) == [3]
 
 
 def test_a_match_is_as_long_as_the_texts_agree() -> None:
-    corpus = Corpus()
-    for token in [9, 1, 2, 3, 4, 5, 6, 7, 8, BREAK]:
+    corpus = TokenHistory()
+    for token in [9, 1, 2, 3, 4, 5, 6, 7, 8, SEPARATOR]:
         corpus.append(token)
-    follower = Follower(corpus)
+    follower = MatchCursor(corpus)
     follower.step([0, 1, 2, 3, 4, 5, 6])
     assert (follower.at, follower.length) == (7, 6)
     assert follower.ahead([5, 6], [7]).chain(3) == [8]
@@ -144,7 +144,7 @@ def test_a_match_is_as_long_as_the_texts_agree() -> None:
 def sources(*texts: list[int], rate: float = 0.6) -> list[Source]:
     found = []
     for number, text in enumerate(texts):
-        corpus = Corpus()
+        corpus = TokenHistory()
         for token in text:
             corpus.append(token)
         source = Source(f"s{number}", corpus, Rates([rate - 0.1 * number] * len(module.CLASSES)))
@@ -159,7 +159,7 @@ def no_guesses() -> Guesser:
 
 def test_two_sources_share_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CAUTION", 0.0)
-    tree = grown([7], sources([7, 1, 2, BREAK], [7, 1, 3, BREAK]), no_guesses(), 3, 0.0)
+    tree = grown([7], sources([7, 1, 2, SEPARATOR], [7, 1, 3, SEPARATOR]), no_guesses(), 3, 0.0)
     assert tree.tokens == [1, 2, 3]
     assert tree.parents == [ROOT, 0, 0]
     assert tree.sources == ["s0", "s0", "s1"]
@@ -171,7 +171,7 @@ def test_two_sources_share_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_forced_stands_before_what_sources_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CAUTION", 0.0)
     forced = [5, 6]
-    tree = grown([7], sources([7, 1, BREAK], [7, 2, BREAK]), no_guesses(), 2, 0.0, forced)
+    tree = grown([7], sources([7, 1, SEPARATOR], [7, 2, SEPARATOR]), no_guesses(), 2, 0.0, forced)
     assert tree.tokens == [5, 6, 1, 2]
     assert tree.parents == [ROOT, 0, 1, 1]
     assert tree.chances == pytest.approx([1, 1, 0.6, 0.2])
@@ -184,12 +184,12 @@ def test_what_the_model_thought_likely_fills_in(monkeypatch: pytest.MonkeyPatch)
     known.learn(9, 4, [8, 5])
     known.learn(7, 1, [4, 2])
     guesser = Guesser(known, Rates([0.5, 0.1, 0.4, 0.3]))
-    tree = grown([0, 7], sources([7, 1, BREAK]), guesser, 3, 0.0)
+    tree = grown([0, 7], sources([7, 1, SEPARATOR]), guesser, 3, 0.0)
     assert tree.tokens == [1, 4, 8]
     assert tree.parents == [ROOT, 0, 1]
     assert tree.sources == ["s0", "recycled", "recycled"]
     assert tree.chances == pytest.approx([0.6, 0.3, 0.12])
-    assert grown([0, 7], sources([7, 1, BREAK]), guesser, 3, 0.2).tokens == [1, 4]
+    assert grown([0, 7], sources([7, 1, SEPARATOR]), guesser, 3, 0.2).tokens == [1, 4]
 
 
 def test_guesses_of_a_pair_and_of_a_token_are_told_apart() -> None:
@@ -212,7 +212,7 @@ def test_what_was_scored_once_is_guessed_again() -> None:
         return logits
 
     with LLM(ScriptedModel(script, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
-        llm.pace = FixedPace(lambda n: 1 + 0.02 * n)
+        llm.cost_model = FixedPace(lambda n: 1 + 0.02 * n)
         found = llm.generate([0], decoder="auto", max_tokens=50, trace=True)
         plain = llm.generate([0], decoder="autoregressive", max_tokens=50)
     assert found.tokens == plain.tokens
@@ -227,8 +227,8 @@ def test_a_part_keeps_the_shape() -> None:
 
 
 def test_one_source_grows_what_it_would_beside_one_that_knows_nothing() -> None:
-    (alone,) = sources([7, 1, 2, 3, 4, BREAK], rate=0.7)
-    silent = Source("silent", Corpus(), Rates([0.5] * len(module.CLASSES)))
+    (alone,) = sources([7, 1, 2, 3, 4, SEPARATOR], rate=0.7)
+    silent = Source("silent", TokenHistory(), Rates([0.5] * len(module.CLASSES)))
     for count, least in ((4, 0.0), (2, 0.0), (4, 0.3)):
         found = grown([7], [alone], no_guesses(), count, least, [7])
         assert found == grown([7], [alone, silent], no_guesses(), count, least, [7])
@@ -272,7 +272,7 @@ def in_company(decoder: str, cost, temperature: float = 0.0):
     drafts were scored."""
     rows = []
     with LLM(ScriptedModel(cyclic, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
-        llm.pace = Company(cost, llm)
+        llm.cost_model = Company(cost, llm)
         llm.engine.on_pass = lambda plan, seconds: rows.append(len(plan.rows))
         prompts = [[0, 1, 2, *range(first)] for first in range(1, 5)]
         options = {"max_tokens": 40, "temperature": temperature, "seed": 7, "ignore_eos": True}
@@ -318,14 +318,14 @@ def test_company_drafts_where_that_pays(temperature: float) -> None:
 def test_passes_are_noted_with_the_rows_of_all() -> None:
     noted = []
     with LLM(ScriptedModel(cyclic, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
-        llm.pace.note = lambda rows, context, seconds: noted.append((rows, context))
+        llm.cost_model.record = lambda rows, context, seconds: noted.append((rows, context))
         llm.generate([[0, 1], [0, 1, 2], [0, 1, 2, 3]], decoder="following", max_tokens=9)
     assert noted == [(3, 3 + n) for n in range(1, 9)]  # the prompts' pass asks for fewer logits
 
 
 def test_the_answer_may_be_one_token_long() -> None:
     with LLM(ScriptedModel(cyclic, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
-        llm.pace = FixedPace(lambda n: 1.0)
+        llm.cost_model = FixedPace(lambda n: 1.0)
         assert len(llm.generate([0, 1, 0, 1, 0], decoder="auto", max_tokens=1).tokens) == 1
 
 
@@ -350,7 +350,7 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
 def test_costs_never_fall_with_rows() -> None:
     table = CostTable({0: {1: 2.0, 2: 1.5, 4: 3.0}})
     assert table.seconds(2, 0) == 2.0
-    assert guessed().seconds(11, 5) == pytest.approx(2.0)
+    assert default_table().seconds(11, 5) == pytest.approx(2.0)
 
 
 class Timed(ScriptedModel):
@@ -368,13 +368,13 @@ def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(costs, "_time", lambda model, cache, count, context: 1.0 * next(times))
     file = tmp_path / "model.gguf"
     file.write_bytes(b"x")
-    first = costs.known(Timed(file), tmp_path)
+    first = costs.load(Timed(file), tmp_path)
     assert next(times) > 1
-    place = next(times)
-    assert costs.known(Timed(file), tmp_path) == first
-    assert next(times) == place + 1  # nothing was timed again
+    position = next(times)
+    assert costs.load(Timed(file), tmp_path) == first
+    assert next(times) == position + 1  # nothing was timed again
     file.write_bytes(b"another model")
-    assert costs.known(Timed(file), tmp_path) != first
+    assert costs.load(Timed(file), tmp_path) != first
 
 
 def test_costs_are_measured_where_no_pass_is_disturbed(
@@ -387,7 +387,7 @@ def test_costs_are_measured_where_no_pass_is_disturbed(
 
     def measure(model):
         measured.append((current_thread().name, llm.engine.is_between_passes))
-        return guessed(0.001)
+        return default_table(0.001)
 
     monkeypatch.setattr(costs, "_stored", lambda model, folder: measure(model))
     with LLM(Timed(file), tokenizer=ByteTokenizer()) as llm:
@@ -411,7 +411,7 @@ def test_what_a_busy_machine_costs_is_kept_until_it_is_idle(
     def cost(load: float, factor: float) -> float:
         monkeypatch.setattr(costs.os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
         monkeypatch.setattr(costs, "_time", lambda model, cache, count, context: factor * count)
-        return costs.known(Timed(file), tmp_path).seconds(4, 256)
+        return costs.load(Timed(file), tmp_path).seconds(4, 256)
 
     assert cost(1e6, 1.0) == 4.0
     assert cost(1e6, 2.0) == 4.0  # as kept
@@ -445,15 +445,15 @@ def test_a_broken_cost_file_is_measured_anew(tmp_path, monkeypatch: pytest.Monke
     monkeypatch.setattr(costs, "_time", lambda model, cache, count, context: 1.0 * count)
     file = tmp_path / "model.gguf"
     file.write_bytes(b"x")
-    costs.known(Timed(file), tmp_path)
+    costs.load(Timed(file), tmp_path)
     for stored in (tmp_path / "costs").iterdir():
         stored.write_text("{}")
-    assert costs.known(Timed(file), tmp_path).seconds(4, 256) == 4.0
+    assert costs.load(Timed(file), tmp_path).seconds(4, 256) == 4.0
 
 
 def test_models_without_a_file_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "_time", lambda *_: 1 / 0)
-    assert costs.known(ScriptedModel(cyclic, vocab_size=32)) == guessed()
+    assert costs.load(ScriptedModel(cyclic, vocab_size=32)) == default_table()
 
 
 def test_measuring_times_every_size_behind_every_context() -> None:
@@ -475,35 +475,35 @@ def test_measuring_times_every_size_behind_every_context() -> None:
 
 
 def test_a_wrong_table_mends_itself() -> None:
-    correction = Correction()
+    correction = CostCorrection()
     assert correction(8) == 1.0
     for _ in range(1000):
-        correction.note(1, 1.0)
-        correction.note(8, 3.0)
+        correction.record(1, 1.0)
+        correction.record(8, 3.0)
     assert correction(1) == pytest.approx(1.0, abs=0.01)
     assert correction(9) == pytest.approx(3.0, abs=0.01)
     assert correction(100) == correction(9)
-    correction.note(1, 1000.0)  # a hiccup
+    correction.record(1, 1000.0)  # a hiccup
     assert correction(1) < 1.2
 
 
 def test_sizes_rarely_run_keep_up_with_the_machine() -> None:
-    correction = Correction()
-    correction.note(8, 1.0)
+    correction = CostCorrection()
+    correction.record(8, 1.0)
     for _ in range(300):
-        correction.note(1, 2.0)
+        correction.record(1, 2.0)
     assert correction(1) == pytest.approx(2.0, abs=0.01)
     assert 1.6 < correction(8) < 2.0
 
 
 def test_a_machine_that_is_slow_throughout_changes_no_choice() -> None:
     with LLM(ScriptedModel(cyclic, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
-        pace = llm.pace
-        pace.seconds(1, 0)
+        cost_model = llm.cost_model
+        cost_model.seconds(1, 0)
         for _ in range(200):
             for rows in (1, 3, 9):
-                pace.note(rows, 10, 2 * guessed().seconds(rows, 10))
+                cost_model.record(rows, 10, 2 * default_table().seconds(rows, 10))
         for rows in (1, 3, 9):
-            assert pace.seconds(rows, 10) == pytest.approx(
-                2 * guessed().seconds(rows, 10), rel=1e-3
+            assert cost_model.seconds(rows, 10) == pytest.approx(
+                2 * default_table().seconds(rows, 10), rel=1e-3
             )

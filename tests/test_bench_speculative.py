@@ -15,7 +15,7 @@ from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation import rounds
 from anydecode.evaluation import speculative_bench as bench
-from anydecode.evaluation.peers import Worker
+from anydecode.evaluation.baselines import Worker
 from anydecode.evaluation.speculative_bench import (
     PLAIN,
     Question,

@@ -29,8 +29,8 @@ from anydecode.evaluation.certify import (
     claim,
     load_mechanisms,
 )
-from anydecode.evaluation.diary import Diary
 from anydecode.evaluation.mechanisms.proofs import formula_distance
+from anydecode.evaluation.results_log import ResultsLog
 from anydecode.kernels.library import load_library
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -71,7 +71,7 @@ class Careless(Decoder):
         while not sequence.finished:
             tree = TokenTree.chain([65])
             scores = yield sequence.verify(tree)
-            sequence.accept([0], [65, scores.pick(1)], scores)
+            sequence.accept([0], [65, scores.sample(1)], scores)
 
 
 class Forgetful(Decoder):
@@ -84,7 +84,7 @@ class Forgetful(Decoder):
         while not sequence.finished:
             scores = yield sequence.score()
             said += 1
-            sequence.emit([scores.picks[-1] if said % 3 else 66])
+            sequence.emit([scores.sampled[-1] if said % 3 else 66])
 
 
 def test_a_careless_method_is_found_out() -> None:
@@ -303,5 +303,5 @@ def test_a_stopped_certification_goes_on_unasked(
 def test_methods_of_other_packages_are_always_tried_again(tmp_path: Path) -> None:
     key = f"{__name__}:Careless"
     for count in (1, 2):
-        certify([key], diary=Diary(tmp_path / "kept", {}))
-        assert len(Diary(tmp_path / "kept", {}).held) == count
+        certify([key], results_log=ResultsLog(tmp_path / "kept", {}))
+        assert len(ResultsLog(tmp_path / "kept", {}).held) == count

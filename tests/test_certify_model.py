@@ -19,8 +19,8 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError, MissingPackageError
 from anydecode.evaluation import certify_model
 from anydecode.evaluation.certify import Certificate
-from anydecode.evaluation.certify_model import STORED, Outcome, Trials, certificates, outcomes
-from anydecode.evaluation.diary import Diary
+from anydecode.evaluation.certify_model import STORED, BatchOutcome, Trials, certificates, outcomes
+from anydecode.evaluation.results_log import ResultsLog
 from anydecode.evaluation.speculative_bench import Question
 from anydecode.kernels.library import load_library
 from anydecode.scoring.score import Decoding
@@ -70,7 +70,7 @@ class Unverified(Decoder):
         while not sequence.finished:
             draft = sequence.all_tokens[-1]
             scores = yield sequence.verify(TokenTree.chain([draft]))
-            sequence.accept([0], [draft, scores.pick(1)], scores)
+            sequence.accept([0], [draft, scores.sample(1)], scores)
 
 
 class Forgetful(Decoder):
@@ -79,10 +79,10 @@ class Forgetful(Decoder):
     def decode(self, sequence: Sequence) -> Decoding:
         scores = yield sequence.score()
         begun = len(sequence.tokens)
-        sequence.emit([scores.picks[-1] if begun == 0 else 5])
+        sequence.emit([scores.sampled[-1] if begun == 0 else 5])
         while not sequence.finished:
             scores = yield sequence.score()
-            sequence.emit([scores.picks[-1]])
+            sequence.emit([scores.sampled[-1]])
 
 
 @pytest.fixture
@@ -140,8 +140,8 @@ def test_batches_are_read_once_and_in_turn_by_a_method_itself(
     hits: dict[tuple[str, int], int] = {}
     outcome = certify_model.Bench.outcome
 
-    def watched(self: certify_model.Bench, key: str, batch: certify_model.Batch) -> Outcome:
-        cache = self.llm.engine.lanes[TARGET].prefixes
+    def watched(self: certify_model.Bench, key: str, batch: certify_model.Batch) -> BatchOutcome:
+        cache = self.llm.engine.runners[TARGET].prefixes
         before = cache.num_hits
         found = outcome(self, key, batch)
         hits[key, batch.number] = cache.num_hits - before
@@ -159,22 +159,24 @@ def test_a_stopped_run_goes_on(model: Path, mistakes: None, tmp_path: Path) -> N
     keys, keep = ["copyspec", "unverified"], tmp_path / "kept.jsonl"
     options: dict[str, Any] = {"draft": None, "threads": 1}
     whole = list(outcomes(str(model), keys, trials, **options))
-    begun = list(islice(outcomes(str(model), keys, trials, diary=Diary(keep, {}), **options), 3))
+    begun = list(
+        islice(outcomes(str(model), keys, trials, results_log=ResultsLog(keep, {}), **options), 3)
+    )
     assert begun == whole[:3]
     assert [one.key for one in begun] == ["copyspec", "unverified", "copyspec"]
-    diary = Diary(keep, {})
-    assert len(diary.held) == 3
-    rest = list(outcomes(str(model), keys, trials, diary=diary, **options))
+    results_log = ResultsLog(keep, {})
+    assert len(results_log.held) == 3
+    rest = list(outcomes(str(model), keys, trials, results_log=results_log, **options))
     assert sorted(rest, key=str) == sorted(whole, key=str)
     passed = sum(not one.differ for one in whole)
     assert len(keep.read_text().splitlines()) == 1 + 3 + len(whole) - 2  # two had passed
-    again = Diary(keep, {})
-    list(outcomes(str(model), keys, trials, diary=again, **options))
+    again = ResultsLog(keep, {})
+    list(outcomes(str(model), keys, trials, results_log=again, **options))
     tried = len(keep.read_text().splitlines()) - 1 - len(again.held)
     assert tried == len(whole) - passed  # what failed is tried again
     keep.write_text('{}\n{"key": 1}\n')
     with pytest.raises(InvalidRequestError, match="holds no answers"):
-        next(outcomes(str(model), keys, trials, diary=Diary(keep, {}), **options))
+        next(outcomes(str(model), keys, trials, results_log=ResultsLog(keep, {}), **options))
 
 
 def test_a_method_that_breaks_does_not_end_the_run(
@@ -212,8 +214,10 @@ def test_a_method_without_its_package_is_not_run(
     monkeypatch.setitem(catalogue.entries(), "lacking", Entry(card, Lacking))
     trials, keep = Trials(ASKED, tokens=4, sample=0), tmp_path / "kept.jsonl"
     for _ in range(2):  # it is tried again
-        diary = Diary(keep, {})
-        found = certified(model, ["lacking", "copyspec"], trials, draft=None, diary=diary)
+        results_log = ResultsLog(keep, {})
+        found = certified(
+            model, ["lacking", "copyspec"], trials, draft=None, results_log=results_log
+        )
         by_key = {one.key: one for one in found}
         assert by_key["copyspec"].passed and by_key["lacking"].status == "not run"
         assert (
@@ -228,7 +232,7 @@ def test_a_stopped_run_shows_what_was_tried(
     capsys: pytest.CaptureFixture[str],
     cache_folder: Path,
 ) -> None:
-    def stopped(*arguments: Any, **options: Any) -> Iterator[Outcome]:
+    def stopped(*arguments: Any, **options: Any) -> Iterator[BatchOutcome]:
         yield from islice(outcomes(*arguments, **options), 3)
         raise KeyboardInterrupt
 

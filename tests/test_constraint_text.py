@@ -24,7 +24,6 @@ from anydecode.evaluation.constrained_answers import (
     summary,
 )
 from anydecode.evaluation.constrained_bench import walk
-from anydecode.evaluation.diary import Diary
 from anydecode.evaluation.mechanisms.constraints_text import (
     CHAIN,
     chain_llm,
@@ -32,6 +31,7 @@ from anydecode.evaluation.mechanisms.constraints_text import (
     share_of_a,
     unknown_names,
 )
+from anydecode.evaluation.results_log import ResultsLog
 from anydecode.evaluation.spelling import spelling
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
@@ -215,12 +215,12 @@ def test_answers_are_judged_and_a_run_goes_on(tmp_path):
     assert (found["schemas"], found["accepted"], found["valid"]) == (3, 1, 4)
     assert (found["finished_invalid"], found["unfinished"]) == (1, 1)
     file = tmp_path / "rows.jsonl"
-    assert Diary(file, {"seeds": 2}).held == []
+    assert ResultsLog(file, {"seeds": 2}).held == []
     with file.open("a") as out:
         out.write(json.dumps(rows[0]) + "\n" + '{"cut off')
-    assert Diary(file, {"seeds": 2}).held == rows[:1]
+    assert ResultsLog(file, {"seeds": 2}).held == rows[:1]
     with pytest.raises(InvalidRequestError, match="other settings"):
-        Diary(file, {"seeds": 3})
+        ResultsLog(file, {"seeds": 3})
 
 
 def test_seeds_together_are_the_seeds_one_by_one():

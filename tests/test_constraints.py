@@ -281,7 +281,7 @@ def test_predicates_are_asked_once_per_text():
 def test_the_policy_part_is_found():
     with scripted_llm() as llm:
         request = llm.request("x", constraint=Regex("a"))
-        part = constraint_of(request.jobs[0].sequence.policy)
+        part = constraint_of(request.jobs[0].sequence.sampler)
         assert part is not None and allowed(part.state) == "a"
 
 

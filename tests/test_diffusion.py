@@ -11,21 +11,27 @@ import numpy as np
 import pytest
 
 from anydecode import LLM, Regex
-from anydecode.decoders.diffusion.blocks import BlockPolicy, Fixed, Sliding, Whole
+from anydecode.decoders.diffusion.blocks import BlockPolicy, FixedBlocks, SlidingWindow, WholeCanvas
 from anydecode.decoders.diffusion.caches import (
     BlockCausalCache,
     CachePolicy,
     CausalCache,
-    DualCache,
+    DualCachePolicy,
     NoCache,
-    PrefixCache,
+    PrefixCachePolicy,
 )
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import RANKINGS, ranking
 from anydecode.decoders.diffusion.stops import EndOfText, StopRule
-from anydecode.decoders.diffusion.unmasking import Factor, Threshold, TimeGrid, TopK, UnmaskPolicy
+from anydecode.decoders.diffusion.unmasking import (
+    FactorUnmasking,
+    ThresholdUnmasking,
+    TimeGrid,
+    TopKUnmasking,
+    UnmaskPolicy,
+)
 from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.evaluation.certify import _Restarts
 from anydecode.evaluation.denoising import (
@@ -107,11 +113,11 @@ def generate(llm: LLM, decoder: Any, length: int = 12, **options: Any) -> Any:
 
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize(
-    ("name", "made"), [("none", NoCache), ("prefix", PrefixCache), ("dual", DualCache)]
+    ("name", "made"), [("none", NoCache), ("prefix", PrefixCachePolicy), ("dual", DualCachePolicy)]
 )
 def test_caches_show_what_they_say(name: str, made: type[CachePolicy], shift: int) -> None:
     with llm_of(shift=shift) as llm:
-        found = generate(llm, Denoiser(Fixed(5), unmask=TopK(), cache=made()))
+        found = generate(llm, Denoiser(FixedBlocks(5), unmask=TopKUnmasking(), cache=made()))
         expected, rows = oracle(dense(), 12, 5, 1, kept=name)
         assert found.tokens == expected
         slices = 0 if name == "none" else 9
@@ -124,13 +130,13 @@ def test_caches_show_what_they_say(name: str, made: type[CachePolicy], shift: in
 @pytest.mark.parametrize("block", [4, 12])
 def test_rankings_equal_the_oracle(score: str, block: int) -> None:
     with llm_of() as llm:
-        decoder = Denoiser(Fixed(block), ranking(score), TopK(block // 2))
+        decoder = Denoiser(FixedBlocks(block), ranking(score), TopKUnmasking(block // 2))
         assert generate(llm, decoder).tokens == oracle(dense(), 12, block, 2, score=score)[0]
 
 
 def test_random_ranks_are_a_matter_of_the_seed() -> None:
     with llm_of() as llm:
-        decoder = Denoiser(Whole(), ranking("random"))
+        decoder = Denoiser(WholeCanvas(), ranking("random"))
         texts = [generate(llm, decoder, seed=seed).tokens for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
@@ -142,7 +148,9 @@ def test_blocks_of_a_block_causal_model_are_final(size: int) -> None:
     for kept in (BlockCausalCache(), NoCache()):
         with llm_of() as llm:
             llm.model.spec = replace(llm.model.spec, block_size=size)
-            found = generate(llm, Denoiser(Fixed(), unmask=TopK(), cache=kept), length=10)
+            found = generate(
+                llm, Denoiser(FixedBlocks(), unmask=TopKUnmasking(), cache=kept), length=10
+            )
             texts.append(found.tokens)
             rows.append(found.stats.rows)
     assert texts[0] == texts[1]
@@ -159,7 +167,7 @@ def test_block_causal_rows_see_their_block_and_those_before() -> None:
             best = max(masks, key=lambda i: (found[i].max(), -i))
             canvas[best] = int(found[best].argmax())
     with llm_of() as llm:
-        decoder = Denoiser(Fixed(), unmask=TopK(), cache=BlockCausalCache(4))
+        decoder = Denoiser(FixedBlocks(), unmask=TopKUnmasking(), cache=BlockCausalCache(4))
         found = generate(llm, decoder, length=9, prompt=prompt)
     assert found.tokens == canvas[3:]
     assert found.stats.passes == 9  # storing a block rides in the next one's first pass
@@ -187,21 +195,37 @@ def test_causal_windows_put_what_is_known_first() -> None:
             canvas[i] = int(found[i].argmax())
     with llm_of(causal=True) as llm:
         found = generate(
-            llm, Denoiser(Sliding(4), unmask=Threshold(0.6), cache=CausalCache()), length=8
+            llm,
+            Denoiser(SlidingWindow(4), unmask=ThresholdUnmasking(0.6), cache=CausalCache()),
+            length=8,
         )
     assert found.tokens == canvas[3:]
     assert found.stats.rows == rows
 
 
 COMPOSITIONS: dict[str, tuple[Callable[[], Denoiser], dict[str, Any]]] = {
-    "none": (lambda: Denoiser(Fixed(5), unmask=Threshold(0.3)), {}),
-    "dual": (lambda: Denoiser(Fixed(5), unmask=TopK(3), cache=DualCache()), {}),
-    "prefix": (lambda: Denoiser(Fixed(7), unmask=Factor(1.5), cache=PrefixCache()), {}),
-    "grid": (lambda: Denoiser(Whole(), ranking("entropy"), TimeGrid(6), tempered=True), {}),
-    "block": (lambda: Denoiser(Fixed(), unmask=Threshold(0.3), cache=BlockCausalCache(4)), {}),
-    "canvases": (lambda: Denoiser(Fixed(4), unmask=TopK(2), cache=DualCache(), length=8), {}),
+    "none": (lambda: Denoiser(FixedBlocks(5), unmask=ThresholdUnmasking(0.3)), {}),
+    "dual": (
+        lambda: Denoiser(FixedBlocks(5), unmask=TopKUnmasking(3), cache=DualCachePolicy()),
+        {},
+    ),
+    "prefix": (
+        lambda: Denoiser(FixedBlocks(7), unmask=FactorUnmasking(1.5), cache=PrefixCachePolicy()),
+        {},
+    ),
+    "grid": (lambda: Denoiser(WholeCanvas(), ranking("entropy"), TimeGrid(6), tempered=True), {}),
+    "block": (
+        lambda: Denoiser(FixedBlocks(), unmask=ThresholdUnmasking(0.3), cache=BlockCausalCache(4)),
+        {},
+    ),
+    "canvases": (
+        lambda: Denoiser(
+            FixedBlocks(4), unmask=TopKUnmasking(2), cache=DualCachePolicy(), length=8
+        ),
+        {},
+    ),
     "causal": (
-        lambda: Denoiser(Sliding(6), unmask=Threshold(0.3), cache=CausalCache()),
+        lambda: Denoiser(SlidingWindow(6), unmask=ThresholdUnmasking(0.3), cache=CausalCache()),
         {"causal": True},
     ),
 }
@@ -230,17 +254,17 @@ def test_alone_batched_and_restarted_are_one_text(name: str, temperature: float)
 def test_a_cache_that_forgot_its_block_start_is_found_out() -> None:
     """The twin: computing the cache anew from the present canvas changes the text."""
 
-    class Forgetful(DualCache):
+    class Forgetful(DualCachePolicy):
         def begin(self, canvas: Canvas, context: Any) -> None:
             if canvas.kept:
-                places, _, visible = canvas.kept[-1]
-                canvas.kept = [(places, canvas.tokens[places], visible)]
+                positions, _, visible = canvas.kept[-1]
+                canvas.kept = [(positions, canvas.tokens[positions], visible)]
             super().begin(canvas, context)
 
     texts = []
     for restarts in (False, True):
         with random_model() as llm:
-            decoder = Denoiser(Fixed(9), cache=Forgetful())
+            decoder = Denoiser(FixedBlocks(9), cache=Forgetful())
             with _Restarts(llm.engine, seed=1) if restarts else llm:
                 texts.append([one.tokens for one in generate(llm, decoder, 18, prompt=PROMPTS)])
     assert texts[0] != texts[1]
@@ -266,28 +290,35 @@ def test_committed_tokens_never_change_and_the_mask_is_never_said() -> None:
 
 class Never(UnmaskPolicy):
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
-        return np.zeros(len(places), bool)
+        return np.zeros(len(positions), bool)
 
 
-@pytest.mark.parametrize("unmask", [Threshold(2.0), TopK(), Never(), Threshold(0.0, most=1)])
+@pytest.mark.parametrize(
+    "unmask", [ThresholdUnmasking(2.0), TopKUnmasking(), Never(), ThresholdUnmasking(0.0, most=1)]
+)
 def test_policies_that_choose_nothing_are_stepwise(unmask: UnmaskPolicy) -> None:
     with llm_of() as llm:
         assert (
-            generate(llm, Denoiser(Fixed(4), unmask=unmask)).tokens == oracle(dense(), 12, 4, 1)[0]
+            generate(llm, Denoiser(FixedBlocks(4), unmask=unmask)).tokens
+            == oracle(dense(), 12, 4, 1)[0]
         )
 
 
 def test_infilling_keeps_what_stands_between_the_masks() -> None:
     text = [1, 2, MASK, MASK, 9, 8, MASK, 7]
     with llm_of() as llm:
-        found = generate(llm, Denoiser(Whole(), cache=DualCache()), prompt=text, length=32)
+        found = generate(
+            llm, Denoiser(WholeCanvas(), cache=DualCachePolicy()), prompt=text, length=32
+        )
         assert len(found.tokens) == 6
         assert found.finish_reason == "stop"
         assert [found.tokens[i] for i in (2, 3, 5)] == [9, 8, 7]
         with _Restarts(llm.engine, seed=2):
-            again = generate(llm, Denoiser(Whole(), cache=DualCache()), prompt=text, length=32)
+            again = generate(
+                llm, Denoiser(WholeCanvas(), cache=DualCachePolicy()), prompt=text, length=32
+            )
         assert again.tokens == found.tokens
         with pytest.raises(InvalidRequestError, match="6 tokens stand from the first mask on"):
             generate(llm, Denoiser(), prompt=text, length=5)
@@ -303,13 +334,13 @@ class Priors(Denoiser):
 
 def test_priors_stay_where_they_were_put() -> None:
     with llm_of() as llm:
-        assert generate(llm, Priors(Whole(), unmask=TopK(3))).tokens[1] == 42
+        assert generate(llm, Priors(WholeCanvas(), unmask=TopKUnmasking(3))).tokens[1] == 42
 
 
 def test_text_streams_from_the_left_as_it_becomes_certain() -> None:
     with llm_of() as llm:
         pieces = list(
-            llm.stream(PROMPT, decoder=Denoiser(Fixed(4)), max_tokens=16, ignore_eos=True)
+            llm.stream(PROMPT, decoder=Denoiser(FixedBlocks(4)), max_tokens=16, ignore_eos=True)
         )
     assert len(pieces) > 4
 
@@ -321,10 +352,13 @@ def test_an_end_of_text_ends_the_answer() -> None:
         return row
 
     with llm_of(ends) as llm:
-        plain = generate(llm, Denoiser(Whole()), length=20, ignore_eos=False)
-        cut = generate(llm, Denoiser(Whole(), stop=EndOfText()), length=20, ignore_eos=False)
+        plain = generate(llm, Denoiser(WholeCanvas()), length=20, ignore_eos=False)
+        cut = generate(llm, Denoiser(WholeCanvas(), stop=EndOfText()), length=20, ignore_eos=False)
         cached = generate(
-            llm, Denoiser(Fixed(10), cache=DualCache(), stop=EndOfText()), 20, ignore_eos=False
+            llm,
+            Denoiser(FixedBlocks(10), cache=DualCachePolicy(), stop=EndOfText()),
+            20,
+            ignore_eos=False,
         )
         llm.engine.check_integrity()
     for found in (plain, cut, cached):
@@ -339,13 +373,13 @@ class Gap(StopRule):
     def wants(self, canvas: Canvas) -> np.ndarray:
         return canvas.masks
 
-    def fills(self, canvas: Canvas, look: Predictions) -> bool:
+    def fills(self, canvas: Canvas, predictions: Predictions) -> bool:
         return canvas.step == 2
 
 
 def test_a_stop_rule_may_fill_the_canvas() -> None:
     with llm_of() as llm:
-        found = generate(llm, Denoiser(Fixed(4), stop=Gap()))
+        found = generate(llm, Denoiser(FixedBlocks(4), stop=Gap()))
     assert found.stats.passes == 3
     assert len(found.tokens) == 12
 
@@ -354,26 +388,26 @@ class Pairs(Denoiser):
     """Looks at the canvas and at a draft of it in one pass."""
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
-        [look] = yield from self.look(sequence, canvas)
-        place, token = canvas.frontier, look.token(canvas.frontier)
-        region = (place, len(canvas))
-        looks = yield from self.look(
-            sequence, canvas, [canvas.tokens, canvas.copy_tokens([place], [token])], region
+        [predictions] = yield from self.forward(sequence, canvas)
+        position, token = canvas.frontier, predictions.token(canvas.frontier)
+        region = (position, len(canvas))
+        looks = yield from self.forward(
+            sequence, canvas, [canvas.tokens, canvas.copy_tokens([position], [token])], region
         )
         if canvas.block is None:
             canvas.open(*region)
-        if place + 1 < len(canvas):
-            found = [one.facts(place + 1).best for one in looks]
+        if position + 1 < len(canvas):
+            found = [one.facts(position + 1).best for one in looks]
             canvas.memory.setdefault("seen", []).append(found)
-        self.commit(sequence, canvas, looks[0], np.array([place]))
+        self.commit(sequence, canvas, looks[0], np.array([position]))
 
 
-@pytest.mark.parametrize("made", [NoCache, DualCache, lambda: BlockCausalCache(16)])
+@pytest.mark.parametrize("made", [NoCache, DualCachePolicy, lambda: BlockCausalCache(16)])
 def test_several_canvases_in_one_pass(made: Callable[[], CachePolicy]) -> None:
     """Each row sees its own canvas, and none of the other."""
     script = dense()
     with llm_of() as llm:
-        decoder = Pairs(Whole(), cache=made())
+        decoder = Pairs(WholeCanvas(), cache=made())
         seen: list[list[int]] = []
         old = decoder.commit
 
@@ -386,15 +420,15 @@ def test_several_canvases_in_one_pass(made: Callable[[], CachePolicy]) -> None:
         llm.engine.check_integrity()
     text = PROMPT + [MASK] * 13
     for step, (plain, drafted) in enumerate(seen):
-        place = len(PROMPT) + step
-        assert plain == softmax(script((*text, place + 1))).argmax()
-        text[place] = found.tokens[step]
-        assert drafted == softmax(script((*text, place + 1))).argmax()
+        position = len(PROMPT) + step
+        assert plain == softmax(script((*text, position + 1))).argmax()
+        text[position] = found.tokens[step]
+        assert drafted == softmax(script((*text, position + 1))).argmax()
 
 
 def test_a_policy_with_a_memory_is_asked_in_the_order_of_the_text() -> None:
     with llm_of() as llm:
-        decoder = Denoiser(Whole(), unmask=Threshold(0.0))
+        decoder = Denoiser(WholeCanvas(), unmask=ThresholdUnmasking(0.0))
         found = generate(llm, decoder, constraint=Regex("[ab]{3}x[0-9]{4}y"), ignore_eos=False)
         assert found.text[3] == "x" and found.text[8] == "y"
         assert found.constraint["complete"]
@@ -406,18 +440,18 @@ def test_a_policy_with_a_memory_is_asked_in_the_order_of_the_text() -> None:
 
 def test_logprobs_are_those_of_the_step_that_committed() -> None:
     with llm_of() as llm:
-        found = generate(llm, Denoiser(Fixed(4), unmask=TopK(2)), logprobs=1)
+        found = generate(llm, Denoiser(FixedBlocks(4), unmask=TopKUnmasking(2)), logprobs=1)
     assert len(found.logprobs) == 12 and all(note is not None for note in found.logprobs)
 
 
 class Soft(Denoiser):
     """Feeds the embeddings of other tokens in place of the masks."""
 
-    def embeddings(self, sequence: Sequence, canvas: Canvas, places: np.ndarray) -> Any:
+    def embeddings(self, sequence: Sequence, canvas: Canvas, positions: np.ndarray) -> Any:
         import torch
 
-        rows = torch.zeros(len(places), 4)
-        tokens = np.where(canvas.tokens[places] == MASK, 77, canvas.tokens[places])
+        rows = torch.zeros(len(positions), 4)
+        tokens = np.where(canvas.tokens[positions] == MASK, 77, canvas.tokens[positions])
         rows[:, 0] = torch.from_numpy(tokens.astype(np.float32))
         return rows
 
@@ -426,13 +460,15 @@ def test_soft_inputs_take_the_place_of_tokens() -> None:
     script = dense()
     seen = (*PROMPT, *[77] * 12)
     with llm_of() as llm:
-        found = generate(llm, Soft(Whole(), ranking("leftmost"), TopK(1)))
+        found = generate(llm, Soft(WholeCanvas(), ranking("leftmost"), TopKUnmasking(1)))
     assert found.tokens == [int(softmax(script((*seen, i))).argmax()) for i in range(3, 15)]
 
 
 def test_a_denoiser_can_be_cancelled() -> None:
     with llm_of() as llm:
-        stream = llm.stream(PROMPT, decoder=Denoiser(Fixed(4), cache=DualCache()), max_tokens=40)
+        stream = llm.stream(
+            PROMPT, decoder=Denoiser(FixedBlocks(4), cache=DualCachePolicy()), max_tokens=40
+        )
         next(stream)
         stream.close()
         llm.engine.check_integrity()
@@ -442,7 +478,7 @@ def test_a_denoiser_can_be_cancelled() -> None:
 @pytest.mark.parametrize(
     ("decoder", "options", "words"),
     [
-        (lambda: Denoiser(Fixed(30)), {}, "a block of 30 does not fit on a canvas of 12"),
+        (lambda: Denoiser(FixedBlocks(30)), {}, "a block of 30 does not fit on a canvas of 12"),
         (lambda: Denoiser(length=13), {}, "a canvas of 13 is longer than the answer may be"),
         (lambda: "sdar:block=0", {}, "at least one position"),
         (lambda: "llada:block=-1", {}, "at least one position"),
@@ -482,7 +518,7 @@ def test_unknown_rankings_are_named() -> None:
 def test_memory_is_enough_or_requests_take_turns() -> None:
     """With room for one canvas at a time, all are finished, with the same text."""
     prompts = [[i, i + 1] for i in range(6)]
-    make = lambda: Denoiser(Fixed(5), unmask=TopK(2), cache=DualCache())  # noqa: E731
+    make = lambda: Denoiser(FixedBlocks(5), unmask=TopKUnmasking(2), cache=DualCachePolicy())  # noqa: E731
     with llm_of() as llm:
         alone = [generate(llm, make(), prompt=p).tokens for p in prompts]
     model = ScriptedModel(dense(), causal=False)
@@ -492,11 +528,11 @@ def test_memory_is_enough_or_requests_take_turns() -> None:
         assert [one.tokens for one in found] == alone
 
 
-def policies() -> list[BlockPolicy]:
-    return [Whole(), Fixed(3), Sliding(3)]
+def samplers() -> list[BlockPolicy]:
+    return [WholeCanvas(), FixedBlocks(3), SlidingWindow(3)]
 
 
-@pytest.mark.parametrize("blocks", policies(), ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("blocks", samplers(), ids=lambda one: type(one).__name__)
 def test_every_block_policy_ends(blocks: BlockPolicy) -> None:
     rng = random.Random(1)
     with llm_of() as llm:
@@ -509,7 +545,7 @@ def test_blocks_that_are_not_the_models_are_refused() -> None:
     with llm_of() as llm:
         llm.model.spec = replace(llm.model.spec, block_size=4)
         with pytest.raises(InvalidRequestError, match="blocks have 4 positions; block=6"):
-            generate(llm, Denoiser(Fixed(6)))
+            generate(llm, Denoiser(FixedBlocks(6)))
         assert len(generate(llm, "sdar:block=6").tokens) == 12  # imposes its own
 
 
@@ -548,12 +584,12 @@ def test_a_mistaken_rule_is_found_out(
 def test_the_double_of_caches_sees_a_stale_row() -> None:
     """A cache that is never refreshed says something else than one that is."""
 
-    class Never(DualCache):
+    class Never(DualCachePolicy):
         def renew(self, canvas: Canvas, context: Any, region: Any, opening: bool) -> Any:
             return super().renew(canvas, context, region, opening and not canvas.kept)
 
     found = []
-    for made in (DualCache, Never):
+    for made in (DualCachePolicy, Never):
         with digests(dense()) as llm:
-            found.append(generate(llm, Denoiser(Fixed(4), cache=made())).tokens)
+            found.append(generate(llm, Denoiser(FixedBlocks(4), cache=made())).tokens)
     assert found[0] != found[1]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from anydecode import Choice, Grammar, JsonSchema, Regex, catalogue
 from anydecode.cli.main import app
 from anydecode.constraints.byte_grammar import byte_grammar
-from anydecode.constraints.canvas_grammar import HOLE, CanvasGrammar, Look
+from anydecode.constraints.canvas_grammar import HOLE, CanvasAnswer, CanvasGrammar
 from anydecode.engine.llm import LLM
 from anydecode.errors import AnydecodeError
 from anydecode.evaluation.certify import _Restarts, scripted_llm
@@ -73,14 +73,14 @@ def mistakes(rules: CanvasGrammar, grammar: str) -> int:
         for canvas in canvases(length, 30, seed=9) + draw.sample(some, min(30, len(some))):
             wrong += rules.is_completable(canvas) != fits(canvas, whole)
             if HOLE in canvas and fits(canvas, whole):
-                place = canvas.index(HOLE)
+                position = canvas.index(HOLE)
                 good = [
-                    fits((*canvas[:place], token, *canvas[place + 1 :]), whole)
+                    fits((*canvas[:position], token, *canvas[position + 1 :]), whole)
                     for token in range(END + 1)
                 ]
-                look = Look(rules, canvas)
-                wrong += [look.accepts(place, token) for token in range(END + 1)] != good
-                wrong += look.allowed(place).tolist() != good
+                look = CanvasAnswer(rules, canvas)
+                wrong += [look.accepts(position, token) for token in range(END + 1)] != good
+                wrong += look.allowed(position).tolist() != good
     return wrong
 
 
@@ -173,7 +173,7 @@ def test_answers_parse_and_are_one_text_alone_batched_and_restarted(
 
 
 def test_without_the_verifier_answers_do_not_parse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Look, "accepts", lambda self, place, token: True)
+    monkeypatch.setattr(CanvasAnswer, "accepts", lambda self, position, token: True)
     with opened() as llm:
         answers = llm.generate(
             PROMPTS, decoder="diffusion-cfg", constraint=Grammar(JSON), max_tokens=11

@@ -14,7 +14,7 @@ from anydecode import catalogue
 from anydecode.engine.llm import LLM
 from anydecode.errors import AnydecodeError
 from anydecode.evaluation.certify import _Restarts, scripted_llm
-from anydecode.kernels.interface import KeyValues, Output, Rows, Want
+from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
 from anydecode.models.scripted import BYTE_VOCABULARY, EOS, MASK, ByteTokenizer, ScriptedModel
 from tiny_models import hf_model, own_model
 
@@ -152,10 +152,10 @@ class BoundedModel(ScriptedModel):
 
     passes = 0
 
-    def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
+    def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         self.passes += 1
         assert self.passes <= 120, "the decoder does not end"
-        return super().run(rows, cache, want)
+        return super().run(rows, cache, output_spec)
 
 
 EXPAND = 1

@@ -15,19 +15,19 @@ import torch
 from safetensors.torch import save_file
 
 from anydecode import LLM
-from anydecode.decoders.diffusion.blocks import Fixed, Sliding, Whole
+from anydecode.decoders.diffusion.blocks import FixedBlocks, SlidingWindow, WholeCanvas
 from anydecode.decoders.diffusion.caches import (
     BlockCausalCache,
     CachePolicy,
     CausalCache,
-    DualCache,
+    DualCachePolicy,
     NoCache,
-    PrefixCache,
+    PrefixCachePolicy,
 )
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
-from anydecode.decoders.diffusion.unmasking import TopK
+from anydecode.decoders.diffusion.unmasking import TopKUnmasking
 from anydecode.errors import CheckpointError
 from anydecode.kernels.library import load_library
 from anydecode.models.families import spec_from_config
@@ -212,9 +212,9 @@ class Plain:
         self.keys = torch.zeros(LAYERS, 128, KV, HEAD, dtype=torch.float64)
         self.values = torch.zeros_like(self.keys)
 
-    def run(self, tokens: Any, places: Any, sees: Any, keep: bool) -> np.ndarray:
-        """Logits of rows at `places`; `sees[r]` are the positions row r attends to."""
-        at = torch.tensor([int(place) for place in places])
+    def run(self, tokens: Any, positions: Any, sees: Any, keep: bool) -> np.ndarray:
+        """Logits of rows at `positions`; `sees[r]` are the positions row r attends to."""
+        at = torch.tensor([int(position) for position in positions])
         keys, values = self.keys.clone(), self.values.clone()
         x = self.get("embed")[torch.tensor([int(token) for token in tokens])]
         allowed = torch.zeros(len(at), 128, dtype=torch.bool)
@@ -272,11 +272,13 @@ class Watched(Denoiser):
 
     seen: list[tuple[np.ndarray, tuple[int, int], bool, dict[int, np.ndarray]]]
 
-    def fill(self, sequence: Sequence, canvas: Canvas, look: Predictions) -> None:
+    def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         block = canvas.block or (canvas.frontier, self.blocks.window(canvas))
-        logits = {int(place): look.logits(place).copy() for place in look.places}
+        logits = {
+            int(position): predictions.logits(position).copy() for position in predictions.positions
+        }
         self.seen.append((canvas.tokens.copy(), block, canvas.block is None, logits))
-        super().fill(sequence, canvas, look)
+        super().fill(sequence, canvas, predictions)
 
 
 PROMPT = [3, 14, 15, 9, 26, 5]
@@ -292,8 +294,8 @@ def expected(
     for tokens, (first, stop), opening, found in watched.seen:
         total = len(tokens)
 
-        def sees(place: int, total: int = total) -> range:
-            return range(total if size is None else min(total, (place // size + 1) * size))
+        def sees(position: int, total: int = total) -> range:
+            return range(total if size is None else min(total, (position // size + 1) * size))
 
         if made is CausalCache:
             front = int(np.flatnonzero(tokens == MASK)[0])
@@ -302,9 +304,9 @@ def expected(
                 plain.run(tokens[held:front], fresh, [range(p + 1) for p in fresh], True)
             held = front
             window = range(front, stop)
-            places = [p for p in window if tokens[p] != MASK]
-            places += [p for p in window if tokens[p] == MASK]
-            seen: list[Any] = [[*range(front), *places[: r + 1]] for r in range(len(places))]
+            positions = [p for p in window if tokens[p] != MASK]
+            positions += [p for p in window if tokens[p] == MASK]
+            seen: list[Any] = [[*range(front), *positions[: r + 1]] for r in range(len(positions))]
             keep = False
         elif made is BlockCausalCache:
             assert size is not None
@@ -313,34 +315,34 @@ def expected(
                 block = range(held, held + size)
                 plain.run(tokens[held : held + size], block, [sees(p) for p in block], True)
                 held += size
-            places, keep = list(range(max(0, start - shift), len(sees(stop - 1)))), False
-            seen = [sees(p) for p in places]
+            positions, keep = list(range(max(0, start - shift), len(sees(stop - 1)))), False
+            seen = [sees(p) for p in positions]
         else:
             keep = opening and made is not NoCache
             begin = 0 if opening or made is NoCache else max(0, first - shift)
-            end = stop if made is DualCache and not opening else total
-            places = list(range(begin, end))
-            seen = [sees(p) for p in places]
-        rows = plain.run(tokens[places], places, seen, keep)
-        answers.append({place: rows[places.index(place - shift)] for place in found})
+            end = stop if made is DualCachePolicy and not opening else total
+            positions = list(range(begin, end))
+            seen = [sees(p) for p in positions]
+        rows = plain.run(tokens[positions], positions, seen, keep)
+        answers.append({position: rows[positions.index(position - shift)] for position in found})
     return answers
 
 
 CASES: list[tuple[str, type[CachePolicy], Callable[[], Any]]] = [
-    ("llada", NoCache, lambda: Fixed(4)),
-    ("llada", PrefixCache, lambda: Fixed(4)),
-    ("llada", DualCache, lambda: Fixed(4)),
-    ("llada tied", DualCache, lambda: Whole()),
-    ("dream", NoCache, lambda: Whole()),
-    ("dream", PrefixCache, lambda: Fixed(5)),
-    ("dream", DualCache, lambda: Fixed(5)),
-    ("a2d", DualCache, lambda: Fixed(5)),
-    ("sdar", NoCache, lambda: Fixed()),
-    ("sdar", BlockCausalCache, lambda: Fixed()),
-    ("fast-dllm-v2", NoCache, lambda: Fixed()),
-    ("fast-dllm-v2", BlockCausalCache, lambda: Fixed()),
-    ("wedlm", CausalCache, lambda: Sliding(5)),
-    ("wedlm biases", CausalCache, lambda: Sliding(5)),
+    ("llada", NoCache, lambda: FixedBlocks(4)),
+    ("llada", PrefixCachePolicy, lambda: FixedBlocks(4)),
+    ("llada", DualCachePolicy, lambda: FixedBlocks(4)),
+    ("llada tied", DualCachePolicy, lambda: WholeCanvas()),
+    ("dream", NoCache, lambda: WholeCanvas()),
+    ("dream", PrefixCachePolicy, lambda: FixedBlocks(5)),
+    ("dream", DualCachePolicy, lambda: FixedBlocks(5)),
+    ("a2d", DualCachePolicy, lambda: FixedBlocks(5)),
+    ("sdar", NoCache, lambda: FixedBlocks()),
+    ("sdar", BlockCausalCache, lambda: FixedBlocks()),
+    ("fast-dllm-v2", NoCache, lambda: FixedBlocks()),
+    ("fast-dllm-v2", BlockCausalCache, lambda: FixedBlocks()),
+    ("wedlm", CausalCache, lambda: SlidingWindow(5)),
+    ("wedlm biases", CausalCache, lambda: SlidingWindow(5)),
 ]
 
 
@@ -355,7 +357,7 @@ def test_every_pass_equals_the_plain_implementation(
         pytest.skip("the native kernels are not available here")
     tensors = write_checkpoint(layout, tmp_path / "model")
     _, _, _, _, shift, size = LAYOUTS[layout]
-    watched = Watched(blocks(), unmask=TopK(), cache=made(), mask=MASK)
+    watched = Watched(blocks(), unmask=TopKUnmasking(), cache=made(), mask=MASK)
     watched.seen = []
     options = {"tokenizer": ByteTokenizer(), "backend": backend, "threads": 1}
     with LLM(str(tmp_path / "model"), cache_positions=256, **options) as llm:
@@ -368,20 +370,20 @@ def test_every_pass_equals_the_plain_implementation(
     answers = expected(Plain(layout, tensors), made, size, shift, watched)
     for (_, _, _, found), wanted in zip(watched.seen, answers, strict=True):
         assert found and found.keys() == wanted.keys()
-        for place, row in found.items():
-            row[MASK] = wanted[place][MASK]
-            np.testing.assert_allclose(row, wanted[place], rtol=0, atol=2e-4)
+        for position, row in found.items():
+            row[MASK] = wanted[position][MASK]
+            np.testing.assert_allclose(row, wanted[position], rtol=0, atol=2e-4)
 
 
 def test_a_stale_row_would_be_seen(tmp_path: Path) -> None:
     """The twin: taken for passes of another cache, the logits are others."""
     tensors = write_checkpoint("llada", tmp_path)
-    watched = Watched(Fixed(4), unmask=TopK(), cache=DualCache(), mask=MASK)
+    watched = Watched(FixedBlocks(4), unmask=TopKUnmasking(), cache=DualCachePolicy(), mask=MASK)
     watched.seen = []
     with LLM(str(tmp_path), tokenizer=ByteTokenizer(), cache_positions=256) as llm:
         llm.generate(PROMPT, decoder=watched, max_tokens=LENGTH, ignore_eos=True)
     found = watched.seen[2][3]
-    for made in (NoCache, PrefixCache):
+    for made in (NoCache, PrefixCachePolicy):
         wanted = expected(Plain("llada", tensors), made, None, 0, watched)[2]
         assert max(np.abs(row - wanted[p])[:MASK].max() for p, row in found.items()) > 1e-2
 
@@ -546,7 +548,7 @@ def plain_dit(
     """The published network written down once more in float64, over a whole canvas at once."""
     get = {name.removeprefix("backbone."): tensor.double() for name, tensor in tensors.items()}
     functional = torch.nn.functional
-    places = torch.arange(len(tokens))
+    positions = torch.arange(len(tokens))
     c = None
     if "sigma_map.mlp.0.weight" in get:
         half = get["sigma_map.mlp.0.weight"].shape[1] // 2
@@ -571,12 +573,12 @@ def plain_dit(
         return normed(x, [D], eps=1e-5) * get[f"{name}.weight"] * (1 + scale) + shift
 
     def turned(x: torch.Tensor) -> torch.Tensor:
-        angle = places[:, None] * 10000.0 ** (-torch.arange(0, HEAD, 2).double() / HEAD)
+        angle = positions[:, None] * 10000.0 ** (-torch.arange(0, HEAD, 2).double() / HEAD)
         cos, sin = (torch.cat([f, f], 1)[:, None] for f in (angle.cos(), angle.sin()))
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat([-second, first], -1) * sin
 
-    block = places // (size or len(tokens))
+    block = positions // (size or len(tokens))
     hidden = block[:, None] < block[None, :]
     x = get["vocab_embed.embedding"][torch.tensor([int(token) for token in tokens])]
     for layer in (f"blocks.{index}" for index in range(LAYERS)):
@@ -607,7 +609,7 @@ DITS = {
 
 
 def seen_by(folder: Path, backend: str, size: int | None) -> Watched:
-    watched = Watched(Fixed(0), unmask=TopK(), mask=MASK)
+    watched = Watched(FixedBlocks(0), unmask=TopKUnmasking(), mask=MASK)
     watched.cache = BlockCausalCache() if size else NoCache()
     watched.seen = []
     options = {"tokenizer": ByteTokenizer(), "backend": backend, "threads": 1}
@@ -630,9 +632,9 @@ def test_the_diffusion_transformer_equals_its_plain_form(
     assert len(watched.seen) >= LENGTH
     for tokens, _, _, found in watched.seen:
         wanted = plain_dit(tensors, tokens, size)
-        for place, row in found.items():
-            row[MASK] = wanted[place][MASK]
-            np.testing.assert_allclose(row, wanted[place], rtol=0, atol=2e-4)
+        for position, row in found.items():
+            row[MASK] = wanted[position][MASK]
+            np.testing.assert_allclose(row, wanted[position], rtol=0, atol=2e-4)
 
 
 def test_another_time_or_norm_would_be_seen(tmp_path: Path) -> None:

@@ -19,12 +19,12 @@ from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.evaluation.certify import load_mechanisms
 from anydecode.evaluation.rounds import Costs, blurred, rounds, scripted, wordy
-from anydecode.memory.context import Context
-from anydecode.memory.pool import Pool
+from anydecode.memory.pool import KVPool
+from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.models.self_drafts import open_draft, thinned
 from anydecode.models.transformer import Transformer
-from anydecode.sampling.policy import Policy
+from anydecode.sampling.sampler import Sampler
 from tiny_models import hf_model, own_model
 
 KEYS = (
@@ -87,16 +87,16 @@ def _failed(key: str) -> str:
         ("rapid", "windows.retrieved", lambda p, chunk, n, query: p[-query:], "the oracle"),
         ("omnidraft", "omnidraft.Translation.learn", lambda *_: None, "drafts equal the oracle"),
         ("online-sd", "online.OnlineDrafter.study", lambda self: None, "after lessons"),
-        ("specdiff-2", "specdiff.Policy", lambda heat: Policy(1.0), "equal the oracle"),
+        ("specdiff-2", "specdiff.Policy", lambda heat: Sampler(1.0), "equal the oracle"),
         ("stand", "stand.NgramProbabilities", lambda _: NgramProbabilities(3), "the oracle"),
         ("saguaro", "saguaro._outcome", lambda verdict: (0, 0), "equals the oracle"),
     ],
 )
 def test_a_mistake_is_found_out(
-    key: str, place: str, wrong: Any, told: str, monkeypatch: pytest.MonkeyPatch
+    key: str, position: str, wrong: Any, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_mechanisms()  # their own imports stay right
-    monkeypatch.setattr(f"anydecode.decoders.speculative.{place}", wrong)
+    monkeypatch.setattr(f"anydecode.decoders.speculative.{position}", wrong)
     assert told in _failed(key)
 
 
@@ -155,7 +155,7 @@ def test_retrieval_keeps_the_question_last() -> None:
 
 
 def test_follow_keeps_the_common_prefix_and_leaves_one_token_to_score() -> None:
-    context = Context(Pool(ScriptedModel(TARGET, vocab_size=259), 16))
+    context = SequenceCache(KVPool(ScriptedModel(TARGET, vocab_size=259), 16))
     context.append(4)
     context.tokens += [1, 2, 3, 4]
     follow(context, [1, 2, 9, 9, 9])

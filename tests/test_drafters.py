@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from anydecode import catalogue
-from anydecode.decoders.speculative.acceptance import Acceptance, Verdict
+from anydecode.decoders.speculative.acceptance import Acceptance, AcceptanceResult
 from anydecode.decoders.speculative.aded import Search
 from anydecode.decoders.speculative.aggressive import InputPointer
 from anydecode.decoders.speculative.copyspec import RollingIndex
@@ -59,10 +59,10 @@ class _Gullible(Acceptance):
 
     exactness = "token-exact"
 
-    def walk(self, tree: TokenTree, scores: Scores) -> Verdict:
+    def walk(self, tree: TokenTree, scores: Scores) -> AcceptanceResult:
         path = tree.children(ROOT)[:1]
         tokens = [tree.tokens[node] for node in path]
-        return Verdict(path, [*tokens, scores.pick(path[-1] + 1 if path else 0)])
+        return AcceptanceResult(path, [*tokens, scores.sample(path[-1] + 1 if path else 0)])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -171,12 +171,12 @@ def test_copyspec_takes_nothing_behind_a_rejected_last_token() -> None:
 
 def test_the_input_pointer_waits_for_a_unique_suffix() -> None:
     pointer = InputPointer([1, 2, 3, 1, 2, 4])
-    places = []
+    positions = []
     for token in (2, 1, 2, 4, 9, 3):
         pointer.advance(token)
-        places.append(pointer.place)
+        positions.append(pointer.position)
     # 2 is ambiguous, as are 1 and "1 2"; "2 1 2" never stood there; 4 and 3 stand there once.
-    assert places == [None, None, None, 6, None, 3]
+    assert positions == [None, None, None, 6, None, 3]
 
 
 def test_token_recycling_keeps_the_last_of_equal_tokens() -> None:

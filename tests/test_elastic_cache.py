@@ -23,7 +23,7 @@ def test_shifted_models_and_models_with_blocks_do_what_the_oracle_does(
     shift: int, size: int | None
 ) -> None:
     with random_model(size, layers=3, readable=True) as llm:
-        model = llm.engine.lanes["target"].model
+        model = llm.engine.runners["target"].model
         model.spec = replace(model.spec, logit_shift=shift)
         found = story(llm, 21, window=6, threshold=0.4, drift=0.95)
         assert found == oracle(model, 21, 6, 0.4, 0.95, shift, size)
@@ -52,7 +52,7 @@ def test_a_refresh_from_another_layer_is_found_out(
     monkeypatch.setattr(ElasticDenoiser, "_drifted", wrong)
     with random_model(layers=4, readable=True) as llm:
         found = story(llm, 16, window=6, threshold=0.4, drift=0.99)
-        expected = oracle(llm.engine.lanes["target"].model, 16, 6, 0.4, 0.99)
+        expected = oracle(llm.engine.runners["target"].model, 16, 6, 0.4, 0.99)
     assert found != expected
 
 
@@ -66,7 +66,7 @@ def test_a_row_kept_from_another_layer_is_found_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ElasticDenoiser, "_drifted", wrong)
     with random_model(layers=4, readable=True) as llm:
         found = story(llm, 16, window=6, threshold=0.4, drift=0.9)
-        expected = oracle(llm.engine.lanes["target"].model, 16, 6, 0.4, 0.9)
+        expected = oracle(llm.engine.runners["target"].model, 16, 6, 0.4, 0.9)
     assert found != expected
 
 
@@ -80,7 +80,7 @@ def test_the_row_of_another_token_is_found_out(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ElasticDenoiser, "_track", wrong)
     with random_model(layers=4, readable=True) as llm:
         found = story(llm, 16, window=6, threshold=0.4, drift=0.9)
-        expected = oracle(llm.engine.lanes["target"].model, 16, 6, 0.4, 0.9)
+        expected = oracle(llm.engine.runners["target"].model, 16, 6, 0.4, 0.9)
     assert found != expected
 
 

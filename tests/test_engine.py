@@ -18,14 +18,14 @@ from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError, OutOfMemoryError, UnsupportedCombinationError
 from anydecode.evaluation.certify import PROMPTS, scripted_llm
 from anydecode.evaluation.denoising import bidirectional, dense
-from anydecode.kernels.interface import Output, Rows, Want
-from anydecode.memory.context import Context
+from anydecode.kernels.interface import Output, OutputSpec, Rows
+from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
-from anydecode.sampling.policy import Policy
+from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.noise import Noise
 from anydecode.scoring.score import Cancel, Decoding, Submit, Wait
 from anydecode.scoring.sequence import Sequence
-from anydecode.scoring.span import Trail
+from anydecode.scoring.span import MultiStepSpan
 from anydecode.scoring.tree import TokenTree
 
 OPTIONS = {"max_tokens": 40, "temperature": 0.7, "seed": 4, "ignore_eos": True}
@@ -50,14 +50,14 @@ class _Picking(ScriptedModel):
     late = 0
     made = 0
 
-    def run(self, rows, cache, want):
-        output = super().run(rows, cache, want)
-        for choice in want.choices:
+    def run(self, rows, cache, output_spec):
+        output = super().run(rows, cache, output_spec)
+        for choice in output_spec.samples:
             noise = Noise(choice.seed, choice.stream)
-            policy = Policy(1 / choice.inverse_temperature if choice.inverse_temperature else 0.0)
+            sampler = Sampler(1 / choice.inverse_temperature if choice.inverse_temperature else 0.0)
             logits = output.logits[choice.row].numpy()
-            output.picks.append(policy.pick(logits, noise, choice.position + self.late))
-        self.made += len(output.picks)
+            output.sampled.append(sampler.sample(logits, noise, choice.position + self.late))
+        self.made += len(output.sampled)
         return output
 
 
@@ -104,7 +104,7 @@ class _GoingOn(_Picking):
         output = super().run(rows, cache, want)
         self.passes += want.said > 1
         choice = want.choices[0] if want.choices else None
-        said = output.picks[-1:]
+        said = output.sampled[-1:]
         while len(said) < want.said and said[-1] not in want.ends:
             position = int(rows.positions[-1]) + len(said) + self.skipped
             table = rows.tables[int(rows.table[-1])]
@@ -115,10 +115,10 @@ class _GoingOn(_Picking):
                 rows.stop[-1:],
             )  # fmt: skip
             choice = choice._replace(position=choice.position + 1, row=0)
-            wanted = Want(np.zeros(1, np.int32), {}, [choice])
+            wanted = OutputSpec(np.zeros(1, np.int32), {}, [choice])
             output = _Picking.run(self, row, cache, wanted)
-            said += output.picks
-        return Output(output.logits, output.hidden, said if want.said > 1 else output.picks)
+            said += output.sampled
+        return Output(output.logits, output.hidden, said if want.said > 1 else output.sampled)
 
 
 def gone_on(
@@ -150,13 +150,13 @@ def test_a_model_that_goes_on_by_itself_says_the_same(temperature: float) -> Non
 def test_no_room_is_taken_ahead_in_company(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend goes on by itself with one sequence only."""
     rooms: list[tuple[int, int]] = []
-    fill = Trail.fill
+    fill = MultiStepSpan.fill
 
-    def filling(self: Trail, rows: Rows, at: int, count: int) -> None:
-        rooms.append((len(rows), self.room))
+    def filling(self: MultiStepSpan, rows: Rows, at: int, count: int) -> None:
+        rooms.append((len(rows), self.reserved))
         fill(self, rows, at, count)
 
-    monkeypatch.setattr(Trail, "fill", filling)
+    monkeypatch.setattr(MultiStepSpan, "fill", filling)
     expected = alone(PROMPTS)
     assert gone_on(_GoingOn(seed=1), PROMPTS) == expected
     together = {room for rows, room in rooms if rows > 1}
@@ -236,22 +236,22 @@ def test_a_prefix_is_shared_between_requests() -> None:
     prompt = "this prompt is long enough to fill several blocks of sixteen tokens"
     with scripted_llm() as llm:
         first = llm.generate(prompt, **OPTIONS)
-        rows = llm.engine.lanes["target"].num_rows
+        rows = llm.engine.runners["target"].num_rows
         again = llm.generate(prompt, **OPTIONS)
-        assert llm.engine.lanes["target"].num_rows - rows < rows
+        assert llm.engine.runners["target"].num_rows - rows < rows
         assert again.tokens == first.tokens
-        assert llm.engine.lanes["target"].prefixes.num_hits >= 48
+        assert llm.engine.runners["target"].prefixes.num_hits >= 48
         llm.clear()
-        assert llm.engine.lanes["target"].pool.num_used == 0
+        assert llm.engine.runners["target"].pool.num_used == 0
 
 
 def test_namespaces_share_nothing() -> None:
     prompt = "this prompt is long enough to fill several blocks of sixteen tokens"
     with scripted_llm() as llm:
         llm.generate(prompt, namespace="a", **OPTIONS)
-        hits = llm.engine.lanes["target"].prefixes.num_hits
+        hits = llm.engine.runners["target"].prefixes.num_hits
         llm.generate(prompt, namespace="b", **OPTIONS)
-        assert llm.engine.lanes["target"].prefixes.num_hits == hits
+        assert llm.engine.runners["target"].prefixes.num_hits == hits
 
 
 def test_samples_differ_and_are_reproducible() -> None:
@@ -303,12 +303,12 @@ class Looking(Decoder):
         while not sequence.finished:
             yield sequence.block([1])
             scores = yield sequence.verify(TokenTree([1, 2, 3], [-1, -1, 0]))
-            sequence.accept([], [scores.picks[0]], scores)
+            sequence.accept([], [scores.sampled[0]], scores)
 
 
 def break_pass(llm: LLM, number: int, error: type[BaseException] = FloatingPointError) -> None:
     """The model raises `error` in pass `number`, once."""
-    model = llm.engine.lanes["target"].model
+    model = llm.engine.runners["target"].model
     run, passes = model.run, itertools.count(1)
 
     def broken(*args):
@@ -347,13 +347,13 @@ def test_a_failed_pass_leaves_no_slot_behind(open_llm, decoder, number: int) -> 
         want = [llm.generate(prompt, decoder=decoder, **OPTIONS).tokens for prompt in SHORT]
     with open_llm() as llm:
         found = run_broken(llm, decoder, number)
-        assert llm.engine.lanes["target"].pool.num_used == 0
+        assert llm.engine.runners["target"].pool.num_used == 0
     assert found[:2] == [None, None]
     assert found[2:] == want[2:]
 
 
 def test_a_lost_slot_is_found_out(monkeypatch) -> None:
-    monkeypatch.setattr(Context, "release", lambda context: context.truncate(0))
+    monkeypatch.setattr(SequenceCache, "release", lambda context: context.truncate(0))
     with scripted_llm(prefix_cache=False, max_running=2) as llm:
         with pytest.raises(AssertionError, match="references"):
             run_broken(llm, Looking(), 1)
@@ -372,7 +372,7 @@ def test_an_interrupted_pass_is_not_gone_on_with(failure: type[BaseException]) -
             list(streams[0])
         with pytest.raises(RuntimeError, match=failure.__name__):
             list(streams[1])
-        assert llm.engine.lanes["target"].pool.num_used == 0
+        assert llm.engine.runners["target"].pool.num_used == 0
         assert llm.generate("abc", **OPTIONS).tokens == alone(["abc"])[0]
 
 
@@ -382,7 +382,7 @@ def test_leaving_a_stream_frees_its_memory() -> None:
             assert piece.text
             break
         assert not llm.engine.running
-        assert llm.engine.lanes["target"].pool.num_used == 0
+        assert llm.engine.runners["target"].pool.num_used == 0
 
 
 def test_streamed_pieces_make_the_text() -> None:
@@ -461,16 +461,16 @@ def test_submit_wait_cancel() -> None:
     seen = []
 
     class Racing(Decoder):
-        lanes = ("draft",)
+        runners = ("draft",)
 
         def decode(self, sequence: Sequence) -> Decoding:
             target = yield Submit(sequence.score())
-            small = yield Submit(sequence.score(sequence.unscored("draft"), lane="draft"))
+            small = yield Submit(sequence.score(sequence.unscored("draft"), runner="draft"))
             first = yield Wait([target, small])
             second = yield Wait([t for t in (target, small) if t is not first])
             assert {id(first), id(second)} == {id(target), id(small)}
             assert second.scores is not None
-            token = target.scores.picks[-1]
+            token = target.scores.sampled[-1]
             dropped = yield Submit(sequence.score([1, 2, 3]))
             yield Cancel(dropped)
             assert dropped.cancelled
@@ -485,26 +485,28 @@ def test_submit_wait_cancel() -> None:
 
 def test_a_score_cancelled_under_way_leaves_nothing_behind() -> None:
     class Slow:
-        def seconds(self, lane, plan) -> float:
-            return 5.0 if lane.name == "target" else 1.0
+        def seconds(self, runner, plan) -> float:
+            return 5.0 if runner.name == "target" else 1.0
 
     class Impatient(Decoder):
-        lanes = ("draft",)
+        runners = ("draft",)
 
         def decode(self, sequence: Sequence) -> Decoding:
             late = yield Submit(sequence.score(rows="all"))
-            yield sequence.score(sequence.unscored("draft"), lane="draft")
+            yield sequence.score(sequence.unscored("draft"), runner="draft")
             assert late.scores is None
             yield Cancel(late)
-            scores = yield sequence.score([7], lane="draft")
-            sequence.emit([scores.picks[-1]])
+            scores = yield sequence.score([7], runner="draft")
+            sequence.emit([scores.sampled[-1]])
 
     with scripted_llm(row_budget=8) as llm:
         llm.engine.clock = Slow()
         llm.generate("abcdefgh" * 4, decoder=Impatient(), max_tokens=1)
         while llm.engine.has_work:
             llm.engine.step()
-        assert all(not lane._parts and not lane.waiting for lane in llm.engine.lanes.values())
+        assert all(
+            not runner._parts and not runner.waiting for runner in llm.engine.runners.values()
+        )
         llm.engine.check_integrity()
 
 
@@ -512,27 +514,27 @@ def test_what_is_being_overwritten_is_not_shared() -> None:
     prompt = "a prompt that fills two blocks of sixteen tokens"
 
     class Rewriting(Decoder):
-        lanes = ("draft",)
+        runners = ("draft",)
 
         def decode(self, sequence: Sequence) -> Decoding:
             yield sequence.score()
             yield Submit(sequence.overwrite([15], [1], visible=16))
-            yield sequence.score(sequence.unscored("draft"), lane="draft")
+            yield sequence.score(sequence.unscored("draft"), runner="draft")
             sequence.emit([2])
 
     class Slow:
-        def seconds(self, lane, plan) -> float:
-            return 5.0 if lane.name == "target" and plan.num_rows == 1 else 1.0
+        def seconds(self, runner, plan) -> float:
+            return 5.0 if runner.name == "target" and plan.num_rows == 1 else 1.0
 
     with scripted_llm() as llm:
         llm.engine.clock = Slow()
-        lane = llm.engine.lanes["target"]
+        runner = llm.engine.runners["target"]
         llm.engine._share_prompt = lambda *_: None  # else it is shared before it is rewritten
         llm.generate(prompt, decoder=Rewriting(), max_tokens=1)
-        assert lane in llm.engine._flights
+        assert runner in llm.engine._in_flight
         while llm.engine.has_work:
             llm.engine.step()
-        assert lane.prefixes.num_slots == 0
+        assert runner.prefixes.num_slots == 0
         llm.engine.check_integrity()
 
 
@@ -540,22 +542,22 @@ def test_what_is_cut_under_way_is_not_remembered() -> None:
     """Rows that land in a context that was cut meanwhile are none of its positions."""
 
     class Retracting(Decoder):
-        lanes = ("draft",)
+        runners = ("draft",)
 
         def decode(self, sequence: Sequence) -> Decoding:
             yield sequence.score()
             late = yield Submit(sequence.score([1] * 16))
-            yield sequence.score(sequence.unscored("draft"), lane="draft")
+            yield sequence.score(sequence.unscored("draft"), runner="draft")
             yield Cancel(late)
             sequence.truncate(sequence.length - 1)
             while not sequence.finished:
                 scores = yield sequence.score()
-                sequence.emit([scores.picks[-1]])
+                sequence.emit([scores.sampled[-1]])
                 known = sequence.all_tokens[: sequence.context().length]
                 assert sequence.context().tokens == known
 
     class Slow:
-        def seconds(self, lane, plan) -> float:
+        def seconds(self, runner, plan) -> float:
             return 5.0 if plan.num_rows == 16 else 1.0
 
     with scripted_llm() as llm:

@@ -18,12 +18,12 @@ def random_weight(format: str, rows: int = 37, blocks: int = 3, seed: int = 0) -
     values, size = formats.BLOCKS[format]
     generator = np.random.default_rng(seed)
     data = generator.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
-    places = {"Q6_K": [208]}.get(format, [0, 2] if format in ("Q4_1", "Q5_1") else [0])
+    positions = {"Q6_K": [208]}.get(format, [0, 2] if format in ("Q4_1", "Q5_1") else [0])
     if format in ("Q4_K", "Q5_K"):
-        places = [0, 2]
-    for place in places:
+        positions = [0, 2]
+    for position in positions:
         halves = generator.standard_normal((rows, blocks, 1)).astype(np.float16)
-        data[:, :, place : place + 2] = halves.view(np.uint8)
+        data[:, :, position : position + 2] = halves.view(np.uint8)
     packed = torch.from_numpy(data.reshape(rows, -1))
     return Weight(format, rows, blocks * values, packed, "random")
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from anydecode.errors import UnsupportedCombinationError
-from anydecode.kernels.interface import KeyValues, Rows, Want
+from anydecode.kernels.interface import KeyValues, OutputSpec, Rows
 from anydecode.models.hf import HuggingFaceModel
 
 
@@ -73,7 +73,7 @@ def feed(
     """Score a chain of tokens after the slots `before`."""
     paths = [before + slots[: i + 1] for i in range(len(slots))]
     wanted = np.arange(len(tokens), dtype=np.int32)
-    return model.run(rows_of(model, tokens, slots, paths), cache, Want(wanted)).logits
+    return model.run(rows_of(model, tokens, slots, paths), cache, OutputSpec(wanted)).logits
 
 
 KINDS = ("gpt2", "bloom", "mamba", "window")
@@ -110,7 +110,7 @@ def test_a_tree_scores_each_branch_as_a_text_of_its_own(kind: str) -> None:
     paths = [before + [slots[i] for i in branch] for branch in branches]
     assert [branch[-2] if len(branch) > 1 else -1 for branch in branches] == parents
     rows = rows_of(model, tokens, slots, paths)
-    logits = model.run(rows, cache, Want(np.arange(5, dtype=np.int32))).logits
+    logits = model.run(rows, cache, OutputSpec(np.arange(5, dtype=np.int32))).logits
 
     def alone(branch: list[int]) -> torch.Tensor:
         ids = prompt + [tokens[i] for i in branch]
@@ -139,7 +139,7 @@ def test_going_back_far_leaves_the_other_sequence_right() -> None:
 def test_what_it_cannot_do_is_refused() -> None:
     model = HuggingFaceModel(tiny("gpt2"))
     cache = model.new_cache(8)
-    wanted = Want(np.array([0], np.int32))
+    wanted = OutputSpec(np.array([0], np.int32))
 
     def rows() -> Rows:
         return rows_of(model, [4], [0], [[0]])
@@ -156,6 +156,6 @@ def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(UnsupportedCombinationError, match="all that comes before"):
         model.run(hole, cache, wanted)
     with pytest.raises(UnsupportedCombinationError, match="give back hidden"):
-        model.run(rows(), cache, Want(wanted.logits, {1: wanted.logits}))
+        model.run(rows(), cache, OutputSpec(wanted.logits, {1: wanted.logits}))
     with pytest.raises(UnsupportedCombinationError, match="hidden states"):
         model.head(torch.zeros(1, 32))

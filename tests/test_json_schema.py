@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from anydecode import JsonSchema
-from anydecode.constraints import closing
 from anydecode.constraints import json_schema as module
-from anydecode.constraints.checking import JsonWatch, Validator
-from anydecode.constraints.closing import closing_tokens
-from anydecode.constraints.endless import is_endless
-from anydecode.constraints.hints import Hints, example
+from anydecode.constraints import shortest_completion as shortest_module
+from anydecode.constraints.checking import IncrementalJsonValidator, Validator
+from anydecode.constraints.completion_hints import Hints, example
+from anydecode.constraints.forced_completion import ForcedCompletion
 from anydecode.constraints.narrowing import narrowed
 from anydecode.constraints.relaxing import LEVELS, nodes, relaxed, without_assertions
-from anydecode.constraints.steering import Steered
+from anydecode.constraints.shortest_completion import shortest_completion
+from anydecode.constraints.termination import cannot_terminate
 from anydecode.errors import ConstraintError
 from anydecode.evaluation.certify import _Restarts, scripted_llm
 from anydecode.evaluation.constrained_bench import measure_schema, walk
@@ -113,7 +113,7 @@ def test_nothing_invalid_is_allowed(name):
 
 def test_a_loosened_schema_would_be_noticed(monkeypatch):
     """The twin: without its checks, the same schemas let invalid values through."""
-    monkeypatch.setattr(JsonSchema, "watch", lambda self, tokenizer: None)
+    monkeypatch.setattr(JsonSchema, "incremental_validator", lambda self, tokenizer: None)
     through = 0
     for schema, _, invalid in UNMASKED.values():
         constraint = JsonSchema(schema)
@@ -135,7 +135,7 @@ def test_relaxed_schemas_allow_all_that_the_schema_allows(level):
 
 def test_a_check_names_the_value_that_is_wrong():
     schema = {"items": {"properties": {"a": {"not": {"const": 3}}}}}
-    watch = JsonWatch(Validator(schema, 100), TOKENIZER)
+    watch = IncrementalJsonValidator(Validator(schema, 100), TOKENIZER)
     text = '[{"a": 4, "b": 3}, {"a": 3, '
     found = [watch.push(byte) for byte in text.encode()]
     assert found[:-2] == [None] * (len(text) - 2)
@@ -321,11 +321,11 @@ def test_every_decoder_takes_the_same_way_to_the_end(temperature, monkeypatch):
         assert said(decoder).tokens == expected.tokens, decoder
 
     def forgetful(self):  # the twin: forks that lose count of what has been said
-        return Steered(
+        return ForcedCompletion(
             self.inner.fork(), self._tokenizer, self._vocab_size, self._limit, self._hints
         )
 
-    monkeypatch.setattr(Steered, "fork", forgetful)
+    monkeypatch.setattr(ForcedCompletion, "fork", forgetful)
     assert said("following:count=3").tokens != expected.tokens
 
 
@@ -419,7 +419,9 @@ def test_hostile_patterns_and_sizes_end():
 def test_recursion_with_an_end_is_fine():
     tree = {"type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}},
             "required": ["next"]}  # fmt: skip
-    assert not is_endless(tree) and not is_endless({"$ref": "#/$defs/a", "$defs": {"a": True}})
+    assert not cannot_terminate(tree) and not cannot_terminate(
+        {"$ref": "#/$defs/a", "$defs": {"a": True}}
+    )
     assert walk(JsonSchema(tree), TOKENIZER, '{"next": {"next": null}}')
 
 
@@ -458,11 +460,11 @@ def test_endings_are_found_far_from_the_end():
     state = JsonSchema(schema).start(TOKENIZER, 259)
     for byte in b'{"name0": "abc':
         state.advance(byte)
-    ending = closing_tokens(state, TOKENIZER)
+    ending = shortest_completion(state, TOKENIZER)
     text = b'{"name0": "abc' + bytes(ending[:-1])
     jsonschema.validate(json.loads(text), schema)
     assert set(json.loads(text)) == set(names)
-    assert len(closing_tokens(JsonSchema({"enum": [1]}).start(TOKENIZER, 259), TOKENIZER)) == 2
+    assert len(shortest_completion(JsonSchema({"enum": [1]}).start(TOKENIZER, 259), TOKENIZER)) == 2
 
 
 @pytest.mark.parametrize("rule, said", [
@@ -479,11 +481,11 @@ def test_endings_are_found_behind_stretches_without_an_end(rule, said, monkeypat
     state = JsonSchema(schema).start(TOKENIZER, 259)
     for byte in f'"{said}'.encode():
         state.advance(byte)
-    ending = closing_tokens(state, TOKENIZER)
+    ending = shortest_completion(state, TOKENIZER)
     jsonschema.validate(json.loads(f'"{said}'.encode() + bytes(ending[:-1])), schema)
     assert len(ending) < 20 or "minLength" in rule
-    monkeypatch.setattr(closing, "_ways_out", lambda *_: [])
-    assert closing_tokens(state, TOKENIZER) is None or rule.keys() & {"minLength"}
+    monkeypatch.setattr(shortest_module, "_ways_out", lambda *_: [])
+    assert shortest_completion(state, TOKENIZER) is None or rule.keys() & {"minLength"}
 
 
 DOCUMENT = {
@@ -505,9 +507,9 @@ def test_hints_lead_to_the_shortest_end():
     anywhere in its string, which no mask leads to."""
     constraint = JsonSchema(DOCUMENT)
     state = constraint.start(TOKENIZER, 259)
-    ending = closing_tokens(state, TOKENIZER, constraint.hints)
+    ending = shortest_completion(state, TOKENIZER, constraint.hints)
     assert bytes(ending[:-1]) == b'{"kind":"short","stamp":"0000-00","size":512}'
-    assert closing_tokens(state, TOKENIZER) is None  # the twin: masks alone
+    assert shortest_completion(state, TOKENIZER) is None  # the twin: masks alone
 
 
 class _Words(type(TOKENIZER)):
@@ -526,12 +528,14 @@ def test_ends_are_said_with_few_tokens(monkeypatch):
     words = _Words()
     constraint = JsonSchema(DOCUMENT)
     state = constraint.start(words, words.vocab_size)
-    ending = closing_tokens(state, words, constraint.hints)
+    ending = shortest_completion(state, words, constraint.hints)
     text = b"".join(map(words.token_bytes, ending[:-1]))
     assert text == b'{"kind":"short","stamp":"0000-00","size":512}'
     assert len(ending) - 1 == len(text) - 8 - 2 * 2 - 2  # the first word, two and one of the others
-    monkeypatch.setattr(closing._Vocabulary, "fewest", lambda self, text: self.bytewise(text))
-    assert len(closing_tokens(state, words, constraint.hints)) > len(ending)
+    monkeypatch.setattr(
+        shortest_module._Vocabulary, "fewest", lambda self, text: self.bytewise(text)
+    )
+    assert len(shortest_completion(state, words, constraint.hints)) > len(ending)
 
 
 @pytest.mark.parametrize("pattern, text", [
@@ -560,5 +564,7 @@ def test_an_end_that_takes_most_of_the_limit_is_begun_in_time(monkeypatch):
               "required": names}  # fmt: skip
     for answer in babble(schema, limit=120):  # of which 114 are needed
         assert answer.finish_reason == "stop"
-    monkeypatch.setattr(Steered, "of", Steered)  # the twin: looked for after an eighth of the limit
+    monkeypatch.setattr(
+        ForcedCompletion, "of", ForcedCompletion
+    )  # the twin: looked for after an eighth of the limit
     assert any(one.finish_reason == "length" for one in babble(schema, limit=120))

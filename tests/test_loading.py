@@ -458,8 +458,8 @@ def test_unsupported_files_say_what_is_wrong(tmp_path: Path) -> None:
     )
     name = b"blk.0.ffn_up.weight"
     assert "not part of the llama models" in message(patched(whole, name, b"blk.0.ffn_xx.weight"))
-    place = whole.index(name) + len(name) + 4 + 16
-    odd = whole[:place] + struct.pack("<I", 10) + whole[place + 4 :]
+    position = whole.index(name) + len(name) + 4 + 16
+    odd = whole[:position] + struct.pack("<I", 10) + whole[position + 4 :]
     assert "'blk.0.ffn_up.weight' in format Q2_K" in message(odd)
 
 
@@ -559,8 +559,8 @@ def pack(codes: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None
     """Codes packed into int32 along `dim`; field i of a word takes entry `order[i]`."""
     count = 32 // bits
     fields = codes.to(torch.int64).unflatten(dim, (-1, count))
-    places = order or tuple(range(count))
-    word = sum(fields.select(dim + 1, places[i]) << (bits * i) for i in range(count))
+    positions = order or tuple(range(count))
+    word = sum(fields.select(dim + 1, positions[i]) << (bits * i) for i in range(count))
     return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
 
 
@@ -622,10 +622,10 @@ def test_awq(tmp_path: Path) -> None:
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     settings = {"quant_method": "awq", "bits": 4, "version": "gemm"}
 
-    def load(places: tuple[int, ...]) -> Weight:
+    def load(positions: tuple[int, ...]) -> Weight:
         tensors = {
-            "y.qweight": pack(codes, 4, 1, places),
-            "y.qzeros": pack(zeros, 4, 1, places),
+            "y.qweight": pack(codes, 4, 1, positions),
+            "y.qzeros": pack(zeros, 4, 1, positions),
             "y.scales": scales,
         }
         folder = write_folder(tmp_path / "m", tensors, quantization_config=settings)

@@ -11,9 +11,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from anydecode.errors import OutOfMemoryError
 from anydecode.kernels.interface import KeyValues
-from anydecode.memory.context import Context, Partial
-from anydecode.memory.pool import Pool, PoolFull
+from anydecode.memory.pool import KVPool, PoolFull
 from anydecode.memory.prefix import BLOCK, PrefixCache
+from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
 
 
 class Storage:
@@ -31,11 +31,11 @@ class Memory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = Pool(Storage(), 160)
+        self.pool = KVPool(Storage(), 160)
         self.prefixes = PrefixCache(self.pool)
         self.stamps = np.full(160, -1)
         self.next = 0
-        self.live: dict[Context, list[int | None]] = {}
+        self.live: dict[SequenceCache, list[int | None]] = {}
 
     def stamp(self, slots: np.ndarray) -> list[int]:
         numbers = list(range(self.next, self.next + len(slots)))
@@ -44,13 +44,13 @@ class Memory(RuleBasedStateMachine):
         return numbers
 
     @rule(target=contexts)
-    def open(self) -> Context:
-        context = Context(self.pool)
+    def open(self) -> SequenceCache:
+        context = SequenceCache(self.pool)
         self.live[context] = []
         return context
 
     @rule(context=contexts, count=st.integers(1, 24), data=st.data())
-    def append(self, context: Context, count: int, data: st.DataObject) -> None:
+    def append(self, context: SequenceCache, count: int, data: st.DataObject) -> None:
         before = self.pool.num_free + self.prefixes.num_slots
         try:
             slots = context.append(count)
@@ -64,7 +64,7 @@ class Memory(RuleBasedStateMachine):
     @rule(
         context=contexts, shape=st.lists(st.integers(-1, 6), min_size=1, max_size=8), data=st.data()
     )
-    def draft(self, context: Context, shape: list[int], data: st.DataObject) -> None:
+    def draft(self, context: SequenceCache, shape: list[int], data: st.DataObject) -> None:
         parents = [min(parent, node - 1) for node, parent in enumerate(shape)]
         try:
             pending = context.branch(list(range(len(parents))), parents, 1)
@@ -80,48 +80,48 @@ class Memory(RuleBasedStateMachine):
             context.discard()
 
     @rule(context=contexts, data=st.data())
-    def truncate(self, context: Context, data: st.DataObject) -> None:
+    def truncate(self, context: SequenceCache, data: st.DataObject) -> None:
         length = data.draw(st.integers(0, context.length))
         context.truncate(length)
         del self.live[context][length:]
 
     @rule(context=contexts, data=st.data())
-    def evict(self, context: Context, data: st.DataObject) -> None:
+    def evict(self, context: SequenceCache, data: st.DataObject) -> None:
         if context.length:
-            places = data.draw(st.lists(st.integers(0, context.length - 1), max_size=4))
-            context.evict(places)
-            for place in places:
-                self.live[context][place] = None
+            positions = data.draw(st.lists(st.integers(0, context.length - 1), max_size=4))
+            context.evict(positions)
+            for position in positions:
+                self.live[context][position] = None
 
     @rule(context=contexts, data=st.data())
-    def overwrite(self, context: Context, data: st.DataObject) -> None:
+    def overwrite(self, context: SequenceCache, data: st.DataObject) -> None:
         if context.length:
             start = data.draw(st.integers(0, context.length - 1))
             stop = data.draw(st.integers(start + 1, context.length))
             try:
-                slots = context.own(start, stop)
+                slots = context.make_exclusive(start, stop)
             except PoolFull:
                 return
             self.live[context][start:stop] = self.stamp(slots)
             context.reusable = False
 
     @rule(target=contexts, context=contexts)
-    def fork(self, context: Context) -> Context:
+    def fork(self, context: SequenceCache) -> SequenceCache:
         other = context.fork()
         self.live[other] = list(self.live[context])
         return other
 
     @rule(context=consumes(contexts))
-    def release(self, context: Context) -> None:
+    def release(self, context: SequenceCache) -> None:
         self.prefixes.insert(context)
         context.release()
         del self.live[context]
 
     @rule(target=contexts, tokens=st.lists(st.integers(0, 1), min_size=BLOCK, max_size=3 * BLOCK))
-    def reopen(self, tokens: list[int]) -> Context:
+    def reopen(self, tokens: list[int]) -> SequenceCache:
         slots = self.prefixes.match(tokens)
-        context = Context(self.pool)
-        context.adopt(slots, tokens[: len(slots)])
+        context = SequenceCache(self.pool)
+        context.attach_prefix(slots, tokens[: len(slots)])
         self.live[context] = self.stamps[slots].tolist()
         return context
 
@@ -135,8 +135,8 @@ class Memory(RuleBasedStateMachine):
             shown = [None if slot < 0 else int(self.stamps[slot]) for slot in context.table]
             assert shown == expected
             context.check_integrity()
-        tables = [table for context in self.live for table in context.holdings()]
-        self.pool.check_integrity(tables + self.prefixes.holdings())
+        tables = [table for context in self.live for table in context.referenced_slots()]
+        self.pool.check_integrity(tables + self.prefixes.referenced_slots())
 
 
 Memory.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -144,27 +144,27 @@ TestMemory = Memory.TestCase
 
 
 def test_integrity_check_sees_a_lost_reference() -> None:
-    pool = Pool(Storage(), 8)
-    context = Context(pool)
+    pool = KVPool(Storage(), 8)
+    context = SequenceCache(pool)
     context.append(3)
-    pool.check_integrity(context.holdings())
+    pool.check_integrity(context.referenced_slots())
     pool.references[context.table[1]] += 1
     with pytest.raises(AssertionError):
-        pool.check_integrity(context.holdings())
+        pool.check_integrity(context.referenced_slots())
 
 
 def test_integrity_check_sees_a_slot_given_twice() -> None:
-    pool = Pool(Storage(), 8)
-    context = Context(pool)
+    pool = KVPool(Storage(), 8)
+    context = SequenceCache(pool)
     slots = context.append(2).copy()
-    pool.give(slots)
+    pool.free(slots)
     with pytest.raises(AssertionError):
-        pool.check_integrity(context.holdings())
+        pool.check_integrity(context.referenced_slots())
 
 
 def test_taking_too_much_takes_nothing() -> None:
-    pool = Pool(Storage(), 4)
-    context = Context(pool)
+    pool = KVPool(Storage(), 4)
+    context = SequenceCache(pool)
     with pytest.raises(PoolFull):
         context.append(5)
     assert (context.length, pool.num_free) == (0, 4)
@@ -172,34 +172,34 @@ def test_taking_too_much_takes_nothing() -> None:
 
 def test_a_cache_without_room_is_refused() -> None:
     with pytest.raises(OutOfMemoryError):
-        Pool(Storage(), 0)
+        KVPool(Storage(), 0)
 
 
 def test_partials_follow_truncation() -> None:
-    context = Context(Pool(Storage(), 16))
+    context = SequenceCache(KVPool(Storage(), 16))
     context.append(4)
     context.append(6)
-    context.partials.append(Partial(4, 1, torch.zeros(6, 2)))
+    context.partials.append(EarlyExitRows(4, 1, torch.zeros(6, 2)))
     context.truncate(7)
     assert (context.complete, len(context.partials[0].hidden)) == (4, 3)
     context.truncate(4)
     assert context.partials == []
     with pytest.raises(ValueError, match="every layer"):
-        context.append(1), context.partials.append(Partial(4, 1, torch.zeros(1, 2)))
+        context.append(1), context.partials.append(EarlyExitRows(4, 1, torch.zeros(1, 2)))
         context.evict([4])
 
 
 def test_retain_wants_a_path() -> None:
-    context = Context(Pool(Storage(), 16))
+    context = SequenceCache(KVPool(Storage(), 16))
     context.branch([5, 6, 7], [-1, 0, -1], 1)
     with pytest.raises(ValueError, match="no path"):
         context.retain([0, 2])
 
 
 def test_prefixes_are_kept_apart_by_namespace_and_tokens() -> None:
-    pool = Pool(Storage(), 64)
+    pool = KVPool(Storage(), 64)
     prefixes = PrefixCache(pool)
-    context = Context(pool)
+    context = SequenceCache(pool)
     context.append(40)
     context.tokens = list(range(40))
     prefixes.insert(context, "a")
@@ -209,9 +209,9 @@ def test_prefixes_are_kept_apart_by_namespace_and_tokens() -> None:
 
 
 def test_thinned_and_fed_contexts_are_not_shared() -> None:
-    pool = Pool(Storage(), 64)
+    pool = KVPool(Storage(), 64)
     prefixes = PrefixCache(pool)
-    context = Context(pool)
+    context = SequenceCache(pool)
     context.append(20)
     context.tokens = [-1] * 20
     prefixes.insert(context)

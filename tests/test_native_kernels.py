@@ -23,13 +23,13 @@ from anydecode.kernels.cache import CACHE_FORMATS, bytes_per_position, decode, e
 from anydecode.kernels.interface import (
     FORMATS,
     Attention,
-    Choice,
     KeyValues,
     LowRank,
     Output,
+    OutputSpec,
     Rope,
     Rows,
-    Want,
+    SampleSpec,
     Weight,
 )
 from anydecode.kernels.library import (
@@ -38,7 +38,7 @@ from anydecode.kernels.library import (
     largest,
     load_library,
     logsumexp,
-    pick_gumbel,
+    sample_gumbel,
 )
 from anydecode.kernels.native import NativeExecutor
 from anydecode.kernels.packing import Packer
@@ -238,8 +238,8 @@ def sequence_rows(tokens: Any, slots: Any, first: int = 0, layers: int = 2) -> R
     )  # fmt: skip
 
 
-def all_logits(rows: Rows) -> Want:
-    return Want(ints(np.arange(len(rows))))
+def all_logits(rows: Rows) -> OutputSpec:
+    return OutputSpec(ints(np.arange(len(rows))))
 
 
 def by_reference(network: Network, rows: Rows, cache: KeyValues, adapters: Any = ()) -> Any:
@@ -269,8 +269,8 @@ def test_a_network_equals_the_reference(library: Library, shape: dict[str, Any])
     slots = np.random.default_rng(2).permutation(80)[:70]
     rows = sequence_rows(np.random.default_rng(1).integers(0, 50, 70), slots)
     expected, states = by_reference(network, rows, network.cache(80))
-    want = Want(ints([0, 3, 69]), {1: ints([5]), 2: ints(np.arange(70))})
-    output = network.executor().run(rows, network.cache(80), want)
+    output_spec = OutputSpec(ints([0, 3, 69]), {1: ints([5]), 2: ints(np.arange(70))})
+    output = network.executor().run(rows, network.cache(80), output_spec)
     assert relative(output.logits, expected[[0, 3, 69]]) < 1e-5
     assert relative(output.hidden[2], states) < 1e-5
     assert output.hidden[1].isfinite().all()
@@ -315,7 +315,7 @@ def test_slots_tails_threads_and_company_never_matter(
         format = ("float16", "int8", "int4")[seed % 3]
         cache, executor = network.cache(320, format), network.executor(threads)
         if prefix:
-            executor.run(sequence_rows(tokens[:prefix], slots), cache, Want(ints([])))
+            executor.run(sequence_rows(tokens[:prefix], slots), cache, OutputSpec(ints([])))
         rows = tree_rows(tokens[prefix:], prefix, slots, hidden)
         if together:
             results.append(executor.run(rows, cache, all_logits(rows)).logits.clone())
@@ -354,8 +354,8 @@ def test_caches_hold_what_the_reference_writes(
     executor, slots = network.executor(), np.random.default_rng(head_dim).permutation(60)[:50]
     rows = sequence_rows(np.arange(50) % 50, slots)
     exact, packed = network.cache(60), network.cache(60, format)
-    executor.run(rows, exact, Want(ints([])))
-    executor.run(rows, packed, Want(ints([])))
+    executor.run(rows, exact, OutputSpec(ints([])))
+    executor.run(rows, packed, OutputSpec(ints([])))
     at = torch.from_numpy(slots)
     for plain, stored in ((exact.keys[0], packed.keys[0]), (exact.values[0], packed.values[0])):
         assert torch.equal(
@@ -402,7 +402,7 @@ def test_layer_ranges_compose(library: Library) -> None:
     network = Network(3, "Q8_0")
     rows = sequence_rows(np.arange(9), np.arange(9))
     executor = network.executor()
-    whole = executor.run(rows, network.cache(9), Want(ints([0, 8]), {1: ints(np.arange(9))}))
+    whole = executor.run(rows, network.cache(9), OutputSpec(ints([0, 8]), {1: ints(np.arange(9))}))
     logits, states = whole.logits.clone(), whole.hidden[1]
     cache = network.cache(9)
     executor.begin(rows, cache)
@@ -411,11 +411,11 @@ def test_layer_ranges_compose(library: Library) -> None:
     x = executor.layers(x, np.arange(9), 1, 2)
     assert torch.equal(executor.head(x[[0, 8]]), logits)
     rows.stop[:] = 1
-    first = executor.run(rows, network.cache(9), Want(ints([]), {1: ints(np.arange(9))}))
+    first = executor.run(rows, network.cache(9), OutputSpec(ints([]), {1: ints(np.arange(9))}))
     rows.tokens, rows.inputs = rows.tokens * 0 - 1, first.hidden[1]
     rows.start[:], rows.stop[:] = 1, 2
     rows.stop[3] = 1
-    rest = executor.run(rows, cache, Want(ints([2, 3])))
+    rest = executor.run(rows, cache, OutputSpec(ints([2, 3])))
     assert torch.equal(rest.logits[0], executor.head(x[[2]])[0])
 
 
@@ -539,7 +539,7 @@ def test_gumbel_picks_equal_the_whole_sum(
     words = [philox(seed, [t >> 2, position, 7, 2])[t & 3] for t in range(n)]
     noise = -np.log(-np.log((np.array(words, np.float64) + 0.5) * 2.0**-32))
     expected = int(np.argmax(logits.astype(np.float64) * inverse + noise))
-    assert pick_gumbel(logits, inverse, seed, 7, position, 2) == expected
+    assert sample_gumbel(logits, inverse, seed, 7, position, 2) == expected
 
 
 @few
@@ -573,14 +573,15 @@ def picked(
     rows, noise = sequence_rows(np.arange(9), np.arange(9)), Noise(2**64 - 5, 7)
     inverse = 1 / temperature if temperature else 0.0
     choices = [
-        Choice(row, inverse, noise.seed, noise.stream, row + 1 + late) for row in range(8, -1, -1)
+        SampleSpec(row, inverse, noise.seed, noise.stream, row + 1 + late)
+        for row in range(8, -1, -1)
     ]
-    want = Want(ints(np.arange(9)), {}, choices)
-    output = network.executor(threads).run(rows, network.cache(9), want)
+    output_spec = OutputSpec(ints(np.arange(9)), {}, choices)
+    output = network.executor(threads).run(rows, network.cache(9), output_spec)
     keys = output.logits.numpy().astype(np.float64)
     if temperature:
         keys = keys * inverse + [noise.gumbel(range(network.vocab), row + 1) for row in range(9)]
-    return output.picks[::-1], keys.argmax(axis=1).tolist()
+    return output.sampled[::-1], keys.argmax(axis=1).tolist()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -617,9 +618,9 @@ def said(
     inverse = 1 / temperature if temperature else 0.0
 
     def run(rows: Rows, cache: KeyValues, position: int, said: int) -> Output:
-        choice = Choice(0, inverse, noise.seed, noise.stream, position + 1 + late * (said > 1))
-        want = Want(ints([len(rows) - 1]), {}, [choice], said, ends)
-        return executor.run(rows, cache, want)
+        choice = SampleSpec(0, inverse, noise.seed, noise.stream, position + 1 + late * (said > 1))
+        output_spec = OutputSpec(ints([len(rows) - 1]), {}, [choice], said, ends)
+        return executor.run(rows, cache, output_spec)
 
     slots = np.random.default_rng(3).permutation(9 + count).astype(np.int32)
     rows = sequence_rows(np.arange(9), slots)
@@ -627,12 +628,12 @@ def said(
     logits = together.logits.clone()
     cache = network.cache(9 + count)
     output = run(rows, cache, 8, 1)
-    alone = list(output.picks)
+    alone = list(output.sampled)
     while len(alone) < count and alone[-1] not in ends:
         position = 8 + len(alone)
         output = run(sequence_rows(alone[-1:], slots, position), cache, position, 1)
-        alone += output.picks
-    return together.picks, alone, torch.equal(output.logits, logits)
+        alone += output.sampled
+    return together.sampled, alone, torch.equal(output.logits, logits)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -656,11 +657,11 @@ def test_tokens_said_with_noise_of_other_places_are_others(library: Library) -> 
 def test_saying_more_than_the_table_holds_is_refused(library: Library) -> None:
     network = Network(4, vocab=50)
     rows = sequence_rows(np.arange(9), np.arange(9))
-    want = Want(ints([8]), {}, [Choice(0)], 2)
+    output_spec = OutputSpec(ints([8]), {}, [SampleSpec(0)], 2)
     executor = network.executor(2)
     with pytest.raises(InvalidRequestError, match="too short"):
-        executor.run(rows, network.cache(9), want)
-    assert executor.run(rows, network.cache(9), all_logits(rows)).picks == []
+        executor.run(rows, network.cache(9), output_spec)
+    assert executor.run(rows, network.cache(9), all_logits(rows)).sampled == []
 
 
 # --- the build and the start-up check

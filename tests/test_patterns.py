@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from anydecode import Grammar, JsonSchema, Regex
 from anydecode.constraints import byte_grammar, patterns
 from anydecode.constraints.byte_regex import EMPTY, read_regex
-from anydecode.constraints.hints import example
+from anydecode.constraints.completion_hints import example
 from anydecode.constraints.narrowing import narrowed
 from anydecode.constraints.patterns import matches
 from anydecode.constraints.relaxing import without_assertions

@@ -15,7 +15,7 @@ from anydecode.evaluation.certify import scripted_llm
 from anydecode.evaluation.mechanisms import prefill as mechanisms
 from anydecode.evaluation.tiny import tiny_model
 from anydecode.models.scripted import ByteTokenizer
-from anydecode.scoring.embedded import Embedded
+from anydecode.scoring.prompt_embeds import PromptEmbeds
 
 KEYS = ("fastkv", "quickprefill", "mustdrop", "gear")
 
@@ -58,7 +58,7 @@ def test_memory_is_given_back() -> None:
     model = tiny_model(layers=4, backend="torch")
     prompt = np.random.default_rng(1).integers(97, 123, 600).tolist()
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=700) as llm:
-        pool, used = llm.engine.lanes["target"].pool, []
+        pool, used = llm.engine.runners["target"].pool, []
         request = llm.request(prompt, decoder="quickprefill:keep=0.25,query=20", max_tokens=8,
                               ignore_eos=True)  # fmt: skip
         request.notify(lambda: used.append(pool.num_used))
@@ -78,13 +78,13 @@ def test_what_cannot_work_is_refused() -> None:
                 llm.generate("abc", decoder=decoder)
         with pytest.raises(UnsupportedCombinationError, match="from no file"):
             llm.generate("abc" * 30, decoder="fastkv:budget=20", max_tokens=2)
-        rows = Embedded(0, torch.zeros(2, 4))
+        rows = PromptEmbeds(0, torch.zeros(2, 4))
         with pytest.raises(UnsupportedCombinationError, match="takes no embeddings"):
-            llm.generate("abcd", embedded=rows)
-        for wrong in (Embedded(0, torch.zeros(2, 5)), Embedded(2, torch.zeros(2, 4)),
-                      Embedded(0, torch.zeros(2, 4), torch.zeros(3))):  # fmt: skip
+            llm.generate("abcd", prompt_embeds=rows)
+        for wrong in (PromptEmbeds(0, torch.zeros(2, 5)), PromptEmbeds(2, torch.zeros(2, 4)),
+                      PromptEmbeds(0, torch.zeros(2, 4), torch.zeros(3))):  # fmt: skip
             with pytest.raises(InvalidRequestError):
-                llm.generate("abcd", decoder="quickprefill", embedded=wrong)
+                llm.generate("abcd", decoder="quickprefill", prompt_embeds=wrong)
     native: Any = tiny_model(layers=4)
     if not native.network.weights.layers[0].query.weight.data.numel():
         with LLM(native, tokenizer=ByteTokenizer(), cache_positions=200) as llm:
@@ -95,7 +95,7 @@ def test_what_cannot_work_is_refused() -> None:
 def test_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(layers=4, backend="torch")
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=200) as llm:
-        context = prefilled.Context(llm.engine.lanes["target"].pool)
+        context = prefilled.SequenceCache(llm.engine.runners["target"].pool)
         prefilled.check_thinnable(context)
         shape = model.spec.layers[0].attention
         object.__setattr__(shape, "window", 8)

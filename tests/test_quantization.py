@@ -68,9 +68,9 @@ def test_entropy_is_that_of_the_masked_tokens() -> None:
 
     def expected(shift: int) -> float:
         costs = [
-            -np.log(softmax(script((*canvas, place)))[truth[place] + shift])
+            -np.log(softmax(script((*canvas, position)))[truth[position] + shift])
             for canvas, truth in truths.items()
-            for place, token in enumerate(canvas)
+            for position, token in enumerate(canvas)
             if token == MASK
         ]
         return float(np.mean(costs))

@@ -321,12 +321,12 @@ def test_masks_are_those_of_the_texts(inner: str, opened: bool) -> None:
         return ("answer" if stripped else "closed"), stripped
 
     def fits(before: bytes, token: int) -> bool:
-        place, answer = reference(before)
+        position, answer = reference(before)
         if token == eos:
-            return place != "reasoning" and answer.decode() in options
+            return position != "reasoning" and answer.decode() in options
         piece = pieces[token].encode()
         now, said = reference(before + piece)
-        if place == "reasoning" and now == "answer":
+        if position == "reasoning" and now == "answer":
             return False
         if now == "answer":
             return any(one.encode().startswith(said) for one in options)

@@ -44,10 +44,10 @@ def test_product_is_invariant(shape: tuple[int, int]) -> None:
     alone = product(row, weight)[0]
     for count in (2, 7, 8, 9, 64, 73, 150):
         others = randn(count, shape[1], seed=count)
-        for place in {0, 1, count // 2, count - 1, *range(min(count, 8))}:
+        for position in {0, 1, count // 2, count - 1, *range(min(count, 8))}:
             x = others.clone()
-            x[place] = row[0]
-            assert torch.equal(product(x, weight)[place], alone)
+            x[position] = row[0]
+            assert torch.equal(product(x, weight)[position], alone)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -154,11 +154,11 @@ def test_exp_at_its_ends() -> None:
 
 @given(st.integers(1, 70), st.integers(0, 60), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
-def test_functions_do_not_see_their_place(length: int, place: int, seed: int) -> None:
-    place = place % length
+def test_functions_do_not_see_their_place(length: int, position: int, seed: int) -> None:
+    position = position % length
     x = randn(length, seed=seed) * 3
     for function in (elementary.exp, elementary.tanh, elementary.silu, elementary.gelu_tanh):
-        assert torch.equal(function(x)[place], function(x[place : place + 1])[0])
+        assert torch.equal(function(x)[position], function(x[position : position + 1])[0])
 
 
 @given(st.integers(1, 200), st.integers(1, 40))
@@ -175,14 +175,14 @@ def test_rotary_table_does_not_depend_on_its_growth() -> None:
     frequencies = 1.0 / 10000 ** (torch.arange(0, 16, 2) / 16)
     slow = elementary.RotaryTable(frequencies, 1.3, torch.device("cpu"))
     fast = elementary.RotaryTable(frequencies, 1.3, torch.device("cpu"))
-    places = torch.tensor([0, 3, 500])
+    positions = torch.tensor([0, 3, 500])
     for highest in (3, 100, 101, 500):
         slow.rows(torch.tensor([highest]), highest)
-    for one, other in zip(slow.rows(places, 500), fast.rows(places, 500), strict=True):
+    for one, other in zip(slow.rows(positions, 500), fast.rows(positions, 500), strict=True):
         assert torch.equal(one, other)
-    assert (fast.rows(places, 500)[0] - (places[:, None] * frequencies).cos() * 1.3).abs().max() < (
-        1e-4
-    )
+    assert (
+        fast.rows(positions, 500)[0] - (positions[:, None] * frequencies).cos() * 1.3
+    ).abs().max() < (1e-4)
 
 
 def bound(rows: Rows, cache: KeyValues | None = None, adapters=()) -> ReferenceBackend:  # type: ignore[no-untyped-def]
@@ -284,7 +284,7 @@ def test_attention_does_not_see_its_neighbours(data: st.DataObject) -> None:
     tail; only the tokens behind the positions count."""
     length = data.draw(st.integers(1, 90))
     others = data.draw(st.lists(st.integers(1, 150), max_size=6))
-    place = data.draw(st.integers(0, len(others)))
+    position = data.draw(st.integers(0, len(others)))
     seed = data.draw(st.integers(0, 99))
     content_k, content_v = randn(150, 2, 6, seed=seed), randn(150, 2, 6, seed=seed + 1)
     query = randn(1, 24, seed=seed + 2)
@@ -310,9 +310,9 @@ def test_attention_does_not_see_its_neighbours(data: st.DataObject) -> None:
         return bound(rows, KeyValues([keys], [values])).attention(q, k, k, 0, SHAPE)[at]
 
     alone = run([length], 0, length)
-    mixed = [*others[:place], length, *others[place:]]
+    mixed = [*others[:position], length, *others[position:]]
     prefix = data.draw(st.integers(0, length))
-    assert torch.equal(run(mixed, place, prefix), alone)
+    assert torch.equal(run(mixed, position, prefix), alone)
 
 
 def test_attention_in_one_sum_would_fail() -> None:

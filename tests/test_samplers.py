@@ -75,7 +75,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "momentum": (momentum.Momentum, "advance", lambda self, token: None),
     "dola": (dola, "divergence", lambda *row: 0.0),
     "top-w": (top_w, "best_set", lambda p, potential, weight: np.array([p.argmax()])),
-    "autodeco": (autodeco.AutoDeco, "see", _stale),
+    "autodeco": (autodeco.AutoDeco, "observe_hidden", _stale),
 }
 
 

@@ -24,8 +24,8 @@ from anydecode.sampling.mirostat import Mirostat, MirostatZipf
 from anydecode.sampling.momentum import Momentum
 from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.penalties import CountPenalty, RepetitionPenalty
-from anydecode.sampling.policy import Policy
-from anydecode.sampling.processor import Processor
+from anydecode.sampling.processor import LogitsProcessor
+from anydecode.sampling.sampler import Sampler
 from anydecode.sampling.top_w import Geometry, TopW, best_set
 from anydecode.sampling.truncation import Epsilon, Eta, MinP, TopK, TopNSigma, TopP, Typical
 from anydecode.sampling.xtc import ExcludeTopChoices
@@ -50,8 +50,8 @@ def softmax(scores) -> np.ndarray:
     return weights / weights.sum()
 
 
-def kept_by(rule: Processor, row) -> list[int]:
-    kept = Policy(1.0, after=[rule]).distribution(locked(row)).tokens
+def kept_by(rule: LogitsProcessor, row) -> list[int]:
+    kept = Sampler(1.0, post_temperature=[rule]).distribution(locked(row)).tokens
     return list(range(len(row))) if kept is None else kept.tolist()
 
 
@@ -74,50 +74,50 @@ LIMIT_11 = 31.26  # chi-square, 11 degrees of freedom, exceeded once in 1000
 class TestPick:
     row = random_row(1, 12, 1.0)
 
-    def frequencies(self, policy: Policy) -> Counter[int]:
-        return Counter(policy.pick(self.row, NOISE, position) for position in range(DRAWS))
+    def frequencies(self, sampler: Sampler) -> Counter[int]:
+        return Counter(sampler.sample(self.row, NOISE, position) for position in range(DRAWS))
 
     @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
     def test_frequencies_follow_the_probabilities(self, temperature):
-        counts = self.frequencies(Policy(temperature))
+        counts = self.frequencies(Sampler(temperature))
         p = softmax(self.row / temperature)
         assert chi_square(counts, p, DRAWS) < LIMIT_11
         assert chi_square(counts, softmax(self.row / (1.5 * temperature)), DRAWS) > LIMIT_11
 
     def test_truncated_frequencies_follow_the_distribution(self):
-        policy = Policy(0.9, [LogitBias({3: 1.0})], [TopK(6), ExcludeTopChoices(0.5, 0.2)])
-        p = policy.distribution(self.row).dense(12)
+        sampler = Sampler(0.9, [LogitBias({3: 1.0})], [TopK(6), ExcludeTopChoices(0.5, 0.2)])
+        p = sampler.distribution(self.row).dense(12)
         assert (p > 0).sum() == 6
-        assert chi_square(self.frequencies(policy), p, DRAWS) < 20.52  # 5 degrees
+        assert chi_square(self.frequencies(sampler), p, DRAWS) < 20.52  # 5 degrees
 
     def test_redraws_follow_the_same_distribution(self):
-        policy = Policy(1.0)
-        counts = Counter(policy.pick(self.row, NOISE, 3, attempt) for attempt in range(DRAWS))
+        sampler = Sampler(1.0)
+        counts = Counter(sampler.sample(self.row, NOISE, 3, attempt) for attempt in range(DRAWS))
         assert chi_square(counts, softmax(self.row), DRAWS) < LIMIT_11
 
     @pytest.mark.parametrize("size", [5, 256, 257, 3000])
     def test_pick_is_the_argmax_of_score_plus_noise(self, size):
-        policy, differs = Policy(0.8), 0
+        sampler, differs = Sampler(0.8), 0
         for seed in range(60):
             row = random_row(seed, size, 1 + seed / 20)
             noise = NOISE.gumbel(range(size), seed)
-            token = policy.pick(row, NOISE, seed)
+            token = sampler.sample(row, NOISE, seed)
             assert token == (row.astype(np.float64) / 0.8 + noise).argmax()
-            drawn = policy.distribution(row)
-            assert drawn.pick(NOISE, seed) == (drawn.scores + noise).argmax()
+            drawn = sampler.distribution(row)
+            assert drawn.sample(NOISE, seed) == (drawn.scores + noise).argmax()
             differs += token != (row / 0.8 + NOISE.gumbel(range(size), seed + 1)).argmax()
         assert differs > 10
 
     def test_a_mask_never_shifts_the_noise_of_survivors(self):
         row = random_row(3, 400, 0.5)
         allowed = np.arange(0, 400, 3)
-        masked = Policy(1.0, [Constrained(Allow(allowed))])
+        masked = Sampler(1.0, [Constrained(Allow(allowed))])
         same, shifted = 0, 0
         for position in range(200):
             keys = row + NOISE.gumbel(range(400), position)
-            token = masked.pick(row, NOISE, position)
+            token = masked.sample(row, NOISE, position)
             assert token == allowed[keys[allowed].argmax()]
-            free = Policy(1.0).pick(row, NOISE, position)
+            free = Sampler(1.0).sample(row, NOISE, position)
             same += free in allowed and free == token
             by_place = row[allowed] + NOISE.gumbel(range(len(allowed)), position)
             shifted += allowed[by_place.argmax()] != token
@@ -125,29 +125,29 @@ class TestPick:
 
     def test_ties_fall_to_the_lowest_id(self):
         row = locked([0, 2, 1, 2, 2])
-        assert Policy(0).pick(row, NOISE, 0) == 1
-        banned = Policy(0, [LogitBias({1: -math.inf})])
-        assert banned.pick(row, NOISE, 0) == 3
+        assert Sampler(0).sample(row, NOISE, 0) == 1
+        banned = Sampler(0, [LogitBias({1: -math.inf})])
+        assert banned.sample(row, NOISE, 0) == 3
         flat = Distribution(np.array([4, 7, 9], np.int32), np.zeros(3, np.float32))
 
         class Silent(Noise):
             def uniform(self, tokens, position, attempt=0):
                 return np.full(len(tokens), 0.5)
 
-        assert flat.pick(Silent(0), 0) == 4
-        assert Distribution(None, np.zeros(600)).pick(Silent(0), 0) == 0
+        assert flat.sample(Silent(0), 0) == 4
+        assert Distribution(None, np.zeros(600)).sample(Silent(0), 0) == 0
 
     def test_greedy_needs_no_noise_and_equals_a_cold_draw(self):
         for seed in range(20):
             row = random_row(seed, 50)
-            assert Policy(0).pick(row, NOISE, seed) == Policy(1e-4).pick(row, NOISE, seed)
-        assert Policy(0).distribution(row).dense(50).max() == 1
+            assert Sampler(0).sample(row, NOISE, seed) == Sampler(1e-4).sample(row, NOISE, seed)
+        assert Sampler(0).distribution(row).dense(50).max() == 1
 
     def test_everything_forbidden_is_an_error(self):
         for temperature in (0, 1):
-            policy = Policy(temperature, [LogitBias(dict.fromkeys(range(4), -math.inf))])
+            sampler = Sampler(temperature, [LogitBias(dict.fromkeys(range(4), -math.inf))])
             with pytest.raises(ConstraintError, match="no token is allowed"):
-                policy.pick(locked([1, 2, 3, 4]), NOISE, 0)
+                sampler.sample(locked([1, 2, 3, 4]), NOISE, 0)
 
 
 class Allow:
@@ -255,9 +255,9 @@ class TestTruncation:
         bound = 10 - 1.0 * np.std(row)
         assert kept_by(TopNSigma(1.0), row) == [4] and bound > 3
         assert kept_by(TopNSigma(2.1), row) == [3, 4]
-        hot = Policy(5.0, after=[TopNSigma(2.1)]).distribution(locked(row))
+        hot = Sampler(5.0, post_temperature=[TopNSigma(2.1)]).distribution(locked(row))
         assert hot.tokens.tolist() == [3, 4]  # temperature does not matter
-        masked = Policy(1.0, [LogitBias({4: -math.inf})], [TopNSigma(1.0)])
+        masked = Sampler(1.0, [LogitBias({4: -math.inf})], [TopNSigma(1.0)])
         assert masked.distribution(locked(row)).tokens.tolist() == [2, 3]  # nor what is banned
 
     @pytest.mark.parametrize(
@@ -275,15 +275,15 @@ class TestTruncation:
     @pytest.mark.parametrize("probability", [0.3, 1.0])
     def test_xtc_is_the_mixture_over_its_coin(self, probability):
         row = np.log([0.4, 0.05, 0.25, 0.2, 0.1])
-        policy = Policy(1.0, after=[ExcludeTopChoices(probability, 0.15)])
+        sampler = Sampler(1.0, post_temperature=[ExcludeTopChoices(probability, 0.15)])
         p = softmax(row)
         without = p.copy()
         without[[0, 2]] = 0  # 0.2 is the least likely of the top choices and stays
         mixture = (1 - probability) * p + probability * without / without.sum()
-        np.testing.assert_allclose(policy.distribution(locked(row)).dense(5), mixture, atol=1e-6)
+        np.testing.assert_allclose(sampler.distribution(locked(row)).dense(5), mixture, atol=1e-6)
         without[3] = 0
         wrong = (1 - probability) * p + probability * without / without.sum()
-        assert np.abs(policy.distribution(locked(row)).dense(5) - wrong).max() > 0.05
+        assert np.abs(sampler.distribution(locked(row)).dense(5) - wrong).max() > 0.05
 
     def test_xtc_leaves_a_single_top_choice(self):
         row = np.log([0.8, 0.1, 0.1])
@@ -297,22 +297,22 @@ class TestPenalties:
     @given(texts, texts)
     def test_repetition_presence_and_frequency(self, prompt, said):
         row = random_row(len(said), 6)
-        policy = Policy(1.0, [RepetitionPenalty(1.5, prompt), CountPenalty(0.25, 0.5)])
+        sampler = Sampler(1.0, [RepetitionPenalty(1.5, prompt), CountPenalty(0.25, 0.5)])
         for token in said:
-            policy.advance(token)
+            sampler.advance(token)
         expected = row.astype(np.float64)
         for token in set(prompt + said):
             expected[token] *= 1.5 if expected[token] <= 0 else 1 / 1.5
         for token, count in Counter(said).items():
             expected[token] -= 0.25 + 0.5 * count
-        p = policy.distribution(row).dense(6)
+        p = sampler.distribution(row).dense(6)
         np.testing.assert_allclose(p, softmax(expected), atol=1e-6)
 
     def test_the_prompt_counts_for_repetition_only(self):
         row = locked([1, 1])
-        both = Policy(1.0, [CountPenalty(1, 1)]).distribution(row).dense(2)
+        both = Sampler(1.0, [CountPenalty(1, 1)]).distribution(row).dense(2)
         assert both[0] == both[1]
-        first = Policy(1.0, [RepetitionPenalty(2, [0])]).distribution(row).dense(2)
+        first = Sampler(1.0, [RepetitionPenalty(2, [0])]).distribution(row).dense(2)
         assert first[0] < first[1]
 
     @given(texts, st.integers(1, 3), st.integers(1, 4))
@@ -352,26 +352,26 @@ class TestPenalties:
             assert (scores[token] == -math.inf) == seen
 
     def test_banned_words(self):
-        policy = Policy(0, [BannedWords([(3,), (1, 2), (0, 1, 0)], prompt=[5, 1])])
+        sampler = Sampler(0, [BannedWords([(3,), (1, 2), (0, 1, 0)], prompt=[5, 1])])
         row = locked([1, 0, 2, 3, 0, 0])
-        assert policy.pick(row, NOISE, 0) == 0  # 3 is banned, 2 would complete (1, 2)
-        policy.advance(0)
-        assert policy.pick(row, NOISE, 0) == 2
-        policy.advance(1)
-        assert policy.pick(row, NOISE, 0) == 4 or policy.pick(row, NOISE, 0) == 1
-        assert Policy(0, [BannedWords([(3,)])]).pick(row, NOISE, 0) == 2
+        assert sampler.sample(row, NOISE, 0) == 0  # 3 is banned, 2 would complete (1, 2)
+        sampler.advance(0)
+        assert sampler.sample(row, NOISE, 0) == 2
+        sampler.advance(1)
+        assert sampler.sample(row, NOISE, 0) == 4 or sampler.sample(row, NOISE, 0) == 1
+        assert Sampler(0, [BannedWords([(3,)])]).sample(row, NOISE, 0) == 2
 
     def test_minimum_length(self):
-        policy = Policy(0, [MinimumLength(2, {1})])
+        sampler = Sampler(0, [MinimumLength(2, {1})])
         row, picks = locked([0, 5, 1]), []
         for position in range(3):
-            picks.append(policy.pick(row, NOISE, position))
-            policy.advance(picks[-1])
+            picks.append(sampler.sample(row, NOISE, position))
+            sampler.advance(picks[-1])
         assert picks == [2, 2, 1]
 
     def test_bias(self):
         row = locked([0, 1, 2])
-        p = Policy(1.0, [LogitBias({0: 2.5, 2: -1})]).distribution(row).dense(3)
+        p = Sampler(1.0, [LogitBias({0: 2.5, 2: -1})]).distribution(row).dense(3)
         np.testing.assert_allclose(p, softmax([2.5, 1, 1]), atol=1e-6)
 
 
@@ -382,26 +382,26 @@ class TestConstraint:
         mask = np.isin(np.arange(9), ids) if boolean else ids
         p = softmax(row)
         expected = np.where(np.isin(np.arange(9), ids), p, 0) / p[ids].sum()
-        found = Policy(1.0, [Constrained(Allow(mask))]).distribution(row).dense(9)
+        found = Sampler(1.0, [Constrained(Allow(mask))]).distribution(row).dense(9)
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
     def test_truncation_comes_after_the_mask(self):
         row = locked([9, 8, 1, 0])
-        policy = Policy(1.0, [Constrained(Allow([2, 3]))], [TopK(1)])
-        assert policy.distribution(row).tokens.tolist() == [2]
+        sampler = Sampler(1.0, [Constrained(Allow([2, 3]))], [TopK(1)])
+        assert sampler.distribution(row).tokens.tolist() == [2]
 
     def test_an_empty_mask_is_an_error(self):
         for ids in (np.zeros(3, bool), np.array([], np.int32)):
             with pytest.raises(ConstraintError, match="allows none"):
-                Policy(0, [Constrained(Allow(ids))]).pick(locked([1, 2, 3]), NOISE, 0)
+                Sampler(0, [Constrained(Allow(ids))]).sample(locked([1, 2, 3]), NOISE, 0)
 
     def test_it_is_told_and_forked(self):
-        policy = Policy(0, [Constrained(Allow([0, 1]))])
-        policy.advance(1)
-        branch = policy.fork()
+        sampler = Sampler(0, [Constrained(Allow([0, 1]))])
+        sampler.advance(1)
+        branch = sampler.fork()
         branch.advance(0)
-        assert policy.before[0].state.said == [1]
-        assert branch.before[0].state.said == [1, 0]
+        assert sampler.pre_temperature[0].state.said == [1]
+        assert branch.pre_temperature[0].state.said == [1, 0]
 
 
 EVERYTHING = SamplingParams(
@@ -435,65 +435,65 @@ class TestForks:
     @settings(max_examples=25, deadline=None)
     def test_a_branch_equals_a_policy_told_its_tokens(self, name, data):
         prompt = [1, 2, 3, 1]
-        branches = [(STATEFUL[name].policy(prompt, 16, [0]), [])]
+        branches = [(STATEFUL[name].sampler(prompt, 16, [0]), [])]
         for _ in range(data.draw(st.integers(1, 14))):
-            policy, said = data.draw(st.sampled_from(branches))
-            policy.distribution(random_row(len(said), 16))
+            sampler, said = data.draw(st.sampled_from(branches))
+            sampler.distribution(random_row(len(said), 16))
             if data.draw(st.booleans()):
-                policy, said = policy.fork(), list(said)
-                branches.append((policy, said))
+                sampler, said = sampler.fork(), list(said)
+                branches.append((sampler, said))
             token = data.draw(st.integers(5, 15))
-            policy.advance(token)
+            sampler.advance(token)
             said.append(token)
-        for policy, said in branches:
-            fresh = STATEFUL[name].policy(prompt, 16, [0])
+        for sampler, said in branches:
+            fresh = STATEFUL[name].sampler(prompt, 16, [0])
             for at, token in enumerate(said):
                 fresh.distribution(random_row(at, 16))
                 fresh.advance(token)
             row = random_row(99, 16)
             np.testing.assert_array_equal(
-                policy.distribution(row).dense(16), fresh.distribution(row).dense(16)
+                sampler.distribution(row).dense(16), fresh.distribution(row).dense(16)
             )
 
     @pytest.mark.parametrize("name", STATEFUL)
     def test_state_survives_pickling(self, name):
-        policy = STATEFUL[name].policy([1, 2, 1], 16, [0])
+        sampler = STATEFUL[name].sampler([1, 2, 1], 16, [0])
         for position in range(4):
-            policy.distribution(random_row(position, 16))
-            policy.advance(5 + position % 2)
-        copy = pickle.loads(pickle.dumps(policy))
-        for subject in (policy, copy):
+            sampler.distribution(random_row(position, 16))
+            sampler.advance(5 + position % 2)
+        copy = pickle.loads(pickle.dumps(sampler))
+        for subject in (sampler, copy):
             subject.distribution(random_row(4, 16))
             subject.advance(6)
         row = random_row(5, 16)
         np.testing.assert_array_equal(
-            copy.distribution(row).dense(16), policy.distribution(row).dense(16)
+            copy.distribution(row).dense(16), sampler.distribution(row).dense(16)
         )
 
     def test_shared_state_would_be_caught(self):
-        policy = STATEFUL["everything"].policy([1], 16, [0])
-        branch = policy.fork()
-        before = policy.distribution(random_row(1, 16)).dense(16)
+        sampler = STATEFUL["everything"].sampler([1], 16, [0])
+        branch = sampler.fork()
+        before = sampler.distribution(random_row(1, 16)).dense(16)
         branch.advance(9)
         branch.advance(9)
-        np.testing.assert_array_equal(policy.distribution(random_row(1, 16)).dense(16), before)
+        np.testing.assert_array_equal(sampler.distribution(random_row(1, 16)).dense(16), before)
         assert not np.array_equal(branch.distribution(random_row(1, 16)).dense(16), before)
 
     def test_without_state_a_fork_is_the_policy_itself(self):
-        policy = SamplingParams(top_p=0.9, logit_bias={1: 1.0}).policy([], 4)
-        assert not policy.stateful and policy.fork() is policy
-        assert EVERYTHING.policy([], 16).stateful
+        sampler = SamplingParams(top_p=0.9, logit_bias={1: 1.0}).sampler([], 4)
+        assert not sampler.stateful and sampler.fork() is sampler
+        assert EVERYTHING.sampler([], 16).stateful
 
 
-def surprises(policy: Policy, seed: int, length: int) -> np.ndarray:
+def surprises(sampler: Sampler, seed: int, length: int) -> np.ndarray:
     """Bits per token of a text drawn by `policy` from Zipf rows that flatten as it goes on."""
     rng = np.random.default_rng(seed)
     bits = np.empty(length)
     ranks = np.log(np.arange(1, 201))
     for position in range(length):
         row = locked(-rng.permutation(ranks) * (1.4 - 0.35 * position / length))
-        token = policy.pick(row, NOISE, position)
-        policy.advance(token)
+        token = sampler.sample(row, NOISE, position)
+        sampler.advance(token)
         bits[position] = -math.log2(softmax(row)[token])
     return bits
 
@@ -501,26 +501,26 @@ def surprises(policy: Policy, seed: int, length: int) -> np.ndarray:
 class TestMirostat:
     @pytest.mark.parametrize("kind", [Mirostat, MirostatZipf])
     def test_surprise_stays_at_the_target(self, kind):
-        held = surprises(Policy(1.0, after=[kind(3.0, 0.1)]), 0, 2000)
+        held = surprises(Sampler(1.0, post_temperature=[kind(3.0, 0.1)]), 0, 2000)
         assert abs(held.mean() - 3.0) < 0.05 * 3.0
         assert abs(held[1500:].mean() - held[:500].mean()) < 0.2
 
     def test_top_p_drifts_on_the_same_rows(self):
-        free = surprises(Policy(1.0, after=[TopP(0.6)]), 0, 2000)
+        free = surprises(Sampler(1.0, post_temperature=[TopP(0.6)]), 0, 2000)
         assert free[1500:].mean() - free[:500].mean() > 1
 
     def test_version_2_by_hand(self):
         rule = Mirostat(target=1.0, rate=0.5)
-        policy = Policy(1.0, after=[rule])
+        sampler = Sampler(1.0, post_temperature=[rule])
         row = locked(np.log([0.5, 0.25, 0.15, 0.1]))  # 1, 2, 2.7 and 3.3 bits; mu is 2
-        assert policy.distribution(row).tokens.tolist() == [0, 1]
-        policy.advance(0)
+        assert sampler.distribution(row).tokens.tolist() == [0, 1]
+        sampler.advance(0)
         assert rule.mu == pytest.approx(2.0)
-        policy.distribution(row)
-        policy.advance(1)
+        sampler.distribution(row)
+        sampler.advance(1)
         assert rule.mu == pytest.approx(1.5)
-        assert policy.distribution(row).tokens.tolist() == [0]
-        policy.advance(3)  # a token that was cut still counts with its own surprise
+        assert sampler.distribution(row).tokens.tolist() == [0]
+        sampler.advance(3)  # a token that was cut still counts with its own surprise
         assert rule.mu == pytest.approx(1.5 - 0.5 * (math.log2(10) - 1))
 
     def test_version_1_by_hand(self):
@@ -528,9 +528,9 @@ class TestMirostat:
         row = locked(np.log(p / p.sum()))
         rule = MirostatZipf(target=2.0)
         expected = (0.3 * 2**4 / (1 - 50**-0.3)) ** (1 / 1.3)
-        kept = Policy(1.0, after=[rule]).distribution(row).tokens
+        kept = Sampler(1.0, post_temperature=[rule]).distribution(row).tokens
         assert len(kept) == round(expected)
-        flat = Policy(1.0, after=[MirostatZipf(2.0)]).distribution(locked(np.zeros(50)))
+        flat = Sampler(1.0, post_temperature=[MirostatZipf(2.0)]).distribution(locked(np.zeros(50)))
         assert len(flat) == 50
 
     def test_it_learns_nothing_from_tokens_it_was_not_asked_about(self):
@@ -540,10 +540,10 @@ class TestMirostat:
 
     def test_an_unreachable_target_does_not_wind_up(self):
         rule = Mirostat(3.0, rate=1.0)
-        policy = Policy(1.0, after=[rule])
+        sampler = Sampler(1.0, post_temperature=[rule])
         for _ in range(30):
-            policy.distribution(locked([30, 0, 0]))
-            policy.advance(0)
+            sampler.distribution(locked([30, 0, 0]))
+            sampler.advance(0)
         assert rule.mu == 12.0
 
 
@@ -553,23 +553,23 @@ class TestOthers:
         assert [rule.depth(token) for token in (0, 1, 2, 7)] == [0, 1, 3, 1]
         row = locked(np.log([0.2, 0.05, 0.5, 0.01, 0.01, 0.01, 0.01, 0.21]))
         # 2: .5 - .2 * 3; 7: .21 - .2; 0: .2
-        assert Policy(0, [rule]).pick(row, NOISE, 0) == 0
-        assert Policy(1.0, [rule]).distribution(row).tokens.tolist() == [0]
-        assert Policy(0, [Momentum(0.0, prompt=[7, 1, 2, 7, 1])]).pick(row, NOISE, 0) == 2
+        assert Sampler(0, [rule]).sample(row, NOISE, 0) == 0
+        assert Sampler(1.0, [rule]).distribution(row).tokens.tolist() == [0]
+        assert Sampler(0, [Momentum(0.0, prompt=[7, 1, 2, 7, 1])]).sample(row, NOISE, 0) == 2
 
     def test_momentum_breaks_a_loop(self):
         table = [random_row(seed, 20) for seed in range(20)]
 
-        def say(policy: Policy) -> list[int]:
+        def say(sampler: Sampler) -> list[int]:
             text = [0]
             for position in range(60):
-                text.append(policy.pick(table[text[-1]], NOISE, position))
-                policy.advance(text[-1])
+                text.append(sampler.sample(table[text[-1]], NOISE, position))
+                sampler.advance(text[-1])
             return text
 
-        free = say(Policy(0))
+        free = say(Sampler(0))
         assert any(free[30:40] == free[30 + n : 40 + n] for n in range(1, 20))
-        held = say(Policy(0, [Momentum(prompt=[0])]))
+        held = say(Sampler(0, [Momentum(prompt=[0])]))
         assert not any(held[30:40] == held[30 + n : 40 + n] for n in range(1, 20))
 
     @pytest.mark.parametrize("mass_weight", [-0.5, 0.0, 0.6, 1.2])
@@ -601,9 +601,9 @@ class TestOthers:
         assert len(kept_by(TopW(geometry, 0.0, 5.0), row)) == 40
 
     def test_guidance(self):
-        policy = SamplingParams(guidance_scale=2.0).policy([], 3)
-        assert policy.companions == 1 and not policy.is_plain
-        combined = policy.combine(locked([1, 2, 3]), [locked([1, 1, 1])], {})
+        sampler = SamplingParams(guidance_scale=2.0).sampler([], 3)
+        assert sampler.companions == 1 and not sampler.is_temperature_only
+        combined = sampler.combine(locked([1, 2, 3]), [locked([1, 1, 1])], {})
         assert combined.tolist() == [1, 3, 5]
         same = Guidance(1.0).combine(locked([1, 2, 3]), [locked([9, 1, 1])], {})
         assert same.tolist() == [1, 2, 3]
@@ -612,24 +612,24 @@ class TestOthers:
         last = np.log(np.array([0.5, 0.3, 0.15, 0.05]))
         near = np.log(np.array([0.5, 0.28, 0.17, 0.05]))
         far = np.log(np.array([0.7, 0.1, 0.1, 0.1]))
-        policy = SamplingParams(temperature=0, dola_layers=(2, 5)).policy([], 4)
-        assert policy.taps == (2, 5)
-        row = policy.combine(locked(last), [], {2: locked(far), 5: locked(near)})
+        sampler = SamplingParams(temperature=0, dola_layers=(2, 5)).sampler([], 4)
+        assert sampler.capture_layers == (2, 5)
+        row = sampler.combine(locked(last), [], {2: locked(far), 5: locked(near)})
         np.testing.assert_allclose(row[:3], (last - far)[:3], atol=1e-6)
         assert row[3] == np.float32(last[3] - far[3])
         strict = DoLa((2, 5), relative_top=0.5)
         row = strict.combine(locked(last), [], {2: locked(far), 5: locked(near)})
         assert row[2:].max() < row[:2].min() - 1000
-        assert policy.pick(row, NOISE, 0) == 1
-        sampled = SamplingParams(dola_layers=(2, 5)).policy([], 4).distribution(row)
+        assert sampler.sample(row, NOISE, 0) == 1
+        sampled = SamplingParams(dola_layers=(2, 5)).sampler([], 4).distribution(row)
         assert sampled.tokens.tolist() == [0, 1]
 
     def test_dola_leaves_the_last_word_to_a_constraint(self):
         last, early = locked(np.log([0.8, 0.15, 0.03, 0.02])), locked(np.log([0.25] * 4))
         for allowed, expected in (([1, 2], [1.0, 0.0]), ([2, 3], [0.6, 0.4])):
-            policy = SamplingParams(dola_layers=(2,)).policy([], 4, constraint=Allow(allowed))
-            row = policy.combine(last, [], {2: early})
-            found = policy.distribution(row).dense(4)[allowed]
+            sampler = SamplingParams(dola_layers=(2,)).sampler([], 4, constraint=Allow(allowed))
+            row = sampler.combine(last, [], {2: early})
+            found = sampler.distribution(row).dense(4)[allowed]
             np.testing.assert_allclose(found, expected, atol=2e-3)
 
 
@@ -649,7 +649,7 @@ class TestLogprobs:
 
     def test_of_what_was_drawn_from(self):
         row = locked([0, 1, 2, 3])
-        distribution = Policy(0.5, after=[TopK(2)]).distribution(row)
+        distribution = Sampler(0.5, post_temperature=[TopK(2)]).distribution(row)
         found = distribution_logprobs(distribution, 2, 3)
         expected = np.log(softmax([4, 6]))
         assert found.logprob == pytest.approx(expected[0], abs=1e-6)
@@ -717,18 +717,18 @@ class TestParams:
     )
     def test_ids_outside_the_vocabulary(self, values):
         with pytest.raises(InvalidRequestError, match="the vocabulary has 10"):
-            SamplingParams(**values).policy([], 10)
+            SamplingParams(**values).sampler([], 10)
 
     def test_the_defaults_change_nothing(self):
-        policy = SamplingParams().policy([1, 2], 5, [0])
-        assert policy.is_plain and not policy.stateful and not policy.is_greedy
+        sampler = SamplingParams().sampler([1, 2], 5, [0])
+        assert sampler.is_temperature_only and not sampler.stateful and not sampler.is_greedy
         row = random_row(0, 5)
-        np.testing.assert_allclose(policy.distribution(row).dense(5), softmax(row), atol=1e-6)
-        greedy = SamplingParams(temperature=0, top_k=3, top_p=0.5).policy([], 5)
-        assert greedy.is_greedy and greedy.is_plain
+        np.testing.assert_allclose(sampler.distribution(row).dense(5), softmax(row), atol=1e-6)
+        greedy = SamplingParams(temperature=0, top_k=3, top_p=0.5).sampler([], 5)
+        assert greedy.is_greedy and greedy.is_temperature_only
 
     def test_order_of_the_parts(self):
-        policy = SamplingParams(
+        sampler = SamplingParams(
             momentum_alpha=0.1,
             min_tokens=2,
             repetition_penalty=1.3,
@@ -736,25 +736,25 @@ class TestParams:
             top_p=0.9,
             top_k=5,
             xtc_probability=0.1,
-        ).policy([], 8, [0], constraint=Allow([1, 2]))
-        names = [type(part).__name__ for part in policy.before]
+        ).sampler([], 8, [0], constraint=Allow([1, 2]))
+        names = [type(part).__name__ for part in sampler.pre_temperature]
         assert names == [
             "RepetitionPenalty", "LogitBias", "MinimumLength", "Constrained", "Momentum",
         ]  # fmt: skip
-        after = [type(part).__name__ for part in policy.after]
+        after = [type(part).__name__ for part in sampler.post_temperature]
         assert after == ["TopK", "TopP", "ExcludeTopChoices"]
 
     def test_top_w_wants_embeddings(self):
         assert SamplingParams(top_w=True).needs_geometry
         with pytest.raises(InvalidRequestError, match="embeddings"):
-            SamplingParams(top_w=True).policy([], 4)
+            SamplingParams(top_w=True).sampler([], 4)
 
     def test_rows_are_never_written_to(self):
-        policy = EVERYTHING.policy([1, 5], 16, [0])
+        sampler = EVERYTHING.sampler([1, 5], 16, [0])
         row = random_row(4, 16)
         before = row.copy()
-        policy.advance(7)
-        policy.pick(row, NOISE, 0)
+        sampler.advance(7)
+        sampler.sample(row, NOISE, 0)
         np.testing.assert_array_equal(row, before)
         with pytest.raises(ValueError, match="read-only"):
             row[0] = 1

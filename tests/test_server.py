@@ -62,10 +62,10 @@ def assert_clean(llm: Any) -> None:
     """Nothing runs, nothing waits, and every page belongs to a shared prefix or to nobody."""
     wait_until(lambda: not llm.engine.has_work)
     llm.engine.check_integrity()
-    for lane in llm.engine.lanes.values():
-        assert lane.pool.num_used == lane.prefixes.num_slots
+    for runner in llm.engine.runners.values():
+        assert runner.pool.num_used == runner.prefixes.num_slots
     llm.clear()
-    assert all(lane.pool.num_used == 0 for lane in llm.engine.lanes.values())
+    assert all(runner.pool.num_used == 0 for runner in llm.engine.runners.values())
 
 
 @pytest.fixture
@@ -78,14 +78,14 @@ def llm() -> Iterator[Any]:
 def slow() -> Iterator[Any]:
     """An engine whose passes take 20 ms, so that there is time to interfere."""
     with scripted_llm() as llm:
-        lane = llm.engine.lanes["target"]
-        run = lane.run
+        runner = llm.engine.runners["target"]
+        run = runner.run
 
         def slowly(plan: Any) -> Any:
             time.sleep(0.02)
             return run(plan)
 
-        lane.run = slowly
+        runner.run = slowly
         yield llm
 
 
@@ -137,7 +137,7 @@ def test_keys_are_asked_for_and_keep_caches_apart(llm: Any) -> None:
         assert ask(None).json()["error"]["type"] == "authentication_error"
         assert http.get("/v1/models").status_code == 401
         assert http.get("/health").status_code == 200
-        prefixes = llm.engine.lanes["target"].prefixes
+        prefixes = llm.engine.runners["target"].prefixes
         assert ask("one").status_code == 200
         hits = prefixes.num_hits
         assert ask("two").status_code == 200
@@ -193,7 +193,7 @@ class Broken(Decoder):
     def decode(self, sequence: Any) -> Any:
         for _ in range(3):
             scores = yield sequence.score(sequence.unscored())
-            sequence.emit([scores.picks[-1]])
+            sequence.emit([scores.sampled[-1]])
         raise ZeroDivisionError("a fault in the decoder")
 
 
@@ -258,15 +258,15 @@ def test_who_does_not_read_is_cut_off(llm: Any) -> None:
 
 def test_nobody_waits_for_a_pass_to_be_heard(llm: Any) -> None:
     """While a pass is under way the server takes, refuses and cancels requests all the same."""
-    lane = llm.engine.lanes["target"]
-    run, under_way, go_on = lane.run, threading.Event(), threading.Event()
+    runner = llm.engine.runners["target"]
+    run, under_way, go_on = runner.run, threading.Event(), threading.Event()
 
     def held(plan: Any) -> Any:
         under_way.set()
         go_on.wait(20)
         return run(plan)
 
-    lane.run = held
+    runner.run = held
     with LiveServer(llm, settings()) as server, client(server) as http:
         asking = [
             threading.Thread(target=http.post, args=("/v1/completions",), kwargs={"json": LONG})
@@ -278,7 +278,7 @@ def test_nobody_waits_for_a_pass_to_be_heard(llm: Any) -> None:
             further.start()
         wait_until(lambda: len(llm.driver._inbox) == 2)
         assert http.get("/health", timeout=5).status_code == 200
-        lane.run = run
+        runner.run = run
         go_on.set()
         for one in asking:
             one.join()
@@ -504,7 +504,7 @@ def test_a_schedule_that_works_otherwise_is_caught(monkeypatch: pytest.MonkeyPat
     from anydecode.engine.schedule import DecodesFirst
     from anydecode.engine.schedules import layered, sarathi
 
-    monkeypatch.setattr(sarathi.SarathiServe, "pieces", DecodesFirst(100).pieces)
+    monkeypatch.setattr(sarathi.SarathiServe, "schedule", DecodesFirst(100).schedule)
     assert not all(check.passed for check in mechanisms.sarathi()) or not all(
         check.passed for check in mechanisms.sarathi_serve()
     )
@@ -530,7 +530,7 @@ def test_a_stall_is_caught(name: str, mistaken: Any, monkeypatch: pytest.MonkeyP
 
 def test_schedules_are_chosen_by_key() -> None:
     with scripted_llm(schedule="sarathi-serve:budget=64") as llm:
-        assert llm.engine.lanes["target"].schedule.budget == 64
+        assert llm.engine.runners["target"].schedule.budget == 64
     with pytest.raises(InvalidRequestError, match="not a schedule"):
         scripted_llm(schedule="prompt-lookup")
     with pytest.raises(InvalidRequestError, match="at least one row"):

@@ -249,7 +249,7 @@ class Clings(Decoder):
         try:
             while True:
                 scores = yield sequence.score(sequence.unscored())
-                sequence.emit([scores.picks[-1]])
+                sequence.emit([scores.sampled[-1]])
         finally:
             raise ZeroDivisionError("a fault at the end")
 
@@ -262,7 +262,7 @@ class Misleads(Decoder):
 
     def decode(self, sequence: Any) -> Any:
         scores = yield sequence.score(sequence.unscored())
-        sequence.emit([scores.picks[-1]])
+        sequence.emit([scores.sampled[-1]])
         yield sequence.score([*sequence.unscored(), self.token])
 
 
@@ -283,7 +283,7 @@ def test_rows_of_no_token_end_only_their_request(llm: Any, token: Any, caplog: A
     assert llm.driver.error is None and not llm.engine.has_work
     llm.engine.check_integrity()
     llm.clear()
-    assert all(lane.pool.num_used == 0 for lane in llm.engine.lanes.values())
+    assert all(runner.pool.num_used == 0 for runner in llm.engine.runners.values())
 
 
 def test_a_fault_of_one_request_stops_nothing(llm: Any, caplog: Any) -> None:
@@ -301,7 +301,7 @@ def test_a_fault_of_one_request_stops_nothing(llm: Any, caplog: Any) -> None:
         raise ZeroDivisionError("a fault of one request")
 
     request = llm.request("abc", **options)
-    request.jobs[0].sequence.policy.prepare = fault
+    request.jobs[0].sequence.sampler.prepare = fault
     request.notify(fault)
     llm.start(request, background=False)
     llm.driver.advance(lambda: request.done)
@@ -403,13 +403,13 @@ def test_a_schema_fetches_nothing(llm: Any, tmp_path: Path) -> None:
         listening.setblocking(False)
         web = f"http://127.0.0.1:{listening.getsockname()[1]}/part.json"
         with TestClient(create_app(llm), base_url="http://localhost") as http:
-            for place in (web, (tmp_path / "part.json").as_uri()):
-                reference: dict[str, Any] = {"$ref": place}
+            for position in (web, (tmp_path / "part.json").as_uri()):
+                reference: dict[str, Any] = {"$ref": position}
                 for schema in (
                     reference,
                     {"type": "object", "properties": {"a": reference}, "required": ["a"]},
                     {"type": "object", "propertyNames": {"allOf": [reference]}, "minProperties": 1},
-                    {"$schema": place, "type": "string"},
+                    {"$schema": position, "type": "string"},
                     {"anyOf": [{"not": reference}, {"type": "integer"}]},
                 ):
                     form = {"type": "json_schema", "json_schema": {"schema": schema}}

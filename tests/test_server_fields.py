@@ -393,7 +393,7 @@ def counts(usage: dict[str, Any]) -> tuple[int, int, int]:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
 def test_cached_tokens_are_those_not_computed(path: str, stream: bool) -> None:
     with scripted_llm() as llm:
-        lane = llm.engine.lanes["target"]
+        runner = llm.engine.runners["target"]
         with served(llm) as client:
             fields: dict[str, Any] = {"temperature": 0, "decoder": "autoregressive"}
             if stream and path != RESPONSES:
@@ -401,7 +401,7 @@ def test_cached_tokens_are_those_not_computed(path: str, stream: bool) -> None:
             found, rows = [], [0]
             for _ in range(2):
                 found.append(counts(client.last(path, stream, LONG * 3, **fields)["usage"]))
-                rows.append(lane.num_rows)
+                rows.append(runner.num_rows)
     prompt = found[0][0]
     cached = (prompt - 1) // 16 * 16
     assert found == [(prompt, 0, 3), (prompt, cached, 3)]

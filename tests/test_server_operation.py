@@ -17,8 +17,8 @@ httpx = pytest.importorskip("httpx")
 from anydecode.errors import InvalidRequestError  # noqa: E402
 from anydecode.evaluation.certify import certify_one, scripted_llm  # noqa: E402
 from anydecode.server import telemetry  # noqa: E402
+from anydecode.server.admission import host_name, is_loopback  # noqa: E402
 from anydecode.server.app import create_app  # noqa: E402
-from anydecode.server.gate import host_name, is_loopback  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
 

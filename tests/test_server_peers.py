@@ -21,8 +21,8 @@ httpx = pytest.importorskip("httpx")
 from anydecode.cli.bench import run_bench  # noqa: E402
 from anydecode.errors import InvalidRequestError  # noqa: E402
 from anydecode.evaluation.certify import scripted_llm  # noqa: E402
-from anydecode.evaluation.serving import peers  # noqa: E402
-from anydecode.evaluation.serving.peers import Comparison, Load, parse_peer, started  # noqa: E402
+from anydecode.evaluation.serving import baselines  # noqa: E402
+from anydecode.evaluation.serving.baselines import Comparison, Load, parse_baseline, started  # noqa: E402
 from anydecode.evaluation.serving.replay import Endpoint, Objective, Outcome  # noqa: E402
 from anydecode.evaluation.serving.sweep import Search, print_sweep, sweep  # noqa: E402
 from anydecode.evaluation.serving.sweep_plot import sweep_svg  # noqa: E402
@@ -119,12 +119,12 @@ def test_two_servers_in_one_run(tmp_path: Path, capsys: Any) -> None:
         command = f"{sys.executable} {tmp_path / 'strict.py'} {{port}}"
         with started("strict", command) as url:
             found = asyncio.run(
-                peers.prepared([Endpoint("ours", f"{server.url}/v1"), Endpoint("strict", url)])
+                baselines.prepared([Endpoint("ours", f"{server.url}/v1"), Endpoint("strict", url)])
             )
         assert [(one.model, one.chat, sorted(one.extra)) for one in found] == [
             ("ours", True, ["stream_options"]), ("strict", True, []),
         ]  # fmt: skip
-        alone = asyncio.run(peers.prepared([Endpoint("ours", f"{server.url}/v1")]))
+        alone = asyncio.run(baselines.prepared([Endpoint("ours", f"{server.url}/v1")]))
         assert sorted(alone[0].extra) == ["ignore_eos", "stream_options"]
 
 
@@ -222,7 +222,7 @@ def test_a_signal_stops_what_was_started(mistaken: bool, tmp_path: Path) -> None
     server.write_text(ending + REFUSING)
     program = f"""
 import contextlib, signal
-from anydecode.evaluation.serving.peers import ended_by_sigterm, started
+from anydecode.evaluation.serving.baselines import ended_by_sigterm, started
 with {"contextlib.nullcontext" if mistaken else "ended_by_sigterm"}():
     with started("refusing", "{sys.executable} {server} {{port}}") as url:
         print(url, flush=True)
@@ -251,10 +251,10 @@ def test_no_run_finds_the_prompts_of_another(mistaken: bool, monkeypatch: Any) -
         sent.append((endpoint.name, *(prompt_text(one, n, salt) for n, one in enumerate(arrivals))))
         return [Outcome(0.0, 5, first=0.1, seconds=0.1) for _ in arrivals]
 
-    monkeypatch.setattr(peers, "replay", replay)
+    monkeypatch.setattr(baselines, "replay", replay)
     load = Load(lambda rate: [Arrival(0.0, 40, 5, (1, 2), 20)] * 4, 1.0, Objective(1.0, 1.0))
     both = load.ready([Endpoint("a", "x", "m"), Endpoint("b", "y", "m")])
-    peers.compare(both, load, 1.0, 2)
+    baselines.compare(both, load, 1.0, 2)
     load.run(both[0], 2.0, 0)
     texts = {name: [text for one, *text in sent if one == name] for name in "ab"}
     assert texts["a"][:-1] == texts["b"]
@@ -314,12 +314,12 @@ def test_what_the_server_adds_is_measured(slow: str, tmp_path: Path, monkeypatch
 
 
 def test_what_is_no_peer_is_told() -> None:
-    assert parse_peer("a=b=c", "--peer") == ("a", "b=c")
+    assert parse_baseline("a=b=c", "--peer") == ("a", "b=c")
     for text in ("a", "=b", "a="):
         with pytest.raises(InvalidRequestError, match="--peer wants NAME=VALUE"):
-            parse_peer(text, "--peer")
+            parse_baseline(text, "--peer")
     with pytest.raises(InvalidRequestError, match="cannot be started"):
         with started("none", "/nowhere/server {port}"):
             pass
     with pytest.raises(InvalidRequestError, match="does not tell its models"):
-        asyncio.run(peers.prepared([Endpoint("gone", "http://127.0.0.1:9/v1")]))
+        asyncio.run(baselines.prepared([Endpoint("gone", "http://127.0.0.1:9/v1")]))

@@ -47,7 +47,7 @@ def test_a_soak_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def leaking(**options: Any) -> Any:
         llm = make(**options)
-        llm.engine.lanes["target"].pool.take(3)
+        llm.engine.runners["target"].pool.allocate(3)
         return llm
 
     monkeypatch.setattr(soaking, "tiny_llm", leaking)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from anydecode.decoders.speculative.core import Drafter, Session, Speculative, TextSession
+from anydecode.decoders.speculative.core import Drafter, DraftSession, Speculative, TextDraftSession
 from anydecode.engine.llm import LLM
 from anydecode.errors import AnydecodeError, OutOfMemoryError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
@@ -59,10 +59,10 @@ class Bold(Drafter):
     def __init__(self, chain: bool) -> None:
         self.chain = chain
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         chain = self.chain
 
-        class Nodes(TextSession):
+        class Nodes(TextDraftSession):
             def tree(self, size: int) -> TokenTree:
                 tokens = list(range(97, 97 + size))
                 return TokenTree.chain(tokens) if chain else TokenTree(tokens, [-1] * size)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anydecode.engine.text import Detokenizer, StopRules
+from anydecode.engine.text import Detokenizer, OutputProcessor
 
 
 class Pieces:
@@ -22,8 +22,8 @@ class Pieces:
 
 
 def split(data: bytes, cuts: list[int]) -> list[bytes]:
-    places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    return [data[a:b] for a, b in zip(places, places[1:], strict=False)]
+    positions = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    return [data[a:b] for a, b in zip(positions, positions[1:], strict=False)]
 
 
 def stream(pieces: list[bytes]) -> list[str]:
@@ -78,8 +78,8 @@ def oracle(
     return len(pieces), data.decode(), None
 
 
-def rules(pieces: list[bytes], **options) -> StopRules:
-    return StopRules(Pieces(pieces), **options)
+def rules(pieces: list[bytes], **options) -> OutputProcessor:
+    return OutputProcessor(Pieces(pieces), **options)
 
 
 letters = st.text("ab", max_size=25)

@@ -36,8 +36,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_masked_block_sees_itself_and_the_clean_blocks_before() -> None:
     streams = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
-    places = torch.tensor([0, 1, 2, 1, 2, 3, 1, 2, 3])
-    seen = block_adapter.visibility(streams, places, 2).int().tolist()
+    positions = torch.tensor([0, 1, 2, 1, 2, 3, 1, 2, 3])
+    seen = block_adapter.visibility(streams, positions, 2).int().tolist()
     assert seen[:3] == [[1, 1, 0] + [0] * 6] * 2 + [[1, 1, 1] + [0] * 6]
     assert seen[3:6] == [
         [0, 0, 0, 1, 0, 0, 0, 0, 0],
@@ -212,7 +212,7 @@ def test_the_engine_denoises_blocks_as_the_objective_sees_them(
         sure, picks = logits.softmax(-1).max(-1)
         block = tokens.index(MASK_ID) // 4
         masked = [at for at, token in enumerate(tokens) if token == MASK_ID and at // 4 == block]
-        best = max(masked, key=lambda place: float(sure[place - shift]))
+        best = max(masked, key=lambda position: float(sure[position - shift]))
         tokens[best] = int(picks[best - shift])
     with LLM(tmp_path / "merged", dtype="float32", threads=1) as llm:
         assert llm.model.spec.block_size == 4 and not llm.model.spec.causal

@@ -81,9 +81,11 @@ def test_a_block_is_masked_by_halves_with_all_behind_it() -> None:
     (first, counted), (second, others) = halves
     assert not (counted & others).any()
     for row, length in enumerate(part.lengths.tolist()):
-        places = (counted | others)[row].nonzero().flatten() - part.start
-        begin = int(places[0])
-        assert begin % 8 == 0 and begin < length and places.tolist() == [*range(begin, begin + 8)]
+        positions = (counted | others)[row].nonzero().flatten() - part.start
+        begin = int(positions[0])
+        assert (
+            begin % 8 == 0 and begin < length and positions.tolist() == [*range(begin, begin + 8)]
+        )
         assert counted[row].sum() == others[row].sum() == 4
         for mask, half in ((first, counted), (second, others)):
             assert mask[row, part.start + begin + 8 :].all()

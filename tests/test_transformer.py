@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anydecode.errors import InvalidRequestError
-from anydecode.kernels.interface import KeyValues, Rows, Want, Weight
+from anydecode.kernels.interface import KeyValues, OutputSpec, Rows, Weight
 from anydecode.kernels.tiled import TiledProduct
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.models.transformer import Transformer
@@ -72,10 +72,10 @@ def test_alone_equals_in_a_batch_of_sixteen(model: Transformer) -> None:
     generator = np.random.default_rng(0)
     texts = [generator.integers(3, 120, 1 + 5 * i % 37).tolist() for i in range(16)]
     slots = generator.permutation(600)
-    tables, places, cache = [], 0, model.new_cache(600)
+    tables, positions, cache = [], 0, model.new_cache(600)
     for text in texts:
-        tables.append(slots[places : places + len(text)])
-        places += len(text)
+        tables.append(slots[positions : positions + len(text)])
+        positions += len(text)
     order = generator.permutation(sum(len(text) for text in texts))
     pairs = [(i, p) for i, text in enumerate(texts) for p in range(len(text))]
     pairs = [pairs[i] for i in order]
@@ -103,7 +103,9 @@ def test_a_plain_product_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TiledProduct, "__call__", plain)
     model = tiny("llama")
     cache = model.new_cache(20)
-    parts = [logits(model, chain([token], place), cache) for place, token in enumerate(PROMPT)]
+    parts = [
+        logits(model, chain([token], position), cache) for position, token in enumerate(PROMPT)
+    ]
     assert not torch.equal(torch.cat(parts), logits(model, chain(PROMPT)))
 
 
@@ -171,10 +173,10 @@ def test_split_at_every_layer(model: Transformer) -> None:
         cache = model.new_cache(20)
         first = whole(chain(PROMPT), model)
         first.stop[:] = split
-        state = model.run(first, cache, Want(every[:0], {split: every})).hidden[split]
+        state = model.run(first, cache, OutputSpec(every[:0], {split: every})).hidden[split]
         second = whole(chain(PROMPT), model)
         second.tokens[:], second.start[:], second.inputs = -1, split, state
-        assert torch.equal(model.run(second, cache, Want(every)).logits, expected)
+        assert torch.equal(model.run(second, cache, OutputSpec(every)).logits, expected)
 
 
 def test_ranges_of_every_kind_in_one_pass(model: Transformer) -> None:
@@ -184,7 +186,7 @@ def test_ranges_of_every_kind_in_one_pass(model: Transformer) -> None:
     every = np.arange(len(PROMPT), dtype=np.int32)
     cache, first = model.new_cache(64), whole(chain(PROMPT), model)
     first.stop[:] = 1
-    out = model.run(first, cache, Want(every, {1: every, 0: every}))
+    out = model.run(first, cache, OutputSpec(every, {1: every, 0: every}))
     state, early = out.hidden[1].clone(), out.logits.clone()
     assert torch.equal(model.head(state), early)
     assert torch.equal(out.hidden[0], model.embed(first.tokens))
@@ -201,7 +203,7 @@ def test_ranges_of_every_kind_in_one_pass(model: Transformer) -> None:
     both.start[:count], both.stop[count : 2 * count] = 1, layers - 1
     both.inputs = torch.cat((state, torch.full((2 * count, state.shape[1]), torch.nan)))
     taps = {layers - 1: np.arange(3 * count, dtype=np.int32)}
-    out = model.run(both, cache, Want(np.arange(3 * count, dtype=np.int32), taps))
+    out = model.run(both, cache, OutputSpec(np.arange(3 * count, dtype=np.int32), taps))
     expected = logits(model, chain(PROMPT))
     assert torch.equal(out.logits[:count], expected)
     assert torch.equal(out.logits[2 * count :], expected)
@@ -299,12 +301,12 @@ def test_rows_that_cannot_be_run(spoil: Any, message: str) -> None:
     rows = whole(chain(PROMPT), model)
     spoil(rows)
     with pytest.raises(InvalidRequestError, match=message):
-        model.run(rows, model.new_cache(16), Want(np.arange(12, dtype=np.int32)))
+        model.run(rows, model.new_cache(16), OutputSpec(np.arange(12, dtype=np.int32)))
 
 
 def scripted_logits(model: ScriptedModel, rows: Rows, cache: KeyValues) -> torch.Tensor:
     rows.start[:], rows.stop[:] = 0, model.spec.num_layers
-    return model.run(rows, cache, Want(np.arange(len(rows), dtype=np.int32))).logits
+    return model.run(rows, cache, OutputSpec(np.arange(len(rows), dtype=np.int32))).logits
 
 
 def test_scripted_model_sees_what_is_there() -> None:
@@ -332,16 +334,16 @@ def test_scripted_layer_ranges() -> None:
     expected = scripted_logits(model, chain(PROMPT), model.new_cache(32))
     cache, rows = model.new_cache(32), chain(PROMPT)
     rows.stop[:] = 2
-    out = model.run(rows, cache, Want(every, {2: every}))
+    out = model.run(rows, cache, OutputSpec(every, {2: every}))
     assert not torch.equal(out.logits, expected)
     assert torch.equal(model.head(out.hidden[2]), out.logits)
     rows.tokens[:], rows.start[:], rows.stop[:], rows.inputs = -1, 2, 4, out.hidden[2]
-    assert torch.equal(model.run(rows, cache, Want(every)).logits, expected)
+    assert torch.equal(model.run(rows, cache, OutputSpec(every)).logits, expected)
     rows = chain([1], 12)
     rows.stop[:] = 4
     fresh = model.new_cache(32)
     with pytest.raises(RuntimeError, match="stored nothing"):
-        model.run(rows, fresh, Want(every[:1]))
+        model.run(rows, fresh, OutputSpec(every[:1]))
 
 
 def test_scripted_tables_and_functions() -> None:

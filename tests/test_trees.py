@@ -13,8 +13,8 @@ from anydecode.decoders.speculative.draft_trees import GrowingTree
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation.certify import load_mechanisms
 from anydecode.evaluation.rounds import accepted, blurred, rounds, scripted, wordy
-from anydecode.memory.context import Context
-from anydecode.memory.pool import Pool
+from anydecode.memory.pool import KVPool
+from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.scripted import ScriptedModel
 from anydecode.scoring.tree import ROOT
 
@@ -56,9 +56,9 @@ def test_a_tree_hides_its_branches_from_each_other(monkeypatch: pytest.MonkeyPat
     expand = GrowingTree.expand
 
     def flat(self: GrowingTree, nodes: list[int]) -> object:
-        places, self._places = self._places, dict.fromkeys(self._places, ROOT)
+        positions, self._positions = self._positions, dict.fromkeys(self._positions, ROOT)
         yield from expand(self, nodes)
-        self._places = places | self._places
+        self._positions = positions | self._positions
 
     monkeypatch.setattr(GrowingTree, "expand", flat)
     with scripted(TARGET, DRAFT) as llm:
@@ -121,7 +121,7 @@ def _watch(decoder: object, kept: list) -> object:
 
 
 def test_a_pending_tree_grows_and_keeps_a_path() -> None:
-    context = Context(Pool(ScriptedModel(TARGET, vocab_size=259), 16))
+    context = SequenceCache(KVPool(ScriptedModel(TARGET, vocab_size=259), 16))
     context.append(2)
     context.tokens += [1, 2]
     context.branch([3, 4], [ROOT, ROOT], 3)

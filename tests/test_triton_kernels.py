@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.kernels.cuda import attention, packing, picks, pointwise
+from anydecode.kernels.cuda import attention, packing, pointwise, sampling
 from anydecode.kernels.cuda.available import interpreted, kernel_device, why_not
 from anydecode.kernels.cuda.backend import TritonBackend
-from anydecode.kernels.cuda.executor import Pick, TritonExecutor
+from anydecode.kernels.cuda.executor import SampleState, TritonExecutor
 from anydecode.kernels.cuda.graphs import Launch, NoGraphs, Recorder
 from anydecode.kernels.cuda.packing import Packed, Tile, pack
 from anydecode.kernels.cuda.products import product
@@ -39,9 +39,9 @@ from anydecode.kernels.interface import (
     Attention,
     KeyValues,
     LowRank,
+    OutputSpec,
     Rope,
     Rows,
-    Want,
     Weight,
 )
 from anydecode.kernels.reference import ReferenceBackend
@@ -111,9 +111,9 @@ def random_weight(format: str, rows: int, columns: int, seed: int = 0) -> Weight
     size = (rows, row_bytes(format, columns))
     data = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
     blocks = data.view(-1, BLOCKS[format][1])
-    for place in (208,) if format == "Q6_K" else (0, 2) if format != "Q5_0" else (0,):
+    for position in (208,) if format == "Q6_K" else (0, 2) if format != "Q5_0" else (0,):
         scales = torch.rand(len(blocks), 1, generator=generator) * 0.01
-        blocks[:, place : place + 2] = scales.to(torch.float16).view(torch.uint8)
+        blocks[:, position : position + 2] = scales.to(torch.float16).view(torch.uint8)
     return Weight(format, rows, columns, data, f"{format}.{seed}")
 
 
@@ -436,13 +436,13 @@ def test_the_largest_and_ties() -> None:
     logits[1, [7, 8000]] = 2.0
     logits[2, 9000] = 1.0
     logits[3] = -5.0
-    assert picks.argmax(logits).tolist() == [0, 7, 9000, 0]
+    assert sampling.argmax(logits).tolist() == [0, 7, 9000, 0]
 
 
 @pytest.mark.parametrize(("size", "count"), [(5, 5), (300, 1), (9000, 3), (20000, 17)])
 def test_the_k_largest(size: int, count: int) -> None:
     scores = (randn(2, size) * 4).round()  # with many ties
-    values, ids = picks.top(scores, count)
+    values, ids = sampling.top(scores, count)
     wanted = torch.sort(scores, descending=True, stable=True)
     assert torch.equal(ids.long(), wanted.indices[:, :count])
     assert torch.equal(values, wanted.values[:, :count])
@@ -454,10 +454,12 @@ def test_gumbel_picks_are_the_hosts() -> None:
     noises = [Noise(seed, stream_id(i, 0)) for i, seed in enumerate(seeds)]
     logits = randn(4, 5003) * 2
     inverse = torch.tensor([1.0, 0.7, 3.0, 0.0], dtype=torch.float64, device=DEVICE)
-    places = np.zeros((4, 4), np.int64)
+    positions = np.zeros((4, 4), np.int64)
     for row, noise in enumerate(noises):
-        places[row] = np.array([noise.seed, noise.stream, 90 + row, row], np.uint64).view(np.int64)
-    got = picks.gumbel(logits, inverse, torch.from_numpy(places).to(DEVICE)).tolist()
+        positions[row] = np.array([noise.seed, noise.stream, 90 + row, row], np.uint64).view(
+            np.int64
+        )
+    got = sampling.gumbel(logits, inverse, torch.from_numpy(positions).to(DEVICE)).tolist()
     for row, noise in enumerate(noises):
         score = logits[row].double().cpu().numpy() * float(inverse[row])
         score += noise.gumbel(range(5003), 90 + row, row)
@@ -530,8 +532,8 @@ def tiny(family: str = "Llama", dtype: str | None = "bfloat16") -> tuple[Any, An
 
 def scores(model: Any, rows: Rows, cache: Any = None) -> torch.Tensor:
     cache = cache if cache is not None else model.new_cache(64)
-    want = Want(np.arange(len(rows), dtype=np.int32))
-    logits: torch.Tensor = model.run(whole(rows, model), cache, want).logits
+    output_spec = OutputSpec(np.arange(len(rows), dtype=np.int32))
+    logits: torch.Tensor = model.run(whole(rows, model), cache, output_spec).logits
     return logits.clone().cpu()
 
 
@@ -621,14 +623,14 @@ def test_captured_passes_and_following() -> None:
     bare = scores(ours, prompt, cache)
     eager.regroup(None)
     prompt.stop[:] = 0
-    assert torch.equal(ours.run(prompt, cache, Want(np.arange(3))).logits.cpu(), bare)
+    assert torch.equal(ours.run(prompt, cache, OutputSpec(np.arange(3))).logits.cpu(), bare)
     assert torch.equal(scores(ours, prompt, cache), padded)
     # The same rows without padding, layer by layer.
-    want = Want(np.arange(3, dtype=np.int32), {1: np.arange(3)})
-    assert torch.equal(ours.run(prompt, cache, want).logits.cpu(), padded)
+    output_spec = OutputSpec(np.arange(3, dtype=np.int32), {1: np.arange(3)})
+    assert torch.equal(ours.run(prompt, cache, output_spec).logits.cpu(), padded)
 
     noise = Noise(77, stream_id(3, 0))
-    for pick in (Pick(), Pick(0.8, noise.seed, noise.stream)):
+    for pick in (SampleState(), SampleState(0.8, noise.seed, noise.stream)):
         wanted: list[int] = []
         step, first = [int(padded[-1].argmax())], 3
         for _ in range(5):
@@ -647,11 +649,11 @@ def test_captured_passes_and_following() -> None:
         [0, 1], [4, 2],
     )  # fmt: skip
     slots = np.array([[4, 5], [61, 62]], np.int32)
-    said = eager.follow(whole(two, ours), cache, slots, [pick, Pick()])
+    said = eager.follow(whole(two, ours), cache, slots, [pick, SampleState()])
     assert said[0].tolist() == wanted[:3]
     two.positions[:] = 0
     with pytest.raises(InvalidRequestError, match="see all of their sequence"):
-        eager.follow(two, cache, slots, [pick, Pick()])
+        eager.follow(two, cache, slots, [pick, SampleState()])
 
 
 def test_rows_with_an_adapter_leave_the_others_alone() -> None:
@@ -756,7 +758,7 @@ def test_graphs_on_a_gpu() -> None:
     replayed = [scores(ours, chain(tokens)) for _ in range(3)]
     cache = ours.new_cache(64)
     one_by_one = [scores(ours, chain([t], i), cache)[0] for i, t in enumerate(tokens)]
-    want = Want(np.arange(16, dtype=np.int32), {1: np.arange(16)})
-    eager = ours.run(whole(chain(tokens), ours), ours.new_cache(64), want).logits.cpu()
+    output_spec = OutputSpec(np.arange(16, dtype=np.int32), {1: np.arange(16)})
+    eager = ours.run(whole(chain(tokens), ours), ours.new_cache(64), output_spec).logits.cpu()
     for result in (*replayed, torch.stack(one_by_one)):
         assert torch.equal(result, eager)

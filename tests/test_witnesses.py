@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from anydecode import JsonSchema
 from anydecode.constraints.checking import Validator
-from anydecode.constraints.closing import closing_tokens
 from anydecode.constraints.narrowing import narrowed
+from anydecode.constraints.shortest_completion import shortest_completion
 from anydecode.constraints.witnesses import anywhere, matching, witnesses
 from anydecode.models.scripted import ByteTokenizer
 
@@ -45,7 +45,7 @@ def test_narrowed_objects_have_what_negations_ask_for(schema, count) -> None:
         smaller = narrowed(schema, number, len(json.dumps(schema)))
         assert len(smaller["required"]) == count
         state = JsonSchema(smaller).start(tokenizer, tokenizer.vocab_size)
-        end = closing_tokens(state, tokenizer)
+        end = shortest_completion(state, tokenizer)
         assert validator.is_valid(json.loads(tokenizer.decode(end)))
 
 

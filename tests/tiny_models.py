@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from anydecode.kernels.interface import Rows, Want
+from anydecode.kernels.interface import OutputSpec, Rows
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model
 from anydecode.models.transformer import Transformer
@@ -120,8 +120,8 @@ def whole(rows: Rows, model: Transformer) -> Rows:
 def logits(model: Transformer, rows: Rows, cache: Any = None) -> torch.Tensor:
     """Logits of every row, through all layers."""
     cache = cache if cache is not None else model.new_cache(256)
-    want = Want(np.arange(len(rows), dtype=np.int32))
-    return model.run(whole(rows, model), cache, want).logits.clone()
+    output_spec = OutputSpec(np.arange(len(rows), dtype=np.int32))
+    return model.run(whole(rows, model), cache, output_spec).logits.clone()
 
 
 def greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:

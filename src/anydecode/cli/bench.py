@@ -30,7 +30,7 @@ BENCHES = {
         "Diffusion methods: accuracy against passes per token, on tasks that can be checked.",
     ),
     "peers": Bench(
-        "anydecode.evaluation.peers:bench_peers",
+        "anydecode.evaluation.baselines:bench_baselines",
         "Against transformers, llama.cpp and OpenVINO GenAI, in one run.",
     ),
     "cost": Bench(

@@ -16,8 +16,8 @@ from anydecode.cli.output import note, print_json, progress
 
 if TYPE_CHECKING:
     from anydecode.evaluation.certify import Certificate, Check
-    from anydecode.evaluation.certify_model import Outcome, Trials
-    from anydecode.evaluation.diary import Diary
+    from anydecode.evaluation.certify_model import BatchOutcome, Trials
+    from anydecode.evaluation.results_log import ResultsLog
 
 
 def certify_methods(
@@ -121,14 +121,14 @@ def _show(certificate: Certificate, checks: Iterable[Check]) -> None:
     print("\n".join([f"{word}  {certificate.key}", *lines]), flush=True)
 
 
-def _log(keep: Path | None, settings: dict[str, Any]) -> Diary | None:
+def _log(keep: Path | None, settings: dict[str, Any]) -> ResultsLog | None:
     """Where results are kept: the file the user named; else one of the cache folder that belongs to
     these settings and this code, or none where that cannot be written."""
-    from anydecode.evaluation.diary import Diary
+    from anydecode.evaluation.results_log import ResultsLog
     from anydecode.folders import default_cache
 
     if keep is not None:
-        return Diary(keep, settings)
+        return ResultsLog(keep, settings)
     settings = {
         **settings,
         "code": _fingerprint(Path(anydecode.__file__).parent, ("*.py", "*.[ch]")),
@@ -140,7 +140,7 @@ def _log(keep: Path | None, settings: dict[str, Any]) -> Diary | None:
     file = default_cache() / "certify" / f"{name}.jsonl"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        return Diary(file, settings)
+        return ResultsLog(file, settings)
     except OSError as error:
         note(f"results are not kept: {error}")
         return None
@@ -156,7 +156,9 @@ def _fingerprint(root: Path, patterns: Iterable[str], contents: bool = True) -> 
     return digest.hexdigest()[:16]
 
 
-def _by_proof(keys: list[str], log: Diary | None, json: bool) -> tuple[list[Certificate], bool]:
+def _by_proof(
+    keys: list[str], log: ResultsLog | None, json: bool
+) -> tuple[list[Certificate], bool]:
     """Certificates of what was tried, and whether the user stopped it before all was."""
     from anydecode.catalogue import cards
     from anydecode.evaluation.certify import certify
@@ -173,7 +175,7 @@ def _by_proof(keys: list[str], log: Diary | None, json: bool) -> tuple[list[Cert
                 _show(certificate, [one for one in certificate.checks if not one.passed])
 
         try:
-            certify(wanted, on_done=report, diary=log)
+            certify(wanted, on_done=report, results_log=log)
         except KeyboardInterrupt:
             note(f"stopped: {len(done)} of {len(wanted)} methods were tried")
     return done, len(done) < len(wanted)
@@ -185,18 +187,20 @@ def _on_model(
     trials: Trials,
     draft: str | None,
     threads: int | None,
-    log: Diary | None,
+    log: ResultsLog | None,
 ) -> tuple[list[Certificate], bool]:
     """Certificates of what was tried, and whether the user stopped it before all was."""
     from anydecode.evaluation.certify_model import certificates, outcomes
 
     wanted = keys or _drafting()
     total = len(wanted) * sum(map(len, trials.batches().values()))
-    found: list[Outcome] = []
+    found: list[BatchOutcome] = []
     with progress() as bar:
         task = bar.add_task("certifying", total=total)
         try:
-            for one in outcomes(model, wanted, trials, draft=draft, threads=threads, diary=log):
+            for one in outcomes(
+                model, wanted, trials, draft=draft, threads=threads, results_log=log
+            ):
                 found.append(one)
                 bar.update(task, description=one.key, advance=1)
                 if one.differ:

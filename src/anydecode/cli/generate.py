@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from anydecode import LLM
     from anydecode.constraints.constraint import Constraint
-    from anydecode.engine.generation import Generation, Piece
+    from anydecode.engine.generation import Generation, StreamChunk
 
 HINT_MARKER = ".chat-hint-given"
 
@@ -143,7 +143,7 @@ def write_trace(generation: Generation, file: Path) -> None:
         raise InvalidRequestError(f"cannot write the trace: {error}") from None
 
 
-def stream(pieces: Iterable[Piece]) -> Generation:
+def stream(pieces: Iterable[StreamChunk]) -> Generation:
     """Write the pieces as they come, then a line of figures on stderr; returns the Generation."""
     generation = None
     for piece in pieces:

@@ -8,9 +8,9 @@ from typing import Any
 
 import jsonschema_rs
 
-from anydecode.constraints.endless import target
 from anydecode.constraints.patterns import matches, pattern_options
 from anydecode.constraints.relaxing import nodes
+from anydecode.constraints.termination import target
 
 #: Longest schema, in characters, that is brought into this form: the work can grow faster than
 #: the schema does.
@@ -73,18 +73,18 @@ class _Orders:
             everywhere.update(dict.fromkeys(names))
             if names and names not in known:
                 known.add(names)
-                self._lists.append({name: place for place, name in enumerate(names)})
+                self._lists.append({name: position for position, name in enumerate(names)})
         self._lists.sort(key=len)
-        self._everywhere = {name: place for place, name in enumerate(everywhere)}
+        self._everywhere = {name: position for position, name in enumerate(everywhere)}
 
     def ranks(self, properties: Set[str]) -> Callable[[str], tuple[int, int]]:
         """A key to sort `properties` by: their order in the smallest object that has most of
         them, then that of the whole schema."""
-        places: dict[str, int] = max(
+        positions: dict[str, int] = max(
             self._lists, key=lambda own: len(own.keys() & properties), default={}
         )
         last = len(self._everywhere)
-        return lambda name: (places.get(name, len(places)), self._everywhere.get(name, last))
+        return lambda name: (positions.get(name, len(positions)), self._everywhere.get(name, last))
 
     def _named(self, node: Any, followed: set[str]) -> Iterator[str]:
         """Property names of one object as they are written, its own first, each reference followed

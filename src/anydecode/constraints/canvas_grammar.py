@@ -154,14 +154,14 @@ class CanvasGrammar:
 
     def is_completable(self, canvas: Seq[int], begun: bytes = b"") -> bool:
         """Whether tokens in place of the holes make `begun` and the canvas a text."""
-        return Look(self, canvas, begun).is_completable
+        return CanvasAnswer(self, canvas, begun).is_completable
 
     def spell(self, chart: Chart, items: Items, piece: bytes) -> Items:
         """Behind the bytes of a token, from closed items to items that are not."""
         told = piece.translate(self.grammar.classes)
-        for place, one in enumerate(told):
+        for position, one in enumerate(told):
             items = chart.step(items, one)
-            if place + 1 < len(told):
+            if position + 1 < len(told):
                 items = chart.close(items)
         return items
 
@@ -200,7 +200,7 @@ class CanvasGrammar:
                         waiting.append((ahead, chart.close(found)))
 
 
-class Look:
+class CanvasAnswer:
     """One canvas: whether it is completable, and with which tokens at its holes it still is."""
 
     def __init__(self, rules: CanvasGrammar, canvas: Seq[int], begun: bytes = b"") -> None:
@@ -219,7 +219,8 @@ class Look:
             self._tail -= 1
         #: Where the text ends at the latest.
         self._last = next(
-            (place for place, token in enumerate(canvas) if token in rules.ends), len(self.canvas)
+            (position for position, token in enumerate(canvas) if token in rules.ends),
+            len(self.canvas),
         )
         self._charts = [self.chart.fork()]
 
@@ -230,66 +231,66 @@ class Look:
             return False
         return self._goes_on(self.chart.fork(), self._items[0], 0)
 
-    def before(self, place: int) -> tuple[Chart, Items]:
-        """A chart up to `place`, to be gone on with, and the closed items there."""
-        while len(self._items) <= place:
+    def before(self, position: int) -> tuple[Chart, Items]:
+        """A chart up to `position`, to be gone on with, and the closed items there."""
+        while len(self._items) <= position:
             chart = self._charts[-1].fork()
             at = len(self._items) - 1
             self._items.append(self._behind(chart, self._items[at], at))
             self._charts.append(chart)
-        return self._charts[place].fork(), self._items[place]
+        return self._charts[position].fork(), self._items[position]
 
-    def accepts(self, place: int, token: int) -> bool:
-        """Whether the canvas is completable with `token` in the hole at `place`."""
+    def accepts(self, position: int, token: int) -> bool:
+        """Whether the canvas is completable with `token` in the hole at `position`."""
         rules = self.rules
         if token in rules.ends:
-            return self._may_end(place)
-        chart, items = self.before(place)
-        if self._last < place or token >= len(rules.spellings.groups):
+            return self._may_end(position)
+        chart, items = self.before(position)
+        if self._last < position or token >= len(rules.spellings.groups):
             return False
         if rules.spellings.groups[token] < 0:
             return False
-        return self._goes_on(chart, rules.token(chart, items, token), place + 1)
+        return self._goes_on(chart, rules.token(chart, items, token), position + 1)
 
-    def allowed(self, place: int) -> np.ndarray:
+    def allowed(self, position: int) -> np.ndarray:
         """Boolean `[width]`: the tokens, of those that masks stand for, with which the hole at
-        `place` leaves the canvas completable."""
+        `position` leaves the canvas completable."""
         rules = self.rules
         groups = rules.spellings.groups
         fine = np.zeros(rules.spellings.count + 1, bool)  # the last: of no group
-        if place < self._last:
-            chart, items = self.before(place)
+        if position < self._last:
+            chart, items = self.before(position)
             verdicts: dict[frozenset[tuple[int, int]], bool] = {}
             for group, found in rules.each(chart, items):
                 behind = frozenset(found.items())
                 if behind not in verdicts:
                     branch = chart.fork()
-                    verdicts[behind] = self._goes_on(branch, branch.close(found), place + 1)
+                    verdicts[behind] = self._goes_on(branch, branch.close(found), position + 1)
                 fine[group] = verdicts[behind]
         allowed: np.ndarray = fine[groups]
-        allowed[[end for end in rules.ends if end < len(allowed)]] = self._may_end(place)
+        allowed[[end for end in rules.ends if end < len(allowed)]] = self._may_end(position)
         return allowed
 
-    def _may_end(self, place: int) -> bool:
-        """Whether the text may have ended when it comes to `place`."""
+    def _may_end(self, position: int) -> bool:
+        """Whether the text may have ended when it comes to `position`."""
         return any(
             self.chart.is_whole(self.before(end)[1])
-            for end in range(self._tail, min(place, self._last) + 1)
+            for end in range(self._tail, min(position, self._last) + 1)
         )
 
-    def _goes_on(self, chart: Chart, items: Items, place: int) -> bool:
+    def _goes_on(self, chart: Chart, items: Items, position: int) -> bool:
         while items:
-            if place >= self._tail and (place == len(self.canvas) or self.rules.ends):
+            if position >= self._tail and (position == len(self.canvas) or self.rules.ends):
                 if chart.is_whole(items):
                     return True
-            if place >= self._last or place == len(self.canvas):
+            if position >= self._last or position == len(self.canvas):
                 return False
-            items = self._behind(chart, items, place)
-            place += 1
+            items = self._behind(chart, items, position)
+            position += 1
         return False
 
-    def _behind(self, chart: Chart, items: Items, place: int) -> Items:
-        token = self.canvas[place]
+    def _behind(self, chart: Chart, items: Items, position: int) -> Items:
+        token = self.canvas[position]
         if token == HOLE:
             return self.rules.hole(chart, items)
         return self.rules.token(chart, items, token)

@@ -133,7 +133,7 @@ class _Frame:
 
 
 @dataclass
-class JsonWatch:
+class IncrementalJsonValidator:
     """Follows a JSON text byte by byte and validates each value as it closes."""
 
     validator: Validator

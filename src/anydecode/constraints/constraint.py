@@ -12,7 +12,7 @@ import numpy as np
 from anydecode.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from anydecode.constraints.hints import Hints
+    from anydecode.constraints.completion_hints import Hints
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ConstraintState(ABC):
 
     def without(self, banned: Sequence[int]) -> ConstraintState:
         """The same state, except that none of the tokens `banned` may come next."""
-        return _Without(self, banned)
+        return TokenBan(self, banned)
 
     @property
     def before(self) -> int:
@@ -114,7 +114,7 @@ class ConstraintState(ABC):
         """Begin to compute the next mask, on another thread where that helps."""
 
 
-class _Without(ConstraintState):
+class TokenBan(ConstraintState):
     """A constraint's state that does not allow some tokens next."""
 
     def __init__(self, inner: ConstraintState, banned: Sequence[int], ahead: int = 0) -> None:
@@ -154,8 +154,8 @@ class _Without(ConstraintState):
         self.inner.rollback(count)
         self.ahead -= count
 
-    def fork(self) -> _Without:
-        return _Without(self.inner.fork(), self.banned, self.ahead)
+    def fork(self) -> TokenBan:
+        return TokenBan(self.inner.fork(), self.banned, self.ahead)
 
     def forced(self) -> list[int]:
         return self.inner.forced() if self.ahead else []
@@ -164,7 +164,7 @@ class _Without(ConstraintState):
         self.inner.prepare()
 
 
-class Watch(Protocol):
+class IncrementalValidator(Protocol):
     """Looks at one text as it grows for what the mask cannot express."""
 
     def push(self, token: int) -> int | None:
@@ -209,7 +209,7 @@ class Constraint(ABC):
     def report(self) -> Report:
         """How this constraint is enforced; known once `start` has been called."""
 
-    def watch(self, tokenizer: Tokenizer) -> Watch | None:
+    def incremental_validator(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
         """What checks a text beyond the mask, or None where the mask says it all."""
         return None
 

@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from anydecode.constraints.canonical import canonical
-from anydecode.constraints.checking import JsonWatch, Validator
-from anydecode.constraints.constraint import Constraint, ConstraintState, Report, Watch
-from anydecode.constraints.endless import is_endless
+from anydecode.constraints.checking import IncrementalJsonValidator, Validator
+from anydecode.constraints.completion_hints import Hints
+from anydecode.constraints.constraint import (
+    Constraint,
+    ConstraintState,
+    IncrementalValidator,
+    Report,
+)
+from anydecode.constraints.forced_completion import ForcedCompletion
 from anydecode.constraints.guidance_engine import GuidanceState, bridge, check_references, library
-from anydecode.constraints.hints import Hints
 from anydecode.constraints.languages import ENGINES
 from anydecode.constraints.narrowing import narrowed
 from anydecode.constraints.relaxing import (
@@ -27,7 +32,7 @@ from anydecode.constraints.relaxing import (
     unknown_formats,
     without_formats,
 )
-from anydecode.constraints.steering import Steered
+from anydecode.constraints.termination import cannot_terminate
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
@@ -113,7 +118,7 @@ class JsonSchema(Constraint):
         state = self.start(tokenizer, vocab_size)
         if not self.finish:
             return state
-        return Steered.of(state, tokenizer, vocab_size, limit, self.hints)
+        return ForcedCompletion.of(state, tokenizer, vocab_size, limit, self.hints)
 
     @property
     def hints(self) -> Hints:
@@ -125,11 +130,11 @@ class JsonSchema(Constraint):
         assert self._plan is not None, "the constraint has not been started"
         return self._plan.report
 
-    def watch(self, tokenizer: Tokenizer) -> Watch | None:
+    def incremental_validator(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
         assert self._plan is not None, "the constraint has not been started"
         if not self._plan.checks:
             return None
-        return JsonWatch(self._plan.validator, tokenizer)
+        return IncrementalJsonValidator(self._plan.validator, tokenizer)
 
     def is_valid(self, text: str) -> bool:
         """Whether `text` is JSON that is valid under the schema."""
@@ -179,7 +184,7 @@ class JsonSchema(Constraint):
 
     def _make(self, tokenizer: Tokenizer, vocab_size: int) -> _Plan:
         validator = Validator(self.schema, len(self.text), self.resources)
-        if is_endless(self.schema):
+        if cannot_terminate(self.schema):
             raise ConstraintError("no text can meet the schema: its recursion has no end")
         whitespace = ", : " if self.whitespace is None else self.whitespace
         present = _present(self.schema)

@@ -80,41 +80,41 @@ class Monitor(Constraint):
         complete = self.completions or jedi_completions(self.path)
         judge = _Judge(complete, _words(tokenizer, vocab_size))
         text = self.code.encode()
-        place = _Place(text, judge.open(text), None)
-        return MonitorState(judge, place, (self.code, self.path))
+        position = _Position(text, judge.open(text), None)
+        return MonitorState(judge, position, (self.code, self.path))
 
     def report(self) -> Report:
         return Report("monitor", "jedi" if self.completions is None else "python", ("names",))
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Position:
     """The text so far and what may still stand behind its last dot (None: anything)."""
 
     text: bytes
     rest: tuple[bytes, ...] | None
-    before: _Place | None
+    before: _Position | None
     ended: bool = False
 
 
 class MonitorState(ConstraintState):
     """Idle, or within a name; every token is a place that can be gone back to."""
 
-    def __init__(self, judge: _Judge, place: _Place, origin: Hashable) -> None:
+    def __init__(self, judge: _Judge, position: _Position, origin: Hashable) -> None:
         self._judge = judge
-        self._place = place
+        self._position = position
         self._mask: np.ndarray | None = None
         self.origin = origin
 
     def mask(self) -> np.ndarray:
         if self._mask is None:
-            words, place = self._judge.words, self._place
-            if place.ended:
+            words, position = self._judge.words, self._position
+            if position.ended:
                 allowed = np.zeros(words.size, bool)
-            elif place.rest is None:
+            elif position.rest is None:
                 allowed = words.idle.copy()
             else:
-                allowed = words.names(place.rest)
+                allowed = words.names(position.rest)
             allowed[words.eos_ids] = self.may_stop
             self._mask = allowed
         return self._mask
@@ -122,27 +122,27 @@ class MonitorState(ConstraintState):
     def advance(self, token: int) -> None:
         if not self.allows(token):
             raise ConstraintError(f"token {token} is not allowed here")
-        place = self._place
+        position = self._position
         if token in self._judge.words.eos_ids:
-            self._place = _Place(place.text, place.rest, place, ended=True)
+            self._position = _Position(position.text, position.rest, position, ended=True)
         else:
             piece = self._judge.words.pieces[token]
-            text = place.text + piece
-            rest = place.rest
+            text = position.text + piece
+            rest = position.rest
             left = tuple(name[len(piece) :] for name in rest or () if name.startswith(piece))
-            self._place = _Place(text, left or self._judge.open(text), place)
+            self._position = _Position(text, left or self._judge.open(text), position)
         self._mask = None
 
     def rollback(self, count: int) -> None:
-        place: _Place | None = self._place
+        position: _Position | None = self._position
         for _ in range(count):
-            place = place.before if place is not None else None
-        if place is None:
+            position = position.before if position is not None else None
+        if position is None:
             raise ConstraintError(f"cannot take back {count} tokens")
-        self._place, self._mask = place, None
+        self._position, self._mask = position, None
 
     def fork(self) -> MonitorState:
-        branch = MonitorState(self._judge, self._place, self.origin)
+        branch = MonitorState(self._judge, self._position, self.origin)
         branch._mask = self._mask
         return branch
 
@@ -151,12 +151,12 @@ class MonitorState(ConstraintState):
 
     @property
     def may_stop(self) -> bool:
-        place = self._place
-        return place.ended or place.rest is None or b"" in place.rest
+        position = self._position
+        return position.ended or position.rest is None or b"" in position.rest
 
     @property
     def finished(self) -> bool:
-        return self._place.ended
+        return self._position.ended
 
 
 class _Judge:
@@ -234,14 +234,14 @@ def jedi_completions(path: str | Path | None = None) -> Completions:
 
     def complete(text: str) -> set[str]:
         lines = text.split("\n")
-        place = len(lines), len(lines[-1])
+        position = len(lines), len(lines[-1])
         tree = parso.parse(text)  # type: ignore[no-untyped-call]
-        if _in_comment(tree, place):
+        if _in_comment(tree, position):
             return set()
         names: set[str] = set()
         for code in dict.fromkeys((text, text + _closing(tree))):
             try:
-                found = jedi.Script(code, path=path, environment=environment).complete(*place)
+                found = jedi.Script(code, path=path, environment=environment).complete(*position)
             except Exception:  # code half written is more than it can always take
                 continue
             names |= {one.name for one in found if one.type not in ("keyword", "path")}
@@ -250,9 +250,9 @@ def jedi_completions(path: str | Path | None = None) -> Completions:
     return complete
 
 
-def _in_comment(tree: Any, place: tuple[int, int]) -> bool:
-    leaf = tree.get_leaf_for_position(place, include_prefixes=True)
-    if leaf is None or leaf.start_pos < place:
+def _in_comment(tree: Any, position: tuple[int, int]) -> bool:
+    leaf = tree.get_leaf_for_position(position, include_prefixes=True)
+    if leaf is None or leaf.start_pos < position:
         return False
     return "#" in leaf.prefix.rpartition("\n")[2]
 

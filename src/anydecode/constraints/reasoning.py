@@ -11,8 +11,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from anydecode.constraints.constraint import Constraint, ConstraintState, Report, Watch
-from anydecode.constraints.hints import Hints
+from anydecode.constraints.completion_hints import Hints
+from anydecode.constraints.constraint import (
+    Constraint,
+    ConstraintState,
+    IncrementalValidator,
+    Report,
+)
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
@@ -58,8 +63,8 @@ class AfterReasoning(Constraint):
     def report(self) -> Report:
         return self.constraint.report()
 
-    def watch(self, tokenizer: Tokenizer) -> Watch | None:
-        inner = self.constraint.watch(tokenizer)
+    def watch(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
+        inner = self.constraint.incremental_validator(tokenizer)
         return None if inner is None else _WatchAfter(inner, tokenizer, self._tags())
 
     def narrowed(self, number: int) -> AfterReasoning | None:
@@ -89,7 +94,7 @@ class AfterReasoning(Constraint):
         return AfterReasoningState(masks, answer, trail, origin)
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     """Where a text stands before its answer: `matched` bytes of the tag that comes next, or line
     breaks behind the closing tag."""
 
@@ -106,32 +111,32 @@ class _Tags:
     opened: bool
 
     @property
-    def start(self) -> _Place:
-        return _Place(_REASONING if self.opened else _START)
+    def start(self) -> _Position:
+        return _Position(_REASONING if self.opened else _START)
 
-    def after(self, place: _Place, piece: bytes) -> _Place | None:
+    def after(self, position: _Position, piece: bytes) -> _Position | None:
         """The place behind a token's bytes; None where the token can only belong to the answer, or
         would stand half in the reasoning and half in the answer."""
-        if place.phase == _REASONING:
-            return self._reasoned(place.matched, piece)
+        if position.phase == _REASONING:
+            return self._reasoned(position.matched, piece)
         if not piece:
             return None
-        if place.phase == _CLOSED:
-            count = place.matched + len(piece)
+        if position.phase == _CLOSED:
+            count = position.matched + len(piece)
             fits = not piece.strip(b"\n") and count <= MAX_LINE_BREAKS
-            return _Place(_CLOSED, count) if fits else None
-        text = self.opening[: place.matched] + piece
+            return _Position(_CLOSED, count) if fits else None
+        text = self.opening[: position.matched] + piece
         if text.startswith(self.opening):
             return self._reasoned(0, text[len(self.opening) :])
-        return _Place(_START, len(text)) if self.opening.startswith(text) else None
+        return _Position(_START, len(text)) if self.opening.startswith(text) else None
 
-    def _reasoned(self, matched: int, piece: bytes) -> _Place | None:
+    def _reasoned(self, matched: int, piece: bytes) -> _Position | None:
         for at, byte in enumerate(piece, 1):
             matched = _matched(self.closing, matched, byte)
             if matched == len(self.closing):
-                closed = _Place(_CLOSED)
+                closed = _Position(_CLOSED)
                 return self.after(closed, piece[at:]) if piece[at:] else closed
-        return _Place(_REASONING, matched)
+        return _Position(_REASONING, matched)
 
 
 @lru_cache(4096)
@@ -148,29 +153,29 @@ class _Masks:
         self.tags = tags
         self._pieces = pieces
         self._eos_ids = eos_ids
-        self._known: dict[_Place, np.ndarray | None] = {}
+        self._known: dict[_Position, np.ndarray | None] = {}
 
-    def after(self, place: _Place, token: int) -> _Place | None:
+    def after(self, position: _Position, token: int) -> _Position | None:
         """The place behind `token`; None where it does not lead to one."""
-        return None if token in self._eos_ids else self.tags.after(place, self._pieces[token])
+        return None if token in self._eos_ids else self.tags.after(position, self._pieces[token])
 
-    def mask(self, place: _Place) -> np.ndarray | None:
+    def mask(self, position: _Position) -> np.ndarray | None:
         """Boolean `[vocab_size]` of the tokens that lead on, or None where none does."""
-        if place not in self._known:
-            mask = np.full(len(self._pieces), place.phase == _REASONING)
+        if position not in self._known:
+            mask = np.full(len(self._pieces), position.phase == _REASONING)
             mask[list(self._eos_ids)] = False
-            for token in self._doubtful(place):
-                mask[token] = self.after(place, token) is not None
-            self._known[place] = mask if mask.any() else None
-        return self._known[place]
+            for token in self._doubtful(position):
+                mask[token] = self.after(position, token) is not None
+            self._known[position] = mask if mask.any() else None
+        return self._known[position]
 
-    def _doubtful(self, place: _Place) -> Iterator[int]:
+    def _doubtful(self, position: _Position) -> Iterator[int]:
         """Tokens that have to be looked at: elsewhere than in the reasoning the others lead
         nowhere, and there they lead on."""
-        if place.phase == _CLOSED:
+        if position.phase == _CLOSED:
             needed = b"\n"
-        elif place.phase == _START:
-            needed = self.tags.opening[place.matched :][:1]
+        elif position.phase == _START:
+            needed = self.tags.opening[position.matched :][:1]
         else:
             needed = self.tags.closing[-1:]
         return (token for token, piece in enumerate(self._pieces) if needed in piece)
@@ -192,7 +197,7 @@ class _Trail:
     """A place behind `said` tokens. `answer` is the constraint's state for an answer that begins
     here, or has begun already at the start; None where there is none (yet)."""
 
-    place: _Place
+    position: _Position
     said: int
     answer: ConstraintState | None
     before: _Trail | None
@@ -234,13 +239,13 @@ class AfterReasoningState(ConstraintState):
         return inner.follows(tokens) if inner and self._answered else super().follows(tokens)
 
     def advance(self, token: int) -> None:
-        place, inner = self._leads(token), self._state()
-        if place is not None:
+        position, inner = self._leads(token), self._state()
+        if position is not None:
             beside = None
-            if place.phase == _START and inner is not None and inner.allows(token):
+            if position.phase == _START and inner is not None and inner.allows(token):
                 beside = inner
                 beside.advance(token)
-            self._trail = _Trail(place, self._trail.said + 1, beside, self._trail)
+            self._trail = _Trail(position, self._trail.said + 1, beside, self._trail)
             self._inner = None
         elif inner is not None:
             inner.advance(token)
@@ -272,7 +277,7 @@ class AfterReasoningState(ConstraintState):
     @property
     def before(self) -> int:
         """How many tokens came before the answer: all of them where it has not begun."""
-        is_start = self._trail.place.phase == _START
+        is_start = self._trail.position.phase == _START
         return 0 if is_start and self._state() is not None else self._trail.said
 
     @property
@@ -307,17 +312,17 @@ class AfterReasoningState(ConstraintState):
 
     def _own(self) -> np.ndarray | None:
         """What may follow outside of the answer; None where nothing may."""
-        return None if self._answered else self._masks.mask(self._trail.place)
+        return None if self._answered else self._masks.mask(self._trail.position)
 
-    def _leads(self, token: int) -> _Place | None:
+    def _leads(self, token: int) -> _Position | None:
         """The place outside of the answer that `token` leads to."""
-        return None if self._answered else self._masks.after(self._trail.place, token)
+        return None if self._answered else self._masks.after(self._trail.position, token)
 
     def _state(self) -> ConstraintState | None:
         """The answer's state; None where the text stands in the reasoning."""
         if self._inner is None:
             trail = self._trail
-            if trail.place.phase == _CLOSED and trail.answer is None:
+            if trail.position.phase == _CLOSED and trail.answer is None:
                 trail.answer = self._answer(trail.said)
             self._inner = None if trail.answer is None else trail.answer.fork()
         return self._inner
@@ -326,24 +331,24 @@ class AfterReasoningState(ConstraintState):
 class _WatchAfter:
     """A watch of the answer, which is told nothing of the reasoning."""
 
-    def __init__(self, inner: Watch, tokenizer: Tokenizer, tags: _Tags) -> None:
+    def __init__(self, inner: IncrementalValidator, tokenizer: Tokenizer, tags: _Tags) -> None:
         self._inner = inner
         self._tokenizer = tokenizer
         self._tags = tags
-        self._place: _Place | None = tags.start  # None: in the answer
+        self._position: _Position | None = tags.start  # None: in the answer
         self._held: list[int] = []  # tokens of the answer, or of the opening tag
         self._before = 0
 
     def push(self, token: int) -> int | None:
-        if self._place is not None:
+        if self._position is not None:
             piece = self._tokenizer.token_bytes(token)
-            self._place = self._tags.after(self._place, piece)
-        if self._place is None or self._place.phase == _START:
+            self._position = self._tags.after(self._position, piece)
+        if self._position is None or self._position.phase == _START:
             self._held.append(token)
         else:
             self._before += len(self._held) + 1
             self._held = []
-        return None if self._place is not None else self._caught_up()
+        return None if self._position is not None else self._caught_up()
 
     def end(self) -> int | None:
         wrong = self._caught_up()

@@ -51,10 +51,10 @@ def witnesses(schema: dict[str, Any], number: int) -> list[Witness]:
     if len(all_asked) > _MOST_WANTED:
         return []
     for wanted in all_asked:
-        for place, (_, others) in enumerate(groups):
+        for position, (_, others) in enumerate(groups):
             name = _name([allowed, *(one.names for one in (*others, wanted))])
             if name is not None:
-                groups[place] = (name, [*others, wanted])
+                groups[position] = (name, [*others, wanted])
                 break
         else:
             name = _name([allowed, wanted.names])

@@ -24,7 +24,7 @@ class Autoregressive(Decoder):
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:
             scores = yield sequence.score(sequence.unscored())
-            sequence.emit([scores.picks[-1]])
+            sequence.emit([scores.sampled[-1]])
 
 
 @register(
@@ -45,6 +45,6 @@ class Following(Decoder):
 
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:
-            following = sequence.follow(self.count if sequence.tokens else 1)
+            following = sequence.multi_step(self.count if sequence.tokens else 1)
             tokens = yield following
             sequence.emit(tokens, following.state)

@@ -20,17 +20,17 @@ class Decoder(ABC):
 
     card: ClassVar[Card]
     #: Lanes besides the target that the method scores in.
-    lanes: tuple[str, ...] = ()
+    runners: tuple[str, ...] = ()
     #: Whether the method needs a causal model (True), a bidirectional one (False), or any (None).
     causal: bool | None = True
     #: Whether the draft model may have a vocabulary of its own.
-    translates: bool = False
+    can_translate_vocab: bool = False
     #: Whether the draft model is a causal one, or a diffusion model.
     draft_causal: bool = True
     #: Whether it looks into the model's layers, so that nothing but a transformer will do.
     reads_weights: bool = False
     #: How many samples' policies it may draw from; a method that ignores the policy says False.
-    samples: bool = True
+    can_sample: bool = True
     #: The decoder whose text an exact method says: what plain decoding means for its kind of model.
     plain: str = "autoregressive"
 

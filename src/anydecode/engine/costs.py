@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from anydecode.kernels.interface import KeyValues, Rows, Want
+from anydecode.kernels.interface import KeyValues, OutputSpec, Rows
 from anydecode.models.interface import Model
-from anydecode.scoring.cost import Correction, CostTable, guessed
+from anydecode.scoring.cost import CostCorrection, CostTable, default_table
 
 if TYPE_CHECKING:
     from anydecode.engine.engine import Engine
-    from anydecode.engine.lane import Plan
+    from anydecode.engine.model_runner import Plan
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 CONTEXTS = (256, 1024)
 ROUNDS = 3
 #: Seconds that measuring may take, about; large models are measured at fewer points.
-PATIENCE = 3.0
+MAX_SECONDS = 3.0
 
 
 def measure(
@@ -41,7 +41,7 @@ def measure(
     lengths = sorted({min(context, longest) for context in contexts})
     cache = model.new_cache(longest + max(rows))
     first = min(_time(model, cache, 1, lengths[0]) for _ in range(2))
-    if first * len(rows) * len(lengths) * (rounds + 1) > PATIENCE:
+    if first * len(rows) * len(lengths) * (rounds + 1) > MAX_SECONDS:
         rows, lengths, rounds = rows[:4], lengths[:1], 1
     times: dict[tuple[int, int], list[float]] = {}
     for turn in range(rounds + 1):
@@ -55,49 +55,49 @@ def measure(
     )
 
 
-def known(model: Model, folder: Path | None = None) -> CostTable:
+def load(model: Model, folder: Path | None = None) -> CostTable:
     """The model's table: measured at first use, then read from the cache folder. One measured while
     the machine was busy is kept until a process finds it idle. Models that did not come from a file
     are not measured: theirs is a guess."""
     held = getattr(model, "cost_table", None)
     if held is None:
-        held = _stored(model, folder) if getattr(model, "path", None) else guessed()
+        held = _stored(model, folder) if getattr(model, "path", None) else default_table()
         model.cost_table = held  # type: ignore[attr-defined]
     table: CostTable = held
     return table
 
 
-class EnginePace:
-    """The engine as its decoders may see it (`scoring.cost.Pace`)."""
+class EngineCostModel:
+    """The engine as its decoders may see it (`scoring.cost.CostModel`)."""
 
     def __init__(self, engine: Engine, model: Model) -> None:
         self._engine = engine
         self._model = model
         self._table: CostTable | None = None
-        self._correction = Correction()
+        self._correction = CostCorrection()
         engine.on_pass = self.passed
 
     def seconds(self, rows: int, context: int) -> float:
         if self._table is None:
             if not self._engine.is_between_passes:
-                return guessed().seconds(rows, context)
-            self._table = known(self._model)
+                return default_table().seconds(rows, context)
+            self._table = load(self._model)
         return self._table.seconds(rows, context) * self._correction(rows)
 
-    def others(self) -> int:
+    def num_others(self) -> int:
         return max(0, len(self._engine.running) - 1)
 
-    def note(self, rows: int, context: int, seconds: float) -> None:
+    def record(self, rows: int, context: int, seconds: float) -> None:
         """A pass over that many rows behind `context` positions took this long."""
         if self._table is not None and (wanted := self._table.seconds(rows, context)) > 0:
-            self._correction.note(rows, seconds / wanted)
+            self._correction.record(rows, seconds / wanted)
 
     def passed(self, plan: Plan, seconds: float) -> None:
         """A step with this pass took this long. Prompts, which want few logits for many rows, and
         passes that the backend repeats by itself are not what the table holds."""
         rows = len(plan.rows)
-        if plan.num_passes == 1 and len(plan.want.logits) == rows:
-            self.note(rows, int(plan.rows.prefix.mean()), seconds)
+        if plan.num_passes == 1 and len(plan.output_spec.logits) == rows:
+            self.record(rows, int(plan.rows.prefix.mean()), seconds)
 
 
 def identity(model: Any) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _time(model: Model, cache: KeyValues, count: int, context: int) -> float:
         stop=numbers([depth] * count),
     )
     began = _worked(model)
-    output = model.run(rows, cache, Want(np.arange(count, dtype=np.int32)))
+    output = model.run(rows, cache, OutputSpec(np.arange(count, dtype=np.int32)))
     output.logits.cpu()
     return _worked(model) - began
 

@@ -27,7 +27,7 @@ class MeanState(Decoder):
         tokens, total = sequence.prompt, None
         for start in range(0, len(tokens), CHUNK):
             part = tokens[start : start + CHUNK]
-            score = sequence.score(part, lane=TARGET, rows="all", hidden=(depth,))
+            score = sequence.score(part, runner=TARGET, rows="all", hidden=(depth,))
             for spans in score.groups:
                 for span in spans:
                     span.logits = False

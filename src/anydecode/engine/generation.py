@@ -90,7 +90,7 @@ class Generation:
 
 
 @dataclass(eq=False)
-class Piece:
+class StreamChunk:
     """A stretch of streamed text. The last one carries the whole `generation`."""
 
     text: str

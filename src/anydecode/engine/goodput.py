@@ -9,36 +9,36 @@ from __future__ import annotations
 from anydecode.catalogue import Card, register
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.acceptance import TokenExact
-from anydecode.decoders.speculative.core import Budget, Round, Speculative
-from anydecode.decoders.speculative.goodput import Costs, Load, PassCost, SmartSpec
+from anydecode.decoders.speculative.core import DraftBudget, SpeculationRound, Speculative
+from anydecode.decoders.speculative.goodput import DraftCosts, LinearCost, RunningSet, SmartSpec
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 
 
-class Least(Budget):
+class MinBudget(DraftBudget):
     """The smaller of two budgets; both learn from every round."""
 
-    def __init__(self, ours: Budget, theirs: Budget) -> None:
+    def __init__(self, ours: DraftBudget, theirs: DraftBudget) -> None:
         self.ours, self.theirs = ours, theirs
 
     def size(self, sequence: Sequence) -> int:
         return min(self.ours.size(sequence), self.theirs.size(sequence))
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         self.ours.observe(round)
         self.theirs.observe(round)
 
 
-class Held(SmartSpec):
+class LoadLimited(SmartSpec):
     """`inner`, never drafting more than is good for everybody who shares `load`."""
 
-    def __init__(self, inner: Speculative, load: Load, largest: int) -> None:
+    def __init__(self, inner: Speculative, load: RunningSet, largest: int) -> None:
         super().__init__(inner.drafter, largest)
         self.inner, self.load = inner, load
         self.acceptance = inner.acceptance
 
-    def budget(self, sequence: Sequence) -> Budget:
-        return Least(super().budget(sequence), self.inner.budget(sequence))
+    def budget(self, sequence: Sequence) -> DraftBudget:
+        return MinBudget(super().budget(sequence), self.inner.budget(sequence))
 
     def prepare(self, sequence: Sequence) -> None:
         self.inner.prepare(sequence)
@@ -72,8 +72,8 @@ class ServerGoodput:
         if largest < 1:
             raise InvalidRequestError("smartspec-server needs largest of 1 or more")
         self.largest = largest
-        cost = None if fixed is None else PassCost(fixed, per_row, per_position)
-        self.load = Load(Costs(cost))
+        cost = None if fixed is None else LinearCost(fixed, per_row, per_position)
+        self.load = RunningSet(DraftCosts(cost))
 
     def over(self, decoder: Decoder) -> Decoder:
         """`decoder` under the common load, or itself where it does not draft by a budget."""
@@ -81,4 +81,4 @@ class ServerGoodput:
             return decoder
         if type(decoder).decode is not Speculative.decode:
             return decoder
-        return Held(decoder, self.load, self.largest)
+        return LoadLimited(decoder, self.load, self.largest)

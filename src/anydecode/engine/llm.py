@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from anydecode.decoders.decoder import Decoder
-from anydecode.engine.costs import EnginePace
+from anydecode.engine.costs import EngineCostModel
 from anydecode.engine.driver import Driver
 from anydecode.engine.engine import Engine
 from anydecode.engine.first_finish import FirstFinish
-from anydecode.engine.generation import Generation, Piece
+from anydecode.engine.generation import Generation, StreamChunk
 from anydecode.engine.goodput import ServerGoodput
-from anydecode.engine.lane import Lane
-from anydecode.engine.methods import Methods, of_kind, weight_format
+from anydecode.engine.methods import Methods, build_as, weight_format
+from anydecode.engine.model_runner import ModelRunner
 from anydecode.engine.request import Request
 from anydecode.engine.schedule import DecodesFirst, Schedule
 from anydecode.engine.scoring import Likelihood, Scoring
@@ -28,14 +28,14 @@ from anydecode.engine.spilling import open_spill, stable_name
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.cache import bytes_per_position
 from anydecode.kernels.pages import memory_bytes
-from anydecode.memory.context import Context
-from anydecode.memory.pool import Pool, new_cache
+from anydecode.memory.pool import KVPool, new_cache
+from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.interface import Model
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.params import SamplingParams
-from anydecode.sampling.sampler import Sampler
+from anydecode.sampling.preset import SamplerPreset
 from anydecode.sampling.top_w import Geometry
-from anydecode.scoring.embedded import Embedded
+from anydecode.scoring.prompt_embeds import PromptEmbeds
 from anydecode.scoring.sequence import TARGET
 
 Prompt = str | Seq[int]
@@ -100,17 +100,19 @@ class LLM:
         self._row_budget = row_budget
         self.engine = Engine({}, max_running)
         self.driver = Driver(self.engine)
-        self.pace = EnginePace(self.engine, self.model)
+        self.cost_model = EngineCostModel(self.engine, self.model)
         self.draft_tokenizer: Tokenizer = self.tokenizer
         self._geometry: Geometry | None = None
-        self.methods = Methods(None if drafting is None else of_kind(drafting, ServerGoodput))
+        self.methods = Methods(None if drafting is None else build_as(drafting, ServerGoodput))
         if schedule is not None:
-            schedule = of_kind(schedule, Schedule)  # type: ignore[type-abstract]
+            schedule = build_as(schedule, Schedule)  # type: ignore[type-abstract]
         self.add_lane(TARGET, self.model, schedule)
         if prefix_spill is not None:
-            lane = self.engine.lanes[TARGET]
-            lane.prefixes.told = stable_name
-            lane.prefixes.spill = open_spill(prefix_spill, spill_limit, self.model, lane.pool.cache)
+            runner = self.engine.runners[TARGET]
+            runner.prefixes.told = stable_name
+            runner.prefixes.spill = open_spill(
+                prefix_spill, spill_limit, self.model, runner.pool.cache
+            )
         if draft is not None:
             small, theirs = open_draft(
                 draft, self.model, dtype=dtype, threads=threads, backend=backend
@@ -131,19 +133,19 @@ class LLM:
     @property
     def max_length(self) -> int:
         """Most tokens a sequence can have, prompt included."""
-        target = self.engine.lanes[TARGET]
+        target = self.engine.runners[TARGET]
         return min(self.model.spec.max_positions, target.pool.num_slots)
 
-    def add_lane(self, name: str, model: Model, schedule: Schedule | None = None) -> Lane:
+    def add_lane(self, name: str, model: Model, schedule: Schedule | None = None) -> ModelRunner:
         """Put a further model beside the target, for methods that score in several."""
         format = self._cache
         if name != TARGET and format not in getattr(model, "cache_formats", ()):
             format = None
         positions = self._positions or _default_positions(model, format)
-        pool = Pool(model, positions, format)
-        lane = Lane(name, pool, schedule or DecodesFirst(self._row_budget))
-        self.engine.lanes[name] = lane
-        return lane
+        pool = KVPool(model, positions, format)
+        runner = ModelRunner(name, pool, schedule or DecodesFirst(self._row_budget))
+        self.engine.runners[name] = runner
+        return runner
 
     def generate(self, prompt: Prompt | Seq[Prompt], **options: Any) -> Any:
         """Complete `prompt`: text, or a list of integers (a tokenised prompt). A list of prompts is
@@ -155,16 +157,16 @@ class LLM:
         `negative_prompt` (for guidance) and every other field of `SamplingParams`; words in
         `banned_words` may be text. Of `n` samples, `first_finish=k` keeps the k that end first and
         cancels the others. `segment=m` says at most m tokens now; `resume=answer.resume` goes on
-        from there. `embedded` puts embeddings in place of some of the prompt's tokens. Returns a
-        `Generation` (`n` > 1: the first; all are in `samples`). Raises `InvalidRequestError`.
-        """
+        from there. `prompt_embeds` puts embeddings in place of some of the prompt's tokens.
+        Returns a `Generation` (`n` > 1: the first; all are in `samples`). Raises
+        `InvalidRequestError`."""
         many = _is_batch(prompt)
         prompts: list[Any] = list(prompt) if many else [prompt]
         requests = [self.request(one, **options) for one in prompts]
         answers = self._finish(requests)
         return answers if many else answers[0]
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[StreamChunk]:
         """Complete `prompt`, text piece by piece; the last piece carries the `Generation`."""
         request = self.request(prompt, **options)
         if len(request.jobs) > 1:
@@ -176,7 +178,7 @@ class LLM:
         answer: Generation = self.generate(self._rendered(messages, options), **options)
         return answer
 
-    def stream_chat(self, messages: Messages, **options: Any) -> Iterator[Piece]:
+    def stream_chat(self, messages: Messages, **options: Any) -> Iterator[StreamChunk]:
         """Answer a conversation, piece by piece."""
         return self.stream(self._rendered(messages, options), **options)
 
@@ -193,7 +195,7 @@ class LLM:
         answer: Generation = await self.agenerate(self._rendered(messages, options), **options)
         return answer
 
-    async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Piece]:
+    async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[StreamChunk]:
         """`stream` for asyncio. Leaving the loop early cancels the generation."""
         loop = asyncio.get_running_loop()
         request = self.request(prompt, **options)
@@ -205,7 +207,7 @@ class LLM:
                 await news.wait()
                 news.clear()
                 if not request.done and (text := request.take_text()):
-                    yield Piece(text)
+                    yield StreamChunk(text)
             yield request.last_piece()
         finally:
             self.abandon(request)
@@ -286,16 +288,16 @@ class LLM:
     def clear(self) -> None:
         """Forget shared prefixes and what drafters learned from earlier requests."""
         self.methods.clear()
-        for lane in self.engine.lanes.values():
-            lane.prefixes.clear()
+        for runner in self.engine.runners.values():
+            runner.prefixes.clear()
 
     def close(self) -> None:
         """Cancel what runs and stop the engine; prefixes go to the spill, if there is one."""
         self.driver.close()
-        for lane in self.engine.lanes.values():
-            if lane.prefixes.spill is not None:
-                lane.prefixes.flush()
-                lane.prefixes.spill.close()
+        for runner in self.engine.runners.values():
+            if runner.prefixes.spill is not None:
+                runner.prefixes.flush()
+                runner.prefixes.spill.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -303,13 +305,13 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def open_context(self, lane_name: str, tokens: list[int], namespace: Any) -> Context:
+    def open_context(self, lane_name: str, tokens: list[int], namespace: Any) -> SequenceCache:
         """A context that begins with what the prefix cache has of `tokens` (all but the last)."""
-        lane = self.engine.lanes[lane_name]
-        context = Context(lane.pool)
-        if self.prefix_cache and lane.model.spec.causal:
-            held = lane.prefixes.match(tokens[:-1], namespace)
-            context.adopt(held, tokens[: len(held)])
+        runner = self.engine.runners[lane_name]
+        context = SequenceCache(runner.pool)
+        if self.prefix_cache and runner.model.spec.causal:
+            held = runner.prefixes.match(tokens[:-1], namespace)
+            context.attach_prefix(held, tokens[: len(held)])
             context.num_cached = len(held)
         return context
 
@@ -317,8 +319,8 @@ class LLM:
         self,
         prompt: Prompt,
         *,
-        decoder: str | Decoder | Sampler | None = None,
-        sampler: str | Sampler | Seq[str | Sampler] = (),
+        decoder: str | Decoder | SamplerPreset | None = None,
+        sampler: str | SamplerPreset | Seq[str | SamplerPreset] = (),
         constraint: Any = None,
         adapter: str | None = None,
         trace: bool = False,
@@ -328,7 +330,7 @@ class LLM:
         first_finish: int | FirstFinish | None = None,
         segment: int | Segment | None = None,
         resume: dict[str, Any] | None = None,
-        embedded: Embedded | None = None,
+        prompt_embeds: PromptEmbeds | None = None,
         **sampling: Any,
     ) -> Request:
         """A checked request that has not started yet: what `generate` would run."""
@@ -337,11 +339,11 @@ class LLM:
             raise InvalidRequestError(f"no option is called {', '.join(unknown)}")
         decoder = decoder or self.default_decoder
         name = decoder if isinstance(decoder, str) else type(decoder).__name__
-        rules = [sampler] if isinstance(sampler, str | Sampler) else sampler
-        method, chosen, constraint = self.methods.asked(decoder, rules, constraint, namespace)
+        rules = [sampler] if isinstance(sampler, str | SamplerPreset) else sampler
+        method, chosen, constraint = self.methods.resolve(decoder, rules, constraint, namespace)
         for rule in chosen:
-            sampling = rule.settle(sampling)
-            if rule.draws and not method.samples:
+            sampling = rule.apply(sampling)
+            if rule.needs_temperature and not method.can_sample:
                 raise UnsupportedCombinationError(
                     f"{name} draws nothing: the sampler {rule.key!r} would have no effect"
                 )
@@ -369,7 +371,7 @@ class LLM:
                 FirstFinish(first_finish) if isinstance(first_finish, int) else first_finish
             ),
             segment=segment if isinstance(segment, Segment) else Segment(segment or 0, resume),
-            embedded=embedded,
+            prompt_embeds=prompt_embeds,
         )
 
     def _word_tokens(self, words: Seq[str | Seq[int]]) -> list[Seq[int]]:
@@ -429,13 +431,13 @@ class LLM:
             self.abandon(request)
         return request.generation()
 
-    def _pieces(self, request: Request) -> Iterator[Piece]:
+    def _pieces(self, request: Request) -> Iterator[StreamChunk]:
         self.start(request, background=False)
         try:
             while not request.done:
                 self.driver.advance(lambda: request.done or request.has_text)
                 if not request.done and (text := request.take_text()):
-                    yield Piece(text)
+                    yield StreamChunk(text)
             yield request.last_piece()
         finally:
             self.abandon(request)

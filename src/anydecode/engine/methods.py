@@ -14,7 +14,7 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.engine.goodput import ServerGoodput
 from anydecode.engine.schedule import Schedule
 from anydecode.errors import InvalidRequestError
-from anydecode.sampling.sampler import Sampler
+from anydecode.sampling.preset import SamplerPreset
 
 if TYPE_CHECKING:
     from anydecode.models.opening import WeightFormat
@@ -34,15 +34,15 @@ class Methods:
         self._decoders: dict[tuple[str, Hashable], Decoder] = {}
 
     def find(
-        self, choice: str | Decoder | Sampler, namespace: Hashable = None
-    ) -> Decoder | Sampler | Constraint:
+        self, choice: str | Decoder | SamplerPreset, namespace: Hashable = None
+    ) -> Decoder | SamplerPreset | Constraint:
         """What `choice` names; a sampler or a constraint stands for plain decoding under it."""
         if not isinstance(choice, str):
             return choice
         found = self._decoders.pop((choice, namespace), None)
         if found is None:
-            built: Decoder | Sampler | Constraint = _built(
-                choice, "a decoder", Decoder, Sampler, Constraint
+            built: Decoder | SamplerPreset | Constraint = _built(
+                choice, "a decoder", Decoder, SamplerPreset, Constraint
             )
             if not isinstance(built, Decoder):
                 return built
@@ -55,22 +55,22 @@ class Methods:
     def decoder(self, choice: str | Decoder, namespace: Hashable = None) -> Decoder:
         """The decoder that `choice` names, and nothing else."""
         found = self.find(choice, namespace)
-        if isinstance(found, Sampler):
+        if isinstance(found, SamplerPreset):
             raise InvalidRequestError(f"{found.key!r} is a sampler, not a decoder: sampler=")
         if isinstance(found, Constraint):
             raise InvalidRequestError(f"{choice!r} is a constraint, not a decoder: constraint=")
         return found
 
-    def asked(
+    def resolve(
         self,
-        choice: str | Decoder | Sampler,
-        rules: Seq[str | Sampler],
+        choice: str | Decoder | SamplerPreset,
+        rules: Seq[str | SamplerPreset],
         constraint: Any,
         namespace: Hashable,
-    ) -> tuple[Decoder, list[Sampler], Any]:
+    ) -> tuple[Decoder, list[SamplerPreset], Any]:
         """What decodes, under which sampling rules and which constraint."""
         found = self.find(choice, namespace)
-        if isinstance(found, Sampler):
+        if isinstance(found, SamplerPreset):
             rules = [*rules, found]
             found = self.decoder("autoregressive", namespace)
         elif isinstance(found, Constraint):
@@ -80,15 +80,15 @@ class Methods:
             constraint = found
             found = self.decoder("autoregressive", namespace)
         if isinstance(constraint, str):
-            constraint = of_kind(constraint, Constraint)  # type: ignore[type-abstract]
-        return found, [of_kind(rule, Sampler) for rule in rules], constraint
+            constraint = build_as(constraint, Constraint)  # type: ignore[type-abstract]
+        return found, [build_as(rule, SamplerPreset) for rule in rules], constraint
 
     def clear(self) -> None:
         """Forget what decoders have learned."""
         self._decoders.clear()
 
 
-def of_kind(choice: Any, kind: type[Kind]) -> Kind:
+def build_as(choice: Any, kind: type[Kind]) -> Kind:
     """`choice`, or what it names in the catalogue."""
     wanted = "a schedule" if kind is Schedule else f"of kind {kind.__name__}"
     if isinstance(choice, str):
@@ -105,7 +105,7 @@ def weight_format(choice: str | WeightFormat | None) -> str | WeightFormat | Non
         return choice
     from anydecode.models.opening import WeightFormat
 
-    return of_kind(choice, WeightFormat)  # type: ignore[type-abstract]
+    return build_as(choice, WeightFormat)  # type: ignore[type-abstract]
 
 
 def _built(choice: str, wanted: str, *kinds: type) -> Any:

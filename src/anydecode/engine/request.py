@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from anydecode.constraints.constraint import Constraint
-from anydecode.decoders.constrained.checked import checked, outcome
+from anydecode.decoders.constrained.validate_and_retry import outcome, validate_and_retry
 from anydecode.decoders.decoder import Decoder
 from anydecode.engine.engine import Job
 from anydecode.engine.first_finish import FirstFinish, Sample
-from anydecode.engine.generation import Generation, Piece, Stats
+from anydecode.engine.generation import Generation, Stats, StreamChunk
 from anydecode.engine.scoring import PROMPT_KEY, PromptScored, Silent
 from anydecode.engine.segments import Segment, Unfinished
-from anydecode.engine.text import StopRules
+from anydecode.engine.text import OutputProcessor
 from anydecode.errors import AnydecodeError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.logprobs import TokenLogprobs, distribution_logprobs, token_logprobs
 from anydecode.sampling.params import SamplingParams
-from anydecode.sampling.policy import Policy
-from anydecode.scoring.embedded import Embedded
+from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.noise import Noise, fresh_seed, stream_id
+from anydecode.scoring.prompt_embeds import PromptEmbeds
 from anydecode.scoring.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Request:
         companion: list[int] | None = None,
         first_finish: FirstFinish | None = None,
         segment: Segment | None = None,
-        embedded: Embedded | None = None,
+        prompt_embeds: PromptEmbeds | None = None,
     ) -> None:
         self.llm = llm
         self.prompt = prompt
@@ -64,7 +64,7 @@ class Request:
         self.name = name
         self.segment = segment or Segment()
         self.first_finish = first_finish
-        self.embedded = embedded
+        self.prompt_embeds = prompt_embeds
         self.seed = self._chosen_seed()
         self.limit = self._check(decoder)
         if isinstance(constraint, Constraint):
@@ -77,8 +77,8 @@ class Request:
         self._ended: list[float] = [self._began] * len(samples)
         self._news: Callable[[], Any] | None = None
         self.jobs = [
-            self._job(place, sample, decoder, constraint, adapter, trace, priority, namespace)
-            for place, sample in enumerate(samples)
+            self._job(position, sample, decoder, constraint, adapter, trace, priority, namespace)
+            for position, sample in enumerate(samples)
         ]
 
     @property
@@ -88,25 +88,25 @@ class Request:
     @property
     def has_text(self) -> bool:
         """Whether `take_text` would give something."""
-        return self._rules(0).has_text
+        return self._output_processor(0).has_text
 
     def take_text(self, number: int = 0) -> str:
         """The text of sample `number` that has become certain since the last call."""
-        return self._rules(number).take()
+        return self._output_processor(number).take()
 
     def text(self, number: int = 0) -> str:
         """All text of sample `number` so far, except what may become a stop string."""
-        return self._rules(number).text
+        return self._output_processor(number).text
 
     def notify(self, news: Callable[[], Any]) -> None:
         """Call `news` (on the engine's thread) whenever there are tokens, or a traced round, and at
         the end."""
         self._news = news
 
-    def last_piece(self) -> Piece:
+    def last_piece(self) -> StreamChunk:
         """What is left of the text, with the whole answer. Raises what ended the request."""
         generation = self.generation()
-        return Piece(self.take_text(), generation)
+        return StreamChunk(self.take_text(), generation)
 
     def generation(self) -> Generation:
         """The answer. Raises what ended the request, if something did."""
@@ -188,23 +188,23 @@ class Request:
         if decoder.causal is not None and decoder.causal != spec.causal:
             kind = "causal" if decoder.causal else "diffusion (bidirectional)"
             raise UnsupportedCombinationError(f"decoder {self.name!r} needs a {kind} model")
-        for lane in decoder.lanes:
-            if lane not in self.llm.engine.lanes:
+        for runner in decoder.runners:
+            if runner not in self.llm.engine.runners:
                 raise UnsupportedCombinationError(
-                    f"decoder {self.name!r} needs a {lane} model: LLM(..., {lane}=...)"
+                    f"decoder {self.name!r} needs a {runner} model: LLM(..., {runner}=...)"
                 )
-            if self.llm.engine.lanes[lane].model.spec.causal != decoder.draft_causal:
+            if self.llm.engine.runners[runner].model.spec.causal != decoder.draft_causal:
                 kind = "causal" if decoder.draft_causal else "diffusion (bidirectional)"
                 raise UnsupportedCombinationError(
-                    f"decoder {self.name!r} needs a {kind} {lane} model"
+                    f"decoder {self.name!r} needs a {kind} {runner} model"
                 )
-        if decoder.lanes and not decoder.translates and not self.llm.shares_vocabulary:
+        if decoder.runners and not decoder.can_translate_vocab and not self.llm.shares_vocabulary:
             raise UnsupportedCombinationError(
                 f"decoder {self.name!r} needs a draft model with the target's vocabulary;"
                 " 'omnidraft' translates between vocabularies"
             )
-        if self.embedded is not None:
-            self.embedded.check(self.prompt, spec.hidden_size)
+        if self.prompt_embeds is not None:
+            self.prompt_embeds.check(self.prompt, spec.hidden_size)
             if not getattr(decoder, "takes_embeddings", False):
                 raise UnsupportedCombinationError(
                     f"decoder {self.name!r} takes no embeddings; quickprefill and mustdrop do"
@@ -214,7 +214,7 @@ class Request:
                 raise UnsupportedCombinationError(
                     "prompt_logprobs (echo with logprobs) need a causal model"
                 )
-            if self.embedded is not None or self.first_finish is not None:
+            if self.prompt_embeds is not None or self.first_finish is not None:
                 raise UnsupportedCombinationError(
                     "prompt_logprobs (echo with logprobs) do not go with embeddings or first_finish"
                 )
@@ -225,7 +225,7 @@ class Request:
 
     def _job(
         self,
-        place: int,
+        position: int,
         sample: Unfinished,
         decoder: Decoder,
         constraint: Any,
@@ -237,7 +237,7 @@ class Request:
         llm, params = self.llm, self.params
         tokenizer = llm.tokenizer
         segment = self.segment.tokens or self.limit
-        rules = StopRules(
+        rules = OutputProcessor(
             tokenizer,
             params.stop,
             params.stop_tokens,
@@ -248,7 +248,7 @@ class Request:
             params.min_tokens,
         )
         key = (adapter, namespace)
-        policy = params.policy(
+        sampler = params.sampler(
             self.prompt,
             llm.model.spec.vocab_size,
             tokenizer.eos_ids,
@@ -259,12 +259,12 @@ class Request:
         )
         sequence = Sequence(
             prompt=self.prompt,
-            policy=policy,
+            sampler=sampler,
             tokenizers={"target": tokenizer, "draft": llm.draft_tokenizer or tokenizer},
             noise=Noise(self.seed, stream_id(sample.number)),
-            listener=rules,
-            open_context=lambda lane, tokens: llm.open_context(lane, tokens, key),
-            companion_prompts=[self.companion] * policy.companions,
+            stop_checker=rules,
+            open_context=lambda runner, tokens: llm.open_context(runner, tokens, key),
+            companion_prompts=[self.companion] * sampler.companions,
             annotate=self._annotate if params.logprobs is not None else None,
             adapter=adapter,
             priority=priority,
@@ -273,25 +273,25 @@ class Request:
             namespace=namespace,
             shares_prefix=llm.prefix_cache,
             trace=[] if trace else None,
-            pace=llm.pace,
+            cost_model=llm.cost_model,
         )
-        if self.embedded is not None:
-            sequence.state["embedded"] = self.embedded
-        if policy.learns and (self.segment.tokens or sample.tokens):
+        if self.prompt_embeds is not None:
+            sequence.state["embedded"] = self.prompt_embeds
+        if sampler.learns_from_logits and (self.segment.tokens or sample.tokens):
             raise UnsupportedCombinationError("mirostat cannot go on where another call left off")
         if sample.tokens:
             _go_on(sequence, rules, sample.tokens)
-        decoder = checked(decoder, self.constraint, tokenizer, llm.model.spec.vocab_size)
+        decoder = validate_and_retry(decoder, self.constraint, tokenizer, llm.model.spec.vocab_size)
         decoder.prepare(sequence)
         if self.limit == 0:
             decoder = Silent()
-        if params.prompt_logprobs is not None and place == 0:  # the same for every sample
+        if params.prompt_logprobs is not None and position == 0:  # the same for every sample
             decoder = PromptScored(decoder, params.prompt_logprobs)
         return Job(
             sequence,
             decoder,
-            on_finish=lambda job: self._finished(place),
-            on_progress=lambda job: self._progressed(place),
+            on_finish=lambda job: self._finished(position),
+            on_progress=lambda job: self._progressed(position),
         )
 
     def _started(self, constraint: Any) -> Any:
@@ -306,10 +306,10 @@ class Request:
             )
         return constraint.fork()
 
-    def _annotate(self, logits: np.ndarray, token: int, policy: Policy) -> TokenLogprobs:
+    def _annotate(self, logits: np.ndarray, token: int, sampler: Sampler) -> TokenLogprobs:
         count = self.params.logprobs or 0
         if self.params.processed_logprobs:
-            return distribution_logprobs(policy.distribution(logits), token, count)
+            return distribution_logprobs(sampler.distribution(logits), token, count)
         return token_logprobs(logits, token, count)
 
     def _token_text(self, token: int) -> str:
@@ -347,9 +347,9 @@ class Request:
             except Exception:  # an event loop that has closed, say: nobody else's concern
                 log.exception("a request's callback failed")
 
-    def _rules(self, number: int) -> StopRules:
-        listener = self.jobs[number].sequence.listener
-        assert isinstance(listener, StopRules)
+    def _output_processor(self, number: int) -> OutputProcessor:
+        listener = self.jobs[number].sequence.stop_checker
+        assert isinstance(listener, OutputProcessor)
         return listener
 
     def _sample(self, number: int) -> Generation:
@@ -366,7 +366,7 @@ class Request:
             num_cached_tokens=sequence.num_cached_tokens,
         )
         return Generation(
-            text=self._rules(number).text,
+            text=self._output_processor(number).text,
             tokens=list(sequence.tokens),
             finish_reason=sequence.finish_reason or "stop",
             seed=self.seed,
@@ -380,7 +380,7 @@ class Request:
         )
 
 
-def _go_on(sequence: Sequence, rules: StopRules, tokens: tuple[int, ...]) -> None:
+def _go_on(sequence: Sequence, rules: OutputProcessor, tokens: tuple[int, ...]) -> None:
     """Bring a new sequence to where an earlier call left it."""
     taken, reason = rules.push(tokens)
     if reason is not None or taken < len(tokens):
@@ -391,4 +391,4 @@ def _go_on(sequence: Sequence, rules: StopRules, tokens: tuple[int, ...]) -> Non
     if sequence.annotate is not None:
         sequence.logprobs.extend([None] * len(tokens))
     for token in tokens:
-        sequence.policy.advance(token)
+        sequence.sampler.advance(token)

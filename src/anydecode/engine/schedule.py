@@ -8,12 +8,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.score import Score
+from anydecode.scoring.score import ScoreRequest
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.span import Span
 
 #: A span and how many of its remaining rows to run.
-Piece = tuple[Score, Span, int]
+ScheduledSpan = tuple[ScoreRequest, Span, int]
 
 
 class Schedule(ABC):
@@ -22,7 +22,7 @@ class Schedule(ABC):
     memory runs out."""
 
     @abstractmethod
-    def pieces(self, waiting: list[Score]) -> Iterator[Piece]:
+    def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         """The next pass, out of the scores that wait, in the order they came."""
 
     def next_job(self, waiting: Seq[Sequence]) -> int:
@@ -48,13 +48,13 @@ class DecodesFirst(Schedule):
         self.row_budget = row_budget
         self.short = short
 
-    def pieces(self, waiting: list[Score]) -> Iterator[Piece]:
+    def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         order = sorted(waiting, key=lambda s: (s.num_rows > self.short, s.sequence.priority))
-        yield from fill(order, Budget(self.row_budget))
+        yield from fill(order, RowBudget(self.row_budget))
 
 
 @dataclass(eq=False)
-class Budget:
+class RowBudget:
     """How many rows a pass may still take. What cannot be divided goes in whole once, even if it
     alone is more than a budget."""
 
@@ -78,7 +78,7 @@ class Budget:
         return count
 
 
-def fill(scores: Seq[Score], budget: Budget) -> Iterator[Piece]:
+def fill(scores: Seq[ScoreRequest], budget: RowBudget) -> Iterator[ScheduledSpan]:
     """As much of `scores`, in this order, as `budget` has room for."""
     for score in scores:
         for spans in score.groups:
@@ -90,7 +90,7 @@ def fill(scores: Seq[Score], budget: Budget) -> Iterator[Piece]:
                     break
 
 
-def whole(score: Score) -> Iterator[Piece]:
+def whole(score: ScoreRequest) -> Iterator[ScheduledSpan]:
     """Every row that is left of `score`."""
     for spans in score.groups:
         for span in spans:

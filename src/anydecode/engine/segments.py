@@ -64,8 +64,8 @@ class Segment:
                 "resume is what an earlier answer gave: a seed, and samples with number and tokens"
             ) from None
         numbers = [one.number for one in found]
-        places = range(MOST_SAMPLES)
-        if not found or len(set(numbers)) < len(numbers) or not {*numbers} <= {*places}:
+        positions = range(MOST_SAMPLES)
+        if not found or len(set(numbers)) < len(numbers) or not {*numbers} <= {*positions}:
             raise InvalidRequestError("resume names no sample, one twice, or one that cannot be")
         wrong = [token for one in found for token in one.tokens if token >= vocab_size or token < 0]
         if wrong:

@@ -38,7 +38,7 @@ class Detokenizer:
         return text
 
 
-class StopRules:
+class OutputProcessor:
     """Takes tokens one by one, keeps the text, and says when and why the answer ends.
 
     - An end-of-text token (unless `ignore_eos`) or one of `stop_tokens` ends it: "stop". The token
@@ -106,7 +106,7 @@ class StopRules:
         return token in self._ends
 
     @property
-    def ends(self) -> frozenset[int] | None:
+    def end_tokens(self) -> frozenset[int] | None:
         """The tokens that end the answer; None where strings may do so too."""
         return None if self._strings else self._ends
 
@@ -120,10 +120,10 @@ class StopRules:
 
     def _push(self, token: int) -> None:
         self.num_tokens += 1
-        ends = token in self._ends
-        if not ends or self._include_stop:
+        end_tokens = token in self._ends
+        if not end_tokens or self._include_stop:
             self._emit(self._detokenizer.push(token))
-        if ends:
+        if end_tokens:
             self._finish("stop", token)
         elif self.num_tokens == self._max_tokens:
             self._finish("length", None)
@@ -145,9 +145,9 @@ class StopRules:
         text, known = self._held + text, len(self._held)
         if self.num_tokens > self._min_tokens:
             found = [(text.find(s, max(0, known + 1 - len(s))), s) for s in self._strings]
-            ends = [(at + len(stop), at, stop) for at, stop in found if at >= 0]
-            if ends:
-                end, at, stop = min(ends)
+            end_tokens = [(at + len(stop), at, stop) for at, stop in found if at >= 0]
+            if end_tokens:
+                end, at, stop = min(end_tokens)
                 self._append(text[: end if self._include_stop else at])
                 self._held = ""
                 self.finish_reason, self.stopped_by = "stop", stop

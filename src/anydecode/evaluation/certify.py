@@ -26,9 +26,9 @@ from anydecode.engine.engine import Engine
 from anydecode.engine.llm import LLM
 from anydecode.errors import AnydecodeError, InvalidRequestError, MissingPackageError
 from anydecode.evaluation.chi_square import follows
-from anydecode.evaluation.diary import Diary
+from anydecode.evaluation.results_log import ResultsLog
 from anydecode.models.scripted import ByteTokenizer, FillInTokenizer, ScriptedModel
-from anydecode.sampling.sampler import Sampler
+from anydecode.sampling.preset import SamplerPreset
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
@@ -142,22 +142,22 @@ def certify(
     *,
     model: Any = None,
     on_done: Callable[[Certificate], None] | None = None,
-    diary: Diary | None = None,
+    results_log: ResultsLog | None = None,
 ) -> list[Certificate]:
     """Certify methods by key (default: the whole catalogue), or `package:Class` for a stranger's.
     The claims are tested on scripted models; on `model` too, if one is given. Certificates go into
-    `diary` as they come; our own methods that it holds as passed are not tried again."""
+    `results_log` as they come; our own methods that it holds as passed are not tried again."""
     chosen = list(keys) or [card.key for card in catalogue.cards()]
     for key in chosen:
         _find(key)  # a wrong key is refused before any work
-    held = {} if diary is None else _held(diary)
+    held = {} if results_log is None else _held(results_log)
     done = []
     for key in chosen:
         certificate = held.get(key) if _is_own(key) else None
         if certificate is None:
             certificate = certify_one(key, model)
-            if diary is not None:
-                diary.write(asdict(certificate))
+            if results_log is not None:
+                results_log.write(asdict(certificate))
         done.append(certificate)
         if on_done is not None:
             on_done(certificate)
@@ -180,7 +180,7 @@ def _checks(key: str, card: Card, make: Callable[[], Any], model: Any) -> Iterat
             draft = _draft_for(built, model)
             opened = partial(LLM, model, draft=draft)
             yield from guarded("claim on the model", lambda: claim(card, make, opened))
-    if isinstance(built, Sampler):
+    if isinstance(built, SamplerPreset):
         from anydecode.evaluation.samplers import sampler_claim
 
         yield from guarded("claim", lambda: sampler_claim(key, make))
@@ -226,15 +226,15 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _held(diary: Diary) -> dict[str, Certificate]:
-    """The certificates in `diary` that passed."""
+def _held(results_log: ResultsLog) -> dict[str, Certificate]:
+    """The certificates in `results_log` that passed."""
     try:
         kept = [
             Certificate(one["key"], one["exactness"], [Check(**check) for check in one["checks"]])
-            for one in diary.held
+            for one in results_log.held
         ]
     except (TypeError, KeyError):
-        raise diary.foreign() from None
+        raise results_log.foreign() from None
     return {one.key: one for one in kept if one.passed}
 
 
@@ -357,12 +357,14 @@ def _equal(name: str, got: list[list[int]], expected: list[list[int]]) -> Check:
     if not wrong:
         return Check(name, True, f"{len(got)} prompts, {sum(map(len, got))} tokens")
     a, b = got[wrong[0]], expected[wrong[0]]
-    place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
-    return Check(name, False, f"{len(wrong)} of {len(got)} prompts differ; first at token {place}")
+    position = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
+    return Check(
+        name, False, f"{len(wrong)} of {len(got)} prompts differ; first at token {position}"
+    )
 
 
 def _draft_for(decoder: Decoder, model: Any) -> Any:
-    return model if "draft" in decoder.lanes else None
+    return model if "draft" in decoder.runners else None
 
 
 def _find(key: str) -> tuple[Card, Callable[[], Any]]:

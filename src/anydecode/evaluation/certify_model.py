@@ -29,7 +29,7 @@ from anydecode.evaluation.certify import (
     missing_package,
     one_line,
 )
-from anydecode.evaluation.diary import Diary
+from anydecode.evaluation.results_log import ResultsLog
 from anydecode.evaluation.speculative_bench import Question
 
 PLAIN = "autoregressive"
@@ -60,7 +60,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BatchOutcome:
     """What came of one batch by one method: how many answers `differ` from plain ones, and in
     `detail` where first. `passes` show whether any draft was kept."""
 
@@ -76,7 +76,7 @@ class Outcome:
     not_run: str = ""
 
     @property
-    def place(self) -> tuple[str, str, str]:
+    def identity(self) -> tuple[str, str, str]:
         """What it is the outcome of."""
         return self.key, self.check, self.asked
 
@@ -150,7 +150,7 @@ class Bench:
             self._plain.update(zip(keys, (one.tokens for one in made), strict=True))
         return [self._plain[key] for key in keys]
 
-    def outcome(self, key: str, batch: Batch) -> Outcome:
+    def outcome(self, key: str, batch: Batch) -> BatchOutcome:
         """One batch by one method. Whatever it raises is an outcome as well."""
         llm = self.llm
         restarts = _Restarts(llm.engine, 3 + batch.number, RESTARTS)
@@ -166,7 +166,9 @@ class Bench:
         wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
         detail = f"{_parting(got, expected, wrong[0])}, batch {batch.number}" if wrong else ""
         tokens, passes = sum(map(len, got)), sum(answer.stats.passes for answer in answers)
-        return Outcome(key, batch.check, batch.asked, len(got), tokens, passes, len(wrong), detail)
+        return BatchOutcome(
+            key, batch.check, batch.asked, len(got), tokens, passes, len(wrong), detail
+        )
 
     def _answers(self, batch: Batch, decoder: Any, together: int) -> list[Generation]:
         """Answers end where the model ends."""
@@ -187,18 +189,20 @@ class Bench:
         return found
 
 
-def _raised(key: str, batch: Batch, error: Exception) -> Outcome:
+def _raised(key: str, batch: Batch, error: Exception) -> BatchOutcome:
     """The outcome of a batch that came to no answers."""
     count, needs = len(batch.questions), missing_package(error)
     if needs:
-        return Outcome(key, batch.check, batch.asked, count, 0, not_run=needs)
-    return Outcome(key, batch.check, batch.asked, count, 0, differ=count, detail=one_line(error))
+        return BatchOutcome(key, batch.check, batch.asked, count, 0, not_run=needs)
+    return BatchOutcome(
+        key, batch.check, batch.asked, count, 0, differ=count, detail=one_line(error)
+    )
 
 
 def _parting(got: list[list[int]], expected: list[list[int]], prompt: int) -> str:
     a, b = got[prompt], expected[prompt]
-    place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
-    return f"first at token {place} of prompt {prompt}"
+    position = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
+    return f"first at token {position} of prompt {prompt}"
 
 
 def outcomes(
@@ -208,23 +212,24 @@ def outcomes(
     *,
     draft: str | None = "self:int4",
     threads: int | None = None,
-    diary: Diary | None = None,
-) -> Iterator[Outcome]:
-    """What comes of token-exact methods on `model`, batch by batch. What `diary` holds as passed is
+    results_log: ResultsLog | None = None,
+) -> Iterator[BatchOutcome]:
+    """What comes of token-exact methods on `model`, batch by batch. What `results_log` holds as
+    passed is
     not tried again. Raises InvalidRequestError for methods that are not token-exact."""
     for key in keys:
         decoder, card = catalogue.build(key), catalogue.entries()[key].card
         if not isinstance(decoder, Decoder) or card.exactness != "token-exact":
             raise InvalidRequestError(f"{key!r} is {card.exactness}: only token-exact is certified")
-    held = _held(diary)
+    held = _held(results_log)
     for dtype, batches in trials.batches().items():
         wanted = {(key, one.check, one.asked) for key in keys for one in batches}
-        yield from (held[place] for place in sorted(wanted & held.keys()))
+        yield from (held[position] for position in sorted(wanted & held.keys()))
         if wanted <= held.keys():
             continue
         for outcome in _of_format(model, dtype, batches, keys, held, draft, threads):
-            if diary is not None:
-                diary.write(asdict(outcome))
+            if results_log is not None:
+                results_log.write(asdict(outcome))
             yield outcome
 
 
@@ -236,7 +241,7 @@ def _of_format(
     held: Container[tuple[str, str, str]],
     draft: str | None,
     threads: int | None,
-) -> Iterator[Outcome]:
+) -> Iterator[BatchOutcome]:
     """What is not `held` of one format. A format that the model cannot have fails by itself; a
     model that cannot be opened as it is stored is the user's mistake, and raised."""
     chosen = None if dtype == STORED else dtype
@@ -253,29 +258,29 @@ def _of_format(
     with llm:
         bench = Bench(llm)
         for batch in batches:
-            for place, key in enumerate(keys):
+            for position, key in enumerate(keys):
                 if (key, batch.check, batch.asked) in held:
                     continue
-                if batch.cold and place == batch.number % len(keys):
+                if batch.cold and position == batch.number % len(keys):
                     with suppress(Exception):  # which is the method's outcome
                         bench.plain(batch)
                     llm.clear()
                 yield bench.outcome(key, batch)
 
 
-def _held(diary: Diary | None) -> dict[tuple[str, str, str], Outcome]:
-    if diary is None:
+def _held(results_log: ResultsLog | None) -> dict[tuple[str, str, str], BatchOutcome]:
+    if results_log is None:
         return {}
     try:
-        kept = [Outcome(**one) for one in diary.held]
+        kept = [BatchOutcome(**one) for one in results_log.held]
     except TypeError:
-        raise diary.foreign() from None
-    return {one.place: one for one in kept if not one.differ and not one.not_run}
+        raise results_log.foreign() from None
+    return {one.identity: one for one in kept if not one.differ and not one.not_run}
 
 
-def certificates(found: Iterable[Outcome]) -> list[Certificate]:
+def certificates(found: Iterable[BatchOutcome]) -> list[Certificate]:
     """A certificate per method, with a check for each thing that was tried."""
-    parts: dict[str, dict[str, list[Outcome]]] = {}
+    parts: dict[str, dict[str, list[BatchOutcome]]] = {}
     for one in found:
         parts.setdefault(one.key, {}).setdefault(one.check, []).append(one)
     return [
@@ -284,7 +289,7 @@ def certificates(found: Iterable[Outcome]) -> list[Certificate]:
     ]
 
 
-def _check(name: str, tried: Sequence[Outcome]) -> Check:
+def _check(name: str, tried: Sequence[BatchOutcome]) -> Check:
     prompts, differ = sum(one.prompts for one in tried), sum(one.differ for one in tried)
     needs = next((one.not_run for one in tried if one.not_run), "")
     if needs and not differ:

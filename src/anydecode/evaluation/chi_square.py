@@ -15,7 +15,7 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.engine.llm import LLM
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.sampling.params import SamplingParams
-from anydecode.sampling.policy import Policy
+from anydecode.sampling.sampler import Sampler
 
 #: A sound rule fails a test this often by chance.
 LEVEL = 1e-3
@@ -117,11 +117,13 @@ def table(vocab_size: int, *seed: int, spread: float = 1.2) -> Script:
     return logits
 
 
-def enumerated(script: Script, prompt: list[int], policy: Policy, length: int) -> dict[Text, float]:
+def enumerated(
+    script: Script, prompt: list[int], sampler: Sampler, length: int
+) -> dict[Text, float]:
     """The probability of every text of `length` tokens behind `prompt`."""
     texts: dict[Text, float] = {}
 
-    def grow(text: Text, state: Policy, probability: float) -> None:
+    def grow(text: Text, state: Sampler, probability: float) -> None:
         if len(text) == length:
             texts[text] = probability
             return
@@ -133,7 +135,7 @@ def enumerated(script: Script, prompt: list[int], policy: Policy, length: int) -
             branch.advance(int(token))
             grow((*text, int(token)), branch, probability * float(dense[token]))
 
-    grow((), policy, 1.0)
+    grow((), sampler, 1.0)
     return texts
 
 
@@ -197,10 +199,10 @@ def expected(options: Mapping[str, Any]) -> dict[Text, float]:
     """What the texts of `sampled` should follow."""
     settings = {"temperature": 1.0, **options}
     constraint = settings.pop("constraint", None)
-    policy = SamplingParams(**settings).policy(
+    sampler = SamplingParams(**settings).sampler(
         PROMPT, VOCABULARY, constraint=constraint and constraint.fork()
     )
-    return enumerated(TARGET_SCRIPT, PROMPT, policy, LENGTH)
+    return enumerated(TARGET_SCRIPT, PROMPT, sampler, LENGTH)
 
 
 def follows(make: Callable[[], Decoder], samples: int = SAMPLES) -> dict[str, Fit]:

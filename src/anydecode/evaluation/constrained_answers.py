@@ -20,13 +20,13 @@ from typing import Any
 
 import jsonschema_rs
 
-from anydecode.constraints.closing import closing_tokens
-from anydecode.constraints.constraint import Watch
+from anydecode.constraints.constraint import IncrementalValidator
 from anydecode.constraints.json_schema import JsonSchema
 from anydecode.constraints.patterns import pattern_options
+from anydecode.constraints.shortest_completion import shortest_completion
 from anydecode.errors import AnydecodeError
 from anydecode.evaluation import constrained_worker
-from anydecode.evaluation.peers import Worker
+from anydecode.evaluation.baselines import Worker
 from anydecode.models.tokenizer import Tokenizer
 
 #: The share of seeds that must be answered for a schema to count as accepted.
@@ -140,11 +140,11 @@ class Ours:
 class _Unchecked(JsonSchema):
     """Masks alone."""
 
-    def watch(self, tokenizer: Tokenizer) -> Watch | None:
+    def watch(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
         return None
 
 
-class Peer:
+class Baseline:
     """A peer in a process of its own; ended and begun anew where it takes too long."""
 
     def __init__(self, name: str, model: str, threads: int, python: str, setting: Setting) -> None:
@@ -213,7 +213,7 @@ def _is_valid(schema: Any, value: Any) -> bool:
 
 
 def run(
-    engines: dict[str, Ours | Peer],
+    engines: dict[str, Ours | Baseline],
     schemas: Iterable[tuple[str, str, Any]],
     setting: Setting,
     known: list[Row],
@@ -252,7 +252,7 @@ def smallest_fits(llm: Any, schema: Any, tokens: int) -> bool:
     try:
         constraint = JsonSchema(schema)
         state = constraint.start(llm.tokenizer, llm.model.spec.vocab_size)
-        ending = closing_tokens(state, llm.tokenizer, constraint.hints)
+        ending = shortest_completion(state, llm.tokenizer, constraint.hints)
     except AnydecodeError:
         return False
     return ending is not None and len(ending) <= tokens

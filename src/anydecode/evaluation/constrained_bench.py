@@ -21,20 +21,20 @@ import typer
 from anydecode.constraints.json_schema import JsonSchema
 from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.evaluation import constrained_worker
+from anydecode.evaluation.baselines import find_file
 from anydecode.evaluation.constrained_answers import (
     OURS,
     UNCHECKED,
+    Baseline,
     Ours,
-    Peer,
     Setting,
     print_figures,
     run,
     summary,
     unconstrained_pace,
 )
-from anydecode.evaluation.diary import Diary
-from anydecode.evaluation.machine import usable_cores
-from anydecode.evaluation.peers import find_file
+from anydecode.evaluation.machine_info import usable_cores
+from anydecode.evaluation.results_log import ResultsLog
 from anydecode.evaluation.spelling import spelling
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.models.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ def refused_at(
     check refuses. Else how many tokens it could say. The times of the masks, in microseconds, go
     into `times`."""
     state = constraint.start(tokenizer, tokenizer.vocab_size)
-    watch = constraint.watch(tokenizer)
+    watch = constraint.incremental_validator(tokenizer)
     tokens = tokenizer.encode(text, special=False)
     for number, token in enumerate(tokens):
         if times is not None:
@@ -134,7 +134,7 @@ def measure_schema(
     JsonSchema(schema, **options).start(tokenizer, tokenizer.vocab_size)
     tally.warm_ms.append(1e3 * (perf_counter() - began))
     tally.compiled = 1
-    tally.with_checks = int(constraint.watch(tokenizer) is not None)
+    tally.with_checks = int(constraint.incremental_validator(tokenizer) is not None)
     wrong = 0
     for test in tests:
         times: list[float] = []
@@ -223,8 +223,8 @@ def measure_answers(
     """Answers of this engine and of peers to every schema, by split; what `file` has of an earlier
     run is kept."""
     told = {**asdict(setting), "model": Path(model).name, "decoder": decoder}
-    diary = Diary(file, told)
-    asked: dict[str, Ours | Peer] = {}
+    results_log = ResultsLog(file, told)
+    asked: dict[str, Ours | Baseline] = {}
     missing: dict[str, str] = {}
     for name in engines:
         if name == OURS:
@@ -232,7 +232,7 @@ def measure_answers(
         elif name == UNCHECKED:
             asked[name] = Ours(llm, setting, decoder, UNCHECKED)
         else:
-            peer = Peer(name, find_file(model), threads, python, setting)
+            peer = Baseline(name, find_file(model), threads, python, setting)
             if peer.missing is None:
                 asked[name] = peer
             else:
@@ -244,7 +244,7 @@ def measure_answers(
     every = []
     try:
         with progress(len(plain)) as step:
-            for own in run(asked, plain, setting, diary.held, diary.write, llm):
+            for own in run(asked, plain, setting, results_log.held, results_log.write, llm):
                 every += own
                 step()
     finally:
@@ -314,7 +314,7 @@ def bench_constrained(
     if not data.is_dir():
         raise InvalidRequestError(f"{data} is no folder")
     names = [name.strip() for name in engines.split(",") if name.strip()]
-    unknown = sorted(set(names) - {OURS, UNCHECKED, *constrained_worker.PEERS})
+    unknown = sorted(set(names) - {OURS, UNCHECKED, *constrained_worker.BASELINES})
     if unknown:
         raise InvalidRequestError(f"no engine is called {', '.join(unknown)}")
     schemas = rows_of(data, limit, split)

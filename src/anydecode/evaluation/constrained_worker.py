@@ -87,7 +87,7 @@ class Outlines(LlamaCppGrammar):
         return texts
 
 
-PEERS = {"llama.cpp": LlamaCppGrammar, "outlines": Outlines}
+BASELINES = {"llama.cpp": LlamaCppGrammar, "outlines": Outlines}
 
 
 def _version(package: str) -> str:
@@ -129,7 +129,7 @@ def _answered(worker: Any, request: dict[str, Any], held: dict[str, Any]) -> dic
 def main() -> None:
     """`constrained_worker.py PEER MODEL --threads N`."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("peer", choices=BASELINES)
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
@@ -141,7 +141,7 @@ def main() -> None:
         answers.flush()
 
     try:
-        worker = PEERS[arguments.peer](arguments.model, arguments.threads)
+        worker = BASELINES[arguments.peer](arguments.model, arguments.threads)
     except Exception as error:
         say({"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"})
         return

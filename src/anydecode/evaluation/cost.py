@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from anydecode.engine.costs import CONTEXTS, ROWS, measure
-from anydecode.evaluation.machine import cpu_name, usable_cores
+from anydecode.evaluation.machine_info import cpu_name, usable_cores
 from anydecode.scoring.cost import CostTable
 
 __all__ = ["CostTable", "bench_cost", "measure"]

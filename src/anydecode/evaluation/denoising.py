@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from anydecode.engine.llm import LLM
-from anydecode.kernels.interface import Attention, KeyValues, Output, Rows, Want
+from anydecode.kernels.interface import Attention, KeyValues, Output, OutputSpec, Rows
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model
 from anydecode.models.opening import choose_executor
@@ -112,15 +112,15 @@ class Moment:
 
     def order(self, score: Callable[[np.ndarray], float] = np.max) -> list[int]:
         """The masks, best first; among equals the leftmost."""
-        return sorted(self.found, key=lambda place: (-score(self.found[place]), place))
+        return sorted(self.found, key=lambda position: (-score(self.found[position]), position))
 
-    def top(self, place: int) -> float:
+    def top(self, position: int) -> float:
         """The probability of the likeliest token there."""
-        return float(self.found[place].max())
+        return float(self.found[position].max())
 
-    def sure(self, place: int) -> float:
+    def sure(self, position: int) -> float:
         """The probability of the token drawn there: the likeliest one at temperature 0."""
-        return float(self.found[place][self.tokens[place]])
+        return float(self.found[position][self.tokens[position]])
 
 
 #: Which of the masks of `Moment.found` are filled.
@@ -154,13 +154,15 @@ def naive(
     filled: list[list[int]] = []
     memory: dict[str, Any] = {}
     for start in range(first // block * block if aligned else first, total, block):
-        places = range(start, min(start + block, total))
-        masks = [i for i in places if canvas[i] == MASK]
+        positions = range(start, min(start + block, total))
+        masks = [i for i in positions if canvas[i] == MASK]
         count, step = len(masks), 0
         while masks and first + length > start:
-            seen = canvas[: places.stop] if aligned else canvas
+            seen = canvas[: positions.stop] if aligned else canvas
             rows = (
-                look(canvas, places, step == 0) if look else {i: script((*seen, i)) for i in masks}
+                look(canvas, positions, step == 0)
+                if look
+                else {i: script((*seen, i)) for i in masks}
             )
             scale = temperature if tempered and temperature else 1.0
             found = {i: softmax(rows[i] / np.float32(scale)) for i in masks}
@@ -178,12 +180,12 @@ def naive(
     return canvas[first : first + length], filled
 
 
-def _drawn(row: np.ndarray, temperature: float, seed: int, place: int, attempt: int) -> int:
+def _drawn(row: np.ndarray, temperature: float, seed: int, position: int, attempt: int) -> int:
     """The token of a place: argmax of logit / T + noise, the mask token left out."""
     scores = row.astype(np.float64)
     scores[MASK] = -np.inf
     if temperature:
-        scores = scores / temperature + Noise(seed).gumbel(range(len(row)), place, attempt)
+        scores = scores / temperature + Noise(seed).gumbel(range(len(row)), position, attempt)
     return int(scores.argmax())
 
 
@@ -219,13 +221,13 @@ class DigestModel:
         keys, values = ([torch.zeros(num_slots, 1, 1) for _ in range(2)] for _ in range(2))
         return KeyValues(keys, values)
 
-    def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
+    def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """One pass."""
         tokens, digests = (keys.numpy()[:, 0, 0] for keys in cache.keys)
         tokens[rows.slots] = rows.tokens
         fresh = [self._seen(rows, row, tokens) for row in range(len(rows))]
         digests[rows.slots] = [digest(path) for path in fresh]
-        logits = [self.script(self._seen(rows, int(row), digests)) for row in want.logits]
+        logits = [self.script(self._seen(rows, int(row), digests)) for row in output_spec.logits]
         answer = np.array(logits, np.float32).reshape(-1, VOCABULARY)
         return Output(torch.from_numpy(answer), {})
 
@@ -257,17 +259,17 @@ class Board:
         sees: Callable[[int], int] | None = None,
     ) -> dict[int, np.ndarray]:
         """Logits at each of `rows`, computed anew from `canvas`; everything else is as it was
-        kept. `sees(place)` is how many positions a row sees (default: all)."""
+        kept. `sees(position)` is how many positions a row sees (default: all)."""
         rows = list(rows)
-        tokens = {**self.tokens, **{place: canvas[place] for place in rows}}
+        tokens = {**self.tokens, **{position: canvas[position] for position in rows}}
 
-        def path(held: dict[int, int], place: int) -> tuple[int, ...]:
-            seen = sorted(i for i in held if i < (sees(place) if sees else len(canvas)))
-            return (*(held[i] for i in seen), place)
+        def path(held: dict[int, int], position: int) -> tuple[int, ...]:
+            seen = sorted(i for i in held if i < (sees(position) if sees else len(canvas)))
+            return (*(held[i] for i in seen), position)
 
-        fresh = {place: digest(path(tokens, place)) for place in rows}
+        fresh = {position: digest(path(tokens, position)) for position in rows}
         digests = {**self.digests, **fresh}
-        found = {place: self.script(path(digests, place)) for place in rows}
+        found = {position: self.script(path(digests, position)) for position in rows}
         if keep:
             self.tokens, self.digests = tokens, digests
         return found
@@ -342,7 +344,7 @@ STEPWISE = "llada:block=0"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DenoisingOutcome:
     """Means over questions: the share answered rightly, and passes and rows per answer."""
 
     accuracy: float
@@ -353,7 +355,7 @@ class Outcome:
 @cache
 def answered(
     method: str, samples: int, tasks: tuple[str, ...] = TASKS, model: str = "tiny-diffusion"
-) -> Outcome:
+) -> DenoisingOutcome:
     """How a shipped model answers `samples` questions of `tasks` with `method`."""
     from anydecode.evaluation.parallelbench.tasks import examples
 
@@ -362,7 +364,7 @@ def answered(
         prompts = [example.prompt for example in asked]
         answers = llm.generate(prompts, decoder=method, max_tokens=24)
     right = [e.is_right(a.text) for e, a in zip(asked, answers, strict=True)]
-    return Outcome(
+    return DenoisingOutcome(
         float(np.mean(right)),
         float(np.mean([a.stats.passes for a in answers])),
         float(np.mean([a.stats.rows for a in answers])),

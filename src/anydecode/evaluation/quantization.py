@@ -21,10 +21,10 @@ from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.engine.dlm_ptq import FORMATS, GPTQ, Pair, calibrate, masked
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
-from anydecode.evaluation.figures import JsonFile, deliver
-from anydecode.evaluation.machine import cpu_name, usable_cores
+from anydecode.evaluation.machine_info import cpu_name, usable_cores
 from anydecode.evaluation.parallelbench.bench import questions
 from anydecode.evaluation.parallelbench.tasks import TASKS, Example, examples
+from anydecode.evaluation.report import JsonFile, write_report
 from anydecode.models.families import build_model
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.opening import choose_executor
@@ -59,13 +59,13 @@ class Teacher(Denoiser):
         self.truths = truths
         self.costs: list[float] = []
 
-    def fill(self, sequence: Text, canvas: Canvas, look: Predictions) -> None:
+    def fill(self, sequence: Text, canvas: Canvas, predictions: Predictions) -> None:
         truth = self.truths[tuple(canvas.tokens.tolist())]
-        for place in canvas.masks:
-            logits = look.logits(int(place)).astype(np.float64)
-            self.costs.append(float(np.logaddexp.reduce(logits) - logits[truth[place]]))
+        for position in canvas.masks:
+            logits = predictions.logits(int(position)).astype(np.float64)
+            self.costs.append(float(np.logaddexp.reduce(logits) - logits[truth[position]]))
         canvas.open(canvas.frontier, len(canvas))
-        self.commit(sequence, canvas, look, canvas.masks)
+        self.commit(sequence, canvas, predictions, canvas.masks)
 
 
 def entropy(llm: LLM, canvases: dict[tuple[int, ...], list[int]]) -> float:
@@ -189,7 +189,7 @@ def bench_quantization(
         "seed": seed,
         "formats": [asdict(row) for row in rows],
     }
-    deliver(report, json_file, lambda: print_report(report))
+    write_report(report, json_file, lambda: print_report(report))
 
 
 def print_report(report: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.engine.lane import Lane, Plan
 from anydecode.engine.llm import LLM
+from anydecode.engine.model_runner import ModelRunner, Plan
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.noise import Noise
 
@@ -120,7 +120,8 @@ def picked(logits: np.ndarray, position: int, temperature: float, seed: int = 5)
 
 
 class Costs:
-    """A virtual clock: a pass of each lane takes `costs[lane]` seconds, whatever is in it. `passes`
+    """A virtual clock: a pass of each lane takes `costs[runner]` seconds, whatever is in it.
+    `passes`
     lists lane, start and end of each."""
 
     def __init__(self, llm: LLM, **costs: float) -> None:
@@ -129,11 +130,11 @@ class Costs:
         self.passes: list[tuple[str, float, float]] = []
         self.engine.clock = self
 
-    def seconds(self, lane: Lane, plan: Plan) -> float:
+    def seconds(self, runner: ModelRunner, plan: Plan) -> float:
         """Called by the engine when a pass starts."""
         now = self.engine.now
-        self.passes.append((lane.name, now, now + self.costs[lane.name]))
-        return self.costs[lane.name]
+        self.passes.append((runner.name, now, now + self.costs[runner.name]))
+        return self.costs[runner.name]
 
     @property
     def overlap(self) -> float:

@@ -21,9 +21,9 @@ from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation.certify import PROMPTS, Check, _equal, _Restarts
 from anydecode.evaluation.chi_square import Alternating, Script, Text, fit, table
-from anydecode.kernels.interface import Rows, Want
+from anydecode.kernels.interface import OutputSpec, Rows
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
-from anydecode.sampling.sampler import Sampler
+from anydecode.sampling.preset import SamplerPreset
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
@@ -81,24 +81,24 @@ class World:
     def _row(self, said: Text) -> tuple[np.ndarray, dict[int, torch.Tensor]]:
         if said not in self._known:
             tokens = np.array([*self.prompt, *said], np.int32)
-            places, zeros = np.arange(len(tokens), dtype=np.int32), np.zeros_like(tokens)
+            positions, zeros = np.arange(len(tokens), dtype=np.int32), np.zeros_like(tokens)
             depth = self.model.spec.num_layers
             rows = Rows(
                 tokens=tokens,
-                positions=places,
-                slots=places,
-                tables=[places],
+                positions=positions,
+                slots=positions,
+                tables=[positions],
                 table=zeros,
-                prefix=places + 1,
+                prefix=positions + 1,
                 tails=zeros[:0],
                 tail_start=zeros,
                 tail_length=zeros,
                 start=zeros,
                 stop=zeros + depth,
             )
-            last = places[-1:]
-            want = Want(last, dict.fromkeys(range(depth + 1), last))
-            output = self.model.run(rows, self.model.new_cache(len(tokens)), want)
+            last = positions[-1:]
+            output_spec = OutputSpec(last, dict.fromkeys(range(depth + 1), last))
+            output = self.model.run(rows, self.model.new_cache(len(tokens)), output_spec)
             hidden = {layer: states.clone() for layer, states in output.hidden.items()}
             self._known[said] = output.logits[0].numpy().astype(np.float64), hidden
         return self._known[said]
@@ -127,7 +127,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return p
 
 
-def sampler_claim(key: str, make: Callable[..., Sampler]) -> Iterator[Check]:
+def sampler_claim(key: str, make: Callable[..., SamplerPreset]) -> Iterator[Check]:
     """Everything that is claimed of every sampling rule. A rule without an oracle is only tried
     with other decoders, as strangers' rules are."""
     if key not in _oracles:
@@ -170,7 +170,7 @@ def _target() -> Toy:
     return Toy(table(VOCABULARY, 4, spread=1.6), VOCABULARY)
 
 
-def _takes(sampler: Sampler, temperature: float) -> bool:
+def _takes(sampler: SamplerPreset, temperature: float) -> bool:
     """Whether the rule leaves the temperature to the request."""
     try:
         with small_llm() as llm:
@@ -195,7 +195,7 @@ class _Forced(Decoder):
 
 
 def rows_check(
-    sampler: Sampler, exact: Callable[[Text], np.ndarray], temperature: float, name: str
+    sampler: SamplerPreset, exact: Callable[[Text], np.ndarray], temperature: float, name: str
 ) -> Check:
     """The engine's distributions along texts drawn at random, against `exact` of what was said."""
     worst, count = 0.0, 0
@@ -205,8 +205,8 @@ def rows_check(
             forced = _Forced(text)
             options = {"temperature": temperature, "max_tokens": len(text), "seed": 1}
             llm.generate(PROMPT, decoder=forced, sampler=sampler, **options)
-            for place, row in enumerate(forced.rows):
-                worst = max(worst, float(np.abs(row - exact(text[:place])).max()))
+            for position, row in enumerate(forced.rows):
+                worst = max(worst, float(np.abs(row - exact(text[:position])).max()))
                 count += 1
     return Check(name, worst <= TOLERANCE and count > 0, f"{count} rows, at most {worst:.1g} off")
 
@@ -224,10 +224,10 @@ def enumerated(exact: Callable[[Text], np.ndarray], length: int) -> dict[Text, f
     return texts
 
 
-def exactness_claim(sampler: Sampler) -> Iterator[Check]:
+def exactness_claim(sampler: SamplerPreset) -> Iterator[Check]:
     """Every exact decoder says under the rule what plain decoding says under it."""
     cool = 0.5 if _takes(sampler, 0.5) else 1.0
-    for temperature in (cool,) if sampler.draws else (0.0, cool):
+    for temperature in (cool,) if sampler.needs_temperature else (0.0, cool):
         options: dict[str, Any] = {"max_tokens": 32, "temperature": temperature, "seed": 11}
         options |= {"ignore_eos": True, "sampler": sampler}
         prompts = list(PROMPTS[:3])

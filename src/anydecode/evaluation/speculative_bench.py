@@ -24,13 +24,13 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.engine.generation import Generation
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
-from anydecode.evaluation import peer_worker
-from anydecode.evaluation.diary import Diary
-from anydecode.evaluation.figures import JsonFile, PlotFile, deliver
-from anydecode.evaluation.machine import cpu_name, usable_cores
-from anydecode.evaluation.peers import Worker, find_file, started
+from anydecode.evaluation import baseline_worker
+from anydecode.evaluation.baselines import Worker, find_file, started
+from anydecode.evaluation.machine_info import cpu_name, usable_cores
 from anydecode.evaluation.prompts import PROMPTS
-from anydecode.scoring.cost import Pace
+from anydecode.evaluation.report import JsonFile, PlotFile, write_report
+from anydecode.evaluation.results_log import ResultsLog
+from anydecode.scoring.cost import CostModel
 
 PLAIN = "autoregressive"
 DEFAULT_METHODS = "auto,prompt-lookup,suffix,copyspec,token-recycling"
@@ -126,17 +126,17 @@ def run(
     on_answer: Callable[[str], None] = lambda told: None,
     rounds: int = 1,
     peers: Sequence[Worker] = (),
-    diary: Diary | None = None,
+    results_log: ResultsLog | None = None,
 ) -> Iterator[Run]:
     """Every question, by every method and plainly, cold and with memories kept (`warm`), and by
-    other engines. The fastest of `rounds` cold answers counts. What `diary` holds is not asked
-    again. `on_answer` is told what is done, answer by answer."""
+    other engines. The fastest of `rounds` cold answers counts. What `results_log` holds is not
+    asked again. `on_answer` is told what is done, answer by answer."""
     kept = {method: llm.decoder(method) for method in methods}
     entrants = [(PLAIN, False), *((method, False) for method in methods)]
     entrants += [(method, True) for method in methods] if warm else []
     llm.generate([1] * 8, max_tokens=4, ignore_eos=True)
-    llm.pace.seconds(1, 0)  # costs are measured once per machine, not per answer
-    held = {} if diary is None else _held(diary)
+    llm.cost_model.seconds(1, 0)  # costs are measured once per machine, not per answer
+    held = {} if results_log is None else _held(results_log)
     for temperature in temperatures:
         options = {"max_tokens": tokens, "trace": True, "temperature": temperature, "seed": 1}
         for number, question in enumerate(asked):
@@ -145,14 +145,14 @@ def run(
             known = held.get((temperature, number), [])
             if not known:
                 known = _ours(llm, question, number, entrants, kept, options, rounds, told)
-                _keep(diary, known)
+                _keep(results_log, known)
             yield from known
             answered = {one.method for one in known}
             for worker in _in_turn([w for w in peers if w.engine not in answered], number):
                 found = _theirs(llm, question, number, worker, options, known[0])
                 told(worker.engine if worker.missing is None else f"{worker.engine} is missing")
                 if found is not None:
-                    _keep(diary, [found])
+                    _keep(results_log, [found])
                     yield found
 
 
@@ -160,9 +160,9 @@ def _tell(on_answer: Callable[[str], None], head: str, who: str) -> None:
     on_answer(f"{head}: {who}")
 
 
-def _keep(diary: Diary | None, runs: Sequence[Run]) -> None:
-    if diary is not None:
-        diary.write([asdict(one) for one in runs])
+def _keep(results_log: ResultsLog | None, runs: Sequence[Run]) -> None:
+    if results_log is not None:
+        results_log.write([asdict(one) for one in runs])
 
 
 def _in_turn(parts: Sequence[Any], number: int) -> Sequence[Any]:
@@ -204,7 +204,7 @@ def _ours(
             stats.passes,
             _decode_seconds(answers[method, keeps]),
             sum(r.get("draft_seconds", 0.0) for r in answers[method, keeps].trace or ()),
-            _modelled(answers[method, keeps], llm.pace),
+            _modelled(answers[method, keeps], llm.cost_model),
             loops(answers[method, keeps].tokens),
             answers[method, keeps].tokens == plain,
         )
@@ -241,15 +241,15 @@ def _theirs(
     )  # fmt: skip
 
 
-def _held(diary: Diary) -> dict[tuple[float, int], list[Run]]:
+def _held(results_log: ResultsLog) -> dict[tuple[float, int], list[Run]]:
     """What the diary has, by temperature and number of the question; plain decoding comes first."""
     found: dict[tuple[float, int], list[Run]] = {}
     try:
-        for answers in diary.held:
+        for answers in results_log.held:
             runs = [Run(**one) for one in answers]
             found.setdefault((runs[0].temperature, runs[0].prompt), []).extend(runs)
     except (TypeError, LookupError):
-        raise diary.foreign() from None
+        raise results_log.foreign() from None
     return found
 
 
@@ -257,13 +257,15 @@ def _decode_seconds(answer: Generation) -> float:
     return answer.stats.seconds - answer.stats.time_to_first_token
 
 
-def _modelled(answer: Generation, pace: Pace) -> float:
+def _modelled(answer: Generation, cost_model: CostModel) -> float:
     """Plain passes for the same tokens over the passes that were made, both by the cost table."""
     records = answer.trace or ()
-    spent = sum(pace.seconds(1 + len(r["drafted"]), r["position"]) for r in records)
+    spent = sum(cost_model.seconds(1 + len(r["drafted"]), r["position"]) for r in records)
     spent += sum(r.get("draft_seconds", 0.0) for r in records)
     plain = sum(
-        pace.seconds(1, r["position"] + place) for r in records for place in range(len(r["tokens"]))
+        cost_model.seconds(1, r["position"] + position)
+        for r in records
+        for position in range(len(r["tokens"]))
     )
     return plain / spent if spent else 1.0
 
@@ -413,15 +415,15 @@ def bench_speculative(
     except ValueError:
         raise InvalidRequestError(f"{temperatures!r} is no list of temperatures") from None
     asked = questions(data, limit)
-    names = peer_worker.SPECULATIVE if peers == "all" else tuple(filter(None, peers.split(",")))
-    if unknown := sorted(set(names) - set(peer_worker.SPECULATIVE)):
-        known = ", ".join(peer_worker.SPECULATIVE)
+    names = baseline_worker.SPECULATIVE if peers == "all" else tuple(filter(None, peers.split(",")))
+    if unknown := sorted(set(names) - set(baseline_worker.SPECULATIVE)):
+        known = ", ".join(baseline_worker.SPECULATIVE)
         raise InvalidRequestError(f"no peer {', '.join(unknown)}: there are {known}")
     settings = {
         "model": model, "draft": draft, "methods": chosen, "peers": names, "tokens": tokens,
         "warm": warm, "rounds": rounds, "questions": len(asked),
     }  # fmt: skip
-    diary = None if keep is None else Diary(keep, settings)
+    results_log = None if keep is None else ResultsLog(keep, settings)
     runs: list[Run] = []
     beyond: dict[str, int] = {}
     stopped = False
@@ -434,12 +436,12 @@ def bench_speculative(
             workers = started(names, file, count, python, stack, note)
         own = (1 + len(chosen)) * rounds + (len(chosen) if warm else 0)
         answers = len(asked) * len(heats) * (own + len(workers))
-        for answered in _held(diary).values() if diary else ():
+        for answered in _held(results_log).values() if results_log else ():
             answers -= own + sum(one.method in names for one in answered)
         try:
             with progress("answers", max(0, answers)) as advance:
                 asking = run(
-                    llm, asked, chosen, heats, tokens, warm, advance, rounds, workers, diary
+                    llm, asked, chosen, heats, tokens, warm, advance, rounds, workers, results_log
                 )
                 runs.extend(asking)
             beyond = memory(llm, asked[0], chosen, tokens)
@@ -459,6 +461,6 @@ def bench_speculative(
     }
     if plot is not None:
         plot.write_text(to_svg(report), encoding="utf-8")
-    deliver(report, json_file, lambda: print_report(report))
+    write_report(report, json_file, lambda: print_report(report))
     if stopped:
         raise KeyboardInterrupt

@@ -57,7 +57,7 @@ def print_report(report: dict[str, Any]) -> None:
         f"{machine['cpu']}, {machine['cores']} cores; {report['model']}, {report['tokens']} tokens,"
         f" {report['data']}; speed-up over plain decoding, 95% interval, 5th percentile of prompts"
     )
-    warm = {_place(row): row for row in report["rows"] if row["warm"]}
+    warm = {_position(row): row for row in report["rows"] if row["warm"]}
     for temperature in dict.fromkeys(row["temperature"] for row in report["rows"]):
         for loops in (True, False):
             title = f"T={temperature:g}, {'all answers' if loops else 'answers that do not loop'}"
@@ -77,7 +77,7 @@ def print_report(report: dict[str, Any]) -> None:
                 table.add_column(name, justify="right")
             for row in report["rows"]:
                 if (row["temperature"], row["loops"], row["warm"]) == (temperature, loops, False):
-                    table.add_row(*_cells(row, warm.get(_place(row))))
+                    table.add_row(*_cells(row, warm.get(_position(row))))
             console.print(table)
     for engine, reason in report.get("missing", {}).items():
         console.print(f"{engine}: missing ({reason})", highlight=False)
@@ -88,7 +88,7 @@ def print_report(report: dict[str, Any]) -> None:
         console.print(f"{method}: {extra / 2**20:.2f} MiB beyond plain", highlight=False)
 
 
-def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+def _position(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["temperature"], row["loops"], row["method"], row["category"]
 
 
@@ -133,9 +133,11 @@ def to_svg(report: dict[str, Any]) -> str:
         f' role="img" aria-label="Speed-up over plain decoding"><style>{_STYLE}</style>',
         f'<text x="{left}" y="16">{escape(title)}</text>',
     ]
-    for place, method in enumerate(methods):
-        x = left + place * ((width - left) / max(len(methods), 1))
-        parts.append(f'<rect x="{x:.0f}" y="24" width="10" height="10" fill="{_colour(place)}"/>')
+    for position, method in enumerate(methods):
+        x = left + position * ((width - left) / max(len(methods), 1))
+        parts.append(
+            f'<rect x="{x:.0f}" y="24" width="10" height="10" fill="{_colour(position)}"/>'
+        )
         parts.append(f'<text x="{x + 14:.0f}" y="33">{escape(method)}</text>')
     step = 0.5 if most < 4 else 1.0
     for tick in range(int(most / step) + 1):
@@ -144,18 +146,19 @@ def to_svg(report: dict[str, Any]) -> str:
         parts.append(f'<line class="{line}" x1="{left}" x2="{width - 10}" y1="{at}" y2="{at}"/>')
         parts.append(f'<text x="{left - 8}" y="{at + 4}" text-anchor="end">{tick * step:g}</text>')
     for row in rows:
-        place = methods.index(row["method"])
-        x = left + gap / 2 + categories.index(row["category"]) * group + place * bar
+        position = methods.index(row["method"])
+        x = left + gap / 2 + categories.index(row["category"]) * group + position * bar
         value, (low, high), middle = row["speedup"], row["interval"], x + bar / 2 - 1
         parts.append(
             f'<rect x="{x}" y="{y(value):.1f}" width="{bar - 2}" height="{y(0) - y(value):.1f}"'
-            f' fill="{_colour(place)}"><title>{escape(row["method"])}, {escape(row["category"])}:'
+            f' fill="{_colour(position)}"><title>{escape(row["method"])},'
+            f" {escape(row['category'])}:"
             f" {value:.2f}</title></rect>"
             f'<line class="whisker" x1="{middle}" x2="{middle}" y1="{y(low):.1f}"'
             f' y2="{y(high):.1f}"/>'
         )
-    for place, category in enumerate(categories):
-        x = left + group * (place + 0.5)
+    for position, category in enumerate(categories):
+        x = left + group * (position + 0.5)
         parts.append(
             f'<text x="{x}" y="{top + height + 18}" text-anchor="end" transform="rotate(-25 {x}'
             f' {top + height + 18})">{escape(category)}</text>'
@@ -163,5 +166,5 @@ def to_svg(report: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _colour(place: int) -> str:
-    return COLOURS[place % len(COLOURS)]
+def _colour(position: int) -> str:
+    return COLOURS[position % len(COLOURS)]

@@ -32,8 +32,10 @@ def steps_of(trace: list[dict[str, Any]]) -> list[Step]:
             continue
         before = steps[-1].canvas if steps else []
         start = record["start"]
-        filled = [place - start for place in record["filled"]]
-        again = [place for place in filled if place < len(before) and before[place] >= 0]
+        filled = [position - start for position in record["filled"]]
+        again = [
+            position for position in filled if position < len(before) and before[position] >= 0
+        ]
         steps.append(Step(list(record["canvas"]), filled, again))
     return steps
 
@@ -47,7 +49,9 @@ def view(trace: list[dict[str, Any]], tokens: list[int], show: Callable[[int], s
     for number, step in enumerate(steps, 1):
         when |= dict.fromkeys(step.filled, number)
     pause = min(0.3, REPLAY_SECONDS / len(steps))
-    cells = "".join(_cell(token, when.get(place, 0), show) for place, token in enumerate(tokens))
+    cells = "".join(
+        _cell(token, when.get(position, 0), show) for position, token in enumerate(tokens)
+    )
     masks = max(sum(token < 0 for token in step.canvas) for step in steps)
     rows = "".join(_row(number, step, show) for number, step in enumerate(steps, 1))
     return (
@@ -72,23 +76,23 @@ def _cell(token: int, number: int, show: Callable[[int], str]) -> str:
 def _row(number: int, step: Step, show: Callable[[int], str]) -> str:
     new, again = set(step.filled), set(step.again)
     parts: list[str] = []
-    place = 0
-    while place < len(step.canvas):
-        token = step.canvas[place]
+    position = 0
+    while position < len(step.canvas):
+        token = step.canvas[position]
         if token < 0:
-            stop = place
+            stop = position
             while stop < len(step.canvas) and step.canvas[stop] < 0:
                 stop += 1
-            parts.append(f'<span class="mask">{MASK * (stop - place)}</span>')
-            place = stop
+            parts.append(f'<span class="mask">{MASK * (stop - position)}</span>')
+            position = stop
             continue
         text = escape(show(token).replace("\n", "↵")) or "∅"
-        if place in new:
-            kind = "chip new again" if place in again else "chip new"
+        if position in new:
+            kind = "chip new again" if position in again else "chip new"
             parts.append(f'<span class="{kind}">{text}</span>')
         else:
             parts.append(f'<span class="old">{text}</span>')
-        place += 1
+        position += 1
     count = f"{len(step.filled)} filled"
     return (
         f'<li id="p{number}"><span class="n">{number}</span>'

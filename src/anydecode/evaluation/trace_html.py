@@ -146,13 +146,13 @@ class _View:
 
     def _words(self, p: Pass) -> str:
         parts = []
-        for place, token in enumerate(p.tokens):
+        for position, token in enumerate(p.tokens):
             kind = "own"
-            if p.record is not None and place < p.num_kept:
-                kind = self._colour(p.source(p.record["accepted"][place]))
+            if p.record is not None and position < p.num_kept:
+                kind = self._colour(p.source(p.record["accepted"][position]))
             link = f'href="#p{p.number}" title="{escape(self._hint(p))}"'
             parts.append(f'<a class="{kind}" {link}>{escape(self.show(token))}</a>')
-            if place == p.num_kept - 1 or (place == 0 and not p.num_kept):
+            if position == p.num_kept - 1 or (position == 0 and not p.num_kept):
                 rejected = "".join(self.show(t) for t in self._rejected(p))
                 if rejected:
                     before = len(parts) - (0 if p.num_kept else 1)

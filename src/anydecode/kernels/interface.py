@@ -129,7 +129,7 @@ class Rows:
         return len(self.tokens)
 
 
-class Choice(NamedTuple):
+class SampleSpec(NamedTuple):
     """A token that a backend may pick within the pass from row `row` of the logits it gives back:
     the argmax of logit * `inverse_temperature` + noise of (seed, stream, position), or of the logit
     where `inverse_temperature` is 0; ties to the lowest id."""
@@ -142,7 +142,7 @@ class Choice(NamedTuple):
 
 
 @dataclass(eq=False)
-class Want:
+class OutputSpec:
     """What a pass gives back: logits of some rows (through the head from where each row stops) and
     hidden states: `hidden[l]` lists rows whose state after `l` layers is wanted (0: embeddings).
     `choices` may be made or left.
@@ -155,9 +155,9 @@ class Want:
 
     logits: np.ndarray  # int32 row indices
     hidden: dict[int, np.ndarray] = field(default_factory=dict)
-    choices: list[Choice] = field(default_factory=list)
-    said: int = 1
-    ends: frozenset[int] = frozenset()
+    samples: list[SampleSpec] = field(default_factory=list)
+    num_steps: int = 1
+    end_tokens: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -171,7 +171,7 @@ class Output:
 
     logits: torch.Tensor
     hidden: dict[int, torch.Tensor]
-    picks: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
 
 
 class Backend(ABC):

@@ -214,7 +214,7 @@ def logsumexp(logits: np.ndarray) -> float:
     return float(_library().logsumexp(*_row(logits)))
 
 
-def pick_gumbel(
+def sample_gumbel(
     logits: np.ndarray,
     inverse_temperature: float,
     seed: int,

@@ -16,11 +16,11 @@ from anydecode.kernels.cache import CACHE_FORMATS
 from anydecode.kernels.interface import (
     Adapter,
     Backend,
-    Choice,
     KeyValues,
     Output,
+    OutputSpec,
     Rows,
-    Want,
+    SampleSpec,
     Weight,
 )
 from anydecode.kernels.library import FORMAT_CODES, Library, Lora, Pass, Tap, load_library
@@ -163,28 +163,28 @@ class NativeExecutor:
 
     # --- one call
 
-    def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
+    def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """One pass over all layers, from tokens to what is wanted."""
         count = len(rows)
         start, stop = int(rows.start[0]) if count else 0, int(rows.stop[0]) if count else 0
         if not count or (
             count > 1 and not ((rows.start == start).all() and (rows.stop == stop).all())
         ):
-            return self._run_parts(rows, cache, want)
+            return self._run_parts(rows, cache, output_spec)
         self._bind(rows, cache, None)
         self._pass.embed = 1
         self._set_inputs(rows, count)
-        taps, hidden = self._taps(want, start, stop)
-        choices = self._choose(want.choices)
-        said = want.said if rows.tables[-1].ndim == 1 else 1
+        taps, hidden = self._taps(output_spec, start, stop)
+        choices = self._choose(output_spec.samples)
+        said = output_spec.num_steps if rows.tables[-1].ndim == 1 else 1
         if said > 1:
-            self._bind_said(said, want.ends)
-        self._call(start, stop, want.logits, taps, len(want.choices), said)
-        picks = [choices[i].pick for i in range(len(want.choices))]
+            self._bind_said(said, output_spec.end_tokens)
+        self._call(start, stop, output_spec.logits, taps, len(output_spec.samples), said)
+        picks = [choices[i].pick for i in range(len(output_spec.samples))]
         if said > 1:
             picks = self._said[:said].tolist()
             picks = picks[: picks.index(-1)] if -1 in picks else picks
-        return Output(self._logits(len(want.logits)), hidden, picks)
+        return Output(self._logits(len(output_spec.logits)), hidden, picks)
 
     def _bind_said(self, said: int, ends: frozenset[int]) -> None:
         p = self._pass
@@ -195,20 +195,20 @@ class NativeExecutor:
             self._said = np.empty(2 * said, np.int32)
             p.said = _address(self._said)
 
-    def _run_parts(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
+    def _run_parts(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """Rows with different layer ranges: one call per stretch of layers."""
         x = self._start(rows)
         hidden: dict[int, torch.Tensor] = {}
         self.begin(rows, cache)
-        places = sorted({*rows.start.tolist(), *rows.stop.tolist(), *want.hidden})
+        places = sorted({*rows.start.tolist(), *rows.stop.tolist(), *output_spec.hidden})
         for place, after in zip(places, [*places[1:], None], strict=True):
-            if place in want.hidden:
-                hidden[place] = x[torch.from_numpy(want.hidden[place].astype(np.int64))]
+            if place in output_spec.hidden:
+                hidden[place] = x[torch.from_numpy(output_spec.hidden[place].astype(np.int64))]
             active = np.flatnonzero((rows.start <= place) & (rows.stop >= (after or place)))
             if after is not None and len(active):
                 at = torch.from_numpy(active)
                 x[at] = self.layers(x[at], active, place, after)
-        wanted = torch.from_numpy(want.logits.astype(np.int64))
+        wanted = torch.from_numpy(output_spec.logits.astype(np.int64))
         return Output(self.head(x[wanted]), hidden)
 
     def _start(self, rows: Rows) -> torch.Tensor:
@@ -349,17 +349,19 @@ class NativeExecutor:
             raise InvalidRequestError(_PROBLEMS[1])
         self._pass.inputs = self._inputs.data_ptr()
 
-    def _taps(self, want: Want, first: int, last: int) -> tuple[Any, dict[int, torch.Tensor]]:
-        self._pass.num_taps = len(want.hidden)
-        if not want.hidden:
+    def _taps(
+        self, output_spec: OutputSpec, first: int, last: int
+    ) -> tuple[Any, dict[int, torch.Tensor]]:
+        self._pass.num_taps = len(output_spec.hidden)
+        if not output_spec.hidden:
             return None, {}
         hidden = {
             layer: torch.empty(len(index), self._hidden_size)
-            for layer, index in want.hidden.items()
+            for layer, index in output_spec.hidden.items()
         }
         if any(not first <= layer <= last for layer in hidden):
             raise InvalidRequestError(f"rows run layers {first} to {last} have no other states")
-        indices = [np.ascontiguousarray(index, np.int32) for index in want.hidden.values()]
+        indices = [np.ascontiguousarray(index, np.int32) for index in output_spec.hidden.values()]
         taps = (Tap * len(hidden))()
         for tap, (layer, out), index in zip(taps, hidden.items(), indices, strict=True):
             tap.layer, tap.count = layer, len(index)
@@ -367,7 +369,7 @@ class NativeExecutor:
         self._pass.taps = ctypes.addressof(taps)
         return (taps, indices), hidden
 
-    def _choose(self, choices: list[Choice]) -> Any:
+    def _choose(self, choices: list[SampleSpec]) -> Any:
         count = len(choices)
         if count > len(self._choices):
             self._choices = (NativeChoice * (2 * count))()

@@ -38,7 +38,7 @@ def new_cache(model: Model, num_slots: int, format: str | None = None) -> KeyVal
     return make(num_slots, format)
 
 
-class Pool:
+class KVPool:
     """`num_slots` slots of `model`'s cache, kept in `format`. `reclaim(n)` is asked for slots
     before `PoolFull`."""
 
@@ -65,7 +65,7 @@ class Pool:
     def num_used(self) -> int:
         return self.num_slots - len(self._free)
 
-    def take(self, count: int) -> Slots:
+    def allocate(self, count: int) -> Slots:
         """`count` free slots, each with one reference. Raises `PoolFull`, taking none."""
         if count > len(self._free) and self.reclaim is not None:
             self.reclaim(count - len(self._free))
@@ -78,11 +78,11 @@ class Pool:
         self.references[taken] = 1
         return taken
 
-    def share(self, slots: Slots) -> None:
+    def add_reference(self, slots: Slots) -> None:
         """One more reference to each of `slots` (distinct; -1 is skipped)."""
         self.references[slots[slots >= 0]] += 1
 
-    def give(self, slots: Slots) -> None:
+    def free(self, slots: Slots) -> None:
         """One reference less to each of `slots` (distinct; -1 is skipped)."""
         slots = slots[slots >= 0]
         self.references[slots] -= 1

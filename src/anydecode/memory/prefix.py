@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from anydecode.kernels.interface import KeyValues
-from anydecode.memory.context import Context
-from anydecode.memory.pool import Pool, PoolFull, Slots
+from anydecode.memory.pool import KVPool, PoolFull, Slots
+from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.memory.spill import Spill
 
 BLOCK = 16
@@ -45,7 +45,7 @@ class PrefixCache:
     under way that may still write to free slots, and nothing is brought back.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: KVPool) -> None:
         self.pool = pool
         self._roots: dict[Hashable, _Node] = {}
         self._clock = count(1)
@@ -80,7 +80,7 @@ class PrefixCache:
         self.num_hits += BLOCK * len(found)
         return np.concatenate(found) if found else np.empty(0, np.int32)
 
-    def insert(self, context: Context, namespace: Hashable = None) -> None:
+    def insert(self, context: SequenceCache, namespace: Hashable = None) -> None:
         """Remember what `context` has computed."""
         if not context.reusable:
             return
@@ -94,7 +94,7 @@ class PrefixCache:
             child = node.children.get(key)
             if child is None:
                 child = self._add(node, key, context.table[start : start + BLOCK].copy())
-                self.pool.share(child.slots)
+                self.pool.add_reference(child.slots)
             child.used = now
             node = child
 
@@ -113,8 +113,8 @@ class PrefixCache:
         if self.spill is not None:
             self.spill.clear()
 
-    def holdings(self) -> list[Slots]:
-        """The tables that `Pool.check_integrity` counts."""
+    def referenced_slots(self) -> list[Slots]:
+        """The tables that `KVPool.check_integrity` counts."""
         return [node.slots for node in self._nodes()]
 
     def _root(self, namespace: Hashable) -> _Node:
@@ -145,7 +145,7 @@ class PrefixCache:
             if spill is not None and leaf.digest is not None and leaf.digest not in spill:
                 spill.put(leaf.digest, read_slots(self.pool.cache, leaf.slots))
             del parent.children[leaf.key]
-            self.pool.give(leaf.slots)
+            self.pool.free(leaf.slots)
             self.num_slots -= BLOCK
             if parent.parent is not None and not parent.children:
                 heapq.heappush(leaves, (parent.used, next(order), parent))
@@ -159,11 +159,11 @@ class PrefixCache:
         if block is None:
             return None
         try:
-            slots = self.pool.take(BLOCK)
+            slots = self.pool.allocate(BLOCK)
         except PoolFull:
             return None
         if not write_slots(self.pool.cache, slots, block):
-            self.pool.give(slots)
+            self.pool.free(slots)
             return None
         self.num_restored += BLOCK
         return self._add(parent, key, slots)

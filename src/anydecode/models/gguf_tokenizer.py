@@ -171,7 +171,7 @@ def merges_from_scores(
 ) -> list[tuple[str, str]]:
     """The merges of a SentencePiece BPE vocabulary, which keeps only each result's score: every way
     to cut a token into two others, the best-scored result first."""
-    index = {token: place for place, token in enumerate(tokens)}
+    index = {token: position for position, token in enumerate(tokens)}
     found: list[tuple[float, int, int, str, str]] = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
         if kind not in (_NORMAL, _UNUSED):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from anydecode.errors import UnsupportedCombinationError
-from anydecode.kernels.interface import Attention, KeyValues, Output, Rows, Want
+from anydecode.kernels.interface import Attention, KeyValues, Output, OutputSpec, Rows
 from anydecode.models.spec import LayerSpec, ModelSpec
 
 #: Sequences whose keys and values are kept between passes.
@@ -42,12 +42,12 @@ class HuggingFaceModel:
         """One token id for each of `num_slots` positions."""
         return KeyValues([torch.zeros(num_slots, 1, 1, dtype=torch.int64)], [torch.empty(0)])
 
-    def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
+    def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """Logits of the rows wanted. Raises `UnsupportedCombinationError` as the class says."""
-        self._check(rows, want)
+        self._check(rows, output_spec)
         tokens = cache.keys[0][:, 0, 0].numpy()
         tokens[rows.slots] = rows.tokens
-        paths = [tokens[_path(rows, row)] for row in want.logits.tolist()]
+        paths = [tokens[_path(rows, row)] for row in output_spec.logits.tolist()]
         logits = torch.empty(len(paths), self.spec.vocab_size)
         waiting = sorted(range(len(paths)), key=lambda index: -len(paths[index]))
         while waiting:
@@ -99,13 +99,13 @@ class HuggingFaceModel:
         past.crop(known - len(tokens))
         return known, past
 
-    def _check(self, rows: Rows, want: Want) -> None:
+    def _check(self, rows: Rows, output_spec: OutputSpec) -> None:
         partial = bool((rows.start != 0).any() or (rows.stop != self.spec.num_layers).any())
         refused = {
             "run part of its layers": partial,
             "enter embeddings or hidden states": bool((rows.tokens < 0).any()),
             "score rows it does not store": bool((rows.slots < 0).any()),
-            "give back hidden states": bool(want.hidden),
+            "give back hidden states": bool(output_spec.hidden),
             "carry adapters": rows.adapters is not None and bool((rows.adapters >= 0).any()),
             "run layers in parallel": rows.parallel is not None,
             "keep different positions in each layer": any(t.ndim != 1 for t in rows.tables),

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from anydecode.kernels.interface import KeyValues, Output, Rows, Want
+from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
 from anydecode.models.spec import ModelSpec
 
 
@@ -20,7 +20,7 @@ class Model(Protocol):
         """Empty keys and values for `num_slots` positions."""
         ...
 
-    def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
+    def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """One pass. Rows may run different layer ranges (`rows.start`, `rows.stop`)."""
         ...
 

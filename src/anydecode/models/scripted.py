@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from anydecode.kernels.interface import Attention, KeyValues, Output, Rows, Want
+from anydecode.kernels.interface import Attention, KeyValues, Output, OutputSpec, Rows
 from anydecode.models.spec import LayerSpec, ModelSpec
 
 #: From the visible tokens (by position, holes left out) to logits `[vocab_size]`.
@@ -80,7 +80,7 @@ class ScriptedModel:
 
         return KeyValues(empty(), empty())
 
-    def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
+    def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """One pass: store every row's token in its layers, then look at what each row sees."""
         held = [keys.numpy()[:, 0, 0] for keys in cache.keys]
         tokens = rows.tokens.copy()
@@ -92,7 +92,7 @@ class ScriptedModel:
                 held[layer][rows.slots[row]] = tokens[row]
         states = self._states(rows, held, tokens)
         last = rows.stop if rows.parallel is None else rows.stop - (rows.parallel > 0)
-        answers = np.array([states(int(row), int(last[row])) for row in want.logits])
+        answers = np.array([states(int(row), int(last[row])) for row in output_spec.logits])
         logits = self.head(torch.from_numpy(answers.reshape(-1, _HIDDEN_SIZE)))
         hidden = {
             layer: torch.from_numpy(
@@ -100,7 +100,7 @@ class ScriptedModel:
                     -1, _HIDDEN_SIZE
                 )
             )
-            for layer, index in want.hidden.items()
+            for layer, index in output_spec.hidden.items()
         }
         return Output(logits, hidden)
 
@@ -176,9 +176,9 @@ class ScriptedModel:
         logits = self._rows[key]
         if self.spec.causal and len(seen) > 8:
             logits = logits.copy()
-            for place in range(1, len(seen)):
-                if seen[place - 1] == seen[-1]:
-                    logits[seen[place]] += 1.5
+            for position in range(1, len(seen)):
+                if seen[position - 1] == seen[-1]:
+                    logits[seen[position]] += 1.5
         return logits
 
     def _draw(self, key: Path) -> np.ndarray:

@@ -62,7 +62,7 @@ def thinned(
     depth = model.spec.num_layers
     if not 2 <= layers <= depth:
         raise InvalidRequestError(f"layers={layers}: a draft can keep 2 to {depth} of the layers")
-    kept = [round(place * (depth - 1) / (layers - 1)) for place in range(layers)]
+    kept = [round(position * (depth - 1) / (layers - 1)) for position in range(layers)]
     spec = replace(model.spec, layers=tuple(model.spec.layers[layer] for layer in kept))
     weights = model.network.weights
     few = replace(weights, layers=[weights.layers[layer] for layer in kept])

@@ -14,7 +14,7 @@ import torch
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.cache import CACHE_FORMATS, new_cache
 from anydecode.kernels.formats import dequantize_rows
-from anydecode.kernels.interface import KeyValues, Output, Rows, Want
+from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
 from anydecode.kernels.reference import ReferenceBackend
 from anydecode.models.lora import load_adapter
 from anydecode.models.network import ModelWeights, Network
@@ -127,39 +127,39 @@ class Transformer:
         """What the cache may be kept in."""
         return getattr(self.executor, "cache_formats", ("float32", "float16", "bfloat16"))
 
-    def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
+    def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """One pass. Raises InvalidRequestError for rows that cannot be run."""
-        self._check(rows, want)
+        self._check(rows, output_spec)
         whole = getattr(self.executor, "run", None)
         if whole is not None and rows.parallel is None:
-            output: Output | None = whole(rows, cache, want)
+            output: Output | None = whole(rows, cache, output_spec)
             if output is not None:  # an executor may decline what it has no short way for
                 return output
         with torch.no_grad():
             if rows.parallel is not None:
-                return self._run_parallel(rows, cache, want)
-            return self._run_stretches(rows, cache, want)
+                return self._run_parallel(rows, cache, output_spec)
+            return self._run_stretches(rows, cache, output_spec)
 
-    def _run_stretches(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
+    def _run_stretches(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """A pass as stretches of layers that the same rows run through."""
         x = self._inputs(rows)
         hidden: dict[int, torch.Tensor] = {}
         self.executor.begin(rows, cache)
-        stops = set(rows.start.tolist()) | set(rows.stop.tolist()) | set(want.hidden)
-        places = sorted(stops)
-        for place, after in zip(places, [*places[1:], None], strict=True):
-            if place in want.hidden:
-                hidden[place] = x[self._index(want.hidden[place])]
+        stops = set(rows.start.tolist()) | set(rows.stop.tolist()) | set(output_spec.hidden)
+        positions = sorted(stops)
+        for position, after in zip(positions, [*positions[1:], None], strict=True):
+            if position in output_spec.hidden:
+                hidden[position] = x[self._index(output_spec.hidden[position])]
             if after is None:
                 break
-            active = np.flatnonzero((rows.start <= place) & (rows.stop >= after))
+            active = np.flatnonzero((rows.start <= position) & (rows.stop >= after))
             if len(active) == len(rows):
-                x = self.executor.layers(x, active, place, after)
+                x = self.executor.layers(x, active, position, after)
             elif len(active):
                 at = self._index(active)
-                x = x.index_copy(0, at, self.executor.layers(x[at], active, place, after))
-        if len(want.logits):
-            logits = self.executor.head(x[self._index(want.logits)])
+                x = x.index_copy(0, at, self.executor.layers(x[at], active, position, after))
+        if len(output_spec.logits):
+            logits = self.executor.head(x[self._index(output_spec.logits)])
         else:
             logits = x.new_empty(0, self.spec.vocab_size)
         return Output(logits, hidden)
@@ -189,7 +189,7 @@ class Transformer:
         self.adapter_names.append(name)
         return len(self.adapter_names) - 1
 
-    def _run_parallel(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
+    def _run_parallel(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """Rows that run layers in parallel, by the size of their groups, and those that do not."""
         regroup = getattr(self.executor, "regroup", None)
         if regroup is None or rows.adapters is not None:
@@ -197,10 +197,12 @@ class Transformer:
                 "running layers in parallel (easyspec) works on CPUs and without adapters"
             )
         assert rows.parallel is not None
-        logits = torch.empty(len(want.logits), self.spec.vocab_size, device=self.executor.device)
+        logits = torch.empty(
+            len(output_spec.logits), self.spec.vocab_size, device=self.executor.device
+        )
         hidden = {
-            place: torch.empty(len(index), self.spec.hidden_size, device=self.executor.device)
-            for place, index in want.hidden.items()
+            position: torch.empty(len(index), self.spec.hidden_size, device=self.executor.device)
+            for position, index in output_spec.hidden.items()
         }
         for size in np.unique(rows.parallel).tolist():
             chosen = rows.parallel == size
@@ -208,17 +210,17 @@ class Transformer:
                 self._grouped[size] = self.network.grouped(size)
             part = _part(rows, np.flatnonzero(chosen))
             number = np.cumsum(chosen, dtype=np.int32) - 1
-            mine = chosen[want.logits]
-            taps = {place: chosen[index] for place, index in want.hidden.items()}
-            wanted = {p: number[index[taps[p]]] for p, index in want.hidden.items()}
+            mine = chosen[output_spec.logits]
+            taps = {position: chosen[index] for position, index in output_spec.hidden.items()}
+            wanted = {p: number[index[taps[p]]] for p, index in output_spec.hidden.items()}
             regroup(self._grouped.get(size))
             try:
-                found = self.run(part, cache, Want(number[want.logits[mine]], wanted))
+                found = self.run(part, cache, OutputSpec(number[output_spec.logits[mine]], wanted))
             finally:
                 regroup(None)
             logits[torch.from_numpy(mine)] = found.logits
-            for place, kept in taps.items():
-                hidden[place][torch.from_numpy(kept)] = found.hidden[place]
+            for position, kept in taps.items():
+                hidden[position][torch.from_numpy(kept)] = found.hidden[position]
         return Output(logits, hidden)
 
     def _index(self, rows: np.ndarray) -> torch.Tensor:
@@ -233,7 +235,7 @@ class Transformer:
             return given
         return given.index_copy(0, self._index(named), self.executor.embed(rows.tokens[named]))
 
-    def _check(self, rows: Rows, want: Want) -> None:
+    def _check(self, rows: Rows, output_spec: OutputSpec) -> None:
         """Refuse what would read outside the model or silently mean something else."""
         layers = self.spec.num_layers
         # Most passes have few rows, and then lists are quicker than arrays.
@@ -249,9 +251,9 @@ class Transformer:
             raise InvalidRequestError("a row that starts from a token starts at layer 0")
         if min(start, default=0) < 0 or max(stop, default=0) > layers or any(map(gt, start, stop)):
             raise InvalidRequestError(f"layer ranges lie within 0 and {layers}")
-        for place, index in want.hidden.items():
-            if (rows.start[index] > place).any() or (rows.stop[index] < place).any():
-                raise InvalidRequestError(f"a row was asked for its state after {place} layers")
+        for position, index in output_spec.hidden.items():
+            if (rows.start[index] > position).any() or (rows.stop[index] < position).any():
+                raise InvalidRequestError(f"a row was asked for its state after {position} layers")
         if rows.adapters is not None and (rows.adapters >= len(self.adapter_names)).any():
             raise InvalidRequestError(f"there is no adapter {int(rows.adapters.max())}")
 

@@ -19,8 +19,8 @@ import numpy as np
 from anydecode.catalogue import Card, register
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.sampling.candidates import Candidates, exponentials, largest
-from anydecode.sampling.processor import Processor
-from anydecode.sampling.sampler import WORKS_WITH, Sampler
+from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
+from anydecode.sampling.processor import LogitsProcessor
 from anydecode.sampling.truncation import TopP
 
 #: Temperatures lie between this and `HOTTEST`.
@@ -133,18 +133,18 @@ def figures(logits: np.ndarray, temperature: float) -> np.ndarray:
     return np.array([temperature, p.max(), entropy, p.var(ddof=1), top], np.float32)
 
 
-class AutoDeco(Processor):
+class AutoDeco(LogitsProcessor):
     """Divides by the row's own temperature, then keeps the row's own nucleus. Stands last, behind a
     temperature of 1."""
 
     stateful = True
-    sees_states = True
+    observes_hidden = True
 
     def __init__(self, heads: Heads) -> None:
         self.heads = heads
         self.said: tuple[float, float] | None = None  # temperature and top-p of the row last seen
 
-    def see(self, state: np.ndarray, logits: np.ndarray) -> None:
+    def observe_hidden(self, state: np.ndarray, logits: np.ndarray) -> None:
         self.said = self.heads(state, logits)
 
     def apply(self, candidates: Candidates) -> Candidates:
@@ -194,9 +194,9 @@ def default_heads() -> Heads:
         ),
     )
 )
-def autodeco(heads: str | Path | Heads | None = None) -> Sampler:
+def autodeco(heads: str | Path | Heads | None = None) -> SamplerPreset:
     """`heads`: a safetensors file, or heads; by default those of the default model."""
     found = default_heads() if heads is None else heads
     if isinstance(found, str | Path):
         found = Heads.load(found)
-    return Sampler("autodeco", {"autodeco": found})
+    return SamplerPreset("autodeco", {"autodeco": found})

@@ -8,19 +8,19 @@ import numpy as np
 
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.history import History
-from anydecode.sampling.processor import Processor
+from anydecode.sampling.processor import LogitsProcessor
 
 
 def forbid(candidates: Candidates, ids: np.ndarray) -> Candidates:
     """Set the scores of `ids` (no duplicates) to -inf."""
-    places, _ = candidates.places(ids)
-    if len(places):
-        candidates.writable()[places] = -np.inf
+    positions, _ = candidates.positions(ids)
+    if len(positions):
+        candidates.writable()[positions] = -np.inf
         candidates.masked = True
     return candidates
 
 
-class LogitBias(Processor):
+class LogitBias(LogitsProcessor):
     """Adds `bias[token]` to logits; -inf forbids a token."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
@@ -30,13 +30,13 @@ class LogitBias(Processor):
         self._forbids = bool((self._values == -np.inf).any())
 
     def apply(self, candidates: Candidates) -> Candidates:
-        places, found = candidates.places(self._ids)
-        candidates.writable()[places] += self._values[found]
+        positions, found = candidates.positions(self._ids)
+        candidates.writable()[positions] += self._values[found]
         candidates.masked |= self._forbids
         return candidates
 
 
-class BannedWords(Processor):
+class BannedWords(LogitsProcessor):
     """Token sequences that must not appear in the output: the last token of each is forbidden
     where the others have just been said. The prompt's last tokens count as said."""
 
@@ -64,7 +64,7 @@ class BannedWords(Processor):
         return branch
 
 
-class MinimumLength(Processor):
+class MinimumLength(LogitsProcessor):
     """Forbids `ids` (end-of-text and stop tokens) until `length` tokens have been said."""
 
     stateful = True
@@ -86,7 +86,7 @@ class MinimumLength(Processor):
         return branch
 
 
-class NoRepeatNgram(Processor):
+class NoRepeatNgram(LogitsProcessor):
     """Forbids every token that would complete an n-gram that already occurred in prompt or output
     (Paulus et al., 2017, arXiv 1705.04304)."""
 

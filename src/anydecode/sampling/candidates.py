@@ -53,7 +53,7 @@ class Candidates:
         kept.masked = False
         return kept
 
-    def places(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def positions(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where `ids` (no duplicates) stand among these: places, and which of `ids` were found."""
         if self.tokens is None:
             return ids, np.arange(len(ids))
@@ -64,10 +64,10 @@ class Candidates:
 
     def argmax(self) -> int:
         """The token with the highest score, the lowest id among equals."""
-        place = int(self.scores.argmax())
-        if self.masked and self.scores[place] == -np.inf:
+        position = int(self.scores.argmax())
+        if self.masked and self.scores[position] == -np.inf:
             raise ConstraintError("no token is allowed here: bans and constraint leave none")
-        return place if self.tokens is None else int(self.tokens[place])
+        return position if self.tokens is None else int(self.tokens[position])
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,10 +92,10 @@ class Distribution:
         """The token's score; -inf if it is not among the tokens."""
         if self.tokens is None:
             return float(self.scores[token])
-        place = int(np.searchsorted(self.tokens, token))
-        if place == len(self.tokens) or self.tokens[place] != token:
+        position = int(np.searchsorted(self.tokens, token))
+        if position == len(self.tokens) or self.tokens[position] != token:
             return -np.inf
-        return float(self.scores[place])
+        return float(self.scores[position])
 
     def log_probability(self, token: int) -> float:
         """Natural logarithm of the token's probability; -inf if it is not among the tokens."""
@@ -109,13 +109,13 @@ class Distribution:
         result[self.tokens] = self.probabilities()
         return result
 
-    def pick(self, noise: Noise, position: int, attempt: int = 0) -> int:
+    def sample(self, noise: Noise, position: int, attempt: int = 0) -> int:
         """argmax of score + Gumbel noise, ties to the lowest id: a draw from this distribution."""
         if len(self.scores) == 1:
             return 0 if self.tokens is None else int(self.tokens[0])
         ids = range(len(self.scores)) if self.tokens is None else self.tokens
-        place = _best_key(self.scores, noise.uniform(ids, position, attempt))
-        return place if self.tokens is None else int(self.tokens[place])
+        index = _best_key(self.scores, noise.uniform(ids, position, attempt))
+        return index if self.tokens is None else int(self.tokens[index])
 
 
 def _best_key(scores: np.ndarray, uniform: np.ndarray) -> int:

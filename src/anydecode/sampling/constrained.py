@@ -8,10 +8,10 @@ import numpy as np
 
 from anydecode.errors import ConstraintError
 from anydecode.sampling.candidates import Candidates
-from anydecode.sampling.processor import Processor
+from anydecode.sampling.processor import LogitsProcessor
 
 if TYPE_CHECKING:
-    from anydecode.sampling.policy import Policy
+    from anydecode.sampling.sampler import Sampler
 
 
 class ConstraintState(Protocol):
@@ -26,7 +26,7 @@ class ConstraintState(Protocol):
     def fork(self) -> ConstraintState: ...
 
 
-class Constrained(Processor):
+class Constrained(LogitsProcessor):
     """Keeps what the constraint allows."""
 
     stateful = True
@@ -34,7 +34,7 @@ class Constrained(Processor):
     def __init__(self, state: ConstraintState) -> None:
         self.state = state
 
-    def permits(self, token: int) -> bool:
+    def allows(self, token: int) -> bool:
         """Whether `token` may come next; states that can tell without a mask are asked to."""
         allows = getattr(self.state, "allows", None)
         if allows is not None:
@@ -70,7 +70,7 @@ class Constrained(Processor):
             allowed = mask if candidates.tokens is None else mask[candidates.tokens]
             index = np.flatnonzero(allowed[: len(candidates)])
         else:
-            index, _ = candidates.places(mask)
+            index, _ = candidates.positions(mask)
         if not len(index):
             raise ConstraintError("the constraint allows none of the tokens that may come here")
         return candidates if len(index) == len(candidates) else candidates.keep(index)
@@ -94,6 +94,6 @@ class Constrained(Processor):
         return Constrained(self.state.fork())
 
 
-def constraint_of(policy: Policy) -> Constrained | None:
+def constraint_of(sampler: Sampler) -> Constrained | None:
     """The part of `policy` that holds its constraint, or None."""
-    return next((part for part in policy.before if isinstance(part, Constrained)), None)
+    return next((part for part in sampler.pre_temperature if isinstance(part, Constrained)), None)

@@ -12,8 +12,8 @@ import numpy as np
 from anydecode.catalogue import Card, register
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.candidates import Candidates
-from anydecode.sampling.processor import Processor
-from anydecode.sampling.sampler import WORKS_WITH, Sampler
+from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
+from anydecode.sampling.processor import LogitsProcessor
 from anydecode.sampling.truncation import log_probabilities
 
 #: The candidate layers a user can name: which half of the model they lie in.
@@ -32,24 +32,29 @@ class DoLa:
     divergence from the last (Chuang et al., 2023, arXiv 2309.03883); ties fall to the lower layer.
     """
 
-    taps: tuple[int, ...]
+    capture_layers: tuple[int, ...]
     relative_top: float = 0.1
 
     companions: ClassVar[int] = 0
 
     def combine(
-        self, logits: np.ndarray, companions: list[np.ndarray], taps: dict[int, np.ndarray]
+        self,
+        logits: np.ndarray,
+        companions: list[np.ndarray],
+        capture_layers: dict[int, np.ndarray],
     ) -> np.ndarray:
         """float32 `[vocab_size]`."""
         last, p = log_probabilities(logits)
-        early = {layer: log_probabilities(taps[layer]) for layer in sorted(self.taps)}
+        early = {
+            layer: log_probabilities(capture_layers[layer]) for layer in sorted(self.capture_layers)
+        }
         layer = max(early, key=lambda layer: divergence(last, p, *early[layer]))
         allowed = last >= last.max() + np.float32(np.log(self.relative_top))
         row: np.ndarray = np.where(allowed, last - early[layer][0], last - BELOW)
         return row
 
 
-class Plausible(Processor):
+class Plausible(LogitsProcessor):
     """Drops what `DoLa` put below the rest. It comes after the constraint, so that where that
     leaves nothing else, the last layer chooses among what is left."""
 
@@ -108,7 +113,7 @@ def candidate_layers(choice: str | Sequence[int], num_layers: int) -> tuple[int,
         ),
     )
 )
-def dola(layers: str = "high") -> Sampler:
+def dola(layers: str = "high") -> SamplerPreset:
     """`layers`: "low", "high", or numbers of layers joined with "+"."""
     chosen: str | list[int] = layers
     if layers not in HALVES:
@@ -118,4 +123,4 @@ def dola(layers: str = "high") -> Sampler:
             raise InvalidRequestError(
                 f"dola: layers must be low, high or numbers joined with +, not {layers!r}"
             ) from None
-    return Sampler("dola", {"dola_layers": chosen}, draws=False)
+    return SamplerPreset("dola", {"dola_layers": chosen}, needs_temperature=False)

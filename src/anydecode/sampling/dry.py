@@ -9,14 +9,14 @@ import numpy as np
 from anydecode.catalogue import Card, register
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.history import History
-from anydecode.sampling.processor import Processor
-from anydecode.sampling.sampler import WORKS_WITH, Sampler
+from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
+from anydecode.sampling.processor import LogitsProcessor
 
 #: Longer matches are penalised like this one, so that the penalty stays finite.
 LONGEST_MATCH = 64
 
 
-class Dry(Processor):
+class Dry(LogitsProcessor):
     """A token that would continue a repetition of `length` tokens loses
     multiplier * base^(length - allowed) once length >= allowed (DRY; p-e-w, text-generation-webui
     pull request 5677, 2024). Matches do not reach across `breakers`, and a breaker is never
@@ -42,9 +42,9 @@ class Dry(Processor):
         if lengths:
             ids = np.array(sorted(lengths), np.int32)
             over = np.array([lengths[int(token)] - self.allowed for token in ids])
-            places, found = candidates.places(ids)
+            positions, found = candidates.positions(ids)
             penalty = self.multiplier * self.base ** over[found].astype(np.float64)
-            candidates.writable()[places] -= penalty.astype(np.float32)
+            candidates.writable()[positions] -= penalty.astype(np.float32)
         return candidates
 
     def advance(self, token: int) -> None:
@@ -89,7 +89,7 @@ class Dry(Processor):
         ),
     )
 )
-def dry(multiplier: float = 0.8, base: float = 1.75, allowed: int = 2) -> Sampler:
+def dry(multiplier: float = 0.8, base: float = 1.75, allowed: int = 2) -> SamplerPreset:
     """A repetition of n >= `allowed` tokens costs `multiplier` * `base` ** (n - `allowed`)."""
     options = {"dry_multiplier": multiplier, "dry_base": base, "dry_allowed": allowed}
-    return Sampler("dry", options, draws=False)
+    return SamplerPreset("dry", options, needs_temperature=False)

@@ -21,10 +21,13 @@ class Guidance:
     scale: float
 
     companions: ClassVar[int] = 1
-    taps: ClassVar[tuple[int, ...]] = ()
+    capture_layers: ClassVar[tuple[int, ...]] = ()
 
     def combine(
-        self, logits: np.ndarray, companions: list[np.ndarray], taps: dict[int, np.ndarray]
+        self,
+        logits: np.ndarray,
+        companions: list[np.ndarray],
+        capture_layers: dict[int, np.ndarray],
     ) -> np.ndarray:
         """float32 `[vocab_size]`."""
         without = companions[0]

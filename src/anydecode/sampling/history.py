@@ -66,12 +66,12 @@ class Counts:
         return Counts(ids, numbers.astype(np.float32))
 
     def add(self, token: int) -> Counts:
-        place = int(np.searchsorted(self.tokens, token))
-        if place < len(self.tokens) and self.tokens[place] == token:
+        position = int(np.searchsorted(self.tokens, token))
+        if position < len(self.tokens) and self.tokens[position] == token:
             numbers = self.numbers.copy()
-            numbers[place] += 1
+            numbers[position] += 1
             return Counts(self.tokens, numbers)
-        before, after = slice(place), slice(place, None)
+        before, after = slice(position), slice(position, None)
         one = np.ones(1, np.float32)
         return Counts(
             np.concatenate([self.tokens[before], np.array([token], np.int32), self.tokens[after]]),

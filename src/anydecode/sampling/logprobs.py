@@ -34,8 +34,8 @@ def distribution_logprobs(distribution: Distribution, token: int, count: int = 0
     """The same under what the policy drew from; -inf for a token it had cut."""
     scores = np.ascontiguousarray(distribution.scores)
     total = log_sum_exp(scores)
-    places = largest(scores, count) if count else np.empty(0, np.int64)
-    places = places[descending(scores[places])]
-    tokens = places if distribution.tokens is None else distribution.tokens[places]
-    top = zip(tokens.tolist(), (scores[places].astype(np.float64) - total).tolist(), strict=True)
+    positions = largest(scores, count) if count else np.empty(0, np.int64)
+    positions = positions[descending(scores[positions])]
+    tokens = positions if distribution.tokens is None else distribution.tokens[positions]
+    top = zip(tokens.tolist(), (scores[positions].astype(np.float64) - total).tolist(), strict=True)
     return TokenLogprobs(token, distribution.score(token) - total, tuple(top))

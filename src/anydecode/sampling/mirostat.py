@@ -12,14 +12,14 @@ import numpy as np
 
 from anydecode.catalogue import Card, register
 from anydecode.sampling.candidates import Candidates, descending, exponentials, largest
-from anydecode.sampling.processor import Processor
-from anydecode.sampling.sampler import WORKS_WITH, Sampler
+from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
+from anydecode.sampling.processor import LogitsProcessor
 
 #: How many of the most probable tokens version 1 fits Zipf's law to.
 ZIPF_TOKENS = 100
 
 
-class Mirostat(Processor):
+class Mirostat(LogitsProcessor):
     """Version 2: drops tokens whose surprise, -log2 p in bits, exceeds `mu` (at least one stays).
 
     Surprise is measured before the truncation. `mu` is held between 0 and four times `target`,
@@ -27,7 +27,7 @@ class Mirostat(Processor):
     """
 
     stateful = True
-    learns = True
+    learns_from_logits = True
 
     def __init__(self, target: float = 5.0, rate: float = 0.1) -> None:
         self.target = target
@@ -66,10 +66,10 @@ class Mirostat(Processor):
             return None
         if self._tokens is None:
             return float(self._surprise[token])
-        place = int(np.searchsorted(self._tokens, token))
-        if place == len(self._tokens) or self._tokens[place] != token:
+        position = int(np.searchsorted(self._tokens, token))
+        if position == len(self._tokens) or self._tokens[position] != token:
             return None
-        return float(self._surprise[place])
+        return float(self._surprise[position])
 
 
 class MirostatZipf(Mirostat):
@@ -117,7 +117,7 @@ class MirostatZipf(Mirostat):
         ),
     )
 )
-def mirostat(tau: float = 5.0, eta: float = 0.1, version: int = 2) -> Sampler:
+def mirostat(tau: float = 5.0, eta: float = 0.1, version: int = 2) -> SamplerPreset:
     """`tau` is the target in bits, `eta` the rate, `version` 1 or 2."""
     options = {"mirostat": version, "mirostat_tau": tau, "mirostat_eta": eta}
-    return Sampler("mirostat", options)
+    return SamplerPreset("mirostat", options)

@@ -9,14 +9,14 @@ import numpy as np
 from anydecode.catalogue import Card, register
 from anydecode.sampling.candidates import Candidates, exponentials, largest
 from anydecode.sampling.history import History
-from anydecode.sampling.processor import Processor
-from anydecode.sampling.sampler import WORKS_WITH, Sampler
+from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
+from anydecode.sampling.processor import LogitsProcessor
 
 #: Resistance of a token by the length of the n-gram it would repeat; the paper's, for GPT-2.
 RESISTANCE = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
 
 
-class Momentum(Processor):
+class Momentum(LogitsProcessor):
     """Leaves one token: among the `k` most probable, the one with the highest
     p - alpha * resistance[d], where d is the length of the longest n-gram ending in it that has
     already occurred (Lan et al., "Momentum decoding", 2022, arXiv 2212.02175). Prompt and output
@@ -38,11 +38,11 @@ class Momentum(Processor):
     def apply(self, candidates: Candidates) -> Candidates:
         candidates = candidates.allowed()
         weights, total = exponentials(candidates.scores)
-        places = largest(candidates.scores, self.k)
-        tokens = places if candidates.tokens is None else candidates.tokens[places]
+        positions = largest(candidates.scores, self.k)
+        tokens = positions if candidates.tokens is None else candidates.tokens[positions]
         resisted = [self.resistance[self.depth(int(token))] for token in tokens]
-        values = weights[places] / total - self.alpha * np.array(resisted)
-        return candidates.keep(places[[int(values.argmax())]])
+        values = weights[positions] / total - self.alpha * np.array(resisted)
+        return candidates.keep(positions[[int(values.argmax())]])
 
     def depth(self, token: int) -> int:
         """Length of the longest repeated n-gram that `token` would end, up to the table's end."""
@@ -82,6 +82,8 @@ class Momentum(Processor):
         ),
     )
 )
-def momentum(alpha: float = 0.2, k: int = 5) -> Sampler:
+def momentum(alpha: float = 0.2, k: int = 5) -> SamplerPreset:
     """`alpha` weighs the resistance against the probability; `k` tokens are considered."""
-    return Sampler("momentum", {"momentum_alpha": alpha, "momentum_k": k}, draws=False)
+    return SamplerPreset(
+        "momentum", {"momentum_alpha": alpha, "momentum_k": k}, needs_temperature=False
+    )

@@ -22,8 +22,8 @@ from anydecode.sampling.logprobs import MOST_ALTERNATIVES
 from anydecode.sampling.mirostat import Mirostat, MirostatZipf
 from anydecode.sampling.momentum import Momentum
 from anydecode.sampling.penalties import CountPenalty, RepetitionPenalty
-from anydecode.sampling.policy import Policy
-from anydecode.sampling.processor import Combiner, Processor
+from anydecode.sampling.processor import LogitsCombiner, LogitsProcessor
+from anydecode.sampling.sampler import Sampler
 from anydecode.sampling.top_w import Geometry, TopW
 from anydecode.sampling.truncation import Epsilon, Eta, MinP, TopK, TopNSigma, TopP, Typical
 from anydecode.sampling.xtc import ExcludeTopChoices
@@ -113,7 +113,7 @@ class SamplingParams:
         for complaint in chain(self._mistaken(), self._contradictions()):
             raise InvalidRequestError(complaint)
 
-    def policy(
+    def sampler(
         self,
         prompt: Sequence[int],
         vocab_size: int,
@@ -123,7 +123,7 @@ class SamplingParams:
         geometry: Geometry | None = None,
         num_layers: int = _BIG,
         hidden_size: int | None = None,
-    ) -> Policy:
+    ) -> Sampler:
         """The policy at the start of an answer to `prompt`, for a model of that many tokens, layers
         and numbers per state.
 
@@ -135,7 +135,7 @@ class SamplingParams:
             self.autodeco.check(hidden_size)
         before = list(self._before(prompt, eos_ids, constraint))
         after = [] if self.temperature == 0 else list(self._after(geometry))
-        return Policy(self.temperature, before, after, self._combiner(num_layers))
+        return Sampler(self.temperature, before, after, self._combiner(num_layers))
 
     @property
     def needs_geometry(self) -> bool:
@@ -144,7 +144,7 @@ class SamplingParams:
 
     def _before(
         self, prompt: Sequence[int], eos_ids: Iterable[int], constraint: ConstraintState | None
-    ) -> Iterator[Processor]:
+    ) -> Iterator[LogitsProcessor]:
         if self.repetition_penalty != 1:
             yield RepetitionPenalty(self.repetition_penalty, prompt)
         if self.presence_penalty or self.frequency_penalty:
@@ -168,7 +168,7 @@ class SamplingParams:
         if self.momentum_alpha:
             yield Momentum(self.momentum_alpha, self.momentum_k, prompt=prompt)
 
-    def _after(self, geometry: Geometry | None) -> Iterator[Processor]:
+    def _after(self, geometry: Geometry | None) -> Iterator[LogitsProcessor]:
         if self.top_n_sigma:
             yield TopNSigma(self.top_n_sigma)
         if self.top_k:
@@ -195,7 +195,7 @@ class SamplingParams:
         if self.autodeco is not None:
             yield AutoDeco(self.autodeco)
 
-    def _combiner(self, num_layers: int) -> Combiner | None:
+    def _combiner(self, num_layers: int) -> LogitsCombiner | None:
         if self.guidance_scale != 1:
             return Guidance(self.guidance_scale)
         return DoLa(candidate_layers(self.dola_layers, num_layers)) if self.dola_layers else None

@@ -9,10 +9,10 @@ import numpy as np
 
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.history import Counts
-from anydecode.sampling.processor import Processor
+from anydecode.sampling.processor import LogitsProcessor
 
 
-class RepetitionPenalty(Processor):
+class RepetitionPenalty(LogitsProcessor):
     """Logits of tokens in the prompt or the output are divided by `penalty` where positive and
     multiplied by it where negative (Keskar et al., "CTRL", 2019, arXiv 1909.05858)."""
 
@@ -23,11 +23,11 @@ class RepetitionPenalty(Processor):
         self._counts = Counts.of(prompt)
 
     def apply(self, candidates: Candidates) -> Candidates:
-        places, _ = candidates.places(self._counts.tokens)
-        if len(places):
+        positions, _ = candidates.positions(self._counts.tokens)
+        if len(positions):
             scores = candidates.writable()
-            held = scores[places]
-            scores[places] = np.where(held > 0, held / self.penalty, held * self.penalty)
+            held = scores[positions]
+            scores[positions] = np.where(held > 0, held / self.penalty, held * self.penalty)
         return candidates
 
     def advance(self, token: int) -> None:
@@ -43,7 +43,7 @@ _NOTHING = Counts.of(())
 
 
 @dataclass(eq=False)
-class CountPenalty(Processor):
+class CountPenalty(LogitsProcessor):
     """logit -= presence + frequency * count for tokens in the output, as in OpenAI's API. The
     prompt does not count."""
 
@@ -54,11 +54,11 @@ class CountPenalty(Processor):
     stateful = True
 
     def apply(self, candidates: Candidates) -> Candidates:
-        places, found = candidates.places(self.counts.tokens)
-        if len(places):
+        positions, found = candidates.positions(self.counts.tokens)
+        if len(positions):
             numbers = self.counts.numbers[found]
             scores = candidates.writable()
-            scores[places] -= np.float32(self.presence) + np.float32(self.frequency) * numbers
+            scores[positions] -= np.float32(self.presence) + np.float32(self.frequency) * numbers
         return candidates
 
     def advance(self, token: int) -> None:

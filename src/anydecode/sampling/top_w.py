@@ -12,8 +12,8 @@ import numpy as np
 
 from anydecode.catalogue import Card, register
 from anydecode.sampling.candidates import Candidates, descending, largest
-from anydecode.sampling.processor import Processor
-from anydecode.sampling.sampler import WORKS_WITH, Sampler
+from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
+from anydecode.sampling.processor import LogitsProcessor
 from anydecode.sampling.truncation import log_probabilities
 
 
@@ -40,7 +40,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, eq=False)
-class TopW(Processor):
+class TopW(LogitsProcessor):
     """Keeps the set found by alternating between distances to the set and the best set for them.
 
     With `mass_weight` at least `entropy_weight` the best set is a prefix of the tokens by falling
@@ -57,12 +57,12 @@ class TopW(Processor):
     rounds: int = 9
 
     def apply(self, candidates: Candidates) -> Candidates:
-        places = largest(candidates.scores, self.pool)
-        tokens = places if candidates.tokens is None else candidates.tokens[places]
+        positions = largest(candidates.scores, self.pool)
+        tokens = positions if candidates.tokens is None else candidates.tokens[positions]
         log_all, p_all = log_probabilities(candidates.scores)
-        possible = p_all[places] > 0  # far below the best, float32 has none left
-        places, tokens = places[possible], tokens[possible]
-        log_p, p = log_all[places].astype(np.float64), p_all[places].astype(np.float64)
+        possible = p_all[positions] > 0  # far below the best, float32 has none left
+        positions, tokens = positions[possible], tokens[possible]
+        log_p, p = log_all[positions].astype(np.float64), p_all[positions].astype(np.float64)
         distance = 1 - self.geometry.cosines(tokens)
         kept = self._start(p)
         for _ in range(self.rounds):
@@ -72,7 +72,7 @@ class TopW(Processor):
             if np.array_equal(better, kept):
                 break
             kept = better
-        return candidates.keep(places[kept])
+        return candidates.keep(positions[kept])
 
     def _start(self, p: np.ndarray) -> np.ndarray:
         order = descending(p)
@@ -110,6 +110,6 @@ def best_set(p: np.ndarray, potential: np.ndarray, mass_weight: float) -> np.nda
         ),
     )
 )
-def top_w(entropy: float = 2.2, mass: float = 2.8) -> Sampler:
+def top_w(entropy: float = 2.2, mass: float = 2.8) -> SamplerPreset:
     """`entropy` and `mass` are the weights of the kept set's entropy and of its log mass."""
-    return Sampler("top-w", {"top_w": True, "top_w_entropy": entropy, "top_w_mass": mass})
+    return SamplerPreset("top-w", {"top_w": True, "top_w_entropy": entropy, "top_w_mass": mass})

@@ -12,8 +12,8 @@ import numpy as np
 
 from anydecode.catalogue import Card, register
 from anydecode.sampling.candidates import Candidates, descending, exponentials, largest
-from anydecode.sampling.processor import Processor
-from anydecode.sampling.sampler import WORKS_WITH, Sampler
+from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
+from anydecode.sampling.processor import LogitsProcessor
 
 #: Weight, against 1 for the best token, of the tokens that top-p looks at first.
 _NEAR = 1e-3
@@ -23,7 +23,7 @@ _CLOSE = 4.0
 
 
 @dataclass(frozen=True)
-class TopK(Processor):
+class TopK(LogitsProcessor):
     """The `k` most probable tokens (Fan et al., 2018, arXiv 1805.04833)."""
 
     k: int
@@ -35,7 +35,7 @@ class TopK(Processor):
 
 
 @dataclass(frozen=True)
-class TopP(Processor):
+class TopP(LogitsProcessor):
     """The most probable tokens whose mass together reaches `p`: nucleus sampling (Holtzman et al.,
     2019, arXiv 1904.09751)."""
 
@@ -54,7 +54,7 @@ class TopP(Processor):
 
 
 @dataclass(frozen=True)
-class MinP(Processor):
+class MinP(LogitsProcessor):
     """Tokens at least `p` times as probable as the best one (Nguyen et al., 2024, arXiv
     2407.01082)."""
 
@@ -67,7 +67,7 @@ class MinP(Processor):
 
 
 @dataclass(frozen=True)
-class Typical(Processor):
+class Typical(LogitsProcessor):
     """Tokens whose surprise is closest to the entropy, up to a mass of `p` (Meister et al., 2022,
     arXiv 2202.00666)."""
 
@@ -84,7 +84,7 @@ class Typical(Processor):
 
 
 @dataclass(frozen=True)
-class Epsilon(Processor):
+class Epsilon(LogitsProcessor):
     """Tokens of probability at least `epsilon` (Hewitt et al., 2022, arXiv 2210.15191)."""
 
     epsilon: float
@@ -96,7 +96,7 @@ class Epsilon(Processor):
 
 
 @dataclass(frozen=True)
-class Eta(Processor):
+class Eta(LogitsProcessor):
     """Tokens of probability at least min(epsilon, sqrt(epsilon) * exp(-entropy)) (Hewitt et al.,
     2022, arXiv 2210.15191)."""
 
@@ -109,7 +109,7 @@ class Eta(Processor):
 
 
 @dataclass(frozen=True)
-class TopNSigma(Processor):
+class TopNSigma(LogitsProcessor):
     """Tokens within `n` standard deviations of the best score; the deviation is taken over the
     candidates left so far (Tang et al., 2024, arXiv 2411.07641)."""
 
@@ -156,8 +156,8 @@ def _heaviest(keys: np.ndarray, weights: np.ndarray, index: np.ndarray, mass: fl
     stop = int(np.searchsorted(before + np.cumsum(weights[inside], dtype=np.float64), mass)) + 1
     kept = bins < last
     kept[inside[:stop]] = True
-    places: np.ndarray = index[kept]
-    return places
+    positions: np.ndarray = index[kept]
+    return positions
 
 
 @register(
@@ -172,9 +172,9 @@ def _heaviest(keys: np.ndarray, weights: np.ndarray, index: np.ndarray, mass: fl
         deviations=("the bound is applied after the temperature, as transformers does",),
     )
 )
-def min_p(p: float = 0.05) -> Sampler:
+def min_p(p: float = 0.05) -> SamplerPreset:
     """`p` is relative to the best token's probability."""
-    return Sampler("min-p", {"min_p": p})
+    return SamplerPreset("min-p", {"min_p": p})
 
 
 @register(
@@ -188,9 +188,9 @@ def min_p(p: float = 0.05) -> Sampler:
         deviations=("tokens equally far from the entropy are taken by rising id",),
     )
 )
-def typical(p: float = 0.95) -> Sampler:
+def typical(p: float = 0.95) -> SamplerPreset:
     """`p` is the mass that is kept."""
-    return Sampler("typical", {"typical_p": p})
+    return SamplerPreset("typical", {"typical_p": p})
 
 
 @register(
@@ -204,9 +204,9 @@ def typical(p: float = 0.95) -> Sampler:
         deviations=("the best token always stays, however small the bound leaves the rest",),
     )
 )
-def eta(epsilon: float = 6e-4) -> Sampler:
+def eta(epsilon: float = 6e-4) -> SamplerPreset:
     """`epsilon` is a probability; the paper uses 2e-4 to 4e-3."""
-    return Sampler("eta", {"eta": epsilon})
+    return SamplerPreset("eta", {"eta": epsilon})
 
 
 @register(
@@ -223,6 +223,6 @@ def eta(epsilon: float = 6e-4) -> Sampler:
         ),
     )
 )
-def top_n_sigma(n: float = 1.0) -> Sampler:
+def top_n_sigma(n: float = 1.0) -> SamplerPreset:
     """`n` counts standard deviations."""
-    return Sampler("top-n-sigma", {"top_n_sigma": n})
+    return SamplerPreset("top-n-sigma", {"top_n_sigma": n})

@@ -8,12 +8,12 @@ import numpy as np
 
 from anydecode.catalogue import Card, register
 from anydecode.sampling.candidates import Candidates, exponentials
-from anydecode.sampling.processor import Processor
-from anydecode.sampling.sampler import WORKS_WITH, Sampler
+from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
+from anydecode.sampling.processor import LogitsProcessor
 
 
 @dataclass(frozen=True)
-class ExcludeTopChoices(Processor):
+class ExcludeTopChoices(LogitsProcessor):
     """With `probability`, all tokens of probability `threshold` or more are dropped but the least
     likely of them (XTC; p-e-w, text-generation-webui pull request 6335, 2024).
 
@@ -65,7 +65,7 @@ class ExcludeTopChoices(Processor):
         ),
     )
 )
-def xtc(probability: float = 0.5, threshold: float = 0.1) -> Sampler:
+def xtc(probability: float = 0.5, threshold: float = 0.1) -> SamplerPreset:
     """With `probability`, only the least likely of the tokens above `threshold` stays of them."""
     options = {"xtc_probability": probability, "xtc_threshold": threshold}
-    return Sampler("xtc", options)
+    return SamplerPreset("xtc", options)

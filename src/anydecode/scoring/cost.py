@@ -10,17 +10,17 @@ from math import exp, log
 from typing import Any, Protocol
 
 #: What one more row costs where nothing was measured, in passes of one row.
-GUESSED_ROW = 0.1
+DEFAULT_ROW_COST = 0.1
 
 
-class Pace(Protocol):
+class CostModel(Protocol):
     """What a decoder may ask about the engine it runs in."""
 
     def seconds(self, rows: int, context: int) -> float:
         """What a pass over that many rows behind `context` positions costs."""
         ...
 
-    def others(self) -> int:
+    def num_others(self) -> int:
         """How many other sequences are running now; each adds about a row to every pass."""
         ...
 
@@ -51,9 +51,9 @@ class CostTable:
         lines = self._lines
         if len(lines) == 1:
             return _along(rows, lines[0][1], lines[0][2])
-        place = min(max(bisect_right([line[0] for line in lines], context), 1), len(lines) - 1)
-        low, counts, costs = lines[place - 1]
-        high, more_counts, more_costs = lines[place]
+        position = min(max(bisect_right([line[0] for line in lines], context), 1), len(lines) - 1)
+        low, counts, costs = lines[position - 1]
+        high, more_counts, more_costs = lines[position]
         left, right = _along(rows, counts, costs), _along(rows, more_counts, more_costs)
         return max(left + (right - left) * (max(context, low) - low) / (high - low), 0.0)
 
@@ -76,7 +76,7 @@ class CostTable:
         return CostTable(found)
 
 
-class Correction:
+class CostCorrection:
     """Factors that bring a table closer to the passes really seen: one for how fast the machine is
     now, times one for the number of rows' order of magnitude. The first moves `common` of the way,
     so that sizes which are rarely run keep up with those that always are. A table measured while
@@ -94,30 +94,30 @@ class Correction:
         the factor of the nearest smaller one, else that of the nearest larger one."""
         return exp(self._speed + self._size(rows.bit_length()))
 
-    def _size(self, place: int) -> float:
+    def _size(self, position: int) -> float:
         sizes = self._sizes
         if not sizes:
             return 0.0
-        below = [known for known in sizes if known <= place]
+        below = [known for known in sizes if known <= position]
         return sizes[max(below) if below else min(sizes)]
 
-    def note(self, rows: int, ratio: float) -> None:
+    def record(self, rows: int, ratio: float) -> None:
         """A pass took `ratio` times what the table says."""
-        place = rows.bit_length()
-        known = self._size(place)
+        position = rows.bit_length()
+        known = self._size(position)
         wanted = log(min(max(ratio, 1 / self._limit), self._limit))
         step = self._learning * (wanted - self._speed - known)
-        self._sizes[place] = known + (1 - self._common) * step
+        self._sizes[position] = known + (1 - self._common) * step
         self._speed += self._common * step
 
 
-def guessed(unit: float = 1.0) -> CostTable:
+def default_table(unit: float = 1.0) -> CostTable:
     """Costs where nothing was measured: each further row a tenth of the first."""
-    return CostTable({0: {1: unit, 2: unit * (1 + GUESSED_ROW)}})
+    return CostTable({0: {1: unit, 2: unit * (1 + DEFAULT_ROW_COST)}})
 
 
 def _along(rows: int, counts: list[int], costs: list[float]) -> float:
-    place = min(max(bisect_right(counts, rows), 1), len(counts) - 1)
-    low, high = counts[place - 1], counts[place]
-    slope = (costs[place] - costs[place - 1]) / (high - low)
-    return costs[place - 1] + slope * (rows - low)
+    position = min(max(bisect_right(counts, rows), 1), len(counts) - 1)
+    low, high = counts[position - 1], counts[position]
+    slope = (costs[position] - costs[position - 1]) / (high - low)
+    return costs[position - 1] + slope * (rows - low)

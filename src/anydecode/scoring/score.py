@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from anydecode.kernels.interface import Choice
+from anydecode.kernels.interface import SampleSpec
 from anydecode.kernels.library import largest
-from anydecode.scoring.span import Branches, Chain, Span, Trail
+from anydecode.scoring.span import ChainSpan, MultiStepSpan, Span, TreeSpan
 from anydecode.scoring.tree import ROOT
 
 if TYPE_CHECKING:
     from anydecode.sampling.candidates import Distribution
-    from anydecode.sampling.policy import Policy
+    from anydecode.sampling.sampler import Sampler
     from anydecode.scoring.sequence import Sequence
 
 
 @dataclass(eq=False)
-class Score:
+class ScoreRequest:
     """A request for scoring in one lane.
 
     `groups` holds one list of spans per context: the sequence's own first, then its companions'.
@@ -32,35 +32,35 @@ class Score:
     """
 
     sequence: Sequence
-    lane: str
+    runner: str
     groups: list[list[Span]]
     positions: np.ndarray
     row_parents: list[int]
     row_tokens: list[int]
 
-    def choices(self, span: Span, wanted: list[int], row: int) -> list[Choice]:
+    def sample_specs(self, span: Span, wanted: list[int], row: int) -> list[SampleSpec]:
         """What a backend may pick within a pass that answers rows `wanted` of `span`, as rows `row`
         and on of its logits. Noise is dear: a draft's rows, which are not asked for unless it is
         accepted, are left."""
         sequence = self.sequence
-        policy = sequence.policy
-        simple = policy.is_plain or policy.is_held
-        if self.lane != "target" or not simple or not isinstance(span, Chain | Branches):
+        sampler = sequence.sampler
+        simple = sampler.is_temperature_only or sampler.is_constraint_only
+        if self.runner != "target" or not simple or not isinstance(span, ChainSpan | TreeSpan):
             return []
-        if policy.is_greedy:
-            return [Choice(row + i) for i in range(len(wanted))]
-        answering = next(other for other in self.groups[0] if len(other.answers))
-        if span is not answering or wanted[0] != span.answers[0]:
+        if sampler.is_greedy:
+            return [SampleSpec(row + i) for i in range(len(wanted))]
+        answering = next(other for other in self.groups[0] if len(other.output_rows))
+        if span is not answering or wanted[0] != span.output_rows[0]:
             return []
         noise, position = sequence.noise, int(self.positions[0]) + 1
-        return [Choice(row, 1 / policy.temperature, noise.seed, noise.stream, position)]
+        return [SampleSpec(row, 1 / sampler.temperature, noise.seed, noise.stream, position)]
 
     @property
-    def said(self) -> list[int]:
+    def multi_step_tokens(self) -> list[int]:
         """What a backend has chosen that went on by itself: the pick of the last row, then that of
         each token before it. Empty if it did not."""
         span = self.groups[0][-1]
-        return span.said if isinstance(span, Trail) else []
+        return span.multi_step_tokens if isinstance(span, MultiStepSpan) else []
 
     @property
     def num_rows(self) -> int:
@@ -72,14 +72,14 @@ class Score:
 class Submit:
     """Yielded to start `score` and go on at once; the decoder is sent a `Ticket`."""
 
-    score: Score
+    score: ScoreRequest
 
 
 @dataclass(eq=False)
 class Ticket:
     """A submitted score; `scores` is set once it is answered."""
 
-    score: Score
+    score: ScoreRequest
     scores: Scores | None = None
     cancelled: bool = False
 
@@ -99,52 +99,54 @@ class Cancel:
 
 
 @dataclass(eq=False)
-class Follow:
+class MultiStep:
     """Yielded to pick and rescore up to `count` tokens without resuming in between; the decoder is
     sent the picked tokens, one where any may end the text. They are not emitted yet. `state` is
     then the policy that has been told all of them but the last, as `emit` takes it."""
 
     sequence: Sequence
     count: int
-    state: Policy | None = None
+    state: Sampler | None = None
 
-    def steps(self) -> Generator[Score, Scores, list[int]]:
+    def steps(self) -> Generator[ScoreRequest, Scores, list[int]]:
         """The same in scores, of several tokens each where the backend goes on by itself."""
         sequence = self.sequence
-        policy = sequence.policy.fork()
+        sampler = sequence.sampler.fork()
         tokens: list[int] = []
         inputs = sequence.unscored()
-        count = 1 if sequence.listener.ends is None else min(self.count, sequence.remaining)
+        count = (
+            1 if sequence.stop_checker.end_tokens is None else min(self.count, sequence.remaining)
+        )
         while True:
             left = count - len(tokens)
-            score = sequence.score(inputs, ahead=left - 1)
+            score = sequence.score(inputs, extra_tokens=left - 1)
             scores = yield score
-            said = score.said or [self._picked(scores, policy)]
+            said = score.multi_step_tokens or [self._sampled(scores, sampler)]
             for token in said[:-1]:
-                policy.advance(token)
+                sampler.advance(token)
             tokens += said
             inputs = said[-1:]
             if len(said) >= left or sequence.stops_at(said[-1]):
-                self.state = policy
+                self.state = sampler
                 return tokens
-            policy.advance(said[-1])
+            sampler.advance(said[-1])
 
-    def _picked(self, scores: Scores, policy: Policy) -> int:
-        if not policy.stateful:
-            return scores.picks[-1]
+    def _sampled(self, scores: Scores, sampler: Sampler) -> int:
+        if not sampler.stateful:
+            return scores.sampled[-1]
         row, position = scores.row(-1), int(scores.positions[-1]) + 1
-        scores.show(policy, -1)
-        token = self.sequence.pick(policy, row, position)
-        self.sequence.note(row, position, token, policy)
+        scores.show_hidden(sampler, -1)
+        token = self.sequence.sample(sampler, row, position)
+        self.sequence.record_logprobs(row, position, token, sampler)
         return token
 
 
-Request = Score | list[Score] | Submit | Wait | Cancel | Follow
-Answer = Any
-Decoding = Generator[Request, Answer, None]
+DecoderAction = ScoreRequest | list[ScoreRequest] | Submit | Wait | Cancel | MultiStep
+ActionResult = Any
+Decoding = Generator[DecoderAction, ActionResult, None]
 
 
-class Picks:
+class SampledTokens:
     """`picks[i]`: the token plain decoding would say after row i. Computed when asked for."""
 
     def __init__(self, scores: Scores) -> None:
@@ -154,10 +156,10 @@ class Picks:
         return len(self._scores)
 
     def __getitem__(self, row: int) -> int:
-        return self._scores.pick(row)
+        return self._scores.sample(row)
 
     def __iter__(self) -> Iterator[int]:
-        return (self._scores.pick(row) for row in range(len(self)))
+        return (self._scores.sample(row) for row in range(len(self)))
 
 
 class Scores:
@@ -171,7 +173,7 @@ class Scores:
 
     def __init__(
         self,
-        score: Score,
+        score: ScoreRequest,
         logits: np.ndarray,
         hidden: dict[int, torch.Tensor],
         companions: list[np.ndarray],
@@ -184,16 +186,16 @@ class Scores:
         self.hidden = hidden
         self._score = score
         self._companions = companions
-        self._states: dict[tuple[int, int], Policy] = {}
-        self._picked: dict[tuple[int, int], int] = {}
-        self._made = picked
-        self._tapped: dict[int, np.ndarray] | None = None
+        self._states: dict[tuple[int, int], Sampler] = {}
+        self._sampled: dict[tuple[int, int], int] = {}
+        self._sampled_in_pass = picked
+        self._captured: dict[int, np.ndarray] | None = None
 
     @property
-    def picks(self) -> Picks:
+    def sampled(self) -> SampledTokens:
         """What plain decoding says after each row. Made anew each time, so that scores hold no
         cycle and their logits go as soon as nobody needs them."""
-        return Picks(self)
+        return SampledTokens(self)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -212,16 +214,24 @@ class Scores:
 
     def row(self, row: int) -> np.ndarray:
         """Logits float32 `[vocab_size]` that the policy works on."""
-        policy = self.sequence.policy
-        tapped = all(layer in self.hidden for layer in policy.taps)  # not in a row that stops early
-        if self._score.lane != "target" or not (policy.companions or policy.taps) or not tapped:
+        sampler = self.sequence.sampler
+        tapped = all(
+            layer in self.hidden for layer in sampler.capture_layers
+        )  # not in a row that stops early
+        if (
+            self._score.runner != "target"
+            or not (sampler.companions or sampler.capture_layers)
+            or not tapped
+        ):
             logits: np.ndarray = self.logits[row]
             return logits
-        if self._tapped is None:
+        if self._captured is None:
             head = self._model.head
-            self._tapped = {layer: head(self.hidden[layer]).numpy() for layer in policy.taps}
-        taps = {layer: logits[row] for layer, logits in self._tapped.items()}
-        return policy.combine(self.logits[row], [rows[row] for rows in self._companions], taps)
+            self._captured = {
+                layer: head(self.hidden[layer]).numpy() for layer in sampler.capture_layers
+            }
+        taps = {layer: logits[row] for layer, logits in self._captured.items()}
+        return sampler.combine(self.logits[row], [rows[row] for rows in self._companions], taps)
 
     @property
     def _model(self) -> Any:
@@ -233,68 +243,72 @@ class Scores:
         model = self._model
         states = self.hidden[model.spec.num_layers][row : row + 1 or None]
         normed = getattr(model, "normed", None)
-        state: np.ndarray = (normed(states) if normed else states)[0].cpu().numpy()
-        return state
+        sampler_after: np.ndarray = (normed(states) if normed else states)[0].cpu().numpy()
+        return sampler_after
 
-    def show(self, policy: Policy, row: int) -> None:
+    def show_hidden(self, sampler: Sampler, row: int) -> None:
         """Let `policy` see `row`, if it wants to and the row went through all layers."""
-        if not policy.sees_states or self._score.lane != "target":
+        if not sampler.observes_hidden or self._score.runner != "target":
             return
         if self._model.spec.num_layers in self.hidden:
-            policy.see(self.last_state(row), self.logits[row])
+            sampler.observe_hidden(self.last_state(row), self.logits[row])
 
-    def state(self, row: int) -> Policy:
+    def sampler_after(self, row: int) -> Sampler:
         """The policy after the token of `row`, shown that row: the sequence's own where the token
         is already emitted, else a fork that has been told the tokens on the way from there."""
-        policy = self._told(row)
-        self.show(policy, row)
-        return policy
+        sampler = self._sampler_after(row)
+        self.show_hidden(sampler, row)
+        return sampler
 
-    def _told(self, row: int) -> Policy:
-        policy = self.sequence.policy
+    def _sampler_after(self, row: int) -> Sampler:
+        sampler = self.sequence.sampler
         row = row % len(self)
-        if not policy.stateful:
-            return policy
+        if not sampler.stateful:
+            return sampler
         length = self.sequence.length
         if self.positions[row] < length:
             if self.positions[row] != length - 1:
                 raise ValueError("the policy has moved on from this row")
-            return policy
+            return sampler
         key = (row, length)
         if key not in self._states:
             parent = self._score.row_parents[row]
             if parent == ROOT and self.positions[row] != length:
                 raise ValueError("the tokens before this row were not asked for")
-            before = self._told(parent) if parent != ROOT else policy
+            before = self._sampler_after(parent) if parent != ROOT else sampler
             self._states[key] = fork = before.fork()
             fork.advance(self._score.row_tokens[row])
         return self._states[key]
 
-    def pick(self, row: int) -> int:
+    def sample(self, row: int) -> int:
         """What plain decoding says after `row`, with the noise of its place."""
         row = row % len(self)
-        made = self._made[row] if self._made else -1
-        if made >= 0 and self.sequence.annotate is None and self.sequence.policy.is_plain:
+        made = self._sampled_in_pass[row] if self._sampled_in_pass else -1
+        if (
+            made >= 0
+            and self.sequence.annotate is None
+            and self.sequence.sampler.is_temperature_only
+        ):
             return made
         key = (row, self.sequence.length)
-        if key not in self._picked:
+        if key not in self._sampled:
             position = int(self.positions[row]) + 1
             logits = self.row(row)
-            state = self.state(row)
-            stands = made >= 0 and state.permits(made)
-            token = made if stands else self.sequence.pick(state, logits, position)
-            if self._score.lane == "target":
-                self.sequence.note(logits, position, token, state)
-            self._picked[key] = token
-        return self._picked[key]
+            sampler_after = self.sampler_after(row)
+            stands = made >= 0 and sampler_after.allows(made)
+            token = made if stands else self.sequence.sample(sampler_after, logits, position)
+            if self._score.runner == "target":
+                self.sequence.record_logprobs(logits, position, token, sampler_after)
+            self._sampled[key] = token
+        return self._sampled[key]
 
-    def pick_at(self, row: int, attempt: int = 0) -> int:
+    def sample_at(self, row: int, attempt: int = 0) -> int:
         """What the policy draws from `row` for the row's own position: for models whose rows
         predict themselves. `attempt` counts redraws."""
-        place = int(self.positions[row])
-        self.show(self.sequence.policy, row)
-        return self.sequence.pick(self.sequence.policy, self.row(row), place, attempt)
+        position = int(self.positions[row])
+        self.show_hidden(self.sequence.sampler, row)
+        return self.sequence.sample(self.sequence.sampler, self.row(row), position, attempt)
 
     def distribution(self, row: int) -> Distribution:
         """The distribution `pick` draws from."""
-        return self.state(row).distribution(self.row(row))
+        return self.sampler_after(row).distribution(self.row(row))

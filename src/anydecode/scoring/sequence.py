@@ -12,29 +12,29 @@ import numpy as np
 import torch
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.memory.context import Context, Partial
-from anydecode.scoring.cost import Pace
+from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
+from anydecode.scoring.cost import CostModel
 from anydecode.scoring.noise import Noise
-from anydecode.scoring.score import Follow, Score, Scores
+from anydecode.scoring.score import MultiStep, ScoreRequest, Scores
 from anydecode.scoring.span import (
     Block,
-    Branches,
-    Chain,
-    Completion,
+    ChainSpan,
+    CompletionSpan,
+    MultiStepSpan,
     Overwrite,
     Span,
-    Trail,
+    TreeSpan,
 )
 from anydecode.scoring.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
-    from anydecode.sampling.policy import Policy
+    from anydecode.sampling.sampler import Sampler
 
 TARGET = "target"
 _ids = count()
 
 
-class Listener(Protocol):
+class StopChecker(Protocol):
     """Takes emitted tokens, applies the stop rules, and keeps the text."""
 
     def push(self, tokens: list[int]) -> tuple[int, str | None]:
@@ -46,7 +46,7 @@ class Listener(Protocol):
         ...
 
     @property
-    def ends(self) -> frozenset[int] | None:
+    def end_tokens(self) -> frozenset[int] | None:
         """The tokens that would; None where the text may end it too (a stop string)."""
         ...
 
@@ -65,12 +65,12 @@ class Sequence:
     """
 
     prompt: list[int]
-    policy: Policy
+    sampler: Sampler
     noise: Noise
-    listener: Listener
-    open_context: Callable[[str, list[int]], Context]
+    stop_checker: StopChecker
+    open_context: Callable[[str, list[int]], SequenceCache]
     companion_prompts: list[list[int]] = field(default_factory=list)
-    annotate: Callable[[np.ndarray, int, Policy], Any] | None = None  # a token's log-probabilities
+    annotate: Callable[[np.ndarray, int, Sampler], Any] | None = None  # a token's log-probabilities
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
@@ -86,12 +86,12 @@ class Sequence:
     num_cached_tokens: int = 0  # of the prompt, taken from the target's prefix cache
     trace: list[dict[str, Any]] | None = None
     tokenizers: dict[str, Any] = field(default_factory=dict)  # by lane
-    pace: Pace | None = None  # what passes cost, and how busy the engine is
+    cost_model: CostModel | None = None  # what passes cost, and how busy the engine is
     parent: Sequence | None = None
     id: int = field(default_factory=lambda: next(_ids))
 
     def __post_init__(self) -> None:
-        self._contexts: dict[str, list[Context]] = {}
+        self._contexts: dict[str, list[SequenceCache]] = {}
         self._children: list[Sequence] = []
         self._notes: dict[tuple[int, int], Any] = {}
 
@@ -108,28 +108,29 @@ class Sequence:
     def all_tokens(self) -> list[int]:
         return self.prompt + self.tokens
 
-    def context(self, lane: str = TARGET) -> Context:
-        """This sequence's memory in `lane`'s model, opened when first asked for. It may begin with
+    def context(self, runner: str = TARGET) -> SequenceCache:
+        """This sequence's memory in `runner`'s model, opened when first asked for. It may begin
+        with
         a prefix that an earlier request left."""
-        return self._opened(lane)[0]
+        return self._opened(runner)[0]
 
-    def unscored(self, lane: str = TARGET) -> list[int]:
-        """The tokens that `lane`'s model has not seen yet; never empty while generating."""
-        return self._from(self.context(lane).length)
+    def unscored(self, runner: str = TARGET) -> list[int]:
+        """The tokens that `runner`'s model has not seen yet; never empty while generating."""
+        return self._from(self.context(runner).length)
 
     def score(
         self,
         tokens: Seq[int] | None = None,
         *,
-        lane: str = TARGET,
+        runner: str = TARGET,
         rows: str = "last",
         layers: tuple[int, int] | None = None,
         hidden: tuple[int, ...] = (),
         embeddings: torch.Tensor | None = None,
         parallel: int = 0,
-        ahead: int = 0,
+        extra_tokens: int = 0,
         companions: bool = True,
-    ) -> Score:
+    ) -> ScoreRequest:
         """Score `tokens` (default: the unscored ones) as a chain behind the context.
 
         `rows` is "last" or "all": which rows come back. `layers` is the layer range `(0, k)` of an
@@ -137,29 +138,31 @@ class Sequence:
         `[rows, hidden_size]`, stand in place of tokens. With `parallel`, layers run in groups of
         that many, side by side: an approximation that drafts can be made with
         (`Network.grouped`). With `ahead` the backend may go on by itself and score up to so many of
-        its own choices (`Score.said`), where nobody has to see the logits of each. Without
+        its own choices (`ScoreRequest.said`), where nobody has to see the logits of each. Without
         `companions` the companion prompts are not scored beside it.
         """
         if tokens is None:
-            tokens = self.unscored(lane)
+            tokens = self.unscored(runner)
         if not len(tokens):
             raise InvalidRequestError("there is nothing to score: the prompt is empty")
-        context = self.context(lane)
+        context = self.context(runner)
         first = context.length
         depth = context.pool.model.spec.num_layers
         start, stop = layers or (0, depth)
         answers = [len(tokens) - 1] if rows == "last" else list(range(len(tokens)))
-        taps = self._taps(hidden, lane, stop)
+        taps = self._capture_layers(hidden, runner, stop)
         shape = (context, tokens, start, stop, answers, taps)
-        ends = self.ends if ahead > 0 else None
+        end_tokens = self.end_tokens if extra_tokens > 0 else None
         span = (
-            Chain(*shape, inputs=embeddings)
-            if ends is None
-            else Trail(*shape, inputs=embeddings, ahead=ahead, ends=ends)
+            ChainSpan(*shape, inputs=embeddings)
+            if end_tokens is None
+            else MultiStepSpan(
+                *shape, inputs=embeddings, extra_tokens=extra_tokens, end_tokens=end_tokens
+            )
         )
         span.parallel = parallel
         return self._build(
-            lane,
+            runner,
             span,
             tokens,
             first + np.asarray(answers),
@@ -171,47 +174,47 @@ class Sequence:
         self,
         tree: TokenTree,
         *,
-        lane: str = TARGET,
+        runner: str = TARGET,
         hidden: tuple[int, ...] = (),
         grows: bool = False,
-    ) -> Score:
+    ) -> ScoreRequest:
         """Score the unscored tokens and then `tree` behind them. Row 0 answers for the last
         unscored token, row i + 1 for node i. Keep a path with `accept`. With `grows`, `extend` may
         lengthen the tree before."""
-        unscored = self.unscored(lane)
+        unscored = self.unscored(runner)
         if not len(tree):
-            return self.score(unscored, lane=lane, hidden=hidden)
-        context = self.context(lane)
+            return self.score(unscored, runner=runner, hidden=hidden)
+        context = self.context(runner)
         depth = context.pool.model.spec.num_layers
-        taps = self._taps(hidden, lane)
+        taps = self._capture_layers(hidden, runner)
         if tree.is_chain and not grows:  # positions like any others, until some are taken back
             tokens = [*unscored, *tree.tokens]
             first = len(unscored) - 1
-            span = Chain(context, tokens, 0, depth, range(first, len(tokens)), taps)
+            span = ChainSpan(context, tokens, 0, depth, range(first, len(tokens)), taps)
             positions = np.arange(context.length + first, context.length + len(tokens))
-            return self._build(lane, span, tokens, positions, tokens[first:])
-        root = Chain(context, unscored, 0, depth, [len(unscored) - 1], taps)
+            return self._build(runner, span, tokens, positions, tokens[first:])
+        root = ChainSpan(context, unscored, 0, depth, [len(unscored) - 1], taps)
         nodes = range(len(tree))
         base = context.length + len(unscored) - 1
         positions = np.array([base] + [base + tree.depth(node) for node in nodes])
-        score = self._build(lane, root, unscored, positions, [unscored[-1], *tree.tokens])
+        score = self._build(runner, root, unscored, positions, [unscored[-1], *tree.tokens])
         score.row_parents = [ROOT] + [parent + 1 for parent in tree.parents]
         for spans in score.groups:
             trunk = spans[-1]
             spans.append(
-                Branches(
+                TreeSpan(
                     trunk.context, tree.tokens, 0, depth, list(nodes), taps, parents=tree.parents
                 )
             )
         return score
 
     def extend(
-        self, tokens: Seq[int], parents: Seq[int], *, lane: str, hidden: tuple[int, ...] = ()
-    ) -> Score:
-        """Score further nodes of the token tree that is pending in `lane`, or its first ones.
+        self, tokens: Seq[int], parents: Seq[int], *, runner: str, hidden: tuple[int, ...] = ()
+    ) -> ScoreRequest:
+        """Score further nodes of the token tree that is pending in `runner`, or its first ones.
         `parents` are nodes of that tree in the order they were scored, or `ROOT`: the last position
         of the context. One row per node comes back."""
-        context = self.context(lane)
+        context = self.context(runner)
         held = [] if context.pending is None else context.pending.parents
         whole = [*held, *parents]
         depths: list[int] = []
@@ -219,24 +222,24 @@ class Sequence:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         first, depth = len(held), context.pool.model.spec.num_layers
         rows = range(len(tokens))
-        taps = self._taps(hidden, lane)
-        span = Branches(context, tokens, 0, depth, rows, taps, parents=whole, first=first)
+        taps = self._capture_layers(hidden, runner)
+        span = TreeSpan(context, tokens, 0, depth, rows, taps, parents=whole, first=first)
         positions = context.length - 1 + np.asarray(depths[first:], np.int64)
         above = [parent - first if parent >= first else ROOT for parent in parents]
-        return Score(self, lane, [[span]], positions, above, list(tokens))
+        return ScoreRequest(self, runner, [[span]], positions, above, list(tokens))
 
     def block(
         self,
         tokens: Seq[int],
         *,
         store: bool = False,
-        lane: str = TARGET,
+        runner: str = TARGET,
         hidden: tuple[int, ...] = (),
         embeddings: torch.Tensor | None = None,
-    ) -> Score:
+    ) -> ScoreRequest:
         """Score `tokens` as a block whose rows all see the context and each other. All rows come
         back. With `store` they become the context's next positions."""
-        context = self.context(lane)
+        context = self.context(runner)
         depth = context.pool.model.spec.num_layers
         rows = list(range(len(tokens)))
         span = Block(
@@ -245,103 +248,107 @@ class Sequence:
             0,
             depth,
             rows,
-            self._taps(hidden, lane),
+            self._capture_layers(hidden, runner),
             inputs=embeddings,
             store=store,
         )
         positions = context.length + np.arange(len(tokens))
-        return self._build(lane, span, tokens, positions, list(tokens))
+        return self._build(runner, span, tokens, positions, list(tokens))
 
     def overwrite(
         self,
-        places: Seq[int],
+        positions: Seq[int],
         tokens: Seq[int],
         *,
         visible: int | None = None,
-        lane: str = TARGET,
+        runner: str = TARGET,
         hidden: tuple[int, ...] = (),
-    ) -> Score:
-        """Score `tokens` anew at the positions `places` that the context already holds; each row
+    ) -> ScoreRequest:
+        """Score `tokens` anew at the positions `positions` that the context already holds; each row
         sees the first `visible` positions (default: all). All rows come back."""
-        context = self.context(lane)
+        context = self.context(runner)
         depth = context.pool.model.spec.num_layers
-        positions = np.asarray(places, np.int32)
+        index = np.asarray(positions, np.int32)
         span = Overwrite(
             context,
             tokens,
             0,
             depth,
             list(range(len(tokens))),
-            self._taps(hidden, lane),
+            self._capture_layers(hidden, runner),
             visible=context.length if visible is None else visible,
-            places=positions,
+            positions=index,
         )
-        return self._build(lane, span, tokens, positions, list(tokens))
+        return self._build(runner, span, tokens, index, list(tokens))
 
     def complete(
         self,
         tokens: Seq[int] = (),
         *,
-        lane: str = TARGET,
+        runner: str = TARGET,
         hidden: tuple[int, ...] = (),
         stop: int | None = None,
-    ) -> Score:
+    ) -> ScoreRequest:
         """Run the positions that stopped at an early layer through the rest, and `tokens` behind
         them through all layers. All those rows come back. With `stop` (and no tokens), run those
         that stopped before that layer up to it."""
-        context = self.context(lane)
+        context = self.context(runner)
         depth = context.pool.model.spec.num_layers
         last = depth if stop is None else stop
         if not context.partials or (len(tokens) and last < depth):
             raise InvalidRequestError("no position stopped at an early layer")
-        taps = self._taps(hidden, lane, last)
-        if any(layer < partial.depth for layer in taps for partial in _behind(context, last)):
+        taps = self._capture_layers(hidden, runner, last)
+        if any(layer < partial.depth for layer in taps for partial in _before_layer(context, last)):
             raise UnsupportedCombinationError(
                 "a policy that looks at early layers (DoLa) does not work with a decoder that stops"
                 " at early layers"
             )
         spans: list[Span] = list(self._completions(context, taps, last))
-        places: list[int] = []
-        for span, partial in zip(spans, _behind(context, last), strict=True):
-            span.answers = range(len(span))
-            places += range(partial.start, partial.stop)
+        positions: list[int] = []
+        for span, partial in zip(spans, _before_layer(context, last), strict=True):
+            span.output_rows = range(len(span))
+            positions += range(partial.start, partial.stop)
         if len(tokens):
-            spans.append(Chain(context, tokens, 0, depth, range(len(tokens)), taps))
-        held = [*(context.tokens[place] for place in places), *tokens]
-        positions = np.array([*places, *range(context.length, context.length + len(tokens))])
-        return Score(self, lane, [spans], positions, self._chain_parents(positions), held)
+            spans.append(ChainSpan(context, tokens, 0, depth, range(len(tokens)), taps))
+        held = [*(context.tokens[position] for position in positions), *tokens]
+        row_positions = np.array([*positions, *range(context.length, context.length + len(tokens))])
+        return ScoreRequest(
+            self, runner, [spans], row_positions, self._chain_parents(row_positions), held
+        )
 
-    def follow(self, count: int) -> Follow:
+    def multi_step(self, count: int) -> MultiStep:
         """Pick and rescore up to `count` tokens without coming back in between."""
-        return Follow(self, count)
+        return MultiStep(self, count)
 
-    def pick(self, policy: Policy, logits: np.ndarray, position: int, attempt: int = 0) -> int:
+    def sample(self, sampler: Sampler, logits: np.ndarray, position: int, attempt: int = 0) -> int:
         """The token `policy` picks for `position`, with the noise that belongs there."""
-        return policy.pick(logits, self.noise, position, attempt)
+        return sampler.sample(logits, self.noise, position, attempt)
 
-    def note(self, logits: np.ndarray, position: int, token: int, policy: Policy) -> None:
+    def record_logprobs(
+        self, logits: np.ndarray, position: int, token: int, sampler: Sampler
+    ) -> None:
         """Keep the log-probabilities of a token that `policy` picked until it is emitted."""
         if self.annotate is not None:
-            self._notes[position, token] = self.annotate(logits, token, policy)
+            self._notes[position, token] = self.annotate(logits, token, sampler)
 
     def stops_at(self, token: int) -> bool:
         """Whether `token` would end the generation."""
-        return self.listener.stops_at(token)
+        return self.stop_checker.stops_at(token)
 
     @property
-    def ends(self) -> frozenset[int] | None:
+    def end_tokens(self) -> frozenset[int] | None:
         """The tokens that end the generation, if all else it takes to say tokens is to score them
         and choose, so that a backend can do it by itself; else None."""
-        simple = self.policy.is_plain and self.annotate is None
-        return self.listener.ends if simple else None
+        simple = self.sampler.is_temperature_only and self.annotate is None
+        return self.stop_checker.end_tokens if simple else None
 
     @property
     def remaining(self) -> int:
         """How many tokens may still be said."""
-        return self.listener.remaining
+        return self.stop_checker.remaining
 
     def emit(
-        self, tokens: Seq[int], state: Policy | None = None, notes: Seq[Any] | None = None
+        self, tokens: Seq[int], state: Sampler | None = None, notes: Seq[Any] | None = None
     ) -> int:
         """Say `tokens`. Applies the stop rules; returns how many tokens were taken. `state` is a
         policy that has already been told all of `tokens` but the last. `notes` are the tokens'
@@ -349,7 +356,7 @@ class Sequence:
         if self.finished or not len(tokens):
             return 0
         first = self.length
-        taken, self.finish_reason = self.listener.push(list(tokens))
+        taken, self.finish_reason = self.stop_checker.push(list(tokens))
         said = list(tokens[:taken])
         self.tokens.extend(said)
         if self.annotate is not None:
@@ -359,22 +366,26 @@ class Sequence:
             self._notes.clear()
         if state is None:
             for token in said:
-                self.policy.advance(token)
+                self.sampler.advance(token)
         else:
-            self.policy = state
+            self.sampler = state
             state.advance(tokens[-1])
         return taken
 
-    def accept(self, path: Seq[int], tokens: Seq[int], scores: Scores, lane: str = TARGET) -> int:
+    def accept(self, path: Seq[int], tokens: Seq[int], scores: Scores, runner: str = TARGET) -> int:
         """Keep the nodes of `path` from a verified tree and say `tokens` (the path's, then one
         more). Returns how many tokens were taken."""
-        contexts = self._opened(lane)
+        contexts = self._opened(runner)
         if contexts[0].pending is not None:
             for context in contexts:
                 context.retain(path)
         elif contexts[0].length > self.length + len(path):  # a chain
-            self.truncate(self.length + len(path), lane)
-        state = scores.state(path[-1] + 1 if len(path) else 0) if self.policy.stateful else None
+            self.truncate(self.length + len(path), runner)
+        state = (
+            scores.sampler_after(path[-1] + 1 if len(path) else 0)
+            if self.sampler.stateful
+            else None
+        )
         return self.emit(tokens, state)
 
     def record(self, tree: TokenTree, path: Seq[int], tokens: Seq[int], **facts: Any) -> None:
@@ -392,9 +403,9 @@ class Sequence:
                 }
             )
 
-    def truncate(self, length: int, lane: str = TARGET) -> None:
-        """Forget positions from `length` on, in every context of `lane`."""
-        contexts = self._opened(lane)
+    def truncate(self, length: int, runner: str = TARGET) -> None:
+        """Forget positions from `length` on, in every context of `runner`."""
+        contexts = self._opened(runner)
         prompts = [self.prompt, *self.companion_prompts][: len(contexts)]
         for context, prompt in zip(contexts, prompts, strict=True):
             context.truncate(length - len(self.prompt) + len(prompt))
@@ -404,9 +415,9 @@ class Sequence:
         if `number` is not 0. It belongs to this sequence and is released with it."""
         child = Sequence(
             prompt=self.prompt,
-            policy=self.policy.fork(),
+            sampler=self.sampler.fork(),
             noise=self.noise.forked(number) if number else self.noise,
-            listener=self.listener,
+            stop_checker=self.stop_checker,
             open_context=self.open_context,
             companion_prompts=self.companion_prompts,
             tokens=list(self.tokens),
@@ -417,8 +428,8 @@ class Sequence:
             shares_prefix=self.shares_prefix,
             parent=self,
         )
-        for lane, contexts in self._contexts.items():
-            child._contexts[lane] = [context.fork() for context in contexts]
+        for runner, contexts in self._contexts.items():
+            child._contexts[runner] = [context.fork() for context in contexts]
         self._children.append(child)
         return child
 
@@ -434,7 +445,7 @@ class Sequence:
     def append(self, token: int) -> None:
         """Lengthen a branch by a token that is not said yet."""
         self.tokens.append(token)
-        self.policy.advance(token)
+        self.sampler.advance(token)
 
     def release(self) -> None:
         """Give back the memory of this sequence and its branches."""
@@ -447,19 +458,20 @@ class Sequence:
         if self.parent is not None and self in self.parent._children:
             self.parent._children.remove(self)
 
-    def contexts(self, lane: str | None = None) -> list[Context]:
-        """Every open context (of `lane`), branches included."""
+    def contexts(self, runner: str | None = None) -> list[SequenceCache]:
+        """Every open context (of `runner`), branches included."""
         own = [
             context
             for name, contexts in self._contexts.items()
-            if lane in (None, name)
+            if runner in (None, name)
             for context in contexts
         ]
-        return own + [context for child in self._children for context in child.contexts(lane)]
+        return own + [context for child in self._children for context in child.contexts(runner)]
 
-    def align(self, lane: str) -> None:
-        """Forget what `lane` holds beyond the tokens this sequence really has (rejected drafts)."""
-        context, known = self.context(lane), self.all_tokens
+    def align(self, runner: str) -> None:
+        """Forget what `runner` holds beyond the tokens this sequence really has (rejected
+        drafts)."""
+        context, known = self.context(runner), self.all_tokens
         context.discard()
         held = context.tokens
         if held != known[: len(held)]:
@@ -468,91 +480,101 @@ class Sequence:
         if context.length >= len(known):
             context.truncate(len(known) - 1)
 
-    def opened(self, lane: str) -> bool:
-        return lane in self._contexts
+    def is_open(self, runner: str) -> bool:
+        return runner in self._contexts
 
     @property
     def root(self) -> Sequence:
         """The sequence that this is a branch of, or itself."""
         return self if self.parent is None else self.parent.root
 
-    def _opened(self, lane: str) -> list[Context]:
-        if lane not in self._contexts:
+    def _opened(self, runner: str) -> list[SequenceCache]:
+        if runner not in self._contexts:
             prompts = [self.prompt]
-            if lane == TARGET:
+            if runner == TARGET:
                 prompts += self.companion_prompts
-            self._contexts[lane] = [
-                self.open_context(lane, prompt + self.tokens) for prompt in prompts
+            self._contexts[runner] = [
+                self.open_context(runner, prompt + self.tokens) for prompt in prompts
             ]
-        return self._contexts[lane]
+        return self._contexts[runner]
 
     def _from(self, position: int) -> list[int]:
         if position >= len(self.prompt):
             return self.tokens[position - len(self.prompt) :]
         return self.prompt[position:] + self.tokens
 
-    def _taps(self, hidden: tuple[int, ...], lane: str, stop: int | None = None) -> tuple[int, ...]:
+    def _capture_layers(
+        self, hidden: tuple[int, ...], runner: str, stop: int | None = None
+    ) -> tuple[int, ...]:
         """`hidden` and what the policy wants to see of rows that run through all layers."""
-        policy, depth = self.policy, self.num_layers
-        if lane != TARGET or (stop is not None and stop < depth):
+        sampler, depth = self.sampler, self.num_layers
+        if runner != TARGET or (stop is not None and stop < depth):
             return hidden
-        if not policy.taps and not policy.sees_states:
+        if not sampler.capture_layers and not sampler.observes_hidden:
             return hidden
-        return tuple(sorted({*hidden, *policy.taps, *([depth] if policy.sees_states else ())}))
+        return tuple(
+            sorted(
+                {*hidden, *sampler.capture_layers, *([depth] if sampler.observes_hidden else ())}
+            )
+        )
 
     def _build(
         self,
-        lane: str,
+        runner: str,
         span: Span,
         chain: Seq[int],
         positions: np.ndarray,
         held: list[int],
         companions: bool = True,
-    ) -> Score:
+    ) -> ScoreRequest:
         """A score of `span`, with what must run before it and beside it. `chain` is the part of its
         tokens that companions follow."""
         spans: list[Span] = []
         if span.context.partials and not span.is_partial:
             spans += self._completions(span.context, ())
         groups = [[*spans, span]]
-        if companions and lane == TARGET and self.companion_prompts:
+        if companions and runner == TARGET and self.companion_prompts:
             groups += [[companion] for companion in self._companions(span, chain)]
         parents = self._chain_parents(positions)
-        return Score(self, lane, groups, positions, parents, held)
+        return ScoreRequest(self, runner, groups, positions, parents, held)
 
     def _companions(self, span: Span, chain: Seq[int]) -> list[Span]:
-        if not isinstance(span, Chain) or span.inputs is not None:
+        if not isinstance(span, ChainSpan) or span.inputs is not None:
             raise UnsupportedCombinationError(
                 "guidance with a second prompt works on token chains and trees only"
             )
         spans: list[Span] = []
         extra = list(chain[len(self.unscored()) :])
-        opened = self._opened(TARGET)
-        for context, prompt in zip(opened[1:], self.companion_prompts, strict=True):
+        is_open = self._opened(TARGET)
+        for context, prompt in zip(is_open[1:], self.companion_prompts, strict=True):
             tokens = (prompt + self.tokens)[context.length :] + extra
-            answers = range(len(tokens) - len(span.answers), len(tokens))
+            answers = range(len(tokens) - len(span.output_rows), len(tokens))
             if answers[0] < 0:
                 raise UnsupportedCombinationError(
                     "guidance needs a second prompt at least as long as the rows asked for"
                 )
-            spans.append(Chain(context, tokens, span.start, span.stop, list(answers), span.taps))
+            spans.append(
+                ChainSpan(
+                    context, tokens, span.start, span.stop, list(answers), span.capture_layers
+                )
+            )
         return spans
 
     def _completions(
-        self, context: Context, taps: tuple[int, ...], stop: int | None = None
-    ) -> list[Completion]:
+        self, context: SequenceCache, taps: tuple[int, ...], stop: int | None = None
+    ) -> list[CompletionSpan]:
         last = context.pool.model.spec.num_layers if stop is None else stop
         return [
-            Completion(
+            CompletionSpan(
                 context,
                 [-1] * len(partial.hidden),
                 partial.depth,
                 last,
-                taps=taps,
+                capture_layers=taps,
                 inputs=partial.hidden,
                 partial=partial,
             )
-            for partial in _behind(context, last)
+            for partial in _before_layer(context, last)
         ]
 
     @staticmethod
@@ -560,6 +582,6 @@ class Sequence:
         return [row - 1 for row in range(len(positions))]
 
 
-def _behind(context: Context, layer: int) -> list[Partial]:
+def _before_layer(context: SequenceCache, layer: int) -> list[EarlyExitRows]:
     """Positions that have not reached `layer`."""
     return [partial for partial in context.partials if partial.depth < layer]

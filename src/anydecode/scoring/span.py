@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from anydecode.kernels.interface import Rows
-from anydecode.memory.context import Context, Partial
 from anydecode.memory.pool import PoolFull
+from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
 
 
 @dataclass(eq=False)
@@ -23,17 +23,17 @@ class Span(ABC):
     """`tokens` go through layers `start..stop` of `context`'s model. `answers` lists the rows whose
     logits are wanted, `taps` the layers whose hidden states are wanted for the same rows."""
 
-    context: Context
+    context: SequenceCache
     tokens: Seq[int]
     start: int
     stop: int
-    answers: Seq[int] = ()
-    taps: tuple[int, ...] = ()
+    output_rows: Seq[int] = ()
+    capture_layers: tuple[int, ...] = ()
     logits: bool = True
     inputs: torch.Tensor | None = None  # float32 [rows, hidden], in place of `tokens`
     done: int = field(default=0, init=False)
     parallel: int = field(default=0, init=False)  # see `Network.grouped`
-    _behind: int = field(default=0, init=False)  # where appended rows of a pass begin
+    _append_start: int = field(default=0, init=False)  # where appended rows of a pass begin
 
     #: Whether a pass may run some of the rows and leave the rest to the next.
     divisible = False
@@ -58,7 +58,7 @@ class Span(ABC):
     def fill(self, rows: Rows, at: int, count: int) -> None:
         """Write the next `count` rows into `rows[at : at + count]`."""
 
-    def settle(self, hidden: torch.Tensor | None, count: int) -> None:
+    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
         """The rows have run; `hidden` is their state where they stopped, if that was early. The
         context may have been released or cut meanwhile."""
         self.done += count
@@ -74,10 +74,10 @@ class Span(ABC):
             assert rows.inputs is not None
             rows.inputs[at:stop] = self.inputs[self.done : self.done + count]
 
-    def _remember(self, count: int) -> int:
+    def _store_tokens(self, count: int) -> int:
         """The `count` rows that have run were appended: the context gets their tokens. Returns how
         many of them it still has, since it may have been cut with the pass under way."""
-        left = max(0, min(count, self.context.length - self._behind))
+        left = max(0, min(count, self.context.length - self._append_start))
         if self.inputs is None:
             self.context.tokens += self.tokens[self.done : self.done + left]
         else:
@@ -90,19 +90,19 @@ class Span(ABC):
 
 
 @dataclass(eq=False)
-class Chain(Span):
+class ChainSpan(Span):
     """Appended one after the other; each row sees everything before it and itself."""
 
     divisible = True
-    room: int = field(default=0, init=False)  # positions behind the rows that a pass may fill
+    reserved: int = field(default=0, init=False)  # positions behind the rows that a pass may fill
 
     def reserve(self, count: int) -> None:
         self.context.append(count)
 
     def fill(self, rows: Rows, at: int, count: int) -> None:
         stop = at + count
-        length = self.context.length - self.room
-        first = self._behind = length - count
+        length = self.context.length - self.reserved
+        first = self._append_start = length - count
         self._inputs(rows, at, count)
         self._table(rows, at, count)
         rows.slots[at:stop] = self.context.table[first:length]
@@ -115,44 +115,46 @@ class Chain(Span):
         rows.tail_start[at:stop] = 0
         rows.tail_length[at:stop] = 0
 
-    def settle(self, hidden: torch.Tensor | None, count: int) -> None:
-        left = self._remember(count)
+    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
+        left = self._store_tokens(count)
         if self.is_partial and left:
             assert hidden is not None
-            self.context.partials.append(Partial(self._behind, self.stop, hidden[:left].clone()))
+            self.context.partials.append(
+                EarlyExitRows(self._append_start, self.stop, hidden[:left].clone())
+            )
         self.done += count
 
 
 @dataclass(eq=False)
-class Trail(Chain):
+class MultiStepSpan(ChainSpan):
     """A chain behind which the backend may go on with what it chooses: up to `ahead` tokens more
     are scored, until one of `ends` is said. `said` is then all that was chosen."""
 
-    ahead: int = 0
-    ends: frozenset[int] = frozenset()
-    said: list[int] = field(default_factory=list, init=False)
+    extra_tokens: int = 0
+    end_tokens: frozenset[int] = frozenset()
+    multi_step_tokens: list[int] = field(default_factory=list, init=False)
 
     def reserve(self, count: int) -> None:
-        self.room = self.ahead if count == self.remaining else 0
+        self.reserved = self.extra_tokens if count == self.remaining else 0
         try:
-            self.context.append(count + self.room)
+            self.context.append(count + self.reserved)
         except PoolFull:
             self.context.append(count)
-            self.room = 0
+            self.reserved = 0
 
-    def settle(self, hidden: torch.Tensor | None, count: int) -> None:
-        context, end = self.context, self._behind + count
-        super().settle(hidden, count)
-        if context.length == end + self.room:  # else it was cut with the pass under way
-            context.tokens += self.said[:-1]
-            context.truncate(end + max(0, len(self.said) - 1))
-        self.room = 0
+    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
+        context, end = self.context, self._append_start + count
+        super().complete(hidden, count)
+        if context.length == end + self.reserved:  # else it was cut with the pass under way
+            context.tokens += self.multi_step_tokens[:-1]
+            context.truncate(end + max(0, len(self.multi_step_tokens) - 1))
+        self.reserved = 0
 
 
 @dataclass(eq=False)
-class Branches(Span):
+class TreeSpan(Span):
     """A token tree behind the context's last position; each row sees the context and its own path.
-    It stays pending until `Context.retain`. With `first`, `tokens` are the nodes from there on of a
+    It stays pending until `SequenceCache.retain`. With `first`, `tokens` are the nodes from there on of a
     tree that is pending already; `parents` are the whole tree's."""
 
     parents: list[int] = field(default_factory=list)
@@ -189,7 +191,7 @@ class Branches(Span):
         rows.positions[at:stop] = base + depths[first:] - 1
         rows.tails = np.concatenate(tails)
 
-    def settle(self, hidden: torch.Tensor | None, count: int) -> None:
+    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
         pending = self.context.pending
         if self.is_partial and pending is not None:
             assert hidden is not None
@@ -208,12 +210,12 @@ class Block(Span):
         if self.store:
             self._slots = self.context.append(count)
         else:
-            self._slots = self.context.borrow(count)
+            self._slots = self.context.allocate_scratch(count)
 
     def fill(self, rows: Rows, at: int, count: int) -> None:
         assert self._slots is not None
         stop = at + count
-        base = self._behind = self.context.length - (count if self.store else 0)
+        base = self._append_start = self.context.length - (count if self.store else 0)
         self._inputs(rows, at, count)
         self._table(rows, at, count)
         rows.slots[at:stop] = self._slots
@@ -223,52 +225,53 @@ class Block(Span):
         rows.tail_length[at:stop] = count
         rows.tails = np.concatenate([rows.tails, self._slots])
 
-    def settle(self, hidden: torch.Tensor | None, count: int) -> None:
+    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
         assert self._slots is not None
         if self.store:
-            self._remember(count)
+            self._store_tokens(count)
             self.context.reusable = False
         else:
-            self.context.repay(self._slots)
+            self.context.free_scratch(self._slots)
         self._slots = None
         self.done += count
 
 
 @dataclass(eq=False)
 class Overwrite(Span):
-    """Rows for positions that the context already holds, at `places`. Each sees the first `visible`
+    """Rows for positions that the context already holds, at `positions`. Each sees the first
+    `visible`
     positions of the context, itself and its fellows included."""
 
     visible: int = 0
-    places: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # ascending
+    positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # ascending
 
     def reserve(self, count: int) -> None:
         self.context.reusable = False  # at once: it may be released with the pass under way
-        for place in self.places:
-            self.context.own(int(place), int(place) + 1)
+        for position in self.positions:
+            self.context.make_exclusive(int(position), int(position) + 1)
 
     def fill(self, rows: Rows, at: int, count: int) -> None:
         stop = at + count
         self._inputs(rows, at, count)
         self._table(rows, at, count)
-        rows.slots[at:stop] = self.context.table[self.places]
-        rows.positions[at:stop] = self.places
+        rows.slots[at:stop] = self.context.table[self.positions]
+        rows.positions[at:stop] = self.positions
         rows.prefix[at:stop] = self.visible
         rows.tail_start[at:stop] = 0
         rows.tail_length[at:stop] = 0
 
-    def settle(self, hidden: torch.Tensor | None, count: int) -> None:
-        for place, token in zip(self.places, self.tokens, strict=True):
-            if place < len(self.context.tokens):  # else it was cut with the pass under way
-                self.context.tokens[place] = token
+    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
+        for position, token in zip(self.positions, self.tokens, strict=True):
+            if position < len(self.context.tokens):  # else it was cut with the pass under way
+                self.context.tokens[position] = token
         self.done += count
 
 
 @dataclass(eq=False)
-class Completion(Span):
+class CompletionSpan(Span):
     """The last positions of a context, which stopped at an early layer, run through the rest."""
 
-    partial: Partial | None = None
+    partial: EarlyExitRows | None = None
 
     def reserve(self, count: int) -> None:
         pass
@@ -285,7 +288,7 @@ class Completion(Span):
         rows.tail_start[at:stop] = 0
         rows.tail_length[at:stop] = 0
 
-    def settle(self, hidden: torch.Tensor | None, count: int) -> None:
+    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
         assert self.partial is not None
         partials = self.context.partials
         if self.partial in partials:
@@ -293,6 +296,6 @@ class Completion(Span):
             further = []
             if self.is_partial:
                 assert hidden is not None
-                further = [Partial(self.partial.start, self.stop, hidden.clone())]
+                further = [EarlyExitRows(self.partial.start, self.stop, hidden.clone())]
             partials[index : index + 1] = further
         self.done += count

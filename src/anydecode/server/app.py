@@ -15,12 +15,12 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.engine.llm import LLM
 from anydecode.errors import AnydecodeError
 from anydecode.server import metrics
+from anydecode.server.admission import AdmissionMiddleware
 from anydecode.server.bodies import JsonRoute
 from anydecode.server.chat import chat
 from anydecode.server.completions import complete
 from anydecode.server.embeddings import embed
 from anydecode.server.errors import ApiError, api_error, stopped
-from anydecode.server.gate import Gate
 from anydecode.server.logs import log
 from anydecode.server.protocol import (
     ChatRequest,
@@ -63,7 +63,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 def create_app(
     llm: LLM, settings: Settings | None = None, telemetry: Telemetry | None = None
-) -> Gate:
+) -> AdmissionMiddleware:
     """The ASGI application that serves `llm`. It does not close `llm`."""
     service = Service(llm, settings or Settings())
     app = FastAPI(title="anydecode", version=__version__, docs_url=None, redoc_url=None)
@@ -72,7 +72,7 @@ def create_app(
     _add_figures(app, service)
     _add_page(app)
     _add_errors(app)
-    gate = Gate(app, llm.driver, service.settings, service.metrics, telemetry)
+    gate = AdmissionMiddleware(app, llm.driver, service.settings, service.metrics, telemetry)
 
     @app.get("/health", responses={503: _ERRORS[503]})
     async def health() -> Response:
@@ -147,15 +147,15 @@ def _add_figures(app: FastAPI, service: Service) -> None:
     @app.get("/live", responses={401: _ERRORS[401]})
     async def live() -> Response:
         """The load at this moment, for the page."""
-        lanes = {
+        runners = {
             name: {
-                "capacity": lane.pool.num_slots,
-                "used": lane.pool.num_used,
-                "shared": lane.prefixes.num_slots,
-                "passes": lane.num_passes,
-                "rows": lane.num_rows,
+                "capacity": runner.pool.num_slots,
+                "used": runner.pool.num_used,
+                "shared": runner.prefixes.num_slots,
+                "passes": runner.num_passes,
+                "rows": runner.num_rows,
             }
-            for name, lane in list(engine.lanes.items())
+            for name, runner in list(engine.runners.items())
         }
         return JSONResponse(
             {
@@ -164,7 +164,7 @@ def _add_figures(app: FastAPI, service: Service) -> None:
                 "waiting": len(engine.waiting),
                 "preemptions": engine.num_preemptions,
                 "said": engine.num_tokens,
-                "lanes": lanes,
+                "lanes": runners,
             }
         )
 
@@ -178,13 +178,13 @@ def _add_figures(app: FastAPI, service: Service) -> None:
 
 def _decoders(service: Service) -> list[dict[str, str]]:
     found = []
-    lanes = set(service.llm.engine.lanes)
+    runners = set(service.llm.engine.runners)
     for key, entry in sorted(catalogue.entries().items()):
         try:
             built = entry.build()
         except (AnydecodeError, TypeError):  # it wants parameters, which the page does not offer
             continue
-        if not isinstance(built, Decoder) or set(built.lanes) - lanes:
+        if not isinstance(built, Decoder) or set(built.runners) - runners:
             continue
         if built.causal in (None, service.llm.model.spec.causal):
             card = entry.card
@@ -225,9 +225,9 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(http: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        message = f"{place}: {first['msg']}" if place else f"the body: {first['msg']}"
-        return _answer(ApiError(400, message, code="invalid_body", param=place or None))
+        position = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = f"{position}: {first['msg']}" if position else f"the body: {first['msg']}"
+        return _answer(ApiError(400, message, code="invalid_body", param=position or None))
 
     @app.exception_handler(HTTPException)
     async def http_error(http: Request, error: HTTPException) -> Response:

@@ -19,7 +19,7 @@ from anydecode.server.options import engine_options
 from anydecode.server.parsers import Parser, ToolFormat
 from anydecode.server.prompts import conversation, effort_variables, with_tools
 from anydecode.server.protocol import ChatRequest
-from anydecode.server.run import Run
+from anydecode.server.run import ServerRun
 from anydecode.server.service import Service, canvas, extension, usage
 from anydecode.server.tools import (
     chosen_tools,
@@ -100,7 +100,7 @@ class _Answer:
     """The answer in OpenAI's shape, in one piece or in chunks."""
 
     def __init__(
-        self, service: Service, body: ChatRequest, run: Run, prompt_end: str, tools: bool
+        self, service: Service, body: ChatRequest, run: ServerRun, prompt_end: str, tools: bool
     ) -> None:
         self.service = service
         self.body = body
@@ -138,11 +138,13 @@ class _Answer:
                 for delta, noted in self._deltas(index, request, number, ended):
                     yield _chunk(opening, index, delta, noted, None)
                 trace = request.jobs[number].sequence.trace
-                places, self._traced[index] = canvas(
+                positions, self._traced[index] = canvas(
                     trace, self._traced[index], self.service.tokenizer
                 )
-                if places is not None:
-                    yield _chunk(opening, index, {}, None, None, {"anydecode": {"canvas": places}})
+                if positions is not None:
+                    yield _chunk(
+                        opening, index, {}, None, None, {"anydecode": {"canvas": positions}}
+                    )
                 if ended:
                     live.discard(index)
                     if live or not self.run.done:
@@ -211,10 +213,10 @@ class _Answer:
         return [(first, noted), *((delta, None) for delta in deltas[1:])]
 
     def _tool_call(self, index: int, call: dict[str, str]) -> dict[str, Any]:
-        place = self._calls[index]
+        position = self._calls[index]
         self._calls[index] += 1
         name = f"call_{uuid4().hex[:24]}"
-        return {"index": place, "id": name, "type": "function", "function": call}
+        return {"index": position, "id": name, "type": "function", "function": call}
 
     def _reason(self, index: int) -> str:
         request, number = self.run.choices[index]
@@ -237,8 +239,8 @@ def _chunk(
     if plain and len(delta) == 1 and "content" in delta:
         # Nearly every token: only its text needs an encoder.
         text = compact(delta["content"]).encode()
-        place = b',"choices":[{"index":%d,"delta":{"content":' % index
-        return b"data: " + opening + place + text + _PLAIN_END
+        position = b',"choices":[{"index":%d,"delta":{"content":' % index
+        return b"data: " + opening + position + text + _PLAIN_END
     choice = {"index": index, "delta": delta, "logprobs": noted, "finish_reason": reason}
     body = compact({"choices": [choice], **(further or {})})
     return b"data: " + opening + b"," + body[1:].encode() + b"\n\n"

@@ -16,7 +16,7 @@ from anydecode.server.events import DONE, EventStream, data
 from anydecode.server.options import engine_options
 from anydecode.server.prompts import prompt_list
 from anydecode.server.protocol import CompletionRequest
-from anydecode.server.run import Run
+from anydecode.server.run import ServerRun
 from anydecode.server.service import Service, canvas, extension, usage
 from anydecode.server.tools import format_constraint, format_schema
 
@@ -75,7 +75,7 @@ def _mean_logprob(generation: Generation) -> float:
 class _Answer:
     """The answer in OpenAI's shape, in one piece or in chunks."""
 
-    def __init__(self, service: Service, body: CompletionRequest, run: Run) -> None:
+    def __init__(self, service: Service, body: CompletionRequest, run: ServerRun) -> None:
         self.service = service
         self.body = body
         self.run = run
@@ -86,9 +86,9 @@ class _Answer:
     def whole(self, generations: list[Generation]) -> dict[str, Any]:
         """The answer of a request that did not ask for a stream."""
         choices = []
-        for place, index in enumerate(self._kept(generations)):
+        for position, index in enumerate(self._kept(generations)):
             text = self._echo(index) + generations[index].text
-            choices.append(self._choice(place, text, self._notes(index), self._reason(index)))
+            choices.append(self._choice(position, text, self._notes(index), self._reason(index)))
         return {
             **self.service.head("text_completion", "cmpl"),
             "choices": choices,
@@ -117,10 +117,10 @@ class _Answer:
                 echoes[index] = ""
                 notes = self._notes(index) if text or ended else None
                 reason = self._reason(index) if ended else None
-                places, self._traced[index] = canvas(
+                positions, self._traced[index] = canvas(
                     job.sequence.trace, self._traced[index], self.service.tokenizer
                 )
-                further: dict[str, Any] = {} if places is None else {"canvas": places}
+                further: dict[str, Any] = {} if positions is None else {"canvas": positions}
                 if ended:
                     live.discard(index)
                     if not live:

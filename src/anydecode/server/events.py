@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from anydecode.server.errors import ApiError, api_error
 from anydecode.server.logs import log
-from anydecode.server.run import Run, left
+from anydecode.server.run import ServerRun, left
 
 DONE = b"data: [DONE]\n\n"
 _HEAD = {
@@ -45,7 +45,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        run: Run,
+        run: ServerRun,
         chunks: AsyncIterator[bytes],
         stall: float,
         failed: Callable[[ApiError], bytes] = failure,

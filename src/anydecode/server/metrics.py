@@ -8,15 +8,15 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from anydecode.engine.generation import Generation
-from anydecode.engine.lane import Lane
 from anydecode.engine.llm import LLM
+from anydecode.engine.model_runner import ModelRunner
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0)
 _PER_PASS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0)
 
 #: By name: what it is, and how it is read.
-Figures = dict[str, tuple[str, Callable[[Lane], float]]]
+Figures = dict[str, tuple[str, Callable[[ModelRunner], float]]]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -98,34 +98,34 @@ class EngineFigures:
             "anydecode_preemptions", "Sequences that gave way to others.", engine.num_preemptions
         )
         lane_gauges: Figures = {
-            "cache_positions": ("Positions the cache holds.", lambda lane: lane.pool.num_slots),
+            "cache_positions": ("Positions the cache holds.", lambda runner: runner.pool.num_slots),
             "cache_used": ("Positions in use, shared prefixes included.",
-                           lambda lane: lane.pool.num_used),
+                           lambda runner: runner.pool.num_used),
             "cache_prefix": ("Positions kept for prefixes to come.",
-                             lambda lane: lane.prefixes.num_slots),
+                             lambda runner: runner.prefixes.num_slots),
             "spill_bytes": ("Bytes of prefixes kept outside the cache.", _spilled),
         }  # fmt: skip
         lane_counters: Figures = {
             "prefix_hit_tokens": ("Prompt tokens found in the cache.",
-                                  lambda lane: lane.prefixes.num_hits),
+                                  lambda runner: runner.prefixes.num_hits),
             "prefix_restored_tokens": ("Of these, brought back from the spill.",
-                                       lambda lane: lane.prefixes.num_restored),
-            "passes": ("Passes run.", lambda lane: lane.num_passes),
-            "rows": ("Rows run.", lambda lane: lane.num_rows),
-            "pass_seconds": ("Time spent in passes.", lambda lane: lane.seconds),
+                                       lambda runner: runner.prefixes.num_restored),
+            "passes": ("Passes run.", lambda runner: runner.num_passes),
+            "rows": ("Rows run.", lambda runner: runner.num_rows),
+            "pass_seconds": ("Time spent in passes.", lambda runner: runner.seconds),
         }  # fmt: skip
         for name, (text, read) in lane_gauges.items():
             gauge = GaugeMetricFamily(f"anydecode_{name}", text, labels=["lane"])
-            for lane in list(engine.lanes.values()):
-                gauge.add_metric([lane.name], read(lane))
+            for runner in list(engine.runners.values()):
+                gauge.add_metric([runner.name], read(runner))
             yield gauge
         for name, (text, read) in lane_counters.items():
             counter = CounterMetricFamily(f"anydecode_{name}", text, labels=["lane"])
-            for lane in list(engine.lanes.values()):
-                counter.add_metric([lane.name], read(lane))
+            for runner in list(engine.runners.values()):
+                counter.add_metric([runner.name], read(runner))
             yield counter
 
 
-def _spilled(lane: Lane) -> float:
-    spill = lane.prefixes.spill
+def _spilled(runner: ModelRunner) -> float:
+    spill = runner.prefixes.spill
     return 0 if spill is None else spill.num_bytes

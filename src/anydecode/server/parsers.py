@@ -85,11 +85,11 @@ class Splitter:
         self._held += text
         while True:
             tag = self._tags[self.inside]
-            place = self._held.find(tag) if tag else -1
-            if place < 0:
+            position = self._held.find(tag) if tag else -1
+            if position < 0:
                 break
-            yield self.inside, self._held[:place], True
-            self._held = self._held[place + len(tag) :]
+            yield self.inside, self._held[:position], True
+            self._held = self._held[position + len(tag) :]
             self.inside = not self.inside
         keep = 0 if final or not tag else _overlap(self._held, tag)
         ready = self._held[: len(self._held) - keep]

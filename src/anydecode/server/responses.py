@@ -17,7 +17,7 @@ from anydecode.server.events import EventStream
 from anydecode.server.options import engine_options
 from anydecode.server.prompts import conversation, effort_variables, response_items
 from anydecode.server.protocol import ResponsesRequest
-from anydecode.server.run import Run
+from anydecode.server.run import ServerRun
 from anydecode.server.service import Service, extension, usage
 from anydecode.server.tools import format_constraint, format_schema
 
@@ -57,7 +57,7 @@ async def respond(service: Service, body: ResponsesRequest, http: HttpRequest) -
 class _Answer:
     """A response object, and the events of its coming about."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, run: Run, end: str) -> None:
+    def __init__(self, service: Service, body: ResponsesRequest, run: ServerRun, end: str) -> None:
         self.service = service
         self.body = body
         self.run = run
@@ -92,13 +92,13 @@ class _Answer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """The events of a stream, in OpenAI's order."""
-        place = {"item_id": self._item, "output_index": 0, "content_index": 0}
+        position = {"item_id": self._item, "output_index": 0, "content_index": 0}
         started = self._response("in_progress", [])
         yield self._event("response.created", response=started)
         yield self._event("response.in_progress", response=started)
         item = {**self._message(""), "status": "in_progress", "content": []}
         yield self._event("response.output_item.added", output_index=0, item=item)
-        yield self._event("response.content_part.added", **place, part=_part(""))
+        yield self._event("response.content_part.added", **position, part=_part(""))
         text, ended = "", False
         request = self.run.requests[0]
         while not ended:
@@ -110,10 +110,10 @@ class _Answer:
                 if kind == "content":
                     text += value
                     yield self._event(
-                        "response.output_text.delta", **place, delta=value, logprobs=[]
+                        "response.output_text.delta", **position, delta=value, logprobs=[]
                     )
-        yield self._event("response.output_text.done", **place, text=text, logprobs=[])
-        yield self._event("response.content_part.done", **place, part=_part(text))
+        yield self._event("response.output_text.done", **position, text=text, logprobs=[])
+        yield self._event("response.content_part.done", **position, part=_part(text))
         yield self._event("response.output_item.done", output_index=0, item=self._message(text))
         done = self._done(self.run.generations()[0], text)
         yield self._event(f"response.{done['status']}", response=done)

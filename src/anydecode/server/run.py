@@ -18,7 +18,7 @@ class Disconnected(Exception):
     """The client left before its answer was whole."""
 
 
-class Run:
+class ServerRun:
     """Engine requests that answer one HTTP request, several where it holds several prompts.
 
     Use as an async context manager: whatever ends the block, nothing goes on decoding after it.
@@ -30,7 +30,7 @@ class Run:
         self,
         llm: LLM,
         requests: list[Request],
-        on_end: Callable[[Run], None],
+        on_end: Callable[[ServerRun], None],
         streamed: bool = False,
     ) -> None:
         self.llm = llm
@@ -42,7 +42,7 @@ class Run:
         self._told = False
         self._answers: list[Generation] | None = None
 
-    async def __aenter__(self) -> Run:
+    async def __aenter__(self) -> ServerRun:
         for request in self.requests:
             request.notify(self._tell)
             self.llm.start(request)

@@ -19,7 +19,7 @@ from anydecode.server.metrics import Metrics
 from anydecode.server.options import check_choices, check_prompt, ignored
 from anydecode.server.parsers import Parser, reasoning_tags, tool_format
 from anydecode.server.protocol import Options
-from anydecode.server.run import Run
+from anydecode.server.run import ServerRun
 from anydecode.server.settings import Settings
 
 #: Prompts of more characters are tokenised on a thread, so that others' streams go on.
@@ -52,7 +52,7 @@ class Service:
         *,
         constrain: Callable[[], Any] | None = None,
         streamed: bool | None = False,
-    ) -> Run:
+    ) -> ServerRun:
         """A run of `prompts` (text or tokens), not started. `constrain` makes the constraint."""
         resumed = options.get("resume")
         samples = options.get("n", 1) if resumed is None else resumed.get("samples")
@@ -79,9 +79,11 @@ class Service:
             requests = make()
         return self.joined(requests, state, bool(streamed))
 
-    def joined(self, requests: list[Request], state: dict[str, Any], streamed: bool = False) -> Run:
+    def joined(
+        self, requests: list[Request], state: dict[str, Any], streamed: bool = False
+    ) -> ServerRun:
         """One run of several requests to the engine."""
-        return Run(self.llm, requests, lambda run: self._ended(run, state), streamed)
+        return ServerRun(self.llm, requests, lambda run: self._ended(run, state), streamed)
 
     def parser(self, prompt_end: str, tools: bool) -> Parser:
         """The parser of an answer to a conversation whose rendering ends with `prompt_end`."""
@@ -110,7 +112,7 @@ class Service:
             "model": self.settings.name,
         }
 
-    def _ended(self, run: Run, state: dict[str, Any]) -> None:
+    def _ended(self, run: ServerRun, state: dict[str, Any]) -> None:
         """Count a run that is over, for better or worse."""
         facts: dict[str, Any] = {"decoder": run.requests[0].name}
         state["facts"] = facts
@@ -120,7 +122,7 @@ class Service:
             return
         state["count"] = lambda: self._count(run, facts)
 
-    def _count(self, run: Run, facts: dict[str, Any]) -> None:
+    def _count(self, run: ServerRun, facts: dict[str, Any]) -> None:
         """What a run came to, for the metrics and the log; the gate calls it behind the answer, for
         which nobody needs it."""
         try:
@@ -137,7 +139,7 @@ class Service:
         facts["finish"] = generations[0].finish_reason
 
 
-def usage(run: Run, parser: Callable[[], Parser] | None = None) -> dict[str, Any]:
+def usage(run: ServerRun, parser: Callable[[], Parser] | None = None) -> dict[str, Any]:
     """OpenAI's count of tokens: every prompt once, and what all samples generated, also those that
     are not part of the answer. `parser` makes what finds the reasoning in a sample, to count it."""
     prompt = generated = cached = reasoning = 0
@@ -166,9 +168,9 @@ def _reasoning_tokens(request: Request, number: int, parser: Callable[[], Parser
     reader, detokenizer = parser(), Detokenizer(request.llm.tokenizer)
     count = held = 0  # tokens whose text may yet become a tag belong with what comes next
     tokens = request.jobs[number].sequence.tokens
-    for place, token in enumerate(tokens, 1):
+    for position, token in enumerate(tokens, 1):
         held += 1
-        events = list(reader.push(detokenizer.push(token), final=place == len(tokens)))
+        events = list(reader.push(detokenizer.push(token), final=position == len(tokens)))
         if events:
             count += held if events[0][0] == "reasoning" else 0
             held = 0
@@ -214,8 +216,8 @@ def canvas(
     count = len(trace or ())
     if trace is None or count <= seen or "canvas" not in trace[count - 1]:
         return None, count
-    places = trace[count - 1]["canvas"]
-    return [None if token < 0 else tokenizer.decode([token]) for token in places], count
+    positions = trace[count - 1]["canvas"]
+    return [None if token < 0 else tokenizer.decode([token]) for token in positions], count
 
 
 def rounds(trace: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:

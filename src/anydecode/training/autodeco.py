@@ -205,8 +205,8 @@ def soft_nucleus(logits: torch.Tensor, labels: torch.Tensor, top_p: torch.Tensor
     total = torch.logsumexp(torch.cat([weighed, rest], -1), -1)
     own = log_p.gather(-1, labels[:, None])
     ahead = (log_p > own).sum(-1, keepdim=True)
-    place = ahead.clamp_max(ordered.shape[-1] - 1)
-    found = torch.where(ahead == place, weighed.gather(-1, place), own + tail)
+    position = ahead.clamp_max(ordered.shape[-1] - 1)
+    found = torch.where(ahead == position, weighed.gather(-1, position), own + tail)
     return found[:, 0] - total
 
 

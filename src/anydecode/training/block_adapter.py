@@ -153,11 +153,11 @@ def add_low_rank(model: Transformer, rank: int) -> list[nn.Parameter]:
     return learned
 
 
-def visibility(streams: torch.Tensor, places: torch.Tensor, block: int) -> torch.Tensor:
+def visibility(streams: torch.Tensor, positions: torch.Tensor, block: int) -> torch.Tensor:
     """bool `[rows, rows]`: what each row sees, by its stream (0: the clean text, else a masked
     copy) and its place. A masked block sees itself and the clean blocks before; a clean block, the
     clean ones up to it."""
-    own = places // block
+    own = positions // block
     before, same = own[:, None] > own, own[:, None] == own
     one = streams[:, None] == streams
     return torch.where(streams == 0, before | (same & one), same & one)
@@ -179,7 +179,7 @@ def block_loss(
     block, tokens, answer = recipe.block, texts.tokens, texts.answer
     count, length = tokens.shape
     begin = int(answer.any(0).int().argmax()) // block * block
-    place = torch.arange(begin, length)
+    position = torch.arange(begin, length)
     low, high = RATES
     rates = torch.rand(recipe.copies, count, (length - begin) // block, generator=generator)
     spread = (low + (high - low) * rates).repeat_interleave(block, dim=-1)
@@ -189,11 +189,11 @@ def block_loss(
     noised = tokens[:, begin:].masked_fill(masked, mask)
     shown = length - block
     streams = torch.cat(
-        [torch.zeros(shown), torch.arange(1, recipe.copies + 1).repeat_interleave(len(place))]
+        [torch.zeros(shown), torch.arange(1, recipe.copies + 1).repeat_interleave(len(position))]
     ).long()
-    places = torch.cat([torch.arange(shown), place.repeat(recipe.copies)])
+    positions = torch.cat([torch.arange(shown), position.repeat(recipe.copies)])
     copy, row, at = masked.nonzero(as_tuple=True)
-    said = shown + copy * len(place) + at
+    said = shown + copy * len(position) + at
     if recipe.shift:  # what predicts the first of a block stands in the clean block before
         first = (at + begin) % block == 0
         said = torch.where(first, at + begin - 1, said - 1)
@@ -201,8 +201,8 @@ def block_loss(
         logits = model(
             torch.cat([tokens[:, :shown], *noised], dim=1),
             chosen=(row, said),
-            positions=places,
-            visible=visibility(streams, places, block),
+            positions=positions,
+            visible=visibility(streams, positions, block),
         ).float()
     logits[:, mask] = float("-inf")
     targets = tokens[:, begin:].expand_as(masked)[masked]

@@ -50,9 +50,11 @@ def to_svg(log: dict[str, Any]) -> str:
     parts += _grid(_TOP, [(f"{10**tick:.2g}", (tick - low) / (high - low)) for tick in ticks])
     parts += _grid(second, [(f"{share:g}", share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)])
     parts += _minutes(minutes, second + _HEIGHT)
-    for place, stage in enumerate(stages):
+    for position, stage in enumerate(stages):
         for entries, y in ((losses, of_loss), (checks, of_accuracy)):
-            parts.append(_line([e for e in entries if e["stage"] == stage], x, y, COLOURS[place]))
+            parts.append(
+                _line([e for e in entries if e["stage"] == stage], x, y, COLOURS[position])
+            )
     parts += _legend(stages, second + _HEIGHT + 50)
     return "\n".join([*parts, "</svg>\n"])
 
@@ -97,10 +99,10 @@ def _minutes(minutes: float, bottom: float) -> list[str]:
 
 def _legend(names: Sequence[str], bottom: float) -> list[str]:
     parts = []
-    for place, name in enumerate(names):
-        at = _LEFT + 200 * place
+    for position, name in enumerate(names):
+        at = _LEFT + 200 * position
         parts.append(
-            f'<rect x="{at}" y="{bottom - 9}" width="10" height="10" fill="{COLOURS[place]}"/>'
+            f'<rect x="{at}" y="{bottom - 9}" width="10" height="10" fill="{COLOURS[position]}"/>'
             f'<text x="{at + 14}" y="{bottom}">{escape(name)}</text>'
         )
     return parts

@@ -25,8 +25,8 @@ def denoise(
     """
     answers: list[list[int]] = [[] for _ in prompts]
     passes = 0
-    for places in by_length(prompts):
-        head = torch.tensor([prompts[place] for place in places])
+    for positions in by_length(prompts):
+        head = torch.tensor([prompts[position] for position in positions])
         tokens = functional.pad(head, (0, canvas), value=MASK_ID)
         while (masked := tokens == MASK_ID).any():
             passes += int(masked.any(-1).sum())
@@ -34,16 +34,16 @@ def denoise(
             sure = sure.masked_fill(~masked, -1.0)
             best = torch.zeros_like(masked).scatter_(1, sure.argmax(-1, keepdim=True), True)
             tokens = torch.where(masked & (best | (sure >= threshold)), picks, tokens)
-        for place, row in zip(places, tokens[:, head.shape[1] :].tolist(), strict=True):
-            answers[place] = row
+        for position, row in zip(positions, tokens[:, head.shape[1] :].tolist(), strict=True):
+            answers[position] = row
     return answers, passes / max(1, len(prompts))
 
 
 def by_length(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """The indices of prompts that are equally long, so that they go through the model together."""
     groups: dict[int, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        groups.setdefault(len(prompt), []).append(place)
+    for position, prompt in enumerate(prompts):
+        groups.setdefault(len(prompt), []).append(position)
     return list(groups.values())
 
 
@@ -53,15 +53,15 @@ def continue_greedily(
 ) -> list[list[int]]:
     """The likeliest next tokens of the causal model, up to EOS or `limit`."""
     answers: list[list[int]] = [[] for _ in prompts]
-    for places in by_length(prompts):
-        tokens = torch.tensor([prompts[place] for place in places])
-        start, ended = tokens.shape[1], torch.zeros(len(places), dtype=torch.bool)
+    for positions in by_length(prompts):
+        tokens = torch.tensor([prompts[position] for position in positions])
+        start, ended = tokens.shape[1], torch.zeros(len(positions), dtype=torch.bool)
         while tokens.shape[1] < start + limit and not ended.all():
             picks = without_mask(model(tokens, causal=True)[:, -1]).argmax(-1)
             tokens = torch.cat([tokens, picks[:, None]], dim=1)
             ended |= picks == EOS_ID
-        for place, row in zip(places, tokens[:, start:].tolist(), strict=True):
-            answers[place] = row[: row.index(EOS_ID) + 1] if EOS_ID in row else row
+        for position, row in zip(positions, tokens[:, start:].tolist(), strict=True):
+            answers[position] = row[: row.index(EOS_ID) + 1] if EOS_ID in row else row
     return answers
 
 

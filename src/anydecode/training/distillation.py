@@ -154,9 +154,9 @@ def nested_masks(part: Canvases, generator: torch.Generator) -> tuple[torch.Tens
         least = max(1, min(most - 1, round(teacher * length)))
         if length <= 10:
             most, least = min(length, 2), 1
-        places = part.start + torch.randperm(length, generator=generator)[:most]
-        wide[row, places] = True
-        narrow[row, places[:least]] = True
+        positions = part.start + torch.randperm(length, generator=generator)[:most]
+        wide[row, positions] = True
+        narrow[row, positions[:least]] = True
     return wide, narrow
 
 
@@ -184,11 +184,11 @@ def block_halves(
     """Two masks, and what of each is learned from: a block of every answer (its own), half of it
     masked, the other half in the second; all behind it masked, all before it known."""
     count, width = part.tokens.shape
-    places = torch.arange(width) - part.start
+    positions = torch.arange(width) - part.start
     blocks = (part.lengths + block - 1) // block
     chosen = (torch.rand(count, generator=generator) * blocks).long()[:, None]
-    inside = (places // block == chosen) & (places >= 0)
-    behind = places >= (chosen + 1) * block
+    inside = (positions // block == chosen) & (positions >= 0)
+    behind = positions >= (chosen + 1) * block
     order = torch.rand(count, width, generator=generator).masked_fill(~inside, 2.0)
     rank = order.argsort(-1).argsort(-1)
     first = inside & (rank < (inside.sum(-1, keepdim=True) + 1) // 2)

@@ -59,9 +59,9 @@ def lessons(model: Transformer, prompts: list[list[int]], canvas: int, block: in
     agrees, and the reference itself where a pass changes nothing."""
     reference, _ = denoise(model, prompts, canvas, 1.1)
     rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    for places in by_length(prompts):
-        head = torch.tensor([prompts[place] for place in places])
-        goal = torch.tensor([reference[place] for place in places])
+    for positions in by_length(prompts):
+        head = torch.tensor([prompts[position] for position in positions])
+        goal = torch.tensor([reference[position] for position in positions])
         tokens = functional.pad(head, (0, canvas), value=MASK_ID)
         for start in range(0, canvas, block):
             part = slice(head.shape[1] + start, head.shape[1] + start + block)

@@ -47,12 +47,12 @@ def complementary_masks(
     rates = (torch.rand(1, generator=generator) + torch.arange(count) / count) % 1.0
     rates = rates[torch.randperm(count, generator=generator)].clamp(MIN_RATE, 1 - MIN_RATE)
     first = torch.rand(count, length, generator=generator) < rates[:, None]
-    places = torch.arange(length)
+    positions = torch.arange(length)
     starts, ends = (
         torch.randint(0, length + 1, (2, count, 1), generator=generator).sort(dim=0).values
     )
     by_block = torch.rand(count, 1, generator=generator) < BLOCK_SHARE
-    shown, hidden = by_block & (places < starts), by_block & (places >= ends)
+    shown, hidden = by_block & (positions < starts), by_block & (positions >= ends)
     candidates = answer & ~shown
     return candidates & (first | hidden), candidates & (~first | hidden)
 

@@ -73,7 +73,7 @@ class Asap(Decoder):
         while not sequence.finished:
             scores = yield sequence.score()
             row, position = scores.row(-1), int(scores.positions[-1]) + 1
-            distribution, state = unmasked(scores.state(-1), row)
+            distribution, state = unmasked(scores.sampler_after(-1), row)
             token = self._draw(sequence, node, distribution, state, position)
             if token is None:
                 node.hope = 0.0
@@ -83,18 +83,23 @@ class Asap(Decoder):
                 node.children[token] = Node(float(np.exp(distribution.log_probability(token))))
             node = node.children[token]
             path.append(node)
-            sequence.note(row, position, token, sequence.policy)
+            sequence.record_logprobs(row, position, token, sequence.sampler)
             sequence.emit([token])
         self._refine(path[:-1])
 
     def trie(self, sequence: Sequence) -> Node:
         """What is known about the prompt of `sequence`."""
-        free, state = split(sequence.policy)
+        free, state = split(sequence.sampler)
         origin = getattr(state, "origin", None)
         if state is not None and origin is None:
             origin = sequence.root.id  # who knows which constraint this is: learn for it alone
         first = (tuple(sequence.prompt), sequence.adapter, sequence.namespace)
-        key = (*first, free.temperature, origin, *map(_settings, (*free.before, *free.after)))
+        key = (
+            *first,
+            free.temperature,
+            origin,
+            *map(_settings, (*free.pre_temperature, *free.post_temperature)),
+        )
         self.tries.setdefault(key, Node())
         self.tries.move_to_end(key)
         if len(self.tries) > MOST_TRIES:
@@ -120,17 +125,17 @@ class Asap(Decoder):
             node.mass = float(distribution.probabilities()[allowed].sum())
             scores = np.where(allowed, scores, -np.inf)
         for token, child in node.children.items():
-            place = int(np.searchsorted(tokens, token))
-            if child.hope < 1 and place < len(tokens) and tokens[place] == token:
+            index = int(np.searchsorted(tokens, token))
+            if child.hope < 1 and index < len(tokens) and tokens[index] == token:
                 with np.errstate(divide="ignore"):
-                    scores[place] += np.log(child.hope)
+                    scores[index] += np.log(child.hope)
         kept = np.flatnonzero(scores > -np.inf)
         if not len(kept):
             return None
-        if sequence.policy.is_greedy:
+        if sequence.sampler.is_greedy:
             return int(tokens[kept[scores[kept].argmax()]])
         held = Distribution(tokens[kept].astype(np.int32), scores[kept])
-        return held.pick(sequence.noise, position)
+        return held.sample(sequence.noise, position)
 
     @staticmethod
     def _refine(path: list[Node]) -> None:

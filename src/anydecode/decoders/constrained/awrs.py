@@ -65,18 +65,18 @@ def _recursive(
 ) -> Draw:
     rejected, mass = 0.0, 1.0
     order = _order(probabilities, tokens, noise, position, 0)
-    for rank, place in enumerate(order):
-        share = min(1.0, float(probabilities[place]) / max(1 - rejected, 1e-300))
-        if not allowed(int(tokens[place])):
+    for rank, index in enumerate(order):
+        share = min(1.0, float(probabilities[index]) / max(1 - rejected, 1e-300))
+        if not allowed(int(tokens[index])):
             mass *= 1 - share
-            rejected += float(probabilities[place])
+            rejected += float(probabilities[index])
             continue
         tests = rank + 1
         if tests < len(order):
             tests += 1
             if not allowed(int(tokens[order[rank + 1]])):
                 mass *= share
-        return Draw(int(tokens[place]), float(np.log(mass)) if mass > 0 else -np.inf, tests)
+        return Draw(int(tokens[index]), float(np.log(mass)) if mass > 0 else -np.inf, tests)
     return Draw(None, -np.inf, len(order))
 
 
@@ -93,12 +93,12 @@ def _geometric(
     accepted = refused = 0
     coins = noise.with_purpose("coin")
     for turn in range(2):
-        for number, place in enumerate(_order(left, tokens, noise, position, turn)):
+        for number, index in enumerate(_order(left, tokens, noise, position, turn)):
             gone = 1 - float(left.sum() / probabilities.sum())
             if gone > 1e-12:  # draws of what is known to be refused
                 coin = coins.coin(position, turn, number)
                 refused += int(np.log(coin) / np.log(gone)) if gone < 1 else 0
-            token = int(tokens[place])
+            token = int(tokens[index])
             if token not in known:
                 known[token] = allowed(token)
             if known[token]:
@@ -106,7 +106,7 @@ def _geometric(
                 found = token if found is None else found
                 break
             refused += 1
-            left[place] = 0.0
+            left[index] = 0.0
         else:
             return Draw(None, -np.inf, len(known))
     return Draw(found, -float(np.log(accepted + refused - 1)), len(known))
@@ -150,7 +150,7 @@ class Awrs(Decoder):
         self.threshold = threshold
 
     def decode(self, sequence: Sequence) -> Decoding:
-        count = 1 if sequence.policy.is_greedy else self.particles
+        count = 1 if sequence.sampler.is_greedy else self.particles
         fresh = {"particles": [([], 0.0, False)] * count, "depth": 0, "tests": 0}
         state: dict[str, Any] = sequence.state.setdefault("awrs", fresh)
         sequence.context()
@@ -177,7 +177,7 @@ class Awrs(Decoder):
         state["evidence"] = log_sum_exp(weights) - float(np.log(len(weights)))
         noise = sequence.noise.with_purpose("resample")
         held = Distribution(None, weights)
-        chosen = particles[held.pick(noise, sequence.length + state["depth"])]
+        chosen = particles[held.sample(noise, sequence.length + state["depth"])]
         tokens = chosen.sequence.tokens[len(sequence.tokens) :]
         for one in particles:
             one.sequence.release()
@@ -187,8 +187,8 @@ class Awrs(Decoder):
         """Lengthen one particle; how many tests it took."""
         branch = particle.sequence
         position = int(scores.positions[-1]) + 1
-        distribution, state = unmasked(scores.state(-1), scores.row(-1))
-        if branch.policy.is_greedy:
+        distribution, state = unmasked(scores.sampler_after(-1), scores.row(-1))
+        if branch.sampler.is_greedy:
             found = _likeliest(distribution, state)
         else:
             found = draw(
@@ -217,8 +217,8 @@ class Awrs(Decoder):
         mean = log_sum_exp(weights) - float(np.log(len(weights)))
         noise = sequence.noise.with_purpose("resample")
         held = Distribution(None, weights)
-        place = sequence.length + depth
-        parents = [held.pick(noise, place, 1 + number) for number in range(len(particles))]
+        position = sequence.length + depth
+        parents = [held.sample(noise, position, 1 + number) for number in range(len(particles))]
         fresh = []
         for number, parent in enumerate(parents):
             source = particles[parent]
@@ -246,7 +246,7 @@ def _is_live(particle: _Particle) -> bool:
 def _likeliest(distribution: Distribution, state: ConstraintState | None) -> Draw:
     """The likeliest token that is allowed, by testing in order; ties to the lowest id."""
     tokens = spoken(distribution)
-    for tests, place in enumerate(np.argsort(-distribution.scores, kind="stable"), 1):
-        if allows(state, int(tokens[place])):
-            return Draw(int(tokens[place]), 0.0, tests)
+    for tests, position in enumerate(np.argsort(-distribution.scores, kind="stable"), 1):
+        if allows(state, int(tokens[position])):
+            return Draw(int(tokens[position]), 0.0, tests)
     return Draw(None, -np.inf, len(tokens))

@@ -6,16 +6,16 @@ import numpy as np
 
 from anydecode.sampling.candidates import Distribution
 from anydecode.sampling.constrained import Constrained, ConstraintState, constraint_of
-from anydecode.sampling.policy import Policy
+from anydecode.sampling.sampler import Sampler
 
 
-def split(policy: Policy) -> tuple[Policy, ConstraintState | None]:
+def split(sampler: Sampler) -> tuple[Sampler, ConstraintState | None]:
     """`policy` without its constraint (for its present state only), and the constraint's state."""
-    part = constraint_of(policy)
+    part = constraint_of(sampler)
     if part is None:
-        return policy, None
-    others = [one for one in policy.before if not isinstance(one, Constrained)]
-    free = Policy(policy.temperature, others, policy.after, policy.combiner)
+        return sampler, None
+    others = [one for one in sampler.pre_temperature if not isinstance(one, Constrained)]
+    free = Sampler(sampler.temperature, others, sampler.post_temperature, sampler.combiner)
     return free, part.state
 
 
@@ -32,13 +32,13 @@ def allows(state: ConstraintState | None, token: int) -> bool:
     return bool(mask[token]) if mask.dtype == np.bool_ else token in mask
 
 
-def unmasked(policy: Policy, logits: np.ndarray) -> tuple[Distribution, ConstraintState | None]:
+def unmasked(sampler: Sampler, logits: np.ndarray) -> tuple[Distribution, ConstraintState | None]:
     """The distribution of the next token without the constraint, and the constraint's state. At
     temperature 0 the scores are the logits: their order is what counts."""
-    free, state = split(policy)
-    if not policy.is_greedy:
+    free, state = split(sampler)
+    if not sampler.is_greedy:
         return free.distribution(logits), state
-    ranked = Policy(1.0, free.before, (), free.combiner)
+    ranked = Sampler(1.0, free.pre_temperature, (), free.combiner)
     return ranked.distribution(logits), state
 
 

@@ -9,7 +9,13 @@ from contextlib import contextmanager
 
 from anydecode.catalogue import Card, register
 from anydecode.constraints.drafts import constraint_state, pruned
-from anydecode.decoders.speculative.core import Drafter, Proposal, Round, Session, Speculative
+from anydecode.decoders.speculative.core import (
+    Drafter,
+    DraftSession,
+    Proposal,
+    SpeculationRound,
+    Speculative,
+)
 from anydecode.decoders.speculative.prompt_lookup import PromptLookupDrafter
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
@@ -26,23 +32,23 @@ class JumpForward(Drafter):
             raise InvalidRequestError("jump-forward needs room for at least one forced token")
         self.inner = inner
         self.longest = longest
-        self.lanes = inner.lanes
+        self.runners = inner.runners
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self.inner.open(sequence), self.longest)
 
     def clear(self) -> None:
         self.inner.clear()
 
 
-class _Session(Session):
-    def __init__(self, sequence: Sequence, inner: Session, longest: int) -> None:
+class _Session(DraftSession):
+    def __init__(self, sequence: Sequence, inner: DraftSession, longest: int) -> None:
         self.sequence = sequence
         self.inner = inner
         self.longest = longest
 
     def propose(self, size: int) -> Proposal:
-        state = constraint_state(self.sequence.policy)
+        state = constraint_state(self.sequence.sampler)
         if state is None:
             return (yield from self.inner.propose(size))
         forced = state.forced()[: min(self.longest, max(0, self.sequence.remaining - 1))]
@@ -50,22 +56,22 @@ class _Session(Session):
             drafted = yield from self.inner.propose(size)
         return pruned(forced, drafted, state)
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         self.inner.observe(round)
 
 
 @contextmanager
 def _ahead(sequence: Sequence, forced: list[int]) -> Iterator[None]:
     """The sequence as it will be once it has said `forced`, for a drafter to look at."""
-    tokens, policy = sequence.tokens, sequence.policy
+    tokens, sampler = sequence.tokens, sequence.sampler
     if forced:
-        sequence.tokens, sequence.policy = tokens + forced, policy.fork()
+        sequence.tokens, sequence.sampler = tokens + forced, sampler.fork()
         for token in forced:
-            sequence.policy.advance(token)
+            sequence.sampler.advance(token)
     try:
         yield
     finally:
-        sequence.tokens, sequence.policy = tokens, policy
+        sequence.tokens, sequence.sampler = tokens, sampler
 
 
 @register(

@@ -16,8 +16,8 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.candidates import log_sum_exp
 from anydecode.sampling.constrained import constraint_of
-from anydecode.sampling.policy import Policy
-from anydecode.scoring.score import Decoding, Request
+from anydecode.sampling.sampler import Sampler
+from anydecode.scoring.score import DecoderAction, Decoding
 from anydecode.scoring.sequence import Sequence
 
 #: How models that fill in the middle name the beginning, the end, the middle and the middle's end.
@@ -104,7 +104,7 @@ class SelfInfill(Decoder):
         self._sentinels(sequence)
         if sequence.companion_prompts:
             raise UnsupportedCombinationError("self-infill takes no second prompt")
-        if constraint_of(sequence.policy) is not None and not self.suffix:
+        if constraint_of(sequence.sampler) is not None and not self.suffix:
             raise UnsupportedCombinationError(
                 "self-infill keeps to a constraint only in a given gap: self-infill:suffix=..."
             )
@@ -137,7 +137,7 @@ class SelfInfill(Decoder):
 
     def _left(
         self, sequence: Sequence, state: Filled, marks: Sentinels, prefix: list[int]
-    ) -> Generator[Request, Any, None]:
+    ) -> Generator[DecoderAction, Any, None]:
         """From left to right, said at once, until the model is unsure."""
         branch = _branch(sequence, prefix, sequence.tokens)
         while not sequence.finished:
@@ -146,14 +146,14 @@ class SelfInfill(Decoder):
             if likeliest(row) < self.threshold:
                 state.left, state.phase = len(sequence.tokens), "suffix"
                 break
-            token = sequence.pick(sequence.policy, without(row, marks.own), position)
+            token = sequence.sample(sequence.sampler, without(row, marks.own), position)
             branch.tokens.append(token)
             sequence.emit([token], notes=_notes(sequence, row, token))
         branch.release()
 
     def _fill(
         self, sequence: Sequence, state: Filled, behind: list[int], marks: Sentinels
-    ) -> Generator[Request, Any, None]:
+    ) -> Generator[DecoderAction, Any, None]:
         """The middle: kept back while there are cycles to come, said as it comes in the last."""
         room = max(0, sequence.remaining - (0 if self.suffix else len(state.suffix)))
         if state.cycle + 1 < self.cycles:
@@ -167,7 +167,7 @@ class SelfInfill(Decoder):
         while len(state.middle) < room and not sequence.finished:
             scores = yield branch.score()
             row, position = scores.row(-1), int(scores.positions[-1]) + 1
-            token = sequence.policy.pick(without(row, marks.own), noise, position)
+            token = sequence.sampler.sample(without(row, marks.own), noise, position)
             if token in marks.ends:
                 break
             state.middle.append(token)
@@ -185,25 +185,25 @@ class SelfInfill(Decoder):
         behind: list[int],
         marks: Sentinels,
         room: int,
-    ) -> Generator[Request, Any, None]:
+    ) -> Generator[DecoderAction, Any, None]:
         """Lengthen `tokens`, which stand behind `behind` and are not said, up to an end or `room`
         of them."""
         state: Filled = sequence.state["self-infill"]
         branch = _branch(sequence, behind, tokens)
-        policy = sequence.policy.fork()
+        sampler = sequence.sampler.fork()
         for token in tokens:
-            policy.advance(token)
+            sampler.advance(token)
         noise = sequence.noise.forked(2 * state.cycle + 1 + (state.phase == "middle"))
         barred = (marks.prefix, marks.suffix)
         while len(tokens) < room:
             scores = yield branch.score()
             row, position = scores.row(-1), int(scores.positions[-1]) + 1
-            token = policy.pick(without(row, barred), noise, position)
+            token = sampler.sample(without(row, barred), noise, position)
             if token in marks.ends or token == marks.middle:
                 break
             tokens.append(token)
             branch.tokens.append(token)
-            policy.advance(token)
+            sampler.advance(token)
         branch.release()
 
     def _sentinels(self, sequence: Sequence) -> Sentinels:
@@ -255,5 +255,5 @@ def _branch(sequence: Sequence, prompt: list[int], tokens: list[int]) -> Sequenc
 
 
 def _notes(sequence: Sequence, row: np.ndarray, token: int) -> list[Any] | None:
-    policy: Policy = sequence.policy
-    return None if sequence.annotate is None else [sequence.annotate(row, token, policy)]
+    sampler: Sampler = sequence.sampler
+    return None if sequence.annotate is None else [sequence.annotate(row, token, sampler)]

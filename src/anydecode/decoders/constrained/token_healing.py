@@ -14,7 +14,7 @@ from anydecode.constraints.vocabulary import Vocabulary
 from anydecode.decoders.constrained.unbiased_tokenization import PromptEnd
 from anydecode.errors import InvalidRequestError
 from anydecode.models.tokenizer import Tokenizer
-from anydecode.scoring.score import Request
+from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 
 
@@ -52,14 +52,14 @@ class TokenHealing(PromptEnd):
 
     def cover(
         self, branch: Sequence, tail: bytes, words: Vocabulary
-    ) -> Generator[Request, Any, list[int]]:
+    ) -> Generator[DecoderAction, Any, list[int]]:
         while tail:
             scores = yield branch.score()
             allowed = np.array(sorted(fitting(words, tail)), np.int64)
             row, position = scores.row(-1), int(scores.positions[-1]) + 1
             healed = np.full(len(row), -np.inf, np.float32)
             healed[allowed] = row[allowed]
-            token = branch.pick(branch.policy, healed, position)
+            token = branch.sample(branch.sampler, healed, position)
             branch.tokens.append(token)
             tail = tail[len(words.pieces[token]) :]
         return list(branch.tokens)

@@ -25,7 +25,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.candidates import Distribution, log_sum_exp
 from anydecode.sampling.constrained import constraint_of
-from anydecode.scoring.score import Decoding, Request
+from anydecode.scoring.score import DecoderAction, Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
@@ -40,7 +40,7 @@ class PromptEnd(Decoder):
     their place; what they say beyond the prompt's text is the beginning of the answer."""
 
     def prepare(self, sequence: Sequence) -> None:
-        if constraint_of(sequence.policy) is not None or sequence.companion_prompts:
+        if constraint_of(sequence.sampler) is not None or sequence.companion_prompts:
             raise UnsupportedCombinationError(
                 f"{self.card.key} changes the prompt's tokens: it takes no constraint and no"
                 " second prompt"
@@ -53,7 +53,7 @@ class PromptEnd(Decoder):
     @abstractmethod
     def cover(
         self, branch: Sequence, tail: bytes, words: Vocabulary
-    ) -> Generator[Request, Any, list[int]]:
+    ) -> Generator[DecoderAction, Any, list[int]]:
         """Tokens behind those of `branch` whose bytes begin with `tail`."""
 
     def decode(self, sequence: Sequence) -> Decoding:
@@ -61,7 +61,7 @@ class PromptEnd(Decoder):
         kept = max(1, self.cut(tokenizer, sequence.prompt))
         tail = b"".join(map(tokenizer.token_bytes, sequence.prompt[kept:]))
         branch = sequence.fork()
-        branch.prompt, branch.policy = sequence.prompt[:kept], sequence.policy
+        branch.prompt, branch.sampler = sequence.prompt[:kept], sequence.sampler
         branch.tokens, branch.tokenizers = [], sequence.tokenizers
         state: dict[str, Any] = sequence.state.setdefault(self.card.key, {})
         if "cover" not in state:
@@ -81,11 +81,11 @@ class PromptEnd(Decoder):
             branch.truncate(branch.length - 1)
         while not sequence.finished:
             scores = yield branch.score()
-            branch.policy = sequence.policy
+            branch.sampler = sequence.sampler
             row, position = scores.row(-1), int(scores.positions[-1]) + 1
-            token = branch.pick(sequence.policy, row, position)
+            token = branch.sample(sequence.sampler, row, position)
             note = None if sequence.annotate is None else sequence.annotate
-            notes = None if note is None else [note(row, token, sequence.policy)]
+            notes = None if note is None else [note(row, token, sequence.sampler)]
             branch.tokens.append(token)
             sequence.emit([token], notes=notes)
         branch.release()
@@ -207,17 +207,17 @@ class UnbiasedTokenization(PromptEnd):
 
     def cut(self, tokenizer: Tokenizer, prompt: list[int]) -> int:
         least = max(1, len(prompt) - self.most)
-        for place in range(len(prompt) - 1, least - 1, -1):
-            piece, before = map(tokenizer.token_bytes, (prompt[place], prompt[place - 1]))
+        for position in range(len(prompt) - 1, least - 1, -1):
+            piece, before = map(tokenizer.token_bytes, (prompt[position], prompt[position - 1]))
             if not piece:
-                return place + 1
+                return position + 1
             if piece[:1].isspace() and not before[-1:].isspace():
-                return place
+                return position
         return least
 
     def cover(
         self, branch: Sequence, tail: bytes, words: Vocabulary
-    ) -> Generator[Request, Any, list[int]]:
+    ) -> Generator[DecoderAction, Any, list[int]]:
         tree, found = covers(branch.tokenizers["target"], words, branch.prompt, tail)
         if not found:
             return words.spelled(tail) or []
@@ -239,8 +239,8 @@ class UnbiasedTokenization(PromptEnd):
 
 def _drawn(branch: Sequence, weights: np.ndarray) -> int:
     """The place of a cover, drawn by weight; at temperature 0 the likeliest."""
-    temperature = branch.policy.temperature
+    temperature = branch.sampler.temperature
     if not temperature:
         return int(weights.argmax())
     held = Distribution(None, weights / temperature)
-    return held.pick(branch.noise.with_purpose("resample"), len(branch.prompt))
+    return held.sample(branch.noise.with_purpose("resample"), len(branch.prompt))

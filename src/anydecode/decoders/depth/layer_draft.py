@@ -46,13 +46,13 @@ class LayerDraft(Decoder):
             unscored = sequence.unscored()
             if len(unscored) > 1:
                 yield sequence.score(unscored[:-1])
-            policy, position = sequence.policy.fork(), sequence.length
+            sampler, position = sequence.sampler.fork(), sequence.length
             drafts: list[int] = []
             token = unscored[-1]
             for _ in range(self.size):
                 scores = yield sequence.score([token], layers=(0, exit_layer))
-                token = sequence.pick(policy, scores.row(0), position + len(drafts))
-                policy.advance(token)
+                token = sequence.sample(sampler, scores.row(0), position + len(drafts))
+                sampler.advance(token)
                 drafts.append(token)
             tree = TokenTree.chain(drafts)
             scores = yield sequence.complete(drafts[-1:])
@@ -60,4 +60,6 @@ class LayerDraft(Decoder):
             sequence.truncate(position + len(verdict.path))
             sequence.record(tree, verdict.path, verdict.tokens)
             row = len(verdict.path)
-            sequence.emit(verdict.tokens, scores.state(row) if sequence.policy.stateful else None)
+            sequence.emit(
+                verdict.tokens, scores.sampler_after(row) if sequence.sampler.stateful else None
+            )

@@ -11,7 +11,7 @@ from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
-from anydecode.decoders.diffusion.unmasking import Threshold
+from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import TARGET, Sequence
 
@@ -31,17 +31,19 @@ class UpToDelimiter(BlockPolicy):
     def window(self, canvas: Canvas) -> int:
         return min(canvas.frontier + max(self.size, self._ahead(canvas)), len(canvas))
 
-    def end(self, canvas: Canvas, look: Predictions) -> int:
+    def end(self, canvas: Canvas, predictions: Predictions) -> int:
         first = canvas.frontier
         delimiters = canvas.memory["delimiters"]
         near = [
-            place
-            for place in range(first, min(first + self._ahead(canvas), len(canvas)))
-            if place in look and look.facts(place).best in delimiters
+            position
+            for position in range(first, min(first + self._ahead(canvas), len(canvas)))
+            if position in predictions and predictions.facts(position).best in delimiters
         ]
         if near:
-            surest = max(near, key=lambda place: (look.facts(place).probability, -place))
-            if look.facts(surest).probability >= self.least:
+            surest = max(
+                near, key=lambda position: (predictions.facts(position).probability, -position)
+            )
+            if predictions.facts(surest).probability >= self.least:
                 return surest + 1
         return min(first + self.size, len(canvas))
 
@@ -91,7 +93,7 @@ def adablock(
     made = AdaBlockDenoiser(
         UpToDelimiter(block, delimiter_threshold),
         Confidence(),
-        Threshold(threshold),
+        ThresholdUnmasking(threshold),
         cache_named(cache),
         mask=mask,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Sliding
+from anydecode.decoders.diffusion.blocks import SlidingWindow
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.errors import InvalidRequestError
@@ -20,35 +20,35 @@ class JointDenoiser(Denoiser):
     """Draws the window from the diffusion model and, with the same noise, from the product of both
     models' distributions; says the longest prefix on which they agree."""
 
-    lanes = (DRAFT,)
+    runners = (DRAFT,)
     weight = 0.7
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
-        [look] = yield from self.look(sequence, canvas)
-        if sequence.policy.stateful:
-            self.fill(sequence, canvas, look)
+        [predictions] = yield from self.forward(sequence, canvas)
+        if sequence.sampler.stateful:
+            self.fill(sequence, canvas, predictions)
             return
         masks = canvas.masked(canvas.frontier, self.blocks.window(canvas))
         window = masks[masks - masks[0] == np.arange(len(masks))]
-        look.keep()
-        drafts = look.tokens(window)
+        predictions.keep()
+        drafts = predictions.tokens(window)
         agreed = 1
         if len(window) > 1:
             sequence.align(DRAFT)
             before = canvas.tokens[sequence.length : canvas.frontier].tolist()
             fresh = [*sequence.unscored(DRAFT), *before]
             chain = [*fresh, *drafts[:-1].tolist()]
-            scores = yield sequence.score(chain, lane=DRAFT, rows="all")
+            scores = yield sequence.score(chain, runner=DRAFT, rows="all")
             rows = scores.logits[len(fresh) - 1 :]
             while agreed < len(window):
-                place = int(window[agreed])
-                joint = self.joint(look.logits(place), rows[agreed])
-                drawn = sequence.pick(look.policy, joint, place, look.step)
+                position = int(window[agreed])
+                joint = self.joint(predictions.logits(position), rows[agreed])
+                drawn = sequence.sample(predictions.sampler, joint, position, predictions.step)
                 if drawn != drafts[agreed]:
                     break
                 agreed += 1
         canvas.open(canvas.frontier, self.blocks.window(canvas))
-        self.commit(sequence, canvas, look, window[:agreed])
+        self.commit(sequence, canvas, predictions, window[:agreed])
 
     def joint(self, diffusion: np.ndarray, autoregressive: np.ndarray) -> np.ndarray:
         """float32: `weight` log p of the one + (1 - `weight`) log p of the other, up to a constant;
@@ -84,6 +84,6 @@ def apd(weight: float = 0.7, window: int = 100, mask: int | None = None) -> Deno
     autoregressive model would not say); `window` is how many masks a pass looks at."""
     if not 0 <= weight <= 1:
         raise InvalidRequestError("the diffusion model's weight is between 0 and 1")
-    made = JointDenoiser(Sliding(window), mask=mask)
+    made = JointDenoiser(SlidingWindow(window), mask=mask)
     made.weight = weight
     return made

@@ -29,7 +29,7 @@ class BoundedAdaptive(UnmaskPolicy):
         self.high = high
 
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
         assert canvas.block is not None
         inside = slice(*canvas.block)

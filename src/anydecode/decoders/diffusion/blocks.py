@@ -16,7 +16,7 @@ class BlockPolicy(ABC):
     def window(self, canvas: Canvas) -> int:
         """The end of what the pass that opens a block must predict."""
 
-    def end(self, canvas: Canvas, look: Predictions) -> int:
+    def end(self, canvas: Canvas, predictions: Predictions) -> int:
         """The end of the block that this pass opens, at most `window`."""
         return self.window(canvas)
 
@@ -32,14 +32,14 @@ class BlockPolicy(ABC):
         """Refuse a model whose own blocks are others."""
 
 
-class Whole(BlockPolicy):
+class WholeCanvas(BlockPolicy):
     """The whole canvas at once."""
 
     def window(self, canvas: Canvas) -> int:
         return len(canvas)
 
 
-class Fixed(BlockPolicy):
+class FixedBlocks(BlockPolicy):
     """Blocks of `size` positions, counted from the first mask ever (LLaDA), or from position 0
     where the model's own blocks are (`canvas.size`). None: the model's size, or up to 32; 0: the
     model's size, or the whole canvas."""
@@ -70,7 +70,7 @@ class Fixed(BlockPolicy):
             )
 
 
-class Sliding(BlockPolicy):
+class SlidingWindow(BlockPolicy):
     """Always the next `size` positions from the first mask on."""
 
     def __init__(self, size: int) -> None:

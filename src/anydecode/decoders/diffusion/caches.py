@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from anydecode.decoders.diffusion.canvas import Canvas
-from anydecode.decoders.diffusion.lays import Lay, ahead, lay
+from anydecode.decoders.diffusion.canvas_spans import CanvasSpan, canvas_span, causal_span
 from anydecode.errors import UnsupportedCombinationError
-from anydecode.memory.context import Context
+from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.spec import ModelSpec
-from anydecode.scoring.span import Chain, Span
+from anydecode.scoring.span import ChainSpan, Span
 
 #: Soft inputs of rows: float32 `[rows, hidden_size]` for some places, or None for their tokens.
 Embed = Callable[[np.ndarray], torch.Tensor | None]
@@ -35,26 +35,26 @@ class CachePolicy(ABC):
         """The size of the blocks in which rows see each other: the model's own."""
         return spec.block_size
 
-    def begin(self, canvas: Canvas, context: Context) -> None:
+    def begin(self, canvas: Canvas, context: SequenceCache) -> None:
         """The decoder starts, or starts again: forget what the context holds of others."""
         context.truncate(0)
 
     @abstractmethod
-    def look(
-        self, canvas: Canvas, context: Context, tokens: np.ndarray, region: tuple[int, int]
+    def span(
+        self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
         """The rows that predict `region` of a canvas of `tokens`, from what is kept. It is asked
         once per canvas, where several are looked at in one pass."""
 
     def before(
-        self, canvas: Canvas, context: Context, region: tuple[int, int], opening: bool
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
     ) -> list[Span]:
         """What must be kept first, in the same pass. `opening`: this pass opens a block."""
         return []
 
     def renew(
-        self, canvas: Canvas, context: Context, region: tuple[int, int], opening: bool
-    ) -> Lay | None:
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
+    ) -> CanvasSpan | None:
         """All rows of a pass that computes what is kept anew, and predicts `region` besides; None
         where the next pass is no such pass."""
         return None
@@ -62,7 +62,7 @@ class CachePolicy(ABC):
     def spans(
         self,
         canvas: Canvas,
-        context: Context,
+        context: SequenceCache,
         region: tuple[int, int],
         opening: bool,
         embed: Embed,
@@ -74,33 +74,35 @@ class CachePolicy(ABC):
         if anew is not None:
             if canvases is not None:
                 raise ValueError("a pass that renews what is kept looks at one canvas")
-            anew.inputs = embed(anew.places)
+            anew.inputs = embed(anew.positions)
             return [anew]
         spans = self.before(canvas, context, region, opening)
         for tokens in [canvas.tokens] if canvases is None else canvases:
-            span = self.look(canvas, context, tokens, region)
-            if isinstance(span, Lay):
-                span.inputs = embed(span.places)
+            span = self.span(canvas, context, tokens, region)
+            if isinstance(span, CanvasSpan):
+                span.inputs = embed(span.positions)
             spans.append(span)
         return spans
 
 
-def rows(canvas: Canvas, context: Context, tokens: np.ndarray, places: np.ndarray) -> Lay:
-    """Rows at `places` of a canvas of `tokens`, seeing what the model lets them; not kept."""
-    return lay(context, places, tokens[places], canvas.visible(places))
+def rows(
+    canvas: Canvas, context: SequenceCache, tokens: np.ndarray, positions: np.ndarray
+) -> CanvasSpan:
+    """Rows at `positions` of a canvas of `tokens`, seeing what the model lets them; not kept."""
+    return canvas_span(context, positions, tokens[positions], canvas.visible(positions))
 
 
 class NoCache(CachePolicy):
     """Every row of the canvas in every pass."""
 
-    def look(
-        self, canvas: Canvas, context: Context, tokens: np.ndarray, region: tuple[int, int]
+    def span(
+        self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
         last = np.array([region[1] - 1], np.int32)
         return rows(canvas, context, tokens, canvas.slice(0, int(canvas.visible(last)[0])))
 
 
-class DualCache(CachePolicy):
+class DualCachePolicy(CachePolicy):
     """A full pass opens a block and is kept; the further ones compute the block alone and see the
     rest as it was then (Wu et al., Fast-dLLM, arXiv:2505.22618)."""
 
@@ -111,8 +113,8 @@ class DualCache(CachePolicy):
         return canvas.slice(*region)
 
     def renew(
-        self, canvas: Canvas, context: Context, region: tuple[int, int], opening: bool
-    ) -> Lay | None:
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
+    ) -> CanvasSpan | None:
         if not opening:
             return None
         span = rows(canvas, context, canvas.tokens, np.arange(len(canvas), dtype=np.int32))
@@ -120,19 +122,19 @@ class DualCache(CachePolicy):
         return span
 
     def before(
-        self, canvas: Canvas, context: Context, region: tuple[int, int], opening: bool
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
     ) -> list[Span]:
         if canvas.block is not None:  # computed in every pass from here on: nobody sees these
             context.evict(self.slice(canvas, canvas.block).tolist())
         return []
 
-    def look(
-        self, canvas: Canvas, context: Context, tokens: np.ndarray, region: tuple[int, int]
+    def span(
+        self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
         return rows(canvas, context, tokens, self.slice(canvas, region))
 
 
-class PrefixCache(DualCache):
+class PrefixCachePolicy(DualCachePolicy):
     """The same, but everything behind the block's beginning is computed in every pass."""
 
     def slice(self, canvas: Canvas, region: tuple[int, int]) -> np.ndarray:
@@ -152,20 +154,20 @@ class BlockCausalCache(CachePolicy):
         return self._size or spec.block_size or 4
 
     def before(
-        self, canvas: Canvas, context: Context, region: tuple[int, int], opening: bool
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
     ) -> list[Span]:
         size = canvas.size
         assert size is not None
         spans: list[Span] = []
         for start in range(context.length, region[0] // size * size, size):
-            places = np.arange(start, start + size, dtype=np.int32)
-            span = rows(canvas, context, canvas.tokens, places)
+            positions = np.arange(start, start + size, dtype=np.int32)
+            span = rows(canvas, context, canvas.tokens, positions)
             span.keep = True
             spans.append(span)
         return spans
 
-    def look(
-        self, canvas: Canvas, context: Context, tokens: np.ndarray, region: tuple[int, int]
+    def span(
+        self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
         size = canvas.size
         assert size is not None
@@ -183,31 +185,31 @@ class CausalCache(CachePolicy):
     def size(self, spec: ModelSpec) -> int | None:
         return None
 
-    def begin(self, canvas: Canvas, context: Context) -> None:
+    def begin(self, canvas: Canvas, context: SequenceCache) -> None:
         held = min(len(context.tokens), context.length, canvas.frontier)
         differs = np.flatnonzero(np.array(context.tokens[:held]) != canvas.tokens[:held])
         context.truncate(int(differs[0]) if len(differs) else held)
 
     def before(
-        self, canvas: Canvas, context: Context, region: tuple[int, int], opening: bool
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
     ) -> list[Span]:
         fresh = canvas.tokens[context.length : canvas.frontier].tolist()
         depth = context.pool.model.spec.num_layers
-        return [Chain(context, fresh, 0, depth)] if fresh else []
+        return [ChainSpan(context, fresh, 0, depth)] if fresh else []
 
-    def look(
-        self, canvas: Canvas, context: Context, tokens: np.ndarray, region: tuple[int, int]
+    def span(
+        self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
-        places = np.arange(canvas.frontier, region[1], dtype=np.int32)
-        masked = tokens[places] == canvas.mask
-        places = np.concatenate([places[~masked], places[masked]])
-        return ahead(context, places, tokens[places])
+        positions = np.arange(canvas.frontier, region[1], dtype=np.int32)
+        masked = tokens[positions] == canvas.mask
+        positions = np.concatenate([positions[~masked], positions[masked]])
+        return causal_span(context, positions, tokens[positions])
 
 
 CACHES: dict[str, type[CachePolicy]] = {
     "none": NoCache,
-    "prefix": PrefixCache,
-    "dual": DualCache,
+    "prefix": PrefixCachePolicy,
+    "dual": DualCachePolicy,
 }
 
 

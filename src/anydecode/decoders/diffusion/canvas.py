@@ -97,11 +97,12 @@ class Canvas:
         found: np.ndarray = masks[(masks >= first) & (masks < stop)]
         return found
 
-    def visible(self, places: np.ndarray) -> np.ndarray:
-        """How many positions rows at `places` see: all, or those up to the end of their block."""
+    def visible(self, positions: np.ndarray) -> np.ndarray:
+        """How many positions rows at `positions` see: all, or those up to the end of their
+        block."""
         if self.size is None:
-            return np.full(len(places), len(self), np.int32)
-        ends = (places // self.size + 1) * self.size
+            return np.full(len(positions), len(self), np.int32)
+        ends = (positions // self.size + 1) * self.size
         seen: np.ndarray = np.minimum(ends, len(self)).astype(np.int32)
         return seen
 
@@ -117,22 +118,26 @@ class Canvas:
         self.block_masks = len(self.masked(first, stop))
 
     def commit(
-        self, places: Iterable[int], tokens: Iterable[int], confidence: Iterable[float]
+        self, positions: Iterable[int], tokens: Iterable[int], confidence: Iterable[float]
     ) -> None:
         """Write tokens over masks. Raises ValueError where there is none, or for a mask."""
-        for place, token, sure in zip(places, tokens, confidence, strict=True):
-            if self.committed[place] != MASKED or token == self.mask:
-                raise ValueError(f"position {place} cannot take token {token}")
-            self.tokens[place] = token
-            self.committed[place] = self.step
-            self.confidence[place] = sure
+        for position, token, sure in zip(positions, tokens, confidence, strict=True):
+            if self.committed[position] != MASKED or token == self.mask:
+                raise ValueError(f"position {position} cannot take token {token}")
+            self.tokens[position] = token
+            self.committed[position] = self.step
+            self.confidence[position] = sure
             self.meter.committed += 1
 
-    def fix(self, place: int, token: int) -> None:
+    def fix(self, position: int, token: int) -> None:
         """Put a prior in place of a mask: it is never ranked nor predicted."""
-        if self.committed[place] != MASKED:
-            raise ValueError(f"position {place} holds a token already")
-        self.tokens[place], self.committed[place], self.confidence[place] = token, FIXED, 1.0
+        if self.committed[position] != MASKED:
+            raise ValueError(f"position {position} holds a token already")
+        self.tokens[position], self.committed[position], self.confidence[position] = (
+            token,
+            FIXED,
+            1.0,
+        )
 
     def extend(self, count: int) -> None:
         """Append `count` masks."""
@@ -146,7 +151,7 @@ class Canvas:
         self.committed = self.committed[:length].copy()
         self.confidence = self.confidence[:length].copy()
         self.whole = True
-        self.notes = {place: note for place, note in self.notes.items() if place < length}
+        self.notes = {position: note for position, note in self.notes.items() if position < length}
         if self.block is not None:
             self.block = (self.block[0], min(self.block[1], length))
 
@@ -161,15 +166,15 @@ class Canvas:
         )
         moved = masks - (stop - first)
         self.notes = {
-            place if place < first else place + moved: note
-            for place, note in self.notes.items()
-            if not first <= place < stop
+            position if position < first else position + moved: note
+            for position, note in self.notes.items()
+            if not first <= position < stop
         }
         if self.block is not None:
             self.block = (self.block[0], self.block[1] + moved)
 
-    def copy_tokens(self, places: Iterable[int] = (), tokens: Iterable[int] = ()) -> np.ndarray:
-        """The tokens, with others at `places`: a canvas to be verified."""
+    def copy_tokens(self, positions: Iterable[int] = (), tokens: Iterable[int] = ()) -> np.ndarray:
+        """The tokens, with others at `positions`: a canvas to be verified."""
         changed: np.ndarray = self.tokens.copy()
-        changed[list(places)] = list(tokens)
+        changed[list(positions)] = list(tokens)
         return changed

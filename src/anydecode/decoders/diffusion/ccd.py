@@ -7,12 +7,12 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed, Whole
+from anydecode.decoders.diffusion.blocks import FixedBlocks, WholeCanvas
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Entropy, best_first
-from anydecode.decoders.diffusion.unmasking import TopK, UnmaskPolicy, best
+from anydecode.decoders.diffusion.unmasking import TopKUnmasking, UnmaskPolicy, best
 from anydecode.errors import InvalidRequestError
 
 
@@ -21,7 +21,7 @@ class Coherent(UnmaskPolicy):
     every coherent mask, where those are more."""
 
     def __init__(self, steps: int | None, *, dynamic: bool) -> None:
-        self.schedule = TopK(steps)
+        self.schedule = TopKUnmasking(steps)
         self.dynamic = dynamic
 
     def opened(self, canvas: Canvas) -> None:
@@ -44,16 +44,16 @@ class Averaged(Coherent):
         self.keep = keep
 
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
-        surest = best_first(look.confidence(places))[: self.keep]
-        now = {int(places[i]): look.probabilities(places[i]) for i in surest}
+        surest = best_first(predictions.confidence(positions))[: self.keep]
+        now = {int(positions[i]): predictions.probabilities(positions[i]) for i in surest}
         history: list[dict[int, np.ndarray]] = [*canvas.memory["ccd"], now][-self.depth :]
         canvas.memory["ccd"] = history
-        coherent = np.full(len(places), -np.inf)
-        for i, place in enumerate(places.tolist()):
-            if len(history) == self.depth and all(place in one for one in history):
-                mean = np.sum([one[place] for one in history], axis=0) / self.depth
+        coherent = np.full(len(positions), -np.inf)
+        for i, position in enumerate(positions.tolist()):
+            if len(history) == self.depth and all(position in one for one in history):
+                mean = np.sum([one[position] for one in history], axis=0) / self.depth
                 likely = mean[mean > 0]
                 coherent[i] = float((likely * np.log(likely)).sum())
         found = int(np.count_nonzero(np.isfinite(coherent)))
@@ -81,26 +81,26 @@ class Agreeing(Coherent):
         canvas.memory["ccd"] = ({}, frozenset(), 1)  # tokens a pass ago, the remembered, how many
 
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
         before, remembered, reach = canvas.memory["ccd"]
         count = self.schedule.quota(canvas)
         order = best_first(ranks)
-        tokens = {int(place): look.facts(place).best for place in places}
+        tokens = {int(position): predictions.facts(position).best for position in positions}
         chosen = best(ranks, count)
         if canvas.block_step >= self.warm_up:
-            if any(int(places[i]) in remembered for i in order[:count]):
+            if any(int(positions[i]) in remembered for i in order[:count]):
                 agreed = [
                     i
                     for i in order[:reach]
-                    if int(places[i]) in remembered
-                    and before[int(places[i])] == tokens[int(places[i])]
+                    if int(positions[i]) in remembered
+                    and before[int(positions[i])] == tokens[int(positions[i])]
                 ]
                 if len(agreed) >= count:
                     chosen[:] = False
                     chosen[agreed[: self._budget(len(agreed), count)]] = True
             reach = min(reach + 1, count + int(self.expansion * count))
-        behind = [int(places[i]) for i in order if not chosen[i]][:reach]
+        behind = [int(positions[i]) for i in order if not chosen[i]][:reach]
         canvas.memory["ccd"] = (tokens, frozenset(behind), reach)
         return chosen
 
@@ -141,4 +141,4 @@ def ccd(
         unmask = Averaged(steps, dynamic=dynamic, depth=depth, keep=keep)
     else:
         raise InvalidRequestError(f"rule is agreement or averaged; {rule!r} is neither")
-    return Denoiser(Fixed(block) if block else Whole(), Entropy(), unmask, mask=mask)
+    return Denoiser(FixedBlocks(block) if block else WholeCanvas(), Entropy(), unmask, mask=mask)

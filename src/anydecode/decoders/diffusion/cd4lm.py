@@ -7,13 +7,13 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
-from anydecode.decoders.diffusion.unmasking import Threshold
+from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 from anydecode.errors import InvalidRequestError
 
 
@@ -25,11 +25,13 @@ class HeldEnd(Confidence):
             raise InvalidRequestError("the share that must be filled first is between 0 and 1")
         self.share = share
 
-    def rank(self, canvas: Canvas, look: Predictions, places: np.ndarray) -> np.ndarray:
-        ranks = super().rank(canvas, look, places)
+    def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
+        ranks = super().rank(canvas, predictions, positions)
         done = np.count_nonzero(canvas.committed >= 0)
         if done < self.share * (done + len(canvas.masks)):
-            ends = [look.sequence.stops_at(look.token(place)) for place in places]
+            ends = [
+                predictions.sequence.stops_at(predictions.token(position)) for position in positions
+            ]
             ranks[ends] = -np.inf
         return ranks
 
@@ -61,5 +63,5 @@ def cd4lm(
     is filled before an end of text may be."""
     if most < 1:
         raise InvalidRequestError("at least one token must be written per pass")
-    unmask = Threshold(threshold, most)
-    return Denoiser(Fixed(block), HeldEnd(hold), unmask, cache_named(cache), mask=mask)
+    unmask = ThresholdUnmasking(threshold, most)
+    return Denoiser(FixedBlocks(block), HeldEnd(hold), unmask, cache_named(cache), mask=mask)

@@ -35,57 +35,57 @@ class ChainDenoiser(Denoiser):
         self.drafts = drafts
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
-        [look] = yield from self.look(sequence, canvas)
-        if sequence.policy.stateful:
-            self.fill(sequence, canvas, look)
+        [predictions] = yield from self.forward(sequence, canvas)
+        if sequence.sampler.stateful:
+            self.fill(sequence, canvas, predictions)
             return
         if canvas.block is None:
-            canvas.open(canvas.frontier, self.blocks.end(canvas, look))
+            canvas.open(canvas.frontier, self.blocks.end(canvas, predictions))
         while True:
             assert canvas.block is not None
-            places = canvas.masked(*canvas.block)
-            chain = self._order(canvas, look, places)[: self.drafts]
-            if len(places) == 1:
-                self.commit(sequence, canvas, look, places)
+            positions = canvas.masked(*canvas.block)
+            chain = self._order(canvas, predictions, positions)[: self.drafts]
+            if len(positions) == 1:
+                self.commit(sequence, canvas, predictions, positions)
                 return
-            look.keep()
-            tokens = look.tokens(chain)
-            known = min(len(chain), len(places) - 1)  # a full block predicts nothing
-            looks = yield from self.look(
+            predictions.keep()
+            tokens = predictions.tokens(chain)
+            known = min(len(chain), len(positions) - 1)  # a full block predicts nothing
+            drafted = yield from self.forward(
                 sequence,
                 canvas,
                 [canvas.copy_tokens(chain[:k], tokens[:k]) for k in range(1, known + 1)],
                 canvas.block,
             )
-            for ahead, one in enumerate(looks, 1):
+            for ahead, one in enumerate(drafted, 1):
                 one.step = canvas.step + ahead
-            reached = self._reached(canvas, looks, chain, tokens, places)
-            for place, said in zip(chain[:reached], [look, *looks], strict=False):
-                self.commit(sequence, canvas, said, np.array([place]))
+            reached = self._reached(canvas, drafted, chain, tokens, positions)
+            for position, said in zip(chain[:reached], [predictions, *drafted], strict=False):
+                self.commit(sequence, canvas, said, np.array([position]))
                 if sequence.finished:
                     return
             if canvas.block is None:
                 return
-            look = looks[reached - 1]
+            predictions = drafted[reached - 1]
 
-    def _order(self, canvas: Canvas, look: Predictions, places: np.ndarray) -> np.ndarray:
-        """`places`, the ones filled first in front."""
-        order: np.ndarray = places[best_first(self.ranking.rank(canvas, look, places))]
+    def _order(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
+        """`positions`, the ones filled first in front."""
+        order: np.ndarray = positions[best_first(self.ranking.rank(canvas, predictions, positions))]
         return order
 
     def _reached(
         self,
         canvas: Canvas,
-        looks: list[Predictions],
+        drafted: list[Predictions],
         chain: np.ndarray,
         tokens: np.ndarray,
-        places: np.ndarray,
+        positions: np.ndarray,
     ) -> int:
         """How many drafts the slow decoder would have reached. The first is its next step."""
         for reached in range(1, len(chain)):
-            look = looks[reached - 1]
-            left = np.setdiff1d(places, chain[:reached])
-            best = self._order(canvas, look, left)[0]
-            if best != chain[reached] or look.token(best) != tokens[reached]:
+            predictions = drafted[reached - 1]
+            left = np.setdiff1d(positions, chain[:reached])
+            best = self._order(canvas, predictions, left)[0]
+            if best != chain[reached] or predictions.token(best) != tokens[reached]:
                 return reached
         return len(chain)

@@ -9,13 +9,13 @@ import math
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
-from anydecode.decoders.diffusion.unmasking import Threshold
+from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.candidates import exponentials
 from anydecode.scoring.sequence import Sequence
@@ -29,24 +29,24 @@ class CreditDenoiser(Denoiser):
     decay = 0.8
     power = 0.2
 
-    def fill(self, sequence: Sequence, canvas: Canvas, look: Predictions) -> None:
+    def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         if canvas.block is None:
             canvas.memory["credit"] = {}
         held: dict[int, dict[int, float]] = canvas.memory["credit"]
 
-        def fused(place: int, logits: np.ndarray) -> np.ndarray:
-            credit = {token: self.decay * one for token, one in held.get(place, {}).items()}
+        def fused(position: int, logits: np.ndarray) -> np.ndarray:
+            credit = {token: self.decay * one for token, one in held.get(position, {}).items()}
             favourite = int(logits.argmax())
             probability = 1 / exponentials(logits)[1]
             credit[favourite] = credit.get(favourite, 0.0) + probability**self.power
-            held[place] = credit
+            held[position] = credit
             changed: np.ndarray = logits.copy()
             for token, one in credit.items():
                 changed[token] += np.float32(self.weight * math.log1p(one))
             return changed
 
-        look.adjust(fused)
-        super().fill(sequence, canvas, look)
+        predictions.adjust(fused)
+        super().fill(sequence, canvas, predictions)
 
 
 @register(
@@ -77,7 +77,11 @@ def creditdecoding(
     if not 0 <= decay <= 1:
         raise InvalidRequestError("decay must be between 0 and 1")
     made = CreditDenoiser(
-        Fixed(block), Confidence(), Threshold(threshold), cache_named(cache), mask=mask
+        FixedBlocks(block),
+        Confidence(),
+        ThresholdUnmasking(threshold),
+        cache_named(cache),
+        mask=mask,
     )
     made.weight, made.decay, made.power = weight, decay, power
     return made

@@ -17,22 +17,22 @@ import numpy as np
 import torch
 
 from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.diffusion.blocks import BlockPolicy, Whole
+from anydecode.decoders.diffusion.blocks import BlockPolicy, WholeCanvas
 from anydecode.decoders.diffusion.caches import CachePolicy, NoCache
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
-from anydecode.decoders.diffusion.lays import Lay, lay, score_of
+from anydecode.decoders.diffusion.canvas_spans import CanvasSpan, canvas_span, score_of
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence, Ranking, best_first
 from anydecode.decoders.diffusion.stops import StopRule
-from anydecode.decoders.diffusion.unmasking import TopK, UnmaskPolicy
+from anydecode.decoders.diffusion.unmasking import TopKUnmasking, UnmaskPolicy
 from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.constrained import constraint_of
-from anydecode.sampling.policy import Policy
-from anydecode.scoring.score import Decoding, Score, Scores
+from anydecode.sampling.sampler import Sampler
+from anydecode.scoring.score import Decoding, ScoreRequest, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
 
-Looking = Generator[Score, Scores, list[Predictions]]
+Looking = Generator[ScoreRequest, Scores, list[Predictions]]
 
 
 class Denoiser(Decoder):
@@ -66,9 +66,9 @@ class Denoiser(Decoder):
     ) -> None:
         if length is not None and length < 1:
             raise InvalidRequestError("a canvas needs at least one position")
-        self.blocks = blocks or Whole()
+        self.blocks = blocks or WholeCanvas()
         self.ranking = ranking or Confidence()
-        self.unmask = unmask or TopK()
+        self.unmask = unmask or TopKUnmasking()
         self.cache = cache or NoCache()
         self.stop = stop or StopRule()
         self.mask = mask
@@ -80,8 +80,8 @@ class Denoiser(Decoder):
         mask = sequence.mask_token if self.mask is None else self.mask
         if mask is None:
             raise InvalidRequestError("this model's tokenizer has no mask token; give mask=")
-        policy = sequence.policy
-        if policy.companions or policy.taps or policy.sees_states:
+        sampler = sequence.sampler
+        if sampler.companions or sampler.capture_layers or sampler.observes_hidden:
             raise UnsupportedCombinationError(
                 "guidance, DoLa and policies that read hidden states work with causal models only"
             )
@@ -107,8 +107,8 @@ class Denoiser(Decoder):
         canvas = self.canvas(sequence)
         context = sequence.context()
         self.cache.begin(canvas, context)
-        for places, tokens, visible in canvas.kept:
-            span = lay(context, places, tokens, visible, keep=True)
+        for positions, tokens, visible in canvas.kept:
+            span = canvas_span(context, positions, tokens, visible, keep=True)
             yield score_of(sequence, TARGET, [span], 1, np.empty(0, np.int64), canvas.shift)
         if context.length > len(canvas):
             context.truncate(len(canvas))
@@ -122,10 +122,10 @@ class Denoiser(Decoder):
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
         """One round of the loop. It may be abandoned at any yield and begun again, so the canvas
         changes only behind the last one."""
-        [look] = yield from self.look(sequence, canvas)
-        self.fill(sequence, canvas, look)
+        [predictions] = yield from self.forward(sequence, canvas)
+        self.fill(sequence, canvas, predictions)
 
-    def look(
+    def forward(
         self,
         sequence: Sequence,
         canvas: Canvas,
@@ -147,75 +147,78 @@ class Denoiser(Decoder):
             sequence.context(),
             block,
             opening,
-            lambda places: self.embeddings(sequence, canvas, places),
+            lambda positions: self.embeddings(sequence, canvas, positions),
             canvases,
         )
-        looks = 1 if canvases is None else len(canvases)
-        for span in spans[len(spans) - looks :]:
-            span.taps = self.hidden
-        scores = yield score_of(sequence, TARGET, spans, looks, wanted, canvas.shift)
+        num_canvases = 1 if canvases is None else len(canvases)
+        for span in spans[len(spans) - num_canvases :]:
+            span.capture_layers = self.hidden
+        scores = yield score_of(sequence, TARGET, spans, num_canvases, wanted, canvas.shift)
         self._note(canvas, spans, "verify" if canvases is not None else "")
         count = len(wanted)
-        parts = [range(number * count, (number + 1) * count) for number in range(looks)]
+        parts = [range(number * count, (number + 1) * count) for number in range(num_canvases)]
         return [self.predictions(sequence, canvas, scores, rows) for rows in parts]
 
     def predictions(
         self, sequence: Sequence, canvas: Canvas, scores: Scores, rows: range | None = None
     ) -> Predictions:
         """What `rows` of scores (default: all) say of one canvas."""
-        policy = _free(sequence.policy)
-        return Predictions(sequence, scores, policy, canvas.step, canvas.mask, self.tempered, rows)
+        sampler = _free(sequence.sampler)
+        return Predictions(sequence, scores, sampler, canvas.step, canvas.mask, self.tempered, rows)
 
-    def fill(self, sequence: Sequence, canvas: Canvas, look: Predictions) -> None:
+    def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         """Choose, commit, cut, say."""
         if canvas.block is None:
-            canvas.open(canvas.frontier, self.blocks.end(canvas, look))
+            canvas.open(canvas.frontier, self.blocks.end(canvas, predictions))
             self.unmask.opened(canvas)
         assert canvas.block is not None
-        if self.stop.fills(canvas, look):
-            chosen = canvas.masks[[place in look for place in canvas.masks]]
+        if self.stop.fills(canvas, predictions):
+            chosen = canvas.masks[[position in predictions for position in canvas.masks]]
         else:
-            chosen = self.choose(canvas, look, canvas.masked(*canvas.block))
-        self.commit(sequence, canvas, look, chosen)
+            chosen = self.choose(canvas, predictions, canvas.masked(*canvas.block))
+        self.commit(sequence, canvas, predictions, chosen)
 
-    def choose(self, canvas: Canvas, look: Predictions, places: np.ndarray) -> np.ndarray:
-        """The masks among `places` that get their tokens now, ascending; at least one."""
-        ranks = self.ranking.rank(canvas, look, places)
-        chosen = self.unmask.select(canvas, look, places, ranks)
+    def choose(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
+        """The masks among `positions` that get their tokens now, ascending; at least one."""
+        ranks = self.ranking.rank(canvas, predictions, positions)
+        chosen = self.unmask.select(canvas, predictions, positions, ranks)
         if not chosen.any():
             chosen[best_first(ranks)[0]] = True
-        result: np.ndarray = places[chosen]
+        result: np.ndarray = positions[chosen]
         return result
 
     def commit(
         self,
         sequence: Sequence,
         canvas: Canvas,
-        look: Predictions,
+        predictions: Predictions,
         chosen: np.ndarray,
         **facts: Any,
     ) -> None:
         """Write the tokens of `chosen`, close the block where it is full, and say what is certain.
         `facts` go into the trace."""
-        if sequence.policy.stateful:
-            chosen, tokens = self._in_order(sequence, canvas, look, chosen)
+        if sequence.sampler.stateful:
+            chosen, tokens = self._in_order(sequence, canvas, predictions, chosen)
         else:
-            tokens = look.tokens(chosen).tolist()
-            self._annotate(sequence, canvas, look, chosen, tokens, look.policy)
-        sure = [look.chance(place, token) for place, token in zip(chosen, tokens, strict=True)]
+            tokens = predictions.tokens(chosen).tolist()
+            self._annotate(sequence, canvas, predictions, chosen, tokens, predictions.sampler)
+        sure = [
+            predictions.probability_drawn(position, token)
+            for position, token in zip(chosen, tokens, strict=True)
+        ]
         canvas.commit(chosen, tokens, sure)
-        self.settle(sequence, canvas, look, chosen, **facts)
+        self.settle(sequence, canvas, predictions, chosen, **facts)
 
     def settle(
         self,
         sequence: Sequence,
         canvas: Canvas,
-        look: Predictions,
+        predictions: Predictions,
         chosen: Iterable[int],
         **facts: Any,
     ) -> None:
         """What follows a commit."""
-        cut = self.stop.cut(canvas, look)
+        cut = self.stop.cut(canvas, predictions)
         if cut is not None:
             canvas.truncate(cut)
             context = sequence.context()
@@ -238,17 +241,17 @@ class Denoiser(Decoder):
             method="diffusion",
             canvas=[-1 if token == canvas.mask else token for token in self._shown(canvas)],
             start=canvas.memory["start"],
-            filled=[int(place) for place in chosen],
+            filled=[int(position) for position in chosen],
             meter=canvas.meter.to_dict(),
             **facts,
         )
-        notes = [canvas.notes.pop(place, None) for place in range(first, stop)]
+        notes = [canvas.notes.pop(position, None) for position in range(first, stop)]
         sequence.emit(said, notes=notes if sequence.annotate is not None else None)
 
     def embeddings(
-        self, sequence: Sequence, canvas: Canvas, places: np.ndarray
+        self, sequence: Sequence, canvas: Canvas, positions: np.ndarray
     ) -> torch.Tensor | None:
-        """float32 `[len(places), hidden_size]` in place of the tokens there, or None."""
+        """float32 `[len(positions), hidden_size]` in place of the tokens there, or None."""
         return None
 
     def canvas(self, sequence: Sequence) -> Canvas:
@@ -285,9 +288,9 @@ class Denoiser(Decoder):
         behind = template[len(sequence.tokens) :]
         canvas.extend(len(behind))
         first = len(canvas) - len(behind)
-        for place, token in enumerate(behind, first):
+        for position, token in enumerate(behind, first):
             if token != canvas.mask:
-                canvas.fix(place, token)
+                canvas.fix(position, token)
         canvas.whole = True
         if canvas.shift and canvas.frontier < canvas.shift:
             raise InvalidRequestError("this model cannot fill the first position of a text")
@@ -307,48 +310,50 @@ class Denoiser(Decoder):
         if not self.cache.replays:
             return
         for span in spans:
-            if isinstance(span, Lay) and span.keep:
-                if len(span.places) == span.context.length:  # everything that is kept
+            if isinstance(span, CanvasSpan) and span.keep:
+                if len(span.positions) == span.context.length:  # everything that is kept
                     canvas.kept = []
                 tokens = np.array(span.tokens, np.int32)
-                canvas.kept.append((span.places, tokens, span.visible))
+                canvas.kept.append((span.positions, tokens, span.visible))
 
     def _in_order(
-        self, sequence: Sequence, canvas: Canvas, look: Predictions, chosen: np.ndarray
+        self, sequence: Sequence, canvas: Canvas, predictions: Predictions, chosen: np.ndarray
     ) -> tuple[np.ndarray, list[int]]:
         """The tokens of a policy with a memory, from the left, as far as they were chosen."""
-        state = sequence.policy.fork()
-        wanted = {int(place) for place in chosen}
-        places: list[int] = []
+        state = sequence.sampler.fork()
+        wanted = {int(position) for position in chosen}
+        positions: list[int] = []
         tokens: list[int] = []
         ended = False
-        for place in range(sequence.length, len(canvas)):
-            token = int(canvas.tokens[place])
-            if canvas.committed[place] != MASKED:
-                _check(state, place, token)
-            elif ended or place not in look or (places and place not in wanted):
+        for position in range(sequence.length, len(canvas)):
+            token = int(canvas.tokens[position])
+            if canvas.committed[position] != MASKED:
+                _check(state, position, token)
+            elif ended or position not in predictions or (positions and position not in wanted):
                 break
             else:
-                token = look.draw(state, place)
-                self._annotate(sequence, canvas, look, [place], [token], state)
-                places.append(place)
+                token = predictions.draw(state, position)
+                self._annotate(sequence, canvas, predictions, [position], [token], state)
+                positions.append(position)
                 tokens.append(token)
-                ended = token != look.token(place)
+                ended = token != predictions.token(position)
             state.advance(token)
-        return np.array(places, np.int64), tokens
+        return np.array(positions, np.int64), tokens
 
     @staticmethod
     def _annotate(
         sequence: Sequence,
         canvas: Canvas,
-        look: Predictions,
-        places: Iterable[int],
+        predictions: Predictions,
+        positions: Iterable[int],
         tokens: Iterable[int],
-        policy: Policy,
+        sampler: Sampler,
     ) -> None:
         if sequence.annotate is not None:
-            for place, token in zip(places, tokens, strict=True):
-                canvas.notes[int(place)] = sequence.annotate(look.logits(place), token, policy)
+            for position, token in zip(positions, tokens, strict=True):
+                canvas.notes[int(position)] = sequence.annotate(
+                    predictions.logits(position), token, sampler
+                )
 
     @staticmethod
     def _shown(canvas: Canvas) -> list[int]:
@@ -356,18 +361,18 @@ class Denoiser(Decoder):
         return shown
 
 
-def _free(policy: Policy) -> Policy:
+def _free(sampler: Sampler) -> Sampler:
     """`policy` without what depends on the text said so far."""
-    if not policy.stateful:
-        return policy
-    before = [part for part in policy.before if not part.stateful]
-    after = [part for part in policy.after if not part.stateful]
-    return Policy(policy.temperature, before, after)
+    if not sampler.stateful:
+        return sampler
+    before = [part for part in sampler.pre_temperature if not part.stateful]
+    after = [part for part in sampler.post_temperature if not part.stateful]
+    return Sampler(sampler.temperature, before, after)
 
 
-def _check(policy: Policy, place: int, token: int) -> None:
+def _check(sampler: Sampler, position: int, token: int) -> None:
     """Refuse a canvas whose fixed tokens the constraint forbids."""
-    part = constraint_of(policy)
+    part = constraint_of(sampler)
     mask = None if part is None else part.state.mask()
     if mask is None:
         return
@@ -375,5 +380,5 @@ def _check(policy: Policy, place: int, token: int) -> None:
     if not allowed:
         raise ConstraintError(
             f"the canvas cannot satisfy the constraint any more: token {token} is fixed at"
-            f" position {place}"
+            f" position {position}"
         )

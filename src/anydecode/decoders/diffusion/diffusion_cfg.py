@@ -11,19 +11,19 @@ import numpy as np
 
 from anydecode.catalogue import Card, register
 from anydecode.constraints.byte_grammar import byte_grammar
-from anydecode.constraints.canvas_grammar import HOLE, CanvasGrammar, Look
+from anydecode.constraints.canvas_grammar import HOLE, CanvasAnswer, CanvasGrammar
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.decoders.diffusion import caches
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import best_first, ranking
-from anydecode.decoders.diffusion.unmasking import TopK
+from anydecode.decoders.diffusion.unmasking import TopKUnmasking
 from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.constrained import Constrained, constraint_of
-from anydecode.sampling.policy import Policy
+from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence
 
 _KEY = "diffusion-cfg"
@@ -76,11 +76,13 @@ class GrammaticalDenoiser(Denoiser):
 
     def prepare(self, sequence: Sequence) -> None:
         super().prepare(sequence)
-        part = constraint_of(sequence.policy)
+        part = constraint_of(sequence.sampler)
         if part is None:
             return
-        policy = sequence.policy
-        others = [one for one in (*policy.before, *policy.after) if one.stateful]
+        sampler = sequence.sampler
+        others = [
+            one for one in (*sampler.pre_temperature, *sampler.post_temperature) if one.stateful
+        ]
         if others != [part]:
             raise UnsupportedCombinationError(
                 "diffusion-cfg fills in any order; penalties and other policies that depend on the"
@@ -98,60 +100,71 @@ class GrammaticalDenoiser(Denoiser):
         ends = frozenset(filter(sequence.stops_at, range(tokenizer.vocab_size)))
         mask = sequence.mask_token if self.mask is None else self.mask
         sequence.state[_KEY] = described, vocabulary(tokenizer, tokenizer.vocab_size), ends, mask
-        before = [Constrained(CanvasState()) if one is part else one for one in policy.before]
-        sequence.policy = Policy(policy.temperature, before, policy.after, policy.combiner)
+        before = [
+            Constrained(CanvasState()) if one is part else one for one in sampler.pre_temperature
+        ]
+        sequence.sampler = Sampler(
+            sampler.temperature, before, sampler.post_temperature, sampler.combiner
+        )
         self._check(sequence)
 
-    def fill(self, sequence: Sequence, canvas: Canvas, look: Predictions) -> None:
+    def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         rules = self._rules(sequence)
         if rules is None:
-            super().fill(sequence, canvas, look)
+            super().fill(sequence, canvas, predictions)
             return
         if canvas.block is None:
-            canvas.open(canvas.frontier, self.blocks.end(canvas, look))
+            canvas.open(canvas.frontier, self.blocks.end(canvas, predictions))
         assert canvas.block is not None
         room = sequence.length + sequence.remaining
         text = canvas.tokens[len(sequence.prompt) : room].tolist()
         held = [HOLE if token == canvas.mask else token for token in text]
-        state = Look(rules, held, self.begun.encode())
+        state = CanvasAnswer(rules, held, self.begun.encode())
         allowed: dict[int, np.ndarray] = {}
 
-        def kept(place: int, logits: np.ndarray) -> np.ndarray:
-            if place not in allowed:
+        def kept(position: int, logits: np.ndarray) -> np.ndarray:
+            if position not in allowed:
                 return logits
-            mask = allowed[place][: len(logits)]
+            mask = allowed[position][: len(logits)]
             left = np.full_like(logits, -np.inf)
             left[: len(mask)][mask] = logits[: len(mask)][mask]
             return left
 
-        look.adjust(kept)
-        places = canvas.masked(*canvas.block)
+        predictions.adjust(kept)
+        positions = canvas.masked(*canvas.block)
         while True:
-            place = int(places[best_first(self.ranking.rank(canvas, look, places))[0]])
-            token = look.token(place)
-            at = place - len(sequence.prompt)
-            if at >= len(held) or place in allowed or state.accepts(at, token):
+            position = int(
+                positions[best_first(self.ranking.rank(canvas, predictions, positions))[0]]
+            )
+            token = predictions.token(position)
+            at = position - len(sequence.prompt)
+            if at >= len(held) or position in allowed or state.accepts(at, token):
                 break
-            allowed[place] = state.allowed(at)
-            look.revise(place)
-            if not np.isfinite(look.logits(place)).any():
+            allowed[position] = state.allowed(at)
+            predictions.revise(position)
+            if not np.isfinite(predictions.logits(position)).any():
                 raise ConstraintError(
                     "the canvas cannot satisfy the constraint any more: the model rules out every"
-                    f" token that may stand at position {place}"
+                    f" token that may stand at position {position}"
                 )
-        self._write(sequence, canvas, look, place, token)
-        self.settle(sequence, canvas, look, [place], redrawn=len(allowed))
+        self._write(sequence, canvas, predictions, position, token)
+        self.settle(sequence, canvas, predictions, [position], redrawn=len(allowed))
 
     def _write(
-        self, sequence: Sequence, canvas: Canvas, look: Predictions, place: int, token: int
+        self,
+        sequence: Sequence,
+        canvas: Canvas,
+        predictions: Predictions,
+        position: int,
+        token: int,
     ) -> None:
         """Commit, and where the text ends, everything behind with it."""
-        self._annotate(sequence, canvas, look, [place], [token], look.policy)
-        canvas.commit([place], [token], [look.chance(place, token)])
+        self._annotate(sequence, canvas, predictions, [position], [token], predictions.sampler)
+        canvas.commit([position], [token], [predictions.probability_drawn(position, token)])
         if sequence.stops_at(token):
-            behind = np.flatnonzero(canvas.committed[place:] == MASKED) + place
+            behind = np.flatnonzero(canvas.committed[position:] == MASKED) + position
             canvas.commit(behind, [token] * len(behind), [1.0] * len(behind))
-        part = constraint_of(sequence.policy)
+        part = constraint_of(sequence.sampler)
         if part is not None and not len(canvas.masked(0, sequence.length + sequence.remaining)):
             part.state = CanvasState(whole=True)
 
@@ -219,7 +232,7 @@ def diffusion_cfg(
     default: up to 32), ranked by `remasking`. `begun` is the end of the prompt (before its first
     mask) that belongs to the text."""
     made = GrammaticalDenoiser(
-        Fixed(block), ranking(remasking), TopK(), caches.cache(cache), mask=mask
+        FixedBlocks(block), ranking(remasking), TopKUnmasking(), caches.cache(cache), mask=mask
     )
     made.begun = begun
     return made

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Whole
+from anydecode.decoders.diffusion.blocks import WholeCanvas
 from anydecode.decoders.diffusion.caches import CachePolicy, NoCache, rows
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -16,7 +16,7 @@ from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import ranking
 from anydecode.decoders.diffusion.unmasking import UnmaskPolicy, best
 from anydecode.errors import InvalidRequestError
-from anydecode.memory.context import Context
+from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.span import Span
 
@@ -32,10 +32,10 @@ class ConfidentElseGrid(UnmaskPolicy):
         self.steps = steps
 
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
         sure: np.ndarray = ranks > self.least
-        return sure if sure.any() else best(ranks, self.quota(canvas, len(places)))
+        return sure if sure.any() else best(ranks, self.quota(canvas, len(positions)))
 
     def quota(self, canvas: Canvas, masks: int) -> int:
         """How many of `masks` the schedule fills: a share 1 - s / r, where r is the share of the
@@ -53,18 +53,18 @@ class PromptOnce(CachePolicy):
     """The prompt sees itself only and is computed once; the canvas behind it in every pass."""
 
     def before(
-        self, canvas: Canvas, context: Context, region: tuple[int, int], opening: bool
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
     ) -> list[Span]:
         held = canvas.memory["start"] - canvas.shift
         if held <= 0 or context.length >= held:
             return []
-        places = np.arange(held, dtype=np.int32)
-        span = rows(canvas, context, canvas.tokens, places)
+        positions = np.arange(held, dtype=np.int32)
+        span = rows(canvas, context, canvas.tokens, positions)
         span.visible, span.keep = np.minimum(span.visible, held), True
         return [span]
 
-    def look(
-        self, canvas: Canvas, context: Context, tokens: np.ndarray, region: tuple[int, int]
+    def span(
+        self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
         return rows(canvas, context, tokens, canvas.slice(canvas.memory["start"], len(canvas)))
 
@@ -78,16 +78,16 @@ class PriorDenoiser(Denoiser):
         super().begin(sequence, canvas)
         for offset, text in self.priors.items():
             tokens = sequence.tokenizers[TARGET].encode(text) if isinstance(text, str) else text
-            for place, token in enumerate(tokens, canvas.memory["start"] + int(offset)):
-                if not canvas.memory["start"] <= place < len(canvas):
+            for position, token in enumerate(tokens, canvas.memory["start"] + int(offset)):
+                if not canvas.memory["start"] <= position < len(canvas):
                     raise InvalidRequestError(
-                        f"a prior stands at {place - canvas.memory['start']}, but the canvas has"
+                        f"a prior stands at {position - canvas.memory['start']}, but the canvas has"
                         f" {len(canvas) - canvas.memory['start']} positions"
                     )
-                if canvas.tokens[place] != token:
-                    if canvas.tokens[place] != canvas.mask:
+                if canvas.tokens[position] != token:
+                    if canvas.tokens[position] != canvas.mask:
                         raise InvalidRequestError("two priors stand at one position")
-                    canvas.fix(place, int(token))
+                    canvas.fix(position, int(token))
 
 
 @register(
@@ -114,7 +114,7 @@ def dimple(
     computes the prompt once, seeing itself only: exact for models trained so, else a further
     approximation. `priors` are texts fixed at offsets from the prompt's end."""
     made = PriorDenoiser(
-        Whole(),
+        WholeCanvas(),
         ranking(remasking),
         ConfidentElseGrid(threshold, steps),
         PromptOnce() if prefill else NoCache(),

@@ -5,11 +5,11 @@ dLLMs", arXiv:2509.26488): the decoding rule for models distilled to be certain 
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.rankings import Entropy
-from anydecode.decoders.diffusion.unmasking import Threshold
+from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 
 
 @register(
@@ -28,4 +28,6 @@ def dparallel(
     entropy: float = 0.5, block: int | None = None, cache: str = "none", mask: int | None = None
 ) -> Denoiser:
     """Commits masks of at most `entropy` nats."""
-    return Denoiser(Fixed(block), Entropy(), Threshold(-entropy), cache_named(cache), mask=mask)
+    return Denoiser(
+        FixedBlocks(block), Entropy(), ThresholdUnmasking(-entropy), cache_named(cache), mask=mask
+    )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
@@ -23,10 +23,10 @@ class Noisy(Ranking):
         self.inner = inner
         self.temperature = temperature
 
-    def rank(self, canvas: Canvas, look: Predictions, places: np.ndarray) -> np.ndarray:
-        noise = look.sequence.noise.with_purpose("unmask")
-        coins = np.array([noise.coin(int(place), look.step) for place in places])
-        result: np.ndarray = self.inner.rank(canvas, look, places) / self.temperature
+    def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
+        noise = predictions.sequence.noise.with_purpose("unmask")
+        coins = np.array([noise.coin(int(position), predictions.step) for position in positions])
+        result: np.ndarray = self.inner.rank(canvas, predictions, positions) / self.temperature
         result -= np.log(-np.log(coins))
         return result
 
@@ -35,14 +35,16 @@ class Flips(TimeGrid):
     """Every mask is filled with probability 1 - s/t, by itself (Dream's "origin")."""
 
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
         steps = self.steps or canvas.block_masks
         if canvas.block_step >= steps - 1:
-            return np.ones(len(places), bool)
+            return np.ones(len(positions), bool)
         t, s = self.times(canvas.block_step, steps)
-        noise = look.sequence.noise.with_purpose("unmask")
-        coins = np.array([noise.coin(int(place), look.step, index=1) for place in places])
+        noise = predictions.sequence.noise.with_purpose("unmask")
+        coins = np.array(
+            [noise.coin(int(position), predictions.step, index=1) for position in positions]
+        )
         return coins < 1 - s / t
 
 
@@ -79,4 +81,4 @@ def dream(
     if alg_temperature:
         ranked = Noisy(ranked, alg_temperature)
     unmask = Flips(steps) if alg == "origin" else TimeGrid(steps)
-    return Denoiser(Fixed(block), ranked, unmask, mask=mask, length=length, tempered=True)
+    return Denoiser(FixedBlocks(block), ranked, unmask, mask=mask, length=length, tempered=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Whole
+from anydecode.decoders.diffusion.blocks import WholeCanvas
 from anydecode.decoders.diffusion.canvas import FIXED, Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
@@ -55,28 +55,28 @@ class VariableInfilling(Denoiser):
         self,
         sequence: Sequence,
         canvas: Canvas,
-        look: Predictions,
+        predictions: Predictions,
         chosen: Iterable[int],
         **facts: Any,
     ) -> None:
-        chosen = [int(place) for place in chosen]
+        chosen = [int(position) for position in chosen]
         if canvas.whole:
-            for place in sorted(chosen, reverse=True):
-                self._resize(sequence, canvas, place)
-        super().settle(sequence, canvas, look, chosen, **facts)
+            for position in sorted(chosen, reverse=True):
+                self._resize(sequence, canvas, position)
+        super().settle(sequence, canvas, predictions, chosen, **facts)
 
-    def _resize(self, sequence: Sequence, canvas: Canvas, place: int) -> None:
-        if place >= len(canvas) or canvas.committed[place] == FIXED:
+    def _resize(self, sequence: Sequence, canvas: Canvas, position: int) -> None:
+        if position >= len(canvas) or canvas.committed[position] == FIXED:
             return
-        behind = np.flatnonzero(canvas.committed[place:] == FIXED)
-        token = int(canvas.tokens[place])
+        behind = np.flatnonzero(canvas.committed[position:] == FIXED)
+        token = int(canvas.tokens[position])
         if len(behind) and sequence.stops_at(token):
-            canvas.splice(place, place + int(behind[0]), 0)
+            canvas.splice(position, position + int(behind[0]), 0)
         elif token == self.expand:
             # Several may be chosen in the pass of the last expansion: the others are masks again.
             left = canvas.memory["expansions"] > 0
             canvas.memory["expansions"] -= left
-            canvas.splice(place, place + 1, 2 if left else 1)
+            canvas.splice(position, position + 1, 2 if left else 1)
 
 
 @register(
@@ -101,6 +101,6 @@ def dream_coder(
     in models that were trained with one."""
     if expand is not None and expand < 0:
         raise InvalidRequestError("expand is a token, 0 or more")
-    made = VariableInfilling(Whole(), Entropy(), TimeGrid(steps), mask=mask, tempered=True)
+    made = VariableInfilling(WholeCanvas(), Entropy(), TimeGrid(steps), mask=mask, tempered=True)
     made.expand = expand
     return made

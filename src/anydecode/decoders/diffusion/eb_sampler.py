@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -27,9 +27,9 @@ class EntropyBounded(UnmaskPolicy):
         self.gamma = gamma
 
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
-        entropies = look.entropies(places)[best_first(ranks)]
+        entropies = predictions.entropies(positions)[best_first(ranks)]
         unknown = np.cumsum(entropies) - np.maximum.accumulate(entropies)
         return best(ranks, int(np.count_nonzero(unknown <= self.gamma)))
 
@@ -59,5 +59,5 @@ def eb_sampler(
     """Fills the n masks that `remasking` ranks best, for the largest n whose entropies sum to at
     most `gamma` nats without the largest of them. `block` masks at a time (0: the whole canvas;
     default: up to 32)."""
-    blocks, unmask = Fixed(block), EntropyBounded(gamma)
+    blocks, unmask = FixedBlocks(block), EntropyBounded(gamma)
     return Denoiser(blocks, ranking(remasking), unmask, cache_named(cache), mask=mask)

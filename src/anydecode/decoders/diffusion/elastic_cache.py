@@ -11,16 +11,16 @@ import torch
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.diffusion.canvas import Canvas
+from anydecode.decoders.diffusion.canvas_spans import CanvasSpan, canvas_span
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.lays import Lay, lay
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.stops import EndOfText
-from anydecode.decoders.diffusion.unmasking import Threshold
+from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 from anydecode.decoders.diffusion.window_diffusion import FirstMasks
-from anydecode.decoders.prefill.attention import looks
+from anydecode.decoders.prefill.attention_probe import attention_probe
 from anydecode.decoders.prefill.prefilled import check_float
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.scoring.score import Decoding, Score, Scores
+from anydecode.scoring.score import Decoding, ScoreRequest, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.span import Span
 from anydecode.scoring.tree import ROOT
@@ -48,7 +48,7 @@ class ElasticDenoiser(Denoiser):
             raise UnsupportedCombinationError("elastic-cache reads attention on CPUs only")
         if any(layer.attention.window for layer in model.spec.layers):
             raise UnsupportedCombinationError("elastic-cache knows no layers with sliding windows")
-        looks(model)
+        attention_probe(model)
         super().begin(sequence, canvas)
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
@@ -59,23 +59,25 @@ class ElasticDenoiser(Denoiser):
         held = canvas.memory.get("elastic")
         known: list[np.ndarray] = []
         if held is None or len(canvas) != held["states"].shape[1]:
-            places, since = every, 0
+            positions, since = every, 0
             states = yield from self._run(sequence, canvas, every)
         else:
             if context.length != len(canvas):
                 yield self._rebuild(sequence, canvas, held["states"])
             last = np.flatnonzero(canvas.committed == canvas.step - 1)
-            places = np.unique(np.concatenate([masks, masks - canvas.shift, last, held["tracked"]]))
-            fresh = yield from self._run(sequence, canvas, places)
-            since, known = self._drifted(sequence, canvas, places, fresh)
+            positions = np.unique(
+                np.concatenate([masks, masks - canvas.shift, last, held["tracked"]])
+            )
+            fresh = yield from self._run(sequence, canvas, positions)
+            since, known = self._drifted(sequence, canvas, positions, fresh)
             states = held["states"]
             if since < depth:
                 inputs = states[since].clone()
-                inputs[places] = fresh[since]
+                inputs[positions] = fresh[since]
                 later = yield from self._run(sequence, canvas, every, since, inputs)
                 states[since:] = later
-            states[: since + 1, places] = fresh[: since + 1]
-            canvas.meter.note("slice", len(places))
+            states[: since + 1, positions] = fresh[: since + 1]
+            canvas.meter.note("slice", len(positions))
         if since < depth:
             canvas.meter.note("full", len(every))
         tracked, attention = self._track(sequence, canvas, masks, states, known)
@@ -92,41 +94,41 @@ class ElasticDenoiser(Denoiser):
         self,
         sequence: Sequence,
         canvas: Canvas,
-        look: Predictions,
+        predictions: Predictions,
         chosen: np.ndarray,
         **facts: object,
     ) -> None:
         """The trace tells the first layer that was computed for every position."""
         since = canvas.memory["elastic"]["since"]
-        super().commit(sequence, canvas, look, chosen, since=since, **facts)
+        super().commit(sequence, canvas, predictions, chosen, since=since, **facts)
 
     def _run(
         self,
         sequence: Sequence,
         canvas: Canvas,
-        places: np.ndarray,
+        positions: np.ndarray,
         start: int = 0,
         inputs: torch.Tensor | None = None,
-    ) -> Generator[Score, Scores, torch.Tensor]:
-        """Compute and keep rows at `places` from layer `start` on; their states there and behind
-        each further layer, float32 `[layers, len(places), hidden_size]`."""
-        span = self._rows(sequence, canvas, places, inputs)
+    ) -> Generator[ScoreRequest, Scores, torch.Tensor]:
+        """Compute and keep rows at `positions` from layer `start` on; their states there and behind
+        each further layer, float32 `[layers, len(positions), hidden_size]`."""
+        span = self._rows(sequence, canvas, positions, inputs)
         span.start, span.logits = start, False
-        span.taps = tuple(range(start, span.stop + 1))
-        span.answers = range(len(places))
-        roots = [ROOT] * len(places)
-        scores = yield Score(sequence, TARGET, [[span]], places, roots, list(span.tokens))
-        return torch.stack([scores.hidden[layer] for layer in span.taps])
+        span.capture_layers = tuple(range(start, span.stop + 1))
+        span.output_rows = range(len(positions))
+        roots = [ROOT] * len(positions)
+        scores = yield ScoreRequest(sequence, TARGET, [[span]], positions, roots, list(span.tokens))
+        return torch.stack([scores.hidden[layer] for layer in span.capture_layers])
 
     @staticmethod
     def _rows(
-        sequence: Sequence, canvas: Canvas, places: np.ndarray, inputs: torch.Tensor | None
-    ) -> Lay:
-        tokens, visible = canvas.tokens[places], canvas.visible(places)
+        sequence: Sequence, canvas: Canvas, positions: np.ndarray, inputs: torch.Tensor | None
+    ) -> CanvasSpan:
+        tokens, visible = canvas.tokens[positions], canvas.visible(positions)
         context = sequence.context()
-        return lay(context, places, tokens, visible, keep=True, embeddings=inputs)
+        return canvas_span(context, positions, tokens, visible, keep=True, embeddings=inputs)
 
-    def _rebuild(self, sequence: Sequence, canvas: Canvas, states: torch.Tensor) -> Score:
+    def _rebuild(self, sequence: Sequence, canvas: Canvas, states: torch.Tensor) -> ScoreRequest:
         """Every layer once more from the states before it, for the keys and values alone."""
         every = np.arange(len(canvas), dtype=np.int32)
         spans: list[Span] = []
@@ -134,19 +136,19 @@ class ElasticDenoiser(Denoiser):
             span = self._rows(sequence, canvas, every, inputs)
             span.start, span.stop = layer, layer + 1
             spans.append(span)
-        return Score(sequence, TARGET, [spans], np.empty(0, np.int64), [], [])
+        return ScoreRequest(sequence, TARGET, [spans], np.empty(0, np.int64), [], [])
 
     def _drifted(
-        self, sequence: Sequence, canvas: Canvas, places: np.ndarray, fresh: torch.Tensor
+        self, sequence: Sequence, canvas: Canvas, positions: np.ndarray, fresh: torch.Tensor
     ) -> tuple[int, list[np.ndarray]]:
         """The layer behind the first one in which the tracked token looks elsewhere than before,
         and what the tracked tokens of all layers before it look at now."""
         held = canvas.memory["elastic"]
         known: list[np.ndarray] = []
-        for place, before in zip(held["tracked"], held["attention"], strict=True):
+        for position, before in zip(held["tracked"], held["attention"], strict=True):
             layer = len(known)
-            state = fresh[layer, np.searchsorted(places, place)][None]
-            now = self._attention(sequence, canvas, layer, np.array([place]), state)[0]
+            state = fresh[layer, np.searchsorted(positions, position)][None]
+            now = self._attention(sequence, canvas, layer, np.array([position]), state)[0]
             known.append(now)
             if now @ before < self.drift * np.linalg.norm(now) * np.linalg.norm(before):
                 break
@@ -167,29 +169,29 @@ class ElasticDenoiser(Denoiser):
         tracked, attention = [], []
         for layer, state in enumerate(states[:-1]):
             seen = self._attention(sequence, canvas, layer, masks, state[masks]).sum(0)
-            place = int(np.where(told, seen, -1.0).argmax())
-            tracked.append(place)
-            if layer < len(known) and place == before[layer]:
+            position = int(np.where(told, seen, -1.0).argmax())
+            tracked.append(position)
+            if layer < len(known) and position == before[layer]:
                 attention.append(known[layer])
                 continue
-            at = np.array([place])
+            at = np.array([position])
             attention.append(self._attention(sequence, canvas, layer, at, state[at])[0])
         return np.array(tracked), attention
 
     @staticmethod
     def _attention(
-        sequence: Sequence, canvas: Canvas, layer: int, places: np.ndarray, state: torch.Tensor
+        sequence: Sequence, canvas: Canvas, layer: int, positions: np.ndarray, state: torch.Tensor
     ) -> np.ndarray:
-        """float64 `[len(places), length]`: the mean of a layer's heads."""
+        """float64 `[len(positions), length]`: the mean of a layer's heads."""
         context = sequence.context()
-        share = looks(context.pool.model).share(
+        share = attention_probe(context.pool.model).share(
             layer,
             state,
-            places,
+            positions,
             context.pool.cache,
             context.table,
             np.arange(len(canvas)),
-            canvas.visible(places),
+            canvas.visible(positions),
         )
         mean: np.ndarray = share.double().mean(0).numpy()
         return mean
@@ -202,7 +204,7 @@ class ElasticDenoiser(Denoiser):
         held = masks - canvas.shift
         logits = sequence.context().pool.model.head(states[held]).numpy()
         tokens = canvas.tokens[held].tolist()
-        score = Score(sequence, TARGET, [], masks, [ROOT] * len(masks), tokens)
+        score = ScoreRequest(sequence, TARGET, [], masks, [ROOT] * len(masks), tokens)
         return Scores(score, logits, {}, [])
 
 
@@ -238,7 +240,7 @@ def elastic_cache(
     if window < 1 or drift < 0:
         raise InvalidRequestError("elastic-cache needs window >= 1 and drift >= 0")
     made = ElasticDenoiser(
-        FirstMasks(window), unmask=Threshold(threshold), stop=EndOfText(), mask=mask
+        FirstMasks(window), unmask=ThresholdUnmasking(threshold), stop=EndOfText(), mask=mask
     )
     made.drift = drift
     return made

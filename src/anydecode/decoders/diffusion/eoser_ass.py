@@ -7,12 +7,12 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import BlockPolicy, Whole
+from anydecode.decoders.diffusion.blocks import BlockPolicy, WholeCanvas
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
-from anydecode.decoders.diffusion.unmasking import TopK, UnmaskPolicy, best
+from anydecode.decoders.diffusion.unmasking import TopKUnmasking, UnmaskPolicy, best
 from anydecode.errors import InvalidRequestError
 
 
@@ -25,11 +25,11 @@ class Ascending(UnmaskPolicy):
     """2^i masks in pass i of the canvas, all that are left in the last one of `num_steps`."""
 
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
         total = canvas.memory.setdefault("masks", len(canvas.masks))
         if canvas.step >= num_steps(total) - 1 and canvas.block[1] == len(canvas):  # type: ignore[index]
-            return np.ones(len(places), bool)
+            return np.ones(len(positions), bool)
         return best(ranks, 1 << canvas.step)
 
 
@@ -69,9 +69,11 @@ class RejectedEnds(Confidence):
         self.least = least
         self.ascending = ascending
 
-    def rank(self, canvas: Canvas, look: Predictions, places: np.ndarray) -> np.ndarray:
-        ranks = super().rank(canvas, look, places)
-        ends = [look.sequence.stops_at(look.token(place)) for place in places]
+    def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
+        ranks = super().rank(canvas, predictions, positions)
+        ends = [
+            predictions.sequence.stops_at(predictions.token(position)) for position in positions
+        ]
         total = canvas.memory.setdefault("masks", len(canvas.masks))
         if self.ascending:
             progress = ((2 << canvas.step) - 1) / (1 << num_steps(total))
@@ -117,4 +119,4 @@ def eoser_ass(
     if blocks != 1:
         raise InvalidRequestError("blocks belongs to schedule=ascending")
     rejected = RejectedEnds(0.4 if least is None else least, ascending=False)
-    return Denoiser(Whole(), rejected, TopK(steps), mask=mask)
+    return Denoiser(WholeCanvas(), rejected, TopKUnmasking(steps), mask=mask)

@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
@@ -18,7 +18,7 @@ from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
 
-class AcrossBlocks(Fixed):
+class AcrossBlocks(FixedBlocks):
     """The block at the first mask and `ahead` further ones, chosen anew in every pass."""
 
     def __init__(self, size: int | None, ahead: int) -> None:
@@ -49,58 +49,60 @@ class ExploringDenoiser(Denoiser):
     reward = 1.0
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
-        [look] = yield from self.look(sequence, canvas)
-        places = np.array([place for place in canvas.masks if place in look])
-        sure = places[look.confidence(places) >= self.threshold]
+        [predictions] = yield from self.forward(sequence, canvas)
+        positions = np.array([position for position in canvas.masks if position in predictions])
+        sure = positions[predictions.confidence(positions) >= self.threshold]
         current = canvas.masked(canvas.frontier, self.blocks.current(canvas))
-        if len(sure) >= self.enough or sequence.policy.stateful or len(sure) == len(places):
+        if len(sure) >= self.enough or sequence.sampler.stateful or len(sure) == len(positions):
             self._open(canvas)
             if not len(sure):
-                sure = current[[int(np.argmax(look.confidence(current)))]]
-            self.commit(sequence, canvas, look, sure)
+                sure = current[[int(np.argmax(predictions.confidence(current)))]]
+            self.commit(sequence, canvas, predictions, sure)
             return
         open_ = np.setdiff1d(current, sure)
         if not len(open_):
-            open_ = np.setdiff1d(places, sure)
-        pivot = int(open_[int(np.argmax(look.entropies(open_)))])
-        tried = self._tried(look, pivot)
-        look.keep()
-        tokens = look.tokens(sure)
-        looks = yield from self.look(
+            open_ = np.setdiff1d(positions, sure)
+        pivot = int(open_[int(np.argmax(predictions.entropies(open_)))])
+        tried = self._tried(predictions, pivot)
+        predictions.keep()
+        tokens = predictions.tokens(sure)
+        trials = yield from self.forward(
             sequence,
             canvas,
             [canvas.copy_tokens([*sure, pivot], [*tokens, token]) for token, _ in tried],
-            (canvas.frontier, int(places[-1]) + 1),
+            (canvas.frontier, int(positions[-1]) + 1),
         )
-        left = np.setdiff1d(places, [*sure, pivot])
-        cascades = [left[one.confidence(left) >= self.threshold] for one in looks]
+        left = np.setdiff1d(positions, [*sure, pivot])
+        cascades = [left[one.confidence(left) >= self.threshold] for one in trials]
         values = [
             math.log(chance) + self.reward * len(cascade)
             for (_, chance), cascade in zip(tried, cascades, strict=True)
         ]
         chosen = int(np.argmax(values))
         self._open(canvas)
-        canvas.commit(sure, tokens, look.confidence(sure))
+        canvas.commit(sure, tokens, predictions.confidence(sure))
         canvas.commit([pivot], [tried[chosen][0]], [tried[chosen][1]])
         cascade = cascades[chosen]
-        after = looks[chosen]
+        after = trials[chosen]
         canvas.commit(cascade, after.tokens(cascade), after.confidence(cascade))
         if sequence.annotate is not None:
-            written = [(look, place) for place in (*sure, pivot)]
-            for one, place in [*written, *((after, place) for place in cascade)]:
-                token = int(canvas.tokens[place])
-                canvas.notes[int(place)] = sequence.annotate(one.logits(place), token, one.policy)
-        self.settle(sequence, canvas, look, sorted([*sure, pivot, *cascade]), pivot=pivot)
+            written = [(predictions, position) for position in (*sure, pivot)]
+            for one, position in [*written, *((after, position) for position in cascade)]:
+                token = int(canvas.tokens[position])
+                canvas.notes[int(position)] = sequence.annotate(
+                    one.logits(position), token, one.sampler
+                )
+        self.settle(sequence, canvas, predictions, sorted([*sure, pivot, *cascade]), pivot=pivot)
 
-    def _tried(self, look: Predictions, pivot: int) -> list[tuple[int, float]]:
+    def _tried(self, predictions: Predictions, pivot: int) -> list[tuple[int, float]]:
         """The likeliest tokens of the pivot with their probabilities; an end of text only if it is
         the likeliest of all, as it makes everything behind it sure."""
-        p = look.probabilities(pivot)
+        p = predictions.probabilities(pivot)
         order = np.argsort(-p, kind="stable")[: self.candidates + 1].tolist()
         allowed = [
             token
             for rank, token in enumerate(order)
-            if p[token] > 0 and (rank == 0 or not look.sequence.stops_at(token))
+            if p[token] > 0 and (rank == 0 or not predictions.sequence.stops_at(token))
         ]
         return [(token, float(p[token])) for token in allowed[: self.candidates]]
 

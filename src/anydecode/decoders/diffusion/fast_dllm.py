@@ -4,10 +4,10 @@ Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding", arXiv
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import cache as cache_of
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.unmasking import Factor, Threshold, UnmaskPolicy
+from anydecode.decoders.diffusion.unmasking import FactorUnmasking, ThresholdUnmasking, UnmaskPolicy
 from anydecode.errors import InvalidRequestError
 
 
@@ -42,5 +42,9 @@ def fast_dllm(
     time (0: the whole canvas; default: up to 32). `cache` is "dual", "prefix" or "none"."""
     if not 0 <= threshold <= 1:
         raise InvalidRequestError("the threshold must be between 0 and 1")
-    unmask: UnmaskPolicy = Threshold(threshold) if factor is None else Factor(factor)
-    return Denoiser(Fixed(block), unmask=unmask, cache=cache_of(cache), mask=mask, length=length)
+    unmask: UnmaskPolicy = (
+        ThresholdUnmasking(threshold) if factor is None else FactorUnmasking(factor)
+    )
+    return Denoiser(
+        FixedBlocks(block), unmask=unmask, cache=cache_of(cache), mask=mask, length=length
+    )

@@ -4,7 +4,7 @@ Decoding for Diffusion Large Language Models", arXiv:2510.00294)."""
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.chains import ChainDenoiser
 from anydecode.decoders.diffusion.rankings import ranking
@@ -36,4 +36,4 @@ def freedave(
     mask: int | None = None,
 ) -> ChainDenoiser:
     """Verifies `drafts` canvases per pass."""
-    return ChainDenoiser(drafts, Fixed(block), ranking(remasking), cache_named(cache), mask)
+    return ChainDenoiser(drafts, FixedBlocks(block), ranking(remasking), cache_named(cache), mask)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -75,44 +75,46 @@ class Filtered(UnmaskPolicy):
             )
 
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
         assert canvas.block is not None
         confidences = np.ones(self.filter.size)
-        at = places - canvas.block[0]
+        at = positions - canvas.block[0]
         confidences[at] = ranks
         chosen: np.ndarray = self.filter(confidences)[at] > self.least
         return chosen
 
 
-class FilterBlocks(Fixed):
+class FilterBlocks(FixedBlocks):
     """Blocks of the filter's size; a canvas may be shorter, what it lacks counts as written."""
 
     def check(self, length: int) -> None:
         pass
 
 
-class ForeseenEnd(EndOfText):
+class PredictedEnd(EndOfText):
     """Cuts behind a written end of text; else behind the mask where one is likeliest to be the
     favourite, if any mask's favourite is an end of text and some text stands before it."""
 
     def wants(self, canvas: Canvas) -> np.ndarray:
         return canvas.masks
 
-    def cut(self, canvas: Canvas, look: Predictions) -> int | None:
-        written = super().cut(canvas, look)
+    def cut(self, canvas: Canvas, predictions: Predictions) -> int | None:
+        written = super().cut(canvas, predictions)
         if written is not None:
             return written
         ends = [
-            place
-            for place in canvas.masks.tolist()
-            if place > canvas.memory["start"]
-            and place in look
-            and look.sequence.stops_at(look.facts(place).best)
+            position
+            for position in canvas.masks.tolist()
+            if position > canvas.memory["start"]
+            and position in predictions
+            and predictions.sequence.stops_at(predictions.facts(position).best)
         ]
         if not ends:
             return None
-        likeliest = max(ends, key=lambda place: (look.facts(place).probability, -place))
+        likeliest = max(
+            ends, key=lambda position: (predictions.facts(position).probability, -position)
+        )
         return likeliest + 1 if likeliest + 1 < len(canvas) else None
 
 
@@ -141,6 +143,6 @@ def learn2pd(
     """Commits what `filter` (a safetensors file; default: the one that ships) calls final with a
     chance above `threshold`. `foresee_end` cuts the canvas where an end of text is predicted."""
     loaded = load(SHIPPED if filter is None else Path(filter))
-    stop = ForeseenEnd() if foresee_end else EndOfText()
+    stop = PredictedEnd() if foresee_end else EndOfText()
     blocks, unmask = FilterBlocks(loaded.size), Filtered(loaded, threshold)
     return Denoiser(blocks, Confidence(), unmask, cache_named(cache), stop, mask=mask)

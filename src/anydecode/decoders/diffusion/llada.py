@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.rankings import ranking
-from anydecode.decoders.diffusion.unmasking import TopK
+from anydecode.decoders.diffusion.unmasking import TopKUnmasking
 
 
 @register(
@@ -37,4 +37,6 @@ def llada(
     """`block` masks at a time (0: the whole canvas; default: up to 32), each filled in `steps`
     passes (default: one token per pass). `remasking` is "confidence", "random", "margin",
     "entropy" or "leftmost"."""
-    return Denoiser(Fixed(block), ranking(remasking), TopK(steps), mask=mask, length=length)
+    return Denoiser(
+        FixedBlocks(block), ranking(remasking), TopKUnmasking(steps), mask=mask, length=length
+    )

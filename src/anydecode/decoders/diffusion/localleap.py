@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -28,10 +28,10 @@ class NearAnchors(UnmaskPolicy):
         self.radius = radius
 
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
         sure: np.ndarray = ranks >= self.threshold
-        distance = np.abs(places[:, None] - places[sure][None, :])
+        distance = np.abs(positions[:, None] - positions[sure][None, :])
         near = (distance <= self.radius).any(axis=1)
         chosen: np.ndarray = sure | (near & (ranks >= self.relaxed))
         return chosen
@@ -59,4 +59,4 @@ def localleap(
 ) -> Denoiser:
     """Commits confidences of `threshold`, or of `relaxed` within `radius` positions of one."""
     unmask = NearAnchors(threshold, relaxed, radius)
-    return Denoiser(Fixed(block), Confidence(), unmask, cache_named(cache), mask=mask)
+    return Denoiser(FixedBlocks(block), Confidence(), unmask, cache_named(cache), mask=mask)

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Entropy
 from anydecode.decoders.diffusion.stops import StopRule
-from anydecode.decoders.diffusion.unmasking import Threshold
+from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 
@@ -35,18 +35,18 @@ class LatentDenoiser(Denoiser):
     nucleus = 0.9
     settled = 0.1
 
-    def fill(self, sequence: Sequence, canvas: Canvas, look: Predictions) -> None:
+    def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         if canvas.block is None:
-            canvas.open(canvas.frontier, self.blocks.end(canvas, look))
+            canvas.open(canvas.frontier, self.blocks.end(canvas, predictions))
             canvas.memory["beliefs"], canvas.memory["refined"] = {}, 0
         assert canvas.block is not None
-        places = canvas.masked(*canvas.block)
+        positions = canvas.masked(*canvas.block)
         before = canvas.memory["beliefs"]
-        now = {int(place): look.probabilities(place) for place in places}
+        now = {int(position): predictions.probabilities(position) for position in positions}
         canvas.memory["beliefs"] = now
         moved = math.inf
         if before:
-            moved = float(np.mean([divergence(before[int(p)], now[int(p)]) for p in places]))
+            moved = float(np.mean([divergence(before[int(p)], now[int(p)]) for p in positions]))
         refined = canvas.memory["refined"]
         if refined is not None:
             if moved >= self.settled and refined < MOST_REFINEMENTS:
@@ -55,22 +55,24 @@ class LatentDenoiser(Denoiser):
                 self.say(sequence, canvas, ())
                 return
             canvas.memory["refined"] = None
-            chosen = self.choose(canvas, look, places)
+            chosen = self.choose(canvas, predictions, positions)
         else:
-            chosen = places if moved < self.settled else self.choose(canvas, look, places)
-        self.commit(sequence, canvas, look, chosen)
+            chosen = (
+                positions if moved < self.settled else self.choose(canvas, predictions, positions)
+            )
+        self.commit(sequence, canvas, predictions, chosen)
 
     def embeddings(
-        self, sequence: Sequence, canvas: Canvas, places: np.ndarray
+        self, sequence: Sequence, canvas: Canvas, positions: np.ndarray
     ) -> torch.Tensor | None:
         beliefs = canvas.memory.get("beliefs") if canvas.block is not None else None
         if not beliefs:
             return None
         model: Any = sequence.context().pool.model
-        inputs: torch.Tensor = model.embed(canvas.tokens[places]).clone()
-        for row, place in enumerate(places.tolist()):
-            if place in beliefs and canvas.tokens[place] == canvas.mask:
-                tokens, weights, mix = self.soft(beliefs[place])
+        inputs: torch.Tensor = model.embed(canvas.tokens[positions]).clone()
+        for row, position in enumerate(positions.tolist()):
+            if position in beliefs and canvas.tokens[position] == canvas.mask:
+                tokens, weights, mix = self.soft(beliefs[position])
                 words = torch.from_numpy(weights.astype(np.float32)) @ model.embed(
                     tokens.astype(np.int32)
                 )
@@ -123,6 +125,8 @@ def lrd(
     refinement ends, and later the whole block is filled."""
     if not 0 <= mixture < 1 or not 0 < nucleus <= 1:
         raise InvalidRequestError("lrd needs 0 <= mixture < 1 and 0 < nucleus <= 1")
-    made = LatentDenoiser(Fixed(block), Entropy(), Threshold(math.inf), stop=StopRule(), mask=mask)
+    made = LatentDenoiser(
+        FixedBlocks(block), Entropy(), ThresholdUnmasking(math.inf), stop=StopRule(), mask=mask
+    )
     made.mixture, made.nucleus, made.settled = mixture, nucleus, settled
     return made

@@ -12,12 +12,12 @@ from functools import cached_property
 import numpy as np
 
 from anydecode.sampling.candidates import Distribution, exponentials
-from anydecode.sampling.policy import Policy
+from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import Scores
 from anydecode.scoring.sequence import Sequence
 
 
-class Facts:
+class RowStatistics:
     """One position under the un-noised distribution, in numbers (float64, natural logarithms).
     Each is computed when it is first asked for."""
 
@@ -76,7 +76,7 @@ class Predictions:
         self,
         sequence: Sequence,
         scores: Scores,
-        policy: Policy,
+        sampler: Sampler,
         step: int,
         mask: int,
         tempered: bool = False,
@@ -84,7 +84,7 @@ class Predictions:
     ) -> None:
         self.sequence = sequence
         self.scores = scores
-        self.policy = policy
+        self.sampler = sampler
         self.step = step
         self.mask = mask
         if not scores.logits.flags.writeable:
@@ -92,19 +92,19 @@ class Predictions:
         scores.logits[:, mask] = -np.inf
         rows = range(len(scores)) if rows is None else rows
         self._rows = {int(scores.positions[row]): row for row in rows}
-        tempered = tempered and not policy.is_greedy
-        self._plain = policy if tempered else Policy(1.0, policy.before)
+        tempered = tempered and not sampler.is_greedy
+        self._plain = sampler if tempered else Sampler(1.0, sampler.pre_temperature)
         self._adjust: list[Callable[[int, np.ndarray], np.ndarray]] = []
         self._changed: dict[int, np.ndarray] = {}
         self._tokens: dict[int, int] = {}
-        self._facts: dict[int, Facts] = {}
+        self._facts: dict[int, RowStatistics] = {}
         self._sure: dict[int, float] = {}
 
-    def __contains__(self, place: int) -> bool:
-        return int(place) in self._rows
+    def __contains__(self, position: int) -> bool:
+        return int(position) in self._rows
 
     @property
-    def places(self) -> np.ndarray:
+    def positions(self) -> np.ndarray:
         """The positions that were predicted, in the order of the rows."""
         return np.fromiter(self._rows, np.int64)
 
@@ -115,80 +115,82 @@ class Predictions:
         return self
 
     def adjust(self, change: Callable[[int, np.ndarray], np.ndarray]) -> None:
-        """Let `change(place, logits)` give the logits that everything else is computed from; it
+        """Let `change(position, logits)` give the logits that everything else is computed from; it
         must not write to its argument. Call before anything is asked for."""
         self._adjust.append(change)
 
-    def revise(self, place: int) -> None:
-        """What was adjusted at `place` has changed: compute it anew when it is asked for."""
+    def revise(self, position: int) -> None:
+        """What was adjusted at `position` has changed: compute it anew when it is asked for."""
         for known in (self._changed, self._tokens, self._facts, self._sure):
-            known.pop(place, None)
+            known.pop(position, None)
 
-    def logits(self, place: int) -> np.ndarray:
-        """float32 `[vocab_size]` for the token at `place`; the mask token has -inf."""
-        place = int(place)
-        row = self.scores.row(self._rows[place])
+    def logits(self, position: int) -> np.ndarray:
+        """float32 `[vocab_size]` for the token at `position`; the mask token has -inf."""
+        position = int(position)
+        row = self.scores.row(self._rows[position])
         if not self._adjust:
             return row
-        if place not in self._changed:
+        if position not in self._changed:
             for change in self._adjust:
-                row = change(place, row)
-            self._changed[place] = row
-        return self._changed[place]
+                row = change(position, row)
+            self._changed[position] = row
+        return self._changed[position]
 
-    def probabilities(self, place: int) -> np.ndarray:
-        """float64 `[vocab_size]`: the un-noised distribution at `place`."""
-        logits = self.logits(place)
+    def probabilities(self, position: int) -> np.ndarray:
+        """float64 `[vocab_size]`: the un-noised distribution at `position`."""
+        logits = self.logits(position)
         return self._plain.distribution(logits).dense(len(logits))
 
-    def token(self, place: int) -> int:
-        """What the policy draws for `place`, with the noise of the place and of this step."""
-        place = int(place)
-        if place not in self._tokens:
-            self._tokens[place] = self.draw(self.policy, place)
-        return self._tokens[place]
+    def token(self, position: int) -> int:
+        """What the policy draws for `position`, with the noise of the place and of this step."""
+        position = int(position)
+        if position not in self._tokens:
+            self._tokens[position] = self.draw(self.sampler, position)
+        return self._tokens[position]
 
-    def draw(self, policy: Policy, place: int) -> int:
-        """What `policy` draws for `place`."""
-        return self.sequence.pick(policy, self.logits(place), int(place), self.step)
+    def draw(self, sampler: Sampler, position: int) -> int:
+        """What `policy` draws for `position`."""
+        return self.sequence.sample(sampler, self.logits(position), int(position), self.step)
 
-    def facts(self, place: int) -> Facts:
-        """The un-noised distribution at `place` in numbers."""
-        place = int(place)
-        if place not in self._facts:
-            self._facts[place] = Facts(*self._untempered(place))
-        return self._facts[place]
+    def facts(self, position: int) -> RowStatistics:
+        """The un-noised distribution at `position` in numbers."""
+        position = int(position)
+        if position not in self._facts:
+            self._facts[position] = RowStatistics(*self._untempered(position))
+        return self._facts[position]
 
-    def chance(self, place: int, token: int) -> float:
-        """The un-noised probability of `token` at `place`."""
-        scores, tokens = self._untempered(int(place))
-        return self.facts(place).chance(Distribution(tokens, scores).score(token))
+    def probability_drawn(self, position: int, token: int) -> float:
+        """The un-noised probability of `token` at `position`."""
+        scores, tokens = self._untempered(int(position))
+        return self.facts(position).chance(Distribution(tokens, scores).score(token))
 
-    def _untempered(self, place: int) -> tuple[np.ndarray, np.ndarray | None]:
-        if self._plain.is_plain and self._plain.temperature == 1:
-            return self.logits(place), None
-        found = self._plain.distribution(self.logits(place))
+    def _untempered(self, position: int) -> tuple[np.ndarray, np.ndarray | None]:
+        if self._plain.is_temperature_only and self._plain.temperature == 1:
+            return self.logits(position), None
+        found = self._plain.distribution(self.logits(position))
         return found.scores, found.tokens
 
-    def tokens(self, places: Iterable[int]) -> np.ndarray:
+    def tokens(self, positions: Iterable[int]) -> np.ndarray:
         """int32: `token` of each place."""
-        return np.array([self.token(place) for place in places], np.int32)
+        return np.array([self.token(position) for position in positions], np.int32)
 
-    def confidence(self, places: Iterable[int]) -> np.ndarray:
+    def confidence(self, positions: Iterable[int]) -> np.ndarray:
         """float64: the un-noised probability of each place's token."""
-        return np.array([self._confidence(int(place)) for place in places], np.float64)
+        return np.array([self._confidence(int(position)) for position in positions], np.float64)
 
-    def margins(self, places: Iterable[int]) -> np.ndarray:
+    def margins(self, positions: Iterable[int]) -> np.ndarray:
         """float64: the largest probability less the second."""
-        return np.array([self.facts(place).margin for place in places], np.float64)
+        return np.array([self.facts(position).margin for position in positions], np.float64)
 
-    def entropies(self, places: Iterable[int]) -> np.ndarray:
+    def entropies(self, positions: Iterable[int]) -> np.ndarray:
         """float64: nats."""
-        return np.array([self.facts(place).entropy for place in places], np.float64)
+        return np.array([self.facts(position).entropy for position in positions], np.float64)
 
-    def _confidence(self, place: int) -> float:
-        if place not in self._sure:
-            token, facts = self.token(place), self.facts(place)
+    def _confidence(self, position: int) -> float:
+        if position not in self._sure:
+            token, facts = self.token(position), self.facts(position)
             same = token == facts.best
-            self._sure[place] = facts.probability if same else self.chance(place, token)
-        return self._sure[place]
+            self._sure[position] = (
+                facts.probability if same else self.probability_drawn(position, token)
+            )
+        return self._sure[position]

@@ -7,13 +7,13 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import ranking
 from anydecode.decoders.diffusion.stops import StopRule
-from anydecode.decoders.diffusion.unmasking import TopK
+from anydecode.decoders.diffusion.unmasking import TopKUnmasking
 from anydecode.errors import InvalidRequestError
 
 
@@ -31,14 +31,14 @@ class LogitGap(StopRule):
     def wants(self, canvas: Canvas) -> np.ndarray:
         return np.union1d(canvas.masks, self._answer(canvas))
 
-    def fills(self, canvas: Canvas, look: Predictions) -> bool:
-        answer = [place for place in self._answer(canvas) if place in look]
+    def fills(self, canvas: Canvas, predictions: Predictions) -> bool:
+        answer = [position for position in self._answer(canvas) if position in predictions]
         if not answer:
             return False
         done = np.count_nonzero(canvas.committed >= 0)
         progress = done / (done + len(canvas.masks))
         least = self.gaps[0 if progress < 0.33 else 1 if progress < 0.67 else 2]
-        return float(np.mean([look.facts(place).gap for place in answer])) >= least
+        return float(np.mean([predictions.facts(position).gap for position in answer])) >= least
 
     def _answer(self, canvas: Canvas) -> np.ndarray:
         first = min(canvas.memory["start"] + self.start, len(canvas))
@@ -77,4 +77,6 @@ def prophet(
     """The gaps, in logits, that suffice in the first, second and last third of the passes: logits
     are scaled otherwise in every model. `start` and `count` are where the answer stands."""
     stop = LogitGap((early, middle, late), start, count)
-    return Denoiser(Fixed(block), ranking(remasking), TopK(steps), stop=stop, mask=mask)
+    return Denoiser(
+        FixedBlocks(block), ranking(remasking), TopKUnmasking(steps), stop=stop, mask=mask
+    )

@@ -15,44 +15,44 @@ class Ranking(ABC):
     """One number per position. Thresholds hold against these numbers, too."""
 
     @abstractmethod
-    def rank(self, canvas: Canvas, look: Predictions, places: np.ndarray) -> np.ndarray:
-        """float64 `[len(places)]`."""
+    def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
+        """float64 `[len(positions)]`."""
 
 
 class Confidence(Ranking):
     """The un-noised probability of the token that would be written (LLaDA, Dream maskgit_plus)."""
 
-    def rank(self, canvas: Canvas, look: Predictions, places: np.ndarray) -> np.ndarray:
-        return look.confidence(places)
+    def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
+        return predictions.confidence(positions)
 
 
 class Margin(Ranking):
     """The largest probability less the second (Dream topk_margin)."""
 
-    def rank(self, canvas: Canvas, look: Predictions, places: np.ndarray) -> np.ndarray:
-        return look.margins(places)
+    def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
+        return predictions.margins(positions)
 
 
 class Entropy(Ranking):
     """Least entropy first: its negative, in nats (Dream entropy)."""
 
-    def rank(self, canvas: Canvas, look: Predictions, places: np.ndarray) -> np.ndarray:
-        return -look.entropies(places)
+    def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
+        return -predictions.entropies(positions)
 
 
 class Random(Ranking):
     """Uniform numbers that belong to the place and the step (LLaDA random, Dream origin)."""
 
-    def rank(self, canvas: Canvas, look: Predictions, places: np.ndarray) -> np.ndarray:
-        noise = look.sequence.noise.with_purpose("unmask")
-        return np.array([noise.coin(int(place), look.step) for place in places])
+    def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
+        noise = predictions.sequence.noise.with_purpose("unmask")
+        return np.array([noise.coin(int(position), predictions.step) for position in positions])
 
 
 class Leftmost(Ranking):
     """From left to right."""
 
-    def rank(self, canvas: Canvas, look: Predictions, places: np.ndarray) -> np.ndarray:
-        return -places.astype(np.float64)
+    def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
+        return -positions.astype(np.float64)
 
 
 RANKINGS: dict[str, type[Ranking]] = {

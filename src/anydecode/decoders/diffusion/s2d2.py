@@ -9,28 +9,28 @@ from dataclasses import dataclass
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import BlockCausalCache
 from anydecode.decoders.diffusion.canvas import Canvas
+from anydecode.decoders.diffusion.canvas_spans import CausalSpan, score_of
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.lays import Ahead, score_of
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.sdar import BlockSchedule
-from anydecode.decoders.diffusion.unmasking import ThresholdElse
+from anydecode.decoders.diffusion.unmasking import ThresholdOrSchedule
 from anydecode.decoders.speculative.rejection import ladder
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.interface import Rows
-from anydecode.memory.context import Context
+from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import TARGET, Sequence
-from anydecode.scoring.span import Chain, Span
+from anydecode.scoring.span import ChainSpan, Span
 
 ROUTERS = ("score", "always", "never", "span", "hysteresis")
 
 
 @dataclass(eq=False)
-class TwoStreams(Ahead):
+class TwoStreamSpan(CausalSpan):
     """The block as drafted, each row seeing the context and the rows up to itself; then masks at
     the last `masks` of those places, each seeing the drafted rows strictly before it, and itself.
     """
@@ -56,12 +56,12 @@ class CausalBlocks(BlockCausalCache):
     """The same, but finished blocks are kept as causal rows: those of the verification."""
 
     def before(
-        self, canvas: Canvas, context: Context, region: tuple[int, int], opening: bool
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
     ) -> list[Span]:
         assert canvas.size is not None
         stop = region[0] // canvas.size * canvas.size
         fresh = canvas.tokens[context.length : stop].tolist()
-        return [Chain(context, fresh, 0, context.pool.model.spec.num_layers)] if fresh else []
+        return [ChainSpan(context, fresh, 0, context.pool.model.spec.num_layers)] if fresh else []
 
 
 class SelfVerified(Denoiser):
@@ -74,58 +74,58 @@ class SelfVerified(Denoiser):
     complete = True
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
-        [look] = yield from self.look(sequence, canvas)
-        if sequence.policy.stateful:
-            self.fill(sequence, canvas, look)
+        [predictions] = yield from self.forward(sequence, canvas)
+        if sequence.sampler.stateful:
+            self.fill(sequence, canvas, predictions)
             return
-        block = canvas.block or (canvas.frontier, self.blocks.end(canvas, look))
+        block = canvas.block or (canvas.frontier, self.blocks.end(canvas, predictions))
         masks = canvas.masked(*block)
         stretch = masks[masks - masks[0] == np.arange(len(masks))]
-        if not self.verifies(canvas, look, stretch):
-            self.fill(sequence, canvas, look)
+        if not self.verifies(canvas, predictions, stretch):
+            self.fill(sequence, canvas, predictions)
             return
-        look.keep()
-        tokens = look.tokens(stretch)
+        predictions.keep()
+        tokens = predictions.tokens(stretch)
         context = sequence.context()
         assert canvas.size is not None
         start, stop = int(stretch[0]) // canvas.size * canvas.size, int(stretch[-1]) + 1
-        places = np.concatenate([np.arange(start, stop), stretch]).astype(np.int32)
+        positions = np.concatenate([np.arange(start, stop), stretch]).astype(np.int32)
         drafted = canvas.copy_tokens(stretch, tokens)[start:stop]
         inputs = np.concatenate([drafted, np.full(len(stretch), canvas.mask, np.int32)])
-        span = TwoStreams(
+        span = TwoStreamSpan(
             context,
             inputs.tolist(),
             0,
             context.pool.model.spec.num_layers,
-            places=places,
+            positions=positions,
             masks=len(stretch),
         )
         scores = yield score_of(sequence, TARGET, [span], 1, stretch, 0)
         self._note(canvas, [span], "verify")
-        verdict = Predictions(sequence, scores, look.policy, canvas.step, canvas.mask)
-        said = self.verified(sequence, look, verdict, stretch, tokens)
+        verdict = Predictions(sequence, scores, predictions.sampler, canvas.step, canvas.mask)
+        said = self.verified(sequence, predictions, verdict, stretch, tokens)
         if canvas.block is None:
             canvas.open(*block)
             self.unmask.opened(canvas)
         done = stretch[: len(said)]
         if sequence.annotate is not None:
-            self._annotate(sequence, canvas, verdict, done, said, look.policy)
-        sure = [verdict.chance(*one) for one in zip(done, said, strict=True)]
+            self._annotate(sequence, canvas, verdict, done, said, predictions.sampler)
+        sure = [verdict.probability_drawn(*one) for one in zip(done, said, strict=True)]
         canvas.commit(done, said, sure)
-        assert isinstance(self.unmask, ThresholdElse)
+        assert isinstance(self.unmask, ThresholdOrSchedule)
         missing = self.unmask.schedule.quota(canvas) - len(said)
         left = canvas.masked(*block)
         if self.complete and missing > 0 and len(left):
-            order = np.argsort(-self.ranking.rank(canvas, look, left), kind="stable")
+            order = np.argsort(-self.ranking.rank(canvas, predictions, left), kind="stable")
             more = np.sort(left[order[:missing]])
             if sequence.annotate is not None:
-                chosen = look.tokens(more).tolist()
-                self._annotate(sequence, canvas, look, more, chosen, look.policy)
-            canvas.commit(more, look.tokens(more), look.confidence(more))
+                chosen = predictions.tokens(more).tolist()
+                self._annotate(sequence, canvas, predictions, more, chosen, predictions.sampler)
+            canvas.commit(more, predictions.tokens(more), predictions.confidence(more))
             done = np.union1d(done, more)
-        self.settle(sequence, canvas, look, done, verified=len(said))
+        self.settle(sequence, canvas, predictions, done, verified=len(said))
 
-    def verifies(self, canvas: Canvas, look: Predictions, stretch: np.ndarray) -> bool:
+    def verifies(self, canvas: Canvas, predictions: Predictions, stretch: np.ndarray) -> bool:
         """The router: whether verifying `stretch` is worth a pass."""
         if self.router in ("always", "never"):
             return self.router == "always"
@@ -133,8 +133,8 @@ class SelfVerified(Denoiser):
             return len(stretch) >= self.least
         kept = 1.0
         expected = 0.0
-        for entropy in look.entropies(stretch):
-            kept *= math.exp(-entropy / math.log(len(look.logits(stretch[0]))))
+        for entropy in predictions.entropies(stretch):
+            kept *= math.exp(-entropy / math.log(len(predictions.logits(stretch[0]))))
             expected += kept
         score = expected - self.cost
         if self.router == "score":
@@ -146,7 +146,7 @@ class SelfVerified(Denoiser):
     @staticmethod
     def verified(
         sequence: Sequence,
-        look: Predictions,
+        predictions: Predictions,
         verdict: Predictions,
         stretch: np.ndarray,
         drafts: np.ndarray,
@@ -155,15 +155,15 @@ class SelfVerified(Denoiser):
         coins = sequence.noise.with_purpose("coin")
         residual = sequence.noise.with_purpose("residual")
         said: list[int] = []
-        for place, draft in zip(stretch.tolist(), drafts.tolist(), strict=True):
-            rows = [look.logits(place), verdict.logits(place)]
-            drawn, wanted = (look.policy.distribution(row).dense(len(row)) for row in rows)
+        for position, draft in zip(stretch.tolist(), drafts.tolist(), strict=True):
+            rows = [predictions.logits(position), verdict.logits(position)]
+            drawn, wanted = (predictions.sampler.distribution(row).dense(len(row)) for row in rows)
             chance, rest = next(ladder(wanted, drawn, "iid", [draft]))
-            if coins.coin(place, look.step) < chance:
+            if coins.coin(position, predictions.step) < chance:
                 said.append(draft)
                 continue
             support = np.flatnonzero(rest)
-            keys = np.log(rest[support]) + residual.gumbel(support, place, look.step)
+            keys = np.log(rest[support]) + residual.gumbel(support, position, predictions.step)
             said.append(int(support[keys.argmax()]))
             break
         return said
@@ -214,9 +214,9 @@ def s2d2(
     if caching not in ("block", "causal"):
         raise InvalidRequestError(f"caching is block or causal; {caching!r} is neither")
     made = SelfVerified(
-        Fixed(block),
+        FixedBlocks(block),
         Confidence(),
-        ThresholdElse(threshold, BlockSchedule(steps)),
+        ThresholdOrSchedule(threshold, BlockSchedule(steps)),
         BlockCausalCache(block) if caching == "block" else CausalBlocks(block),
         mask=mask,
         tempered=True,

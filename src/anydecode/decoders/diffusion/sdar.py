@@ -8,12 +8,16 @@ Interpolating Between Autoregressive and Diffusion Language Models", arXiv:2503.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import BlockCausalCache
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.rankings import Confidence, Leftmost, Random
-from anydecode.decoders.diffusion.unmasking import Threshold, ThresholdElse, TopK
+from anydecode.decoders.diffusion.unmasking import (
+    ThresholdOrSchedule,
+    ThresholdUnmasking,
+    TopKUnmasking,
+)
 from anydecode.errors import InvalidRequestError
 
 STRATEGIES = ("dynamic", "static", "sequential")
@@ -30,7 +34,7 @@ def _checked(block: int | None) -> int | None:
     return block
 
 
-class BlockSchedule(TopK):
+class BlockSchedule(TopKUnmasking):
     """A share of the block's size in each of `steps` passes, whatever of it the prompt fills."""
 
     def quota(self, canvas: Canvas) -> int:
@@ -65,10 +69,10 @@ def sdar(
     if remasking not in STRATEGIES:
         raise InvalidRequestError(f"remasking is {', '.join(STRATEGIES)}; not {remasking!r}")
     schedule = BlockSchedule(steps)
-    unmask = ThresholdElse(threshold, schedule) if remasking == "dynamic" else schedule
+    unmask = ThresholdOrSchedule(threshold, schedule) if remasking == "dynamic" else schedule
     ranked = Leftmost() if remasking == "sequential" else Confidence()
     cache = BlockCausalCache(_checked(block))
-    return Denoiser(Fixed(block), ranked, unmask, cache, mask=mask, tempered=True)
+    return Denoiser(FixedBlocks(block), ranked, unmask, cache, mask=mask, tempered=True)
 
 
 @register(
@@ -92,4 +96,4 @@ def bd3_lm(block: int | None = None, mask: int | None = None) -> Denoiser:
     """The first-hitting sampler: which mask is filled next is a matter of chance, and one pass
     fills one. `block` as for `sdar`."""
     cache = BlockCausalCache(_checked(block))
-    return Denoiser(Fixed(block), Random(), Threshold(2.0), cache, mask=mask)
+    return Denoiser(FixedBlocks(block), Random(), ThresholdUnmasking(2.0), cache, mask=mask)

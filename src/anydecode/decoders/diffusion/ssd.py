@@ -4,7 +4,7 @@ Models", arXiv:2510.04147)."""
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Fixed, Whole
+from anydecode.decoders.diffusion.blocks import FixedBlocks, WholeCanvas
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.chains import ChainDenoiser
 from anydecode.decoders.diffusion.rankings import Confidence
@@ -32,5 +32,5 @@ def ssd(
     drafts: int = 4, block: int = 0, cache: str = "none", mask: int | None = None
 ) -> ChainDenoiser:
     """A chain of `drafts` nodes per pass over blocks of `block` positions (0: the whole canvas)."""
-    blocks = Fixed(block) if block else Whole()
+    blocks = FixedBlocks(block) if block else WholeCanvas()
     return ChainDenoiser(drafts, blocks, Confidence(), cache_named(cache), mask)

@@ -15,12 +15,12 @@ class StopRule:
         """Masks that must be predicted besides the block's."""
         return np.empty(0, np.int64)
 
-    def fills(self, canvas: Canvas, look: Predictions) -> bool:
+    def fills(self, canvas: Canvas, predictions: Predictions) -> bool:
         """Asked before anything is committed: whether every mask that was predicted gets its token
         now."""
         return False
 
-    def cut(self, canvas: Canvas, look: Predictions) -> int | None:
+    def cut(self, canvas: Canvas, predictions: Predictions) -> int | None:
         """Asked after the commit: the length to which the canvas shrinks, or None."""
         return None
 
@@ -28,8 +28,8 @@ class StopRule:
 class EndOfText(StopRule):
     """Drops what stands behind a committed end of text."""
 
-    def cut(self, canvas: Canvas, look: Predictions) -> int | None:
-        for place in np.flatnonzero(canvas.committed >= 0):
-            if look.sequence.stops_at(int(canvas.tokens[place])):
-                return int(place) + 1 if place + 1 < len(canvas) else None
+    def cut(self, canvas: Canvas, predictions: Predictions) -> int | None:
+        for position in np.flatnonzero(canvas.committed >= 0):
+            if predictions.sequence.stops_at(int(canvas.tokens[position])):
+                return int(position) + 1 if position + 1 < len(canvas) else None
         return None

@@ -17,16 +17,17 @@ class UnmaskPolicy(ABC):
 
     @abstractmethod
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
-        """Boolean `[len(places)]`. `places` are masks, ascending, and never none; `ranks` is what
+        """Boolean `[len(positions)]`. `positions` are masks, ascending, and never none; `ranks`
+        is what
         the ranking says of them. The denoiser adds the best one where none is chosen."""
 
     def opened(self, canvas: Canvas) -> None:  # noqa: B027  most policies keep nothing per block
         """A block has just been opened, before anything is selected in it."""
 
 
-class TopK(UnmaskPolicy):
+class TopKUnmasking(UnmaskPolicy):
     """The best `masks of the block / steps` of each pass; the remainder goes to the first passes
     (LLaDA). `steps` is per block; None: one token per pass."""
 
@@ -42,7 +43,7 @@ class TopK(UnmaskPolicy):
         return base + (canvas.block_step < more)
 
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
         return best(ranks, self.quota(canvas))
 
@@ -73,12 +74,12 @@ class TimeGrid(UnmaskPolicy):
         return max(1, int(masks * (1 - s / t)))
 
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
-        return best(ranks, self.quota(canvas, len(places)))
+        return best(ranks, self.quota(canvas, len(positions)))
 
 
-class Threshold(UnmaskPolicy):
+class ThresholdUnmasking(UnmaskPolicy):
     """Every mask ranked at least `least`, the best one anyhow (Fast-dLLM); `most` at a time."""
 
     def __init__(self, least: float, most: int | None = None) -> None:
@@ -86,7 +87,7 @@ class Threshold(UnmaskPolicy):
         self.most = most
 
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
         chosen = ranks >= self.least
         if self.most is not None and np.count_nonzero(chosen) > self.most:
@@ -94,23 +95,23 @@ class Threshold(UnmaskPolicy):
         return chosen
 
 
-class ThresholdElse(UnmaskPolicy):
+class ThresholdOrSchedule(UnmaskPolicy):
     """Every mask ranked above `least` if those are at least as many as the schedule's, else the
     schedule's (SDAR's dynamic rule)."""
 
-    def __init__(self, least: float, schedule: TopK) -> None:
+    def __init__(self, least: float, schedule: TopKUnmasking) -> None:
         self.least = least
         self.schedule = schedule
 
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
         sure: np.ndarray = ranks > self.least
         count = self.schedule.quota(canvas)
         return sure if np.count_nonzero(sure) >= count else best(ranks, count)
 
 
-class Factor(UnmaskPolicy):
+class FactorUnmasking(UnmaskPolicy):
     """The n best, for the largest n with (n + 1) (1 - c_n) < `factor` (Fast-dLLM)."""
 
     def __init__(self, factor: float = 1.0) -> None:
@@ -119,7 +120,7 @@ class Factor(UnmaskPolicy):
         self.factor = factor
 
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
         order = best_first(ranks)
         counts = np.arange(1, len(ranks) + 1)

@@ -7,33 +7,33 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.diffusion.blocks import Sliding
+from anydecode.decoders.diffusion.blocks import SlidingWindow
 from anydecode.decoders.diffusion.caches import CausalCache
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Ranking
-from anydecode.decoders.diffusion.unmasking import Threshold
+from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 from anydecode.errors import InvalidRequestError
 
 
-class NearEntropy(Ranking):
+class DistancePenalisedEntropy(Ranking):
     """Least entropy first, each position counted from the first mask making it `penalty` worse."""
 
     def __init__(self, penalty: float) -> None:
         self.penalty = penalty
 
-    def rank(self, canvas: Canvas, look: Predictions, places: np.ndarray) -> np.ndarray:
-        distance = places - canvas.frontier
-        ranks: np.ndarray = -(look.entropies(places) + self.penalty * distance)
+    def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
+        distance = positions - canvas.frontier
+        ranks: np.ndarray = -(predictions.entropies(positions) + self.penalty * distance)
         return ranks
 
 
-class Below(Threshold):
+class StrictThreshold(ThresholdUnmasking):
     """Every mask whose adjusted entropy is below the bound, not at it."""
 
     def select(
-        self, canvas: Canvas, look: Predictions, places: np.ndarray, ranks: np.ndarray
+        self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
         chosen: np.ndarray = ranks > self.least
         return chosen
@@ -62,5 +62,9 @@ def wedlm(
     if penalty < 0:
         raise InvalidRequestError("the penalty on distance cannot be negative")
     return Denoiser(
-        Sliding(window), NearEntropy(penalty), Below(-entropy), CausalCache(), mask=mask
+        SlidingWindow(window),
+        DistancePenalisedEntropy(penalty),
+        StrictThreshold(-entropy),
+        CausalCache(),
+        mask=mask,
     )

@@ -10,14 +10,14 @@ from anydecode.catalogue import Card, register
 from anydecode.decoders.diffusion.blocks import BlockPolicy
 from anydecode.decoders.diffusion.caches import CachePolicy, rows
 from anydecode.decoders.diffusion.canvas import Canvas
+from anydecode.decoders.diffusion.canvas_spans import CanvasSpan
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.lays import Lay
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import ranking
 from anydecode.decoders.diffusion.stops import EndOfText
-from anydecode.decoders.diffusion.unmasking import Threshold
+from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 from anydecode.errors import InvalidRequestError
-from anydecode.memory.context import Context
+from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.spec import ModelSpec
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.span import Span
@@ -63,8 +63,8 @@ class Windowed(CachePolicy):
             canvas.memory["window"] = {"step": canvas.step, "end": end, "length": len(canvas)}
 
     def renew(
-        self, canvas: Canvas, context: Context, region: tuple[int, int], opening: bool
-    ) -> Lay | None:
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
+    ) -> CanvasSpan | None:
         if not self.is_stale(canvas, region):
             return None
         end = self.end(canvas)
@@ -73,25 +73,25 @@ class Windowed(CachePolicy):
         span.visible, span.keep = np.full(end, end, np.int32), True
         return span
 
-    def look(
-        self, canvas: Canvas, context: Context, tokens: np.ndarray, region: tuple[int, int]
+    def span(
+        self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
         held = canvas.memory["window"]
         end = held["end"]
         fresh = np.flatnonzero(canvas.committed[:end] >= held["step"])
-        places = np.union1d(fresh, canvas.slice(*region)).astype(np.int32)
-        span = rows(canvas, context, tokens, places)
-        span.visible = np.full(len(places), end, np.int32)
+        positions = np.union1d(fresh, canvas.slice(*region)).astype(np.int32)
+        span = rows(canvas, context, tokens, positions)
+        span.visible = np.full(len(positions), end, np.int32)
         return span
 
 
 class WindowedDenoiser(Denoiser):
     """Keeps account of refreshes."""
 
-    def fill(self, sequence: Sequence, canvas: Canvas, look: Predictions) -> None:
+    def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         assert isinstance(self.cache, Windowed)
         self.cache.refreshed(canvas, (canvas.frontier, self.blocks.window(canvas)))
-        super().fill(sequence, canvas, look)
+        super().fill(sequence, canvas, predictions)
 
 
 class FirstMasks(BlockPolicy):
@@ -136,7 +136,7 @@ def window_diffusion(
     return WindowedDenoiser(
         FirstMasks(active),
         ranking(remasking),
-        Threshold(threshold),
+        ThresholdUnmasking(threshold),
         Windowed(window, active, cycle),
         EndOfText(),
         mask=mask,

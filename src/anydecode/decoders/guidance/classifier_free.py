@@ -7,7 +7,7 @@ from anydecode.decoders.autoregressive import Autoregressive
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.guidance import Guidance
-from anydecode.sampling.policy import Policy
+from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
@@ -41,15 +41,18 @@ class ClassifierFreeGuidance(Decoder):
         self.scale = scale
         self.negative = negative
         self.inner = inner or Autoregressive()
-        self.lanes = self.inner.lanes
+        self.runners = self.inner.runners
 
     def prepare(self, sequence: Sequence) -> None:
-        policy = sequence.policy
-        if policy.combiner is not None:
+        sampler = sequence.sampler
+        if sampler.combiner is not None:
             raise UnsupportedCombinationError("guidance cannot be combined with another combiner")
         sequence.companion_prompts = [list(self.negative or sequence.prompt[-1:])]
-        sequence.policy = Policy(
-            policy.temperature, policy.before, policy.after, Guidance(self.scale)
+        sequence.sampler = Sampler(
+            sampler.temperature,
+            sampler.pre_temperature,
+            sampler.post_temperature,
+            Guidance(self.scale),
         )
         self.inner.prepare(sequence)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.prefill.attention import looks
+from anydecode.decoders.prefill.attention_probe import attention_probe
 from anydecode.decoders.prefill.prefilled import (
     WORKS,
     Prefilled,
@@ -22,7 +22,7 @@ from anydecode.decoders.prefill.prefilled import (
     walk,
 )
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.memory.context import Context
+from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
@@ -80,7 +80,7 @@ class FastKV(Prefilled):
         self.budget, self.propagate, self.layer = budget, propagate, layer
         self.window, self.kernel = window, kernel
 
-    def prefill(self, sequence: Sequence, context: Context) -> Decoding:
+    def prefill(self, sequence: Sequence, context: SequenceCache) -> Decoding:
         length, window = len(sequence.prompt) - 1, self.window
         kept = max(window + 1, int(self.budget * length if self.budget < 1 else self.budget))
         if length <= kept:
@@ -102,17 +102,17 @@ class FastKV(Prefilled):
         scores += self._scores(context, every, answer.hidden, stretch)
         some = max(kept, int(self.propagate * length))
         best = chosen(scores[-1].sum(0), some - window).numpy()
-        places = np.concatenate([every[best], every[-window:]]).astype(np.int32)
-        state = span.ended[torch.from_numpy(places.astype(np.int64))]
+        positions = np.concatenate([every[best], every[-window:]]).astype(np.int32)
+        state = span.ended[torch.from_numpy(positions.astype(np.int64))]
         stretch = (middle + 1, depth)
-        last = range(len(places) - window, len(places))
-        _, score = walk(sequence, context, places, state, stretch, last, range(*stretch))
+        last = range(len(positions) - window, len(positions))
+        _, score = walk(sequence, context, positions, state, stretch, last, range(*stretch))
         answer = yield score
-        later = self._scores(context, places, answer.hidden, stretch)
+        later = self._scores(context, positions, answer.hidden, stretch)
         finish(sequence, context)
-        compact(context, 0, self._kept(scores, every, kept) + self._kept(later, places, kept))
+        compact(context, 0, self._kept(scores, every, kept) + self._kept(later, positions, kept))
 
-    def _start(self, sequence: Sequence, context: Context, length: int) -> torch.Tensor:
+    def _start(self, sequence: Sequence, context: SequenceCache, length: int) -> torch.Tensor:
         given = inputs(sequence, context, 0, length)
         if given is None:
             given = context.pool.model.embed(np.array(sequence.prompt[:length]))  # type: ignore[attr-defined]
@@ -120,27 +120,27 @@ class FastKV(Prefilled):
 
     def _scores(
         self,
-        context: Context,
-        places: np.ndarray,
+        context: SequenceCache,
+        positions: np.ndarray,
         hidden: dict[int, torch.Tensor],
         layers: tuple[int, int],
     ) -> list[torch.Tensor]:
         model = context.pool.model
         found = []
         for layer in range(*layers):
-            share = looks(model).share(
-                layer, hidden[layer], places[-self.window :], context.pool.cache,
-                context.table[places], places,
+            share = attention_probe(model).share(
+                layer, hidden[layer], positions[-self.window :], context.pool.cache,
+                context.table[positions], positions,
             )  # fmt: skip
             heads = model.spec.layers[layer].attention.num_kv_heads
             found.append(window_scores(share, heads, self.kernel))
         return found
 
     def _kept(
-        self, scores: list[torch.Tensor], places: np.ndarray, kept: int
+        self, scores: list[torch.Tensor], positions: np.ndarray, kept: int
     ) -> list[torch.Tensor]:
         """Per layer the positions to keep, int64 `[kv_heads, kept]`."""
-        at = torch.from_numpy(places.astype(np.int64))
+        at = torch.from_numpy(positions.astype(np.int64))
         found = []
         for score in scores:
             best = at[chosen(score, kept - self.window)]

@@ -13,7 +13,7 @@ from anydecode.catalogue import Card, register
 from anydecode.decoders.prefill.prefilled import Prefilled, check_float, plain
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.codecs.gear import compressed
-from anydecode.memory.context import Context
+from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
@@ -61,20 +61,20 @@ class Gear(Prefilled):
             room = boundary - context.length
             scores = yield sequence.score(tokens[:room])
             if len(tokens) <= room:
-                sequence.emit([scores.picks[-1]])
+                sequence.emit([scores.sampled[-1]])
             if context.length == boundary:
                 self._compress(context, boundary - self.buffer, self.tail)
                 boundary += self.buffer
 
-    def prefill(self, sequence: Sequence, context: Context) -> Decoding:
+    def prefill(self, sequence: Sequence, context: SequenceCache) -> Decoding:
         check_float(context)
         if len(sequence.prompt) > 1:
             yield plain(sequence, context, 0, len(sequence.prompt) - 1)
             self._compress(context, 0, self.rank)
 
-    def _compress(self, context: Context, start: int, rank: int) -> None:
+    def _compress(self, context: SequenceCache, start: int, rank: int) -> None:
         cache = context.pool.cache
-        slots = torch.from_numpy(context.own(start, context.length).astype(np.int64))
+        slots = torch.from_numpy(context.make_exclusive(start, context.length).astype(np.int64))
         for stores, keys in ((cache.keys, True), (cache.values, False)):
             for store in stores:
                 held = compressed(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.prefill.attention import looks
+from anydecode.decoders.prefill.attention_probe import attention_probe
 from anydecode.decoders.prefill.prefilled import (
     WORKS,
     Prefilled,
@@ -21,8 +21,8 @@ from anydecode.decoders.prefill.prefilled import (
     walk,
 )
 from anydecode.errors import InvalidRequestError
-from anydecode.memory.context import Context
-from anydecode.scoring.embedded import Embedded
+from anydecode.memory.sequence_cache import SequenceCache
+from anydecode.scoring.prompt_embeds import PromptEmbeds
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
@@ -85,7 +85,7 @@ class MustDrop(Prefilled):
             raise InvalidRequestError("mustdrop needs overall, single >= 0 and 0 <= key <= 1")
         self.overall, self.single, self.key, self.alike = overall, single, key, alike
 
-    def prefill(self, sequence: Sequence, context: Context) -> Decoding:
+    def prefill(self, sequence: Sequence, context: SequenceCache) -> Decoding:
         length = len(sequence.prompt) - 1
         media = given(sequence)
         if media is None:
@@ -101,32 +101,34 @@ class MustDrop(Prefilled):
             state[media.first : media.stop] = rows
             stays[media.first : media.stop] = remaining.numpy()
         protected = self._protected(media, length)
-        places = np.flatnonzero(stays).astype(np.int32)
+        positions = np.flatnonzero(stays).astype(np.int32)
         state, begin = state[torch.from_numpy(stays)], 0
         for stage in sorted({(2 + 4 * i) * depth // 32 for i in range(4)}):
-            text = np.flatnonzero(places >= media.stop)
+            text = np.flatnonzero(positions >= media.stop)
             if stage + 1 >= depth or not len(text):
                 break
             stretch = (begin, stage + 1)
-            span, score = walk(sequence, context, places, state, stretch, text.tolist(), (stage,))
+            span, score = walk(
+                sequence, context, positions, state, stretch, text.tolist(), (stage,)
+            )
             answer = yield score
-            share = looks(context.pool.model).share(
-                stage, answer.hidden[stage], places[text], context.pool.cache,
-                context.table[places], places,
+            share = attention_probe(context.pool.model).share(
+                stage, answer.hidden[stage], positions[text], context.pool.cache,
+                context.table[positions], positions,
             ).mean(0)  # fmt: skip
-            vision = np.flatnonzero((places >= media.first) & (places < media.stop))
+            vision = np.flatnonzero((positions >= media.first) & (positions < media.stop))
             gone = dropped(share[:, torch.from_numpy(vision)], self.overall, self.single).numpy()
-            gone &= ~protected[places[vision]]
-            left = np.ones(len(places), bool)
+            gone &= ~protected[positions[vision]]
+            left = np.ones(len(positions), bool)
             left[vision[gone]] = False
             state, begin = span.ended[torch.from_numpy(left)], stage + 1
-            places = places[left]
-        _, score = walk(sequence, context, places, state, (begin, depth), (), ())
+            positions = positions[left]
+        _, score = walk(sequence, context, positions, state, (begin, depth), (), ())
         yield score
         finish(sequence, context)
-        context.evict(np.setdiff1d(np.arange(length), places).tolist())
+        context.evict(np.setdiff1d(np.arange(length), positions).tolist())
 
-    def _protected(self, media: Embedded, length: int) -> np.ndarray:
+    def _protected(self, media: PromptEmbeds, length: int) -> np.ndarray:
         """Which positions are never dropped."""
         stays = np.zeros(length, bool)
         count = int(self.key * len(media.rows) + 0.5)

@@ -19,7 +19,7 @@ from anydecode.decoders.prefill.prefilled import (
     plain,
 )
 from anydecode.errors import InvalidRequestError
-from anydecode.memory.context import Context
+from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
@@ -62,7 +62,7 @@ class QuickPrefill(Prefilled):
             raise InvalidRequestError("quickprefill needs group, query >= 1 and 0 < keep <= 1")
         self.group, self.keep, self.query = group, keep, query
 
-    def prefill(self, sequence: Sequence, context: Context) -> Decoding:
+    def prefill(self, sequence: Sequence, context: SequenceCache) -> Decoding:
         length = len(sequence.prompt) - 1
         media = given(sequence)
         first, last = (0, length + 1 - self.query) if media is None else (media.first, media.stop)
@@ -77,7 +77,7 @@ class QuickPrefill(Prefilled):
         if max(0, last) < length:
             yield plain(sequence, context, max(0, last), length)
 
-    def _thin(self, context: Context, start: int) -> None:
+    def _thin(self, context: SequenceCache, start: int) -> None:
         slots = torch.from_numpy(context.table[start:].astype(np.int64))
         count = max(1, int(self.keep * len(slots)))
         kept = []

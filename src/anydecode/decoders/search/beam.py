@@ -12,7 +12,7 @@ from anydecode.catalogue import Card, register
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.candidates import Distribution
-from anydecode.sampling.policy import Policy
+from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
@@ -53,8 +53,10 @@ class Beam(Decoder):
         self.early = early
 
     def prepare(self, sequence: Sequence) -> None:
-        policy = sequence.policy
-        sequence.policy = Policy(1.0, before=policy.before, combiner=policy.combiner)
+        sampler = sequence.sampler
+        sequence.sampler = Sampler(
+            1.0, pre_temperature=sampler.pre_temperature, combiner=sampler.combiner
+        )
 
     def decode(self, sequence: Sequence) -> Decoding:
         limit = sequence.remaining

@@ -9,7 +9,7 @@ from anydecode.catalogue import Card, register
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.candidates import descending, largest
-from anydecode.sampling.policy import Policy
+from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import Decoding, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import ROOT
@@ -50,12 +50,12 @@ class ContrastiveSearch(Decoder):
         self.alpha = alpha
 
     def prepare(self, sequence: Sequence) -> None:
-        policy = sequence.policy
+        sampler = sequence.sampler
         if sequence.companion_prompts:
             raise UnsupportedCombinationError(
                 "contrastive-search does not work with guidance by a second prompt"
             )
-        sequence.policy = Policy(1.0, policy.before, (), policy.combiner)
+        sequence.sampler = Sampler(1.0, sampler.pre_temperature, (), sampler.combiner)
 
     def decode(self, sequence: Sequence) -> Decoding:
         context = sequence.context()
@@ -75,28 +75,28 @@ class ContrastiveSearch(Decoder):
         row = 0
         while not sequence.finished:
             sequence.state[_KEY] = states.rows
-            logits, policy = scores.row(row), sequence.policy
-            tokens, chances = self._candidates(policy, logits)
+            logits, sampler = scores.row(row), sequence.sampler
+            tokens, chances = self._candidates(sampler, logits)
             position = sequence.length
             logits = logits.copy() if sequence.annotate is not None else logits
             scores = yield sequence.extend(
-                tokens, [ROOT] * len(tokens), lane=TARGET, hidden=(depth,)
+                tokens, [ROOT] * len(tokens), runner=TARGET, hidden=(depth,)
             )
             found = [_unit(scores.last_state(node)) for node in range(len(tokens))]
             likest = np.array([states.likest(state) for state in found])
             row = int(((1 - self.alpha) * chances - self.alpha * likest).argmax())
             context.retain([row])
             states.append(found[row])
-            sequence.note(logits, position, tokens[row], policy)
+            sequence.record_logprobs(logits, position, tokens[row], sampler)
             sequence.emit([tokens[row]])
 
-    def _candidates(self, policy: Policy, logits: np.ndarray) -> tuple[list[int], np.ndarray]:
+    def _candidates(self, sampler: Sampler, logits: np.ndarray) -> tuple[list[int], np.ndarray]:
         """Tokens by falling probability, and their probabilities."""
-        distribution = policy.distribution(logits)
-        places = largest(distribution.scores, self.k)
-        places = places[descending(distribution.scores[places])]
-        tokens = places if distribution.tokens is None else distribution.tokens[places]
-        return [int(token) for token in tokens], distribution.probabilities()[places]
+        distribution = sampler.distribution(logits)
+        positions = largest(distribution.scores, self.k)
+        positions = positions[descending(distribution.scores[positions])]
+        tokens = positions if distribution.tokens is None else distribution.tokens[positions]
+        return [int(token) for token in tokens], distribution.probabilities()[positions]
 
 
 class _States:

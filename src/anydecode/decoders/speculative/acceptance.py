@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from anydecode.errors import InvalidRequestError
-from anydecode.sampling.policy import Policy
+from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import Scores
 from anydecode.scoring.tree import ROOT, TokenTree
 
 
 @dataclass(eq=False)
-class Verdict:
+class AcceptanceResult:
     """The nodes kept, from the first level down, and the tokens to say: theirs and one more."""
 
     path: list[int]
@@ -27,7 +27,7 @@ class Acceptance(ABC):
     exactness: str
 
     @abstractmethod
-    def walk(self, tree: TokenTree, scores: Scores) -> Verdict: ...
+    def walk(self, tree: TokenTree, scores: Scores) -> AcceptanceResult: ...
 
 
 class TokenExact(Acceptance):
@@ -35,21 +35,21 @@ class TokenExact(Acceptance):
 
     exactness = "token-exact"
 
-    def walk(self, tree: TokenTree, scores: Scores) -> Verdict:
+    def walk(self, tree: TokenTree, scores: Scores) -> AcceptanceResult:
         node = ROOT
         path: list[int] = []
         tokens: list[int] = []
         while True:
-            token = scores.pick(node + 1)
+            token = scores.sample(node + 1)
             tokens.append(token)
             child = tree.child(node, token)
             if child is None:
-                return Verdict(path, tokens)
+                return AcceptanceResult(path, tokens)
             path.append(child)
             node = child
 
 
-class Threshold(Acceptance):
+class ThresholdAcceptance(Acceptance):
     """A lossy rule that judges each draft by the target's probability of it. The longest path of
     drafts that pass is kept, the likeliest among equals, and one picked token follows it."""
 
@@ -64,7 +64,7 @@ class Threshold(Acceptance):
         """The distribution that drafts behind `row` are judged by, float64 `[vocab_size]`."""
         return scores.distribution(row).dense(scores.logits.shape[1])
 
-    def walk(self, tree: TokenTree, scores: Scores) -> Verdict:
+    def walk(self, tree: TokenTree, scores: Scores) -> AcceptanceResult:
         best: tuple[int, float, list[int]] = (0, 0.0, [])
         open_paths: list[tuple[int, float, list[int]]] = [(ROOT, 0.0, [])]
         while open_paths:
@@ -84,17 +84,19 @@ class Threshold(Acceptance):
         return self._verdict(tree, scores, best[2])
 
     @staticmethod
-    def _verdict(tree: TokenTree, scores: Scores, path: list[int]) -> Verdict:
+    def _verdict(tree: TokenTree, scores: Scores, path: list[int]) -> AcceptanceResult:
         tokens, row = [], 0
         for node in path:
             token, position = tree.tokens[node], int(scores.positions[row]) + 1
-            scores.sequence.note(scores.row(row), position, token, scores.state(row))
+            scores.sequence.record_logprobs(
+                scores.row(row), position, token, scores.sampler_after(row)
+            )
             tokens.append(token)
             row = node + 1
-        return Verdict(path, [*tokens, scores.pick(row)])
+        return AcceptanceResult(path, [*tokens, scores.sample(row)])
 
 
-class Typical(Threshold):
+class TypicalAcceptance(ThresholdAcceptance):
     """Keep a draft more likely than min(`epsilon`, `delta` exp(-H)), H the entropy of the target's
     distribution in nats (Cai et al., Medusa, arXiv:2401.10774)."""
 
@@ -111,7 +113,7 @@ class Typical(Threshold):
         return [bool(p[token] > bound) for token in tokens]
 
 
-class TopM(Threshold):
+class TopMAcceptance(ThresholdAcceptance):
     """Keep a draft among the target's `count` likeliest tokens (ties to the lower id), the first
     `block` - 1 drafts whatever they are, if they are allowed (Stern et al., arXiv:1811.03115). With
     `gap`, it must also be within that many nats of the likeliest (Xia et al., arXiv:2203.16487).
@@ -125,8 +127,8 @@ class TopM(Threshold):
         self.block = block
 
     def judged(self, scores: Scores, row: int) -> np.ndarray:
-        state = scores.state(row)
-        raw = Policy(1.0, state.before, combiner=state.combiner)
+        state = scores.sampler_after(row)
+        raw = Sampler(1.0, state.pre_temperature, combiner=state.combiner)
         return raw.distribution(scores.row(row)).dense(scores.logits.shape[1])
 
     def passes(self, p: np.ndarray, tokens: list[int], depth: int) -> list[bool]:

@@ -11,10 +11,10 @@ import numpy as np
 from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.core import (
     Drafter,
-    Round,
-    Session,
+    DraftSession,
+    SpeculationRound,
     Speculative,
-    TextSession,
+    TextDraftSession,
 )
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
@@ -109,14 +109,14 @@ class AdedDrafter(Drafter):
         self.depth = depth
         self.table = TrigramTable(width)
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
     def clear(self) -> None:
         self.table.known.clear()
 
 
-class _Session(TextSession):
+class _Session(TextDraftSession):
     def __init__(self, sequence: Sequence, drafter: AdedDrafter) -> None:
         super().__init__(sequence)
         self.drafter = drafter
@@ -124,9 +124,9 @@ class _Session(TextSession):
 
     def read(self, tokens: list[int]) -> None:
         first = max(2, len(self.text) - len(tokens))
-        for place in range(first, len(self.text)):
-            row = self.counts.setdefault((self.text[place - 2], self.text[place - 1]), {})
-            row[self.text[place]] = row.get(self.text[place], 0.0) + 1.0
+        for position in range(first, len(self.text)):
+            row = self.counts.setdefault((self.text[position - 2], self.text[position - 1]), {})
+            row[self.text[position]] = row.get(self.text[position], 0.0) + 1.0
 
     def tree(self, size: int) -> TokenTree:
         if len(self.text) < 2:
@@ -142,16 +142,16 @@ class _Session(TextSession):
         search = Search(self.drafter.depth)
         return search.run(table.row((before, last), counts), row, size)
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         """Rows of the pairs that were scored become the target's own, rejected nodes' too."""
-        scores, place = round.scores, int(round.scores.positions[0])
-        if place < 1:
+        scores, position = round.scores, int(round.scores.positions[0])
+        if position < 1:
             return
         best, found = scores.top(self.drafter.table.width)
         logits = found.astype(np.float64)
         weights = np.exp(logits - logits[:, :1])
         shares = (weights / weights.sum(axis=1, keepdims=True)).tolist()
-        before = round.sequence.all_tokens[place - 1]
+        before = round.sequence.all_tokens[position - 1]
         for row, tokens in enumerate(best.tolist()):
             above = before if row == 0 else scores.tokens[round.tree.parents[row - 1] + 1]
             pair = (above, scores.tokens[row])

@@ -4,36 +4,36 @@ with Aggressive Decoding", arXiv:2205.10350; Sun et al., arXiv:2106.04970)."""
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Drafter, Session, Speculative, TextSession
+from anydecode.decoders.speculative.core import Drafter, DraftSession, Speculative, TextDraftSession
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
 
 class InputPointer:
-    """Where in `source` the output is being copied from; `place` is None while it is not."""
+    """Where in `source` the output is being copied from; `position` is None while it is not."""
 
-    def __init__(self, source: list[int], place: int | None = None) -> None:
+    def __init__(self, source: list[int], position: int | None = None) -> None:
         self.source = source
-        self.place = place
+        self.position = position
         self._output: list[int] = []
-        self._places: dict[int, list[int]] = {}
+        self._positions: dict[int, list[int]] = {}
         for index, token in enumerate(source):
-            self._places.setdefault(token, []).append(index)
+            self._positions.setdefault(token, []).append(index)
 
     def advance(self, token: int) -> None:
         """The output goes on with `token`. Copying goes on while it is what the source says, and
         begins again behind the shortest suffix of the output that stands in the source once."""
         self._output.append(token)
-        if self.place is not None:
-            follows = self.place < len(self.source) and self.source[self.place] == token
-            self.place = self.place + 1 if follows else None
+        if self.position is not None:
+            follows = self.position < len(self.source) and self.source[self.position] == token
+            self.position = self.position + 1 if follows else None
             if follows:
                 return
-        self.place = self._unique()
+        self.position = self._unique()
 
     def _unique(self) -> int | None:
-        ends = self._places.get(self._output[-1], [])
+        ends = self._positions.get(self._output[-1], [])
         length = 1
         while len(ends) > 1 and length < len(self._output):
             token = self._output[-1 - length]
@@ -42,7 +42,7 @@ class InputPointer:
         return ends[0] + 1 if len(ends) == 1 else None
 
 
-class _Session(TextSession):
+class _Session(TextDraftSession):
     def __init__(self, sequence: Sequence, start: int | None) -> None:
         super().__init__(sequence)
         self.pointer = InputPointer(list(sequence.prompt), start)
@@ -53,11 +53,11 @@ class _Session(TextSession):
             self.pointer.advance(token)
 
     def tree(self, size: int) -> TokenTree:
-        place = self.pointer.place
+        position = self.pointer.position
         return (
             TokenTree()
-            if place is None
-            else TokenTree.chain(self.pointer.source[place : place + size])
+            if position is None
+            else TokenTree.chain(self.pointer.source[position : position + size])
         )
 
 
@@ -75,7 +75,7 @@ class AggressiveDrafter(Drafter):
                 f"start={self.start} is behind the prompt, which has {len(sequence.prompt)} tokens"
             )
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self.start)
 
 

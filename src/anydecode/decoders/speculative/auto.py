@@ -24,11 +24,11 @@ from anydecode.catalogue import Card, register
 from anydecode.constraints.drafts import constraint_state, pruned
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.acceptance import TokenExact
-from anydecode.decoders.speculative.copies import BREAK, Corpus, Follower
-from anydecode.decoders.speculative.core import Round, verified
+from anydecode.decoders.speculative.copies import SEPARATOR, MatchCursor, TokenHistory
+from anydecode.decoders.speculative.core import SpeculationRound, verified
 from anydecode.decoders.speculative.successors import WIDTH, Successors
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.cost import Pace, guessed
+from anydecode.scoring.cost import CostModel, default_table
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -109,9 +109,9 @@ class Rates:
 class Source:
     """One place to copy from: a follower, and the record of its guesses."""
 
-    def __init__(self, name: str, corpus: Corpus, rates: Rates) -> None:
+    def __init__(self, name: str, corpus: TokenHistory, rates: Rates) -> None:
         self.name = name
-        self.follower = Follower(corpus)
+        self.follower = MatchCursor(corpus)
         self.rates = rates
 
     def chance(self, ahead: int = 0) -> float:
@@ -124,7 +124,7 @@ class Source:
         follower = self.follower
         length, at = follower.length, follower.at
         follower.step(text)
-        if scored and length and (guess := follower.corpus.tokens[at]) != BREAK:
+        if scored and length and (guess := follower.corpus.tokens[at]) != SEPARATOR:
             self.rates.note(class_of(length), guess == text[-1])
 
     def ahead(self, text: list[int], tokens: list[int]) -> Source:
@@ -223,7 +223,7 @@ def grown(
                     heappush(queue, entry)
 
     tail = [*text[-2:], *forced]
-    before, last = (tail[-2], tail[-1]) if len(tail) > 1 else (BREAK, tail[-1])
+    before, last = (tail[-2], tail[-1]) if len(tail) > 1 else (SEPARATOR, tail[-1])
     propose(len(forced) - 1, 1.0, before, last, 0, list(range(len(sources))))
     parents = {len(forced) - 1: last}
     while queue and len(growth.tokens) < len(forced) + count:
@@ -275,20 +275,20 @@ class _Session:
     def __init__(self, sequence: Sequence, decoder: Auto) -> None:
         self.sequence = sequence
         self.most = decoder.most
-        self.own = Corpus()
-        own, past, guessed = decoder.rates[sequence.policy.is_greedy]
+        self.own = TokenHistory()
+        own, past, guessed = decoder.rates[sequence.sampler.is_greedy]
         self.sources = [Source("copy", self.own, own)]
         self.guesser = Guesser(decoder.successors, guessed)
         if len(decoder.past):
             self.sources.append(Source("past", decoder.past, past))
-        self.pace: Pace = sequence.pace or _Unmeasured()
+        self.cost_model: CostModel = sequence.cost_model or _Unmeasured()
         self.width = 1 + len(sequence.companion_prompts)
-        self.constrained = constraint_state(sequence.policy) is not None
+        self.constrained = constraint_state(sequence.sampler) is not None
         self.drafting = 0.0
         self._decoder = decoder
-        self._often = OFTEN[sequence.policy.is_greedy]
+        self._often = OFTEN[sequence.sampler.is_greedy]
         self._blind = 1
-        self._unseen = sequence.ends is not None
+        self._unseen = sequence.end_tokens is not None
         self._costs = [0.0]
         self._pass = 0.0  # seconds of a pass without a draft
         self._share = 0.0  # the same per sequence that takes part in it
@@ -313,13 +313,13 @@ class _Session:
     def draft(self) -> TokenTree:
         """The draft for the next pass, or an empty tree."""
         sequence = self.sequence
-        others = self.pace.others()
+        others = self.cost_model.num_others()
         costs = self._passes(others)
         most = min(self.most, sequence.remaining - 1)
         if self._needed > 1.0 or most < 1 or sequence.length - sequence.context().length > 1:
             return _NOTHING  # no draft can pay; at the end; or before the prompt has been scored
         self._catch_up()
-        state = constraint_state(sequence.policy) if self.constrained else None
+        state = constraint_state(sequence.sampler) if self.constrained else None
         forced = state.forced()[:most] if state is not None else []
         # Growing a tree only to find that it does not pay is what would make `auto` slower than
         # plain decoding.
@@ -353,18 +353,18 @@ class _Session:
         """Say `count` tokens without looking, at once where the kernels can go on by themselves:
         for a sequence that is alone. In company each is emitted as it comes."""
         sequence, decoder = self.sequence, self._decoder
-        alone, start = not self.pace.others(), len(sequence.tokens)
+        alone, start = not self.cost_model.num_others(), len(sequence.tokens)
         while not sequence.finished and (left := start + count - len(sequence.tokens)) > 0:
             began = perf_counter()
-            following = sequence.follow(left if alone else 1)
+            following = sequence.multi_step(left if alone else 1)
             tokens = yield following
             each = (perf_counter() - began) / len(tokens)
             if alone and len(tokens) > 1:
                 share = min(max(each / self._pass, 0.5), 1.0)
                 decoder.blind_cost += 0.1 * (share - decoder.blind_cost)
             if sequence.trace is not None:
-                for place, token in enumerate(tokens, sequence.length):
-                    facts = {"position": place, "draft_seconds": 0.0, "verify_seconds": each}
+                for position, token in enumerate(tokens, sequence.length):
+                    facts = {"position": position, "draft_seconds": 0.0, "verify_seconds": each}
                     sequence.record(_NOTHING, [], [token], **facts)
             sequence.emit(tokens, following.state)
         self._blind = len(sequence.tokens) - start
@@ -377,7 +377,7 @@ class _Session:
             chances += [chance for _, chance in self.guesser.guesses(text[-2], text[-1])[:1]]
         return max(chances)
 
-    def observe(self, round: Round, root: int) -> None:
+    def observe(self, round: SpeculationRound, root: int) -> None:
         """Every scored node teaches what follows it, accepted or not. The draft hung on the token
         at `root` of the text."""
         tree, text = round.tree, self.own.tokens
@@ -408,7 +408,7 @@ class _Session:
         when others come or go, and every 64 tokens."""
         key = (others, self.sequence.length // 64)
         if key != self._costs_for:
-            context, seconds, width = self.sequence.length, self.pace.seconds, self.width
+            context, seconds, width = self.sequence.length, self.cost_model.seconds, self.width
             self._costs = [
                 seconds(others + width * (1 + count), context) for count in range(self.most + 1)
             ]
@@ -426,15 +426,15 @@ class _Session:
 
 
 class _Unmeasured:
-    """A pace for sequences outside an engine."""
+    """A cost model for sequences outside an engine."""
 
     def __init__(self) -> None:
-        self._table = guessed()
+        self._table = default_table()
 
     def seconds(self, rows: int, context: int) -> float:
         return self._table.seconds(rows, context)
 
-    def others(self) -> int:
+    def num_others(self) -> int:
         return 0
 
 
@@ -466,7 +466,7 @@ class Auto(Decoder):
 
     def clear(self) -> None:
         """Forget everything learned from earlier requests."""
-        self.past = Corpus()
+        self.past = TokenHistory()
         self.successors = Successors()
         self.rates = {
             greedy: (Rates(prior), Rates(prior), Rates(SUCCESSOR_PRIORS[greedy]))
@@ -491,9 +491,9 @@ class Auto(Decoder):
 
     def _learn(self, answer: list[int]) -> None:
         if len(self.past) + len(answer) >= self.memory:
-            self.past = Corpus()
+            self.past = TokenHistory()
         if len(self.successors) >= self.memory:
             self.successors = Successors()
         if len(answer) < self.memory:
-            for token in [*answer, BREAK]:
+            for token in [*answer, SEPARATOR]:
                 self.past.append(token)

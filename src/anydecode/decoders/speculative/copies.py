@@ -12,10 +12,10 @@ from collections.abc import Sequence as Seq
 GRAMS = (4, 2, 1)
 LONGEST = 20
 #: Stands between texts; no token has this id.
-BREAK = -1
+SEPARATOR = -1
 
 
-class Corpus:
+class TokenHistory:
     """A growing text and where each n-gram of `GRAMS` last ended in it. An n-gram counts once
     something follows it."""
 
@@ -61,19 +61,19 @@ class Corpus:
         return end, length
 
 
-class Follower:
+class MatchCursor:
     """Follows one text through a corpus: `length` of its last tokens stand right before `at`."""
 
-    def __init__(self, corpus: Corpus) -> None:
+    def __init__(self, corpus: TokenHistory) -> None:
         self.corpus = corpus
         self.at = 0
         self.length = 0
 
     @property
     def guess(self) -> int:
-        """What followed there; `BREAK` if nothing matches."""
+        """What followed there; `SEPARATOR` if nothing matches."""
         tokens = self.corpus.tokens
-        return tokens[self.at] if self.length and self.at < len(tokens) else BREAK
+        return tokens[self.at] if self.length and self.at < len(tokens) else SEPARATOR
 
     def step(self, text: Seq[int]) -> None:
         """The text has gone on: `text` with its last token is what it is now."""
@@ -88,9 +88,9 @@ class Follower:
         if length > self.length:
             self.at, self.length = at, length
 
-    def ahead(self, text: Seq[int], tokens: Seq[int]) -> Follower:
+    def ahead(self, text: Seq[int], tokens: Seq[int]) -> MatchCursor:
         """Where this follower would be if `text` went on with `tokens`."""
-        other = Follower(self.corpus)
+        other = MatchCursor(self.corpus)
         other.at, other.length = self.at, self.length
         text = list(text[-LONGEST:])
         for token in tokens:
@@ -107,4 +107,4 @@ class Follower:
         period = len(found)
         while 0 < len(found) < count:
             found.append(found[len(found) - period])
-        return found[: found.index(BREAK)] if BREAK in found else found
+        return found[: found.index(SEPARATOR)] if SEPARATOR in found else found

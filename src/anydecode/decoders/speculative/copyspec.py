@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Drafter, Session, Speculative, TextSession
+from anydecode.decoders.speculative.core import Drafter, DraftSession, Speculative, TextDraftSession
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
@@ -60,7 +60,7 @@ class RollingIndex:
             self._starts[key] = [*known, start]
 
 
-class _Session(TextSession):
+class _Session(TextDraftSession):
     def __init__(self, sequence: Sequence, gram: int) -> None:
         super().__init__(sequence)
         self.index = RollingIndex(gram)
@@ -84,7 +84,7 @@ class CopySpecDrafter(Drafter):
             raise InvalidRequestError("copyspec needs gram of at least 1")
         self.gram = gram
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self.gram)
 
 

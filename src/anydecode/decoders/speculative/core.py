@@ -10,28 +10,28 @@ from typing import Any
 
 from anydecode.constraints.drafts import constraint_state, forced_draft, pruned
 from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.speculative.acceptance import Acceptance, TokenExact, Verdict
+from anydecode.decoders.speculative.acceptance import Acceptance, AcceptanceResult, TokenExact
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.score import Decoding, Request, Scores
+from anydecode.scoring.score import DecoderAction, Decoding, Scores
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
 #: Most tokens that a constraint forces and one round takes.
-MOST_FORCED = 64
+MAX_FORCED = 64
 
 #: A generator that may ask for scores of its own and returns the draft.
-Proposal = Generator[Request, Any, TokenTree]
+Proposal = Generator[DecoderAction, Any, TokenTree]
 
 
 @dataclass(eq=False)
-class Round:
+class SpeculationRound:
     """One draft and its verification, as drafters and budgets observe it. `scores` is valid during
     the call only."""
 
     sequence: Sequence
     tree: TokenTree
     scores: Scores
-    verdict: Verdict
+    verdict: AcceptanceResult
     draft_seconds: float
     verify_seconds: float
 
@@ -42,7 +42,7 @@ class Round:
 
 def verified(
     sequence: Sequence, tree: TokenTree, acceptance: Acceptance, draft_seconds: float = 0.0
-) -> Generator[Request, Any, Round]:
+) -> Generator[DecoderAction, Any, SpeculationRound]:
     """Have `tree` scored, say what `acceptance` keeps of it, and note it all in the trace."""
     began = perf_counter()
     scores = yield sequence.verify(tree)
@@ -51,21 +51,21 @@ def verified(
     path, tokens = verdict.path, verdict.tokens
     sequence.record(tree, path, tokens, draft_seconds=draft_seconds, verify_seconds=seconds)
     sequence.accept(path, tokens, scores)
-    return Round(sequence, tree, scores, verdict, draft_seconds, seconds)
+    return SpeculationRound(sequence, tree, scores, verdict, draft_seconds, seconds)
 
 
-class Session(ABC):
+class DraftSession(ABC):
     """A drafter at work on one sequence."""
 
     @abstractmethod
     def propose(self, size: int) -> Proposal:
         """Draft up to `size` nodes behind `sequence.all_tokens`; an empty tree means none."""
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         """Told after each round, once the tokens have been said."""
 
 
-class TextSession(Session):
+class TextDraftSession(DraftSession):
     """A drafter at work that needs only the text: `draft` may be called without an engine."""
 
     def __init__(self, sequence: Sequence) -> None:
@@ -101,9 +101,9 @@ class TextSession(Session):
 class Drafter(ABC):
     """Proposes token trees. What it learns across requests lives here; `clear` forgets it."""
 
-    lanes: tuple[str, ...] = ()
+    runners: tuple[str, ...] = ()
     #: Whether the draft model may have a vocabulary of its own.
-    translates: bool = False
+    can_translate_vocab: bool = False
     #: Whether the draft model is a causal one, or a diffusion model.
     draft_causal: bool = True
     #: Whether it learns from rows of its own tree, so that a constraint must not thin that out.
@@ -115,25 +115,25 @@ class Drafter(ABC):
         """Refuse a request this drafter cannot serve (`UnsupportedCombinationError`)."""
 
     @abstractmethod
-    def open(self, sequence: Sequence) -> Session: ...
+    def open(self, sequence: Sequence) -> DraftSession: ...
 
     def clear(self) -> None:
         """Forget everything learned from earlier requests."""
 
 
-class Budget(ABC):
+class DraftBudget(ABC):
     """How much to draft now. It never looks at this round's target scores."""
 
     @abstractmethod
     def size(self, sequence: Sequence) -> int:
         """Most nodes to draft in the next round; 0: none."""
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         """Told after each round."""
 
 
 @dataclass
-class Fixed(Budget):
+class FixedBudget(DraftBudget):
     """Always the same size."""
 
     count: int
@@ -151,23 +151,23 @@ class Speculative(Decoder):
         drafter: Drafter,
         size: int = 8,
         acceptance: Acceptance | None = None,
-        budget: Callable[[Sequence], Budget] | None = None,
+        budget: Callable[[Sequence], DraftBudget] | None = None,
     ) -> None:
         if size < 1:
             raise InvalidRequestError("a speculative method needs a size of at least one draft")
         self.drafter = drafter
         self.acceptance = acceptance or TokenExact()
         self.size = size
-        self.lanes = drafter.lanes
-        self.translates = drafter.translates
+        self.runners = drafter.runners
+        self.can_translate_vocab = drafter.can_translate_vocab
         self.draft_causal = drafter.draft_causal
         self._budget = budget
         # Rules that weigh draws against the draft's distribution must see every draw.
         self._exact = isinstance(self.acceptance, TokenExact)
 
-    def budget(self, sequence: Sequence) -> Budget:
+    def budget(self, sequence: Sequence) -> DraftBudget:
         """The budget of one sequence."""
-        return self._budget(sequence) if self._budget else Fixed(self.size)
+        return self._budget(sequence) if self._budget else FixedBudget(self.size)
 
     def prepare(self, sequence: Sequence) -> None:
         self.drafter.prepare(sequence)
@@ -191,11 +191,11 @@ class Speculative(Decoder):
         """What the request's constraint forces: a draft that costs nothing and is always right."""
         if not self._exact or self.drafter.drafts_forced:
             return TokenTree()
-        return forced_draft(sequence.policy, min(MOST_FORCED, sequence.remaining - 1))
+        return forced_draft(sequence.sampler, min(MAX_FORCED, sequence.remaining - 1))
 
     def _allowed(self, sequence: Sequence, tree: TokenTree) -> TokenTree:
         """`tree` without what the request's constraint forbids."""
-        state = constraint_state(sequence.policy)
+        state = constraint_state(sequence.sampler)
         if state is None or not len(tree) or not self._exact or self.drafter.needs_every_row:
             return tree
         return pruned([], tree, state)

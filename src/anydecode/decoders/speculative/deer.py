@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.acceptance import Acceptance
-from anydecode.decoders.speculative.core import Proposal, Session, Speculative
+from anydecode.decoders.speculative.core import DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.diffusion_draft import DiffusionDrafter, DiffusionSession
 from anydecode.decoders.speculative.rejection import RejectionSampling, rule
 from anydecode.scoring.sequence import Sequence
@@ -18,7 +18,7 @@ class BlockDrafter(DiffusionDrafter):
     def __init__(self, with_probabilities: bool = False) -> None:
         self.with_probabilities = with_probabilities
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self.with_probabilities)
 
 
@@ -30,12 +30,12 @@ class _Session(DiffusionSession):
     def propose(self, size: int) -> Proposal:
         sequence = self.sequence
         rows = yield from self.marginals(size)
-        policy, drafts, drawn = sequence.policy.fork(), [], {}
+        sampler, drafts, drawn = sequence.sampler.fork(), [], {}
         for ahead, row in enumerate(rows):
-            token = sequence.pick(policy, row, sequence.length + ahead)
+            token = sequence.sample(sampler, row, sequence.length + ahead)
             if self.with_probabilities:
-                drawn[ahead - 1] = policy.distribution(row).dense(len(row))
-            policy.advance(token)
+                drawn[ahead - 1] = sampler.distribution(row).dense(len(row))
+            sampler.advance(token)
             drafts.append(token)
         kind = "wor" if self.with_probabilities else "point"
         return TokenTree.chain(drafts, probabilities=drawn, kind=kind)

@@ -8,31 +8,31 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.decoders.diffusion.lays import lay, score_of
-from anydecode.decoders.speculative.core import Drafter, Session
+from anydecode.decoders.diffusion.canvas_spans import canvas_span, score_of
+from anydecode.decoders.speculative.core import Drafter, DraftSession
 from anydecode.decoders.speculative.draft_model import DRAFT, fitted
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.score import Request
+from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 
 
 class DiffusionDrafter(Drafter):
     """Needs a model in the lane "draft" whose rows see both ways, and its mask token."""
 
-    lanes = (DRAFT,)
+    runners = (DRAFT,)
     draft_causal = False
 
     def prepare(self, sequence: Sequence) -> None:
         mask_of(sequence)
 
 
-class DiffusionSession(Session):
+class DiffusionSession(DraftSession):
     """One pass of the draft model per round."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
 
-    def marginals(self, count: int) -> Generator[Request, Any, list[np.ndarray]]:
+    def marginals(self, count: int) -> Generator[DecoderAction, Any, list[np.ndarray]]:
         """Logits float32 `[vocab_size]` of each of the next `count` positions, the mask token's
         -inf. Every row is computed anew: what a diffusion model remembers of a text changes with
         what stands behind it."""
@@ -42,11 +42,11 @@ class DiffusionSession(Session):
         spec, mask = context.pool.model.spec, mask_of(sequence)
         known = sequence.all_tokens
         canvas = np.array(known + [mask] * count, np.int32)
-        places = np.arange(len(canvas), dtype=np.int32)
+        positions = np.arange(len(canvas), dtype=np.int32)
         size = spec.block_size or len(canvas)
-        visible = np.minimum((places // size + 1) * size, len(canvas)).astype(np.int32)
+        visible = np.minimum((positions // size + 1) * size, len(canvas)).astype(np.int32)
         wanted = np.arange(len(known), len(canvas))
-        span = lay(context, places, canvas, visible)
+        span = canvas_span(context, positions, canvas, visible)
         scores = yield score_of(sequence, DRAFT, [span], 1, wanted, spec.logit_shift)
         rows = []
         for row in scores.logits:

@@ -10,7 +10,13 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Budget, Proposal, Round, Session, Speculative
+from anydecode.decoders.speculative.core import (
+    DraftBudget,
+    DraftSession,
+    Proposal,
+    SpeculationRound,
+    Speculative,
+)
 from anydecode.decoders.speculative.diffusion_draft import DiffusionDrafter, DiffusionSession
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import TARGET, Sequence
@@ -90,7 +96,7 @@ def best_path(
     return held[0][1]
 
 
-class AdaptiveLength(Budget):
+class AdaptiveLength(DraftBudget):
     """The next draft's length: the smoothed generated length, and `step` more while the smoothed
     accepted length reaches it; between `fewest` and `most`."""
 
@@ -105,7 +111,7 @@ class AdaptiveLength(Budget):
         more = self.step if self.accepted >= self.generated else 0
         return min(max(int(self.generated) + more, self.fewest), self.most)
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         keep = self.smoothing if self._rounds else 0.0
         self._rounds += 1
         self.generated = keep * self.generated + (1 - keep) * len(round.tree)
@@ -122,7 +128,7 @@ class PathDrafter(DiffusionDrafter):
             )
         self.mass, self.most, self.beams, self.weight = mass, most, beams, weight
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
 

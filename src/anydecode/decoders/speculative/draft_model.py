@@ -10,18 +10,18 @@ import numpy as np
 from anydecode.catalogue import Card, register
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.acceptance import Acceptance, TokenExact
-from anydecode.decoders.speculative.core import Drafter, Proposal, Session, Speculative
+from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.rejection import RejectionSampling, rule
 from anydecode.errors import InvalidRequestError
-from anydecode.sampling.policy import Policy
-from anydecode.scoring.score import Decoding, Request, Submit, Wait
+from anydecode.sampling.sampler import Sampler
+from anydecode.scoring.score import DecoderAction, Decoding, Submit, Wait
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
 DRAFT = "draft"
 
 
-class _Session(Session):
+class _Session(DraftSession):
     def __init__(self, sequence: Sequence, with_probabilities: bool = False) -> None:
         self.sequence = sequence
         self.with_probabilities = with_probabilities
@@ -40,29 +40,30 @@ def draft_chain(
     sequence: Sequence,
     behind: list[int],
     size: int,
-    lane: str = DRAFT,
+    runner: str = DRAFT,
     drawn: list[np.ndarray] | None = None,
-    ends: Callable[[Policy, np.ndarray, int], bool] | None = None,
-) -> Generator[Request, Any, list[int]]:
-    """`size` tokens behind the sequence's own and `behind`, one pass of `lane` each, picked by the
+    ends: Callable[[Sampler, np.ndarray, int], bool] | None = None,
+) -> Generator[DecoderAction, Any, list[int]]:
+    """`size` tokens behind the sequence's own and `behind`, one pass of `runner` each, picked by
+    the
     sequence's policy with the target's noise. The lane's context must hold a true prefix of them.
     The distribution each was drawn from, float64 `[vocab_size]`, is appended to `drawn`.
     `ends(policy, logits, token)` is asked whether a token is the last one.
     """
-    policy = sequence.policy.fork()
+    sampler = sequence.sampler.fork()
     for token in behind:
-        policy.advance(token)
+        sampler.advance(token)
     known = sequence.all_tokens + behind
     drafts: list[int] = []
     for _ in range(size):
-        context = sequence.context(lane)
-        scores = yield sequence.score((known + drafts)[context.length :], lane=lane)
+        context = sequence.context(runner)
+        scores = yield sequence.score((known + drafts)[context.length :], runner=runner)
         row = fitted(sequence, scores.row(-1))
-        token = sequence.pick(policy, row, len(known) + len(drafts))
+        token = sequence.sample(sampler, row, len(known) + len(drafts))
         if drawn is not None:
-            drawn.append(policy.distribution(row).dense(len(row)))
-        last = ends is not None and ends(policy, row, token)
-        policy.advance(token)
+            drawn.append(sampler.distribution(row).dense(len(row)))
+        last = ends is not None and ends(sampler, row, token)
+        sampler.advance(token)
         drafts.append(token)
         if last:
             break
@@ -84,12 +85,12 @@ class ModelDrafter(Drafter):
     """A chain from the model in the lane "draft". `with_probabilities` keeps what each token was
     drawn from, for rules that ask."""
 
-    lanes = (DRAFT,)
+    runners = (DRAFT,)
 
     def __init__(self, with_probabilities: bool = False) -> None:
         self.with_probabilities = with_probabilities
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self.with_probabilities)
 
 
@@ -138,7 +139,7 @@ class ParallelDraft(Decoder):
     right, the next round's drafts are already there. With `pre_verify` the target does not wait
     for drafts: where there are none, it scores what is there while the first ones are made."""
 
-    lanes = (DRAFT,)
+    runners = (DRAFT,)
 
     def __init__(self, size: int = 4, pre_verify: bool = False) -> None:
         if size < 1:

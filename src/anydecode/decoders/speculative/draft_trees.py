@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.decoders.speculative.core import Drafter, Proposal, Round, Session
+from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, SpeculationRound
 from anydecode.decoders.speculative.draft_model import DRAFT, fitted
 from anydecode.sampling.candidates import Distribution, largest
-from anydecode.sampling.policy import Policy
-from anydecode.scoring.score import Request
+from anydecode.sampling.sampler import Sampler
+from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
@@ -48,86 +48,87 @@ class Guesses:
 
 
 class GrowingTree:
-    """A tree in `lane`, scored level by level. With `own_noise` every node has noise of its own, as
+    """A tree in `runner`, scored level by level. With `own_noise` every node has noise of its
+    own, as
     rejection sampling wants; else the target's, which makes token-exact acceptance likelier."""
 
-    def __init__(self, sequence: Sequence, lane: str = DRAFT, own_noise: bool = False) -> None:
+    def __init__(self, sequence: Sequence, runner: str = DRAFT, own_noise: bool = False) -> None:
         self.sequence = sequence
-        self.lane = lane
+        self.runner = runner
         self.own_noise = own_noise
         self.tree = TokenTree()
         self.depths: list[int] = []
         self.guesses: dict[int, Guesses] = {}
-        self._policies: dict[int, Policy] = {}
-        self._places: dict[int, int] = {}
+        self._policies: dict[int, Sampler] = {}
+        self._positions: dict[int, int] = {}
 
-    def start(self, chain: Seq[int] = ()) -> Generator[Request, Any, None]:
+    def start(self, chain: Seq[int] = ()) -> Generator[DecoderAction, Any, None]:
         """Score the text and a first path behind it, in one pass, so that their `guesses` are
         known."""
         sequence = self.sequence
-        sequence.align(self.lane)
-        scores = yield sequence.verify(TokenTree.chain(chain), lane=self.lane, grows=True)
-        self._policies[ROOT] = sequence.policy.fork()
+        sequence.align(self.runner)
+        scores = yield sequence.verify(TokenTree.chain(chain), runner=self.runner, grows=True)
+        self._policies[ROOT] = sequence.sampler.fork()
         self._take(ROOT, scores.row(0))
-        for place, token in enumerate(chain):
-            node = self.add(token, place - 1)
-            self._places[node] = place
+        for position, token in enumerate(chain):
+            node = self.add(token, position - 1)
+            self._positions[node] = position
             self._follow(node)
-            self._take(node, scores.row(place + 1))
+            self._take(node, scores.row(position + 1))
 
     def add(self, token: int, parent: int) -> int:
         """A node that is not scored yet."""
         self.depths.append(1 if parent == ROOT else self.depths[parent] + 1)
         return self.tree.add(int(token), parent)
 
-    def expand(self, nodes: Seq[int]) -> Generator[Request, Any, None]:
+    def expand(self, nodes: Seq[int]) -> Generator[DecoderAction, Any, None]:
         """Score `nodes`, whose parents are scored, in one pass; their `guesses` are then known."""
         if not len(nodes):
             return
         tree = self.tree
         parents = [tree.parents[node] for node in nodes]
-        above = [ROOT if parent == ROOT else self._places[parent] for parent in parents]
-        first = len(self._places)
-        self._places.update({node: first + place for place, node in enumerate(nodes)})
+        above = [ROOT if parent == ROOT else self._positions[parent] for parent in parents]
+        first = len(self._positions)
+        self._positions.update({node: first + position for position, node in enumerate(nodes)})
         held = [tree.tokens[node] for node in nodes]
-        scores = yield self.sequence.extend(held, above, lane=self.lane)
+        scores = yield self.sequence.extend(held, above, runner=self.runner)
         for row, node in enumerate(nodes):
             self._follow(node)
             self._take(node, scores.row(row))
 
     def pruned(self, nodes: Seq[int], kind: str, with_probabilities: bool) -> TokenTree:
         """The tree of `nodes` alone (parents among them), in their order."""
-        tree, places = TokenTree(kind=kind), {ROOT: ROOT}
+        tree, positions = TokenTree(kind=kind), {ROOT: ROOT}
         for node in nodes:
-            places[node] = tree.add(self.tree.tokens[node], places[self.tree.parents[node]])
+            positions[node] = tree.add(self.tree.tokens[node], positions[self.tree.parents[node]])
         if with_probabilities:
             size = self.sequence.context().pool.model.spec.vocab_size
             tree.probabilities = {
-                places[node]: guesses.dense(size)
+                positions[node]: guesses.dense(size)
                 for node, guesses in self.guesses.items()
-                if node in places and tree.children(places[node])
+                if node in positions and tree.children(positions[node])
             }
         return tree
 
     def keep(self, tokens: Seq[int]) -> None:
         """`tokens` have been accepted behind the text: what is scored of them stays in memory."""
-        context = self.sequence.context(self.lane)
+        context = self.sequence.context(self.runner)
         path, node = [], ROOT
         for token in tokens:
             child = self.tree.child(node, token)
-            if child is None or child not in self._places:
+            if child is None or child not in self._positions:
                 break
-            path.append(self._places[child])
+            path.append(self._positions[child])
             node = child
         if context.pending is not None:
             context.retain(path)
 
     def _follow(self, node: int) -> None:
-        policy = self._policies[self.tree.parents[node]]
-        if policy.stateful:
-            policy = policy.fork()
-            policy.advance(self.tree.tokens[node])
-        self._policies[node] = policy
+        sampler = self._policies[self.tree.parents[node]]
+        if sampler.stateful:
+            sampler = sampler.fork()
+            sampler.advance(self.tree.tokens[node])
+        self._policies[node] = sampler
 
     def _take(self, node: int, row: np.ndarray) -> None:
         sequence = self.sequence
@@ -141,7 +142,7 @@ class GrowingTree:
         exact = scores.astype(np.float64) - float(scores.max())
         logs = exact - np.log(np.exp(exact).sum())
         keys = logs
-        if not sequence.policy.is_greedy:
+        if not sequence.sampler.is_greedy:
             noise = sequence.noise.with_purpose("draft") if self.own_noise else sequence.noise
             attempt = node + 1 if self.own_noise else 0
             keys = logs + noise.gumbel(ids, position, attempt)
@@ -149,15 +150,15 @@ class GrowingTree:
         self.guesses[node] = Guesses(ids[order], np.exp(logs[order]), keys[order])
 
 
-def draft_distribution(policy: Policy, row: np.ndarray) -> Distribution:
+def draft_distribution(sampler: Sampler, row: np.ndarray) -> Distribution:
     """What a tree drafts from: the policy's distribution; at temperature 0, where that is a single
     token, the distribution at temperature 1."""
-    if policy.is_greedy:
-        return Policy(1.0, policy.before).distribution(row)
-    return policy.distribution(row)
+    if sampler.is_greedy:
+        return Sampler(1.0, sampler.pre_temperature).distribution(row)
+    return sampler.distribution(row)
 
 
-class TreeSession(Session):
+class TreeSession(DraftSession):
     """A tree drafter at work; subclasses grow the tree."""
 
     def __init__(self, sequence: Sequence, drafter: TreeDrafter) -> None:
@@ -174,7 +175,7 @@ class TreeSession(Session):
         nodes = yield from drafter.grow(self.growing, size)
         return self.growing.pruned(nodes, drafter.kind, drafter.with_probabilities)
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         if self.growing is not None:
             self.growing.keep([round.tree.tokens[node] for node in round.verdict.path])
             self.growing = None
@@ -183,15 +184,15 @@ class TreeSession(Session):
 class TreeDrafter(Drafter):
     """Trees from the lane "draft". `kind` is how siblings are chosen, see `TokenTree`."""
 
-    lanes = (DRAFT,)
+    runners = (DRAFT,)
     kind = "point"
 
     def __init__(self, with_probabilities: bool = False) -> None:
         self.with_probabilities = with_probabilities
 
     @abstractmethod
-    def grow(self, growing: GrowingTree, size: int) -> Generator[Request, Any, list[int]]:
+    def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:
         """Grow the tree; returns the up to `size` nodes to verify, siblings in draft order."""
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return TreeSession(sequence, self)

@@ -10,7 +10,7 @@ from typing import Any
 from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.core import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
-from anydecode.scoring.score import Request
+from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.tree import ROOT
 
 
@@ -21,7 +21,7 @@ class DySpecDrafter(TreeDrafter):
 
     kind = "wor"
 
-    def grow(self, growing: GrowingTree, size: int) -> Generator[Request, Any, list[int]]:
+    def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:
         heap: list[tuple[float, int, int, float]] = []  # -value, order, node, what is left
         order = 0
 

@@ -4,7 +4,7 @@ Layer-Parallel Speculative Decoding for Efficient Multi-GPU Utilization", arXiv:
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Drafter, Proposal, Session, Speculative
+from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, fitted
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
@@ -14,18 +14,18 @@ from anydecode.scoring.tree import TokenTree
 class LayerParallelDrafter(Drafter):
     """Chains from the lane "draft", whose layers run in groups of `group`."""
 
-    lanes = (DRAFT,)
+    runners = (DRAFT,)
 
     def __init__(self, group: int) -> None:
         if group < 2:
             raise InvalidRequestError("easyspec needs groups of at least two layers")
         self.group = group
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self.group)
 
 
-class _Session(Session):
+class _Session(DraftSession):
     def __init__(self, sequence: Sequence, group: int) -> None:
         self.sequence = sequence
         self.group = group
@@ -41,19 +41,19 @@ class _Session(Session):
         if size < 1:
             return TokenTree()
         sequence.align(DRAFT)
-        policy = sequence.policy.fork()
-        scores = yield sequence.score(lane=DRAFT)
+        sampler = sequence.sampler.fork()
+        scores = yield sequence.score(runner=DRAFT)
         self.exact = context.length
         drafts: list[int] = []
         while True:
             row = fitted(sequence, scores.row(-1))
-            token = sequence.pick(policy, row, sequence.length + len(drafts))
+            token = sequence.sample(sampler, row, sequence.length + len(drafts))
             drafts.append(token)
             if len(drafts) == size:
                 return TokenTree.chain(drafts)
-            policy.advance(token)
+            sampler.advance(token)
             context.reusable = False  # what is approximate is nobody else's prefix
-            scores = yield sequence.score([token], lane=DRAFT, parallel=self.group)
+            scores = yield sequence.score([token], runner=DRAFT, parallel=self.group)
 
 
 @register(

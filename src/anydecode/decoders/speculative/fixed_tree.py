@@ -11,7 +11,7 @@ from anydecode.decoders.speculative.core import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
 from anydecode.decoders.speculative.static_trees import Shape
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.score import Request
+from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.tree import ROOT
 
 #: One spine of five with side branches that thin out: 12 nodes.
@@ -25,7 +25,7 @@ class FixedTreeDrafter(TreeDrafter):
         super().__init__(with_probabilities)
         self.shape = shape
 
-    def grow(self, growing: GrowingTree, size: int) -> Generator[Request, Any, list[int]]:
+    def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:
         shape = self.shape
         placed: dict[int, int] = {ROOT: ROOT}
         parents, ranks = shape.parents[:size], shape.ranks[:size]

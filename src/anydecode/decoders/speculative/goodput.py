@@ -11,14 +11,14 @@ import numpy as np
 
 from anydecode import catalogue
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Budget, Drafter, Round, Speculative
+from anydecode.decoders.speculative.core import DraftBudget, Drafter, SpeculationRound, Speculative
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
 
 @dataclass(frozen=True)
-class PassCost:
+class LinearCost:
     """A pass costs `fixed` + `per_row` times its rows + `per_position` times the context behind
     them; any unit."""
 
@@ -31,10 +31,10 @@ class PassCost:
         return self.fixed + self.per_row * rows + self.per_position * context
 
 
-class Costs:
+class DraftCosts:
     """What passes and drafts cost: `known`, or what the engine has measured, or a guess."""
 
-    def __init__(self, known: PassCost | None = None) -> None:
+    def __init__(self, known: LinearCost | None = None) -> None:
         self.known = known
         self.per_draft = 0.0
 
@@ -42,20 +42,20 @@ class Costs:
         """The cost of `drafts` drafts and a pass over `rows` rows behind `context` positions."""
         if self.known is not None:
             return self.known.seconds(rows, context)
-        if sequence.pace is None:
+        if sequence.cost_model is None:
             return _GUESS.seconds(rows, context)
-        return sequence.pace.seconds(rows, context) + self.per_draft * drafts
+        return sequence.cost_model.seconds(rows, context) + self.per_draft * drafts
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         """Follow what a draft takes, in seconds."""
         if len(round.tree):
             self.per_draft += 0.1 * (round.draft_seconds / len(round.tree) - self.per_draft)
 
 
-_GUESS = PassCost()
+_GUESS = LinearCost()
 
 
-def given_cost(fixed: float | None, per_row: float, per_position: float = 0.0) -> PassCost | None:
+def given_cost(fixed: float | None, per_row: float, per_position: float = 0.0) -> LinearCost | None:
     """The costs a user gave; None without `fixed`, which leaves them to be measured."""
     if fixed is None:
         return None
@@ -63,7 +63,7 @@ def given_cost(fixed: float | None, per_row: float, per_position: float = 0.0) -
         raise InvalidRequestError(
             "costs of a pass must not be negative, and fixed or per_row be above 0"
         )
-    return PassCost(fixed, per_row, per_position)
+    return LinearCost(fixed, per_row, per_position)
 
 
 def expected_tokens(rate: float, size: int) -> float:
@@ -72,10 +72,10 @@ def expected_tokens(rate: float, size: int) -> float:
     return float(size + 1) if rate >= 1 else (1 - rate ** (size + 1)) / (1 - rate)
 
 
-class Load:
+class RunningSet:
     """The sequences one decoder works on. A new one takes the acceptance rate of those before."""
 
-    def __init__(self, costs: Costs, rate: float = 0.6) -> None:
+    def __init__(self, costs: DraftCosts, rate: float = 0.6) -> None:
         self.costs = costs
         self.rate = rate
         self.running: dict[Sequence, GoodputBudget] = {}
@@ -84,18 +84,20 @@ class Load:
         """Expected tokens per cost if every running sequence drafts `size` tokens. Sequences of
         other decoders take part with one row each."""
         own = len(self.running)
-        others = 0 if sequence.pace is None else max(0, sequence.pace.others() + 1 - own)
+        others = (
+            0 if sequence.cost_model is None else max(0, sequence.cost_model.num_others() + 1 - own)
+        )
         tokens = sum(expected_tokens(b.rate, size) for b in self.running.values())
         context = sum(running.length for running in self.running)
         rows = own * (size + 1) + others
         return (tokens + others) / self.costs.of(sequence, rows, context, own * size)
 
 
-class GoodputBudget(Budget):
+class GoodputBudget(DraftBudget):
     """The common draft length that gives the most tokens per cost over all sequences that are
     decoded now. Stays with the last one unless another is better by more than `margin`."""
 
-    def __init__(self, load: Load, largest: int, margin: float = 0.02) -> None:
+    def __init__(self, load: RunningSet, largest: int, margin: float = 0.02) -> None:
         self.load = load
         self.largest = largest
         self.margin = margin
@@ -109,7 +111,7 @@ class GoodputBudget(Budget):
             self._size = best
         return self._size
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         """The rate follows rounds with drafts only."""
         self.load.costs.observe(round)
         if len(round.tree):
@@ -122,11 +124,11 @@ class GoodputBudget(Budget):
 class SmartSpec(Speculative):
     """`drafter` with the draft length of best goodput for the sequences that run now."""
 
-    def __init__(self, drafter: Drafter, largest: int, cost: PassCost | None = None) -> None:
+    def __init__(self, drafter: Drafter, largest: int, cost: LinearCost | None = None) -> None:
         super().__init__(drafter, largest)
-        self.load = Load(Costs(cost))
+        self.load = RunningSet(DraftCosts(cost))
 
-    def budget(self, sequence: Sequence) -> Budget:
+    def budget(self, sequence: Sequence) -> DraftBudget:
         budget = GoodputBudget(self.load, self.size)
         self.load.running[sequence] = budget
         return budget
@@ -138,11 +140,11 @@ class SmartSpec(Speculative):
             self.load.running.pop(sequence, None)
 
 
-class BanditBudget(Budget):
+class BanditBudget(DraftBudget):
     """Thompson sampling: a rate of acceptance drawn from its posterior, Beta(accepted + 1,
     rejected + 1), and the size that is best if that were the rate. Old rounds fade by `memory`."""
 
-    def __init__(self, sequence: Sequence, costs: Costs, largest: int, memory: float) -> None:
+    def __init__(self, sequence: Sequence, costs: DraftCosts, largest: int, memory: float) -> None:
         self.costs = costs
         self.largest = largest
         self.memory = memory
@@ -152,7 +154,7 @@ class BanditBudget(Budget):
 
     def size(self, sequence: Sequence) -> int:
         rate = self._random.betavariate(self.accepted + 1, self.rejected + 1)
-        others = 0 if sequence.pace is None else sequence.pace.others()
+        others = 0 if sequence.cost_model is None else sequence.cost_model.num_others()
 
         def worth(size: int) -> float:
             rows = size + 1 + others
@@ -162,7 +164,7 @@ class BanditBudget(Budget):
 
         return max(range(self.largest + 1), key=worth)
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         drafted = len(round.tree)
         self.costs.observe(round)
         if drafted:
@@ -239,7 +241,7 @@ def bandit(
     else they are what the engine measured."""
     if not 0 < memory <= 1:
         raise InvalidRequestError("bandit needs 0 < memory <= 1")
-    costs = Costs(given_cost(fixed, per_row))
+    costs = DraftCosts(given_cost(fixed, per_row))
     return Speculative(
         chain_drafter(drafter),
         largest,

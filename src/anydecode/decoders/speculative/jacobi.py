@@ -74,6 +74,6 @@ def _next(sequence: Sequence, scores: Scores, kept: int) -> list[int]:
     """The next iterate behind what is now fixed. A policy with a state may not know what to make of
     guesses that it forbids, so those rows are read without it."""
     rows = range(kept + 1, len(scores))
-    if sequence.policy.stateful:
+    if sequence.sampler.stateful:
         return [int(scores.logits[row].argmax()) for row in rows]
-    return [scores.pick(row) for row in rows]
+    return [scores.sample(row) for row in rows]

@@ -6,10 +6,10 @@ from __future__ import annotations
 from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.core import (
     Drafter,
-    Round,
-    Session,
+    DraftSession,
+    SpeculationRound,
     Speculative,
-    TextSession,
+    TextDraftSession,
 )
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
@@ -28,11 +28,11 @@ class LookaheadDrafter(Drafter):
         self.ngram = ngram
         self.guesses = guesses
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
 
-class _Session(TextSession):
+class _Session(TextDraftSession):
     """`levels[r][c]` guesses the token r + c + 1 places behind the text; a level's tokens came from
     the pass that the level above was the input of. In the tree, the first level is a chain and
     every further level hangs on the one above it, column by column."""
@@ -43,7 +43,7 @@ class _Session(TextSession):
         self.pool: dict[int, dict[tuple[int, ...], None]] = {}
         self.levels: list[list[int]] = []
         self._drafted: TokenTree | None = None
-        self._places: list[list[int]] = []
+        self._positions: list[list[int]] = []
 
     def tree(self, size: int) -> TokenTree:
         drafter = self.drafter
@@ -53,26 +53,26 @@ class _Session(TextSession):
         known = self.pool.get(self.text[-1], {})
         count = min(drafter.guesses, max(0, room) // (drafter.ngram - 1))
         self._drafted = tree = TokenTree.merge(list(known)[::-1][:count])
-        self._places = []
+        self._positions = []
         for level in self.levels:
-            above = self._places[-1] if self._places else None
-            places: list[int] = []
+            above = self._positions[-1] if self._positions else None
+            positions: list[int] = []
             for column, token in enumerate(level):
                 if above is not None:
                     parent = above[column]
                 else:
-                    parent = places[-1] if places else ROOT
-                places.append(tree.add(token, parent))
-            self._places.append(places)
+                    parent = positions[-1] if positions else ROOT
+                positions.append(tree.add(token, parent))
+            self._positions.append(positions)
         return tree
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         """The last level's rows give each column's next token: an n-gram for the pool, and the
         window's new last level."""
         if round.tree is not self._drafted:
             return
         logits = round.scores.logits
-        fresh = [int(logits[place + 1].argmax()) for place in self._places[-1]]
+        fresh = [int(logits[position + 1].argmax()) for position in self._positions[-1]]
         whole = len(self.levels) == self.drafter.ngram - 1
         if whole:
             for column, token in enumerate(fresh):
@@ -95,7 +95,7 @@ class _Session(TextSession):
     def _filler(self, count: int) -> list[int]:
         """Tokens of the text, spread over it: something to begin with."""
         length = len(self.text)
-        return [self.text[(place * 7919 + length) % length] for place in range(count)]
+        return [self.text[(position * 7919 + length) % length] for position in range(count)]
 
 
 @register(

@@ -6,9 +6,9 @@ from __future__ import annotations
 from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.core import (
     Drafter,
+    DraftSession,
     Proposal,
-    Round,
-    Session,
+    SpeculationRound,
     Speculative,
 )
 from anydecode.decoders.speculative.draft_model import DRAFT
@@ -55,13 +55,13 @@ class OmniDrafter(Drafter):
     """Chains of a draft model with a tokenizer of its own. What it learns about spellings is kept
     for later requests."""
 
-    lanes = (DRAFT,)
-    translates = True
+    runners = (DRAFT,)
+    can_translate_vocab = True
 
     def __init__(self) -> None:
         self.translation = Translation()
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         if not self.translation.direct:
             ours = sequence.tokenizers[TARGET]
             spelled = ((ours.token_bytes(token), token) for token in range(ours.vocab_size))
@@ -74,7 +74,7 @@ class OmniDrafter(Drafter):
         self.translation = Translation()
 
 
-class _Session(Session):
+class _Session(DraftSession):
     def __init__(self, sequence: Sequence, translation: Translation) -> None:
         self.sequence = sequence
         self.translation = translation
@@ -94,7 +94,7 @@ class _Session(Session):
         context = sequence.context(DRAFT)
         follow(context, self.text)
         for _ in range(size):
-            scores = yield sequence.score((self.text + drafts)[context.length :], lane=DRAFT)
+            scores = yield sequence.score((self.text + drafts)[context.length :], runner=DRAFT)
             token = int(scores.row(-1).argmax())
             if self.theirs.is_special(token):
                 break
@@ -102,7 +102,7 @@ class _Session(Session):
             spelled.append(self.theirs.token_bytes(token))
         return TokenTree.chain(self.translation.translate(drafts, spelled)[:size])
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         """Spell what the target said with the draft model's tokens."""
         for token in round.verdict.tokens:
             text = self.ours.token_bytes(token)

@@ -11,9 +11,9 @@ import torch
 from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.core import (
     Drafter,
+    DraftSession,
     Proposal,
-    Round,
-    Session,
+    SpeculationRound,
     Speculative,
 )
 from anydecode.decoders.speculative.draft_model import DRAFT, fitted
@@ -82,7 +82,7 @@ class OnlineDrafter(Drafter):
     """Chains from the draft model plus `Correction`. Lessons are learned when a request has ended
     and at least `batch` wait; the last `memory` are kept."""
 
-    lanes = (DRAFT,)
+    runners = (DRAFT,)
 
     def __init__(self, rank: int, rate: float, batch: int, steps: int, memory: int = 64) -> None:
         if min(rank, batch, steps) < 1 or rate <= 0:
@@ -96,7 +96,7 @@ class OnlineDrafter(Drafter):
         self.losses: list[float] = []
         self.correction: Correction | None = None
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
     def clear(self) -> None:
@@ -118,7 +118,7 @@ class OnlineDrafter(Drafter):
         self.lessons = []
 
 
-class _Session(Session):
+class _Session(DraftSession):
     def __init__(self, sequence: Sequence, drafter: OnlineDrafter) -> None:
         self.sequence = sequence
         self.drafter = drafter
@@ -130,25 +130,25 @@ class _Session(Session):
         sequence.align(DRAFT)
         context = sequence.context(DRAFT)
         top = context.pool.model.spec.num_layers
-        policy, known = sequence.policy.fork(), sequence.all_tokens
+        sampler, known = sequence.sampler.fork(), sequence.all_tokens
         drafts: list[int] = []
         self.rows = []
         for _ in range(size):
             text = (known + drafts)[context.length :]
-            scores = yield sequence.score(text, lane=DRAFT, hidden=(top,))
+            scores = yield sequence.score(text, runner=DRAFT, hidden=(top,))
             hidden = scores.hidden[top][-1].float().clone()
             row = fitted(sequence, scores.row(-1)).copy()
             self.rows.append((hidden, row))
             if correction is not None:
                 with torch.no_grad():
                     row = row + correction(hidden).numpy()
-            token = sequence.pick(policy, row, len(known) + len(drafts))
-            policy.advance(token)
+            token = sequence.sample(sampler, row, len(known) + len(drafts))
+            sampler.advance(token)
             drafts.append(token)
         self._drafted = TokenTree.chain(drafts)
         return self._drafted
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         """The first wrong draft of a round is a lesson; the end of a request is time to study."""
         wrong = round.num_accepted
         if round.tree is self._drafted and wrong < len(round.tree):

@@ -10,7 +10,7 @@ from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.core import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.score import Request
+from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.tree import ROOT
 
 
@@ -28,7 +28,7 @@ class OptTreeDrafter(TreeDrafter):
         self.delta = delta
         self.depth = depth
 
-    def grow(self, growing: GrowingTree, size: int) -> Generator[Request, Any, list[int]]:
+    def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:
         weights = {ROOT: 1.0}
         frontier, total = [ROOT], 0.0
         for depth in range(1, self.depth + 1):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Drafter, Session, Speculative, TextSession
+from anydecode.decoders.speculative.core import Drafter, DraftSession, Speculative, TextDraftSession
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
@@ -37,7 +37,7 @@ class NgramIndex:
         return []
 
 
-class _Session(TextSession):
+class _Session(TextDraftSession):
     def __init__(self, sequence: Sequence, longest: int, shortest: int) -> None:
         super().__init__(sequence)
         self.shortest = shortest
@@ -60,7 +60,7 @@ class PromptLookupDrafter(Drafter):
         self.longest = longest
         self.shortest = shortest
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self.longest, self.shortest)
 
 

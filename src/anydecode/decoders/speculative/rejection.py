@@ -10,7 +10,13 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from anydecode.decoders.speculative.acceptance import Acceptance, TokenExact, TopM, Typical, Verdict
+from anydecode.decoders.speculative.acceptance import (
+    Acceptance,
+    AcceptanceResult,
+    TokenExact,
+    TopMAcceptance,
+    TypicalAcceptance,
+)
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Scores
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -69,7 +75,7 @@ class RejectionSampling(Acceptance):
         if lenience < 1:
             self.exactness = "lossy"
 
-    def walk(self, tree: TokenTree, scores: Scores) -> Verdict:
+    def walk(self, tree: TokenTree, scores: Scores) -> AcceptanceResult:
         node = ROOT
         path: list[int] = []
         tokens: list[int] = []
@@ -77,7 +83,7 @@ class RejectionSampling(Acceptance):
             child, token = self._step(tree, scores, node)
             tokens.append(token)
             if child is None:
-                return Verdict(path, tokens)
+                return AcceptanceResult(path, tokens)
             path.append(child)
             node = child
 
@@ -85,7 +91,7 @@ class RejectionSampling(Acceptance):
         """The child that is kept, if one is, and the token that is said after `node`."""
         row, children = node + 1, tree.children(node)
         if not children:
-            return None, scores.pick(row)
+            return None, scores.sample(row)
         sequence, position = scores.sequence, int(scores.positions[row]) + 1
         coins = sequence.noise.with_purpose("coin")
         rest = scores.distribution(row).dense(scores.logits.shape[1])
@@ -94,13 +100,15 @@ class RejectionSampling(Acceptance):
         for index, (child, (chance, left)) in enumerate(zip(children, rungs, strict=True)):
             rest = left
             if coins.coin(position, index=index) < chance:
-                sequence.note(scores.row(row), position, tree.tokens[child], scores.state(row))
+                sequence.record_logprobs(
+                    scores.row(row), position, tree.tokens[child], scores.sampler_after(row)
+                )
                 return child, tree.tokens[child]
         residual = sequence.noise.with_purpose("residual")
         support = np.flatnonzero(rest)
         keys = np.log(rest[support]) + residual.gumbel(support, position)
         token = int(support[keys.argmax()])
-        sequence.note(scores.row(row), position, token, scores.state(row))
+        sequence.record_logprobs(scores.row(row), position, token, scores.sampler_after(row))
         return None, token
 
     def rungs(
@@ -114,8 +122,8 @@ class RejectionSampling(Acceptance):
 RULES: dict[str, type[Acceptance]] = {
     "token-exact": TokenExact,
     "rejection": RejectionSampling,
-    "typical": Typical,
-    "top-m": TopM,
+    "typical": TypicalAcceptance,
+    "top-m": TopMAcceptance,
 }
 
 

@@ -12,7 +12,7 @@ from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.core import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.score import Request
+from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.tree import ROOT
 
 
@@ -32,7 +32,7 @@ class ConstantBranching(TreeDrafter):
         """Nodes of the whole tree."""
         return int(np.cumprod(self.branching).sum())
 
-    def grow(self, growing: GrowingTree, size: int) -> Generator[Request, Any, list[int]]:
+    def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:
         level = [ROOT]
         for depth, count in enumerate(self.branching):
             if depth:
@@ -70,8 +70,8 @@ class StochasticBeam(TreeDrafter):
         self.width = width
         self.depth = depth
 
-    def grow(self, growing: GrowingTree, size: int) -> Generator[Request, Any, list[int]]:
-        greedy = growing.sequence.policy.is_greedy
+    def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:
+        greedy = growing.sequence.sampler.is_greedy
         logs, keys = {ROOT: 0.0}, {ROOT: 0.0}
         beam = [ROOT]
         for depth in range(self.depth):

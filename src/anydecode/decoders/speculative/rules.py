@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.acceptance import TopM, Typical
+from anydecode.decoders.speculative.acceptance import TopMAcceptance, TypicalAcceptance
 from anydecode.decoders.speculative.core import Speculative
 from anydecode.decoders.speculative.draft_model import ModelDrafter
 from anydecode.decoders.speculative.rejection import RejectionSampling
@@ -57,7 +57,7 @@ def lenient_sampling(size: int = 4, lenience: float = 0.5) -> Speculative:
 )
 def typical_acceptance(size: int = 4, epsilon: float = 0.3, delta: float = 0.09) -> Speculative:
     """Drafts of `size` tokens, kept above min(epsilon, delta exp(-entropy))."""
-    return Speculative(ModelDrafter(), size, Typical(epsilon, delta))
+    return Speculative(ModelDrafter(), size, TypicalAcceptance(epsilon, delta))
 
 
 @register(
@@ -81,4 +81,4 @@ def top_m_acceptance(
 ) -> Speculative:
     """Drafts of `size` tokens, kept among the `count` likeliest and within `gap` nats of the first;
     at least `block` tokens are said per pass."""
-    return Speculative(ModelDrafter(), size, TopM(count, gap, block))
+    return Speculative(ModelDrafter(), size, TopMAcceptance(count, gap, block))

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Drafter, Proposal, Session, Speculative
+from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, fitted
 from anydecode.decoders.speculative.draft_trees import draft_distribution
 from anydecode.errors import InvalidRequestError
-from anydecode.sampling.policy import Policy
-from anydecode.scoring.score import Request
+from anydecode.sampling.sampler import Sampler
+from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
@@ -23,7 +23,7 @@ class NestedDrafter(Drafter):
     """A token comes from the first exit whose largest probability reaches `confidence`; the last
     exit is the whole draft model. `exits` are shares of its depth."""
 
-    lanes = (DRAFT,)
+    runners = (DRAFT,)
 
     def __init__(self, exits: tuple[float, ...], confidence: float) -> None:
         if not exits or any(not 0 < share < 1 for share in exits) or list(exits) != sorted(exits):
@@ -33,7 +33,7 @@ class NestedDrafter(Drafter):
         self.exits = exits
         self.confidence = confidence
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
     def layers(self, depth: int) -> list[int]:
@@ -42,7 +42,7 @@ class NestedDrafter(Drafter):
         return sorted(found - {0}) if depth > 1 else []
 
 
-class _Session(Session):
+class _Session(DraftSession):
     def __init__(self, sequence: Sequence, drafter: NestedDrafter) -> None:
         self.sequence = sequence
         self.drafter = drafter
@@ -50,35 +50,35 @@ class _Session(Session):
     def propose(self, size: int) -> Proposal:
         sequence = self.sequence
         sequence.align(DRAFT)
-        policy = sequence.policy.fork()
+        sampler = sequence.sampler.fork()
         unscored = sequence.unscored(DRAFT)
         if len(unscored) > 1:
-            yield sequence.score(unscored[:-1], lane=DRAFT)
+            yield sequence.score(unscored[:-1], runner=DRAFT)
         last = unscored[-1]
         drafts: list[int] = []
         for _ in range(size):
-            row = yield from self._row(last, policy)
-            last = sequence.pick(policy, row, sequence.length + len(drafts))
-            policy.advance(last)
+            row = yield from self._row(last, sampler)
+            last = sequence.sample(sampler, row, sequence.length + len(drafts))
+            sampler.advance(last)
             drafts.append(last)
         return TokenTree.chain(drafts)
 
-    def _row(self, token: int, policy: Policy) -> Generator[Request, Any, np.ndarray]:
+    def _row(self, token: int, sampler: Sampler) -> Generator[DecoderAction, Any, np.ndarray]:
         """The row of the first exit that is sure enough. Whether it is depends on its distribution
         alone, never on the token that will be drawn."""
         sequence = self.sequence
         depth = sequence.context(DRAFT).pool.model.spec.num_layers
         exits = self.drafter.layers(depth)
         if not exits:
-            scores = yield sequence.score([token], lane=DRAFT)
+            scores = yield sequence.score([token], runner=DRAFT)
             return fitted(sequence, scores.row(-1))
-        scores = yield sequence.score([token], lane=DRAFT, layers=(0, exits[0]))
+        scores = yield sequence.score([token], runner=DRAFT, layers=(0, exits[0]))
         for following in [*exits[1:], depth]:
             row = fitted(sequence, scores.row(-1))
-            found = draft_distribution(policy, row)
+            found = draft_distribution(sampler, row)
             if float(found.probabilities().max()) >= self.drafter.confidence:
                 return row
-            scores = yield sequence.complete(lane=DRAFT, stop=following)
+            scores = yield sequence.complete(runner=DRAFT, stop=following)
         return fitted(sequence, scores.row(-1))
 
 

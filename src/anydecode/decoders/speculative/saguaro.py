@@ -9,11 +9,11 @@ from typing import Any
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.speculative.acceptance import TokenExact, Verdict
+from anydecode.decoders.speculative.acceptance import AcceptanceResult, TokenExact
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.decoders.speculative.draft_trees import GrowingTree
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.score import Decoding, Request, Submit, Ticket, Wait
+from anydecode.scoring.score import DecoderAction, Decoding, Submit, Ticket, Wait
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
@@ -63,7 +63,7 @@ class Saguaro(Decoder):
     """`size` drafts a round; `fan` bonus tokens are prepared for after each number of accepted
     drafts. With `acceptance` (a rate below 1) the same total is spread by `fan_out`."""
 
-    lanes = (DRAFT,)
+    runners = (DRAFT,)
 
     def __init__(
         self, size: int = 4, fan: int = 3, acceptance: float | None = None, exponent: float = 0.5
@@ -100,7 +100,7 @@ class Saguaro(Decoder):
 
     def _prepare(
         self, growing: GrowingTree, tree: TokenTree, ticket: Ticket
-    ) -> Generator[Request, Any, dict[Outcome, _Branch]]:
+    ) -> Generator[DecoderAction, Any, dict[Outcome, _Branch]]:
         """Drafts for every outcome in the fan-out; for the true one only once it is known."""
         yield from growing.start(tree.tokens)
         branches: dict[Outcome, _Branch] = {}
@@ -122,5 +122,5 @@ class Saguaro(Decoder):
         return branches
 
 
-def _outcome(verdict: Verdict) -> Outcome:
+def _outcome(verdict: AcceptanceResult) -> Outcome:
     return len(verdict.path), verdict.tokens[-1]

@@ -10,17 +10,17 @@ import numpy as np
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.acceptance import Acceptance
-from anydecode.decoders.speculative.core import Drafter, Proposal, Session, Speculative
+from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.decoders.speculative.draft_trees import draft_distribution
 from anydecode.decoders.speculative.rejection import RejectionSampling, rule
 from anydecode.errors import InvalidRequestError
-from anydecode.sampling.policy import Policy
+from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
 
-class Threshold:
+class StopThreshold:
     """Ends a chain with the first token that makes the chance of some reject, 1 minus the product
     of the drafts' probabilities, larger than `bound`. That token stays."""
 
@@ -30,26 +30,26 @@ class Threshold:
         self.count = 0
         self.all_right = 1.0
 
-    def __call__(self, policy: Policy, row: np.ndarray, token: int) -> bool:
+    def __call__(self, sampler: Sampler, row: np.ndarray, token: int) -> bool:
         self.count += 1
-        self.all_right *= exp(draft_distribution(policy, row).log_probability(token))
+        self.all_right *= exp(draft_distribution(sampler, row).log_probability(token))
         return self.count >= self.fewest and 1 - self.all_right > self.bound
 
 
 class ThresholdDrafter(Drafter):
     """Chains from the lane "draft" that `Threshold` ends."""
 
-    lanes = (DRAFT,)
+    runners = (DRAFT,)
 
     def __init__(self, bound: float, fewest: int, with_probabilities: bool = False) -> None:
-        self.stop: Callable[[], Threshold] = lambda: Threshold(bound, fewest)
+        self.stop: Callable[[], StopThreshold] = lambda: StopThreshold(bound, fewest)
         self.with_probabilities = with_probabilities
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
 
-class _Session(Session):
+class _Session(DraftSession):
     def __init__(self, sequence: Sequence, drafter: ThresholdDrafter) -> None:
         self.sequence = sequence
         self.drafter = drafter

@@ -5,10 +5,10 @@ arXiv:2511.00606)."""
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Proposal, Session, Speculative
+from anydecode.decoders.speculative.core import DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.diffusion_draft import DiffusionDrafter, DiffusionSession
 from anydecode.errors import InvalidRequestError
-from anydecode.sampling.policy import Policy
+from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
@@ -23,7 +23,7 @@ class JointDrafter(DiffusionDrafter):
         self.paths = paths
         self.temperature = temperature
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
 
@@ -35,16 +35,16 @@ class _Session(DiffusionSession):
     def propose(self, size: int) -> Proposal:
         sequence = self.sequence
         rows = yield from self.marginals(size)
-        first, policy = [], sequence.policy.fork()
+        first, sampler = [], sequence.sampler.fork()
         for ahead, row in enumerate(rows):
-            first.append(sequence.pick(policy, row, sequence.length + ahead))
-            policy.advance(first[-1])
+            first.append(sequence.sample(sampler, row, sequence.length + ahead))
+            sampler.advance(first[-1])
         paths = [first]
-        warm, noise = Policy(self.drafter.temperature), sequence.noise.with_purpose("draft")
+        warm, noise = Sampler(self.drafter.temperature), sequence.noise.with_purpose("draft")
         for number in range(1, self.drafter.paths):
             paths.append(
                 [
-                    warm.pick(row, noise, sequence.length + ahead, number)
+                    warm.sample(row, noise, sequence.length + ahead, number)
                     for ahead, row in enumerate(rows)
                 ]
             )

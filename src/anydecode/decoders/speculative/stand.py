@@ -8,10 +8,10 @@ import numpy as np
 from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.core import (
     Drafter,
-    Round,
-    Session,
+    DraftSession,
+    SpeculationRound,
     Speculative,
-    TextSession,
+    TextDraftSession,
 )
 from anydecode.decoders.speculative.static_trees import Shape, worthwhile
 from anydecode.decoders.speculative.token_recycling import PUBLISHED, RATES
@@ -57,14 +57,14 @@ class StandDrafter(Drafter):
         self.with_probabilities = with_probabilities
         self.table = NgramProbabilities(longest)
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
     def clear(self) -> None:
         self.table.rows.clear()
 
 
-class _Session(TextSession):
+class _Session(TextDraftSession):
     def __init__(self, sequence: Sequence, drafter: StandDrafter) -> None:
         super().__init__(sequence)
         self.drafter = drafter
@@ -86,12 +86,12 @@ class _Session(TextSession):
             tree.probabilities = {node: self._dense(rows[node]) for node in rows if rows[node]}
         return tree
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         """Every verified node teaches all its n-grams."""
         table = self.drafter.table
         best, found = round.scores.top(table.width)
         logits = found.astype(np.float64)
-        weights = np.exp((logits - logits[:, :1]) / (self.sequence.policy.temperature or 1.0))
+        weights = np.exp((logits - logits[:, :1]) / (self.sequence.sampler.temperature or 1.0))
         shares = (weights / weights.sum(axis=1, keepdims=True)).tolist()
         before = round.sequence.all_tokens[: int(round.scores.positions[0]) + 1]
         tails: list[list[int]] = []
@@ -105,7 +105,7 @@ class _Session(TextSession):
     def _drawn(self, row: dict[int, float], position: int) -> list[int]:
         """The row's tokens in the order of draws without replacement: by falling log-probability
         plus the noise of the place; at temperature 0 by falling probability."""
-        if len(row) < 2 or self.sequence.policy.is_greedy:
+        if len(row) < 2 or self.sequence.sampler.is_greedy:
             return list(row)
         tokens = np.fromiter(row, np.int64, len(row))
         scores = np.log(np.fromiter(row.values(), float, len(row)))

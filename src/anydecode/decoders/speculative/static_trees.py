@@ -29,13 +29,13 @@ class Shape:
     def of(paths: Seq[RankPath]) -> Shape:
         """The shape with these rank paths; the parent of each must be among them."""
         ordered = sorted(set(paths), key=lambda path: (len(path), path))
-        places: dict[RankPath, int] = {(): ROOT}
+        positions: dict[RankPath, int] = {(): ROOT}
         parents = []
         for node, path in enumerate(ordered):
-            if path[:-1] not in places:
+            if path[:-1] not in positions:
                 raise ValueError(f"{path} hangs on a path that is not in the shape")
-            parents.append(places[path[:-1]])
-            places[path] = node
+            parents.append(positions[path[:-1]])
+            positions[path] = node
         return Shape(tuple(parents), tuple(path[-1] for path in ordered))
 
     @staticmethod

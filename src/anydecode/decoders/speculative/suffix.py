@@ -8,17 +8,17 @@ from heapq import heappop, heappush
 from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.core import (
     Drafter,
-    Round,
-    Session,
+    DraftSession,
+    SpeculationRound,
     Speculative,
-    TextSession,
+    TextDraftSession,
 )
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
 #: Stands between texts; no token has this id.
-BREAK = -1
+SEPARATOR = -1
 
 
 class SuffixAutomaton:
@@ -93,7 +93,7 @@ def likely_tree(
         count = automaton.counts[state]
         for token, behind in automaton.next[state].items():
             share = weight * automaton.counts[behind] / count
-            if token != BREAK and share >= least:
+            if token != SEPARATOR and share >= least:
                 order += 1
                 heappush(heap, (-share, order, token, behind, node, level))
 
@@ -121,7 +121,7 @@ class SuffixDrafter(Drafter):
         self.past = SuffixAutomaton()
         self.past_tokens = 0
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
     def clear(self) -> None:
@@ -131,12 +131,12 @@ class SuffixDrafter(Drafter):
         """Remember a finished answer; what is oldest goes all at once when memory is full."""
         if self.past_tokens + len(answer) > self.memory:
             self.clear()
-        for token in [*answer, BREAK][: self.memory]:
+        for token in [*answer, SEPARATOR][: self.memory]:
             self.past.extend(token)
         self.past_tokens += len(answer)
 
 
-class _Session(TextSession):
+class _Session(TextDraftSession):
     def __init__(self, sequence: Sequence, drafter: SuffixDrafter) -> None:
         super().__init__(sequence)
         self.drafter = drafter
@@ -167,7 +167,7 @@ class _Session(TextSession):
                     best, best_total = tree, total
         return best
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         if round.sequence.finished:
             self.drafter.learn(round.sequence.tokens)
 

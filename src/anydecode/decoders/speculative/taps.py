@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from anydecode import catalogue
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Drafter, Proposal, Round, Session, Speculative
+from anydecode.decoders.speculative.core import (
+    Drafter,
+    DraftSession,
+    Proposal,
+    SpeculationRound,
+    Speculative,
+)
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -15,7 +21,7 @@ class Member:
     """One drafter's session, and how often its first guess was right: `confidence`, with one
     imagined success in two."""
 
-    def __init__(self, name: str, session: Session) -> None:
+    def __init__(self, name: str, session: DraftSession) -> None:
         self.name = name
         self.session = session
         self.tree = TokenTree()
@@ -39,24 +45,24 @@ def merged(trees: list[tuple[str, TokenTree]], size: int) -> TokenTree:
     time, the first tree's first."""
     tree = TokenTree(sources=[])
     assert tree.sources is not None
-    places: list[dict[int, int]] = [{ROOT: ROOT} for _ in trees]
+    positions: list[dict[int, int]] = [{ROOT: ROOT} for _ in trees]
     longest = max((len(part) for _, part in trees), default=0)
     for node in range(longest):
-        for (name, part), place in zip(trees, places, strict=True):
-            if node >= len(part) or part.parents[node] not in place:
+        for (name, part), position in zip(trees, positions, strict=True):
+            if node >= len(part) or part.parents[node] not in position:
                 continue
-            parent, token = place[part.parents[node]], part.tokens[node]
+            parent, token = position[part.parents[node]], part.tokens[node]
             child = tree.child(parent, token)
             if child is None:
                 if len(tree) >= size:
                     continue
                 child = tree.add(token, parent)
                 tree.sources.append(name)
-            place[node] = child
+            position[node] = child
     return tree
 
 
-class _Session(Session):
+class _Session(DraftSession):
     def __init__(self, members: list[Member], route: bool) -> None:
         self.members = members
         self.route = route
@@ -70,7 +76,7 @@ class _Session(Session):
             drafting = drafting[:1]
         return merged([(member.name, member.tree) for member in drafting], size)
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         for member in self.members:
             member.judge(round.verdict.tokens)
             member.session.observe(round)
@@ -83,15 +89,17 @@ class TapsDrafter(Drafter):
     def __init__(self, parts: dict[str, Drafter], route: bool = False) -> None:
         self.parts = parts
         self.route = route
-        self.translates = any(part.translates for part in parts.values())
+        self.can_translate_vocab = any(part.can_translate_vocab for part in parts.values())
         self.draft_causal = all(part.draft_causal for part in parts.values())
-        self.lanes = tuple(dict.fromkeys(lane for part in parts.values() for lane in part.lanes))
+        self.runners = tuple(
+            dict.fromkeys(runner for part in parts.values() for runner in part.runners)
+        )
 
     def prepare(self, sequence: Sequence) -> None:
         for part in self.parts.values():
             part.prepare(sequence)
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         members = [Member(name, part.open(sequence)) for name, part in self.parts.items()]
         return _Session(members, self.route)
 
@@ -134,6 +142,6 @@ def taps(
         drafters[key] = method.drafter
     if len(drafters) < 2:
         raise InvalidRequestError("taps needs at least two different drafters, such as a+b")
-    if sum(bool(drafter.lanes) for drafter in drafters.values()) > 1:
+    if sum(bool(drafter.runners) for drafter in drafters.values()) > 1:
         raise UnsupportedCombinationError("taps can merge one method with a draft model at most")
     return Speculative(TapsDrafter(drafters, route), size)

@@ -6,10 +6,10 @@ from __future__ import annotations
 from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.core import (
     Drafter,
-    Round,
-    Session,
+    DraftSession,
+    SpeculationRound,
     Speculative,
-    TextSession,
+    TextDraftSession,
 )
 from anydecode.decoders.speculative.static_trees import Shape, worthwhile
 from anydecode.errors import InvalidRequestError
@@ -51,14 +51,14 @@ class TokenRecyclingDrafter(Drafter):
         self.width = width
         self.successors: dict[int, list[int]] = {}
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
     def clear(self) -> None:
         self.successors.clear()
 
 
-class _Session(TextSession):
+class _Session(TextDraftSession):
     def __init__(self, sequence: Sequence, drafter: TokenRecyclingDrafter) -> None:
         super().__init__(sequence)
         self.drafter = drafter
@@ -71,7 +71,7 @@ class _Session(TextSession):
 
         return self.drafter.shape.fill(guesses, size)
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: SpeculationRound) -> None:
         """Every scored node teaches, accepted or not; of equal tokens the last in level order."""
         best = round.scores.top(self.drafter.width)[0].tolist()
         self.drafter.successors.update(zip(round.scores.tokens, best, strict=True))

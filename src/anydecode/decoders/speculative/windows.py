@@ -10,11 +10,11 @@ from math import log, sqrt
 from typing import Any
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Drafter, Proposal, Session, Speculative
+from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain, fitted
 from anydecode.errors import InvalidRequestError
-from anydecode.memory.context import Context
-from anydecode.scoring.score import Request
+from anydecode.memory.sequence_cache import SequenceCache
+from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
@@ -22,7 +22,7 @@ from anydecode.scoring.tree import TokenTree
 class WindowDrafter(Drafter):
     """The draft model keeps the first `sinks` positions and the last `window` ones."""
 
-    lanes = (DRAFT,)
+    runners = (DRAFT,)
 
     def __init__(self, window: int, sinks: int) -> None:
         if window < 1 or sinks < 0:
@@ -30,18 +30,18 @@ class WindowDrafter(Drafter):
         self.window = window
         self.sinks = sinks
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _WindowSession(sequence, self)
 
-    def shrink(self, context: Context) -> None:
+    def shrink(self, context: SequenceCache) -> None:
         """Evict what has left the window."""
         held = context.table[self.sinks : max(self.sinks, context.length - self.window)]
-        gone = [self.sinks + place for place, slot in enumerate(held) if slot >= 0]
+        gone = [self.sinks + position for position, slot in enumerate(held) if slot >= 0]
         if gone:
             context.evict(gone)
 
 
-class _WindowSession(Session):
+class _WindowSession(DraftSession):
     def __init__(self, sequence: Sequence, drafter: WindowDrafter) -> None:
         self.sequence = sequence
         self.drafter = drafter
@@ -50,7 +50,7 @@ class _WindowSession(Session):
         sequence, drafter = self.sequence, self.drafter
         sequence.align(DRAFT)
         while len(unscored := sequence.unscored(DRAFT)) > drafter.window:
-            yield sequence.score(unscored[: drafter.window], lane=DRAFT)
+            yield sequence.score(unscored[: drafter.window], runner=DRAFT)
             drafter.shrink(sequence.context(DRAFT))
         drafts = yield from draft_chain(sequence, [], size)
         drafter.shrink(sequence.context(DRAFT))
@@ -72,29 +72,31 @@ def retrieved(prompt: list[int], chunk: int, count: int, query: int) -> list[int
         shared = sum(w * n * rarity[t] for t, w in weights.items() if (n := asked.get(t, 0)))
         return shared / norm if norm else 0.0
 
-    best = sorted(range(len(chunks)), key=lambda place: (-likeness(chunks[place]), place))[:count]
-    return [token for place in sorted(best) for token in chunks[place]] + question
+    best = sorted(range(len(chunks)), key=lambda position: (-likeness(chunks[position]), position))[
+        :count
+    ]
+    return [token for position in sorted(best) for token in chunks[position]] + question
 
 
 def draft_behind(
     sequence: Sequence, text: list[int], size: int
-) -> Generator[Request, Any, list[int]]:
+) -> Generator[DecoderAction, Any, list[int]]:
     """`size` tokens that the draft model says behind `text`, a text of its own, picked with the
     noise of the places they will have in the target's."""
     context = sequence.context(DRAFT)
     follow(context, text)
-    policy = sequence.policy.fork()
+    sampler = sequence.sampler.fork()
     drafts: list[int] = []
     for _ in range(size):
-        scores = yield sequence.score((text + drafts)[context.length :], lane=DRAFT)
+        scores = yield sequence.score((text + drafts)[context.length :], runner=DRAFT)
         row = fitted(sequence, scores.row(-1))
-        token = sequence.pick(policy, row, sequence.length + len(drafts))
-        policy.advance(token)
+        token = sequence.sample(sampler, row, sequence.length + len(drafts))
+        sampler.advance(token)
         drafts.append(token)
     return drafts
 
 
-def follow(context: Context, text: list[int]) -> None:
+def follow(context: SequenceCache, text: list[int]) -> None:
     """Forget what is not a prefix of `text`, and its last token."""
     context.discard()
     held = context.tokens
@@ -108,7 +110,7 @@ def follow(context: Context, text: list[int]) -> None:
 class RetrievalDrafter(Drafter):
     """The draft model reads a prompt of `count` retrieved chunks where the whole is longer."""
 
-    lanes = (DRAFT,)
+    runners = (DRAFT,)
 
     def __init__(self, chunk: int, count: int, query: int) -> None:
         if min(chunk, count, query) < 1:
@@ -117,11 +119,11 @@ class RetrievalDrafter(Drafter):
         self.count = count
         self.query = query
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _RetrievalSession(sequence, self)
 
 
-class _RetrievalSession(Session):
+class _RetrievalSession(DraftSession):
     def __init__(self, sequence: Sequence, drafter: RetrievalDrafter) -> None:
         self.sequence = sequence
         self.prompt = retrieved(sequence.prompt, drafter.chunk, drafter.count, drafter.query)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anydecode.catalogue import Card, register
-from anydecode.engine.schedule import Piece, Schedule, whole
+from anydecode.engine.schedule import Schedule, ScheduledSpan, whole
 from anydecode.engine.schedules.pacing import checked_stretch, is_prompt, rows_beside
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.score import Score
-from anydecode.scoring.span import Chain, Completion, Span
+from anydecode.scoring.score import ScoreRequest
+from anydecode.scoring.span import ChainSpan, CompletionSpan, Span
 
 
 def num_groups(rows: int, unit: int, most: int) -> int:
@@ -68,9 +68,9 @@ class LayeredPrefill(Schedule):
             raise InvalidRequestError("unit, groups and cohort must be 1 or more")
         self.unit, self.groups, self.cohort, self.short = unit, groups, cohort, short
         self.stretch = checked_stretch(stretch)
-        self._cohort: list[Score] = []
+        self._cohort: list[ScoreRequest] = []
 
-    def pieces(self, waiting: list[Score]) -> Iterator[Piece]:
+    def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         here = set(waiting)
         self._cohort = [score for score in self._cohort if score in here]
         members = set(self._cohort)
@@ -88,7 +88,7 @@ class LayeredPrefill(Schedule):
         for score in self._cohort:
             yield from _stage(score)
 
-    def _gather(self, decodes: list[Score], prompts: list[Score]) -> None:
+    def _gather(self, decodes: list[ScoreRequest], prompts: list[ScoreRequest]) -> None:
         """Choose the next cohort and cut its prompts into layer groups."""
         unit = self.unit or rows_beside(decodes, prompts, self.stretch, whole=True)
         depth = prompts[0].groups[0][0].context.pool.model.spec.num_layers
@@ -114,11 +114,13 @@ def _cut(span: Span, stops: list[int], rows: int) -> list[Span]:
         tokens = span.tokens[first : first + rows]
         inputs = None if span.inputs is None else span.inputs[first : first + rows]
         last = first + len(tokens) == len(span)
-        answers = [len(tokens) - 1] if last and len(span.answers) else []
-        result.append(Chain(span.context, tokens, 0, stops[0], inputs=inputs, logits=False))
+        answers = [len(tokens) - 1] if last and len(span.output_rows) else []
+        result.append(ChainSpan(span.context, tokens, 0, stops[0], inputs=inputs, logits=False))
         for start, stop in zip(stops, stops[1:], strict=False):
-            result.append(Completion(span.context, [-1] * len(tokens), start, stop, logits=False))
-        result[-1].answers, result[-1].logits = answers, span.logits
+            result.append(
+                CompletionSpan(span.context, [-1] * len(tokens), start, stop, logits=False)
+            )
+        result[-1].output_rows, result[-1].logits = answers, span.logits
     return result
 
 
@@ -127,20 +129,20 @@ def _divisible(span: Span) -> bool:
     last row is asked for, and not in hidden states."""
     depth = span.context.pool.model.spec.num_layers
     return (
-        isinstance(span, Chain)
+        isinstance(span, ChainSpan)
         and (span.start, span.stop, span.done) == (0, depth, 0)
-        and not span.taps
+        and not span.capture_layers
         and not span.context.partials
-        and list(span.answers) in ([], [len(span) - 1])
+        and list(span.output_rows) in ([], [len(span) - 1])
     )
 
 
-def _stage(score: Score) -> Iterator[Piece]:
+def _stage(score: ScoreRequest) -> Iterator[ScheduledSpan]:
     """The next layer group of each of a prompt's contexts."""
     for spans in score.groups:
         for span in spans:
             if span.remaining:
-                if isinstance(span, Completion) and span.partial is None:
+                if isinstance(span, CompletionSpan) and span.partial is None:
                     span.partial = span.context.partials[-1]
                     span.inputs = span.partial.hidden
                 yield score, span, span.remaining

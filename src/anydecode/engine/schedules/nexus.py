@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from anydecode.catalogue import Card, register
-from anydecode.engine.schedule import Budget, Piece, Schedule, fill, whole
+from anydecode.engine.schedule import RowBudget, Schedule, ScheduledSpan, fill, whole
 from anydecode.engine.schedules.sarathi import begun
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.cost import guessed
-from anydecode.scoring.score import Score
+from anydecode.scoring.cost import default_table
+from anydecode.scoring.score import ScoreRequest
 
 #: Seconds of a pass by its number of rows.
 Cost = Callable[[int], float]
@@ -81,9 +81,9 @@ class Nexus(Schedule):
         self.shares = sorted({row_budget * (i + 1) // steps for i in range(steps)})
         self.change, self.ageing = change, ageing
         self._share = 0
-        self._waited: dict[Score, int] = {}
+        self._waited: dict[ScoreRequest, int] = {}
 
-    def pieces(self, waiting: list[Score]) -> Iterator[Piece]:
+    def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         decodes = [s for s in waiting if s.num_rows <= self.short and not begun(s)]
         speaking = set(decodes)
         prompts = [score for score in waiting if score not in speaking]
@@ -94,16 +94,16 @@ class Nexus(Schedule):
             rows = sum(score.num_rows for score in decodes)
             share = self._chosen(waiting, prompts, rows) if rows else self.row_budget
             prompts.sort(key=lambda s: s.num_rows - self.ageing * self._waited[s])
-            yield from fill(prompts, Budget(share, started=rows > 0))
+            yield from fill(prompts, RowBudget(share, started=rows > 0))
 
-    def _chosen(self, waiting: list[Score], prompts: list[Score], rows: int) -> int:
+    def _chosen(self, waiting: list[ScoreRequest], prompts: list[ScoreRequest], rows: int) -> int:
         contexts = [spans[-1].context for score in waiting for spans in score.groups]
         held = sum(context.length for context in contexts)
         behind = held // len(contexts)
-        pace = waiting[0].sequence.pace or _GUESS
+        cost_model = waiting[0].sequence.cost_model or _GUESS
         decode_first = held > self.full * contexts[0].pool.num_slots
         share = chosen_share(
-            lambda count: pace.seconds(count, behind),
+            lambda count: cost_model.seconds(count, behind),
             rows,
             sum(score.num_rows for score in prompts),
             self.shares,
@@ -115,4 +115,4 @@ class Nexus(Schedule):
         return self._share
 
 
-_GUESS = guessed()
+_GUESS = default_table()

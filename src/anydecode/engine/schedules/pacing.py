@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.cost import guessed
-from anydecode.scoring.score import Score
+from anydecode.scoring.cost import default_table
+from anydecode.scoring.score import ScoreRequest
 
 #: Prompt rows of a pass in which nobody speaks.
 MOST = 512
 
-_GUESS = guessed()
+_GUESS = default_table()
 
 
 def checked_stretch(stretch: float) -> float:
@@ -23,7 +23,7 @@ def checked_stretch(stretch: float) -> float:
 
 
 def rows_beside(
-    decodes: Seq[Score], prompts: Seq[Score], stretch: float, *, whole: bool = False
+    decodes: Seq[ScoreRequest], prompts: Seq[ScoreRequest], stretch: float, *, whole: bool = False
 ) -> int:
     """The most rows of `prompts` with which a pass takes no longer than `stretch` times what the
     `decodes` take by themselves; at least one, `MOST` where nobody decodes. With `whole` the rows
@@ -35,20 +35,20 @@ def rows_beside(
     behind = _behind(prompts[:1]) + (prompts[0].num_rows if whole else 0)
     if not rows:
         rows, held = 1, behind
-    pace = prompts[0].sequence.pace or _GUESS
-    limit = stretch * pace.seconds(rows, held)
+    cost_model = prompts[0].sequence.cost_model or _GUESS
+    limit = stretch * cost_model.seconds(rows, held)
     low, high = 1, MOST
     while low < high:
         more = (low + high + 1) // 2
         seen = (rows * held + more * behind) // (rows + more)
-        if pace.seconds(rows + more, seen) <= limit:
+        if cost_model.seconds(rows + more, seen) <= limit:
             low = more
         else:
             high = more - 1
     return low
 
 
-def is_prompt(score: Score) -> bool:
+def is_prompt(score: ScoreRequest) -> bool:
     """Whether a score is the start of a sequence that has said nothing yet, and may be cut into
     chunks. However short: beside one decode, sixty rows are a stall too."""
     return (
@@ -58,7 +58,7 @@ def is_prompt(score: Score) -> bool:
     )
 
 
-def _behind(scores: Seq[Score]) -> int:
+def _behind(scores: Seq[ScoreRequest]) -> int:
     """The positions that rows of `scores` see, on average."""
     contexts = [spans[-1].context for score in scores for spans in score.groups]
     return sum(context.length for context in contexts) // max(1, len(contexts))

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from anydecode.catalogue import Card, register
-from anydecode.engine.schedule import Piece, Schedule, whole
-from anydecode.scoring.score import Score
+from anydecode.engine.schedule import Schedule, ScheduledSpan, whole
+from anydecode.scoring.score import ScoreRequest
 
 
 def pack(lengths: Seq[int], capacity: int) -> list[list[int]]:
@@ -53,9 +53,9 @@ class Prepacking(Schedule):
     def __init__(self, capacity: int = 0, short: int = 64) -> None:
         self.capacity = capacity
         self.short = short
-        self._bins: list[list[Score]] = []
+        self._bins: list[list[ScoreRequest]] = []
 
-    def pieces(self, waiting: list[Score]) -> Iterator[Piece]:
+    def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         here = set(waiting)
         self._bins = [kept for bin in self._bins if (kept := [s for s in bin if s in here])]
         prompts = [score for score in waiting if score.num_rows > self.short]

@@ -9,9 +9,9 @@ from collections.abc import Hashable, Iterator
 from collections.abc import Sequence as Seq
 
 from anydecode.catalogue import Card, register
-from anydecode.engine.schedule import Budget, DecodesFirst, Piece, fill
+from anydecode.engine.schedule import DecodesFirst, RowBudget, ScheduledSpan, fill
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.score import Score
+from anydecode.scoring.score import ScoreRequest
 from anydecode.scoring.sequence import Sequence
 
 
@@ -66,10 +66,10 @@ class OnlineOffline(Priority):
         super().__init__(row_budget, short)
         self.offline = offline
 
-    def pieces(self, waiting: list[Score]) -> Iterator[Piece]:
+    def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         online = [score for score in waiting if score.sequence.priority <= 0]
         rows = 0
-        for piece in super().pieces(online):
+        for piece in super().schedule(online):
             rows += piece[2]
             yield piece
         left = self.row_budget - rows
@@ -77,7 +77,7 @@ class OnlineOffline(Priority):
             left = min(left, self.offline or left)
             offline = [score for score in waiting if score.sequence.priority > 0]
             offline.sort(key=lambda score: (score.num_rows > self.short, score.sequence.priority))
-            yield from fill(offline, Budget(left, started=rows > 0))
+            yield from fill(offline, RowBudget(left, started=rows > 0))
 
 
 @register(

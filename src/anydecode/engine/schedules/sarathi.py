@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anydecode.catalogue import Card, register
-from anydecode.engine.schedule import Budget, Piece, Schedule, fill, whole
+from anydecode.engine.schedule import RowBudget, Schedule, ScheduledSpan, fill, whole
 from anydecode.engine.schedules.pacing import checked_stretch, is_prompt, rows_beside
-from anydecode.scoring.score import Score
+from anydecode.scoring.score import ScoreRequest
 
 
-def begun(score: Score) -> bool:
+def begun(score: ScoreRequest) -> bool:
     """Whether some rows of `score` have run in an earlier pass."""
     return any(span.done for spans in score.groups for span in spans)
 
@@ -26,23 +26,27 @@ class _Chunked(Schedule):
     them, by what passes cost on this machine, and every prompt is one, however short."""
 
     def __init__(self, budget: int | None = None, short: int = 64, stretch: float = 2.0) -> None:
-        self.budget = None if budget is None else Budget(budget).left
+        self.budget = None if budget is None else RowBudget(budget).left
         self.short, self.stretch = short, checked_stretch(stretch)
 
-    def split(self, waiting: list[Score]) -> tuple[list[Score], list[Score], list[Score]]:
+    def split(
+        self, waiting: list[ScoreRequest]
+    ) -> tuple[list[ScoreRequest], list[ScoreRequest], list[ScoreRequest]]:
         """Decodes, prompts under way, prompts not begun; each in the order they came."""
         resumed = [score for score in waiting if begun(score)]
         fresh = [score for score in waiting if not begun(score)]
-        decodes: list[Score] = []
-        prompts: list[Score] = []
+        decodes: list[ScoreRequest] = []
+        prompts: list[ScoreRequest] = []
         for score in fresh:
             (prompts if self._is_prompt(score) else decodes).append(score)
         return decodes, resumed, prompts
 
-    def _is_prompt(self, score: Score) -> bool:
+    def _is_prompt(self, score: ScoreRequest) -> bool:
         return score.num_rows > self.short or (self.budget is None and is_prompt(score))
 
-    def prefill(self, decodes: list[Score], prompts: list[Score]) -> Iterator[Piece]:
+    def prefill(
+        self, decodes: list[ScoreRequest], prompts: list[ScoreRequest]
+    ) -> Iterator[ScheduledSpan]:
         """All `decodes`, then as much of `prompts` as the budget leaves."""
         rows = 0
         for score in decodes:
@@ -55,7 +59,7 @@ class _Chunked(Schedule):
                 else self.budget - rows
             )
             if left > 0:
-                yield from fill(prompts, Budget(left, started=rows > 0))
+                yield from fill(prompts, RowBudget(left, started=rows > 0))
 
 
 @register(
@@ -76,7 +80,7 @@ class _Chunked(Schedule):
 class Sarathi(_Chunked):
     """Every pass has all decodes and at most one prompt's next chunk."""
 
-    def pieces(self, waiting: list[Score]) -> Iterator[Piece]:
+    def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         decodes, resumed, fresh = self.split(waiting)
         yield from self.prefill(decodes, [*resumed, *fresh][:1])
 
@@ -99,6 +103,6 @@ class Sarathi(_Chunked):
 class SarathiServe(_Chunked):
     """Stall-free: whoever speaks is in every pass, and no pass is longer than its budget."""
 
-    def pieces(self, waiting: list[Score]) -> Iterator[Piece]:
+    def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         decodes, resumed, fresh = self.split(waiting)
         yield from self.prefill(decodes, [*resumed, *fresh])

@@ -8,8 +8,8 @@ from itertools import product
 
 import numpy as np
 
-from anydecode.decoders.speculative.acceptance import TopM, Typical
-from anydecode.decoders.speculative.core import Drafter, Proposal, Session, Speculative
+from anydecode.decoders.speculative.acceptance import TopMAcceptance, TypicalAcceptance
+from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.rejection import RejectionSampling, ladder, without
 from anydecode.decoders.speculative.rules import (
     lenient_sampling,
@@ -32,7 +32,7 @@ from anydecode.evaluation.chi_square import (
     table,
 )
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
-from anydecode.sampling.policy import Policy
+from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
@@ -91,26 +91,26 @@ class TableTrees(Drafter):
         self.width = width
         self.script = script
 
-    def open(self, sequence: Sequence) -> Session:
+    def open(self, sequence: Sequence) -> DraftSession:
         return _TableSession(self, sequence)
 
 
-class _TableSession(Session):
+class _TableSession(DraftSession):
     def __init__(self, drafter: TableTrees, sequence: Sequence) -> None:
         self.drafter = drafter
         self.sequence = sequence
 
     def propose(self, size: int) -> Proposal:
         tree = TokenTree(kind=self.drafter.kind)
-        level: list[tuple[int, list[int], Policy]] = [(ROOT, [], self.sequence.policy.fork())]
+        level: list[tuple[int, list[int], Sampler]] = [(ROOT, [], self.sequence.sampler.fork())]
         for _ in range(2):
             grown = []
-            for node, path, policy in level:
+            for node, path, sampler in level:
                 seen = (*self.sequence.all_tokens, *path)
-                q = policy.distribution(self.drafter.script(seen)).dense(VOCABULARY)
+                q = sampler.distribution(self.drafter.script(seen)).dense(VOCABULARY)
                 tree.probabilities[node] = q
                 for token in self._siblings(q, len(seen)):
-                    branch = policy.fork()
+                    branch = sampler.fork()
                     branch.advance(token)
                     grown.append((tree.add(token, node), [*path, token], branch))
             level = grown
@@ -184,12 +184,12 @@ def typical() -> Iterator[Check]:
     """The bound by hand, at low and high entropy, and drafts that get kept."""
     p = np.array([0.7, 0.2, 0.1])  # entropy 0.8018, exp(-entropy) 0.4485
     for name, rule, kept in (
-        ("delta exp(-H) = 0.224", Typical(0.3, 0.5), [True, False, False]),
-        ("delta exp(-H) = 0.135", Typical(0.3, 0.3), [True, True, False]),
-        ("epsilon = 0.15", Typical(0.15, 0.9), [True, True, False]),
+        ("delta exp(-H) = 0.224", TypicalAcceptance(0.3, 0.5), [True, False, False]),
+        ("delta exp(-H) = 0.135", TypicalAcceptance(0.3, 0.3), [True, True, False]),
+        ("epsilon = 0.15", TypicalAcceptance(0.15, 0.9), [True, True, False]),
     ):
         yield Check(f"keeps what is above {name}", rule.passes(p, [0, 1, 2], 1) == kept)
-    forbidden = Typical().passes(np.array([1.0, 0.0]), [1], 1)
+    forbidden = TypicalAcceptance().passes(np.array([1.0, 0.0]), [1], 1)
     yield Check("never keeps what is forbidden", forbidden == [False])
     yield from _keeps_more("typical acceptance", typical_acceptance(), temperature=0.9)
 
@@ -204,11 +204,11 @@ def typical_loss(samples: int) -> float:
 def top_m() -> Iterator[Check]:
     """Ranks, the gap and the minimum block by hand, and drafts that get kept."""
     p = np.array([0.25, 0.4, 0.1, 0.25])
-    ranked = TopM(2).passes(p, [0, 1, 2, 3], 1)
+    ranked = TopMAcceptance(2).passes(p, [0, 1, 2, 3], 1)
     yield Check("ranks, ties to the lower id", ranked == [True, True, False, False])
-    yield Check("the gap", TopM(3, gap=0.4).passes(p, [0, 1], 1) == [False, True])
-    yield Check("the gap is log p", TopM(3, gap=0.5).passes(p, [0, 1], 1) == [True, True])
-    block = [TopM(1, block=3).passes(p, [2], depth) for depth in (1, 2, 3)]
+    yield Check("the gap", TopMAcceptance(3, gap=0.4).passes(p, [0, 1], 1) == [False, True])
+    yield Check("the gap is log p", TopMAcceptance(3, gap=0.5).passes(p, [0, 1], 1) == [True, True])
+    block = [TopMAcceptance(1, block=3).passes(p, [2], depth) for depth in (1, 2, 3)]
     yield Check("a block of three is said whatever it is", block == [[True], [True], [False]])
     yield from _keeps_more("top-2 acceptance", top_m_acceptance(), temperature=0.0)
 

@@ -17,7 +17,7 @@ from anydecode.decoders.speculative.auto import (
     Rates,
     best_count,
 )
-from anydecode.decoders.speculative.copies import GRAMS, Corpus, Follower
+from anydecode.decoders.speculative.copies import GRAMS, MatchCursor, TokenHistory
 from anydecode.engine.llm import LLM
 from anydecode.evaluation.certify import Check, mechanism
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
@@ -69,7 +69,7 @@ def cyclic(seen: tuple[int, ...]) -> np.ndarray:
 def passes(cost: Callable[[int], float], others: int = 0, tokens: int = 60) -> int:
     """Passes that `auto` takes for a text that repeats itself."""
     with LLM(ScriptedModel(cyclic, vocab_size=VOCABULARY), tokenizer=ByteTokenizer()) as llm:
-        llm.pace = FixedPace(cost, others)  # type: ignore[assignment]
+        llm.cost_model = FixedPace(cost, others)  # type: ignore[assignment]
         return int(llm.generate([0, 1, 2], decoder=Auto(), max_tokens=tokens).stats.passes)
 
 
@@ -79,8 +79,8 @@ def auto() -> Iterator[Check]:
     random = np.random.default_rng(6)
     wrong = 0
     for _ in range(20):
-        corpus, text = Corpus(), []
-        follower = Follower(corpus)
+        corpus, text = TokenHistory(), []
+        follower = MatchCursor(corpus)
         for token in random.integers(0, 3, 40).tolist():
             corpus.append(token)
             text.append(token)
@@ -130,7 +130,7 @@ def _forced() -> Iterator[Check]:
     """Nothing is repeated in `tell me (yes|yEs)[.]`, and all but the choice is drafted."""
     constraint = Regex("tell me (yes|yEs)[.]")
     with LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer()) as llm:
-        llm.pace = FixedPace(lambda n: 1 + 0.02 * n)  # type: ignore[assignment]
+        llm.cost_model = FixedPace(lambda n: 1 + 0.02 * n)  # type: ignore[assignment]
         plain = llm.generate("?", constraint=constraint, decoder="autoregressive")
         found = llm.generate("?", constraint=constraint, decoder=Auto(), trace=True)
     drafted = [one["sources"] for one in found.trace or ()]

@@ -11,7 +11,7 @@ from anydecode.decoders.depth.layer_draft import LayerDraft
 from anydecode.engine.llm import LLM
 from anydecode.evaluation.certify import Check, mechanism
 from anydecode.evaluation.rounds import VOCABULARY, picked, rounds, scripted, wordy
-from anydecode.kernels.interface import KeyValues, Output, Rows, Want
+from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -71,10 +71,10 @@ class _Watched(ScriptedModel):
 
     ran: list[tuple[int, int, int]]
 
-    def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
-        places = np.stack([rows.positions, rows.start, rows.stop], axis=1).tolist()
-        self.ran += [tuple(place) for place in places]
-        return super().run(rows, cache, want)
+    def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
+        positions = np.stack([rows.positions, rows.start, rows.stop], axis=1).tolist()
+        self.ran += [tuple(position) for position in positions]
+        return super().run(rows, cache, output_spec)
 
 
 @mechanism("layer-draft")
@@ -91,11 +91,12 @@ def layer_draft() -> Iterator[Check]:
     yield Check(
         "each drafting row is completed once, from its layer on",
         len(drafted) == 3 * len(found)
-        and sorted(place for place, _, _ in drafted) == sorted(place for place, _, _ in completed),
+        and sorted(position for position, _, _ in drafted)
+        == sorted(position for position, _, _ in completed),
     )
-    whole = [place for place, *layers in model.ran if layers == [0, 3]]
+    whole = [position for position, *layers in model.ran if layers == [0, 3]]
     last = [len(one.text) + 2 for one in found]
     yield Check(
         "only the prompt and the last draft of a round run all layers at once",
-        all(place < len(PROMPT) - 1 or place in last for place in whole),
+        all(position < len(PROMPT) - 1 or position in last for position in whole),
     )

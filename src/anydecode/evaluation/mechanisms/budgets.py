@@ -9,10 +9,10 @@ from random import Random
 import numpy as np
 
 from anydecode.decoders.speculative.goodput import (
-    Costs,
+    DraftCosts,
     GoodputBudget,
-    Load,
-    PassCost,
+    LinearCost,
+    RunningSet,
     expected_tokens,
 )
 from anydecode.decoders.speculative.saguaro import fan_out
@@ -67,8 +67,10 @@ def smartspec() -> Iterator[Check]:
         isclose(expected_tokens(0.7, 3), 1 + 0.7 + 0.7**2 + 0.7**3)
         and expected_tokens(1.0, 3) == 4,
     )
-    yield Check("half right, cheap rows", _chosen(0.5, 1, PassCost(1.0, 0.1)) == _best(0.5, 1, 0.1))
-    sizes = [_chosen(0.8, count, PassCost(1.0, 0.05)) for count in (1, 2, 4, 8, 16, 64)]
+    yield Check(
+        "half right, cheap rows", _chosen(0.5, 1, LinearCost(1.0, 0.1)) == _best(0.5, 1, 0.1)
+    )
+    sizes = [_chosen(0.8, count, LinearCost(1.0, 0.05)) for count in (1, 2, 4, 8, 16, 64)]
     expected = [_best(0.8, count, 0.05) for count in (1, 2, 4, 8, 16, 64)]
     yield Check("every load equals the formula", sizes == expected, f"{sizes}")
     yield Check(
@@ -76,20 +78,20 @@ def smartspec() -> Iterator[Check]:
         sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1],
     )
     yield Check(
-        "nothing is drafted where rows cost a pass", _chosen(0.4, 1, PassCost(0.0, 1.0)) == 0
+        "nothing is drafted where rows cost a pass", _chosen(0.4, 1, LinearCost(0.0, 1.0)) == 0
     )
     with scripted(wordy()) as llm:
         found = rounds(llm, "smartspec:fixed=1,per_row=0.02", "abcabcabd", 60)
     yield Check("drafts are accepted", accepted(found) > 0, f"{accepted(found)}")
-    idle = Load(Costs(PassCost(0.0, 1.0)))
+    idle = RunningSet(DraftCosts(LinearCost(0.0, 1.0)))
     with scripted(wordy()) as llm:
         never = rounds(llm, "smartspec:fixed=0,per_row=1", "abcabcabd", 30)
     yield Check("no draft, no change of the rate", not any(one.tokens for one in never))
     yield Check("which begins as the others'", GoodputBudget(idle, 4).rate == idle.rate)
 
 
-def _chosen(rate: float, count: int, cost: PassCost) -> int:
-    load = Load(Costs(cost), rate)
+def _chosen(rate: float, count: int, cost: LinearCost) -> int:
+    load = RunningSet(DraftCosts(cost), rate)
     for _ in range(count):
         load.running[_sequence()] = GoodputBudget(load, 8, margin=0.0)
     sequence, budget = next(iter(load.running.items()))
@@ -97,7 +99,7 @@ def _chosen(rate: float, count: int, cost: PassCost) -> int:
 
 
 def _sequence() -> Sequence:
-    return Sequence([1], None, None, None, lambda lane, tokens: None)  # type: ignore[arg-type,return-value]
+    return Sequence([1], None, None, None, lambda runner, tokens: None)  # type: ignore[arg-type,return-value]
 
 
 def _best(rate: float, count: int, per_row: float) -> int:
@@ -121,8 +123,8 @@ def bandit() -> Iterator[Check]:
         worth = [sum(rate**i for i in range(k + 1)) / (1 + 0.1 * (k + 1)) for k in range(9)]
         size = int(np.argmax(worth))
         text = one.text
-        places = [s for s in range(len(text) - 3) if text[s : s + 3] == text[-3:]]
-        expected = text[places[0] + 3 : places[0] + 3 + size] if places else []
+        positions = [s for s in range(len(text) - 3) if text[s : s + 3] == text[-3:]]
+        expected = text[positions[0] + 3 : positions[0] + 3 + size] if positions else []
         mistakes += one.tokens != expected
         sizes.append(size)
         if one.tokens:

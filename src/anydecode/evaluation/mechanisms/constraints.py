@@ -132,17 +132,17 @@ def _by_hand(
 ) -> tuple[float, int, float, int]:
     """The chance of an order, and the token, weight and number of tests it leads to."""
     chance, left = 1.0, 1.0
-    for place in order:
-        chance *= float(probabilities[place]) / left if left > 1e-12 else 1.0
-        left -= float(probabilities[place])
+    for position in order:
+        chance *= float(probabilities[position]) / left if left > 1e-12 else 1.0
+        left -= float(probabilities[position])
     refused, weight = 0.0, 1.0
-    for rank, place in enumerate(order):
-        share = float(probabilities[place]) / (1 - refused)
-        if place in valid:
+    for rank, position in enumerate(order):
+        share = float(probabilities[position]) / (1 - refused)
+        if position in valid:
             last = rank + 1 == len(order)
             if not last and order[rank + 1] not in valid:
                 weight *= share
-            return chance, place, weight, rank + 1 + (not last)
+            return chance, position, weight, rank + 1 + (not last)
         weight *= 1 - share
-        refused += float(probabilities[place])
+        refused += float(probabilities[position])
     raise AssertionError("nothing is valid")

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.decoders.diffusion.blocks import Fixed
+from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import NoCache
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.rankings import Random
 from anydecode.decoders.diffusion.sdar import BlockSchedule
-from anydecode.decoders.diffusion.unmasking import Threshold, ThresholdElse
+from anydecode.decoders.diffusion.unmasking import ThresholdOrSchedule, ThresholdUnmasking
 from anydecode.evaluation.certify import Check, measure, mechanism
 from anydecode.evaluation.denoising import (
     PROMPT,
@@ -267,8 +267,8 @@ def exact_blocks(key: str, rule: Rule) -> Iterator[Check]:
     rows: list[int] = []
 
     def look(canvas: list[int], block: range, opening: bool) -> dict[int, np.ndarray]:
-        def sees(place: int) -> int:
-            return (place // 4 + 1) * 4
+        def sees(position: int) -> int:
+            return (position // 4 + 1) * 4
 
         if opening:
             for start in range(len(board.tokens), block.start, 4):
@@ -308,14 +308,18 @@ def bd3_lm() -> Iterator[Check]:
 @measure("sdar", "tokens that differ from full passes of the same blocks", samples=24, margin=0.0)
 def sdar_cache_loss(samples: int) -> float:
     """The cache is exact: on a transformer of random weights, sampled."""
-    dynamic = ThresholdElse(0.85, BlockSchedule(None))
-    return _cache_loss("sdar", Denoiser(Fixed(), None, dynamic, NoCache(), tempered=True), samples)
+    dynamic = ThresholdOrSchedule(0.85, BlockSchedule(None))
+    return _cache_loss(
+        "sdar", Denoiser(FixedBlocks(), None, dynamic, NoCache(), tempered=True), samples
+    )
 
 
 @measure("bd3-lm", "tokens that differ from full passes of the same blocks", samples=24, margin=0.0)
 def bd3_lm_cache_loss(samples: int) -> float:
     """The cache is exact: on a transformer of random weights, sampled."""
-    return _cache_loss("bd3-lm", Denoiser(Fixed(), Random(), Threshold(2.0), NoCache()), samples)
+    return _cache_loss(
+        "bd3-lm", Denoiser(FixedBlocks(), Random(), ThresholdUnmasking(2.0), NoCache()), samples
+    )
 
 
 def _cache_loss(key: str, uncached: Denoiser, samples: int) -> float:

@@ -53,7 +53,7 @@ class Elastic:
             self.values = [torch.empty(length, 2, 8) for _ in range(depth)]
             rows, since = everything, 0
         else:
-            before_window = [place - self.shift for place in window]
+            before_window = [position - self.shift for position in window]
             rows, since = sorted({*window, *before_window, *last, *self.tracked}), depth
             self.rows += len(rows)
         self.states[0][rows] = table[[canvas[i] for i in rows]]
@@ -76,10 +76,10 @@ class Elastic:
         self.rows += length if since < depth else 0
         return since
 
-    def logits(self, place: int) -> np.ndarray:
+    def logits(self, position: int) -> np.ndarray:
         """Of the token at one position."""
         weights = self.model.network.weights
-        normed = _norm(self.states[-1][place - self.shift], weights.final_norm)
+        normed = _norm(self.states[-1][position - self.shift], weights.final_norm)
         found: np.ndarray = (weights.head.data.float() @ normed).numpy()
         return found
 
@@ -99,8 +99,8 @@ class Elastic:
         keys, values = (x.repeat_interleave(2, 1) for x in (self.keys[index], self.values[index]))
         scores = torch.einsum("rhd,khd->hrk", queries, keys) / 8**0.5
         if self.size:
-            for row, place in enumerate(rows):
-                scores[:, row, (place // self.size + 1) * self.size :] = -torch.inf
+            for row, position in enumerate(rows):
+                scores[:, row, (position // self.size + 1) * self.size :] = -torch.inf
         weights = scores.softmax(-1)
         return weights, torch.einsum("hrk,khd->rhd", weights, values).reshape(-1, 32)
 
@@ -118,9 +118,9 @@ def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
-def _turn(x: torch.Tensor, places: list[int]) -> torch.Tensor:
+def _turn(x: torch.Tensor, positions: list[int]) -> torch.Tensor:
     """Rotary embedding of `[rows, heads, 8]`, halves as pairs."""
-    angles = torch.tensor(places)[:, None, None] * 10_000.0 ** (-torch.arange(4) / 4)
+    angles = torch.tensor(positions)[:, None, None] * 10_000.0 ** (-torch.arange(4) / 4)
     left, right = x[..., :4], x[..., 4:]
     cosine, sine = angles.cos(), angles.sin()
     return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1)
@@ -160,16 +160,16 @@ def story(llm: Any, length: int, **parameters: float) -> Story:
     answer = llm.generate(
         list(PROMPT), decoder=decoder, max_tokens=length, ignore_eos=True, trace=True
     )
-    places = [sorted(record["filled"]) for record in answer.trace]
+    positions = [sorted(record["filled"]) for record in answer.trace]
     since = [record["since"] for record in answer.trace]
-    return answer.tokens, places, since, answer.trace[-1]["meter"]["rows"]
+    return answer.tokens, positions, since, answer.trace[-1]["meter"]["rows"]
 
 
 @mechanism("elastic-cache")
 def elastic_cache() -> Iterator[Check]:
     """Text, positions, the layer that each refresh begins at, and rows, for several thresholds."""
     with random_model(layers=4, readable=True) as llm:
-        model = llm.engine.lanes["target"].model
+        model = llm.engine.runners["target"].model
         begun = set()
         for drift in (0.0, 0.9, 0.99, 1.1):
             expected = oracle(model, 24, 6, 0.4, drift)

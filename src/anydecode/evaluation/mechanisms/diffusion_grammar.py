@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.constraints.byte_grammar import byte_grammar
-from anydecode.constraints.canvas_grammar import HOLE, CanvasGrammar, Look
+from anydecode.constraints.canvas_grammar import HOLE, CanvasAnswer, CanvasGrammar
 from anydecode.constraints.languages import Choice, Grammar
 from anydecode.engine.llm import LLM
 from anydecode.evaluation.certify import Check, measure, mechanism
@@ -132,11 +132,11 @@ def _wrong_tokens(
     rules: CanvasGrammar, canvas: tuple[int, ...], whole: set[tuple[int, ...]]
 ) -> int:
     """Of the last hole, the tokens judged wrongly, one by one and all together."""
-    place = max(i for i, token in enumerate(canvas) if token == HOLE)
-    good = [fits((*canvas[:place], t, *canvas[place + 1 :]), whole) for t in range(END + 1)]
-    look = Look(rules, canvas)
-    wrong = sum(look.accepts(place, token) != is_good for token, is_good in enumerate(good))
-    return wrong + int((look.allowed(place) != np.array(good)).sum())
+    position = max(i for i, token in enumerate(canvas) if token == HOLE)
+    good = [fits((*canvas[:position], t, *canvas[position + 1 :]), whole) for t in range(END + 1)]
+    look = CanvasAnswer(rules, canvas)
+    wrong = sum(look.accepts(position, token) != is_good for token, is_good in enumerate(good))
+    return wrong + int((look.allowed(position) != np.array(good)).sum())
 
 
 def _over(alphabet: bytes) -> Any:
@@ -162,20 +162,20 @@ def _naive(script: Any, whole: set[tuple[int, ...]]) -> tuple[list[int], list[li
         rows = {i: script((*canvas, i)).copy() for i, t in enumerate(canvas) if t == MASK}
         while True:
             sure = {i: softmax(row) for i, row in rows.items()}
-            place = max(sure, key=lambda i: (sure[i].max(), -i))
-            token = int(sure[place].argmax())
+            position = max(sure, key=lambda i: (sure[i].max(), -i))
+            token = int(sure[position].argmax())
             held = [HOLE if t == MASK else t for t in canvas[start:]]
             fit = [
-                fits((*held[: place - start], t, *held[place - start + 1 :]), whole)
-                for t in range(len(rows[place]))
+                fits((*held[: position - start], t, *held[position - start + 1 :]), whole)
+                for t in range(len(rows[position]))
             ]
             if fit[token]:
                 break
-            rows[place][~np.array(fit)] = -np.inf
-        canvas[place] = token
+            rows[position][~np.array(fit)] = -np.inf
+        canvas[position] = token
         if token == EOS:
-            canvas[place:] = [EOS] * len(canvas[place:])
-        filled.append([place])
+            canvas[position:] = [EOS] * len(canvas[position:])
+        filled.append([position])
     said = canvas[start:]
     return said[: said.index(EOS) + 1] if EOS in said else said, filled
 

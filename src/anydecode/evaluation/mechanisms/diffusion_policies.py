@@ -203,7 +203,7 @@ def dimple() -> Iterator[Check]:
     with bidirectional(SURE) as llm:
         text, filled = steps(llm, catalogue.build("dimple", priors={2: [65, 66], 9: "x"}), 12)
         yield Check("priors stay where they are", (text[2:4], text[9]) == ([65, 66], ord("x")))
-        touched = sorted(place - len(PROMPT) for one in filled for place in one)
+        touched = sorted(position - len(PROMPT) for one in filled for position in one)
         yield Check("and are never filled", touched == [0, 1, 4, 5, 6, 7, 8, 10, 11])
 
 

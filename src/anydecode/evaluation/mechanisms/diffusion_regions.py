@@ -112,9 +112,9 @@ def wedlm() -> Iterator[Check]:
         canvas, filled = [*PROMPT, *[MASK] * 20], []
         while MASK in canvas:
             first = canvas.index(MASK)
-            places = range(first, min(first + 6, len(canvas)))
-            written = [i for i in places if canvas[i] != MASK]
-            masks = [i for i in places if canvas[i] == MASK]
+            positions = range(first, min(first + 6, len(canvas)))
+            written = [i for i in positions if canvas[i] != MASK]
+            masks = [i for i in positions if canvas[i] == MASK]
             found = {}
             for number, i in enumerate(masks, 1):
                 seen = [*canvas[:first], *[canvas[w] for w in written], *[MASK] * number]
@@ -170,9 +170,9 @@ def window_diffusion() -> Iterator[Check]:
             answer = llm.generate(
                 list(PROMPT), decoder=decoder, max_tokens=24, ignore_eos=True, trace=True
             )
-            places = [sorted(record["filled"]) for record in answer.trace]
+            positions = [sorted(record["filled"]) for record in answer.trace]
             name = f"window {window}, active {active}, cycle {cycle}"
-            yield Check(f"{name}: text and places", (answer.tokens, places) == (text, filled))
+            yield Check(f"{name}: text and places", (answer.tokens, positions) == (text, filled))
             computed = answer.trace[-1]["meter"]["rows"]
             yield Check(f"{name}: {rows} rows", computed == rows, f"{computed}")
 

@@ -100,7 +100,7 @@ def _notices_careless_drafts(key: str, block: int) -> bool:
             looks: list[Predictions],
             chain: np.ndarray,
             tokens: np.ndarray,
-            places: np.ndarray,
+            positions: np.ndarray,
         ) -> int:
             return min(len(chain), len(looks))
 
@@ -136,14 +136,14 @@ def _routers() -> Iterator[Check]:
     from anydecode.decoders.diffusion.s2d2 import SelfVerified
 
     class Look:
-        def entropies(self, places: np.ndarray) -> np.ndarray:
-            return np.array([0.0, math.log(2), math.log(4)])[: len(places)]
+        def entropies(self, positions: np.ndarray) -> np.ndarray:
+            return np.array([0.0, math.log(2), math.log(4)])[: len(positions)]
 
-        def logits(self, place: int) -> np.ndarray:
+        def logits(self, position: int) -> np.ndarray:
             return np.zeros(4)
 
     expected = 1 + math.exp(-0.5) + math.exp(-1.5)
-    canvas, places = Canvas(np.array([1, 0, 0, 0]), 0), np.array([1, 2, 3])
+    canvas, positions = Canvas(np.array([1, 0, 0, 0]), 0), np.array([1, 2, 3])
     for router, cost, least, verifies in (
         ("score", 1.0, expected - 1.0 - 1e-9, True),
         ("score", 1.0, expected - 1.0 + 1e-9, False),
@@ -156,7 +156,7 @@ def _routers() -> Iterator[Check]:
     ):
         made = catalogue.build("s2d2", router=router, cost=cost, least=least)
         assert isinstance(made, SelfVerified)
-        got = made.verifies(canvas, Look(), places)  # type: ignore[arg-type]
+        got = made.verifies(canvas, Look(), positions)  # type: ignore[arg-type]
         yield Check(f"{router} at a cost of {cost:.3g}: {verifies}", got is verifies)
 
 

@@ -62,9 +62,9 @@ def copyspec() -> Iterator[Check]:
     rng = np.random.default_rng(0)
     text = rng.integers(0, 3, 200).tolist()
     index, agree = RollingIndex(3, modulus=7), True
-    for place, token in enumerate(text):
+    for position, token in enumerate(text):
         index.extend([token])
-        said = text[: place + 1]
+        said = text[: position + 1]
         earlier = [s for s in range(len(said) - 3) if said[s : s + 3] == said[-3:]]
         agree &= index.match() == (earlier[0] if earlier else None)
     yield Check("a hash of 7 values finds the right places", agree)
@@ -76,20 +76,20 @@ def aggressive() -> Iterator[Check]:
 
     def oracle(text: list[int], prompt: int) -> list[int]:
         source, output = text[:prompt], text[prompt:]
-        place: int | None = None
+        position: int | None = None
         for end in range(1, len(output) + 1):
-            if place is not None and source[place : place + 1] == [output[end - 1]]:
-                place += 1
+            if position is not None and source[position : position + 1] == [output[end - 1]]:
+                position += 1
                 continue
-            place = None
+            position = None
             for n in range(1, end + 1):
                 tail = output[end - n : end]
                 ends = [e for e in range(n, prompt + 1) if source[e - n : e] == tail]
                 if len(ends) == 1:
-                    place = ends[0]
+                    position = ends[0]
                 if len(ends) <= 1:
                     break
-        return [] if place is None else source[place : place + 16]
+        return [] if position is None else source[position : position + 16]
 
     prompts = ("abcdefghijkl", "kacadaeafalb", "aabbccddabcd")
     yield from chains("aggressive", oracle, prompts, echo=12)
@@ -132,11 +132,11 @@ def _likeliest(text: list[int]) -> list[tuple[int, ...]]:
     """Up to 8 continuations of the longest repeated suffix with probability of at least 0.1, at
     most twice as long as it, none left out that is likelier than one taken (found by search)."""
 
-    def places(part: list[int]) -> list[int]:
+    def positions(part: list[int]) -> list[int]:
         return [e for e in range(len(part), len(text) + 1) if text[e - len(part) : e] == part]
 
     match: list[int] = next(
-        (text[-n:] for n in range(len(text) - 1, 0, -1) if len(places(text[-n:])) > 1), []
+        (text[-n:] for n in range(len(text) - 1, 0, -1) if len(positions(text[-n:])) > 1), []
     )
     share: dict[tuple[int, ...], float] = {}
     level: list[tuple[tuple[int, ...], float]] = [((), 1.0)] if match else []
@@ -144,9 +144,9 @@ def _likeliest(text: list[int]) -> list[tuple[int, ...]]:
         grown = []
         for path, weight in level:
             part = match + list(path)
-            count = len(places(part))
-            for token in dict.fromkeys(text[e] for e in places(part) if e < len(text)):
-                value = weight * len(places([*part, token])) / count
+            count = len(positions(part))
+            for token in dict.fromkeys(text[e] for e in positions(part) if e < len(text)):
+                value = weight * len(positions([*part, token])) / count
                 if value >= 0.1:
                     grown.append(((*path, token), value))
         share.update(grown)

@@ -71,13 +71,13 @@ class Forward:
 
     def _attention(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         weights, spec = self.weights.layers[layer], self.spec.layers[layer]
-        shape, place = spec.attention, len(self.keys[layer])
+        shape, position = spec.attention, len(self.keys[layer])
         y = self._normed(x, weights.attention_norm)
 
         def turned(vector: torch.Tensor, heads: int) -> torch.Tensor:
             assert spec.rope is not None
             a, b = vector.view(heads, 2, -1).unbind(1)
-            angle = place * spec.rope.frequencies
+            angle = position * spec.rope.frequencies
             return torch.cat(
                 [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], 1
             )
@@ -113,7 +113,10 @@ def easyspec() -> Iterator[Check]:
         target = tiny_model(layers=LAYERS, seed=3, backend=backend)
         with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=1024) as llm:
             found = rounds(llm, f"easyspec:size={SIZE},group={GROUP}", PROMPT, 24)
-            rows, passes = llm.engine.lanes["draft"].num_rows, llm.engine.lanes["draft"].num_passes
+            rows, passes = (
+                llm.engine.runners["draft"].num_rows,
+                llm.engine.runners["draft"].num_passes,
+            )
         wrong = [one.text for one in found if one.tokens != drafted(oracle, one.text, SIZE, GROUP)]
         detail = f"{len(wrong)} of {len(found)} differ"
         yield Check(f"drafts equal the oracle's, {backend}", not wrong and len(found) > 5, detail)

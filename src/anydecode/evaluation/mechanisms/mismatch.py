@@ -29,7 +29,7 @@ from anydecode.evaluation.rounds import (
     wordy,
 )
 from anydecode.evaluation.tiny import tiny_model
-from anydecode.kernels.interface import KeyValues, Output, Rows, Want
+from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.models.transformer import Transformer
 
@@ -51,7 +51,7 @@ def longspec() -> Iterator[Check]:
     for temperature in (0.0, 0.8):
         most, wrong, kept = 0, 0, 0
         with scripted(TARGET, sighted) as llm:
-            pool = llm.engine.lanes["draft"].pool
+            pool = llm.engine.runners["draft"].pool
             for prompt in PROMPTS:
                 decoder = f"longspec:size={size},window={window},sinks={sinks}"
                 found = rounds(llm, decoder, prompt, 30, temperature=temperature)
@@ -83,7 +83,7 @@ def _most_held(count: int) -> int:
     held = [0]
 
     def draft(seen: tuple[int, ...]) -> np.ndarray:
-        held.append(llm.engine.lanes["draft"].pool.num_used)
+        held.append(llm.engine.runners["draft"].pool.num_used)
         return TARGET(seen)
 
     with scripted(TARGET, draft) as llm:
@@ -111,9 +111,9 @@ def rapid() -> Iterator[Check]:
                     said = one.text[len(prompt) :]
                     short = [*_alike(list(prompt.encode()), 4, 2, 5), *said]
                     drafts: list[int] = []
-                    for place in range(4):
+                    for position in range(4):
                         row = sighted((*short, *drafts))
-                        drafts.append(picked(row, len(one.text) + place, temperature))
+                        drafts.append(picked(row, len(one.text) + position, temperature))
                     wrong += one.tokens != drafts
         yield Check(f"T={temperature} equals the oracle", wrong == 0)
         yield Check(f"drafts are accepted at T={temperature}", kept > 0, f"{kept}")
@@ -131,7 +131,7 @@ def _alike(prompt: list[int], chunk: int, count: int, query: int) -> list[int]:
     asked = rarity * [question.count(word) for word in words]
     cosine = (counts * rarity) @ asked / np.linalg.norm(counts * rarity, axis=1)
     best = np.argsort(-cosine.round(9), kind="stable")[:count]
-    return [token for place in sorted(best) for token in chunks[place]] + question
+    return [token for position in sorted(best) for token in chunks[position]] + question
 
 
 class Pairs(ByteTokenizer):
@@ -235,12 +235,14 @@ class Watched(ScriptedModel):
         self.copied = 0
         self._after: list[torch.Tensor] = []
 
-    def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output:
-        places = zip(rows.positions.tolist(), rows.start.tolist(), rows.stop.tolist(), strict=True)
-        self.ran += places
+    def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
+        positions = zip(
+            rows.positions.tolist(), rows.start.tolist(), rows.stop.tolist(), strict=True
+        )
+        self.ran += positions
         for before, keys in zip(self._after, cache.keys, strict=False):
             self.copied += int((before != keys).sum())
-        output = super().run(rows, cache, want)
+        output = super().run(rows, cache, output_spec)
         self._after = [keys.clone() for keys in cache.keys]
         return output
 
@@ -255,7 +257,7 @@ def s2d() -> Iterator[Check]:
         with LLM(model, tokenizer=ByteTokenizer(), draft=draft, prefix_cache=False) as llm:
             decoder = f"s2d:size=3,confidence={confidence}"
             found = rounds(llm, decoder, [97], 24)
-        ranges = {place[1:] for place in draft.ran} - {(0, 8)}
+        ranges = {position[1:] for position in draft.ran} - {(0, 8)}
         if confidence in expected:
             yield Check(
                 f"confidence {confidence}: the right layers run",
@@ -263,8 +265,8 @@ def s2d() -> Iterator[Check]:
                 f"{sorted(ranges)}",
             )
         else:
-            early = sum(place[1:] == (0, 4) for place in draft.ran)
-            late = sum(place[1:] == (6, 8) for place in draft.ran)
+            early = sum(position[1:] == (0, 4) for position in draft.ran)
+            late = sum(position[1:] == (6, 8) for position in draft.ran)
             yield Check("some tokens exit early, some late", 0 < late < early, f"{late} of {early}")
         yield Check(
             f"confidence {confidence}: three drafts", all(len(o.tokens) == 3 for o in found)
@@ -295,10 +297,10 @@ def _nested_mistakes(
             sure = [
                 float((row / (temperature or 1.0)).softmax(0).max()) >= confidence for row in rows
             ]
-            place = sure.index(True) if True in sure else 2
-            exits.append(stops[place])
+            position = sure.index(True) if True in sure else 2
+            exits.append(stops[position])
             at = len(forward.keys[0])
-            wrong += picked(rows[place].numpy(), at, temperature) != draft
+            wrong += picked(rows[position].numpy(), at, temperature) != draft
             rows = forward.exits(draft, stops)
     return wrong, exits
 

@@ -18,10 +18,10 @@ from anydecode.engine.llm import LLM
 from anydecode.evaluation.certify import Check, _Restarts, measure, mechanism
 from anydecode.evaluation.tiny import tiny_model
 from anydecode.memory.codecs.gear import compressed, extremes, low_rank, quantised
-from anydecode.memory.context import Context
+from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.models.transformer import Transformer
-from anydecode.scoring.embedded import Embedded
+from anydecode.scoring.prompt_embeds import PromptEmbeds
 
 _DEPTH = 6
 _TEXT = "it was the best of times, it was the worst of times, it was the age of wisdom"
@@ -37,18 +37,18 @@ def _llm(model: Transformer) -> LLM:
 
 def _dense(model: Transformer, rows: torch.Tensor, seen: dict[int, torch.Tensor]) -> Any:
     """A plain forward pass over embeddings `rows`: per layer the states before it, keys and values
-    `[places, kv_heads, head_dim]` and attention `[heads, queries, keys]`. In layer l only the
+    `[positions, kv_heads, head_dim]` and attention `[heads, queries, keys]`. In layer l only the
     places `seen[l]` take part."""
     weights, spec = model.network.weights, model.spec
     states, keys, values, shares = [], [], [], []
-    state, places = rows, torch.arange(len(rows))
+    state, positions = rows, torch.arange(len(rows))
     for index, layer in enumerate(weights.layers):
-        here = torch.isin(places, seen[index])
-        state, places = state[here], places[here]
+        here = torch.isin(positions, seen[index])
+        state, positions = state[here], positions[here]
         shape, rope = spec.layers[index].attention, spec.layers[index].rope
         assert rope is not None and layer.attention_norm is not None and layer.mlp_norm is not None
 
-        def turned(x: torch.Tensor, heads: int, at: torch.Tensor = places) -> torch.Tensor:
+        def turned(x: torch.Tensor, heads: int, at: torch.Tensor = positions) -> torch.Tensor:
             x = x.view(len(x), heads, -1)
             half = x.shape[2] // 2
             angle = (at[:, None] * rope.frequencies)[:, None]  # noqa: B023
@@ -81,14 +81,14 @@ def _dense(model: Transformer, rows: torch.Tensor, seen: dict[int, torch.Tensor]
 
 
 def _after_prefill(
-    model: Transformer, decoder: Prefilled, prompt: str, embedded: Embedded | None = None
+    model: Transformer, decoder: Prefilled, prompt: str, prompt_embeds: PromptEmbeds | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per layer the keys and values that the context shows to whoever decodes behind it."""
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     inner = decoder.inner.decode
 
     def looked(sequence: Any) -> Any:
-        context: Context = sequence.context()
+        context: SequenceCache = sequence.context()
         slots = torch.from_numpy(context.table[context.table >= 0].astype(np.int64))
         cache = context.pool.cache
         found.extend((k[slots], v[slots]) for k, v in zip(cache.keys, cache.values, strict=True))
@@ -96,7 +96,9 @@ def _after_prefill(
 
     decoder.inner.decode = looked  # type: ignore[method-assign]
     with _llm(model) as llm:
-        llm.generate(prompt, decoder=decoder, max_tokens=2, ignore_eos=True, embedded=embedded)
+        llm.generate(
+            prompt, decoder=decoder, max_tokens=2, ignore_eos=True, prompt_embeds=prompt_embeds
+        )
         llm.engine.check_integrity()
     return found
 
@@ -109,11 +111,11 @@ def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.shape == expected.shape and bool((found - expected).abs().max() < 1e-3)
 
 
-def _repeats(decoder: str, embedded: Embedded | None = None) -> Iterator[Check]:
+def _repeats(decoder: str, prompt_embeds: PromptEmbeds | None = None) -> Iterator[Check]:
     """Alone, beside others, with restarts and by another method: one text."""
     model = _model()
     options: dict[str, Any] = {"max_tokens": 16, "temperature": 0.8, "seed": 2, "ignore_eos": True}
-    options["embedded"] = embedded
+    options["embedded"] = prompt_embeds
     prompts = [_TEXT, _TEXT[::-1], _TEXT[3:] + "abc"]
     with _llm(model) as llm:
         alone = [llm.generate(p, decoder=decoder, **options).tokens for p in prompts]
@@ -146,8 +148,8 @@ def fastkv() -> Iterator[Check]:
     best = sorted(
         sorted(range(length - window), key=lambda i: -token[i])[: int(0.5 * length) - window]
     )
-    places = torch.tensor([*best, *range(length - window, length)])
-    seen = {layer: every if layer <= middle else places for layer in range(_DEPTH)}
+    positions = torch.tensor([*best, *range(length - window, length)])
+    seen = {layer: every if layer <= middle else positions for layer in range(_DEPTH)}
     _, keys, values, shares = _dense(model, rows, seen)
     right = 0
     for layer in range(_DEPTH):
@@ -209,10 +211,10 @@ def quickprefill() -> Iterator[Check]:
             _TEXT, decoder="quickprefill:group=20,keep=1", max_tokens=12, ignore_eos=True
         )
     yield Check("keeping all changes nothing", plain == whole.tokens)
-    same = Embedded(5, _rows(model, _TEXT)[5:30])
+    same = PromptEmbeds(5, _rows(model, _TEXT)[5:30])
     with _llm(model) as llm:
         given = llm.generate("?" * 5 + _TEXT[5:], max_tokens=12, ignore_eos=True,
-                             decoder="quickprefill:keep=1", embedded=same)  # fmt: skip
+                             decoder="quickprefill:keep=1", prompt_embeds=same)  # fmt: skip
         read = llm.generate("?" * 5 + _TEXT[5:], max_tokens=12, ignore_eos=True)
     yield Check("embeddings of tokens are as good as tokens", given.tokens == read.tokens)
     yield from _repeats("quickprefill:group=20,query=30")
@@ -235,19 +237,19 @@ def mustdrop() -> Iterator[Check]:
     )
     model, length = _model(), len(_TEXT) - 1
     generator = torch.Generator().manual_seed(1)
-    media = Embedded(
+    media = PromptEmbeds(
         6, torch.randn(40, 64, generator=generator), torch.rand(40, generator=generator)
     )
     method = MustDrop(overall=0.03, single=0.05, key=0.1, alike=2)
     found = _after_prefill(model, method, _TEXT, media)
-    places = _surviving(model, media, 0.03, 0.05, 4)
+    positions = _surviving(model, media, 0.03, 0.05, 4)
     state = _rows(model, _TEXT)
     state[6:46] = media.rows
     everything = torch.arange(length)
     seen, alive = {}, everything
     for layer in range(_DEPTH):
         seen[layer] = alive
-        alive = places.get(layer, alive)
+        alive = positions.get(layer, alive)
     _, keys, _, _ = _dense(model, state, seen)
     right = sum(
         _same(found[layer][0], keys[layer][torch.isin(seen[layer], alive)])
@@ -268,7 +270,7 @@ def mustdrop() -> Iterator[Check]:
 
 
 def _surviving(
-    model: Transformer, media: Embedded, overall: float, single: float, keys: int
+    model: Transformer, media: PromptEmbeds, overall: float, single: float, keys: int
 ) -> dict[int, torch.Tensor]:
     """After which layer which places are left, by definition."""
     assert media.importance is not None
@@ -284,15 +286,15 @@ def _surviving(
             model, rows, seen | dict.fromkeys(range(layer + 1, _DEPTH), torch.tensor(alive))
         )
         looks = share[3][layer].mean(0)
-        text = [i for i, place in enumerate(alive) if place >= media.stop]
-        vision = [i for i, place in enumerate(alive) if media.first <= place < media.stop]
+        text = [i for i, position in enumerate(alive) if position >= media.stop]
+        vision = [i for i, position in enumerate(alive) if media.first <= position < media.stop]
         total = sum(float(looks[t, v]) for t in text for v in vision)
         gone = set()
         for v in vision:
             column = [float(looks[t, v]) for t in text]
             if sum(column) < overall * total and max(column) < single and alive[v] not in protected:
                 gone.add(alive[v])
-        alive = [place for place in alive if place not in gone]
+        alive = [position for position in alive if position not in gone]
         left[layer] = torch.tensor(alive)
     return left
 
@@ -326,19 +328,23 @@ def _distance(decoder: Callable[[], Prefilled], samples: int, media: bool = Fals
             prompt = chance.integers(97, 123, 150) - 32 * capitals
             rows = torch.from_numpy(chance.normal(size=(100, 64))).float()
             rows[:, 0], rows[:, 1] = 4.0 * torch.from_numpy(chance.random(100) < 2 / 3), 4.0
-            embedded = Embedded(10, rows) if media else None
+            prompt_embeds = PromptEmbeds(10, rows) if media else None
             whole, thinned = (
-                _next(llm, prompt.tolist(), method, embedded)
+                _next(llm, prompt.tolist(), method, prompt_embeds)
                 for method in (QuickPrefill(keep=1.0), decoder())
             )
             moved += 0.5 * float(np.abs(whole - thinned).sum())
     return moved / samples
 
 
-def _next(llm: LLM, prompt: list[int], method: Prefilled, embedded: Embedded | None) -> np.ndarray:
+def _next(
+    llm: LLM, prompt: list[int], method: Prefilled, prompt_embeds: PromptEmbeds | None
+) -> np.ndarray:
     """The distribution of the token after `prompt`."""
     seen: list[np.ndarray] = []
-    request = llm.request(prompt, decoder=method, max_tokens=1, logprobs=0, embedded=embedded)
+    request = llm.request(
+        prompt, decoder=method, max_tokens=1, logprobs=0, prompt_embeds=prompt_embeds
+    )
     request.jobs[0].sequence.annotate = lambda logits, *_: seen.append(logits.astype(float))
     llm._finish([request])
     weights = np.exp(seen[0] - seen[0].max())
@@ -427,7 +433,7 @@ def _after_gear(model: Transformer, method: Gear) -> list[tuple[torch.Tensor, to
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     compress = method._compress
 
-    def watched(context: Context, start: int, rank: int) -> None:
+    def watched(context: SequenceCache, start: int, rank: int) -> None:
         compress(context, start, rank)
         slots = torch.from_numpy(context.table.astype(np.int64))
         cache = context.pool.cache

@@ -136,11 +136,11 @@ def formula_distance(samples: int, decoder: ClassifierFreeGuidance, scale: float
                 prompt, decoder=decoder, temperature=temperature, seed=seed, max_tokens=8,
                 ignore_eos=True, logprobs=0, processed_logprobs=True,
             )  # fmt: skip
-            for place, found in enumerate(answer.logprobs or ()):
-                said = answer.tokens[:place]
+            for position, found in enumerate(answer.logprobs or ()):
+                said = answer.tokens[:position]
                 with_prompt = logits_after(model, [*prompt.encode(), *said])
                 without = logits_after(model, negative + said)
                 row = without + scale * (with_prompt - without)
-                expected = log_softmax(row / temperature)[answer.tokens[place]]
+                expected = log_softmax(row / temperature)[answer.tokens[position]]
                 worst = max(worst, abs(float(np.exp(found.logprob) - np.exp(expected))))
     return worst

@@ -17,8 +17,8 @@ from anydecode.evaluation.certify import Check, measure, mechanism
 from anydecode.evaluation.samplers import softmax
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.sampling.params import SamplingParams
-from anydecode.sampling.policy import Policy
-from anydecode.sampling.processor import Processor
+from anydecode.sampling.processor import LogitsProcessor
+from anydecode.sampling.sampler import Sampler
 from anydecode.sampling.top_w import Geometry, TopW, best_set
 
 
@@ -30,8 +30,8 @@ def logs(*chances: float) -> np.ndarray:
 
 def drawn_from(row: np.ndarray, prompt: tuple[int, ...] = (), **options: Any) -> np.ndarray:
     """The probabilities `[vocab_size]` that a request with these options draws from."""
-    policy = SamplingParams(**options).policy(prompt, len(row))
-    return policy.distribution(row.astype(np.float32)).dense(len(row))
+    sampler = SamplingParams(**options).sampler(prompt, len(row))
+    return sampler.distribution(row.astype(np.float32)).dense(len(row))
 
 
 def by_hand(name: str, found: np.ndarray, *expected: float) -> Check:
@@ -215,14 +215,14 @@ def surprises(length: int, **options: Any) -> np.ndarray:
 def mirostat() -> Iterator[Check]:
     """Version 2 with tau 1 and eta 0.5: mu is 2, then follows what was said."""
     row = logs(0.5, 0.25, 0.15, 0.1)  # 1, 2, 2.74 and 3.32 bits
-    policy = SamplingParams(mirostat=2, mirostat_tau=1.0, mirostat_eta=0.5).policy([], 4)
-    yield by_hand("mu is 2 bits", policy.distribution(row).dense(4), 2 / 3, 1 / 3, 0, 0)
-    policy.advance(1)
-    yield by_hand("then 1.5", policy.distribution(row).dense(4), 1, 0, 0, 0)
-    policy.advance(0)
-    yield by_hand("and 1.5 still", policy.distribution(row).dense(4), 1, 0, 0, 0)
+    sampler = SamplingParams(mirostat=2, mirostat_tau=1.0, mirostat_eta=0.5).sampler([], 4)
+    yield by_hand("mu is 2 bits", sampler.distribution(row).dense(4), 2 / 3, 1 / 3, 0, 0)
+    sampler.advance(1)
+    yield by_hand("then 1.5", sampler.distribution(row).dense(4), 1, 0, 0, 0)
+    sampler.advance(0)
+    yield by_hand("and 1.5 still", sampler.distribution(row).dense(4), 1, 0, 0, 0)
     p = np.arange(1, 51) ** -1.3
-    first = SamplingParams(mirostat=1, mirostat_tau=2.0).policy([], 50)
+    first = SamplingParams(mirostat=1, mirostat_tau=2.0).sampler([], 50)
     count = round((0.3 * 2**4 / (1 - 50**-0.3)) ** (1 / 1.3))
     kept = len(first.distribution(np.log(p / p.sum()).astype(np.float32)))
     yield Check("version 1 keeps k of Zipf's law", kept == count, f"{kept} of 50")
@@ -289,10 +289,10 @@ def momentum() -> Iterator[Check]:
     """After 7 1 2 7 1: 2 would close a circle of three (7 1 2), 7 of one; alpha 0.2."""
     row = logs(0.2, 0.05, 0.5, 0.01, 0.01, 0.01, 0.01, 0.21)
     told: dict[str, Any] = {"momentum_alpha": 0.2, "momentum_k": 3, "temperature": 0.0}
-    policy = SamplingParams(**told).policy((7, 1, 2, 7, 1), 8)
-    token = int(policy.distribution(row).tokens[0])  # type: ignore[index]
+    sampler = SamplingParams(**told).sampler((7, 1, 2, 7, 1), 8)
+    token = int(sampler.distribution(row).tokens[0])  # type: ignore[index]
     yield Check("0.2 beats 0.5 - 0.6 and 0.21 - 0.2", token == 0, f"token {token}")
-    gentle = SamplingParams(**{**told, "momentum_alpha": 0.05}).policy((7, 1, 2, 7, 1), 8)
+    gentle = SamplingParams(**{**told, "momentum_alpha": 0.05}).sampler((7, 1, 2, 7, 1), 8)
     token = int(gentle.distribution(row).tokens[0])  # type: ignore[index]
     yield Check("0.5 - 0.15 wins at alpha 0.05", token == 2, f"token {token}")
     with LLM(circular(), tokenizer=ByteTokenizer(), cache_positions=512) as llm:
@@ -329,26 +329,26 @@ def facts_missed(count: int, **options: Any) -> float:
     """The share of tokens that are not the fact."""
     with LLM(Knowing(), tokenizer=ByteTokenizer(), cache_positions=512) as llm:
         said = llm.generate([5], max_tokens=count, ignore_eos=True, **options).tokens
-    missed = sum(token != 2 + (1 + place) % 2 for place, token in enumerate(said))
+    missed = sum(token != 2 + (1 + position) % 2 for position, token in enumerate(said))
     return float(missed / count)
 
 
 @mechanism("dola")
 def dola() -> Iterator[Check]:
     """ln(0.42 / 0.02) beats ln(0.47 / 0.8); what is below a tenth of the best may not be said."""
-    policy = SamplingParams(dola_layers=(0, 2)).policy([], 4, num_layers=4)
+    sampler = SamplingParams(dola_layers=(0, 2)).sampler([], 4, num_layers=4)
     last, near, far = (
         logs(0.5, 0.3, 0.15, 0.05),
         logs(0.5, 0.28, 0.17, 0.05),
         logs(0.7, 0.1, 0.1, 0.1),
     )
-    row = policy.combine(last, [], {0: far, 2: near})
+    row = sampler.combine(last, [], {0: far, 2: near})
     ratio = np.array([0.5, 0.3, 0.15]) / np.array([0.7, 0.1, 0.1])
     expected = [*(ratio / (ratio.sum() + 0.5)), 0.5 / (ratio.sum() + 0.5)]
-    found = policy.distribution(row).dense(4)
+    found = sampler.distribution(row).dense(4)
     yield by_hand("the layer that differs most is contrasted", found, *expected)
-    row = policy.combine(logs(0.6, 0.3, 0.06, 0.04), [], {0: far, 2: near})
-    kept = np.flatnonzero(policy.distribution(row).dense(4)).tolist()
+    row = sampler.combine(logs(0.6, 0.3, 0.06, 0.04), [], {0: far, 2: near})
+    kept = np.flatnonzero(sampler.distribution(row).dense(4)).tolist()
     yield Check("a tenth of the best is the bound", kept == [0, 1, 2], str(kept))
     missed = facts_missed(20)
     yield Check("greedy decoding says what is common", missed == 1.0, f"{missed:.2f} missed")
@@ -400,7 +400,7 @@ def top_w() -> Iterator[Check]:
             yield Check(f"weight {weight}: the paper's token is not always", named < 25, named_text)
 
 
-def top_w_gain(samples: int, rule: Processor | None = None) -> float:
+def top_w_gain(samples: int, rule: LogitsProcessor | None = None) -> float:
     """The mean of the objective minus that of the nucleus it begins with (or of `top_p` 0.9)."""
     rng = np.random.default_rng(1)
     centres = np.repeat(rng.normal(size=(8, 12)), 5, axis=0)
@@ -412,7 +412,7 @@ def top_w_gain(samples: int, rule: Processor | None = None) -> float:
         p = softmax(row)
         distance = 1 - geometry.cosines(np.arange(40)).astype(np.float64)
         after = [TopW(geometry)] if rule is None else [rule]
-        kept = Policy(1.0, after=after).distribution(row).tokens
+        kept = Sampler(1.0, post_temperature=after).distribution(row).tokens
         start = np.sort(np.argsort(-p)[: int(np.searchsorted(np.cumsum(-np.sort(-p)), 0.999)) + 1])
         whole = np.arange(40) if kept is None else kept
         change += objective(p, distance, whole, reference) - objective(

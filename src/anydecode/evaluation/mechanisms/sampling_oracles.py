@@ -85,8 +85,8 @@ def _steered(
     world: World, said: Text, tau: float, eta: float, cut: Callable[[np.ndarray, float], list[int]]
 ) -> np.ndarray:
     mu = 2 * tau
-    for place, token in enumerate(said):
-        surprise = -math.log2(_tempered(world, said[:place])[token])
+    for position, token in enumerate(said):
+        surprise = -math.log2(_tempered(world, said[:position])[token])
         mu = min(max(mu - eta * (surprise - tau), 0.0), 4 * tau)
     chances = _tempered(world, said)
     return _renormalised(chances, cut(chances, mu))
@@ -126,9 +126,9 @@ def dry(world: World, said: Text, multiplier: float, base: float, allowed: int) 
     logits = world.logits(said).copy()
     for token in range(VOCABULARY):
         longest = 0
-        for place in (i for i in range(1, len(text)) if text[i] == token):
+        for position in (i for i in range(1, len(text)) if text[i] == token):
             length = 0
-            while length < place and text[place - 1 - length] == text[len(text) - 1 - length]:
+            while length < position and text[position - 1 - length] == text[len(text) - 1 - length]:
                 length += 1
             longest = max(longest, length)
         if longest >= allowed:
@@ -147,8 +147,8 @@ def momentum(world: World, said: Text, alpha: float, k: int) -> np.ndarray:
         depth = 0
         for length in range(1, 6):
             gram = [*text[len(text) - length + 1 :], token]
-            places = range(len(text) - length + 1)
-            if any(text[i : i + length] == gram for i in places):
+            positions = range(len(text) - length + 1)
+            if any(text[i : i + length] == gram for i in positions):
                 depth = length
         worth[token] = chances[token] - alpha * depth
     row = np.zeros(VOCABULARY)

@@ -35,7 +35,7 @@ def contrastive_oracle(
         return length_one
 
     text = list(prompt)
-    held = [unit(text[: place + 1]) for place in range(len(text))]
+    held = [unit(text[: position + 1]) for position in range(len(text))]
     for _ in range(length):
         p = softmax(World(model, text).logits(()))
         worth = {}

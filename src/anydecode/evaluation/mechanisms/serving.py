@@ -45,7 +45,7 @@ def passes(
     engine = {"schedule": schedule, "prefix_cache": False, "max_running": running}
     found: list[Pass] = []
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096, **engine) as llm:
-        lane = llm.engine.lanes["target"]
+        runner = llm.engine.runners["target"]
         plain: dict[str, Any] = {"decoder": "autoregressive", "ignore_eos": True}
         options = [
             {**plain, **{key: values[i] for key, values in more.items()}}
@@ -56,18 +56,18 @@ def passes(
             for i, length in enumerate(lengths)
         ]
         number = {id(request.jobs[0].sequence): i for i, request in enumerate(requests)}
-        run = lane.run
+        run = runner.run
 
         def watched(plan: Any) -> Any:
             found.append(
                 {
                     (number[id(score.sequence.root)], count, span.start, span.stop)
-                    for score, span, count in plan.pieces
+                    for score, span, count in plan.scheduled
                 }
             )
             return run(plan)
 
-        lane.run = watched  # type: ignore[method-assign]
+        runner.run = watched  # type: ignore[method-assign]
         for request in requests:
             llm.engine.submit(request.jobs[0])
         while not all(request.done for request in requests):

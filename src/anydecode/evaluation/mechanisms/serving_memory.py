@@ -36,9 +36,11 @@ def _ask(llm: LLM, prompt: str, namespace: str = "") -> list[int]:
 
 def _held(llm: LLM, prompt: str) -> bytes:
     """What the cache holds of a prompt's whole blocks."""
-    lane = llm.engine.lanes["target"]
-    slots = lane.prefixes.match(llm.encode(prompt), (-1, ""))
-    return read_slots(lane.pool.cache, slots) if len(slots) == len(prompt) // BLOCK * BLOCK else b""
+    runner = llm.engine.runners["target"]
+    slots = runner.prefixes.match(llm.encode(prompt), (-1, ""))
+    return (
+        read_slots(runner.pool.cache, slots) if len(slots) == len(prompt) // BLOCK * BLOCK else b""
+    )
 
 
 def _tried(model: Any, spill: Any) -> Iterator[Check]:
@@ -47,14 +49,14 @@ def _tried(model: Any, spill: Any) -> Iterator[Check]:
     with LLM(model, tokenizer=ByteTokenizer(), prefix_cache=False) as alone:
         expected = [_ask(alone, prompt) for prompt in (_FIRST, *_OTHERS)]
     with _open(model, spill) as llm:
-        prefixes = llm.engine.lanes["target"].prefixes
+        prefixes = llm.engine.runners["target"].prefixes
         told = [_ask(llm, _FIRST)]
         before = _held(llm, _FIRST)
         told += [_ask(llm, prompt) for prompt in _OTHERS]
         yield Check(f"nothing is brought back unasked, {where}", prefixes.num_restored == 0)
         _ask(llm, _FIRST, "another tenant")
         yield Check(f"no tenant gets another's, {where}", prefixes.num_restored == 0)
-        rows = llm.engine.lanes["target"].num_rows
+        rows = llm.engine.runners["target"].num_rows
         again = _ask(llm, _FIRST)
         spared = len(_FIRST) // BLOCK * BLOCK
         yield Check(
@@ -62,7 +64,7 @@ def _tried(model: Any, spill: Any) -> Iterator[Check]:
             prefixes.num_restored == spared,
             f"{prefixes.num_restored} of {spared} tokens",
         )
-        computed = llm.engine.lanes["target"].num_rows - rows
+        computed = llm.engine.runners["target"].num_rows - rows
         yield Check(f"and not computed, {where}", computed == len(_FIRST) - spared + 11)
         after = _held(llm, _FIRST)
         yield Check(f"bit by bit, {where}", len(before) > 0 and before == after)
@@ -84,7 +86,7 @@ def prefix_spill() -> Iterator[Check]:
         yield Check("nothing half-written is left", not left)
         with _open(model, folder) as llm:
             told = _ask(llm, _FIRST)
-            found = llm.engine.lanes["target"].prefixes.num_restored
+            found = llm.engine.runners["target"].prefixes.num_restored
             yield Check("the next process finds them", found == len(_FIRST) // BLOCK * BLOCK)
         for number, file in enumerate(sorted(Path(folder).rglob("*.block"))):
             data = bytearray(file.read_bytes())
@@ -95,11 +97,11 @@ def prefix_spill() -> Iterator[Check]:
             file.write_bytes(data)
         with _open(model, folder) as llm:
             again = _ask(llm, _FIRST)
-            restored = llm.engine.lanes["target"].prefixes.num_restored
+            restored = llm.engine.runners["target"].prefixes.num_restored
             yield Check("damaged blocks are not there", restored == 0 and again == told)
         with _open(tiny_model(positions=512, seed=1), folder) as llm:
             _ask(llm, _FIRST)
-            strange = llm.engine.lanes["target"].prefixes.num_restored
+            strange = llm.engine.runners["target"].prefixes.num_restored
             yield Check("another model's blocks are not there", strange == 0)
     yield from _bounded()
 

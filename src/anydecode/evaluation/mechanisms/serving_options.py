@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from anydecode.engine.first_finish import FirstFinish
-from anydecode.engine.goodput import Held, ServerGoodput
+from anydecode.engine.goodput import LoadLimited, ServerGoodput
 from anydecode.engine.llm import LLM
 from anydecode.evaluation.certify import PROMPTS, Check, mechanism, scripted_llm
 from anydecode.scoring.sequence import Sequence
@@ -31,7 +31,9 @@ def smartspec_server() -> Iterator[Check]:
         loads = {id(_held(llm, key).load) for key in ("prompt-lookup", "suffix", "token-recycling")}
         yield Check("one load for all drafters", len(loads) == 1)
         rejecting = llm.decoder("rejection-sampling")
-        yield Check("a text that depends on drafts is left alone", not isinstance(rejecting, Held))
+        yield Check(
+            "a text that depends on drafts is left alone", not isinstance(rejecting, LoadLimited)
+        )
         plain = [one.tokens for one in llm.generate(list(PROMPTS), **_TEXT)]
         drafted = llm.generate(list(PROMPTS), decoder="prompt-lookup", **_TEXT)
         yield Check("the text is that of plain decoding", [d.tokens for d in drafted] == plain)
@@ -58,15 +60,15 @@ def _sizes(server: ServerGoodput, running: int) -> Iterator[int]:
         for number in range(running):
             request = llm.request("abcabc", max_tokens=20)
             sequence: Sequence = request.jobs[0].sequence
-            sequence.pace = None
+            sequence.cost_model = None
             budgets.append((sequence, _held(llm, keys[number % 2]).budget(sequence)))
         for sequence, budget in budgets:
             yield min(budget.ours.size(sequence), 8)  # type: ignore[attr-defined]
 
 
-def _held(llm: LLM, key: str) -> Held:
+def _held(llm: LLM, key: str) -> LoadLimited:
     found = llm.decoder(key)
-    assert isinstance(found, Held)
+    assert isinstance(found, LoadLimited)
     return found
 
 
@@ -109,9 +111,9 @@ def segment_rollout() -> Iterator[Check]:
             whole = llm.generate("abc" * 9, seed=5, **options, **penalties).samples
             found: dict[int, list[int]] = {}
             computed: list[int] = []
-            lane, answer = llm.engine.lanes["target"], None
+            runner, answer = llm.engine.runners["target"], None
             for turn in count():
-                before = lane.num_rows
+                before = runner.num_rows
                 resume: dict[str, Any] | None = answer.resume if answer else None
                 seed = None if resume else 5
                 numbers = [s["number"] for s in resume["samples"]] if resume else range(3)
@@ -119,7 +121,7 @@ def segment_rollout() -> Iterator[Check]:
                     "abc" * 9, segment=7, resume=resume, seed=seed, **options, **penalties
                 )
                 found |= dict(zip(numbers, (s.tokens for s in answer.samples), strict=True))
-                computed.append(lane.num_rows - before)
+                computed.append(runner.num_rows - before)
                 longest = max(len(tokens) for tokens in found.values())
                 if answer.resume is None or longest > 7 * (turn + 1):
                     break

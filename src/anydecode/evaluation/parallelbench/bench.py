@@ -19,14 +19,14 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.engine.generation import Generation
 from anydecode.engine.llm import LLM
 from anydecode.errors import AnydecodeError, InvalidRequestError
-from anydecode.evaluation.figures import JsonFile, PlotFile, deliver
-from anydecode.evaluation.machine import cpu_name, usable_cores
+from anydecode.evaluation.machine_info import cpu_name, usable_cores
 from anydecode.evaluation.parallelbench.tasks import (
     TASKS,
     Example,
     examples,
     lengths,
 )
+from anydecode.evaluation.report import JsonFile, PlotFile, write_report
 
 #: What the overall lines summarise: all lines of a method, or some kinds of task.
 KINDS = ("all", "determined", "dependent", "held-out lengths")
@@ -239,4 +239,4 @@ def bench_parallelbench(
     }
     if plot is not None:
         plot.write_text(reporting.to_svg(report), encoding="utf-8")
-    deliver(report, json_file, lambda: reporting.print_report(report))
+    write_report(report, json_file, lambda: reporting.print_report(report))

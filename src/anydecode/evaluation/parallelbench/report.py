@@ -108,8 +108,8 @@ def to_svg(report: dict[str, Any]) -> str:
         f'<text x="{_LEFT}" y="16">Accuracy against passes per token, {escape(report["model"])},'
         f" canvas {report['max_tokens']}, T={report['temperature']:g}</text>",
     ]
-    for place, (kind, title) in enumerate(_PANELS):
-        left = _LEFT + place * (_WIDTH + _GAP)
+    for position, (kind, title) in enumerate(_PANELS):
+        left = _LEFT + position * (_WIDTH + _GAP)
         parts += _frame(left, title, low, high)
         points = {}
         for line in lines:
@@ -127,12 +127,13 @@ def to_svg(report: dict[str, Any]) -> str:
                 f'<text class="name" x="{x:.1f}" y="{y + 3:.1f}" text-anchor="middle"'
                 f' style="fill:#fff;font-size:9px">{methods.index(method) + 1}</text>'
             )
-    for place, method in enumerate(methods):
-        x = _LEFT + (place % 4) * (width - _LEFT) / 4
-        y = _TOP + _HEIGHT + 50 + 18 * (place // 4)
+    for position, method in enumerate(methods):
+        x = _LEFT + (position % 4) * (width - _LEFT) / 4
+        y = _TOP + _HEIGHT + 50 + 18 * (position // 4)
         parts.append(f'<circle cx="{x + 5:.0f}" cy="{y}" r="5" fill="{_colour(methods, method)}"/>')
         parts.append(
-            f'<text class="name" x="{x + 14:.0f}" y="{y + 4}">{place + 1} {escape(method)}</text>'
+            f'<text class="name" x="{x + 14:.0f}" y="{y + 4}">{position + 1}'
+            f" {escape(method)}</text>"
         )
     return "\n".join([*parts, "</svg>\n"])
 

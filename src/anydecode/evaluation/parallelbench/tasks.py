@@ -129,23 +129,25 @@ def _shuffled(random: Random, items: list[str]) -> list[str]:
 
 def _insert(random: Random, length: int, *, named: bool) -> Example:
     *items, new = random.sample(NAMES, length + 1)
-    place = random.randrange(length + 1)
-    task, where = ("insert-index", f" at {place + 1}") if named else ("insert-random", "")
-    answer = [*items[:place], new, *items[place:]]
+    position = random.randrange(length + 1)
+    task, where = ("insert-index", f" at {position + 1}") if named else ("insert-random", "")
+    answer = [*items[:position], new, *items[position:]]
     return _list_example(task, f"insert {new}{where} in ", items, answer, new)
 
 
 def _remove(random: Random, length: int, *, named: bool) -> Example:
-    items, place = random.sample(NAMES, length), random.randrange(length)
-    task, what = ("remove-index", place + 1) if named else ("remove-random", "one")
-    return _list_example(task, f"remove {what} from ", items, items[:place] + items[place + 1 :])
+    items, position = random.sample(NAMES, length), random.randrange(length)
+    task, what = ("remove-index", position + 1) if named else ("remove-random", "one")
+    return _list_example(
+        task, f"remove {what} from ", items, items[:position] + items[position + 1 :]
+    )
 
 
 def _replace(random: Random, length: int, *, named: bool) -> Example:
     *items, new = random.sample(NAMES, length + 1)
-    place = random.randrange(length)
-    task, what = ("replace-index", place + 1) if named else ("replace-random", "one")
-    answer = [*items[:place], new, *items[place + 1 :]]
+    position = random.randrange(length)
+    task, what = ("replace-index", position + 1) if named else ("replace-random", "one")
+    answer = [*items[:position], new, *items[position + 1 :]]
     return _list_example(task, f"replace {what} with {new} in ", items, answer, new)
 
 

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from anydecode.errors import InvalidRequestError
-from anydecode.evaluation.figures import JsonFile, deliver
-from anydecode.evaluation.machine import cpu_name, usable_cores
-from anydecode.evaluation.serving.peers import (
+from anydecode.evaluation.machine_info import cpu_name, usable_cores
+from anydecode.evaluation.report import JsonFile, write_report
+from anydecode.evaluation.serving.baselines import (
     Load,
     compare,
     ended_by_sigterm,
-    parse_peer,
+    parse_baseline,
     started,
 )
 from anydecode.evaluation.serving.replay import Endpoint, Objective
@@ -143,7 +143,7 @@ def bench_serving(
         else:
             print_comparison(report["servers"], report["rounds"])
 
-    deliver(_finite(report), json_file, show)
+    write_report(_finite(report), json_file, show)
 
 
 def _endpoints(
@@ -157,9 +157,9 @@ def _endpoints(
 ) -> list[Endpoint]:
     """The servers of a run: those to be started (until `stack` ends), or `ours`; then peers. Key
     and decoder are the first's."""
-    models = dict(parse_peer(text, "--peer-model") for text in peer_model or ())
-    commands = [parse_peer(text, "--start") for text in start or ()]
-    peers = [parse_peer(text, "--peer") for text in peer or ()]
+    models = dict(parse_baseline(text, "--peer-model") for text in peer_model or ())
+    commands = [parse_baseline(text, "--start") for text in start or ()]
+    peers = [parse_baseline(text, "--peer") for text in peer or ()]
     names = [name for name, _ in [*(commands or [(ours.name, "")]), *peers]]
     if len(set(names)) < len(names):
         raise InvalidRequestError("every server needs a name of its own")

@@ -32,8 +32,8 @@ def distribution_svg(title: str, curves: dict[str, list[float]], marks: dict[str
     ]
     for share in (0.0, 0.5, 0.99):
         parts.append(_line(_LEFT, y(share), _LEFT + wide, y(share), "#ddd"))
-        place = f'x="{_LEFT - 6}" y="{y(share) + 4:.1f}" text-anchor="end"'
-        parts.append(f"<text {place}>{share:.0%}</text>")
+        position = f'x="{_LEFT - 6}" y="{y(share) + 4:.1f}" text-anchor="end"'
+        parts.append(f"<text {position}>{share:.0%}</text>")
     for power in range(low, high + 1):
         at = x(10.0**power)
         parts.append(_line(at, 34, at, 34 + tall, "#eee"))

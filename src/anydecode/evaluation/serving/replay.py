@@ -192,8 +192,8 @@ def beside_prompts(outcomes: list[Outcome]) -> list[float]:
     found = []
     for one in outcomes:
         for earlier, later in pairwise(one.at + time for time in one.times):
-            place = bisect_right(ends, earlier)  # the first wait that is not over before the gap
-            if place < len(waits) and waits[place][0] < later:
+            position = bisect_right(ends, earlier)  # the first wait that is not over before the gap
+            if position < len(waits) and waits[position][0] < later:
                 found.append(later - earlier)
     return found
 

@@ -220,7 +220,7 @@ def soak(
     with tiny_llm(prefix_cache=False) as alone:
         known = cases(distinct, random.Random(seed), alone)
     with tiny_llm(**{"cache_positions": 2048, **engine}) as llm:
-        lane = llm.engine.lanes["target"]
+        runner = llm.engine.runners["target"]
         settings = Settings(name="tiny", port=0, max_requests=10 * at_once)
         files = len(os.listdir("/proc/self/fd"))
         began = perf_counter()
@@ -248,7 +248,7 @@ def soak(
         except AssertionError as error:
             result.wrong.append(f"memory does not add up: {error}")
         llm.clear()
-        result.slots_left = lane.pool.num_used
+        result.slots_left = runner.pool.num_used
     if result.slots_left:
         result.wrong.append(f"{result.slots_left} positions of the cache were never given back")
     if result.files_left > 2:

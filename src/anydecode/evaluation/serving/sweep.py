@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from anydecode.evaluation.serving.peers import Load, median_ratio, terms
+from anydecode.evaluation.serving.baselines import Load, median_ratio, terms
 from anydecode.evaluation.serving.replay import Endpoint, summary
 
 

@@ -60,12 +60,12 @@ def sweep_svg(
         f' role="img" aria-label="Objective met and latency by rate"><style>{_STYLE}</style>',
         f'<text x="8" y="16">{escape(title)}</text>',
     ]
-    for place, (name, colour) in enumerate(colours.items()):
-        x, y = 8 + place % 2 * 230, 34 + place // 2 * 18
+    for position, (name, colour) in enumerate(colours.items()):
+        x, y = 8 + position % 2 * 230, 34 + position // 2 * 18
         parts.append(f'<circle cx="{x + 5}" cy="{y - 4}" r="5" fill="{colour}"/>')
         parts.append(f'<text x="{x + 15}" y="{y}">{escape(name)}</text>')
-    for place, panel in enumerate(panels):
-        parts.append(f'<g transform="translate({_LEFT} {top + place * (_HEIGHT + _GAP)})">')
+    for position, panel in enumerate(panels):
+        parts.append(f'<g transform="translate({_LEFT} {top + position * (_HEIGHT + _GAP)})">')
         parts += [*panel, "</g>"]
     return "\n".join([*parts, "</svg>\n"])
 
@@ -141,10 +141,10 @@ def _falling(share: float) -> float:
 def _scale(low: float, high: float, start: float, stop: float) -> Callable[[float], float]:
     """`low` to `high` on a logarithmic scale from `start` to `stop`; one value stands between."""
 
-    def place(value: float) -> float:
+    def position(value: float) -> float:
         if low == high:
             return (start + stop) / 2
         share = math.log(max(value, low) / low) / math.log(high / low)
         return start + (stop - start) * share
 
-    return place
+    return position

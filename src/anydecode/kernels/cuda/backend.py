@@ -29,14 +29,14 @@ _LEAST_POSITIONS = 1024
 
 
 @dataclass(eq=False)
-class Late:
+class LazyValue:
     """A value that is computed when it is needed."""
 
     result: torch.Tensor | None = None
 
 
 @dataclass(eq=False, kw_only=True)
-class Norm(Late):
+class Norm(LazyValue):
     x: Any
     weight: torch.Tensor | None
     eps: float
@@ -44,21 +44,21 @@ class Norm(Late):
 
 
 @dataclass(eq=False, kw_only=True)
-class Product(Late):
+class Product(LazyValue):
     x: Any
     weight: Weight
     bias: torch.Tensor | None
 
 
 @dataclass(eq=False, kw_only=True)
-class Turn(Late):
+class Rotate(LazyValue):
     x: Any
     heads: int
     rope: Rope
 
 
 class TritonBackend(ReferenceBackend):
-    """Values are float32 tensors `[m, width]` on the kernels' device, or `Late`; `force` makes a
+    """Values are float32 tensors `[m, width]` on the kernels' device, or `LazyValue`; `force` makes a
     tensor of either. Weights and vectors are moved to the device and packed at their first use.
 
     Routing of experts is the reference's, in front of these products; it waits for the host, so
@@ -112,20 +112,20 @@ class TritonBackend(ReferenceBackend):
 
     def force(self, value: Any) -> torch.Tensor:
         """The tensor a value stands for."""
-        if not isinstance(value, Late):
+        if not isinstance(value, LazyValue):
             tensor: torch.Tensor = value
             return tensor
         if value.result is None:
             value.result = self._compute(value)
         return value.result
 
-    def _compute(self, value: Late) -> torch.Tensor:
+    def _compute(self, value: LazyValue) -> torch.Tensor:
         if isinstance(value, Norm):
             weight = None if value.weight is None else self._vector(value.weight)
             return pointwise.rms_norm(self.force(value.x), weight, value.eps, value.groups)
         if isinstance(value, Product):
             return self._product_of(value, self.packed(value.weight), value.bias)
-        assert isinstance(value, Turn)
+        assert isinstance(value, Rotate)
         x, rows = self.force(value.x), self._device_rows()
         return attention.turn(x, value.heads, rows, self._rotary_table(value.rope))
 
@@ -169,16 +169,16 @@ class TritonBackend(ReferenceBackend):
     ) -> Product:
         return Product(x=x, weight=weight, bias=bias)
 
-    def rope(self, x: Any, num_heads: int, rope: Rope) -> Turn:  # type: ignore[override]
-        return Turn(x=x, heads=num_heads, rope=rope)
+    def rope(self, x: Any, num_heads: int, rope: Rope) -> Rotate:  # type: ignore[override]
+        return Rotate(x=x, heads=num_heads, rope=rope)
 
     def attention(self, q: Any, k: Any, v: Any, layer: int, shape: Attention) -> torch.Tensor:
         rows, cache = self._device_rows(), self._cache
         assert cache is not None
         self._together([q, k, v])
         keys, values = cache.keys[layer], cache.values[layer]
-        rope = q.rope if isinstance(q, Turn) else None
-        if not isinstance(k, Turn) or k.rope is not rope:
+        rope = q.rope if isinstance(q, Rotate) else None
+        if not isinstance(k, Rotate) or k.rope is not rope:
             rope = None
         (q, q_norm), (k, k_norm) = self._heads(q, rope), self._heads(k, rope)
         turned = attention.store(
@@ -291,7 +291,7 @@ class TritonBackend(ReferenceBackend):
         """Compute the products that values start from in one launch, where they share an input."""
         bases = []
         for value in values:
-            while isinstance(value, Turn) or (isinstance(value, Norm) and value.groups > 1):
+            while isinstance(value, Rotate) or (isinstance(value, Norm) and value.groups > 1):
                 value = value.x
             bases.append(value)
         first = bases[0]

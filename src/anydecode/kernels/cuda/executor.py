@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.kernels.cuda import picks
+from anydecode.kernels.cuda import sampling
 from anydecode.kernels.cuda.available import COMPILED
 from anydecode.kernels.cuda.backend import TritonBackend, is_narrow
 from anydecode.kernels.cuda.graphs import CudaGraphs, Launch, NoGraphs, Recorder
@@ -32,8 +32,8 @@ from anydecode.kernels.interface import (
     Backend,
     KeyValues,
     Output,
+    OutputSpec,
     Rows,
-    Want,
     Weight,
 )
 
@@ -46,7 +46,7 @@ _MOST_STEPS = 64
 
 
 @dataclass(frozen=True)
-class Pick:
+class SampleState:
     """How one sequence picks while it is followed: `inverse` of the temperature (0: greedy), and
     the noise's seed and stream. The noise's position is that of the token picked."""
 
@@ -81,7 +81,7 @@ def _advance_kernel(
     tl.store(step_ptr, step + 1)
 
 
-class _Fixed:
+class StaticBuffers:
     """The memory that captured passes read and write."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -130,7 +130,7 @@ class TritonExecutor:
         self.backend.narrow = self.cache_dtype = narrow
         on_gpu = self.device.type == "cuda"
         self._recorder: Recorder = recorder or (CudaGraphs() if on_gpu else NoGraphs())
-        self._fixed = _Fixed(vocab_size, self.device)
+        self._fixed = StaticBuffers(vocab_size, self.device)
         self._graphs: dict[tuple[Any, ...], Launch] = {}
         self._cache: KeyValues | None = None
         self._pass: tuple[Rows, KeyValues] | None = None
@@ -168,28 +168,30 @@ class TritonExecutor:
 
     # --- captured passes
 
-    def run(self, rows: Rows, cache: KeyValues, want: Want) -> Output | None:
+    def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output | None:
         """A pass from tokens to logits as one replay; None where this pass cannot be one."""
-        if not self._can_replay(rows, want):
+        if not self._can_replay(rows, output_spec):
             return None
-        size, wanted = _size(len(rows)), _size(len(want.logits))
+        size, wanted = _size(len(rows)), _size(len(output_spec.logits))
         self._use(cache)
         self._load(rows, size)
-        self._fixed.wanted[: len(want.logits)].copy_(torch.from_numpy(want.logits.astype(np.int64)))
+        self._fixed.wanted[: len(output_spec.logits)].copy_(
+            torch.from_numpy(output_spec.logits.astype(np.int64))
+        )
         stop = int(rows.stop[0])
         key = (self._layer, size, wanted, stop)
         if key in self._graphs:
             self._graphs[key]()
         else:
             self._graphs[key] = self._capture(lambda: self._score(size, wanted, stop))
-        return Output(self._fixed.logits[: len(want.logits)], {})
+        return Output(self._fixed.logits[: len(output_spec.logits)], {})
 
-    def _can_replay(self, rows: Rows, want: Want) -> bool:
+    def _can_replay(self, rows: Rows, output_spec: OutputSpec) -> bool:
         count = len(rows)
         return (
             0 < count <= SIZES[-1]
-            and 0 < len(want.logits) <= count
-            and not want.hidden
+            and 0 < len(output_spec.logits) <= count
+            and not output_spec.hidden
             and not self.backend.routes
             and rows.inputs is None
             and (rows.adapters is None or bool((rows.adapters < 0).all()))
@@ -234,7 +236,7 @@ class TritonExecutor:
     # --- following
 
     def follow(
-        self, rows: Rows, cache: KeyValues, slots: np.ndarray, pick: Sequence[Pick]
+        self, rows: Rows, cache: KeyValues, slots: np.ndarray, pick: Sequence[SampleState]
     ) -> np.ndarray:
         """Pick and score `count` tokens of each row's sequence on the device: int32 `[n, count]`.
 
@@ -247,7 +249,7 @@ class TritonExecutor:
             raise InvalidRequestError("followed rows see all of their sequence and no tail")
         if steps > _MOST_STEPS or slots.shape[0] != count or len(pick) != count:
             raise InvalidRequestError(f"at most {_MOST_STEPS} tokens are followed at once")
-        if not self._can_replay(rows, Want(np.arange(count, dtype=np.int32))):
+        if not self._can_replay(rows, OutputSpec(np.arange(count, dtype=np.int32))):
             raise UnsupportedCombinationError("these rows cannot be followed on the device")
         size, stop = _size(count), int(rows.stop[0])
         self._use(cache)
@@ -264,7 +266,9 @@ class TritonExecutor:
         said: np.ndarray = self._fixed.said[:count, :steps].cpu().numpy()
         return said
 
-    def _load_picks(self, rows: Rows, slots: np.ndarray, pick: Sequence[Pick], size: int) -> None:
+    def _load_picks(
+        self, rows: Rows, slots: np.ndarray, pick: Sequence[SampleState], size: int
+    ) -> None:
         fixed, count = self._fixed, len(rows)
         later = np.full((size, _MOST_STEPS), -1, np.int32)
         later[:count, 1 : slots.shape[1] + 1] = slots
@@ -286,7 +290,7 @@ class TritonExecutor:
         """Score every row, pick, and put the picks in the rows' place."""
         fixed = self._fixed
         self._score(size, size, stop)
-        picked = picks.gumbel(fixed.logits[:size], fixed.inverse[:size], fixed.noise[:size])
+        picked = sampling.gumbel(fixed.logits[:size], fixed.inverse[:size], fixed.noise[:size])
         _advance_kernel[(1,)](
             picked.contiguous(), fixed.ints, fixed.noise, fixed.slots, fixed.said, fixed.step,
             size, fixed.ints.shape[1], _MOST_STEPS, TOKENS=FIELDS.index("tokens"),

@@ -149,7 +149,7 @@ class _Layer:
         return parts
 
     def _experts(self) -> Experts:
-        names = [f"{self._name}.{place}" for place in ("mlp", "block_sparse_moe")]
+        names = [f"{self._name}.{position}" for position in ("mlp", "block_sparse_moe")]
         router = self._reader.first(f"{name}.gate" for name in names)
         count = self._spec.num_experts
         # A router is small, and a rounded one sends tokens to other experts.

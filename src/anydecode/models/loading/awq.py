@@ -46,5 +46,5 @@ def read(
 def _columns(words: torch.Tensor) -> torch.Tensor:
     """int32 `[rows, n]` to uint8 `[rows, 8 * n]` in the true order of columns."""
     stored = unpack(words, 4, 1).view(words.shape[0], -1, 8)
-    place = [_COLUMN.index(column) for column in range(8)]
-    return stored[..., place].flatten(1)
+    position = [_COLUMN.index(column) for column in range(8)]
+    return stored[..., position].flatten(1)

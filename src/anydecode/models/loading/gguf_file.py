@@ -217,9 +217,9 @@ class _Header:
         for name, shape, code, offset in found:
             if name in self.tensors:
                 raise self.fault(f"is corrupt: tensor {name!r} appears twice")
-            self.tensors[name] = self._place(name, shape, code, base, offset, alignment)
+            self.tensors[name] = self._position(name, shape, code, base, offset, alignment)
 
-    def _place(
+    def _position(
         self, name: str, shape: tuple[int, ...], code: int, base: int, offset: int, alignment: int
     ) -> TensorInfo:
         format = _FORMAT_CODES.get(code)

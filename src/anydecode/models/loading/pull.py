@@ -181,10 +181,10 @@ def _sync_folder(folder: Path) -> None:
 
 def _folder_bytes(folder: Path) -> int:
     total = 0
-    for place, _, files in os.walk(folder):  # which passes over folders that vanish meanwhile
+    for position, _, files in os.walk(folder):  # which passes over folders that vanish meanwhile
         for name in files:
             try:
-                total += os.stat(os.path.join(place, name)).st_size
+                total += os.stat(os.path.join(position, name)).st_size
             except OSError:
                 continue  # pip moved it away meanwhile
     return total

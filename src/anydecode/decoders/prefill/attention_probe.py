@@ -14,7 +14,7 @@ from anydecode.kernels.reference import ReferenceBackend
 from anydecode.models.network import Network
 
 
-class Looks:
+class AttentionProbe:
     """Attention of single rows in a model whose weights can be read."""
 
     def __init__(self, model: Any) -> None:
@@ -25,32 +25,34 @@ class Looks:
         self,
         layer: int,
         state: torch.Tensor,
-        places: np.ndarray,
+        row_positions: np.ndarray,
         cache: KeyValues,
         slots: np.ndarray,
-        positions: np.ndarray,
+        key_positions: np.ndarray,
         visible: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """Attention float32 `[heads, rows, keys]` of the rows at `places`, whose states before
+        """Attention float32 `[heads, rows, keys]` of the rows at `positions`, whose states before
         `layer` are `state`, over the keys in `slots`, which stand at `positions`. Each row sees as
         many positions as `visible` says (default: those up to its own)."""
         shape = self._network.spec.layers[layer].attention
-        queries = self._queries(layer, state, places).view(len(places), shape.num_heads, -1)
+        queries = self._queries(layer, state, row_positions).view(
+            len(row_positions), shape.num_heads, -1
+        )
         keys = cache.keys[layer][torch.from_numpy(slots.astype(np.int64))].float()
         keys = keys.repeat_interleave(shape.num_heads // shape.num_kv_heads, 1)
         scores = torch.einsum("rhd,khd->hrk", queries, keys) * shape.scale
         if shape.softcap is not None:
             scores = shape.softcap * torch.tanh(scores / shape.softcap)
-        stop = places + 1 if visible is None else visible
-        hidden = torch.from_numpy(positions[None, :] >= stop[:, None])
+        stop = row_positions + 1 if visible is None else visible
+        hidden = torch.from_numpy(key_positions[None, :] >= stop[:, None])
         return scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
     @torch.no_grad()
-    def _queries(self, layer: int, state: torch.Tensor, places: np.ndarray) -> torch.Tensor:
-        count = len(places)
+    def _queries(self, layer: int, state: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
+        count = len(positions)
         zeros = np.zeros(count, np.int32)
         rows = Rows(
-            zeros, places.astype(np.int32), zeros, [], zeros, zeros, zeros, zeros, zeros, zeros,
+            zeros, positions.astype(np.int32), zeros, [], zeros, zeros, zeros, zeros, zeros, zeros,
             zeros,
         )  # fmt: skip
         self._backend.bind(rows, np.arange(count), KeyValues([], []))
@@ -58,12 +60,12 @@ class Looks:
         return found
 
 
-def looks(model: Any) -> Looks:
-    """The model's `Looks`, made once."""
+def attention_probe(model: Any) -> AttentionProbe:
+    """The model's `AttentionProbe`, made once."""
     held = getattr(model, "_looks", None)
     if held is None:
-        held = model._looks = Looks(model)
-    found: Looks = held
+        held = model._looks = AttentionProbe(model)
+    found: AttentionProbe = held
     return found
 
 

@@ -32,7 +32,7 @@ class TooLarge(HTTPException):
         super().__init__(413, f"the body is larger than {limit} bytes")
 
 
-class Gate:
+class AdmissionMiddleware:
     """ASGI middleware around the whole application.
 
     On the loopback it answers to the loopback's names only: a page from elsewhere whose own name
@@ -66,7 +66,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        visit = _Visit(self, scope, receive, send)
+        visit = RequestScope(self, scope, receive, send)
         computes = scope["method"] == "POST" and scope["path"].startswith("/v1/")
         try:
             self._admit(visit, computes)
@@ -83,7 +83,7 @@ class Gate:
                 self._mean_seconds += 0.1 * (visit.seconds - self._mean_seconds)
             self._ended(visit)
 
-    def _admit(self, visit: _Visit, computes: bool) -> None:
+    def _admit(self, visit: RequestScope, computes: bool) -> None:
         scope = visit.scope
         headers = dict(scope["headers"])
         state = scope.setdefault("state", {})
@@ -126,7 +126,7 @@ class Gate:
             raise ApiError(401, "this server asks for an API key", code="invalid_api_key")
         return found
 
-    def _ended(self, visit: _Visit) -> None:
+    def _ended(self, visit: RequestScope) -> None:
         path = visit.scope["path"]
         if (count := visit.scope["state"].get("count")) is not None:
             count()
@@ -174,10 +174,10 @@ def is_loopback(name: str) -> bool:
         return name == "localhost" or name.endswith(".localhost")
 
 
-class _Visit:
+class RequestScope:
     """One request on its way through the gate."""
 
-    def __init__(self, gate: Gate, scope: Message, receive: Any, send: Any) -> None:
+    def __init__(self, gate: AdmissionMiddleware, scope: Message, receive: Any, send: Any) -> None:
         self.scope = scope
         self.id = token_hex(16)
         self.status = 0

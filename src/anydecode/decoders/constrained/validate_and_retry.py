@@ -13,15 +13,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from anydecode.constraints.closing import closing_tokens
-from anydecode.constraints.constraint import Constraint, Watch
+from anydecode.constraints.constraint import Constraint, IncrementalValidator
+from anydecode.constraints.shortest_completion import shortest_completion
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.constrained import constraint_of
-from anydecode.sampling.policy import Policy
+from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import Decoding
-from anydecode.scoring.sequence import Listener, Sequence
+from anydecode.scoring.sequence import Sequence, StopChecker
 
 KEY = "checked"
 #: Places from which the end of a long answer is looked for.
@@ -29,7 +29,7 @@ _MOST_ENDINGS = 32
 
 
 @dataclass
-class Trials:
+class RetryState:
     """What must survive a restart: the tokens that are kept, and what was tried."""
 
     kept: list[int] = field(default_factory=list)
@@ -43,13 +43,17 @@ class Trials:
     def rewind(self, count: int) -> None:
         """Keep the first `count` tokens; bans behind them belonged to another text."""
         del self.kept[count:], self.logprobs[count:]
-        self.banned = {place: bans for place, bans in self.banned.items() if place <= count}
+        self.banned = {
+            position: bans for position, bans in self.banned.items() if position <= count
+        }
 
 
-class _Hold:
+class OutputBuffer:
     """Takes a branch's tokens, ends it where the answer ends or a value is wrong."""
 
-    def __init__(self, outer: Listener, watch: Watch | None, kept: Seq[int]) -> None:
+    def __init__(
+        self, outer: StopChecker, watch: IncrementalValidator | None, kept: Seq[int]
+    ) -> None:
         self._outer = outer
         self._watch = watch
         self.tokens: list[int] = []
@@ -67,7 +71,7 @@ class _Hold:
         return self._outer.stops_at(token)
 
     @property
-    def ends(self) -> None:
+    def end_tokens(self) -> None:
         return None  # a wrong value may end it at any token
 
     def push(self, tokens: list[int]) -> tuple[int, str | None]:
@@ -90,7 +94,7 @@ class _Hold:
         return self._watch.end() if self._outer.stops_at(token) else self._watch.push(token)
 
 
-class Checked(Decoder):
+class ValidateAndRetry(Decoder):
     """`inner` under `constraint`, which must have been started."""
 
     def __init__(
@@ -106,20 +110,20 @@ class Checked(Decoder):
         self.vocab_size = vocab_size
         self.tries = constraint.tries
         self.close = constraint.close
-        self.lanes = inner.lanes
+        self.runners = inner.runners
         self.causal = inner.causal
-        self.samples = inner.samples
+        self.can_sample = inner.can_sample
 
     def prepare(self, sequence: Sequence) -> None:
         self.inner.prepare(sequence)
 
     def decode(self, sequence: Sequence) -> Decoding:
-        trials: Trials = sequence.state.setdefault(KEY, Trials())
+        trials: RetryState = sequence.state.setdefault(KEY, RetryState())
         branch: Sequence | None = None
         while not sequence.finished:
             branch = self._branch(sequence, trials, branch)
-            hold = branch.listener
-            assert isinstance(hold, _Hold)
+            hold = branch.stop_checker
+            assert isinstance(hold, OutputBuffer)
             if hold.reason is None:
                 try:
                     yield from self.inner.decode(branch)
@@ -135,7 +139,7 @@ class Checked(Decoder):
             branch.release()
             return
 
-    def _branch(self, sequence: Sequence, trials: Trials, old: Sequence | None) -> Sequence:
+    def _branch(self, sequence: Sequence, trials: RetryState, old: Sequence | None) -> Sequence:
         """A branch that has said what is kept, with the memory of the one before."""
         kept = trials.kept
         if old is None:
@@ -145,36 +149,40 @@ class Checked(Decoder):
             branch = old.branch()
             old.release()
         branch.noise = sequence.noise.forked(trials.tries) if trials.tries else sequence.noise
-        branch.policy = self._policy(sequence, trials)
+        branch.sampler = self._policy(sequence, trials)
         branch.annotate, branch.trace = sequence.annotate, sequence.trace
         branch.tokens = sequence.tokens + kept
         branch.logprobs = list(trials.logprobs)
         branch.finish_reason = None
         branch.state = {}
-        branch.listener = _Hold(sequence.listener, self.constraint.watch(self.tokenizer), kept)
+        branch.stop_checker = OutputBuffer(
+            sequence.stop_checker, self.constraint.incremental_validator(self.tokenizer), kept
+        )
         length = len(sequence.prompt) + len(branch.tokens)
-        for lane in ("target", *self.lanes):
-            if branch.opened(lane) and branch.context(lane).length >= length:
-                branch.truncate(length - 1, lane)
+        for runner in ("target", *self.runners):
+            if branch.is_open(runner) and branch.context(runner).length >= length:
+                branch.truncate(length - 1, runner)
         return branch
 
-    def _policy(self, sequence: Sequence, trials: Trials) -> Policy:
-        policy = sequence.policy.fork()
-        part = constraint_of(policy)
+    def _policy(self, sequence: Sequence, trials: RetryState) -> Sampler:
+        sampler = sequence.sampler.fork()
+        part = constraint_of(sampler)
         if part is not None and trials.narrowed:
             narrower = self.constraint.narrowed(trials.narrowed - 1)
             assert narrower is not None
             limit = sequence.remaining
             part.state = narrower.begin(self.tokenizer, self.vocab_size, limit)
         for token in trials.kept:
-            policy.advance(token)
+            sampler.advance(token)
         banned = trials.banned.get(len(trials.kept))
         if part is not None and banned:
             state: Any = part.state
             part.state = state.without(banned)
-        return policy
+        return sampler
 
-    def _retry(self, sequence: Sequence, trials: Trials, branch: Sequence, hold: _Hold) -> bool:
+    def _retry(
+        self, sequence: Sequence, trials: RetryState, branch: Sequence, hold: OutputBuffer
+    ) -> bool:
         """Set up the next try; False where there is nothing left to try for a long answer."""
         before = _tokens_before(branch)
         if hold.reason == "length" and (
@@ -196,7 +204,7 @@ class Checked(Decoder):
         late = trials.tries * 2 > self.tries or _is_steered(branch)  # as long as it may get
         if late and self._narrow(trials, branch, hold, before):
             return True
-        greedy = sequence.policy.is_greedy or not self.inner.samples
+        greedy = sequence.sampler.is_greedy or not self.inner.can_sample
         seen = trials.seen[hold.wrong] = trials.seen.get(hold.wrong, 0) + 1
         keep = len(said) - 1 if greedy else hold.wrong if seen <= 4 else before
         trials.discarded += len(said) - keep
@@ -206,7 +214,9 @@ class Checked(Decoder):
             trials.banned.setdefault(keep, []).append(said[keep])
         return True
 
-    def _narrow(self, trials: Trials, branch: Sequence, hold: _Hold, before: int) -> bool:
+    def _narrow(
+        self, trials: RetryState, branch: Sequence, hold: OutputBuffer, before: int
+    ) -> bool:
         """Begin again, behind the first `before` tokens, under the next narrowed constraint that
         has a start."""
         for number in range(trials.narrowed, trials.narrowed + 4):
@@ -225,7 +235,7 @@ class Checked(Decoder):
             return True
         return False
 
-    def _dead_end(self, trials: Trials, hold: _Hold, error: ConstraintError) -> None:
+    def _dead_end(self, trials: RetryState, hold: OutputBuffer, error: ConstraintError) -> None:
         """Nothing is allowed any more: take back the last token, too."""
         trials.tries += 1
         said = hold.tokens
@@ -238,7 +248,7 @@ class Checked(Decoder):
         trials.rewind(keep)
         trials.banned.setdefault(keep, []).append(said[keep])
 
-    def _close(self, sequence: Sequence, hold: _Hold, before: int) -> None:
+    def _close(self, sequence: Sequence, hold: OutputBuffer, before: int) -> None:
         """Replace the end of a long answer, behind its first `before` tokens, by the shortest one
         that makes it whole."""
         limit = len(hold.tokens)
@@ -251,20 +261,22 @@ class Checked(Decoder):
         for _ in range(_MOST_ENDINGS):
             if keep < before:
                 return
-            ending = closing_tokens(states[keep], self.tokenizer, self.constraint.hints)
+            ending = shortest_completion(states[keep], self.tokenizer, self.constraint.hints)
             if ending is None or keep + len(ending) > limit:
                 over = 0 if ending is None else (keep + len(ending) - limit) // 2
                 keep, step = keep - max(step, over), step + (ending is None)
                 continue
             text = hold.tokens[:keep] + ending
-            trial = _Hold(sequence.listener, self.constraint.watch(self.tokenizer), ())
+            trial = OutputBuffer(
+                sequence.stop_checker, self.constraint.incremental_validator(self.tokenizer), ()
+            )
             if trial.push(text)[0] == len(text) and trial.wrong is None:
                 hold.tokens, hold.reason = text, "stop"
                 return
             keep, step = keep - step, 2 * step
 
     @staticmethod
-    def _say(sequence: Sequence, branch: Sequence, hold: _Hold) -> None:
+    def _say(sequence: Sequence, branch: Sequence, hold: OutputBuffer) -> None:
         first = len(sequence.tokens)
         taken = sequence.emit(hold.tokens)
         if sequence.annotate is not None:
@@ -274,31 +286,33 @@ class Checked(Decoder):
 
 def _is_steered(sequence: Sequence) -> bool:
     """Whether the answer has taken the short way to its end."""
-    part = constraint_of(sequence.policy)
+    part = constraint_of(sequence.sampler)
     return part is not None and bool(getattr(part.state, "steered", False))
 
 
 def _tokens_before(sequence: Sequence) -> int:
     """How many tokens of the answer came before what its constraint is about."""
-    part = constraint_of(sequence.policy)
+    part = constraint_of(sequence.sampler)
     return 0 if part is None else int(getattr(part.state, "before", 0))
 
 
-def checked(
+def validate_and_retry(
     decoder: Decoder, constraint: Constraint | None, tokenizer: Tokenizer, vocab_size: int
 ) -> Decoder:
     """`decoder`, with checks around it where a started `constraint` needs them."""
-    if constraint is None or (constraint.watch(tokenizer) is None and not constraint.close):
+    if constraint is None or (
+        constraint.incremental_validator(tokenizer) is None and not constraint.close
+    ):
         return decoder
-    return Checked(decoder, constraint, tokenizer, vocab_size)
+    return ValidateAndRetry(decoder, constraint, tokenizer, vocab_size)
 
 
 def outcome(constraint: Constraint, sequence: Sequence) -> dict[str, Any]:
     """How a constraint was enforced in a finished answer: its report, whether the answer is
     complete under it, and what the checks cost."""
-    part = constraint_of(sequence.policy)
+    part = constraint_of(sequence.sampler)
     whole = part is not None and bool(getattr(part.state, "may_stop", True))
-    trials: Trials = sequence.state.get(KEY, Trials())
+    trials: RetryState = sequence.state.get(KEY, RetryState())
     return {
         **constraint.report().to_dict(),
         "complete": whole and sequence.finish_reason == "stop",

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from anydecode.memory.pool import Pool, Slots
+from anydecode.memory.pool import KVPool, Slots
 
 
 @dataclass(eq=False)
-class Partial:
+class EarlyExitRows:
     """Consecutive positions from `start` that have run only through the first `depth` layers, and
     their hidden states there, float32 `[count, hidden_size]`."""
 
@@ -26,7 +26,7 @@ class Partial:
 
 
 @dataclass(eq=False)
-class Pending:
+class PendingTree:
     """Rows of a token tree behind the context's last position, until `retain` chooses a path."""
 
     slots: Slots
@@ -44,7 +44,7 @@ class Pending:
         return nodes[::-1]
 
 
-class Context:
+class SequenceCache:
     """A table from positions to slots. Evicted positions are holes (-1) and are never renumbered.
 
     `partials` lists the positions that have not run through all layers, in order; they are always
@@ -52,15 +52,15 @@ class Context:
     input was no token).
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: KVPool) -> None:
         self.pool = pool
         self.length = 0
         self.num_cached = 0  # leading positions that a prefix cache gave
         self.tokens: list[int] = []
         self._table = np.full(64, -1, np.int32)
-        self.pending: Pending | None = None
-        self._borrowed: list[Slots] = []
-        self.partials: list[Partial] = []
+        self.pending: PendingTree | None = None
+        self._scratch: list[Slots] = []
+        self.partials: list[EarlyExitRows] = []
         self.reusable = True
 
     @property
@@ -76,39 +76,39 @@ class Context:
     def append(self, count: int) -> Slots:
         """Slots for `count` new positions. Raises `PoolFull`, changing nothing."""
         self.discard()
-        slots = self.pool.take(count)
+        slots = self.pool.allocate(count)
         self._grow(self.length + count)
         self._table[self.length : self.length + count] = slots
         self.length += count
         return slots
 
-    def borrow(self, count: int) -> Slots:
-        """Slots for `count` rows of one pass that become no positions; `repay` gives them back.
+    def allocate_scratch(self, count: int) -> Slots:
+        """Slots for `count` rows of one pass that become no positions; `free_scratch` gives them back.
         Raises `PoolFull`, changing nothing."""
         self.discard()
-        slots = self.pool.take(count)
-        self._borrowed.append(slots)
+        slots = self.pool.allocate(count)
+        self._scratch.append(slots)
         return slots
 
-    def repay(self, slots: Slots) -> None:
-        """Give back what `borrow` took, unless it has gone with the context meanwhile."""
-        rest = [held for held in self._borrowed if held is not slots]
-        if len(rest) < len(self._borrowed):
-            self.pool.give(slots)
-            self._borrowed = rest
+    def free_scratch(self, slots: Slots) -> None:
+        """Give back what `allocate_scratch` took, unless it has gone with the context meanwhile."""
+        rest = [held for held in self._scratch if held is not slots]
+        if len(rest) < len(self._scratch):
+            self.pool.free(slots)
+            self._scratch = rest
 
-    def branch(self, tokens: Seq[int], parents: list[int], depth: int) -> Pending:
+    def branch(self, tokens: Seq[int], parents: list[int], depth: int) -> PendingTree:
         """Slots for a token tree behind the last position. Raises `PoolFull`, changing nothing."""
         self.discard()
-        self.pending = Pending(self.pool.take(len(parents)), list(tokens), parents, depth)
+        self.pending = PendingTree(self.pool.allocate(len(parents)), list(tokens), parents, depth)
         return self.pending
 
-    def grow_branch(self, tokens: Seq[int], parents: Seq[int]) -> Pending:
+    def grow_branch(self, tokens: Seq[int], parents: Seq[int]) -> PendingTree:
         """Slots for more nodes of the pending token tree. Raises `PoolFull`, changing nothing."""
         pending = self.pending
         if pending is None:
             raise ValueError("no token tree is pending")
-        pending.slots = np.concatenate([pending.slots, self.pool.take(len(tokens))])
+        pending.slots = np.concatenate([pending.slots, self.pool.allocate(len(tokens))])
         pending.tokens = [*pending.tokens, *tokens]
         pending.parents = [*pending.parents, *parents]
         return pending
@@ -129,10 +129,10 @@ class Context:
         kept = pending.slots[keep]
         dropped = np.ones(len(pending.slots), bool)
         dropped[keep] = False
-        self.pool.give(pending.slots[dropped])
+        self.pool.free(pending.slots[dropped])
         self.pending = None
         if pending.hidden is not None and len(path):
-            self.partials.append(Partial(self.length, pending.depth, pending.hidden[keep]))
+            self.partials.append(EarlyExitRows(self.length, pending.depth, pending.hidden[keep]))
         self._grow(self.length + len(kept))
         self._table[self.length : self.length + len(kept)] = kept
         self.length += len(kept)
@@ -141,7 +141,7 @@ class Context:
     def discard(self) -> None:
         """Drop a pending token tree."""
         if self.pending is not None:
-            self.pool.give(self.pending.slots)
+            self.pool.free(self.pending.slots)
             self.pending = None
 
     def truncate(self, length: int) -> None:
@@ -150,7 +150,7 @@ class Context:
             raise ValueError(f"cannot truncate {self.length} positions to {length}")
         self.discard()
         # The table is not wiped: a pass under way on another thread may still be reading it.
-        self.pool.give(self._table[length : self.length])
+        self.pool.free(self._table[length : self.length])
         self.length = length
         self.num_cached = min(self.num_cached, length)
         del self.tokens[length:]
@@ -158,7 +158,7 @@ class Context:
         for partial in self.partials:
             if partial.start < length:
                 count = min(partial.stop, length) - partial.start
-                kept.append(Partial(partial.start, partial.depth, partial.hidden[:count]))
+                kept.append(EarlyExitRows(partial.start, partial.depth, partial.hidden[:count]))
         self.partials = kept
 
     def evict(self, positions: Seq[int]) -> None:
@@ -166,34 +166,34 @@ class Context:
         index = np.unique(np.asarray(positions, np.int64))
         if len(index) and not 0 <= index[0] <= index[-1] < self.complete:
             raise ValueError("only positions that have run through every layer can be evicted")
-        self.pool.give(self._table[index])
+        self.pool.free(self._table[index])
         self._table[index] = -1
         self.reusable = self.reusable and not len(index)
 
-    def own(self, start: int, stop: int) -> Slots:
+    def make_exclusive(self, start: int, stop: int) -> Slots:
         """Slots of positions `start..stop` that no one else refers to, to be overwritten. Shared
         ones and holes are replaced. Raises `PoolFull`, changing nothing."""
         part = self._table[start:stop]
         replace = np.flatnonzero((part < 0) | (self.pool.references[part] > 1))
-        fresh = self.pool.take(len(replace))
-        self.pool.give(part[replace])
+        fresh = self.pool.allocate(len(replace))
+        self.pool.free(part[replace])
         part[replace] = fresh
         return part
 
-    def adopt(self, slots: Slots, tokens: Seq[int]) -> None:
+    def attach_prefix(self, slots: Slots, tokens: Seq[int]) -> None:
         """Begin with positions that another context computed, and their tokens."""
         if self.length:
             raise ValueError("only an empty context can adopt a prefix")
-        self.pool.share(slots)
+        self.pool.add_reference(slots)
         self._grow(len(slots))
         self._table[: len(slots)] = slots
         self.length = len(slots)
         self.tokens = list(tokens)
 
-    def fork(self) -> Context:
+    def fork(self) -> SequenceCache:
         """A context with the same positions. Nothing is copied but the table."""
-        other = Context(self.pool)
-        other.adopt(self.table, self.tokens)
+        other = SequenceCache(self.pool)
+        other.attach_prefix(self.table, self.tokens)
         other.num_cached = self.num_cached
         other.partials = list(self.partials)
         other.reusable = self.reusable
@@ -202,13 +202,13 @@ class Context:
     def release(self) -> None:
         """Give everything back, what a pass has borrowed and not repaid too."""
         self.truncate(0)
-        for slots in self._borrowed:
-            self.pool.give(slots)
-        self._borrowed = []
+        for slots in self._scratch:
+            self.pool.free(slots)
+        self._scratch = []
 
-    def holdings(self) -> list[Slots]:
-        """The tables that `Pool.check_integrity` counts."""
-        return [self.table, *self._borrowed] + ([self.pending.slots] if self.pending else [])
+    def referenced_slots(self) -> list[Slots]:
+        """The tables that `KVPool.check_integrity` counts."""
+        return [self.table, *self._scratch] + ([self.pending.slots] if self.pending else [])
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the context contradicts itself."""

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from anydecode.constraints.completion_hints import Hints
 from anydecode.constraints.constraint import ConstraintState
-from anydecode.constraints.hints import Hints
 from anydecode.constraints.vocabulary import vocabulary
 from anydecode.models.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ _MOST_VALUES = 2
 _FEW = 32
 
 
-def closing_tokens(
+def shortest_completion(
     state: ConstraintState, tokenizer: Tokenizer, hints: Hints | None = None
 ) -> list[int] | None:
     """Tokens, the last an end-of-text token, that make the text whole; None where none are found.

@@ -16,7 +16,7 @@ JsonFile = Annotated[
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Write an SVG here.")]
 
 
-def deliver(report: dict[str, Any], file: Path | None, show: Callable[[], None]) -> None:
+def write_report(report: dict[str, Any], file: Path | None, show: Callable[[], None]) -> None:
     """`show` the report, and write it as JSON into `file`; where that is "-", JSON on stdout is all
     there is."""
     if file == Path("-"):

@@ -10,7 +10,7 @@ from anydecode.errors import InvalidRequestError
 
 
 @dataclass(frozen=True, eq=False)
-class Embedded:
+class PromptEmbeds:
     """`rows`, float32 `[count, hidden_size]`, stand in place of the prompt's tokens from position
     `first` on. They are taken as they are (a model's embedding scale is not applied). `importance`,
     float32 `[count]`, says how much the encoder made of each (CLS attention, say)."""

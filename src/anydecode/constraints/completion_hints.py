@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from anydecode.constraints.byte_regex import Expression, read_regex
-from anydecode.constraints.endless import target
 from anydecode.constraints.relaxing import nodes, without_assertions
+from anydecode.constraints.termination import target
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
@@ -84,13 +84,13 @@ class Hints:
         """The names that may follow, those first with which an object ends soonest: properties come
         in order, so the last one is next where it is needed, and else a small one will do."""
         own = max(self._objects, key=lambda one: len(one.sizes.keys() & allowed))
-        place = {name: number for number, name in enumerate(own.sizes)}
+        position = {name: number for number, name in enumerate(own.sizes)}
 
         def rank(name: str) -> tuple[int, int]:
             if name in own.required:
-                return 0, -place[name]
+                return 0, -position[name]
             if name in self._required:
-                return 1, -place.get(name, -1)
+                return 1, -position.get(name, -1)
             return 2, own.sizes.get(name, _LONGEST)
 
         return sorted(allowed, key=rank)

@@ -40,7 +40,7 @@ EXTRAS: dict[str, Any] = {"ignore_eos": True, "stream_options": {"include_usage"
 WARM = 3
 
 
-def parse_peer(text: str, option: str) -> tuple[str, str]:
+def parse_baseline(text: str, option: str) -> tuple[str, str]:
     """`NAME=VALUE`. Raises `InvalidRequestError`."""
     name, equals, value = text.partition("=")
     if not (equals and name.strip() and value.strip()):
@@ -260,8 +260,8 @@ class Comparison:
         for number, (name, curves, limit) in enumerate(panels):
             marks = {} if limit == float("inf") else {"objective": limit}
             panel = distribution_svg(f"{name} · {title}", curves, marks)
-            place = f'<svg y="{310 * number}" width="640" height="300" '
-            parts.append(panel.replace("<svg ", place, 1).rstrip())
+            position = f'<svg y="{310 * number}" width="640" height="300" '
+            parts.append(panel.replace("<svg ", position, 1).rstrip())
         return "\n".join([*parts, "</svg>\n"])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from anydecode.errors import InvalidRequestError
 
 
-class Diary:
+class ResultsLog:
     """JSON values, one a line, in `file`, behind a line of `settings`; `held` is what it has.
     Raises InvalidRequestError where the file belongs to other settings, or is no such file."""
 

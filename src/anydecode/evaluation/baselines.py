@@ -22,10 +22,10 @@ from typing import Annotated, Any
 import typer
 
 from anydecode.errors import InvalidRequestError
-from anydecode.evaluation import peer_worker
-from anydecode.evaluation.figures import JsonFile, deliver
-from anydecode.evaluation.machine import cpu_name, usable_cores
+from anydecode.evaluation import baseline_worker
+from anydecode.evaluation.machine_info import cpu_name, usable_cores
 from anydecode.evaluation.prompts import spread
+from anydecode.evaluation.report import JsonFile, write_report
 
 OURS = "anydecode"
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -53,7 +53,8 @@ class Result:
 
 
 class Worker:
-    """A running `peer_worker.py`, or another such `file`. `missing` says why it does not run. One
+    """A running `baseline_worker.py`, or another such `file`. `missing` says why it does not
+    run. One
     that takes longer than `patience` seconds for an answer is ended."""
 
     def __init__(
@@ -62,7 +63,7 @@ class Worker:
         model: str,
         threads: int,
         python: str,
-        file: str = peer_worker.__file__,
+        file: str = baseline_worker.__file__,
         patience: float | None = None,
     ) -> None:
         program = [python, file, engine, model, "--threads", str(threads)]
@@ -183,7 +184,7 @@ def _file_for(
     if engine != "llama.cpp-q4_0":
         return model
     target = folder / f"{Path(model).stem}-q4_0.gguf"
-    command = [python, peer_worker.__file__, "quantize", model, "--to", str(target)]
+    command = [python, baseline_worker.__file__, "quantize", model, "--to", str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
         return str(target)
@@ -247,7 +248,7 @@ def _fill(result: Result, rounds: list[list[dict[str, Any]]]) -> None:
 def _rows(worker: Worker) -> dict[str, float]:
     """Seconds of a pass over n rows at 256 positions of context, and of a prefill; empty where the
     engine shows no passes."""
-    if worker.engine not in peer_worker.SHOWING_PASSES:
+    if worker.engine not in baseline_worker.SHOWING_PASSES:
         return {}
     costs = worker.ask(rows=list(ROWS), context=256).get("rows", {})
     prefill = worker.ask(rows=[PREFILL_ROWS], context=0).get("rows", {})
@@ -307,13 +308,13 @@ def _print_rows(console: Any, report: dict[str, Any]) -> None:
     console.print(table)
 
 
-def bench_peers(
+def bench_baselines(
     model: Annotated[str, typer.Option("--model", "-m", help="A name or a .gguf file.")] = (
         "smollm2-135m-instruct"
     ),
     engines: Annotated[
         str, typer.Option("--engines", help="Names, separated by commas.")
-    ] = ",".join(peer_worker.PLAIN),
+    ] = ",".join(baseline_worker.PLAIN),
     threads: Annotated[int, typer.Option("--threads", help="CPU threads for each.")] = 0,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens per prompt.")] = 128,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="How many prompts.")] = 4,
@@ -329,9 +330,9 @@ def bench_peers(
     Example: anydecode bench peers --tokens 128 --json peers.json
     """
     chosen = [name.strip() for name in engines.split(",") if name.strip()]
-    unknown = sorted(set(chosen) - set(peer_worker.ENGINES))
+    unknown = sorted(set(chosen) - set(baseline_worker.ENGINES))
     if unknown:
-        known = ", ".join(peer_worker.ENGINES)
+        known = ", ".join(baseline_worker.ENGINES)
         raise InvalidRequestError(f"no engine {', '.join(unknown)}: there are {known}")
     report = compare(
         find_file(model),
@@ -343,7 +344,7 @@ def bench_peers(
         rows=rows,
         python=python,
     )
-    deliver(report, json_file, lambda: print_report(report))
+    write_report(report, json_file, lambda: print_report(report))
 
 
 def find_file(model: str) -> str:

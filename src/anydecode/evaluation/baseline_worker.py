@@ -94,7 +94,7 @@ class Transformers:
     def _thinned(self, count: int) -> Any:
         """A model that shares the weights of `count` layers."""
         depth = len(self.model.model.layers)
-        kept = [round(place * (depth - 1) / (count - 1)) for place in range(count)]
+        kept = [round(position * (depth - 1) / (count - 1)) for position in range(count)]
         config = copy.deepcopy(self.model.config)
         config.num_hidden_layers = count
         if getattr(config, "layer_types", None):
@@ -104,10 +104,10 @@ class Transformers:
         few.model = copy.copy(self.model.model)
         few.model._modules = dict(self.model.model._modules)
         layers = [copy.copy(self.model.model.layers[layer]) for layer in kept]
-        for place, layer in enumerate(layers):
+        for position, layer in enumerate(layers):
             layer._modules = dict(layer._modules)
             layer.self_attn = copy.copy(layer.self_attn)
-            layer.self_attn.layer_idx = place
+            layer.self_attn.layer_idx = position
         few.model.layers = self.torch.nn.ModuleList(layers)
         few.config = few.model.config = config
         few.generation_config = copy.deepcopy(self.model.generation_config)
@@ -443,7 +443,8 @@ def serve(engine: str, model: str, threads: int) -> None:
 
 
 def main() -> None:
-    """`peer_worker.py ENGINE MODEL --threads N`, or `peer_worker.py quantize MODEL --to FILE`."""
+    """`baseline_worker.py ENGINE MODEL --threads N`, or `baseline_worker.py quantize MODEL --to
+    FILE`."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("engine", choices=[*ENGINES, "quantize"])
     parser.add_argument("model")

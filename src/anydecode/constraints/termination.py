@@ -7,7 +7,7 @@ from typing import Any
 _SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
 
 
-def is_endless(schema: Any) -> bool:
+def cannot_terminate(schema: Any) -> bool:
     """Whether every value under `schema` would have to contain another one without end. Only
     references within the schema are followed; whatever is not understood counts as ending."""
     ending: set[str] = set()

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from anydecode.constraints.closing import closing_tokens
+from anydecode.constraints.completion_hints import Hints
 from anydecode.constraints.constraint import ConstraintState
-from anydecode.constraints.hints import Hints
+from anydecode.constraints.shortest_completion import shortest_completion
 from anydecode.models.tokenizer import Tokenizer
 
 #: The share of the limit that passes before the end is first looked for: most answers are shorter.
@@ -33,7 +33,7 @@ class _Look(NamedTuple):
     again: int
 
 
-class Steered(ConstraintState):
+class ForcedCompletion(ConstraintState):
     """`inner`, ended within `limit` tokens where a way to the end is found that is as short."""
 
     def __init__(
@@ -62,12 +62,12 @@ class Steered(ConstraintState):
         vocab_size: int,
         limit: int,
         hints: Hints,
-    ) -> Steered:
+    ) -> ForcedCompletion:
         """The start of a text. Where even the shortest one takes much of the limit, the end is
         looked for sooner."""
         state = cls(inner, tokenizer, vocab_size, limit, hints)
         if tokenizer not in hints.shortest:
-            found = closing_tokens(inner, tokenizer, hints)
+            found = shortest_completion(inner, tokenizer, hints)
             hints.shortest[tokenizer] = None if found is None else len(found)
         shortest = hints.shortest[tokenizer]
         if shortest is not None and limit // _FIRST + state._spare > (limit - shortest) // 2:
@@ -84,7 +84,7 @@ class Steered(ConstraintState):
     def wider(self) -> ConstraintState:
         return self.inner
 
-    def without(self, banned: Sequence[int]) -> Steered:
+    def without(self, banned: Sequence[int]) -> ForcedCompletion:
         other = self._with(self.inner.without(banned))
         if other._end():
             other._look()
@@ -116,7 +116,7 @@ class Steered(ConstraintState):
         self._said -= count
         self._looks = tuple(look for look in self._looks if look.said <= self._said)
 
-    def fork(self) -> Steered:
+    def fork(self) -> ForcedCompletion:
         return self._with(self.inner.fork())
 
     def forced(self) -> list[int]:
@@ -135,8 +135,8 @@ class Steered(ConstraintState):
         if not self._end():
             self.inner.prepare()
 
-    def _with(self, inner: ConstraintState) -> Steered:
-        other = Steered(inner, self._tokenizer, self._vocab_size, self._limit, self._hints)
+    def _with(self, inner: ConstraintState) -> ForcedCompletion:
+        other = ForcedCompletion(inner, self._tokenizer, self._vocab_size, self._limit, self._hints)
         other._said, other._looks = self._said, self._looks
         return other
 
@@ -149,7 +149,7 @@ class Steered(ConstraintState):
         """Look for the shortest end. A token makes it longer by one, as a rule: half of the room is
         free before another look is needed."""
         left = self._limit - self._said
-        found = closing_tokens(self.inner, self._tokenizer, self._hints)
+        found = shortest_completion(self.inner, self._tokenizer, self._hints)
         room = left // 2 if found is None else left - len(found)
         end: tuple[int, ...] = ()
         if found is not None and 0 <= room <= self._spare + self._spare // 2:
