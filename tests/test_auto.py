@@ -25,7 +25,7 @@ from anydecode.engine import costs
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation.certify import certify_one
-from anydecode.evaluation.mechanisms.auto import FixedPace, cyclic, passes
+from anydecode.evaluation.mechanisms.auto import FixedCosts, cyclic, passes
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.cost import CostCorrection, CostTable, default_table
 from anydecode.scoring.score import Scores
@@ -77,7 +77,7 @@ def test_what_earlier_answers_said_is_drafted_and_can_be_forgotten() -> None:
         return logits
 
     with LLM(ScriptedModel(script, vocab_size=64), tokenizer=ByteTokenizer()) as llm:
-        llm.cost_model = FixedPace(lambda n: 1 + 0.02 * n)
+        llm.cost_model = FixedCosts(lambda n: 1 + 0.02 * n)
         first = llm.generate([text[0]], decoder="auto", max_tokens=40)
         again = llm.generate([text[0]], decoder="auto", max_tokens=40, trace=True)
         llm.clear()
@@ -212,7 +212,7 @@ def test_what_was_scored_once_is_guessed_again() -> None:
         return logits
 
     with LLM(ScriptedModel(script, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
-        llm.cost_model = FixedPace(lambda n: 1 + 0.02 * n)
+        llm.cost_model = FixedCosts(lambda n: 1 + 0.02 * n)
         found = llm.generate([0], decoder="auto", max_tokens=50, trace=True)
         plain = llm.generate([0], decoder="autoregressive", max_tokens=50)
     assert found.tokens == plain.tokens
@@ -256,14 +256,14 @@ def test_no_draft_of_less_likely_nodes_than_needed_pays() -> None:
     assert needed([1.0, 2.0, 3.0], 0) > 1.0
 
 
-class Company(FixedPace):
+class Company(FixedCosts):
     """Costs as given, among as many as really run."""
 
     def __init__(self, cost, llm: LLM) -> None:
         super().__init__(cost)
         self.engine = llm.engine
 
-    def others(self) -> int:
+    def num_others(self) -> int:
         return max(0, len(self.engine.running) - 1)
 
 
@@ -325,7 +325,7 @@ def test_passes_are_noted_with_the_rows_of_all() -> None:
 
 def test_the_answer_may_be_one_token_long() -> None:
     with LLM(ScriptedModel(cyclic, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
-        llm.cost_model = FixedPace(lambda n: 1.0)
+        llm.cost_model = FixedCosts(lambda n: 1.0)
         assert len(llm.generate([0, 1, 0, 1, 0], decoder="auto", max_tokens=1).tokens) == 1
 
 

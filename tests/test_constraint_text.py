@@ -15,7 +15,11 @@ from anydecode.decoders.constrained.self_infill import SelfInfill
 from anydecode.decoders.constrained.token_healing import TokenHealing
 from anydecode.decoders.constrained.unbiased_tokenization import UnbiasedTokenization
 from anydecode.engine.llm import LLM
-from anydecode.errors import ConstraintError, MissingPackageError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.errors import (
+    InvalidRequestError,
+    MissingPackageError,
+    UnsupportedCombinationError,
+)
 from anydecode.evaluation.constrained_answers import (
     Ours,
     Setting,

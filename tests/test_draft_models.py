@@ -81,13 +81,13 @@ def _failed(key: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("key", "place", "wrong", "told"),
+    ("key", "position", "wrong", "told"),
     [
         ("s2d", "s2d.NestedDrafter.layers", lambda self, depth: [3, 6], "first sure exit"),
         ("rapid", "windows.retrieved", lambda p, chunk, n, query: p[-query:], "the oracle"),
         ("omnidraft", "omnidraft.Translation.learn", lambda *_: None, "drafts equal the oracle"),
         ("online-sd", "online.OnlineDrafter.study", lambda self: None, "after lessons"),
-        ("specdiff-2", "specdiff.Policy", lambda heat: Sampler(1.0), "equal the oracle"),
+        ("specdiff-2", "specdiff.Sampler", lambda heat: Sampler(1.0), "equal the oracle"),
         ("stand", "stand.NgramProbabilities", lambda _: NgramProbabilities(3), "the oracle"),
         ("saguaro", "saguaro._outcome", lambda verdict: (0, 0), "equals the oracle"),
     ],

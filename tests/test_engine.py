@@ -100,12 +100,12 @@ class _GoingOn(_Picking):
     skipped = 0
     passes = 0
 
-    def run(self, rows, cache, want):
-        output = super().run(rows, cache, want)
-        self.passes += want.said > 1
-        choice = want.choices[0] if want.choices else None
+    def run(self, rows, cache, output_spec):
+        output = super().run(rows, cache, output_spec)
+        self.passes += output_spec.num_steps > 1
+        choice = output_spec.samples[0] if output_spec.samples else None
         said = output.sampled[-1:]
-        while len(said) < want.said and said[-1] not in want.ends:
+        while len(said) < output_spec.num_steps and said[-1] not in output_spec.end_tokens:
             position = int(rows.positions[-1]) + len(said) + self.skipped
             table = rows.tables[int(rows.table[-1])]
             one = np.array([position], np.int32)
@@ -118,7 +118,9 @@ class _GoingOn(_Picking):
             wanted = OutputSpec(np.zeros(1, np.int32), {}, [choice])
             output = _Picking.run(self, row, cache, wanted)
             said += output.sampled
-        return Output(output.logits, output.hidden, said if want.said > 1 else output.sampled)
+        return Output(
+            output.logits, output.hidden, said if output_spec.num_steps > 1 else output.sampled
+        )
 
 
 def gone_on(

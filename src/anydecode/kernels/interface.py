@@ -165,9 +165,9 @@ class Output:
     """`logits` float32 `[len(want.logits), vocab_size]`; `hidden[l]` float32 `[rows, hidden_size]`.
 
     Both may be views of buffers that the next pass of the same model overwrites. `picks` are the
-    tokens of `want.choices`, or none where the backend leaves them; where it went on, all tokens
-    that it chose, one after the other, and `logits` are those that the last was chosen from.
-    """
+    tokens of `output_spec.samples`, or none where the backend leaves them; where it went on, all
+    tokens that it chose, one after the other, and `logits` are those that the last was chosen
+    from."""
 
     logits: torch.Tensor
     hidden: dict[int, torch.Tensor]

@@ -83,7 +83,8 @@ class SequenceCache:
         return slots
 
     def allocate_scratch(self, count: int) -> Slots:
-        """Slots for `count` rows of one pass that become no positions; `free_scratch` gives them back.
+        """Slots for `count` rows of one pass that become no positions; `free_scratch` gives them
+        back.
         Raises `PoolFull`, changing nothing."""
         self.discard()
         slots = self.pool.allocate(count)

@@ -154,8 +154,8 @@ class MultiStepSpan(ChainSpan):
 @dataclass(eq=False)
 class TreeSpan(Span):
     """A token tree behind the context's last position; each row sees the context and its own path.
-    It stays pending until `SequenceCache.retain`. With `first`, `tokens` are the nodes from there on of a
-    tree that is pending already; `parents` are the whole tree's."""
+    It stays pending until `SequenceCache.retain`. With `first`, `tokens` are the nodes from
+    there on of a tree that is pending already; `parents` are the whole tree's."""
 
     parents: list[int] = field(default_factory=list)
     first: int = 0

@@ -2,9 +2,8 @@
 
 A `CanvasSpan` computes some positions against a context that may hold others. Kept, they become (or
 replace) the context's; not kept, they stand in for them within this pass only, so that several
-canvases can be looked at side by side over one cache. `CausalSpan` is the causal form: rows in an order
-of their own, each seeing the context and the rows before it, at their true positions.
-"""
+canvases can be looked at side by side over one cache. `CausalSpan` is the causal form: rows in
+an order of their own, each seeing the context and the rows before it, at their true positions."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Beam(Decoder):
     not. With width 1 it says what greedy decoding says.
     """
 
-    samples = False
+    can_sample = False
 
     def __init__(self, width: int = 4, penalty: float = 1.0, early: bool = False) -> None:
         if width < 1:

@@ -41,7 +41,7 @@ class ContrastiveSearch(Decoder):
     truncations play no part. With `alpha` 0 or `k` 1 it says what greedy decoding says.
     """
 
-    samples = False
+    can_sample = False
 
     def __init__(self, k: int = 4, alpha: float = 0.6) -> None:
         if k < 1 or not 0 <= alpha <= 1:

@@ -45,18 +45,18 @@ def best_by_trial(tree: TokenTree, costs: list[float], others: int, drafting: fl
     return best
 
 
-class FixedPace:
+class FixedCosts:
     """A pass costs what `cost` says, in a company of `num_others`."""
 
     def __init__(self, cost: Callable[[int], float], num_others: int = 0) -> None:
         self.cost = cost
-        self.num_others = num_others
+        self._num_others = num_others
 
     def seconds(self, rows: int, context: int) -> float:
         return self.cost(rows)
 
-    def others(self) -> int:
-        return self.num_others
+    def num_others(self) -> int:
+        return self._num_others
 
 
 def cyclic(seen: tuple[int, ...]) -> np.ndarray:
@@ -69,7 +69,7 @@ def cyclic(seen: tuple[int, ...]) -> np.ndarray:
 def passes(cost: Callable[[int], float], others: int = 0, tokens: int = 60) -> int:
     """Passes that `auto` takes for a text that repeats itself."""
     with LLM(ScriptedModel(cyclic, vocab_size=VOCABULARY), tokenizer=ByteTokenizer()) as llm:
-        llm.cost_model = FixedPace(cost, others)  # type: ignore[assignment]
+        llm.cost_model = FixedCosts(cost, others)  # type: ignore[assignment]
         return int(llm.generate([0, 1, 2], decoder=Auto(), max_tokens=tokens).stats.passes)
 
 
@@ -130,7 +130,7 @@ def _forced() -> Iterator[Check]:
     """Nothing is repeated in `tell me (yes|yEs)[.]`, and all but the choice is drafted."""
     constraint = Regex("tell me (yes|yEs)[.]")
     with LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer()) as llm:
-        llm.cost_model = FixedPace(lambda n: 1 + 0.02 * n)  # type: ignore[assignment]
+        llm.cost_model = FixedCosts(lambda n: 1 + 0.02 * n)  # type: ignore[assignment]
         plain = llm.generate("?", constraint=constraint, decoder="autoregressive")
         found = llm.generate("?", constraint=constraint, decoder=Auto(), trace=True)
     drafted = [one["sources"] for one in found.trace or ()]

@@ -58,7 +58,8 @@ class Rotate(LazyValue):
 
 
 class TritonBackend(ReferenceBackend):
-    """Values are float32 tensors `[m, width]` on the kernels' device, or `LazyValue`; `force` makes a
+    """Values are float32 tensors `[m, width]` on the kernels' device, or `LazyValue`; `force`
+    makes a
     tensor of either. Weights and vectors are moved to the device and packed at their first use.
 
     Routing of experts is the reference's, in front of these products; it waits for the host, so
