@@ -109,7 +109,7 @@ class LLM:
         self.add_lane(TARGET, self.model, schedule)
         if prefix_spill is not None:
             runner = self.engine.runners[TARGET]
-            runner.prefixes.told = stable_name
+            runner.prefixes.namespace_id = stable_name
             runner.prefixes.spill = open_spill(
                 prefix_spill, spill_limit, self.model, runner.pool.cache
             )

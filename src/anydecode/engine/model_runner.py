@@ -114,7 +114,7 @@ class ModelRunner:
                 self.failed.append((score, error))
                 stuck.add(id(score))
         plan = builder.finish()
-        self.prefixes.busy = plan is not None
+        self.prefixes.is_busy = plan is not None
         if plan is not None:
             self._allow_multi_step(plan)
         return plan
@@ -138,7 +138,7 @@ class ModelRunner:
         try:
             output = self.model.run(plan.rows, self.pool.cache, plan.output_spec)
         finally:
-            self.prefixes.busy = False
+            self.prefixes.is_busy = False
         plan.seconds = perf_counter() - start
         return output
 

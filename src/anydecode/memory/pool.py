@@ -73,10 +73,10 @@ class KVPool:
             raise PoolFull(f"{count} slots asked for, {len(self._free)} free")
         if count == 0:
             return np.empty(0, np.int32)
-        taken = np.array(self._free[: -count - 1 : -1], np.int32)
+        allocated = np.array(self._free[: -count - 1 : -1], np.int32)
         del self._free[-count:]
-        self.references[taken] = 1
-        return taken
+        self.references[allocated] = 1
+        return allocated
 
     def add_reference(self, slots: Slots) -> None:
         """One more reference to each of `slots` (distinct; -1 is skipped)."""
@@ -89,14 +89,14 @@ class KVPool:
         freed = slots[self.references[slots] == 0]
         self._free.extend(freed[::-1].tolist())
 
-    def check_integrity(self, holders: list[Slots]) -> None:
+    def check_integrity(self, tables: list[Slots]) -> None:
         """Raise AssertionError unless the references are exactly those of `holders`' tables."""
-        counted = np.zeros(self.num_slots, np.int32)
-        for slots in holders:
-            held = slots[slots >= 0]
-            assert len(np.unique(held)) == len(held), "a table names a slot twice"
-            counted[held] += 1
-        assert np.array_equal(counted, self.references), "references do not add up"
+        expected = np.zeros(self.num_slots, np.int32)
+        for slots in tables:
+            table_slots = slots[slots >= 0]
+            assert len(np.unique(table_slots)) == len(table_slots), "a table names a slot twice"
+            expected[table_slots] += 1
+        assert np.array_equal(expected, self.references), "references do not add up"
         free = np.array(self._free, np.int64)
         assert len(np.unique(free)) == len(free), "a slot is free twice"
-        assert np.array_equal(np.sort(free), np.flatnonzero(counted == 0)), "free list is wrong"
+        assert np.array_equal(np.sort(free), np.flatnonzero(expected == 0)), "free list is wrong"

@@ -32,7 +32,7 @@ class _Node:
     slots: Slots
     parent: _Node | None
     key: Hashable
-    used: int = 0
+    last_used: int = 0
     children: dict[Hashable, _Node] = field(default_factory=dict)
     digest: bytes | None = None  # of all tokens up to here, where blocks may be spilled
 
@@ -54,8 +54,8 @@ class PrefixCache:
         self.num_hits = 0
         self.num_restored = 0
         self.spill: Spill | None = None
-        self.told: Callable[[Hashable], str | None] = repr
-        self.busy = False
+        self.namespace_id: Callable[[Hashable], str | None] = repr
+        self.is_busy = False
         pool.reclaim = self.evict
 
     def match(self, tokens: Seq[int], namespace: Hashable = None) -> Slots:
@@ -64,7 +64,7 @@ class PrefixCache:
             node: _Node | None = self._root(namespace)
         else:
             node = self._roots.get(namespace)
-        found: list[Slots] = []
+        matched: list[Slots] = []
         self._pinned = now = next(self._clock)
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             if node is None:
@@ -74,11 +74,11 @@ class PrefixCache:
             node = self._restore(node, key) if child is None else child
             if node is None:
                 break
-            node.used = now
-            found.append(node.slots)
+            node.last_used = now
+            matched.append(node.slots)
         self._pinned = 0
-        self.num_hits += BLOCK * len(found)
-        return np.concatenate(found) if found else np.empty(0, np.int32)
+        self.num_hits += BLOCK * len(matched)
+        return np.concatenate(matched) if matched else np.empty(0, np.int32)
 
     def insert(self, context: SequenceCache, namespace: Hashable = None) -> None:
         """Remember what `context` has computed."""
@@ -95,7 +95,7 @@ class PrefixCache:
             if child is None:
                 child = self._add(node, key, context.table[start : start + BLOCK].copy())
                 self.pool.add_reference(child.slots)
-            child.used = now
+            child.last_used = now
             node = child
 
     def evict(self, num_slots: int) -> None:
@@ -122,7 +122,7 @@ class PrefixCache:
         if root is None:
             root = self._roots[namespace] = _Node(np.empty(0, np.int32), None, namespace)
         if self.spill is not None and root.digest is None:
-            name = self.told(namespace)
+            name = self.namespace_id(namespace)
             root.digest = None if name is None else hashlib.sha256(name.encode()).digest()
         return root
 
@@ -132,13 +132,13 @@ class PrefixCache:
         self.num_slots += BLOCK
         return child
 
-    def _evict(self, goal: int, spill: Spill | None) -> None:
+    def _evict(self, target_free: int, spill: Spill | None) -> None:
         order = count()
-        leaves = [(leaf.used, next(order), leaf) for leaf in self._leaves()]
+        leaves = [(leaf.last_used, next(order), leaf) for leaf in self._leaves()]
         heapq.heapify(leaves)
-        while leaves and self.pool.num_free < goal:
-            used, _, leaf = heapq.heappop(leaves)
-            if used == self._pinned:
+        while leaves and self.pool.num_free < target_free:
+            last_used, _, leaf = heapq.heappop(leaves)
+            if last_used == self._pinned:
                 return
             parent = leaf.parent
             assert parent is not None
@@ -148,12 +148,12 @@ class PrefixCache:
             self.pool.free(leaf.slots)
             self.num_slots -= BLOCK
             if parent.parent is not None and not parent.children:
-                heapq.heappush(leaves, (parent.used, next(order), parent))
+                heapq.heappush(leaves, (parent.last_used, next(order), parent))
 
     def _restore(self, parent: _Node, key: tuple[int, ...]) -> _Node | None:
         """Bring a spilled block back, if there is one and there is room."""
         digest = _digest(parent, key)
-        if self.spill is None or self.busy or digest is None:
+        if self.spill is None or self.is_busy or digest is None:
             return None
         block = self.spill.get(digest)
         if block is None:
@@ -169,13 +169,13 @@ class PrefixCache:
         return self._add(parent, key, slots)
 
     def _nodes(self) -> list[_Node]:
-        found: list[_Node] = []
+        nodes: list[_Node] = []
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
             stack.extend(node.children.values())
-            found.extend(node.children.values())
-        return found
+            nodes.extend(node.children.values())
+        return nodes
 
     def _leaves(self) -> list[_Node]:
         return [node for node in self._nodes() if not node.children]
