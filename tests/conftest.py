@@ -1,4 +1,4 @@
-"""What all tests share: the sources on the path of child processes, and the default model."""
+"""Shared fixtures: the sources on the path of child processes, and the default model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 @pytest.fixture(scope="session", autouse=True)
 def sources_on_path() -> None:
-    """Child processes run the sources under test, whatever is installed."""
+    """Child processes import the sources under test rather than an installed package."""
     os.environ["PYTHONPATH"] = str(ROOT / "src")
 
 
 @pytest.fixture(scope="session")
 def default_model_path() -> Path:
-    """The default model's file, pulled once. `ANYDECODE_TEST_MODEL` names a copy already here."""
+    """The path of the default model, pulled once, or of the copy that `ANYDECODE_TEST_MODEL`
+    names."""
     named = os.environ.get("ANYDECODE_TEST_MODEL")
     if named:
         return Path(named)

@@ -1,4 +1,4 @@
-"""Checkpoints whose numbers are wrong: one clear line each, never a crash of the process."""
+"""Checkpoints with invalid values raise errors of one line and never crash the process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,20 @@ from anydecode.models.opening import choose_executor
 from test_loading import make_tensors, write_gguf
 from tiny_models import BASE, checkpoint_of, hf_model
 
-WRONG: list[Any] = [-1, 2**31, 2**40, float("nan"), float("inf"), 1.5, "x", "64", [], [1], {}, True]
+INVALID_VALUES: list[Any] = [
+    -1,
+    2**31,
+    2**40,
+    float("nan"),
+    float("inf"),
+    1.5,
+    "x",
+    "64",
+    [],
+    [1],
+    {},
+    True,
+]
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -50,7 +63,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def refused(config: dict[str, Any], name: str) -> None:
+def assert_rejected(config: dict[str, Any], name: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         spec_from_config(config)
     message = str(caught.value)
@@ -58,16 +71,16 @@ def refused(config: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("key", SIZES)
-def test_a_size_is_an_integer_in_range(key: str) -> None:
+def test_sizes_must_be_integers_in_range(key: str) -> None:
     assert spec_from_config(CONFIG).num_layers == 3
-    for value in [*WRONG, *([] if key == "num_experts" else [0])]:
-        refused({**CONFIG, key: value}, key)
+    for value in [*INVALID_VALUES, *([] if key == "num_experts" else [0])]:
+        assert_rejected({**CONFIG, key: value}, key)
 
 
 @pytest.mark.parametrize("key", FACTORS)
-def test_a_factor_is_a_finite_number(key: str) -> None:
+def test_factors_must_be_finite_numbers(key: str) -> None:
     for value in [-1, float("nan"), float("inf"), 1e300, "x", "64", [], [1], {}, True]:
-        refused({**CONFIG, key: value}, key)
+        assert_rejected({**CONFIG, key: value}, key)
 
 
 @pytest.mark.parametrize(
@@ -92,11 +105,11 @@ def test_a_factor_is_a_finite_number(key: str) -> None:
         ({"model_type": "a2d-llama", "block_size": "x"}, "block_size"),
     ],
 )
-def test_fields_that_do_not_fit(change: dict[str, Any], name: str) -> None:
+def test_inconsistent_fields_are_rejected(change: dict[str, Any], name: str) -> None:
     config = {**CONFIG, **change}
     if "model_type" in change:  # none of these families has experts
         config["num_experts"] = None
-    refused(config, name.replace("\\", ""))
+    assert_rejected(config, name.replace("\\", ""))
 
 
 @pytest.mark.parametrize(
@@ -118,11 +131,11 @@ def test_fields_that_do_not_fit(change: dict[str, Any], name: str) -> None:
         ),
     ],
 )
-def test_rope_scalings_that_do_not_fit(scaling: dict[str, Any], name: str) -> None:
-    refused({**CONFIG, "rope_scaling": scaling}, name)
+def test_invalid_rope_scalings_are_rejected(scaling: dict[str, Any], name: str) -> None:
+    assert_rejected({**CONFIG, "rope_scaling": scaling}, name)
 
 
-def test_a_spec_is_checked_however_it_is_made() -> None:
+def test_replaced_specs_are_checked() -> None:
     spec = spec_from_config(CONFIG)
     layer = spec.layers[0]
     changes: list[tuple[dict[str, Any], str]] = [
@@ -140,13 +153,15 @@ def test_a_spec_is_checked_however_it_is_made() -> None:
             replace(spec, **change)
 
 
-def test_more_layers_than_the_config_says() -> None:
-    with pytest.raises(CheckpointError, match="num_hidden_layers is 2; tiny holds more layers"):
+def test_more_layers_than_in_the_config_are_rejected() -> None:
+    with pytest.raises(
+        CheckpointError, match="num_hidden_layers is 2, but tiny contains more layers"
+    ):
         build_model(checkpoint_of(hf_model("Llama"), num_hidden_layers=2))
 
 
 @pytest.mark.parametrize("key", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
-def test_a_flag_is_a_boolean(key: str) -> None:
+def test_flags_must_be_booleans(key: str) -> None:
     with pytest.raises(CheckpointError, match=f"{key} is 'x'; allowed is true or false"):
         build_model(checkpoint_of(hf_model("Llama"), **{key: "x"}))
 
@@ -169,12 +184,12 @@ def experts_with(change: Any) -> None:
         lambda stack: stack.to(torch.int32),
     ],
 )
-def test_stacked_experts_have_the_sizes_of_the_config(change: Any) -> None:
+def test_stacked_experts_must_match_the_config(change: Any) -> None:
     with pytest.raises(CheckpointError, match="experts"):
         experts_with(change)
 
 
-def test_no_weight_without_its_bytes_reaches_the_kernels() -> None:
+def test_weights_with_wrong_data_do_not_reach_the_kernels() -> None:
     from anydecode.kernels.library import load_library
     from anydecode.kernels.packing import Packer
 
@@ -193,7 +208,7 @@ def test_no_weight_without_its_bytes_reaches_the_kernels() -> None:
 
 
 @pytest.mark.parametrize("threads", [0, -1, 257, 2**40, 1.0, "2", True])
-def test_threads_are_an_integer_in_range(threads: Any) -> None:
+def test_threads_must_be_an_integer_in_range(threads: Any) -> None:
     with pytest.raises(InvalidRequestError, match="threads is .* from 1 to 256"):
         choose_executor(threads=threads)
     with pytest.raises(InvalidRequestError, match="threads is .* from 1 to 256"):
@@ -201,21 +216,21 @@ def test_threads_are_an_integer_in_range(threads: Any) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 259, 2**31, 2**40, 1.0, "5", None, True])
-def test_a_prompt_holds_tokens_of_the_vocabulary(token: Any) -> None:
+def test_prompt_tokens_must_be_in_the_vocabulary(token: Any) -> None:
     with tiny_llm() as llm:
         with pytest.raises(InvalidRequestError, match="token"):
             llm.generate([1, token], max_tokens=1)
         assert llm.encode(np.array([5, 6], np.int32)) == [5, 6]
 
 
-def test_a_text_whose_tokens_have_no_embedding() -> None:
+def test_text_tokens_must_have_embeddings() -> None:
     with tiny_llm() as llm:
         llm.model.spec = replace(llm.model.spec, vocab_size=60)
         with pytest.raises(InvalidRequestError, match="token 97 is not in the vocabulary of 60"):
             llm.generate("a", max_tokens=1)
 
 
-def test_weights_of_another_shape_than_the_spec() -> None:
+def test_weights_must_match_the_spec() -> None:
     model = tiny_model(backend="torch")
     with pytest.raises(CheckpointError, match=r"layer 0, query is a matrix of shape"):
         type(model)(
@@ -233,20 +248,22 @@ def test_weights_of_another_shape_than_the_spec() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"r": "x"}, "has rank 2, its config says 'x'"),
+        ({"r": "x"}, "has rank 2, but its config has 'x'"),
         ({"lora_alpha": "x"}, "lora_alpha is 'x'"),
         ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
         ({"rank_pattern": [1]}, r"rank_pattern is \[1\]"),
     ],
 )
-def test_adapters_with_wrong_numbers(change: Any, message: str, tmp_path: Path) -> None:
+def test_adapters_with_invalid_values_are_rejected(
+    change: Any, message: str, tmp_path: Path
+) -> None:
     save_adapter(tmp_path, torch.ones(2, 8), torch.ones(8, 2), **change)
     with pytest.raises(CheckpointError, match=message):
         read_factors(tmp_path)
 
 
 @pytest.mark.parametrize(("down", "up"), [((0, 8), (8, 0)), ((8,), (8,)), ((2, 8), (8, 3))])
-def test_adapters_of_wrong_shapes(down: Any, up: Any, tmp_path: Path) -> None:
+def test_adapters_of_wrong_shapes_are_rejected(down: Any, up: Any, tmp_path: Path) -> None:
     save_adapter(tmp_path, torch.ones(down), torch.ones(up))
     with pytest.raises(CheckpointError, match=r"allowed are \[rank, in\] and \[out, rank\]"):
         read_factors(tmp_path)
@@ -271,7 +288,7 @@ def save_adapter(folder: Path, down: torch.Tensor, up: torch.Tensor, **change: A
         ("rope.freq_base_swa", [1], r"rope.freq_base_swa is \[1\]"),
     ],
 )
-def test_metadata_of_the_wrong_kind(
+def test_invalid_gguf_metadata_are_rejected(
     key: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import anydecode.models.loading.gguf as loading
@@ -287,8 +304,8 @@ def test_metadata_of_the_wrong_kind(
         load_checkpoint(tmp_path / "m.gguf")
 
 
-# What overran memory or was read as something else before it was checked: rotations wider than a
-# head, experts chosen that are not there, experts of other widths, room for no thread at all.
+# Cases that once read out of bounds: a rotary size larger than a head, more experts per token than
+# there are experts, experts of other widths, invalid numbers of threads.
 _CRASHES = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
@@ -333,7 +350,7 @@ for action in (
 """
 
 
-def test_nothing_crashes() -> None:
+def test_invalid_models_do_not_crash_the_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _CRASHES, str(Path(__file__).parent)],
         capture_output=True,

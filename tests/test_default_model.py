@@ -1,4 +1,4 @@
-"""Exactness on a real model: the same text whatever the drafter, batch, chunk or cache."""
+"""Exactness on a real model: the same output for every drafter, batch, chunk size and cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def llm(request: pytest.FixtureRequest, default_model_path: Path) -> Iterator[LL
 
 
 class Rows(Decoder):
-    """Keeps the logits of every row of the prompt, scored in parts of `size`, or as one tree."""
+    """Stores the logits of every prompt row, scored in chunks of `size`, or (None) as one tree."""
 
     def __init__(self, size: int | None) -> None:
         self.size = size
@@ -59,7 +59,7 @@ def rows(llm: LLM, prompt: list[int], size: int | None) -> np.ndarray:
     return decoder.logits
 
 
-def test_rows_are_the_same_bits_in_any_company(llm: LLM) -> None:
+def test_logits_are_bit_equal_in_chunks_and_trees(llm: LLM) -> None:
     prompt = llm.encode(" ".join(PROMPTS))[:70]
     whole = rows(llm, prompt, len(prompt))
     for size in (1, 3, 16, 33):
@@ -70,7 +70,7 @@ def test_rows_are_the_same_bits_in_any_company(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_batches_caches_and_drafters_change_nothing(llm: LLM, temperature: float) -> None:
+def test_output_is_equal_in_batches_with_caches_and_drafters(llm: LLM, temperature: float) -> None:
     options = {**OPTIONS, "temperature": temperature, "logprobs": 2}
     llm.clear()
     plain = [llm.generate(p, decoder="autoregressive", **options) for p in PROMPTS]
@@ -83,13 +83,13 @@ def test_batches_caches_and_drafters_change_nothing(llm: LLM, temperature: float
     assert warm == [out.tokens for out in plain]
 
 
-def test_a_batch_of_sixteen(llm: LLM) -> None:
+def test_output_is_equal_in_a_batch_of_sixteen(llm: LLM) -> None:
     alone = llm.generate(PROMPTS[0], **OPTIONS)
     batch = llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(16)], **OPTIONS)
     assert all(out.tokens == alone.tokens for out in batch[:: len(PROMPTS)])
 
 
-def test_it_answers(default_model_path: Path) -> None:
+def test_answers_are_plausible(default_model_path: Path) -> None:
     with LLM(default_model_path) as llm:
         assert "Paris" in llm.generate("The capital of France is", max_tokens=4).text
         answer = llm.chat([{"role": "user", "content": "Say hello."}], max_tokens=40)

@@ -653,5 +653,5 @@ def test_another_time_or_norm_would_be_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["time_conditioning", "causal"])
 def test_a_diffusion_transformer_that_is_told_the_time_is_refused(key: str, tmp_path: Path) -> None:
     write_dit(tmp_path, {**BD3LM, key: True})
-    with pytest.raises(CheckpointError, match=f"{key} true is not supported"):
+    with pytest.raises(CheckpointError, match=f"{key}=true is not supported"):
         LLM(str(tmp_path), tokenizer=ByteTokenizer())

@@ -22,7 +22,7 @@ from anydecode.evaluation.rounds import Costs, blurred, rounds, scripted, wordy
 from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
-from anydecode.models.self_drafts import open_draft, thinned
+from anydecode.models.self_drafts import open_draft, select_layers
 from anydecode.models.transformer import Transformer
 from anydecode.sampling.sampler import Sampler
 from tiny_models import hf_model, own_model
@@ -213,17 +213,17 @@ def test_another_vocabulary_is_refused_where_nothing_translates() -> None:
 def test_self_drafts() -> None:
     model = own_model(hf_model("Llama", num_hidden_layers=4))
     assert open_draft("self", model) == (model, None)
-    thin = thinned(model, 2)
+    thin = select_layers(model, 2)
     assert thin.spec.num_layers == 2 and thin.spec.vocab_size == model.spec.vocab_size
     weights = model.network.weights.layers
     assert thin.network.weights.layers == [weights[0], weights[3]]
     assert isinstance(thin, Transformer) and torch.is_tensor(weights[0].query.weight.data)
     for draft, error in (
         ("self:layers=2", "checkpoint"),
-        ("self:int3", "stand layers=n"),
+        ("self:int3", "layers=n and one of"),
         ("self:int4", "checkpoint"),
     ):
         with pytest.raises(InvalidRequestError, match=error):
             open_draft(draft, model)
     with pytest.raises(InvalidRequestError, match="2 to 4"):
-        thinned(model, 9)
+        select_layers(model, 9)

@@ -34,7 +34,7 @@ def test_without_calibration_the_mechanism_fails(monkeypatch: pytest.MonkeyPatch
 def test_attention_that_reads_the_state_of_its_own_layer_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Network, "grouped", lambda self, size: self.layer)
+    monkeypatch.setattr(Network, "parallel_layers", lambda self, size: self.layer)
     assert not all(check.passed for check in easyspec())
 
 

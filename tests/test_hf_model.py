@@ -1,4 +1,4 @@
-"""Models of `transformers` run as they are."""
+"""Models of `transformers` run through `HuggingFaceModel`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tiny(kind: str) -> torch.nn.Module:
 def rows_of(
     model: HuggingFaceModel, tokens: list[int], slots: list[int], paths: list[list[int]]
 ) -> Rows:
-    """Rows whose tails are whole paths of slots (each ends with the row's own)."""
+    """Rows whose tails are complete paths of slots (each ends with the row's own slot)."""
     count = len(tokens)
     lengths = np.array([len(path) for path in paths], np.int32)
     return Rows(
@@ -63,24 +63,24 @@ def rows_of(
     )
 
 
-def feed(
+def forward_chain(
     model: HuggingFaceModel,
     cache: KeyValues,
     tokens: list[int],
     slots: list[int],
     before: list[int],
 ) -> torch.Tensor:
-    """Score a chain of tokens after the slots `before`."""
+    """Logits of a chain of tokens after the slots `before`."""
     paths = [before + slots[: i + 1] for i in range(len(slots))]
-    wanted = np.arange(len(tokens), dtype=np.int32)
-    return model.run(rows_of(model, tokens, slots, paths), cache, OutputSpec(wanted)).logits
+    output_spec = np.arange(len(tokens), dtype=np.int32)
+    return model.run(rows_of(model, tokens, slots, paths), cache, OutputSpec(output_spec)).logits
 
 
 KINDS = ("gpt2", "bloom", "mamba", "window")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_equals_generate(kind: str) -> None:
+def test_greedy_tokens_equal_generate(kind: str) -> None:
     inner = tiny(kind)
     model = HuggingFaceModel(inner)
     cache = model.new_cache(64)
@@ -88,22 +88,22 @@ def test_greedy_equals_generate(kind: str) -> None:
     settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = inner.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist()
     slots = list(range(63, 63 - len(prompt), -1))
-    logits = feed(model, cache, prompt, slots, [])
+    logits = forward_chain(model, cache, prompt, slots, [])
     out = []
     for step in range(20):
         out.append(int(logits[-1].argmax()))
-        logits = feed(model, cache, out[-1:], [step], slots)
+        logits = forward_chain(model, cache, out[-1:], [step], slots)
         slots.append(step)
     assert out == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tree_scores_each_branch_as_a_text_of_its_own(kind: str) -> None:
+def test_tree_branches_equal_separate_sequences(kind: str) -> None:
     model = HuggingFaceModel(tiny(kind))
     cache = model.new_cache(32)
     prompt = [7, 8, 9, 1, 2, 3, 4]
     before = list(range(7))
-    feed(model, cache, prompt, before, [])
+    forward_chain(model, cache, prompt, before, [])
     tokens, parents = [10, 11, 12, 13, 14], [-1, -1, 0, 0, 1]
     slots = [20, 21, 22, 23, 24]
     branches = [[0], [1], [0, 2], [0, 3], [1, 4]]
@@ -119,43 +119,43 @@ def test_a_tree_scores_each_branch_as_a_text_of_its_own(kind: str) -> None:
 
     for row, branch in enumerate(branches):
         assert torch.allclose(logits[row], alone(branch), atol=1e-5)
-    # The comparison is sharp: another branch's row does not pass for this one's.
+    # Negative control: the row of another branch does not match.
     assert not torch.allclose(logits[3], alone(branches[2]), atol=1e-5)
 
 
-def test_going_back_far_leaves_the_other_sequence_right() -> None:
+def test_a_long_rewind_keeps_the_other_sequence() -> None:
     inner = tiny("bloom")
     model = HuggingFaceModel(inner)
     cache = model.new_cache(256)
     long = [i % 61 for i in range(90)]
-    feed(model, cache, long, list(range(90)), [])
-    feed(model, cache, [3], [100], list(range(10)))
-    logits = feed(model, cache, [5], [90], list(range(90)))
+    forward_chain(model, cache, long, list(range(90)), [])
+    forward_chain(model, cache, [3], [100], list(range(10)))
+    logits = forward_chain(model, cache, [5], [90], list(range(90)))
     with torch.no_grad():
         expected = inner(torch.tensor([[*long, 5]])).logits[0, -1]
     assert torch.allclose(logits[0], expected, atol=1e-5)
 
 
-def test_what_it_cannot_do_is_refused() -> None:
+def test_unsupported_rows_are_rejected() -> None:
     model = HuggingFaceModel(tiny("gpt2"))
     cache = model.new_cache(8)
-    wanted = OutputSpec(np.array([0], np.int32))
+    output_spec = OutputSpec(np.array([0], np.int32))
 
     def rows() -> Rows:
         return rows_of(model, [4], [0], [[0]])
 
-    part = rows()
-    part.stop[:] = 1
+    early_exit = rows()
+    early_exit.stop[:] = 1
     with pytest.raises(UnsupportedCombinationError, match="part of its layers"):
-        model.run(part, cache, wanted)
-    entering = rows()
-    entering.tokens[:] = -1
+        model.run(early_exit, cache, output_spec)
+    with_embeddings = rows()
+    with_embeddings.tokens[:] = -1
     with pytest.raises(UnsupportedCombinationError, match="hidden states"):
-        model.run(entering, cache, wanted)
+        model.run(with_embeddings, cache, output_spec)
     hole = rows_of(model, [4], [3], [[0, -1, 3]])
-    with pytest.raises(UnsupportedCombinationError, match="all that comes before"):
-        model.run(hole, cache, wanted)
-    with pytest.raises(UnsupportedCombinationError, match="give back hidden"):
-        model.run(rows(), cache, OutputSpec(wanted.logits, {1: wanted.logits}))
+    with pytest.raises(UnsupportedCombinationError, match="attends to every earlier position"):
+        model.run(hole, cache, output_spec)
+    with pytest.raises(UnsupportedCombinationError, match="return hidden"):
+        model.run(rows(), cache, OutputSpec(output_spec.logits, {1: output_spec.logits}))
     with pytest.raises(UnsupportedCombinationError, match="hidden states"):
         model.head(torch.zeros(1, 32))

@@ -1,4 +1,4 @@
-"""Checkpoints: GGUF against the model it was written from, safetensors folders, GPTQ and AWQ."""
+"""Checkpoint loading: GGUF against the original model, safetensors folders, GPTQ and AWQ."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def shape_of(module: str, family: str) -> tuple[int, ...]:
 
 
 def interleave(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """What the converter does to rows of queries and keys: pair (i, i + half) to (2i, 2i + 1)."""
+    """Reorder rows of queries and keys like the converter: pairs (i, i + half) to (2i, 2i + 1)."""
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
 
 
 def make_tensors(family: str, tied: bool = False) -> dict[str, torch.Tensor]:
-    """A random model by Hugging Face names."""
+    """Tensors of a random model by Hugging Face name."""
     generator = torch.Generator().manual_seed(3)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCAB, HIDDEN),
@@ -140,9 +140,9 @@ def start_writer(path: Path, family: str, sizes: dict[str, Any] = SIZES) -> gguf
     if family.startswith("gemma"):
         writer.add_sliding_window(8)
     vocab = sizes["vocab_size"]
-    pieces = ["<unk>", "<s>", "</s>", *(chr(97 + i) for i in range(vocab - 3))]
+    tokens = ["<unk>", "<s>", "</s>", *(chr(97 + i) for i in range(vocab - 3))]
     writer.add_tokenizer_model("llama")
-    writer.add_token_list(pieces)
+    writer.add_token_list(tokens)
     writer.add_token_scores([0.0] * vocab)
     writer.add_token_types([2, 3, 3] + [1] * (vocab - 3))
     writer.add_bos_token_id(1)
@@ -164,7 +164,7 @@ def write_gguf(
     format: str = "F32",
     sizes: dict[str, Any] = SIZES,
 ) -> None:
-    """Convert as the public converter does: names, interleaved rows, norms with one added."""
+    """Convert like llama.cpp's converter: names, interleaved rows, norms with 1 added."""
     writer = start_writer(path, family, sizes)
     for name, tensor in tensors.items():
         if name in OUTER:
@@ -188,7 +188,7 @@ def plain(tensor: torch.Tensor | Weight) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gguf_gives_back_the_tensors_it_was_made_of(family: str, tmp_path: Path) -> None:
+def test_gguf_tensors_equal_the_converted_ones(family: str, tmp_path: Path) -> None:
     tensors = make_tensors(family)
     write_gguf(tmp_path / "tiny.gguf", family, tensors)
     checkpoint = load_checkpoint(tmp_path / "tiny.gguf")
@@ -196,13 +196,13 @@ def test_gguf_gives_back_the_tensors_it_was_made_of(family: str, tmp_path: Path)
     for name, tensor in tensors.items():
         found = plain(checkpoint.tensors[name])
         if family.startswith("gemma") and name.endswith("norm.weight"):
-            # Adding one and taking it away rounds small numbers, by half a unit of one at most.
+            # Adding 1 and subtracting it rounds small numbers, by at most half a unit of 1.
             assert torch.allclose(found, tensor, rtol=0, atol=2.5e-7), name
         else:
             assert torch.equal(found, tensor), name
 
 
-def test_rows_left_interleaved_would_be_noticed(tmp_path: Path) -> None:
+def test_interleaved_rows_are_reordered(tmp_path: Path) -> None:
     tensors = make_tensors("llama")
     write_gguf(tmp_path / "tiny.gguf", "llama", tensors)
     wrong = dict(tensors)
@@ -239,7 +239,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_logits_equal_those_of_the_model_it_was_made_of(family: str, tmp_path: Path) -> None:
+def test_gguf_logits_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     prefix, settings = CLASSES[family]
     original = hf_model(prefix, **{"rope_parameters": ROPE, **settings})
     sizes = original.config.to_dict()
@@ -254,7 +254,7 @@ def test_logits_equal_those_of_the_model_it_was_made_of(family: str, tmp_path: P
         expected = original(torch.tensor([tokens])).logits[0]
     found = logits(build_model(checkpoint), chain(tokens))
     assert torch.allclose(found, expected, atol=1e-4)
-    # Half a theta is enough to be seen.
+    # Negative control: half of theta changes the logits.
     checkpoint.config["rope_theta"] = 2500.0
     wrong = logits(build_model(checkpoint), chain(tokens))
     assert not torch.allclose(wrong, expected, atol=1e-4)
@@ -313,7 +313,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_metadata_become_a_config(family: str, tmp_path: Path) -> None:
+def test_gguf_metadata_become_a_config(family: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", family, make_tensors(family))
     config = load_checkpoint(tmp_path / "tiny.gguf").config
     common = {
@@ -335,7 +335,7 @@ def test_metadata_become_a_config(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3moe"])
-def test_experts_are_taken_apart(family: str, tmp_path: Path) -> None:
+def test_stacked_experts_are_split(family: str, tmp_path: Path) -> None:
     writer = start_writer(tmp_path / "tiny.gguf", family)
     writer.add_expert_count(EXPERTS)
     writer.add_expert_used_count(2)
@@ -398,7 +398,7 @@ def test_rope_factors_reach_the_config(tmp_path: Path) -> None:
     assert scaling["attention_factor"] == 1.0
 
 
-def test_every_truncation_is_one_clear_line(tmp_path: Path) -> None:
+def test_truncated_files_raise_one_line_errors(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama", make_tensors("llama"), "Q4_1")
     whole = path.read_bytes()
@@ -411,27 +411,29 @@ def test_every_truncation_is_one_clear_line(tmp_path: Path) -> None:
         assert str(cut) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_random_damage_never_escapes_as_another_error(tmp_path: Path) -> None:
+def test_random_corruption_raises_checkpoint_errors_only(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama", make_tensors("llama"), "Q4_1")
     whole = path.read_bytes()
     header = whole.index(b"blk.2.ffn_down.weight") + 80
-    chance = random.Random(0)
+    generator = random.Random(0)
     damaged = tmp_path / "damaged.gguf"
-    refused = 0
+    num_rejected = 0
     for _ in range(250):
         content = bytearray(whole)
-        for _ in range(chance.choice((1, 1, 2, 8))):
-            content[chance.randrange(header)] = chance.choice((0, 1, 255, chance.randrange(256)))
+        for _ in range(generator.choice((1, 1, 2, 8))):
+            content[generator.randrange(header)] = generator.choice(
+                (0, 1, 255, generator.randrange(256))
+            )
         damaged.write_bytes(content)
         try:
             checkpoint = load_checkpoint(damaged)
             for name in checkpoint.tensors:
                 checkpoint.tensors[name]
         except CheckpointError as error:
-            refused += 1
+            num_rejected += 1
             assert "\n" not in str(error)
-    assert refused > 50
+    assert num_rejected > 50
 
 
 def patched(whole: bytes, old: bytes, new: bytes) -> bytes:
@@ -439,7 +441,7 @@ def patched(whole: bytes, old: bytes, new: bytes) -> bytes:
     return whole.replace(old, new)
 
 
-def test_unsupported_files_say_what_is_wrong(tmp_path: Path) -> None:
+def test_errors_of_unsupported_files(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama", make_tensors("llama"))
     whole = path.read_bytes()
@@ -463,7 +465,7 @@ def test_unsupported_files_say_what_is_wrong(tmp_path: Path) -> None:
     assert "'blk.0.ffn_up.weight' in format Q2_K" in message(odd)
 
 
-def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
+def test_missing_tensors_and_wrong_shapes_are_named(tmp_path: Path) -> None:
     tensors = make_tensors("qwen3")
     less = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up" not in name}
     write_gguf(tmp_path / "less.gguf", "qwen3", less)
@@ -498,7 +500,7 @@ def test_a_folder_is_read_lazily_and_exactly(tmp_path: Path) -> None:
         checkpoint.tensors["nothing"]
 
 
-def test_shards_are_joined_and_missed(tmp_path: Path) -> None:
+def test_shards_are_joined_and_missing_ones_named(tmp_path: Path) -> None:
     first, second = torch.randn(3, 4), torch.randn(5)
     save_file({"a": first}, tmp_path / "model-1.safetensors")
     save_file({"b": second}, tmp_path / "model-2.safetensors")
@@ -516,7 +518,7 @@ def test_shards_are_joined_and_missed(tmp_path: Path) -> None:
         load_checkpoint(tmp_path)
 
 
-def test_broken_folders_say_what_is_wrong(tmp_path: Path) -> None:
+def test_errors_of_broken_folders(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", {"a": torch.randn(64, 64)})
     file = folder / "model.safetensors"
     whole = file.read_bytes()
@@ -542,7 +544,7 @@ def test_broken_folders_say_what_is_wrong(tmp_path: Path) -> None:
         load_checkpoint(str(tmp_path / "nowhere.gguf"))
 
 
-def test_the_text_part_of_a_larger_model(tmp_path: Path) -> None:
+def test_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     tensors = {
         "language_model.model.embed_tokens.weight": torch.randn(4, 8),
         "language_model.lm_head.weight": torch.randn(4, 8),
@@ -565,7 +567,8 @@ def pack(codes: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None
 
 
 def grouped(bits: int, centred: bool, act_order: bool = False) -> tuple[torch.Tensor, ...]:
-    """Codes `[in, out]`, scales and zeros `[groups, out]`, each input's group, exact weights."""
+    """Codes `[in, out]`, scales and zeros `[groups, out]`, the group of each input, exact
+    weights."""
     generator = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 1 << bits, (128, 24), generator=generator)
     scales = (torch.rand(2, 24, generator=generator) * 0.02 + 0.001).to(torch.float16)
@@ -635,28 +638,28 @@ def test_awq(tmp_path: Path) -> None:
 
     step = scales.double().max()
     assert ((dequantize(load(order)).double() - exact).abs() / step).max() < 0.0074
-    # In the plain order the same words mean other columns.
+    # Negative control: in the plain order the same words give other columns.
     wrong = dequantize(load(tuple(range(8)))).double()
     assert ((wrong - exact).abs() / step).max() > 1
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"quant_method": "fp8"}, "'fp8' are not supported"),
         ({"quant_method": "gptq", "bits": 3}, "3 bits"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv layout"),
     ],
 )
-def test_other_quantisations_are_refused(
-    settings: dict[str, Any], said: str, tmp_path: Path
+def test_unsupported_quantisations_are_rejected(
+    settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = write_folder(tmp_path / "m", {"a": torch.zeros(2)}, quantization_config=settings)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         load_checkpoint(folder)
 
 
-def test_quantised_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_inconsistent_quantised_parts_are_rejected(tmp_path: Path) -> None:
     codes, scales, zeros, groups, _ = grouped(4, True)
     tensors = {
         "x.qweight": pack(codes, 4, 0),

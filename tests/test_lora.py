@@ -1,4 +1,4 @@
-"""LoRA adapters against PEFT, and each row with its own."""
+"""LoRA adapters against PEFT, and rows with different adapters in one pass."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def adapted(family: str, options: dict[str, Any], path: Path, seed: int = 0) -> Any:
+def save_peft_model(family: str, options: dict[str, Any], path: Path, seed: int = 0) -> Any:
     """A PEFT model with random factors, saved to `path`."""
     torch.manual_seed(seed + 1)
     config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
@@ -63,11 +63,11 @@ def adapter_logits(model: Any, adapter: int, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_peft(case: str, tmp_path: Path) -> None:
+def test_logits_equal_peft(case: str, tmp_path: Path) -> None:
     family, options = CASES[case]
-    theirs = adapted(family, options, tmp_path)
+    peft_model = save_peft_model(family, options, tmp_path)
     with torch.inference_mode():
-        expected = theirs(torch.tensor([PROMPT])).logits[0]
+        expected = peft_model(torch.tensor([PROMPT])).logits[0]
     ours = own_model(hf_model(family))
     plain = logits(ours, chain(PROMPT))
     assert ours.add_adapter("a", tmp_path) == 0
@@ -78,22 +78,23 @@ def test_equals_peft(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"lora_alpha": 9}, {"use_rslora": True}])
-def test_a_wrong_scale_is_noticed(change: dict[str, Any], tmp_path: Path) -> None:
-    """Twin: another alpha, or the other rule for the scale, leaves the margin."""
-    theirs = adapted("Llama", CASES["attention"][1], tmp_path)
+def test_a_wrong_scale_changes_the_logits(change: dict[str, Any], tmp_path: Path) -> None:
+    """Negative control: another alpha, or the other rule for the scale, exceeds the margin."""
+    peft_model = save_peft_model("Llama", CASES["attention"][1], tmp_path)
     with torch.inference_mode():
-        expected = theirs(torch.tensor([PROMPT])).logits[0]
+        expected = peft_model(torch.tensor([PROMPT])).logits[0]
     rewrite(tmp_path, **change)
     ours = own_model(hf_model("Llama"))
     ours.add_adapter("a", tmp_path)
     assert (adapter_logits(ours, 0, PROMPT) - expected).abs().max() > 1e-3
 
 
-def test_every_row_has_its_own(tmp_path: Path) -> None:
-    """Three sequences, two adapters and none, in one pass: equal to each alone, to the bit."""
+def test_rows_use_their_own_adapters(tmp_path: Path) -> None:
+    """Three sequences in one pass, two with adapters and one without, are bit-equal to separate
+    passes."""
     model = own_model(hf_model("Llama"))
     for number, case in enumerate(("everything", "attention")):
-        adapted("Llama", CASES[case][1], tmp_path / case, seed=number)
+        save_peft_model("Llama", CASES[case][1], tmp_path / case, seed=number)
         assert model.add_adapter(case, tmp_path / case) == number
     count = len(PROMPT)
     rows = make_rows(
@@ -112,12 +113,12 @@ def test_every_row_has_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
-def test_experts_take_adapters(tmp_path: Path, backend: str) -> None:
-    """Adapters of single experts and of the router, in the names that files have."""
+def test_adapters_of_experts_and_routers(tmp_path: Path, backend: str) -> None:
+    """Adapters of single experts and of the router, with the names of saved files."""
     if backend == "native" and load_library() is None:
         pytest.skip("the native kernels are not available here")
     settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    changed = own_model(hf_model("Qwen3Moe", **settings))
+    merged_model = own_model(hf_model("Qwen3Moe", **settings))
     model = own_model(hf_model("Qwen3Moe", **settings), executor=choose_executor(backend))
     generator = torch.Generator().manual_seed(0)
     factors, stem = {}, "base_model.model.model.layers.1.mlp"
@@ -128,13 +129,13 @@ def test_experts_take_adapters(tmp_path: Path, backend: str) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 1}')
     plain = logits(model, chain(PROMPT))
     model.add_adapter("a", tmp_path)
-    got = adapter_logits(model, 0, PROMPT)
-    layer = changed.network.weights.layers[1].mlp
+    adapted = adapter_logits(model, 0, PROMPT)
+    layer = merged_model.network.weights.layers[1].mlp
     for weight, name in ((layer.up[2], "experts.2.up_proj"), (layer.router, "gate")):
         down, up = (factors[f"{stem}.{name}.lora_{x}.weight"] for x in "AB")
         weight.data = weight.data + up @ down * 0.5
-    assert (logits(changed, chain(PROMPT)) - got).abs().max() < 1e-4
-    assert (plain - got).abs().max() > 1e-3
+    assert (logits(merged_model, chain(PROMPT)) - adapted).abs().max() < 1e-4
+    assert (plain - adapted).abs().max() > 1e-3
 
 
 def rewrite(path: Path, **change: Any) -> None:
@@ -148,12 +149,12 @@ def edit_tensors(path: Path, edit: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("corrupt", "message"),
     [
         (lambda p: rewrite(p, peft_type="IA3"), "type IA3"),
         (lambda p: rewrite(p, use_dora=True), "use_dora=True"),
         (lambda p: rewrite(p, bias="all"), "bias='all'"),
-        (lambda p: rewrite(p, r=5), "has rank 4, its config says 5"),
+        (lambda p: rewrite(p, r=5), "has rank 4, but its config has 5"),
         (lambda p: (p / "adapter_config.json").unlink(), "adapter_config.json is missing"),
         (lambda p: (p / "adapter_config.json").write_text("{"), "cannot be read"),
         (lambda p: (p / "adapter_model.safetensors").write_bytes(b"xx"), "cannot be read"),
@@ -163,7 +164,7 @@ def edit_tensors(path: Path, edit: Any) -> None:
         ),
         (
             lambda p: edit_tensors(p, lambda t: {k.replace("q_", "z_"): v for k, v in t.items()}),
-            "no layer model.layers.0.self_attn.z_proj",
+            "no module model.layers.0.self_attn.z_proj",
         ),
         (
             lambda p: edit_tensors(
@@ -174,15 +175,15 @@ def edit_tensors(path: Path, edit: Any) -> None:
         (lambda p: edit_tensors(p, lambda t: {**t, "x.magnitude": torch.ones(1)}), "x.magnitude"),
     ],
 )
-def test_broken_adapters(spoil: Any, message: str, tmp_path: Path) -> None:
-    adapted("Llama", CASES["attention"][1], tmp_path)
-    spoil(tmp_path)
+def test_broken_adapters_are_rejected(corrupt: Any, message: str, tmp_path: Path) -> None:
+    save_peft_model("Llama", CASES["attention"][1], tmp_path)
+    corrupt(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         own_model(hf_model("Llama")).add_adapter("a", tmp_path)
 
 
-def test_names_are_taken_once(tmp_path: Path) -> None:
-    adapted("Llama", CASES["attention"][1], tmp_path)
+def test_adapter_names_are_unique(tmp_path: Path) -> None:
+    save_peft_model("Llama", CASES["attention"][1], tmp_path)
     model = own_model(hf_model("Llama"))
     model.add_adapter("a", tmp_path)
     with pytest.raises(InvalidRequestError, match="already"):

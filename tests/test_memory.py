@@ -1,4 +1,4 @@
-"""Contexts and slots against plain lists, over random histories."""
+"""Sequence caches, the pool and the prefix cache against plain lists, for random operations."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
 
 
 class Storage:
-    """A model that is nothing but its cache: one number per slot."""
+    """A model that only has a cache, of one number per slot."""
 
     def new_cache(self, num_slots: int) -> KeyValues:
         return KeyValues([torch.zeros(num_slots, 1, 1)], [torch.zeros(num_slots, 1, 1)])
 
 
 class Memory(RuleBasedStateMachine):
-    """Every slot is stamped when it is taken; a context must always show the stamps of its own
-    positions, however it was forked, cut, thinned or shared."""
+    """Every slot is stamped when it is allocated. The table of a sequence must always show the
+    stamps of its own positions after any forks, truncations, evictions and shared prefixes."""
 
     contexts = Bundle("contexts")
 
@@ -130,7 +130,7 @@ class Memory(RuleBasedStateMachine):
         self.prefixes.evict(count)
 
     @invariant()
-    def everything_is_where_it_was_put(self) -> None:
+    def tables_show_the_expected_stamps(self) -> None:
         for context, expected in self.live.items():
             shown = [None if slot < 0 else int(self.stamps[slot]) for slot in context.table]
             assert shown == expected
@@ -143,7 +143,7 @@ Memory.TestCase.settings = settings(max_examples=150, stateful_step_count=40, de
 TestMemory = Memory.TestCase
 
 
-def test_integrity_check_sees_a_lost_reference() -> None:
+def test_check_integrity_detects_a_wrong_reference_count() -> None:
     pool = KVPool(Storage(), 8)
     context = SequenceCache(pool)
     context.append(3)
@@ -153,7 +153,7 @@ def test_integrity_check_sees_a_lost_reference() -> None:
         pool.check_integrity(context.referenced_slots())
 
 
-def test_integrity_check_sees_a_slot_given_twice() -> None:
+def test_check_integrity_detects_a_freed_slot_in_use() -> None:
     pool = KVPool(Storage(), 8)
     context = SequenceCache(pool)
     slots = context.append(2).copy()
@@ -162,7 +162,7 @@ def test_integrity_check_sees_a_slot_given_twice() -> None:
         pool.check_integrity(context.referenced_slots())
 
 
-def test_taking_too_much_takes_nothing() -> None:
+def test_failed_allocation_changes_nothing() -> None:
     pool = KVPool(Storage(), 4)
     context = SequenceCache(pool)
     with pytest.raises(PoolFull):
@@ -170,12 +170,12 @@ def test_taking_too_much_takes_nothing() -> None:
     assert (context.length, pool.num_free) == (0, 4)
 
 
-def test_a_cache_without_room_is_refused() -> None:
+def test_a_pool_without_slots_is_rejected() -> None:
     with pytest.raises(OutOfMemoryError):
         KVPool(Storage(), 0)
 
 
-def test_partials_follow_truncation() -> None:
+def test_truncation_cuts_early_exit_rows() -> None:
     context = SequenceCache(KVPool(Storage(), 16))
     context.append(4)
     context.append(6)
@@ -189,14 +189,14 @@ def test_partials_follow_truncation() -> None:
         context.evict([4])
 
 
-def test_retain_wants_a_path() -> None:
+def test_retain_rejects_nodes_that_are_not_a_path() -> None:
     context = SequenceCache(KVPool(Storage(), 16))
     context.branch([5, 6, 7], [-1, 0, -1], 1)
-    with pytest.raises(ValueError, match="no path"):
+    with pytest.raises(ValueError, match="not a path"):
         context.retain([0, 2])
 
 
-def test_prefixes_are_kept_apart_by_namespace_and_tokens() -> None:
+def test_prefixes_are_matched_by_namespace_and_tokens() -> None:
     pool = KVPool(Storage(), 64)
     prefixes = PrefixCache(pool)
     context = SequenceCache(pool)
@@ -208,7 +208,7 @@ def test_prefixes_are_kept_apart_by_namespace_and_tokens() -> None:
     assert len(prefixes.match([*range(20), *range(20)], "a")) == BLOCK
 
 
-def test_thinned_and_fed_contexts_are_not_shared() -> None:
+def test_sequences_with_holes_or_embeddings_are_not_shared() -> None:
     pool = KVPool(Storage(), 64)
     prefixes = PrefixCache(pool)
     context = SequenceCache(pool)

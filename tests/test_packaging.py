@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 import anydecode
 from anydecode.kernels import library, pages
-from anydecode.memory.spill import _alive
+from anydecode.memory.spill import _is_alive
 
 
 def build_hook_module(repository: Path) -> ModuleType:
@@ -208,7 +208,7 @@ def test_memory_that_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -
 def test_no_process_is_signalled_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal ends a process there"))
-    assert not _alive(os.getpid())
+    assert not _is_alive(os.getpid())
 
 
 def test_kernels_that_cannot_be_loaded_are_done_without(

@@ -1,4 +1,4 @@
-"""Every family and its odd settings against `transformers`, on tiny random models."""
+"""Every family and its unusual settings against `transformers`, on tiny random models."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @torch.inference_mode()
 def expected_tokens(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens and all logits along the way."""
+    """Greedy tokens and the logits of every position."""
     tokens, past, rows = list(prompt), None, []
     step = torch.tensor([prompt])
     for _ in range(count):
@@ -185,7 +185,7 @@ def expected_tokens(model: Any, prompt: list[int], count: int) -> tuple[list[int
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_greedy_tokens(case: str, backend: str) -> None:
+def test_logits_and_greedy_tokens_match_transformers(case: str, backend: str) -> None:
     if backend == "native" and load_library() is None:
         pytest.skip("the native kernels are not available here")
     family, settings = CASES[case]
@@ -199,8 +199,8 @@ def test_logits_and_greedy_tokens(case: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "Phi3"])
-def test_names_on_disk(family: str, tmp_path: Any) -> None:
-    """Files name experts otherwise than the modules do."""
+def test_expert_names_of_saved_files(family: str, tmp_path: Any) -> None:
+    """Saved files have other names for experts than the modules."""
     settings = {"num_local_experts": 4} if family == "Mixtral" else {}
     if family == "Qwen3Moe":
         settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -241,7 +241,7 @@ def test_old_gemma3_layout() -> None:
     assert torch.equal(logits(build_model(stored), chain(PROMPT)), ours(model))
 
 
-def test_gemma3_inside_a_larger_model() -> None:
+def test_gemma3_inside_a_multimodal_model() -> None:
     model = hf_model("Gemma3", head_dim=16)
     inner = checkpoint_of(model)
     outer = checkpoint_of(model)
@@ -260,9 +260,9 @@ def hf_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     return out
 
 
-def test_longer_limit_takes_the_long_factors() -> None:
-    """At a length beyond the original, transformers' uncached pass uses the long factors for every
-    position; so do we from the start, once the limit allows such lengths."""
+def test_longer_context_uses_the_long_factors() -> None:
+    """Beyond the original length, transformers uses the long factors for every position of an
+    uncached pass. `Transformer` uses them from the start if the context allows such lengths."""
     scaling = {"rope_type": "longrope", "original_max_position_embeddings": 8, **LONG}
     model = hf_model("Llama", rope_parameters=scaling)
     expected = hf_logits(model, PROMPT)
@@ -273,7 +273,7 @@ def test_longer_limit_takes_the_long_factors() -> None:
     assert (logits(short, chain(PROMPT)) - expected).abs().max() > 1e-2
 
 
-def test_dynamic_scaling_at_a_longer_limit() -> None:
+def test_dynamic_scaling_with_a_longer_context() -> None:
     scaling = {"rope_type": "dynamic", "factor": 3.0}
     model = hf_model("Llama", rope_parameters=scaling, max_position_embeddings=32)
     tokens = (PROMPT * 8)[:48]
@@ -304,7 +304,7 @@ def test_a_missing_tensor_is_named(name: str) -> None:
         build_model(stored)
 
 
-def test_a_misshapen_tensor_is_named() -> None:
+def test_a_tensor_of_wrong_shape_is_named() -> None:
     stored = checkpoint_of(hf_model("Llama"))
     name = "model.layers.1.mlp.up_proj.weight"
     stored.tensors = {**stored.tensors, name: torch.zeros(80, 40)}
@@ -323,13 +323,13 @@ def test_a_misshapen_tensor_is_named() -> None:
         ({"num_key_value_heads": 3}, "a divisor of the 4 heads"),
     ],
 )
-def test_configs_that_cannot_be_run(change: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_rejected(change: dict[str, Any], message: str) -> None:
     config = {**checkpoint_of(hf_model("Llama")).config, **change}
     with pytest.raises(CheckpointError, match=message):
         spec_from_config(config)
 
 
-def test_an_unknown_dtype_is_refused() -> None:
+def test_an_unknown_dtype_is_rejected() -> None:
     with pytest.raises(InvalidRequestError, match="int3"):
         own_model(hf_model("Llama"), "int3")
 
@@ -343,7 +343,7 @@ def test_an_unknown_dtype_is_refused() -> None:
     ],
 )
 def test_number_formats(dtype: str, formats: tuple[str, str], margin: float) -> None:
-    """Converted weights have the format asked for and stay near the float32 model."""
+    """Converted weights have the requested format and stay close to the float32 model."""
     settings = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.1}
     model = hf_model("Llama", **settings)
     small = own_model(model, dtype)
@@ -388,13 +388,14 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_comparison_notices(mistake: str) -> None:
-    """Twins: one wrong setting each, and the logits leave the margin of the tests above."""
+def test_wrong_settings_change_the_logits(mistake: str) -> None:
+    """Negative controls: with one wrong setting, the logits exceed the margin of the tests
+    above."""
     case, wrong = MISTAKES[mistake]
     family, settings = CASES[case]
     theirs = hf_model(family, **settings)
     tokens = (PROMPT * 3)[:24]
     expected = hf_logits(theirs, tokens)
     assert (logits(own_model(theirs), chain(tokens)) - expected).abs().max() < 1e-4
-    twin = build_model(checkpoint_of(theirs, **wrong))
-    assert (logits(twin, chain(tokens)) - expected).abs().max() > 1e-3
+    wrong_model = build_model(checkpoint_of(theirs, **wrong))
+    assert (logits(wrong_model, chain(tokens)) - expected).abs().max() > 1e-3

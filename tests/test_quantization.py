@@ -21,7 +21,7 @@ from anydecode.evaluation.quantization import entropy
 from anydecode.kernels.formats import dequantize, quantize
 from anydecode.kernels.interface import Weight
 from anydecode.models import gptq
-from anydecode.models.gptq import rounded
+from anydecode.models.gptq import quantize_matrix
 from anydecode.models.scripted import MASK
 
 
@@ -37,7 +37,7 @@ def error(matrix: torch.Tensor, found: torch.Tensor, seen: torch.Tensor) -> floa
 
 def test_where_inputs_have_nothing_in_common_every_number_is_rounded_alone() -> None:
     matrix = drawn(24, 96)
-    found = rounded(matrix, torch.diag(torch.arange(1.0, 97).double()))
+    found = quantize_matrix(matrix, torch.diag(torch.arange(1.0, 97).double()))
     assert torch.equal(found.data, quantize(matrix, "Q4_0").data)
 
 
@@ -49,14 +49,14 @@ def test_rounding_for_the_inputs_errs_less_on_them() -> None:
     other = (drawn(400, 12, seed=4) @ drawn(12, 96, seed=5)).double()
     seen = inputs.T @ inputs
     plain = error(matrix, dequantize(quantize(matrix, "Q4_0")), seen)
-    assert error(matrix, dequantize(rounded(matrix, seen)), seen) < 0.5 * plain
-    assert error(matrix, dequantize(rounded(matrix, other.T @ other)), seen) > plain
+    assert error(matrix, dequantize(quantize_matrix(matrix, seen)), seen) < 0.5 * plain
+    assert error(matrix, dequantize(quantize_matrix(matrix, other.T @ other)), seen) > plain
 
 
 def test_an_input_that_is_never_there_costs_nothing() -> None:
     seen = torch.eye(64, dtype=torch.float64)
     seen[5, 5] = 0
-    assert torch.all(dequantize(rounded(drawn(8, 64), seen))[:, 5] == 0)
+    assert torch.all(dequantize(quantize_matrix(drawn(8, 64), seen))[:, 5] == 0)
 
 
 def test_entropy_is_that_of_the_masked_tokens() -> None:
@@ -161,7 +161,9 @@ def test_the_certificate_tells_careless_rounding(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gptq, "DAMPING", 0.5)
     assert failed() == ["GPTQ's codes are the textbook's"]
     monkeypatch.undo()
-    monkeypatch.setattr(gptq, "rounded", lambda matrix, seen, name="": shifted(matrix, name))
+    monkeypatch.setattr(
+        gptq, "quantize_matrix", lambda matrix, hessian, name="": shifted(matrix, name)
+    )
     diffusion_ptq.losses.cache_clear()
     wrong = failed()
     diffusion_ptq.losses.cache_clear()

@@ -1,5 +1,5 @@
 """Tokenizers from vocab.json and merges.txt (Dream's checkpoints have no tokenizer.json) against
-`transformers` and against the published rules written down once more."""
+`transformers` and against an independent implementation of the published rules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-#: The added tokens of Dream, in their order; those of tools are not special.
+#: The added tokens of Dream, in order, and whether they are special.
 ADDED = {
     "<|endoftext|>": True,
     "<|im_start|>": True,
@@ -82,7 +82,7 @@ IDS = {text: len(VOCAB) + index for index, text in enumerate(ADDED)}
 
 
 def write_folder(folder: Path, *, legacy: bool = False, **changes: Any) -> Path:
-    """Dream's files. `legacy`: the added tokens' ids in added_tokens.json alone."""
+    """Write Dream's files. `legacy`: the ids of added tokens are in added_tokens.json only."""
     (folder / "vocab.json").write_text(json.dumps(VOCAB, ensure_ascii=False), "utf-8")
     lines = ["#version: 0.2", *(" ".join(pair) for pair in MERGES)]
     (folder / "merges.txt").write_text("\n".join(lines) + "\n", "utf-8")
@@ -112,7 +112,7 @@ def write_folder(folder: Path, *, legacy: bool = False, **changes: Any) -> Path:
     return folder
 
 
-def opened(folder: Path) -> HFTokenizer:
+def load_tokenizer(folder: Path) -> HFTokenizer:
     tokenizer = HFTokenizer.from_folder(folder)
     assert tokenizer is not None
     return tokenizer
@@ -123,8 +123,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("dream"))
 
 
-class Plain:
-    """The slow tokenizer's rules: compose the text, cut out added tokens, split, merge bytes."""
+class ReferenceTokenizer:
+    """The slow tokenizer's rules: normalize to NFC, split off added tokens, split words, merge
+    bytes."""
 
     words = regex.compile(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -135,8 +136,8 @@ class Plain:
     def __init__(self) -> None:
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
         others = [byte for byte in range(256) if byte not in printable]
-        self.spelled = {byte: chr(byte) for byte in printable}
-        self.spelled |= {byte: chr(256 + index) for index, byte in enumerate(others)}
+        self.byte_characters = {byte: chr(byte) for byte in printable}
+        self.byte_characters |= {byte: chr(256 + index) for index, byte in enumerate(others)}
         self.ranks = {pair: rank for rank, pair in enumerate(MERGES)}
 
     def encode(self, text: str) -> list[int]:
@@ -150,7 +151,7 @@ class Plain:
         return ids
 
     def merged(self, word: str) -> list[str]:
-        parts = [self.spelled[byte] for byte in word.encode()]
+        parts = [self.byte_characters[byte] for byte in word.encode()]
         while len(parts) > 1:
             pairs = list(zip(parts, parts[1:], strict=False))
             best = min(range(len(pairs)), key=lambda at: self.ranks.get(pairs[at], len(MERGES)))
@@ -160,31 +161,33 @@ class Plain:
         return parts
 
 
-PLAIN = Plain()
+REFERENCE = ReferenceTokenizer()
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_texts_are_cut_as_transformers_and_the_slow_rules_do(tmp_path: Path, legacy: bool) -> None:
-    tokenizer = opened(write_folder(tmp_path, legacy=legacy))
-    theirs = transformers.Qwen2Tokenizer.from_pretrained(tmp_path)
+def test_tokens_equal_transformers_and_the_reference(tmp_path: Path, legacy: bool) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path, legacy=legacy))
+    hf_tokenizer = transformers.Qwen2Tokenizer.from_pretrained(tmp_path)
     for text in [*TEXTS, *CORPUS]:
         ids = tokenizer.encode(text)
-        assert ids == PLAIN.encode(text), text
-        assert ids == theirs(text)["input_ids"], text
+        assert ids == REFERENCE.encode(text), text
+        assert ids == hf_tokenizer(text)["input_ids"], text
         assert tokenizer.decode(ids, skip_special=False) == unicodedata.normalize("NFC", text)
-        assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
+        assert tokenizer.decode(ids) == hf_tokenizer.decode(ids, skip_special_tokens=True), text
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text() | st.text(alphabet="aé'stTe \n\r\t1<|mask|>\u0301"))
-def test_any_text_is_cut_as_the_slow_rules_do(folder: Path, text: str) -> None:
-    if "|>\u0301" not in text and "|>\u0338" not in text:  # marks that would change a token's text
-        assert opened(folder).encode(text) == PLAIN.encode(text)
+def test_tokens_of_any_text_equal_the_reference(folder: Path, text: str) -> None:
+    if (
+        "|>\u0301" not in text and "|>\u0338" not in text
+    ):  # combining marks that change a token's text
+        assert load_tokenizer(folder).encode(text) == REFERENCE.encode(text)
 
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_special_tokens_and_the_chat_template(tmp_path: Path, legacy: bool) -> None:
-    tokenizer = opened(write_folder(tmp_path, legacy=legacy))
+    tokenizer = load_tokenizer(write_folder(tmp_path, legacy=legacy))
     assert tokenizer.mask_id == IDS["<|mask|>"]
     assert tokenizer.eos_ids == {IDS["<|endoftext|>"]}
     assert tokenizer.bos_id == IDS["<|beginoftext|>"]
@@ -197,27 +200,27 @@ def test_special_tokens_and_the_chat_template(tmp_path: Path, legacy: bool) -> N
     assert tokenizer.render_chat(messages) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
-    # Nothing stands around a prompt by itself.
+    # No special tokens are added to a prompt.
     assert tokenizer.encode("Hi") == tokenizer.encode("Hi", special=False)
 
 
-def test_the_ids_of_added_tokens_may_have_gaps(tmp_path: Path) -> None:
+def test_added_token_ids_may_have_gaps(tmp_path: Path) -> None:
     far = {str(1000 + index): {"content": text, **FLAGS} for index, text in enumerate(ADDED)}
-    tokenizer = opened(write_folder(tmp_path, added_tokens_decoder=far))
+    tokenizer = load_tokenizer(write_folder(tmp_path, added_tokens_decoder=far))
     assert tokenizer.mask_id == 1006 and tokenizer.encode("a<|mask|>") == [VOCAB["a"], 1006]
 
 
 def test_a_mask_token_is_found_by_its_name(tmp_path: Path) -> None:
-    """SDAR's configs do not name it."""
+    """SDAR's configs do not contain the mask token."""
     write_folder(tmp_path, mask_token=None)
     (tmp_path / "config.json").write_text("{}")
-    assert opened(tmp_path).mask_id == IDS["<|mask|>"]
-    # One that the tokenizer lacks is not the mask token.
+    assert load_tokenizer(tmp_path).mask_id == IDS["<|mask|>"]
+    # A mask token that is not in the vocabulary is ignored.
     write_folder(tmp_path, mask_token="<nowhere>")
-    assert opened(tmp_path).mask_id == IDS["<|mask|>"]
+    assert load_tokenizer(tmp_path).mask_id == IDS["<|mask|>"]
 
 
-def test_other_classes_and_faulty_files(tmp_path: Path) -> None:
+def test_other_classes_and_corrupt_files(tmp_path: Path) -> None:
     write_folder(tmp_path, tokenizer_class="GPT2Tokenizer")
     assert HFTokenizer.from_folder(tmp_path) is None
     same = {"1": {"content": "<|mask|>", **FLAGS}}

@@ -42,7 +42,7 @@ CHATML = (
 
 
 def byte_level() -> Tokenizer:
-    """A trained byte-level BPE with digits apart, as the default model's family has it."""
+    """A trained byte-level BPE with single digits, like the default model's tokenizer."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -95,8 +95,8 @@ def test_the_rebuilt_tokenizer_equals_the_original(
         assert rebuilt.encode(text) == original.encode(text).ids
 
 
-def test_another_pre_tokenizer_would_be_noticed(original: Tokenizer) -> None:
-    """With a token for "12" in the vocabulary, only a rule that keeps digits together finds it."""
+def test_the_pre_tokenizer_is_the_named_one(original: Tokenizer) -> None:
+    """With a token "12" in the vocabulary, only a pre-tokenizer that joins digits uses it."""
 
     def encode(pre: str) -> list[int]:
         metadata = metadata_of(original, pre)
@@ -111,7 +111,7 @@ def test_another_pre_tokenizer_would_be_noticed(original: Tokenizer) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.text())
-def test_bytes_and_text_survive(text: str) -> None:
+def test_bytes_and_text_round_trip(text: str) -> None:
     tokenizer = SHARED
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids, skip_special=False) == text
@@ -128,8 +128,8 @@ def test_smollm_splits_every_digit(rebuilt: HFTokenizer) -> None:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("bytewise", [True, False])
-def test_tags_of_reasoning_are_text(special: bool, bytewise: bool) -> None:
-    """A token of its own, special or not, belongs to the text that a parser reads."""
+def test_reasoning_tags_are_text(special: bool, bytewise: bool) -> None:
+    """The token of a reasoning tag, special or not, is part of the text that a parser reads."""
     backend = byte_level() if bytewise else Tokenizer(BPE({"a": 0, "b": 1}, []))
     backend.add_special_tokens([AddedToken("<|im_end|>", special=True)])
     tags = [AddedToken(tag, special=special) for tag in ("<think>", "</think>")]
@@ -142,7 +142,7 @@ def test_tags_of_reasoning_are_text(special: bool, bytewise: bool) -> None:
     assert [tokenizer.is_special(token) for token in ids] == [False] * 4 + [True]
 
 
-def test_specials_are_known(rebuilt: HFTokenizer) -> None:
+def test_special_tokens(rebuilt: HFTokenizer) -> None:
     text = rebuilt.render_chat([{"role": "user", "content": "Hi"}])
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     ids = rebuilt.encode(text, special=False)
@@ -156,13 +156,13 @@ def test_specials_are_known(rebuilt: HFTokenizer) -> None:
 
 
 @pytest.mark.parametrize("pre", PATTERNS)
-def test_every_pre_tokenizer_keeps_the_text(original: Tokenizer, pre: str) -> None:
+def test_every_pre_tokenizer_round_trips(original: Tokenizer, pre: str) -> None:
     tokenizer = HFTokenizer.from_gguf(metadata_of(original, pre))
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text), skip_special=True) == text
 
 
-def test_known_splits() -> None:
+def test_pre_tokenizer_splits() -> None:
     def words(pre: str, text: str) -> list[str]:
         tokens = pre_tokenizers.ByteLevel.alphabet()
         made = HFTokenizer.from_gguf(
@@ -208,7 +208,7 @@ def test_sentencepiece() -> None:
     assert names == ["<s>", "▁hello", "▁w", "or", "l", "d"]
     assert tokenizer.encode("hello", special=False) == ids[1:2]
     assert tokenizer.decode(ids) == "hello world"
-    # Bytes keep the space that decoding drops from the front of a text.
+    # Bytes include the space that decoding removes from the start of a text.
     assert tokenizer.strips_first_space
     assert b"".join(map(tokenizer.token_bytes, ids)) == b" hello world"
 
@@ -227,14 +227,14 @@ def test_sentencepiece_falls_back_to_bytes(text: str) -> None:
 SPM = HFTokenizer.from_gguf(spm_metadata())
 
 
-def test_no_space_before_the_text_where_the_file_says_so() -> None:
+def test_add_space_prefix_false() -> None:
     tokenizer = HFTokenizer.from_gguf(spm_metadata(**{"tokenizer.ggml.add_space_prefix": False}))
     assert not tokenizer.strips_first_space
     assert tokenizer.decode(tokenizer.encode(" hello")) == " hello"
     assert b"".join(map(tokenizer.token_bytes, tokenizer.encode("hello"))) == b"hello"
 
 
-def test_merges_come_best_score_first() -> None:
+def test_merges_are_sorted_by_score() -> None:
     tokens, scores = ["a", "b", "c", "ab", "bc", "abc"], [0.0, 0.0, 0.0, -2.0, -1.0, -3.0]
     assert merges_from_scores(tokens, scores, [1] * 6) == [
         ("b", "c"),
@@ -244,7 +244,7 @@ def test_merges_come_best_score_first() -> None:
     ]
 
 
-def test_begin_and_end_flags() -> None:
+def test_add_bos_and_eos_flags() -> None:
     flags = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_eos_token": True}
     tokenizer = HFTokenizer.from_gguf(spm_metadata(**flags))
     assert tokenizer.encode("h")[-1] == 2
@@ -252,7 +252,7 @@ def test_begin_and_end_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"tokenizer.ggml.model": "bert"}, "'bert' are not supported"),
         ({"tokenizer.ggml.tokens": []}, "no tokenizer"),
@@ -266,8 +266,8 @@ def test_begin_and_end_flags() -> None:
         ),
     ],
 )
-def test_faulty_metadata_are_refused(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(CheckpointError, match=said) as caught:
+def test_invalid_metadata_are_rejected(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
         HFTokenizer.from_gguf(spm_metadata(**change), "tiny.gguf")
     assert str(caught.value).startswith("tiny.gguf: ")
 
@@ -293,7 +293,7 @@ def save_folder(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def test_a_folder(tmp_path: Path) -> None:
+def test_tokenizer_of_a_folder(tmp_path: Path) -> None:
     assert HFTokenizer.from_folder(tmp_path) is None
     save_folder(tmp_path)
     tokenizer = HFTokenizer.from_folder(tmp_path)
@@ -315,7 +315,7 @@ def test_a_folder(tmp_path: Path) -> None:
         HFTokenizer.from_folder(tmp_path)
 
 
-def test_a_folder_with_sentencepiece_in_either_writing(tmp_path: Path) -> None:
+def test_sentencepiece_folder_with_either_decoder(tmp_path: Path) -> None:
     vocab = {token: index for index, token in enumerate(PIECES + WORDS)}
     for decoder in (decoders.Metaspace(), None):
         tokenizer = Tokenizer(BPE(vocab, [("h", "e")], unk_token="<unk>", byte_fallback=True))
@@ -331,7 +331,7 @@ def test_a_folder_with_sentencepiece_in_either_writing(tmp_path: Path) -> None:
         assert made.token_bytes(vocab["<0x0A>"]) == b"\n"
 
 
-def test_half_a_surrogate_pair_is_refused(rebuilt: HFTokenizer) -> None:
+def test_half_a_surrogate_pair_is_rejected(rebuilt: HFTokenizer) -> None:
     with pytest.raises(InvalidRequestError, match="not valid Unicode"):
         rebuilt.encode("a\ud800")
 
@@ -339,7 +339,7 @@ def test_half_a_surrogate_pair_is_refused(rebuilt: HFTokenizer) -> None:
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-def test_templates_have_what_they_expect() -> None:
+def test_chat_template_variables_and_filters() -> None:
     def render(template: str, **variables: Any) -> str:
         return chat.render(template, MESSAGES, **variables)
 
@@ -354,7 +354,7 @@ def test_templates_have_what_they_expect() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{{ raise_exception('roles must\n alternate') }}", "roles must alternate"),
         ("{% if %}", "Expected an expression"),
@@ -367,8 +367,8 @@ def test_templates_have_what_they_expect() -> None:
         ("{% for i in range(10 ** 9) %}{% endfor %}", "range|Range"),
     ],
 )
-def test_faulty_and_hostile_templates_are_one_line(template: str, said: str) -> None:
-    with pytest.raises(InvalidRequestError, match=said) as caught:
+def test_faulty_and_malicious_templates_raise_one_line_errors(template: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
         chat.render(template, MESSAGES)
     assert "\n" not in str(caught.value)
 
@@ -386,14 +386,14 @@ def test_endless_templates_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
         chat.render("{% for i in range(99999) %}xx{% endfor %}", MESSAGES)
 
 
-def test_without_a_template(original: Tokenizer) -> None:
+def test_render_chat_without_a_template(original: Tokenizer) -> None:
     bare = HFTokenizer(original)
     assert bare.chat_template is None
     with pytest.raises(InvalidRequestError, match="no chat template"):
         bare.render_chat(MESSAGES)
 
 
-#: As llama.cpp tokenises the same texts with the same file.
+#: llama.cpp's tokens of the same texts with the same file.
 DEFAULT_MODEL_TOKENS = {
     "<|im_start|>user\nHi 123<|im_end|>\n": [1, 4093, 198, 26843, 216, 33, 34, 35, 2, 198],
     "You are a helpful AI assistant": [2683, 359, 253, 5356, 5646, 11173],

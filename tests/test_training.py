@@ -16,7 +16,7 @@ from anydecode import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation.parallelbench.tasks import NAMES, TASKS, examples
 from anydecode.models.loading import resolve
-from anydecode.models.loading.names import adapted
+from anydecode.models.loading.names import base_model_name
 from anydecode.training import checkpoint, curve, denoising, objectives
 from anydecode.training.data import PADDING_WEIGHT, Batch, batches
 from anydecode.training.diffusion import STAGES, Recipe, Run
@@ -223,7 +223,7 @@ def test_the_command_trains_and_draws_its_curve(
 @pytest.mark.model
 def test_the_shipped_adapter_denoises(default_model_path: Path, tmp_path: Path) -> None:
     folder = resolve("smollm2-135m-blocks")
-    assert (folder / "README.md").is_file() and adapted(folder) == "smollm2-135m-instruct"
+    assert (folder / "README.md").is_file() and base_model_name(folder) == "smollm2-135m-instruct"
     here = shutil.copytree(folder, tmp_path / "adapter")
     config = json.loads((here / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = str(default_model_path)  # wherever that lies

@@ -1,4 +1,4 @@
-"""What the seam promises of a model: one row, one result, however the pass is laid out."""
+"""The guarantee of `Model`: the result of a row does not depend on the other rows of the pass."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tiny(name: str) -> Transformer:
     return _built[name]
 
 
-def test_chunks_equal_the_whole(model: Transformer) -> None:
+def test_chunked_prefill_is_bit_equal(model: Transformer) -> None:
     expected = logits(model, chain(PROMPT))
     for sizes in ([1] * 12, [5, 7], [3, 1, 8], [11, 1]):
         cache, parts, first = model.new_cache(20), [], 0
@@ -68,7 +68,7 @@ def test_chunks_equal_the_whole(model: Transformer) -> None:
         assert torch.equal(torch.cat(parts), expected)
 
 
-def test_alone_equals_in_a_batch_of_sixteen(model: Transformer) -> None:
+def test_batch_of_sixteen_is_bit_equal_to_single_sequences(model: Transformer) -> None:
     generator = np.random.default_rng(0)
     texts = [generator.integers(3, 120, 1 + 5 * i % 37).tolist() for i in range(16)]
     slots = generator.permutation(600)
@@ -89,13 +89,13 @@ def test_alone_equals_in_a_batch_of_sixteen(model: Transformer) -> None:
     )
     together = logits(model, rows, cache)
     for number, text in enumerate(texts):
-        mine = [r for r, (i, _) in enumerate(pairs) if i == number]
-        mine.sort(key=lambda r: pairs[r][1])
-        assert torch.equal(together[mine], logits(model, chain(text)))
+        batch_rows = [r for r, (i, _) in enumerate(pairs) if i == number]
+        batch_rows.sort(key=lambda r: pairs[r][1])
+        assert torch.equal(together[batch_rows], logits(model, chain(text)))
 
 
-def test_a_plain_product_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin: with the library's own product in place of tiles, chunks differ from the whole."""
+def test_plain_matmul_is_not_bit_equal_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with torch's matmul instead of tiles, chunks are not bit-equal."""
 
     def plain(product: TiledProduct, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         return x @ weight.data.T
@@ -114,7 +114,7 @@ NODES = [30, 31, 32, 33, 34, 33, 30]
 
 
 def tree_rows(prompt: int, parents: list[int], position_mistake: int = 0) -> Rows:
-    """Rows of `NODES` behind a prompt in slots 0.., node i in slot 200 - i."""
+    """Rows of `NODES` after a prompt in slots 0.., node i in slot 200 - i."""
     paths: list[list[int]] = []
     for node, parent in enumerate(parents):
         paths.append((paths[parent] if parent >= 0 else []) + [node])
@@ -148,8 +148,9 @@ def test_tree_nodes_equal_chains(model: Transformer) -> None:
         assert torch.equal(got[node], chain_logits(model, node))
 
 
-def test_a_wrong_tree_is_noticed() -> None:
-    """Twins: a node under the wrong parent, a sibling that is seen, a position off by one."""
+def test_wrong_trees_change_the_logits() -> None:
+    """Negative controls: a node under the wrong parent, a visible sibling, a position off by
+    one."""
     model = tiny("llama")
     node = 4
     expected = chain_logits(model, node)
@@ -164,8 +165,8 @@ def test_a_wrong_tree_is_noticed() -> None:
         assert not torch.equal(tree_logits(model, rows)[node], expected)
 
 
-def test_split_at_every_layer(model: Transformer) -> None:
-    """The state after any number of layers, fed back in, leads to the same bits."""
+def test_split_at_every_layer_is_bit_equal(model: Transformer) -> None:
+    """Running on from the hidden state after any number of layers gives the same bits."""
     layers = model.spec.num_layers
     rows, every = chain(PROMPT), np.arange(len(PROMPT), dtype=np.int32)
     expected = logits(model, rows)
@@ -179,9 +180,10 @@ def test_split_at_every_layer(model: Transformer) -> None:
         assert torch.equal(model.run(second, cache, OutputSpec(every)).logits, expected)
 
 
-def test_ranges_of_every_kind_in_one_pass(model: Transformer) -> None:
-    """Rows that stop early, go on, or run whole share a pass and do not disturb each other; taps
-    equal the states handed on, and an early row's logits are the head of its state."""
+def test_layer_ranges_of_every_kind_in_one_pass(model: Transformer) -> None:
+    """Rows that stop early, start late or run through all layers share a pass without affecting
+    each other. Captured states equal the inputs of later layers, and the logits of an early row are
+    the head of its state."""
     layers = model.spec.num_layers
     every = np.arange(len(PROMPT), dtype=np.int32)
     cache, first = model.new_cache(64), whole(chain(PROMPT), model)
@@ -202,14 +204,14 @@ def test_ranges_of_every_kind_in_one_pass(model: Transformer) -> None:
     whole(both, model)
     both.start[:count], both.stop[count : 2 * count] = 1, layers - 1
     both.inputs = torch.cat((state, torch.full((2 * count, state.shape[1]), torch.nan)))
-    taps = {layers - 1: np.arange(3 * count, dtype=np.int32)}
-    out = model.run(both, cache, OutputSpec(np.arange(3 * count, dtype=np.int32), taps))
+    capture_layers = {layers - 1: np.arange(3 * count, dtype=np.int32)}
+    out = model.run(both, cache, OutputSpec(np.arange(3 * count, dtype=np.int32), capture_layers))
     expected = logits(model, chain(PROMPT))
     assert torch.equal(out.logits[:count], expected)
     assert torch.equal(out.logits[2 * count :], expected)
-    tapped = out.hidden[layers - 1]
-    assert torch.equal(tapped[:count], tapped[count : 2 * count])
-    assert torch.equal(out.logits[count : 2 * count], model.head(tapped[count : 2 * count]))
+    captured = out.hidden[layers - 1]
+    assert torch.equal(captured[:count], captured[count : 2 * count])
+    assert torch.equal(out.logits[count : 2 * count], model.head(captured[count : 2 * count]))
 
 
 def test_embeddings_in_place_of_tokens(model: Transformer) -> None:
@@ -222,7 +224,7 @@ def test_embeddings_in_place_of_tokens(model: Transformer) -> None:
 
 
 def test_embeddings_are_not_scaled_again() -> None:
-    """Twin: Gemma's scale belongs to tokens; an unscaled embedding leads elsewhere."""
+    """Negative control: Gemma's scale applies to tokens only, so unscaled embeddings differ."""
     model = tiny("gemma2")
     rows = chain(PROMPT)
     unscaled = model.embed(rows.tokens) / model.spec.embedding_scale
@@ -232,7 +234,7 @@ def test_embeddings_are_not_scaled_again() -> None:
 
 
 def test_bidirectional_block_does_not_depend_on_the_order_of_rows() -> None:
-    """Every row of a block sees the whole block; the rows may come in any order and any slots."""
+    """Every row of a block attends to the whole block; rows may have any order and any slots."""
     model = tiny("llama")
 
     def block(order: list[int], slots: np.ndarray) -> torch.Tensor:
@@ -251,8 +253,8 @@ def test_bidirectional_block_does_not_depend_on_the_order_of_rows() -> None:
     assert not torch.equal(straight[0], logits(model, chain(PROMPT))[0])
 
 
-def test_layers_may_keep_different_slots() -> None:
-    """A table per layer, with holes in one of them."""
+def test_layers_may_have_different_slots() -> None:
+    """One table per layer, with a hole in one of them."""
     model = tiny("llama")
     cache = model.new_cache(64)
     logits(model, chain(PROMPT), cache)
@@ -268,7 +270,7 @@ def test_layers_may_keep_different_slots() -> None:
     assert not torch.equal(got["hole"], got["same"])
 
 
-def test_a_pass_that_stores_nothing_changes_nothing() -> None:
+def test_a_row_without_a_slot_does_not_change_the_cache() -> None:
     model = tiny("llama")
     cache = model.new_cache(16)
     logits(model, chain(PROMPT), cache)
@@ -287,7 +289,7 @@ def test_half_precision_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("corrupt", "message"),
     [
         (lambda rows: rows.tokens.fill(-1), "inputs"),
         (lambda rows: rows.tokens.fill(5000), "vocabulary"),
@@ -296,10 +298,10 @@ def test_half_precision_cache() -> None:
         (lambda rows: setattr(rows, "adapters", np.zeros(12, np.int32)), "no adapter 0"),
     ],
 )
-def test_rows_that_cannot_be_run(spoil: Any, message: str) -> None:
+def test_invalid_rows_are_rejected(corrupt: Any, message: str) -> None:
     model = tiny("llama")
     rows = whole(chain(PROMPT), model)
-    spoil(rows)
+    corrupt(rows)
     with pytest.raises(InvalidRequestError, match=message):
         model.run(rows, model.new_cache(16), OutputSpec(np.arange(12, dtype=np.int32)))
 
@@ -309,8 +311,8 @@ def scripted_logits(model: ScriptedModel, rows: Rows, cache: KeyValues) -> torch
     return model.run(rows, cache, OutputSpec(np.arange(len(rows), dtype=np.int32))).logits
 
 
-def test_scripted_model_sees_what_is_there() -> None:
-    """Chunks, trees and layer splits agree with the chain; wrong paths and positions do not."""
+def test_scripted_model_depends_on_the_visible_tokens() -> None:
+    """Chunks and trees agree with the chain; wrong paths and positions do not."""
     model = ScriptedModel(None, 131)
     expected = scripted_logits(model, chain(PROMPT), model.new_cache(32))
     assert len({int(row.argmax()) for row in expected}) > 5

@@ -16,7 +16,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model, spec_from_config
 from anydecode.models.families.weights import DTYPES
-from anydecode.models.gptq import Inputs, calibrated
+from anydecode.models.gptq import CalibrationStatistics, quantize_checkpoint
 from anydecode.models.interface import Model
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Network
@@ -54,11 +54,13 @@ def masked(
     return made
 
 
-def observe(checkpoint: Checkpoint, pairs: Sequence[Pair], seed: int) -> tuple[Network, Inputs]:
+def observe(
+    checkpoint: Checkpoint, pairs: Sequence[Pair], seed: int
+) -> tuple[Network, CalibrationStatistics]:
     """The network in float32, and what its matrices see of masked canvases of `pairs`."""
     from anydecode.engine.llm import LLM
 
-    inputs = Inputs()
+    inputs = CalibrationStatistics()
     model = build_model(checkpoint, "float32", inputs)
     with LLM(model, tokenizer=checkpoint.tokenizer) as llm:
         canvases = [list(canvas) for canvas in masked(llm.tokenizer, pairs, None, seed)]
@@ -70,7 +72,7 @@ def observe(checkpoint: Checkpoint, pairs: Sequence[Pair], seed: int) -> tuple[N
 def calibrate(checkpoint: Checkpoint, pairs: Sequence[Pair], seed: int = 0) -> Checkpoint:
     """The checkpoint, rounded for what its matrices see of masked canvases of `pairs`; open it as
     "int4"."""
-    return calibrated(checkpoint, *observe(checkpoint, pairs, seed))
+    return quantize_checkpoint(checkpoint, *observe(checkpoint, pairs, seed))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""The slots of one model's key-value cache, counted by reference.
+"""A reference-counted allocator of the slots of one model's key-value cache.
 
-A slot holds the key and value of one position in every layer. Because contexts map positions to
-slots one by one, forking shares slots, keeping one path of a token tree is an edit of a table, and
-nothing is ever copied or moved.
+A slot holds the key and value of one position in every layer. Sequences map each position to a slot
+through a table, so forking a sequence shares its slots, and accepting one path of a token tree
+edits a table. Keys and values are never copied or moved.
 """
 
 from __future__ import annotations
@@ -20,18 +20,26 @@ Slots = np.ndarray
 
 
 class PoolFull(Exception):
-    """Fewer slots are free than asked for; the engine preempts someone and tries again."""
+    """Fewer slots are free than requested. The engine preempts a request and retries."""
 
 
 def new_cache(model: Model, num_slots: int, format: str | None = None) -> KeyValues:
-    """Keys and values of `num_slots` positions, in the format the model prefers where none is
-    given. Raises UnsupportedCombinationError for a format that the model's backend cannot keep."""
+    """Allocate the key-value cache of a model.
+
+    Args:
+        model: The model whose keys and values are stored.
+        num_slots: The number of positions.
+        format: The storage format; None means the model's preferred one.
+
+    Raises:
+        UnsupportedCombinationError: The model's backend does not support the format.
+    """
     if format is None:
         return model.new_cache(num_slots)
     formats = getattr(model, "cache_formats", ())
     if format not in formats:
         raise UnsupportedCombinationError(
-            f"{model.name} cannot keep a cache in {format!r}; it can in "
+            f"{model.name} does not support cache format {format!r}; supported: "
             + (", ".join(formats) or "its own format only")
         )
     make: Callable[..., KeyValues] = model.new_cache
@@ -39,8 +47,20 @@ def new_cache(model: Model, num_slots: int, format: str | None = None) -> KeyVal
 
 
 class KVPool:
-    """`num_slots` slots of `model`'s cache, kept in `format`. `reclaim(n)` is asked for slots
-    before `PoolFull`."""
+    """Allocates the slots of one model's key-value cache and counts references to them.
+
+    Args:
+        model: The model whose keys and values are stored.
+        num_slots: The number of slots, at least 1.
+        format: The storage format; None means the model's preferred one.
+
+    `reclaim(n)`, if set, is called to free `n` slots before `allocate` raises `PoolFull`.
+    `references` is int32 `[num_slots]`.
+
+    Raises:
+        OutOfMemoryError: `num_slots` is less than 1.
+        UnsupportedCombinationError: The model's backend does not support the format.
+    """
 
     def __init__(self, model: Model, num_slots: int, format: str | None = None) -> None:
         if num_slots < 1:
@@ -54,7 +74,7 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        """What the keys and values of all slots take when every slot is in use."""
+        """Size of the keys and values of all slots, in bytes."""
         return bytes_per_position(self.cache) * self.num_slots
 
     @property
@@ -66,11 +86,15 @@ class KVPool:
         return self.num_slots - len(self._free)
 
     def allocate(self, count: int) -> Slots:
-        """`count` free slots, each with one reference. Raises `PoolFull`, taking none."""
+        """Allocate `count` slots, int32 `[count]`, each with one reference.
+
+        Raises:
+            PoolFull: Fewer than `count` slots are free; none is allocated.
+        """
         if count > len(self._free) and self.reclaim is not None:
             self.reclaim(count - len(self._free))
         if count > len(self._free):
-            raise PoolFull(f"{count} slots asked for, {len(self._free)} free")
+            raise PoolFull(f"{count} slots requested, {len(self._free)} free")
         if count == 0:
             return np.empty(0, np.int32)
         allocated = np.array(self._free[: -count - 1 : -1], np.int32)
@@ -79,24 +103,31 @@ class KVPool:
         return allocated
 
     def add_reference(self, slots: Slots) -> None:
-        """One more reference to each of `slots` (distinct; -1 is skipped)."""
+        """Add one reference to each of `slots` (distinct; -1 is skipped)."""
         self.references[slots[slots >= 0]] += 1
 
     def free(self, slots: Slots) -> None:
-        """One reference less to each of `slots` (distinct; -1 is skipped)."""
+        """Remove one reference from each of `slots` (distinct; -1 is skipped). Slots without
+        references become free."""
         slots = slots[slots >= 0]
         self.references[slots] -= 1
         freed = slots[self.references[slots] == 0]
         self._free.extend(freed[::-1].tolist())
 
     def check_integrity(self, tables: list[Slots]) -> None:
-        """Raise AssertionError unless the references are exactly those of `holders`' tables."""
+        """Check that the reference counts equal the occurrences of each slot in `tables`.
+
+        Raises:
+            AssertionError: Counts or free list are inconsistent.
+        """
         expected = np.zeros(self.num_slots, np.int32)
         for slots in tables:
             table_slots = slots[slots >= 0]
-            assert len(np.unique(table_slots)) == len(table_slots), "a table names a slot twice"
+            assert len(np.unique(table_slots)) == len(table_slots), "a table contains a slot twice"
             expected[table_slots] += 1
-        assert np.array_equal(expected, self.references), "references do not add up"
+        assert np.array_equal(expected, self.references), "reference counts are wrong"
         free = np.array(self._free, np.int64)
-        assert len(np.unique(free)) == len(free), "a slot is free twice"
-        assert np.array_equal(np.sort(free), np.flatnonzero(expected == 0)), "free list is wrong"
+        assert len(np.unique(free)) == len(free), "the free list contains a slot twice"
+        assert np.array_equal(np.sort(free), np.flatnonzero(expected == 0)), (
+            "the free list is wrong"
+        )

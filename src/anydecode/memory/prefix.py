@@ -1,9 +1,9 @@
-"""Prefixes that later requests can share, found by their tokens.
+"""A prefix cache: requests whose prompts start with the same tokens share key-value slots.
 
-Blocks of `BLOCK` tokens form a tree; a block is found by its parent and its own tokens, so two
-prefixes share what they have in common. `namespace` keeps apart what must not be shared (adapters,
-tenants). Leaves that were used longest ago are given back first; with a `Spill` they are kept
-elsewhere and brought back bit by bit.
+Blocks of `BLOCK` tokens form a radix tree, keyed by the parent block and the block's own tokens, so
+two prefixes share their common blocks. A `namespace` separates prefixes that must not be shared
+(adapters, tenants). The least recently used leaves are evicted first. With a `Spill`, evicted
+blocks are stored elsewhere and restored block by block.
 """
 
 from __future__ import annotations
@@ -34,15 +34,21 @@ class _Node:
     key: Hashable
     last_used: int = 0
     children: dict[Hashable, _Node] = field(default_factory=dict)
-    digest: bytes | None = None  # of all tokens up to here, where blocks may be spilled
+    digest: bytes | None = None  # hash of the namespace and all tokens so far; None: not spilled
 
 
 class PrefixCache:
-    """Shares the slots of `pool` between requests whose prompts begin alike.
+    """Shares the slots of `pool` between requests with a common prompt prefix.
 
-    With `spill`, evicted blocks go there. `told(namespace)` is a name of a namespace that means the
-    same in every process, or None where its blocks are not to be spilled. While `busy`, a pass is
-    under way that may still write to free slots, and nothing is brought back.
+    Attributes:
+        num_slots: Slots that the tree references.
+        num_hits: Prompt tokens found in the cache so far.
+        num_restored: Tokens restored from the spill so far.
+        spill: Storage for evicted blocks; None discards them.
+        namespace_id: Maps a namespace to a string that is the same in every process, or to None if
+            the blocks of this namespace must not be spilled.
+        is_busy: A forward pass is in flight that may still write to free slots; nothing is restored
+            meanwhile.
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -59,7 +65,11 @@ class PrefixCache:
         pool.reclaim = self.evict
 
     def match(self, tokens: Seq[int], namespace: Hashable = None) -> Slots:
-        """Slots of the longest known prefix of `tokens`, int32; a multiple of `BLOCK` long."""
+        """Look up the longest cached prefix of `tokens`.
+
+        Returns:
+            Its slots, int32 `[n]`, `n` a multiple of `BLOCK`.
+        """
         if self.spill is not None:
             node: _Node | None = self._root(namespace)
         else:
@@ -81,7 +91,7 @@ class PrefixCache:
         return np.concatenate(matched) if matched else np.empty(0, np.int32)
 
     def insert(self, context: SequenceCache, namespace: Hashable = None) -> None:
-        """Remember what `context` has computed."""
+        """Add the complete blocks of a sequence to the tree."""
         if not context.reusable:
             return
         tokens = context.tokens
@@ -99,22 +109,23 @@ class PrefixCache:
             node = child
 
     def evict(self, num_slots: int) -> None:
-        """Give back old leaves until `num_slots` more slots are free, or nothing is left."""
+        """Evict the least recently used leaves until `num_slots` more slots are free, or the tree
+        is empty."""
         self._evict(self.pool.num_free + num_slots, self.spill)
 
     def flush(self) -> None:
-        """Give everything back, to the spill if there is one."""
+        """Evict every block, to the spill if there is one."""
         self.evict(self.pool.num_slots)
 
     def clear(self) -> None:
-        """Forget everything, spilled blocks too."""
+        """Remove every block, spilled ones included."""
         self._evict(self.pool.num_free + self.pool.num_slots, None)
         self._roots.clear()
         if self.spill is not None:
             self.spill.clear()
 
     def referenced_slots(self) -> list[Slots]:
-        """The tables that `KVPool.check_integrity` counts."""
+        """The slots of every block, as `KVPool.check_integrity` takes them."""
         return [node.slots for node in self._nodes()]
 
     def _root(self, namespace: Hashable) -> _Node:
@@ -151,7 +162,7 @@ class PrefixCache:
                 heapq.heappush(leaves, (parent.last_used, next(order), parent))
 
     def _restore(self, parent: _Node, key: tuple[int, ...]) -> _Node | None:
-        """Bring a spilled block back, if there is one and there is room."""
+        """Restore a spilled block; None if there is none or no slots are free."""
         digest = _digest(parent, key)
         if self.spill is None or self.is_busy or digest is None:
             return None
@@ -182,31 +193,36 @@ class PrefixCache:
 
 
 def read_slots(cache: KeyValues, slots: Slots) -> bytes:
-    """What `slots` hold, in every layer."""
+    """The bytes of `slots` in every tensor of the cache."""
     index = torch.from_numpy(slots.astype(np.int64))
-    parts = [one[index.to(one.device)].cpu().contiguous() for one in _tensors(cache)]
+    parts = [tensor[index.to(tensor.device)].cpu().contiguous() for tensor in _tensors(cache)]
     return b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
 
 
 def write_slots(cache: KeyValues, slots: Slots, block: bytes) -> bool:
-    """Put back what `read_slots` gave; False for bytes of another length."""
+    """Write the bytes that `read_slots` returned; False if the length does not match."""
     index = torch.from_numpy(slots.astype(np.int64))
     tensors = _tensors(cache)
-    sizes = [len(slots) * one[0].numel() * one.element_size() for one in tensors]
+    sizes = [len(slots) * tensor[0].numel() * tensor.element_size() for tensor in tensors]
     if sum(sizes) != len(block):
         return False
-    data, at = torch.frombuffer(bytearray(block), dtype=torch.uint8), 0
-    for one, size in zip(tensors, sizes, strict=True):
-        part = data[at : at + size].clone().view(one.dtype).view(len(slots), *one.shape[1:])
-        one[index.to(one.device)] = part.to(one.device)
-        at += size
+    data, offset = torch.frombuffer(bytearray(block), dtype=torch.uint8), 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        part = (
+            data[offset : offset + size]
+            .clone()
+            .view(tensor.dtype)
+            .view(len(slots), *tensor.shape[1:])
+        )
+        tensor[index.to(tensor.device)] = part.to(tensor.device)
+        offset += size
     return True
 
 
 def _tensors(cache: KeyValues) -> list[torch.Tensor]:
-    """Every tensor of a cache; their first dimension is the slot."""
+    """Every tensor of a cache; the first dimension is the slot."""
     lists = [getattr(cache, entry.name) for entry in dataclasses.fields(cache)]
-    return [one for held in lists if isinstance(held, list) for one in held]
+    return [tensor for tensors in lists if isinstance(tensors, list) for tensor in tensors]
 
 
 def _digest(parent: _Node, key: tuple[int, ...]) -> bytes | None:

@@ -1,4 +1,4 @@
-"""One sequence's memory in one model: positions, and the slots that hold them."""
+"""The key-value cache of one sequence in one model: a table from positions to slots."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from anydecode.memory.pool import KVPool, Slots
 
 @dataclass(eq=False)
 class EarlyExitRows:
-    """Consecutive positions from `start` that have run only through the first `depth` layers, and
-    their hidden states there, float32 `[count, hidden_size]`."""
+    """Consecutive positions, from `start`, that have run only through the first `depth` layers.
+
+    `hidden` are their hidden states after those layers, float32 `[count, hidden_size]`.
+    """
 
     start: int
     depth: int
@@ -27,7 +29,10 @@ class EarlyExitRows:
 
 @dataclass(eq=False)
 class PendingTree:
-    """Rows of a token tree behind the context's last position, until `retain` chooses a path."""
+    """The nodes of a token tree after the last position, until `retain` selects a path.
+
+    `slots` is int32 `[nodes]`; `parents` holds node indices, -1 for the first level.
+    """
 
     slots: Slots
     tokens: list[int]
@@ -36,7 +41,7 @@ class PendingTree:
     hidden: torch.Tensor | None = None
 
     def path(self, node: int) -> list[int]:
-        """Node indices from the first level down to `node`."""
+        """Node indices from the first level to `node`."""
         nodes = []
         while node >= 0:
             nodes.append(node)
@@ -45,17 +50,25 @@ class PendingTree:
 
 
 class SequenceCache:
-    """A table from positions to slots. Evicted positions are holes (-1) and are never renumbered.
+    """The key-value cache of one sequence: a table from positions to slots.
 
-    `partials` lists the positions that have not run through all layers, in order; they are always
-    the last positions of the context. `tokens` are those that have run, by position (-1 where the
-    input was no token).
+    Evicted positions are holes (-1); positions are never renumbered.
+
+    Attributes:
+        length: Number of positions, holes included.
+        num_cached: Leading positions that came from the prefix cache.
+        tokens: Tokens that have run, by position; -1 where the input was not a token.
+        pending: A token tree after the last position, if any.
+        partials: The positions that have not run through all layers, in order. They are always the
+            last positions of the sequence.
+        reusable: Whether the prefix cache may share these slots. False once positions were evicted
+            or hold approximate values.
     """
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
         self.length = 0
-        self.num_cached = 0  # leading positions that a prefix cache gave
+        self.num_cached = 0
         self.tokens: list[int] = []
         self._table = np.full(64, -1, np.int32)
         self.pending: PendingTree | None = None
@@ -70,11 +83,16 @@ class SequenceCache:
 
     @property
     def complete(self) -> int:
-        """How many leading positions have run through every layer."""
+        """Number of leading positions that have run through every layer."""
         return self.partials[0].start if self.partials else self.length
 
     def append(self, count: int) -> Slots:
-        """Slots for `count` new positions. Raises `PoolFull`, changing nothing."""
+        """Allocate `count` new positions; returns their slots, int32 `[count]`.
+
+        Raises:
+            PoolFull: Too few slots are free; nothing is changed except that a pending token tree is
+                discarded.
+        """
         self.discard()
         slots = self.pool.allocate(count)
         self._grow(self.length + count)
@@ -83,29 +101,47 @@ class SequenceCache:
         return slots
 
     def allocate_scratch(self, count: int) -> Slots:
-        """Slots for `count` rows of one pass that become no positions; `free_scratch` gives them
-        back.
-        Raises `PoolFull`, changing nothing."""
+        """Allocate slots for `count` rows of one pass that do not become positions. `free_scratch`
+        frees them.
+
+        Raises:
+            PoolFull: Too few slots are free; nothing is changed except that a pending token tree is
+                discarded.
+        """
         self.discard()
         slots = self.pool.allocate(count)
         self._scratch.append(slots)
         return slots
 
     def free_scratch(self, slots: Slots) -> None:
-        """Give back what `allocate_scratch` took, unless it has gone with the context meanwhile."""
-        rest = [held for held in self._scratch if held is not slots]
-        if len(rest) < len(self._scratch):
+        """Free the slots of `allocate_scratch`, unless `release` has already freed them."""
+        remaining = [scratch for scratch in self._scratch if scratch is not slots]
+        if len(remaining) < len(self._scratch):
             self.pool.free(slots)
-            self._scratch = rest
+            self._scratch = remaining
 
     def branch(self, tokens: Seq[int], parents: list[int], depth: int) -> PendingTree:
-        """Slots for a token tree behind the last position. Raises `PoolFull`, changing nothing."""
+        """Allocate a token tree after the last position; a pending tree is discarded first.
+
+        Args:
+            tokens: One token per node.
+            parents: The parent's index per node, -1 for the first level.
+            depth: The number of layers that the nodes run through.
+
+        Raises:
+            PoolFull: Too few slots are free; no tree is pending then.
+        """
         self.discard()
         self.pending = PendingTree(self.pool.allocate(len(parents)), list(tokens), parents, depth)
         return self.pending
 
     def grow_branch(self, tokens: Seq[int], parents: Seq[int]) -> PendingTree:
-        """Slots for more nodes of the pending token tree. Raises `PoolFull`, changing nothing."""
+        """Allocate more nodes of the pending token tree.
+
+        Raises:
+            PoolFull: Too few slots are free; nothing is changed.
+            ValueError: No token tree is pending.
+        """
         pending = self.pending
         if pending is None:
             raise ValueError("no token tree is pending")
@@ -115,7 +151,12 @@ class SequenceCache:
         return pending
 
     def retain(self, path: Seq[int]) -> None:
-        """Keep the pending nodes of `path` (from the first level down) as the next positions."""
+        """Append the pending nodes of `path` (from the first level) as positions and free the other
+        nodes.
+
+        Raises:
+            ValueError: No token tree is pending, or `path` is not a path of it.
+        """
         pending = self.pending
         if pending is None:
             if len(path):
@@ -124,46 +165,56 @@ class SequenceCache:
         parent = -1
         for node in path:
             if pending.parents[node] != parent:
-                raise ValueError(f"{list(path)} is no path of the pending token tree")
+                raise ValueError(f"{list(path)} is not a path of the pending token tree")
             parent = node
-        keep = np.asarray(path, np.int64)
-        kept = pending.slots[keep]
+        index = np.asarray(path, np.int64)
+        retained = pending.slots[index]
         dropped = np.ones(len(pending.slots), bool)
-        dropped[keep] = False
+        dropped[index] = False
         self.pool.free(pending.slots[dropped])
         self.pending = None
         if pending.hidden is not None and len(path):
-            self.partials.append(EarlyExitRows(self.length, pending.depth, pending.hidden[keep]))
-        self._grow(self.length + len(kept))
-        self._table[self.length : self.length + len(kept)] = kept
-        self.length += len(kept)
+            self.partials.append(EarlyExitRows(self.length, pending.depth, pending.hidden[index]))
+        self._grow(self.length + len(retained))
+        self._table[self.length : self.length + len(retained)] = retained
+        self.length += len(retained)
         self.tokens += [pending.tokens[node] for node in path]
 
     def discard(self) -> None:
-        """Drop a pending token tree."""
+        """Free the pending token tree, if any."""
         if self.pending is not None:
             self.pool.free(self.pending.slots)
             self.pending = None
 
     def truncate(self, length: int) -> None:
-        """Forget the positions from `length` on."""
+        """Remove the positions from `length` on, and a pending token tree.
+
+        Raises:
+            ValueError: `length` is negative or larger than the current length.
+        """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate {self.length} positions to {length}")
         self.discard()
-        # The table is not wiped: a pass under way on another thread may still be reading it.
+        # The table is not cleared: a pass in flight on another thread may still read it.
         self.pool.free(self._table[length : self.length])
         self.length = length
         self.num_cached = min(self.num_cached, length)
         del self.tokens[length:]
-        kept = []
+        remaining = []
         for partial in self.partials:
             if partial.start < length:
                 count = min(partial.stop, length) - partial.start
-                kept.append(EarlyExitRows(partial.start, partial.depth, partial.hidden[:count]))
-        self.partials = kept
+                remaining.append(
+                    EarlyExitRows(partial.start, partial.depth, partial.hidden[:count])
+                )
+        self.partials = remaining
 
     def evict(self, positions: Seq[int]) -> None:
-        """Leave holes at `positions`; rows that come later do not see them."""
+        """Free `positions` and leave holes; later rows do not attend to them.
+
+        Raises:
+            ValueError: A position has not run through every layer.
+        """
         index = np.unique(np.asarray(positions, np.int64))
         if len(index) and not 0 <= index[0] <= index[-1] < self.complete:
             raise ValueError("only positions that have run through every layer can be evicted")
@@ -172,19 +223,30 @@ class SequenceCache:
         self.reusable = self.reusable and not len(index)
 
     def make_exclusive(self, start: int, stop: int) -> Slots:
-        """Slots of positions `start..stop` that no one else refers to, to be overwritten. Shared
-        ones and holes are replaced. Raises `PoolFull`, changing nothing."""
+        """Make the slots of positions `start..stop` exclusive, so that they can be overwritten.
+        Shared slots and holes are replaced by new slots, without a copy of their contents.
+
+        Returns:
+            The slots, int32 `[stop - start]`; a view of the table.
+
+        Raises:
+            PoolFull: Too few slots are free; nothing is changed.
+        """
         part = self._table[start:stop]
         replace = np.flatnonzero((part < 0) | (self.pool.references[part] > 1))
-        fresh = self.pool.allocate(len(replace))
+        new_slots = self.pool.allocate(len(replace))
         self.pool.free(part[replace])
-        part[replace] = fresh
+        part[replace] = new_slots
         return part
 
     def attach_prefix(self, slots: Slots, tokens: Seq[int]) -> None:
-        """Begin with positions that another context computed, and their tokens."""
+        """Start with positions that another sequence computed, and their tokens.
+
+        Raises:
+            ValueError: This sequence already has positions.
+        """
         if self.length:
-            raise ValueError("only an empty context can adopt a prefix")
+            raise ValueError("a prefix can be attached to an empty sequence only")
         self.pool.add_reference(slots)
         self._grow(len(slots))
         self._table[: len(slots)] = slots
@@ -192,7 +254,7 @@ class SequenceCache:
         self.tokens = list(tokens)
 
     def fork(self) -> SequenceCache:
-        """A context with the same positions. Nothing is copied but the table."""
+        """A cache with the same positions, sharing the slots; only the table is copied."""
         other = SequenceCache(self.pool)
         other.attach_prefix(self.table, self.tokens)
         other.num_cached = self.num_cached
@@ -201,18 +263,18 @@ class SequenceCache:
         return other
 
     def release(self) -> None:
-        """Give everything back, what a pass has borrowed and not repaid too."""
+        """Free every slot, scratch slots of passes included."""
         self.truncate(0)
         for slots in self._scratch:
             self.pool.free(slots)
         self._scratch = []
 
     def referenced_slots(self) -> list[Slots]:
-        """The tables that `KVPool.check_integrity` counts."""
+        """The tables of this sequence, as `KVPool.check_integrity` takes them."""
         return [self.table, *self._scratch] + ([self.pending.slots] if self.pending else [])
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the context contradicts itself."""
+        """Raise AssertionError if the fields are inconsistent."""
         position = self.complete
         for partial in self.partials:
             assert partial.start == position and 0 < len(partial.hidden)

@@ -1,8 +1,8 @@
-"""Where blocks of the prefix cache go when their slots are taken: main memory, or files.
+"""Storage for evicted blocks of the prefix cache: main memory, or files.
 
-A block is found by a digest of everything before it (`PrefixCache` makes it). Files are written
-beside and renamed, and carry a checksum, so that a crash leaves a whole block or none, and a block
-that was damaged is one that is not there.
+A block's key is a digest of its tokens and all tokens before it, computed by `PrefixCache`. Files
+are written under a temporary name and renamed, and contain a checksum: a crash leaves a complete
+block or none, and a corrupt block is treated as missing.
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ from pathlib import Path
 from anydecode.errors import InvalidRequestError
 
 _MAGIC = b"anydecode block 1\n"
-#: Blocks that wait to be written; what comes while so many wait is dropped, for nobody is to wait.
-MOST_PENDING = 256
+#: Maximum number of blocks in the write queue. Further blocks are dropped, so `put` never blocks.
+MAX_PENDING = 256
 
 
 class Spill(ABC):
-    """At most `limit` bytes of blocks; those used longest ago are dropped first."""
+    """Stores blocks of at most `limit` bytes in total; the least recently used are dropped first.
+
+    Raises:
+        InvalidRequestError: `limit` is less than 1 byte.
+    """
 
     def __init__(self, limit: int) -> None:
         if limit < 1:
-            raise InvalidRequestError("a spill needs a limit of 1 byte or more")
+            raise InvalidRequestError(
+                f"the limit of a spill is {limit} bytes; allowed is 1 or more"
+            )
         self.limit = limit
         self.num_bytes = 0
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # the one used last stands last
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # in order of last use
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._sizes
@@ -42,31 +48,31 @@ class Spill(ABC):
 
     @abstractmethod
     def put(self, key: bytes, block: bytes) -> None:
-        """Keep `block`; one that is larger than the limit is not kept."""
+        """Store `block`; one that is larger than the limit is dropped."""
 
     @abstractmethod
     def get(self, key: bytes) -> bytes | None:
-        """The block, as it was put; None where there is none that is whole."""
+        """The stored block; None if it is missing or corrupt."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every block."""
+        """Remove every block."""
 
-    def close(self) -> None:  # noqa: B027  most have nothing to finish
-        """Finish what is being written."""
+    def close(self) -> None:  # noqa: B027  optional: most have nothing to finish
+        """Finish pending writes."""
 
-    def _enter(self, key: bytes, size: int) -> list[bytes]:
-        """Count a new block; returns the keys that have to go for it."""
+    def _track(self, key: bytes, size: int) -> list[bytes]:
+        """Count a new block; returns the keys of the blocks to drop for it."""
         self._sizes[key] = size
         self.num_bytes += size
-        gone = []
+        evicted = []
         while self.num_bytes > self.limit:
             oldest = next(iter(self._sizes))
-            self._leave(oldest)
-            gone.append(oldest)
-        return gone
+            self._untrack(oldest)
+            evicted.append(oldest)
+        return evicted
 
-    def _leave(self, key: bytes) -> None:
+    def _untrack(self, key: bytes) -> None:
         self.num_bytes -= self._sizes.pop(key, 0)
 
 
@@ -82,8 +88,8 @@ class MemorySpill(Spill):
             self._sizes.move_to_end(key)
         elif len(block) <= self.limit:
             self._blocks[key] = block
-            for gone in self._enter(key, len(block)):
-                del self._blocks[gone]
+            for evicted in self._track(key, len(block)):
+                del self._blocks[evicted]
 
     def get(self, key: bytes) -> bytes | None:
         if key in self._sizes:
@@ -97,15 +103,22 @@ class MemorySpill(Spill):
 
 
 class DiskSpill(Spill):
-    """Blocks in files under `folder/identity`, readable by their owner only. A thread writes them.
+    """Stores blocks as files under `folder/identity`, readable by their owner only. A background
+    thread writes them.
 
-    `identity` names what computed the blocks: what another model, build or format has written is
-    never read. The limit is this identity's; folders of others that nobody has used for `keep_days`
-    are removed.
+    Args:
+        folder: The parent folder, shared by all identities.
+        limit: The maximum size of this identity's blocks, in bytes.
+        identity: A name of the model, build and format that compute the blocks. Blocks of other
+            identities are never read.
+        max_age_days: Folders of other identities that were not used for this many days are removed.
+
+    Raises:
+        InvalidRequestError: The folder cannot be written, or `limit` is less than 1 byte.
     """
 
     def __init__(
-        self, folder: Path, limit: int, identity: str = "blocks", keep_days: float = 30.0
+        self, folder: Path, limit: int, identity: str = "blocks", max_age_days: float = 30.0
     ) -> None:
         super().__init__(limit)
         self.folder = folder / identity
@@ -113,8 +126,10 @@ class DiskSpill(Spill):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._scan()
         except OSError as error:
-            raise InvalidRequestError(f"{folder} cannot be used: {error.strerror}") from None
-        _remove_old(folder, self.folder, keep_days)
+            raise InvalidRequestError(
+                f"the spill folder {folder} cannot be used: {error.strerror}"
+            ) from None
+        _remove_old(folder, self.folder, max_age_days)
         self._pending: OrderedDict[bytes, bytes] = OrderedDict()
         self._lock = threading.Condition()
         self._closed = False
@@ -125,7 +140,7 @@ class DiskSpill(Spill):
         with self._lock:
             if key in self._sizes or key in self._pending:
                 return
-            if len(block) <= self.limit and len(self._pending) < MOST_PENDING and not self._closed:
+            if len(block) <= self.limit and len(self._pending) < MAX_PENDING and not self._closed:
                 self._pending[key] = block
                 self._lock.notify_all()
 
@@ -147,7 +162,7 @@ class DiskSpill(Spill):
         if data[:head] == _MAGIC + hashlib.sha256(key + block).digest():
             return block
         with self._lock:
-            self._leave(key)
+            self._untrack(key)
         path.unlink(missing_ok=True)
         return None
 
@@ -172,18 +187,18 @@ class DiskSpill(Spill):
         return self.folder / f"{key.hex()}.block"
 
     def _scan(self) -> None:
-        """Take stock of what an earlier process left; half-written files are removed."""
-        found = []
+        """Count the blocks of earlier processes; partially written files are removed."""
+        blocks = []
         for path in self.folder.iterdir():
             with suppress(OSError, ValueError):
                 if path.suffix == ".block":
                     status = path.stat()
-                    found.append((status.st_mtime, bytes.fromhex(path.stem), status.st_size))
-                elif path.suffix == ".part" and not _alive(int(path.stem.rpartition("-")[2])):
+                    blocks.append((status.st_mtime, bytes.fromhex(path.stem), status.st_size))
+                elif path.suffix == ".part" and not _is_alive(int(path.stem.rpartition("-")[2])):
                     path.unlink()
-        for _, key, size in sorted(found):
-            for gone in self._enter(key, size):
-                self._path(gone).unlink(missing_ok=True)
+        for _, key, size in sorted(blocks):
+            for evicted in self._track(key, size):
+                self._path(evicted).unlink(missing_ok=True)
 
     def _write_all(self) -> None:
         while True:
@@ -193,15 +208,15 @@ class DiskSpill(Spill):
                 if not self._pending:
                     return
                 key, block = next(iter(self._pending.items()))
-            written = self._write(key, block)
+            num_written = self._write(key, block)
             with self._lock:
-                wanted = self._pending.pop(key, None) is not None
-                gone = self._enter(key, written) if written and wanted else [key]
-            for old in gone:
+                is_pending = self._pending.pop(key, None) is not None
+                removed = self._track(key, num_written) if num_written and is_pending else [key]
+            for old in removed:
                 self._path(old).unlink(missing_ok=True)
 
     def _write(self, key: bytes, block: bytes) -> int:
-        """Bytes written; 0 where the disk would not have them."""
+        """Write a block; returns the number of bytes written, 0 if writing failed."""
         part = self.folder / f"{key.hex()}-{os.getpid()}.part"
         try:
             descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -215,8 +230,8 @@ class DiskSpill(Spill):
         return len(_MAGIC) + 32 + len(block)
 
 
-def _alive(process: int) -> bool:
-    if sys.platform == "win32":  # where a signal would end it, and an open file cannot be removed
+def _is_alive(process: int) -> bool:
+    if sys.platform == "win32":  # a signal would end it, and an open file cannot be removed
         return False
     try:
         os.kill(process, 0)
@@ -227,15 +242,15 @@ def _alive(process: int) -> bool:
     return True
 
 
-def _remove_old(folder: Path, own: Path, days: float) -> None:
-    """Remove other identities' folders of blocks that nobody has used for so long."""
+def _remove_old(folder: Path, current: Path, max_age_days: float) -> None:
+    """Remove the folders of other identities whose blocks were not used for so long."""
     import time
 
-    oldest = time.time() - days * 86400
+    oldest = time.time() - max_age_days * 86400
     for other in folder.iterdir():
-        if other == own or not other.is_dir():
+        if other == current or not other.is_dir():
             continue
         names = list(other.iterdir())
-        ours = names and all(path.suffix in (".block", ".part") for path in names)
-        if ours and all(path.stat().st_mtime < oldest for path in names):
+        has_only_blocks = names and all(path.suffix in (".block", ".part") for path in names)
+        if has_only_blocks and all(path.stat().st_mtime < oldest for path in names):
             shutil.rmtree(other, ignore_errors=True)

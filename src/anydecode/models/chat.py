@@ -1,7 +1,7 @@
-"""Chat templates: a conversation as the checkpoint's Jinja template writes it.
+"""Chat templates: renders a conversation with the checkpoint's Jinja template.
 
-A template is a stranger's program. It runs in Jinja's immutable sandbox, which keeps it from the
-interpreter, and within bounds of time, output and string size, which keep it from stalling it.
+A template is untrusted code. It runs in Jinja's immutable sandbox, with limits on time, output and
+string size.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from anydecode.errors import InvalidRequestError
 
-#: Bounds of one rendering.
+#: Limits of one rendering.
 MAX_SECONDS = 5.0
 MAX_CHARACTERS = 1 << 24
-MAX_TEMPLATE = 1 << 20
+MAX_TEMPLATE_CHARACTERS = 1 << 20
 
 
-class _TemplateRefusal(TemplateError):
-    """What a template raises through `raise_exception`, or what the bounds raise."""
+class _TemplateError(TemplateError):
+    """Raised by a template through `raise_exception`, or by an exceeded limit."""
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the model's own words for training; for
-    rendering its body counts alone."""
+    """`{% generation %} ... {% endgeneration %}`, which marks assistant text for training; only its
+    body is rendered."""
 
     tags = {"generation"}
 
@@ -44,8 +44,8 @@ class _GenerationBlock(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox with a deadline that look-ups, calls and arithmetic check, and a bound on the
-    strings and lists that `*` and `+` make."""
+    """The sandbox, with a deadline checked at every look-up, call and arithmetic operation, and
+    limits on the results of `*` and `**`."""
 
     intercepted_binops = frozenset(("*", "**", "+", "%"))
 
@@ -60,7 +60,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def check(self) -> None:
         if time.monotonic() > self.deadline:
-            raise _TemplateRefusal(f"it ran for more than {MAX_SECONDS:g} seconds")
+            raise _TemplateError(f"it ran for more than {MAX_SECONDS:g} seconds")
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         self.check()
@@ -77,12 +77,12 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.check()
         if operator == "**" and max(_size(left), _size(right)) > 1024:
-            raise _TemplateRefusal("it computes too large a power")
+            raise _TemplateError("it computes too large a power")
         if operator == "*":
             sized = [x for x in (left, right) if isinstance(x, (str, bytes, list, tuple))]
             counts = [x for x in (left, right) if isinstance(x, int)]
             if sized and counts and len(sized[0]) * counts[0] > MAX_CHARACTERS:
-                raise _TemplateRefusal("it makes too long a text")
+                raise _TemplateError("its output is too long")
         return super().call_binop(context, operator, left, right)
 
 
@@ -104,20 +104,27 @@ def _tojson(
 
 
 def _raise(message: str) -> None:
-    raise _TemplateRefusal(message)
+    raise _TemplateError(message)
 
 
 def select_template(templates: str | Mapping[str, str] | None, variables: Mapping[str, Any]) -> str:
-    """The template to use: one that is named "tool_use" when tools are given, else "default"."""
+    """The template to use: the one named "tool_use" if tools are given, else "default".
+
+    Raises:
+        InvalidRequestError: The model has no template of either name.
+    """
     if isinstance(templates, str):
         return templates
     if not templates:
-        raise InvalidRequestError("this model has no chat template; give it a plain prompt")
+        raise InvalidRequestError("this model has no chat template; pass a plain prompt instead")
     if variables.get("tools") and "tool_use" in templates:
         return templates["tool_use"]
     if "default" in templates:
         return templates["default"]
-    raise InvalidRequestError(f"this model's chat templates are {', '.join(sorted(templates))}")
+    raise InvalidRequestError(
+        "this model has no chat template named 'default'; its templates are "
+        + ", ".join(sorted(templates))
+    )
 
 
 def render(
@@ -127,13 +134,23 @@ def render(
     add_generation_prompt: bool = True,
     **variables: Any,
 ) -> str:
-    """The conversation as `template` writes it.
+    """Render a conversation.
 
-    Raises `InvalidRequestError` in one line when the template is faulty, refuses the conversation
-    or exceeds the bounds.
+    Args:
+        template: The Jinja source.
+        messages: Objects with `role` and `content`.
+        add_generation_prompt: End with the start of an assistant message.
+        **variables: Further variables of the template, such as `tools`.
+
+    Raises:
+        InvalidRequestError: The template is faulty, rejects the conversation or exceeds a limit.
+            The message is one line.
     """
-    if len(template) > MAX_TEMPLATE:
-        raise InvalidRequestError(f"the chat template has {len(template)} characters: too many")
+    if len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise InvalidRequestError(
+            f"the chat template has {len(template)} characters; the maximum is"
+            f" {MAX_TEMPLATE_CHARACTERS}"
+        )
     names = {"tools": None, "documents": None, **variables}
     try:
         environment, compiled = _compile(template)
@@ -143,9 +160,11 @@ def render(
             environment,
         )
     except Exception as error:
-        # A template can fail in any way that Python can: its expressions are Python's.
+        # A template's expressions can raise any Python exception.
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise InvalidRequestError(f"the chat template cannot write this: {reason}") from None
+        raise InvalidRequestError(
+            f"the chat template cannot render this conversation: {reason}"
+        ) from None
 
 
 @lru_cache(maxsize=16)
@@ -154,13 +173,13 @@ def _compile(template: str) -> tuple[_Environment, Callable[..., Any]]:
     return environment, environment.from_string(template).generate
 
 
-def _collect(pieces: Any, environment: _Environment) -> str:
-    out: list[str] = []
+def _collect(chunks: Any, environment: _Environment) -> str:
+    parts: list[str] = []
     length = 0
-    for piece in pieces:
+    for chunk in chunks:
         environment.check()
-        length += len(piece)
+        length += len(chunk)
         if length > MAX_CHARACTERS:
-            raise _TemplateRefusal("it makes too long a text")
-        out.append(piece)
-    return "".join(out)
+            raise _TemplateError("its output is too long")
+        parts.append(chunk)
+    return "".join(parts)

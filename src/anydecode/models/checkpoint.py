@@ -1,4 +1,4 @@
-"""A checkpoint as every loader hands it on: a config and tensors in the Hugging Face layout."""
+"""The common result of all checkpoint loaders: config and tensors in the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -15,9 +15,17 @@ from anydecode.models.tokenizer import Tokenizer
 
 @dataclass(eq=False)
 class Checkpoint:
-    """`config` has the keys of a Hugging Face `config.json`; `tensors` has Hugging Face names
-    (`model.layers.0.self_attn.q_proj.weight`), read only when asked for. Matrices may be packed
-    (`Weight`); everything else is a torch tensor."""
+    """An opened checkpoint.
+
+    Attributes:
+        name: A name for messages and reports.
+        path: The folder or file.
+        config: The keys of a Hugging Face `config.json`.
+        tensors: Tensors by Hugging Face name (`model.layers.0.self_attn.q_proj.weight`), read on
+            access. Matrices may be packed (`Weight`); everything else is a torch tensor.
+        tokenizer: The checkpoint's tokenizer, if it has one.
+        generation_config: The keys of `generation_config.json`.
+    """
 
     name: str
     path: Path

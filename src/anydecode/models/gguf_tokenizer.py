@@ -1,8 +1,7 @@
-"""The tokenizer that a GGUF file's metadata describe, built for the `tokenizers` library.
+"""Builds a tokenizer of the `tokenizers` library from a GGUF file's metadata.
 
-A file names its pre-tokenizer (`tokenizer.ggml.pre`); the rule behind each name is public
-knowledge. "smollm" splits off every digit (Unicode category N) on its own and then splits by
-GPT-2's pattern.
+A file names its pre-tokenizer (`tokenizer.ggml.pre`); llama.cpp defines the rule of each name.
+"smollm" isolates every digit (Unicode category N) and then splits by GPT-2's pattern.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_ONE_DIGIT = _CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
+_CL100K_SINGLE_DIGITS = _CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -36,29 +35,32 @@ _O200K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
-_DIGITS = (r"\p{N}", _GPT2)
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_SINGLE_DIGITS = (r"\p{N}", _GPT2)
 
-#: Name of the pre-tokenizer -> patterns, each splitting what those before it left whole.
+#: Name of the pre-tokenizer -> regular expressions, each applied to the result of the one before.
 PATTERNS: dict[str, tuple[str, ...]] = {
-    "default": _UNNAMED,
+    "default": _DEFAULT,
     **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
     **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        _SINGLE_DIGITS,
     ),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "chatglm-bpe", "falcon3"),
         (_CL100K,),
     ),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), (_ONE_DIGIT,)),
+    **dict.fromkeys(
+        ("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), (_CL100K_SINGLE_DIGITS,)
+    ),
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_O200K,)),
 }
-#: Where a whole piece that is a token needs no merges to be one.
+#: Pre-tokenizers with which a word that is itself a token skips the merges.
 _IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-#: Where the original composes characters (NFC) first.
-_COMPOSED = ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "command-r")
-#: Where a prompt begins with BOS unless the file says otherwise.
+#: Pre-tokenizers whose tokenizer normalizes text to NFC first.
+_NFC = ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "command-r")
+#: Pre-tokenizers with which a prompt starts with BOS unless the metadata say otherwise.
 _BOS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -66,7 +68,15 @@ _SPACE = "▁"
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
-    """Raises `CheckpointError` naming `source` for tokenizers that cannot be rebuilt exactly."""
+    """Build the tokenizer that a GGUF file's metadata describe.
+
+    Args:
+        metadata: The file's metadata by key.
+        source: The file's name, for errors.
+
+    Raises:
+        CheckpointError: The tokenizer is missing, corrupt, or cannot be rebuilt exactly.
+    """
     kind = metadata.get("tokenizer.ggml.model")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if kind is None or not isinstance(tokens, list) or not tokens:
@@ -75,7 +85,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     if not isinstance(types, list) or len(types) != len(tokens):
         raise CheckpointError(f"{source}: the tokenizer's token types do not match its tokens")
     if not all(isinstance(token, str) for token in tokens):
-        raise CheckpointError(f"{source}: the tokenizer's tokens are not texts")
+        raise CheckpointError(f"{source}: the tokenizer's tokens are not strings")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if not isinstance(kind, str) or kind not in builders:
         raise CheckpointError(f"{source}: tokenizers of kind {kind!r} are not supported")
@@ -97,14 +107,15 @@ def _byte_level(
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in PATTERNS:
         raise CheckpointError(
-            f"{source}: pre-tokenizer {name!r} is not supported; known are {', '.join(PATTERNS)}"
+            f"{source}: pre-tokenizer {name!r} is not supported; supported are"
+            f" {', '.join(PATTERNS)}"
         )
     merges = metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise CheckpointError(f"{source}: the tokenizer has no merges")
     pairs = []
     for merge in merges:
-        # Either part may begin with a space in odd vocabularies, so the first is never empty.
+        # In some vocabularies a part starts with a space; the first part is never empty.
         cut = merge.find(" ", 1)
         pairs.append((merge[:cut], merge[cut + 1 :]))
     model = BPE(
@@ -113,18 +124,19 @@ def _byte_level(
         ignore_merges=name in _IGNORE_MERGES,
     )
     tokenizer = Tokenizer(model)
-    if name in _COMPOSED:
+    if name in _NFC:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = splitter(PATTERNS[name])
+    tokenizer.pre_tokenizer = make_pre_tokenizer(PATTERNS[name])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def splitter(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
-    """What splits a text by `patterns`, one of the values of `PATTERNS`, and spells it in bytes."""
+def make_pre_tokenizer(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
+    """A pre-tokenizer that splits by `patterns` (a value of `PATTERNS`) and maps characters to the
+    byte-level alphabet."""
     if patterns == (_GPT2,):
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if patterns == _DIGITS:
+    if patterns == _SINGLE_DIGITS:
         return pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),
@@ -169,26 +181,31 @@ def _sentencepiece(
 def merges_from_scores(
     tokens: list[str], scores: list[float], types: list[int]
 ) -> list[tuple[str, str]]:
-    """The merges of a SentencePiece BPE vocabulary, which keeps only each result's score: every way
-    to cut a token into two others, the best-scored result first."""
-    index = {token: position for position, token in enumerate(tokens)}
-    found: list[tuple[float, int, int, str, str]] = []
+    """Reconstruct the merges of a SentencePiece BPE vocabulary, which stores only a score per
+    token.
+
+    Returns:
+        Every split of a token into two other tokens, sorted by the token's score, highest first.
+    """
+    ids = {token: id for id, token in enumerate(tokens)}
+    candidates: list[tuple[float, int, int, str, str]] = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
         if kind not in (_NORMAL, _UNUSED):
             continue
         cuts = []
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
-            if left in index and right in index:
-                cuts.append((index[left], index[right], left, right))
+            if left in ids and right in ids:
+                cuts.append((ids[left], ids[right], left, right))
         for *_, left, right in sorted(cuts):
-            found.append((score, len(left), len(right), left, right))
-    found.sort(key=lambda entry: entry[:3], reverse=True)
-    return [(left, right) for *_, left, right in found]
+            candidates.append((score, len(left), len(right), left, right))
+    candidates.sort(key=lambda entry: entry[:3], reverse=True)
+    return [(left, right) for *_, left, right in candidates]
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Control tokens are special; user-defined ones are found in a text before anything else."""
+    """Add control tokens as special tokens, and user-defined ones as plain added tokens, which are
+    matched before the text is split."""
     special, plain = [], []
     for token, kind in zip(tokens, types, strict=True):
         if not token:
@@ -204,16 +221,16 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> No
 def _add_post_processor(
     tokenizer: Tokenizer, metadata: Mapping[str, Any], kind: str, size: int
 ) -> None:
-    """What stands around a prompt: BOS and EOS as the file says."""
+    """Add BOS and EOS around a prompt as the metadata say."""
     bos_default = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _BOS_FIRST
-    wanted = {
+    flags = {
         "bos": metadata.get("tokenizer.ggml.add_bos_token", bos_default),
         "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
     }
     tokens: dict[str, tuple[str, int]] = {}
-    for name, add in wanted.items():
+    for name, is_added in flags.items():
         token = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if add and isinstance(token, int) and 0 <= token < size:
+        if is_added and isinstance(token, int) and 0 <= token < size:
             text = tokenizer.id_to_token(token)
             if text is not None:
                 tokens[name] = (text, token)

@@ -1,6 +1,9 @@
-"""Rounding matrices to four bits so that what they give for typical inputs changes least (Frantar
-et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
-arXiv:2210.17323), into blocks of Q4_0: the `dtype` "int4" with better chosen codes."""
+"""GPTQ: quantises matrices to Q4_0 (`dtype` "int4") with codes that minimise the error of a layer's
+outputs on calibration inputs.
+
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
+arXiv:2210.17323.
+"""
 
 from __future__ import annotations
 
@@ -16,40 +19,48 @@ from anydecode.kernels.reference import ReferenceBackend
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.network import Network
 
-#: Added to the diagonal of what inputs have in common, as a share of its mean.
+#: Added to the diagonal of the Hessian, as a fraction of its mean.
 DAMPING = 0.01
 
 
-class Inputs(ReferenceBackend):
-    """Runs a model and sums x xᵀ over all inputs x of each matrix of its layers: `seen[name]`,
-    float64 `[in_features, in_features]`."""
+class CalibrationStatistics(ReferenceBackend):
+    """Runs a model and accumulates the Hessian of each matrix of its layers, up to a factor: the
+    sum of x xᵀ over all inputs x. `hessians[name]` is float64 `[in_features, in_features]`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[str, torch.Tensor] = {}
+        self.hessians: dict[str, torch.Tensor] = {}
 
     def linear(
         self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         if ".layers." in weight.name:
             rows = x.double()
-            self.seen[weight.name] = self.seen.get(weight.name, 0) + rows.T @ rows
+            self.hessians[weight.name] = self.hessians.get(weight.name, 0) + rows.T @ rows
         return super().linear(x, weight, bias)
 
 
-def rounded(matrix: torch.Tensor, seen: torch.Tensor, name: str = "") -> Weight:
-    """`matrix` `[out_features, in_features]` in Q4_0. From left to right each column is rounded and
-    its error, weighted by the inverse of `seen`, is taken off the columns not yet rounded; a
-    block's scale is that of its values when its turn comes."""
+def quantize_matrix(matrix: torch.Tensor, hessian: torch.Tensor, name: str = "") -> Weight:
+    """Quantise `matrix` `[out_features, in_features]` to Q4_0 by GPTQ.
+
+    Columns are rounded from left to right. Each column's error, weighted by the inverse Hessian, is
+    subtracted from the columns not yet rounded. The scale of a block is computed from its values at
+    the time the block is reached.
+
+    Args:
+        matrix: The weights.
+        hessian: The sum of x xᵀ over the calibration inputs, float64 `[in_features, in_features]`.
+        name: The name of the result.
+    """
     values = matrix.double().clone()
     rows, columns = values.shape
     size = BLOCKS["Q4_0"][0]
-    common = seen.clone()
-    diagonal = common.diagonal()
+    damped = hessian.clone()
+    diagonal = damped.diagonal()
     values[:, diagonal == 0] = 0
     diagonal += torch.where(diagonal == 0, 1.0, 0.0)
     diagonal += DAMPING * diagonal.mean()
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(common))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     upper = torch.linalg.cholesky(inverse, upper=True)
     blocks = []
     for start in range(0, columns, size):
@@ -67,18 +78,31 @@ def rounded(matrix: torch.Tensor, seen: torch.Tensor, name: str = "") -> Weight:
     return Weight("Q4_0", rows, columns, torch.cat(blocks, 1), name)
 
 
-def calibrated(checkpoint: Checkpoint, network: Network, inputs: Inputs) -> Checkpoint:
-    """The checkpoint with every matrix of `network`'s layers `rounded` for what `inputs` saw; open
-    it as "int4". Raises `UnsupportedCombinationError` for experts, fused and odd matrices."""
-    made: dict[str, torch.Tensor | Weight] = {}
+def quantize_checkpoint(
+    checkpoint: Checkpoint, network: Network, statistics: CalibrationStatistics
+) -> Checkpoint:
+    """Quantise every matrix of the layers of `network`; open the result as "int4".
+
+    Args:
+        checkpoint: The checkpoint of `network`.
+        network: The model.
+        statistics: The Hessians of its matrices, after the calibration passes.
+
+    Raises:
+        UnsupportedCombinationError: A matrix is part of a mixture of experts, fused, or its width
+            is not a multiple of the block size.
+    """
+    quantized: dict[str, torch.Tensor | Weight] = {}
     for weight in network.matrices():
         if ".layers." not in weight.name:
             continue
         key = f"{weight.name}.weight"
-        if weight.name not in inputs.seen or key not in checkpoint.tensors:
+        if weight.name not in statistics.hessians or key not in checkpoint.tensors:
             raise UnsupportedCombinationError(f"GPTQ cannot calibrate {weight.name} here")
         if weight.in_features % BLOCKS["Q4_0"][0]:
             raise UnsupportedCombinationError(f"{weight.name} does not divide into blocks of Q4_0")
-        made[key] = rounded(dequantize(weight), inputs.seen[weight.name], weight.name)
-    tensors: ChainMap[str, torch.Tensor | Weight] = ChainMap(made, dict(checkpoint.tensors))
+        quantized[key] = quantize_matrix(
+            dequantize(weight), statistics.hessians[weight.name], weight.name
+        )
+    tensors: ChainMap[str, torch.Tensor | Weight] = ChainMap(quantized, dict(checkpoint.tensors))
     return replace(checkpoint, tensors=tensors)

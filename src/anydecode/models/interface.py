@@ -1,4 +1,4 @@
-"""What the engine knows of a model: a spec, a cache of its own shape, and passes over rows."""
+"""The interface between the engine and a model: a spec, a key-value cache and forward passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from anydecode.models.spec import ModelSpec
 
 
 class Model(Protocol):
-    """Scores rows; knows nothing of requests."""
+    """Computes logits and hidden states of rows. Requests and sequences are unknown to it."""
 
     spec: ModelSpec
     name: str
@@ -21,9 +21,10 @@ class Model(Protocol):
         ...
 
     def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
-        """One pass. Rows may run different layer ranges (`rows.start`, `rows.stop`)."""
+        """One forward pass. Rows may run different layer ranges (`rows.start`, `rows.stop`)."""
         ...
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits float32 `[n, vocab_size]` of states `[n, hidden_size]`, final norm included."""
+        """Logits float32 `[n, vocab_size]` of hidden states `[n, hidden_size]`, final norm
+        included."""
         ...

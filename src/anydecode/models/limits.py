@@ -1,4 +1,5 @@
-"""What a model's numbers may be: what the kernels' 32-bit integers hold, with room for sums."""
+"""Limits of a model's config values, so that sizes and their sums fit the kernels' 32-bit
+integers."""
 
 from __future__ import annotations
 
@@ -8,23 +9,31 @@ from typing import Any
 
 from anydecode.errors import CheckpointError
 
-#: Widths, vocabularies, windows and contexts; a layer's heads together, too.
+#: Maximum of widths, vocabularies, windows and context lengths, and of heads times head size.
 MAX_SIZE = 1 << 30
-#: Heads, dimensions of one head, experts and layers.
+#: Maximum of the number of heads, dimensions of one head, experts and layers.
 MAX_COUNT = 1 << 16
-#: Factors of all kinds; far beyond what any model has, far within float32.
+#: Range of factors: wider than any model needs, narrower than float32.
 MIN_FACTOR, MAX_FACTOR = 1e-9, 1e9
 
 
 def integer(name: str, value: Any, low: int = 1, high: int = MAX_SIZE) -> int:
-    """`value`, an integer from `low` to `high`. Raises CheckpointError that says so."""
+    """`value`, checked to be an integer from `low` to `high`.
+
+    Raises:
+        CheckpointError: It is not; the message names the value and the range.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise refusal(name, value, f"an integer from {low} to {high}")
     return value
 
 
 def number(name: str, value: Any, low: float = MIN_FACTOR, high: float = MAX_FACTOR) -> float:
-    """`value`, a finite number from `low` to `high`. Raises CheckpointError that says so."""
+    """`value`, checked to be a finite number from `low` to `high`.
+
+    Raises:
+        CheckpointError: It is not; the message names the value and the range.
+    """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or not math.isfinite(value):
         raise refusal(name, value, f"a number from {low:g} to {high:g}")

@@ -28,8 +28,8 @@ _FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 
-# Options that change the arithmetic; anything but these values is another method than LoRA.
-_PLAIN: dict[str, tuple[Any, ...]] = {
+# Options that change the computation, and their supported values; other values are not plain LoRA.
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "bias": ("none", None),
     "lora_bias": (False, None),
@@ -41,24 +41,25 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def load_adapter(path: Path, network: Network, device: torch.device) -> Adapter:
-    """The adapter in the folder `path`, fitted to `network`.
+    """Load the adapter in the folder `path` for `network`, onto `device`.
 
-    Raises CheckpointError where the files are missing or broken, where the adapter is not plain
-    LoRA, or where it does not fit the model.
+    Raises:
+        CheckpointError: Files are missing or corrupt, the adapter is not plain LoRA, or it does not
+            fit the model.
     """
     _, factors = read_factors(path)
     targets = _weights(network)
     deltas: dict[str, LowRank] = {}
-    for name, added in factors.items():
-        down, up = added.down.to(device), added.up.to(device)
+    for name, module in factors.items():
+        down, up = module.down.to(device), module.up.to(device)
         for target, rows in _targets(path, name, targets, up.shape[0]):
-            deltas[target.name] = _fitted(path, target, down, up[rows], added.scale)
+            deltas[target.name] = _make_low_rank(path, target, down, up[rows], module.scale)
     return deltas
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What is added to a matrix: `scale` times `up[out, rank] @ down[rank, in]`."""
+    """The low-rank update of one matrix: `scale` times `up[out, rank] @ down[rank, in]`."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -66,14 +67,18 @@ class Factors:
 
 
 def read_factors(path: Path) -> tuple[dict[str, Any], dict[str, Factors]]:
-    """The config of the adapter in the folder `path`, and its factors by module, in float32.
+    """Read the adapter in the folder `path`.
 
-    Raises CheckpointError where the files are missing or broken, or it is not plain LoRA.
+    Returns:
+        Its config, and its float32 factors by module.
+
+    Raises:
+        CheckpointError: Files are missing or corrupt, or the adapter is not plain LoRA.
     """
     config, tensors = _read(path)
     if str(config.get("peft_type", "LORA")).upper() != "LORA":
         raise CheckpointError(f"{path}: adapters of type {config['peft_type']} are not supported")
-    for key, allowed in _PLAIN.items():
+    for key, allowed in _SUPPORTED.items():
         if config.get(key) not in allowed:
             raise CheckpointError(f"{path}: {key}={config[key]!r} is not supported")
     factors = {}
@@ -85,7 +90,7 @@ def read_factors(path: Path) -> tuple[dict[str, Any], dict[str, Factors]]:
                 f"{path}: {name} has factors of shape {tuple(down.shape)} and {tuple(up.shape)};"
                 " allowed are [rank, in] and [out, rank]"
             )
-        factors[_short(name)] = Factors(down, up, _scale(path, config, name, down.shape[0]))
+        factors[_strip_prefix(name)] = Factors(down, up, _scale(path, config, name, down.shape[0]))
     return config, factors
 
 
@@ -105,7 +110,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def _modules(path: Path, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """The modules that have both factors; any other tensor is something we cannot apply."""
+    """The modules that have both factors. Raises CheckpointError for any other tensor."""
     modules = set()
     for name in tensors:
         module, _, rest = name.rpartition(".lora_")
@@ -120,16 +125,20 @@ def _modules(path: Path, tensors: Mapping[str, torch.Tensor]) -> set[str]:
     return modules
 
 
-def _short(module: str) -> str:
+def _strip_prefix(module: str) -> str:
     return module.removeprefix("base_model.model.")
 
 
 def _scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
     """alpha / rank, or alpha / sqrt(rank); ranks and alphas may be set per module."""
-    told = _pattern(config, "rank_pattern", module, config.get("r"))
-    if told is not None and told != rank:
-        raise CheckpointError(f"{path}: {module} has rank {rank}, its config says {told!r}")
-    alpha = number("lora_alpha", _pattern(config, "alpha_pattern", module, _alpha(config, rank)))
+    configured = _module_value(config, "rank_pattern", module, config.get("r"))
+    if configured is not None and configured != rank:
+        raise CheckpointError(
+            f"{path}: {module} has rank {rank}, but its config has {configured!r}"
+        )
+    alpha = number(
+        "lora_alpha", _module_value(config, "alpha_pattern", module, _alpha(config, rank))
+    )
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -138,39 +147,39 @@ def _alpha(config: Mapping[str, Any], rank: int) -> Any:
     return rank if value is None else value
 
 
-def _pattern(config: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
-    """The value whose key is the module's name or its end, as PEFT looks it up."""
+def _module_value(config: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
+    """The value whose key equals the module's name or a suffix of it, as in PEFT."""
     patterns = config.get(name)
     if patterns is not None and not isinstance(patterns, dict):
         raise refusal(name, patterns, "an object")
     for key, value in (patterns or {}).items():
-        if _short(module) == key or module.endswith(f".{key}"):
+        if _strip_prefix(module) == key or module.endswith(f".{key}"):
             return value
     return default
 
 
 def _weights(network: Network) -> dict[str, Weight]:
-    """The weights an adapter may target, by name."""
-    found: list[Weight] = []
+    """The weights that an adapter can target, by name."""
+    weights: list[Weight] = []
     for layer in network.weights.layers:
-        found += [linear.weight for linear in (layer.query, layer.key, layer.value, layer.output)]
+        weights += [linear.weight for linear in (layer.query, layer.key, layer.value, layer.output)]
         if isinstance(layer.mlp, Experts):
-            found += [layer.mlp.router, *layer.mlp.gate, *layer.mlp.up, *layer.mlp.down]
+            weights += [layer.mlp.router, *layer.mlp.gate, *layer.mlp.up, *layer.mlp.down]
         else:
-            found += [linear.weight for linear in (layer.mlp.gate, layer.mlp.up, layer.mlp.down)]
-    return {weight.name: weight for weight in found}
+            weights += [linear.weight for linear in (layer.mlp.gate, layer.mlp.up, layer.mlp.down)]
+    return {weight.name: weight for weight in weights}
 
 
 def _targets(
     path: Path, name: str, weights: Mapping[str, Weight], out_features: int
 ) -> list[tuple[Weight, slice]]:
-    """The weights one module covers, each with its rows; a fused module covers several."""
+    """The weights that a module covers, each with its rows; a fused module covers several."""
     if name in weights:
         return [(weights[name], slice(0, out_features))]
     stem, _, last = name.rpartition(".")
     parts = [weights.get(f"{stem}.{part}") for part in _FUSED.get(last, ())]
     if not parts or any(part is None for part in parts):
-        raise CheckpointError(f"{path}: the model has no layer {name} that an adapter can change")
+        raise CheckpointError(f"{path}: the model has no module {name} that an adapter can target")
     covered, start = [], 0
     for part in parts:
         assert part is not None
@@ -181,7 +190,7 @@ def _targets(
     return covered
 
 
-def _fitted(
+def _make_low_rank(
     path: Path, target: Weight, down: torch.Tensor, up: torch.Tensor, scale: float
 ) -> LowRank:
     if down.shape[1] != target.in_features or up.shape[0] != target.out_features:

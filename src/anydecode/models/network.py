@@ -1,7 +1,7 @@
 """The decoder-only transformer, written once against `Backend`.
 
-A backend that computes gives results; a backend that records gets the whole of a layer range, to
-run it in one call later.
+An eager backend computes each operation. A recording backend records the operations of a range of
+layers and runs them in one call later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Experts:
 
 @dataclass(eq=False)
 class LayerWeights:
-    """One layer. Norm weights are float32; None where `LayerSpec` has no norm."""
+    """The weights of one layer. Norm weights are float32, None if `LayerSpec` has no such norm."""
 
     query: Linear
     key: Linear
@@ -63,7 +63,7 @@ class LayerWeights:
 
 @dataclass(eq=False)
 class ModelWeights:
-    """Everything a model has learned. `head` is `embedding` itself where the two are tied."""
+    """All weights of a model. `head` is the same object as `embedding` if the two are tied."""
 
     embedding: Weight
     layers: list[LayerWeights]
@@ -74,19 +74,22 @@ class ModelWeights:
 
 @dataclass(eq=False)
 class Network:
-    """A spec with its weights and adapters. `layer` and `head` are the whole of its arithmetic;
-    values are what the given backend's operations take and return."""
+    """A spec with its weights and adapters.
+
+    `layer` and `head` define the computation. Their values have the type that the operations of the
+    given backend take and return.
+    """
 
     spec: ModelSpec
     weights: ModelWeights
     adapters: list[Adapter] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Raise CheckpointError for a matrix, bias or norm of another shape than the spec says."""
+        """Raise CheckpointError if the shape of a matrix, bias or norm does not match the spec."""
         spec, weights = self.spec, self.weights
         if len(weights.layers) != spec.num_layers:
             raise CheckpointError(
-                f"{len(weights.layers)} layers, not {spec.num_layers} of the spec"
+                f"the weights have {len(weights.layers)} layers, the spec has {spec.num_layers}"
             )
         outer = (spec.vocab_size, spec.hidden_size)
         _check_matrix("the embedding", weights.embedding, outer)
@@ -96,7 +99,7 @@ class Network:
             _check_layer(f"layer {index}, ", shape, layer, spec.hidden_size)
 
     def matrices(self) -> Iterator[Weight]:
-        """Every matrix of the model; tied ones may come twice."""
+        """Yield every matrix of the model; tied matrices may be yielded twice."""
         yield self.weights.embedding
         yield self.weights.head
         for layer in self.weights.layers:
@@ -109,21 +112,25 @@ class Network:
                 yield layer.mlp.router
                 yield from (*layer.mlp.gate, *layer.mlp.up, *layer.mlp.down)
 
-    def forget_matrices(self) -> None:
-        """Let go of the matrices' bytes, once an executor has packed them for itself."""
+    def release_matrices(self) -> None:
+        """Free the matrices' data, after an executor has packed its own copy."""
         for weight in self.matrices():
             weight.data = weight.data.new_empty(0)
 
     def layer(self, backend: Backend, x: Any, index: int) -> Any:
-        """The state after layer `index`, from the state before it."""
-        x = backend.add(x, self._attended(backend, x, index))
-        return backend.add(x, self._fed(backend, x, index))
+        """The hidden states after layer `index`, from those before it."""
+        x = backend.add(x, self._attention_block(backend, x, index))
+        return backend.add(x, self._mlp_block(backend, x, index))
 
-    def grouped(self, size: int) -> Callable[[Backend, Any, int], Any]:
-        """`layer` for a network whose layers, all but the first and the last, run in groups of
-        `size`: the attentions of a group read the state before it, side by side, and then attention
-        and MLP of one layer after the other are added (Wu et al., EasySpec, arXiv:2502.02493). What
-        is called the group's first layer does all of it, the others nothing."""
+    def parallel_layers(self, size: int) -> Callable[[Backend, Any, int], Any]:
+        """A replacement for `layer` that runs layers in parallel groups of `size`, except the first
+        and the last layer (Wu et al., EasySpec, arXiv:2502.02493).
+
+        The attention of every layer of a group reads the hidden states before the group. The
+        attention outputs and MLPs of the layers are then added one after the other. The call for
+        the first layer of a group computes the whole group; the calls for the others return their
+        input.
+        """
         last = self.spec.num_layers - 1
 
         def layer(backend: Backend, x: Any, index: int) -> Any:
@@ -132,16 +139,16 @@ class Network:
             if (index - 1) % size:
                 return x
             group = range(index, min(index + size, last))
-            attended = [self._attended(backend, x, member) for member in group]
-            for member, y in zip(group, attended, strict=True):
+            attention_outputs = [self._attention_block(backend, x, member) for member in group]
+            for member, y in zip(group, attention_outputs, strict=True):
                 x = backend.add(x, y)
-                x = backend.add(x, self._fed(backend, x, member))
+                x = backend.add(x, self._mlp_block(backend, x, member))
             return x
 
         return layer
 
     def queries(self, backend: Backend, x: Any, index: int) -> Any:
-        """What the rows of a state look with in layer `index`, turned by their positions."""
+        """The attention queries of layer `index` for hidden states `x`, with rotary embedding."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
         heads, eps = spec.attention.num_heads, self.spec.norm_eps
         y = x if spec.norms == "post" else backend.rms_norm(x, weights.attention_norm, eps)
@@ -150,16 +157,16 @@ class Network:
             q = backend.rms_norm(q, weights.query_norm, eps, heads if spec.qk_norm == "head" else 1)
         return q if spec.rope is None else backend.rope(q, heads, spec.rope)
 
-    def _attended(self, backend: Backend, x: Any, index: int) -> Any:
-        """What the attention of a layer adds to a state, its norms included."""
+    def _attention_block(self, backend: Backend, x: Any, index: int) -> Any:
+        """The attention sublayer of a layer without its residual connection, norms included."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
         eps = self.spec.norm_eps
         y = x if spec.norms == "post" else backend.rms_norm(x, weights.attention_norm, eps)
         y = self._attention(backend, y, spec, weights, index)
         return y if spec.norms == "pre" else backend.rms_norm(y, weights.attention_post_norm, eps)
 
-    def _fed(self, backend: Backend, x: Any, index: int) -> Any:
-        """What the MLP of a layer adds to a state, its norms included."""
+    def _mlp_block(self, backend: Backend, x: Any, index: int) -> Any:
+        """The MLP sublayer of a layer without its residual connection, norms included."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
         eps = self.spec.norm_eps
         y = x if spec.norms == "post" else backend.rms_norm(x, weights.mlp_norm, eps)
@@ -167,7 +174,7 @@ class Network:
         return y if spec.norms == "pre" else backend.rms_norm(y, weights.mlp_post_norm, eps)
 
     def head(self, backend: Backend, x: Any) -> Any:
-        """Logits, from the state after whichever layer a row stops at."""
+        """Logits from hidden states, of the last layer or of an earlier one at which rows stop."""
         y = backend.rms_norm(x, self.weights.final_norm, self.spec.norm_eps)
         y = backend.linear(y, self.weights.head, self.weights.head_bias)
         if self.spec.logit_scale != 1.0:
@@ -214,47 +221,51 @@ def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: GatedMlp | Experts) -> 
     return _linear(backend, backend.gated(gate, up, spec.activation), mlp.down)
 
 
-def _check_layer(start: str, spec: LayerSpec, layer: LayerWeights, hidden: int) -> None:
+def _check_layer(prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int) -> None:
     dim = spec.attention.head_dim
-    wide, narrow = spec.attention.num_heads * dim, spec.attention.num_kv_heads * dim
+    q_size, kv_size = spec.attention.num_heads * dim, spec.attention.num_kv_heads * dim
     for name, shape in (
-        ("query", (wide, hidden)),
-        ("key", (narrow, hidden)),
-        ("value", (narrow, hidden)),
-        ("output", (hidden, wide)),
+        ("query", (q_size, hidden)),
+        ("key", (kv_size, hidden)),
+        ("value", (kv_size, hidden)),
+        ("output", (hidden, q_size)),
     ):
-        _check_linear(start + name, getattr(layer, name), shape)
-    before, after = spec.norms != "post", spec.norms != "pre"
-    full = spec.qk_norm == "full"
+        _check_linear(prefix + name, getattr(layer, name), shape)
+    has_pre_norm, has_post_norm = spec.norms != "post", spec.norms != "pre"
+    is_full_norm = spec.qk_norm == "full"
     sizes = {
-        "attention_norm": hidden if before else None,
-        "mlp_norm": hidden if before else None,
-        "attention_post_norm": hidden if after else None,
-        "mlp_post_norm": hidden if after else None,
-        "query_norm": (wide if full else dim) if spec.qk_norm else None,
-        "key_norm": (narrow if full else dim) if spec.qk_norm else None,
+        "attention_norm": hidden if has_pre_norm else None,
+        "mlp_norm": hidden if has_pre_norm else None,
+        "attention_post_norm": hidden if has_post_norm else None,
+        "mlp_post_norm": hidden if has_post_norm else None,
+        "query_norm": (q_size if is_full_norm else dim) if spec.qk_norm else None,
+        "key_norm": (kv_size if is_full_norm else dim) if spec.qk_norm else None,
     }
     for name, size in sizes.items():
         if size is not None:
-            _check_vector(start + name, getattr(layer, name), size)
-    _check_mlp(start, spec, layer.mlp, hidden)
+            _check_vector(prefix + name, getattr(layer, name), size)
+    _check_mlp(prefix, spec, layer.mlp, hidden)
 
 
-def _check_mlp(start: str, spec: LayerSpec, mlp: GatedMlp | Experts, hidden: int) -> None:
+def _check_mlp(prefix: str, spec: LayerSpec, mlp: GatedMlp | Experts, hidden: int) -> None:
     if isinstance(mlp, GatedMlp):
         if spec.num_experts:
-            raise CheckpointError(f"{start}mlp: one, not {spec.num_experts} experts")
+            raise CheckpointError(
+                f"{prefix}mlp: the weights have one MLP, the spec has {spec.num_experts} experts"
+            )
         inner = mlp.gate.weight.out_features
         for name, shape in (
             ("gate", (inner, hidden)),
             ("up", (inner, hidden)),
             ("down", (hidden, inner)),
         ):
-            _check_linear(start + name, getattr(mlp, name), shape)
+            _check_linear(prefix + name, getattr(mlp, name), shape)
         return
-    _check_matrix(f"{start}router", mlp.router, (spec.num_experts, hidden))
+    _check_matrix(f"{prefix}router", mlp.router, (spec.num_experts, hidden))
     if {len(mlp.gate), len(mlp.up), len(mlp.down)} != {spec.num_experts}:
-        raise CheckpointError(f"{start}experts: {len(mlp.gate)}, not {spec.num_experts}")
+        raise CheckpointError(
+            f"{prefix}experts: the weights have {len(mlp.gate)}, the spec has {spec.num_experts}"
+        )
     inner = mlp.gate[0].out_features
     for kind, shape in (
         ("gate", (inner, hidden)),
@@ -262,7 +273,7 @@ def _check_mlp(start: str, spec: LayerSpec, mlp: GatedMlp | Experts, hidden: int
         ("down", (hidden, inner)),
     ):
         for weight in getattr(mlp, kind):
-            _check_matrix(f"{start}an expert's {kind}", weight, shape)
+            _check_matrix(f"{prefix}an expert's {kind}", weight, shape)
 
 
 def _check_linear(name: str, linear: Linear, shape: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""Whatever a user calls a model, made into one."""
+"""Opens a model from a name, a path, a checkpoint or a model object."""
 
 from __future__ import annotations
 
@@ -23,46 +23,57 @@ BACKENDS = ("native", "torch", "triton")
 
 
 class WeightFormat(ABC):
-    """A number format with a way of its own to get there. `dtype` is what it ends in."""
+    """A weight format that a method of its own produces (quantisation with calibration, say)."""
 
     @property
     @abstractmethod
     def dtype(self) -> str | None:
-        """The format as every model knows it."""
+        """The resulting number format, as `dtype` names it; None means as stored."""
 
     @abstractmethod
     def open(self, model: Any, **options: Any) -> tuple[Model, Tokenizer | None]:
-        """The model of a name, a folder or a file in this format; `options` as for `open_model`."""
+        """Open the model of a name, a folder or a file in this format; `options` as for
+        `open_model`."""
 
 
 def choose_executor(
     backend: str | None = None, threads: int | None = None, device: str | None = None
 ) -> Callable[[Network], Executor] | None:
-    """What runs a network: on the CPU the compiled kernels ("native") where they can be had, else
-    torch (None); on `device` "cuda" the Triton kernels ("triton") where they can be had, else
-    torch. `backend`, or the environment variable ANYDECODE_BACKEND, settles it."""
+    """The executor that runs a network, as a factory; None means torch.
+
+    Args:
+        backend: "native", "torch" or "triton". None means the environment variable
+            ANYDECODE_BACKEND if it is set. Otherwise the compiled kernels ("native") run on the CPU
+            and the Triton kernels on CUDA, each if available, and else torch.
+        threads: The number of threads of the native kernels.
+        device: "cpu" or "cuda"; None means "cpu".
+
+    Raises:
+        InvalidRequestError: An unknown backend or device, or a wrong number of threads.
+        UnsupportedCombinationError: The backend is not available, or not on this device.
+    """
     from anydecode.kernels.native import NativeExecutor, thread_count
 
-    thread_count(threads)  # whichever backend it is, no other number is accepted
-    wanted = backend or os.environ.get("ANYDECODE_BACKEND") or None
-    if wanted not in (None, *BACKENDS):
+    thread_count(threads)  # validated for every backend
+    requested = backend or os.environ.get("ANYDECODE_BACKEND") or None
+    if requested not in (None, *BACKENDS):
         raise InvalidRequestError(
-            f"no backend is called {wanted!r}; there are {', '.join(BACKENDS)}"
+            f"backend {requested!r} is unknown; choose from {', '.join(BACKENDS)}"
         )
-    kind = (device or "cpu").partition(":")[0]
-    if kind not in ("cpu", "cuda"):
+    device_type = (device or "cpu").partition(":")[0]
+    if device_type not in ("cpu", "cuda"):
         raise InvalidRequestError(f"device {device!r} is unknown; choose cpu or cuda")
-    on_gpu = kind == "cuda"
-    if on_gpu and wanted == "native":
+    is_cuda = device_type == "cuda"
+    if is_cuda and requested == "native":
         raise UnsupportedCombinationError("the native kernels run on the CPU, not on cuda")
-    if wanted == "triton" or (on_gpu and wanted is None):
-        return _triton_executor(wanted)
-    if wanted == "torch":
+    if requested == "triton" or (is_cuda and requested is None):
+        return _triton_executor(requested)
+    if requested == "torch":
         return None
     from anydecode.kernels.library import load_library
 
     if load_library() is None:
-        if wanted == "native":
+        if requested == "native":
             raise UnsupportedCombinationError("the native kernels are not available here")
         return None
 
@@ -77,18 +88,18 @@ def choose_executor(
             adapters=network.adapters,
             threads=threads,
         )
-        network.forget_matrices()
+        network.release_matrices()
         return executor
 
     return execute
 
 
-def _triton_executor(wanted: str | None) -> Callable[[Network], Executor] | None:
+def _triton_executor(requested: str | None) -> Callable[[Network], Executor] | None:
     from anydecode.kernels.cuda.available import why_not
 
     problem = why_not()
     if problem is not None:
-        if wanted:
+        if requested:
             raise UnsupportedCombinationError(f"the Triton kernels cannot run here: {problem}")
         return None
 
@@ -105,29 +116,35 @@ def _triton_executor(wanted: str | None) -> Callable[[Network], Executor] | None
             embedding_scale=network.spec.embedding_scale,
             adapters=network.adapters,
         )
-        network.forget_matrices()
+        network.release_matrices()
         return executor
 
     return execute
 
 
 def open_tokenizer(tokenizer: Any) -> Tokenizer | None:
-    """A tokenizer of ours, or of `transformers`, as ours. Raises `InvalidRequestError`."""
+    """Wrap a fast tokenizer of `transformers`; an object with anydecode's Tokenizer protocol is
+    returned as it is.
+
+    Raises:
+        InvalidRequestError: The object is neither.
+    """
     if tokenizer is None or hasattr(tokenizer, "token_bytes"):
-        ours: Tokenizer | None = tokenizer
-        return ours
+        own: Tokenizer | None = tokenizer
+        return own
     if hasattr(tokenizer, "backend_tokenizer"):
         from anydecode.models.tokenizers import HFTokenizer
 
         return HFTokenizer.from_transformers(tokenizer)
     raise InvalidRequestError(
-        f"a {type(tokenizer).__name__} is no tokenizer: give a fast tokenizer of transformers, or"
+        f"a {type(tokenizer).__name__} is no tokenizer: pass a fast tokenizer of transformers, or"
         " an object with anydecode's Tokenizer protocol"
     )
 
 
-def _reference(device: str | None) -> ReferenceBackend:
-    """The torch reference on a device. Raises UnsupportedCombinationError where there is none."""
+def _reference_backend(device: str | None) -> ReferenceBackend:
+    """The torch backend on a device. Raises UnsupportedCombinationError if there is no such
+    device."""
     if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
         raise UnsupportedCombinationError("torch finds no CUDA device")
     return ReferenceBackend(device or "cpu")
@@ -141,17 +158,18 @@ def open_checkpoint(
     backend: str | None = None,
     device: str | None = None,
 ) -> tuple[Model, Tokenizer | None]:
-    """The model of a checkpoint that is loaded already, and its tokenizer."""
+    """Build the model of a loaded checkpoint; returns it with the checkpoint's tokenizer. Arguments
+    and errors as for `open_model`."""
     from anydecode.models.families import build_model
 
     executor = choose_executor(backend, threads, device)
-    reference = None if executor else _reference(device)
-    built = build_model(checkpoint, dtype, reference, executor=executor)
-    mask, size = getattr(checkpoint.tokenizer, "mask_id", None), built.spec.vocab_size
-    if mask is not None and mask >= size and not built.spec.causal:
+    reference = None if executor else _reference_backend(device)
+    model = build_model(checkpoint, dtype, reference, executor=executor)
+    mask, size = getattr(checkpoint.tokenizer, "mask_id", None), model.spec.vocab_size
+    if mask is not None and mask >= size and not model.spec.causal:
         raise refusal("mask_token_id", mask, f"a token of the {size} that have embeddings")
-    built.path, built.dtype = checkpoint.path, dtype
-    return built, checkpoint.tokenizer
+    model.path, model.dtype = checkpoint.path, dtype
+    return model, checkpoint.tokenizer
 
 
 def open_model(
@@ -162,9 +180,25 @@ def open_model(
     backend: str | None = None,
     device: str | None = None,
 ) -> tuple[Model, Tokenizer | None]:
-    """The model, and the tokenizer its checkpoint brings. `model` is a name, a repo id, a folder, a
-    `.gguf` path, an object with the `Model` protocol or a `transformers` causal model. `device` is
-    "cpu" (None means it) or "cuda"."""
+    """Open a model.
+
+    Args:
+        model: A name, a repo id, a folder, a `.gguf` path, an object with the `Model` protocol or a
+            `transformers` causal model.
+        dtype: The weight format to convert to; None means as stored.
+        threads: The number of threads of the native kernels.
+        backend: "native", "torch" or "triton", see `choose_executor`.
+        device: "cpu" or "cuda"; None means "cpu".
+
+    Returns:
+        The model, and the tokenizer of its checkpoint if it has one.
+
+    Raises:
+        InvalidRequestError: The object is not a model.
+        ModelNotFoundError: There is no model of this name.
+        CheckpointError: The checkpoint is corrupt or unsupported.
+        UnsupportedCombinationError: The backend is not available, or not on this device.
+    """
     if isinstance(dtype, WeightFormat):
         return dtype.open(model, threads=threads, backend=backend, device=device)
     if isinstance(model, str | os.PathLike):
@@ -181,6 +215,6 @@ def open_model(
 
         return HuggingFaceModel(model), None
     raise InvalidRequestError(
-        f"a {type(model).__name__} is no model: give a name, a folder, a .gguf file, or a"
+        f"a {type(model).__name__} is no model: pass a name, a folder, a .gguf file, or a"
         " transformers causal model"
     )

@@ -1,5 +1,5 @@
-"""Qwen2's tokenizer from the files of its slow class, as Dream's checkpoints have them: vocab.json,
-merges.txt and a list of added tokens, built for the `tokenizers` library."""
+"""Builds Qwen2's tokenizer from vocab.json, merges.txt and a list of added tokens: the files of the
+slow tokenizer class, which Dream's checkpoints have instead of tokenizer.json."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 
 from anydecode.errors import CheckpointError
-from anydecode.models.gguf_tokenizer import PATTERNS, splitter
+from anydecode.models.gguf_tokenizer import PATTERNS, make_pre_tokenizer
 
-#: `tokenizer_class` of the tokenizers that follow Qwen2's rules.
+#: Values of `tokenizer_class` with Qwen2's rules.
 CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer")
 
 
 def qwen2_tokenizer(
     folder: Path, settings: Mapping[str, Any], added: Mapping[str, Any]
 ) -> Tokenizer | None:
-    """The tokenizer in `folder`; None where the two files are missing or the class is another one.
+    """Build the tokenizer in `folder`.
 
-    `settings` is tokenizer_config.json over special_tokens_map.json. `added` is added_tokens.json,
-    which counts where `settings` has no `added_tokens_decoder`. Raises `CheckpointError`.
+    Args:
+        folder: The folder with vocab.json and merges.txt.
+        settings: special_tokens_map.json, updated with tokenizer_config.json.
+        added: added_tokens.json; used if `settings` has no `added_tokens_decoder`.
+
+    Returns:
+        The tokenizer; None if a file is missing or `tokenizer_class` is another one.
+
+    Raises:
+        CheckpointError: The files are corrupt.
     """
     vocab_file, merges_file = folder / "vocab.json", folder / "merges.txt"
     if settings.get("tokenizer_class") not in CLASSES:
@@ -41,9 +49,9 @@ def qwen2_tokenizer(
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{folder}: not a tokenizer: {reason}") from None
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = splitter(PATTERNS["qwen2"])
+    tokenizer.pre_tokenizer = make_pre_tokenizer(PATTERNS["qwen2"])
     tokenizer.decoder = decoders.ByteLevel()
-    # Their ids are those in the vocabulary.
+    # The vocabulary contains the added tokens, so their ids are kept.
     tokenizer.add_tokens([token for _, token in sorted(tokens.items())])
     return tokenizer
 
@@ -58,18 +66,20 @@ def token_text(entry: Any) -> str | None:
 def _added_tokens(
     settings: Mapping[str, Any], added: Mapping[str, Any], vocab: Mapping[str, int]
 ) -> dict[int, AddedToken]:
-    """The tokens that are found in a text before it is split, by id."""
-    named = _special_texts(settings)
-    listed = settings.get("added_tokens_decoder") or {
+    """The tokens that are matched in a text before it is split, by id."""
+    special_texts = _special_texts(settings)
+    entries = settings.get("added_tokens_decoder") or {
         index: {"content": text} for text, index in added.items()
     }
-    listed = {int(index): entry for index, entry in listed.items()}
-    known = {entry["content"] for entry in listed.values()}
-    listed |= {vocab[text]: {"content": text} for text in named - known if text in vocab}
+    entries = {int(index): entry for index, entry in entries.items()}
+    entry_texts = {entry["content"] for entry in entries.values()}
+    entries |= {
+        vocab[text]: {"content": text} for text in special_texts - entry_texts if text in vocab
+    }
     tokens = {}
-    for index, entry in listed.items():
+    for index, entry in entries.items():
         text = entry["content"]
-        special = bool(entry.get("special")) or text in named
+        special = bool(entry.get("special")) or text in special_texts
         tokens[index] = AddedToken(
             text,
             single_word=bool(entry.get("single_word")),
@@ -82,7 +92,7 @@ def _added_tokens(
 
 
 def _special_texts(settings: Mapping[str, Any]) -> set[str]:
-    """The texts of all tokens that the settings name as special."""
+    """The texts of all tokens that the settings list as special."""
     entries = [entry for name, entry in settings.items() if name.endswith("_token")]
     for name in ("additional_special_tokens", "extra_special_tokens"):
         more = settings.get(name) or []

@@ -1,5 +1,5 @@
-"""Test doubles: a model whose logits are a known function of what each row really sees, and a
-tokenizer of bytes. They find mistakes in trees, forks, evictions and restarts within milliseconds.
+"""Test doubles: a model whose logits are a known function of the tokens each row attends to, and a
+byte tokenizer. Tests of trees, forks, evictions and restarts run in milliseconds with them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from anydecode.kernels.interface import Attention, KeyValues, Output, OutputSpec, Rows
 from anydecode.models.spec import LayerSpec, ModelSpec
 
-#: From the visible tokens (by position, holes left out) to logits `[vocab_size]`.
+#: The tokens a row attends to, by position, holes left out.
 Path = tuple[int, ...]
+#: From a path to logits `[vocab_size]`.
 Script = Callable[[Path], np.ndarray]
 
 EOS, BOS, MASK = 256, 257, 258
@@ -25,18 +26,30 @@ _HIDDEN_SIZE = 4
 
 
 class ScriptedModel:
-    """Implements `Model`. Each layer's cache holds the token of every slot, so a row finds out what
-    it sees through its own slots, layer by layer, as a real model would; reading a slot in which
-    nothing was stored is an error.
+    """A `Model` whose logits are a known function of the visible tokens.
 
-    `script` is a function, or a mapping from the last visible tokens (the longest suffix that is a
-    key wins) to the logits of the tokens that stand out. Without one, logits are pseudo-random in
-    the last `memory` visible tokens and `seed`, sharpened towards repeating what stood there before
-    so that texts have structure. `noise` adds pseudo-random error: two models with one seed and
-    different noise often agree. Rows that stop early, or whose layers run in parallel, answer with
-    noise of their own. A causal row
-    whose position is not the number of tokens before it gets other logits than one where it is.
-    A hidden state names a path this model has met, so it means nothing to another model.
+    The cache of each layer stores the token of every slot. A row reads the tokens it attends to
+    through its slots, layer by layer, as a real model does; reading a slot in which nothing was
+    stored raises RuntimeError.
+
+    Rows that stop early, or whose layers run in parallel, have additional noise. A causal row whose
+    position differs from the number of tokens before it has other logits. A hidden state identifies
+    a path that this model has processed, so another model cannot use it.
+
+    Args:
+        script: A function from the visible tokens to logits, or a mapping from a suffix of them to
+            the logits of some tokens; the longest suffix that is a key is used, and all other
+            tokens have logit -20. None: the logits are a pseudo-random function of `seed` and the
+            last `memory` visible tokens, plus a bonus for tokens that followed the same token
+            before, so that texts have structure.
+        vocab_size: The number of tokens.
+        seed: The seed of the pseudo-random logits.
+        memory: The number of tokens on which they depend.
+        noise: The scale of an additional pseudo-random error. Two models with the same seed and
+            different noise often agree.
+        num_layers: The number of layers.
+        causal: Whether rows attend to earlier positions only.
+        max_positions: The context length.
     """
 
     def __init__(
@@ -65,15 +78,19 @@ class ScriptedModel:
         self.seed = seed
         self.memory = memory
         self.noise = noise
-        self._table = script if isinstance(script, Mapping) else {}
+        self._logits_by_suffix = script if isinstance(script, Mapping) else {}
         self.script: Script = (
-            self._looked_up if self._table else script if callable(script) else self._random
+            self._lookup
+            if self._logits_by_suffix
+            else script
+            if callable(script)
+            else self._random_logits
         )
         self._rows: dict[Path, np.ndarray] = {}
         self._paths: dict[int, tuple[Path, int]] = {}
 
     def new_cache(self, num_slots: int) -> KeyValues:
-        """One number per slot and layer: the token, or -1."""
+        """A cache of one number per slot and layer: the token, or -1."""
 
         def empty() -> list[torch.Tensor]:
             return [torch.full((num_slots, 1, 1), -1.0) for _ in self.spec.layers]
@@ -81,22 +98,29 @@ class ScriptedModel:
         return KeyValues(empty(), empty())
 
     def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
-        """One pass: store every row's token in its layers, then look at what each row sees."""
-        held = [keys.numpy()[:, 0, 0] for keys in cache.keys]
+        """One forward pass: stores every row's token in its layers, then reads what each row
+        attends to.
+
+        Raises:
+            RuntimeError: A row attends to an empty slot, or a causal row does not attend to itself.
+        """
+        stored = [keys.numpy()[:, 0, 0] for keys in cache.keys]
         tokens = rows.tokens.copy()
         if rows.inputs is not None:
-            fed = tokens < 0
-            tokens[fed] = rows.inputs[torch.from_numpy(fed), 0].numpy().astype(np.int32)
+            is_embedding = tokens < 0
+            tokens[is_embedding] = (
+                rows.inputs[torch.from_numpy(is_embedding), 0].numpy().astype(np.int32)
+            )
         for row in np.flatnonzero(rows.slots >= 0):
             for layer in range(rows.start[row], rows.stop[row]):
-                held[layer][rows.slots[row]] = tokens[row]
-        states = self._states(rows, held, tokens)
+                stored[layer][rows.slots[row]] = tokens[row]
+        state = self._states(rows, stored, tokens)
         last = rows.stop if rows.parallel is None else rows.stop - (rows.parallel > 0)
-        answers = np.array([states(int(row), int(last[row])) for row in output_spec.logits])
-        logits = self.head(torch.from_numpy(answers.reshape(-1, _HIDDEN_SIZE)))
+        final_states = np.array([state(int(row), int(last[row])) for row in output_spec.logits])
+        logits = self.head(torch.from_numpy(final_states.reshape(-1, _HIDDEN_SIZE)))
         hidden = {
             layer: torch.from_numpy(
-                np.array([states(int(row), layer) for row in index], np.float32).reshape(
+                np.array([state(int(row), layer) for row in index], np.float32).reshape(
                     -1, _HIDDEN_SIZE
                 )
             )
@@ -105,7 +129,7 @@ class ScriptedModel:
         return Output(logits, hidden)
 
     def embed(self, tokens: np.ndarray) -> torch.Tensor:
-        """What stands for these tokens as an input: float32 `[n, hidden_size]`."""
+        """Input embeddings of tokens, float32 `[n, hidden_size]`."""
         inputs = torch.zeros(len(tokens), _HIDDEN_SIZE)
         inputs[:, 0] = torch.from_numpy(np.asarray(tokens, np.float32))
         return inputs
@@ -113,81 +137,88 @@ class ScriptedModel:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits float32 `[n, vocab_size]` of hidden states."""
         rows = [
-            self._answer(int(high) << 24 | int(low), int(layer))
+            self._path_logits(int(high) << 24 | int(low), int(layer))
             for _, layer, high, low in hidden.tolist()
         ]
         table = np.array(rows, np.float32).reshape(-1, self.spec.vocab_size)
         return torch.from_numpy(table)
 
     def _states(
-        self, rows: Rows, held: list[np.ndarray], tokens: np.ndarray
+        self, rows: Rows, stored: list[np.ndarray], tokens: np.ndarray
     ) -> Callable[[int, int], np.ndarray]:
-        """The state of a row after some layers: its token, the layers, and its path's number."""
+        """A function from a row and a number of layers to the hidden state: the row's token, the
+        number of layers, and the number of its path in two parts."""
 
         def state(row: int, layer: int) -> np.ndarray:
-            number = self._meet(rows, row, layer - 1, held, int(tokens[row])) if layer else 0
+            number = (
+                self._record_path(rows, row, layer - 1, stored, int(tokens[row])) if layer else 0
+            )
             return np.array([tokens[row], layer, number >> 24, number % (1 << 24)], np.float32)
 
         return state
 
-    def _meet(self, rows: Rows, row: int, layer: int, held: list[np.ndarray], token: int) -> int:
+    def _record_path(
+        self, rows: Rows, row: int, layer: int, stored: list[np.ndarray], token: int
+    ) -> int:
         table = rows.tables[rows.table[row]]
         table = table[layer] if table.ndim == 2 else table
         first = int(rows.tail_start[row])
         tail = rows.tails[first : first + rows.tail_length[row]]
         slots = np.concatenate([table[: rows.prefix[row]], tail])
-        seen = tuple(held[layer][slots[slots >= 0]].astype(int).tolist())
-        if -1 in seen:
-            raise RuntimeError(f"row {row} sees a slot in which layer {layer} stored nothing")
-        if self.spec.causal and (not seen or seen[-1] != token):
-            raise RuntimeError(f"the row of token {token} does not see itself: {seen[-4:]}")
-        path = seen, int(rows.positions[row])
+        visible = tuple(stored[layer][slots[slots >= 0]].astype(int).tolist())
+        if -1 in visible:
+            raise RuntimeError(f"row {row} attends to a slot in which layer {layer} stored nothing")
+        if self.spec.causal and (not visible or visible[-1] != token):
+            raise RuntimeError(
+                f"the row of token {token} does not attend to itself: {visible[-4:]}"
+            )
+        path = visible, int(rows.positions[row])
         digest = hashlib.blake2b(repr(path).encode(), digest_size=6).digest()
         number = int.from_bytes(digest, "big")
         self._paths[number] = path
         return number
 
-    def _answer(self, number: int, layer: int) -> np.ndarray:
-        seen, position = self._paths[number] if layer else ((), -1)
+    def _path_logits(self, number: int, layer: int) -> np.ndarray:
+        visible, position = self._paths[number] if layer else ((), -1)
         if not self.spec.causal:
-            return np.asarray(self.script((*seen, position)))
-        logits = np.asarray(self.script(seen))
-        if position != len(seen) - 1:
-            logits = np.roll(logits, position - len(seen) + 1)
+            return np.asarray(self.script((*visible, position)))
+        logits = np.asarray(self.script(visible))
+        if position != len(visible) - 1:
+            logits = np.roll(logits, position - len(visible) + 1)
         if self.noise:
-            logits = logits + self.noise * self._draw((self.seed, 1, *seen[-4:]))
+            logits = logits + self.noise * self._normal((self.seed, 1, *visible[-4:]))
         if layer < self.spec.num_layers:
-            logits = logits + self._draw((self.seed, 2, *seen[-4:])) / max(1, layer)
+            logits = logits + self._normal((self.seed, 2, *visible[-4:])) / max(1, layer)
         return logits
 
-    def _looked_up(self, seen: Path) -> np.ndarray:
+    def _lookup(self, visible: Path) -> np.ndarray:
         logits = np.full(self.spec.vocab_size, -20.0)
-        for start in range(len(seen) + 1):
-            if seen[start:] in self._table:
-                for token, logit in self._table[seen[start:]].items():
+        for start in range(len(visible) + 1):
+            if visible[start:] in self._logits_by_suffix:
+                for token, logit in self._logits_by_suffix[visible[start:]].items():
                     logits[token] = logit
                 return logits
-        raise KeyError(f"the script has no entry for the end of {seen}")
+        raise KeyError(f"the script has no entry for the end of {visible}")
 
-    def _random(self, seen: Path) -> np.ndarray:
-        key = (self.seed, 0, *seen[-self.memory :])
+    def _random_logits(self, visible: Path) -> np.ndarray:
+        key = (self.seed, 0, *visible[-self.memory :])
         if key not in self._rows:
-            self._rows[key] = 2.5 * self._draw(key)
+            self._rows[key] = 2.5 * self._normal(key)
         logits = self._rows[key]
-        if self.spec.causal and len(seen) > 8:
+        if self.spec.causal and len(visible) > 8:
             logits = logits.copy()
-            for position in range(1, len(seen)):
-                if seen[position - 1] == seen[-1]:
-                    logits[seen[position]] += 1.5
+            for position in range(1, len(visible)):
+                if visible[position - 1] == visible[-1]:
+                    logits[visible[position]] += 1.5
         return logits
 
-    def _draw(self, key: Path) -> np.ndarray:
+    def _normal(self, key: Path) -> np.ndarray:
         words = [part % (1 << 32) for part in key]
         return np.random.default_rng(words).normal(size=self.spec.vocab_size)
 
 
 class ByteTokenizer:
-    """Implements `Tokenizer`: one token per byte, and an end, a beginning and a mask."""
+    """A `Tokenizer` with one token per byte, and EOS, BOS and mask tokens."""
 
     vocab_size = BYTE_VOCABULARY
     eos_ids = frozenset({EOS})
@@ -204,7 +235,7 @@ class ByteTokenizer:
         return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """One byte; none for special tokens."""
+        """One byte; empty for special tokens."""
         return bytes([token]) if token < 256 else b""
 
     def token_text(self, token: int) -> str:
@@ -222,13 +253,13 @@ class ByteTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """`role: content` line by line."""
+        """One line `role: content` per message."""
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 
 
 class FillInTokenizer(ByteTokenizer):
-    """Bytes, and the marks of models that fill in the middle."""
+    """`ByteTokenizer` with the special tokens of fill-in-the-middle models."""
 
     vocab_size = BYTE_VOCABULARY + 3
     marks = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
@@ -241,8 +272,8 @@ class FillInTokenizer(ByteTokenizer):
 
 
 class PieceTokenizer(ByteTokenizer):
-    """Tokens of several bytes, and an end; text is split into the longest that fit, from its
-    beginning on."""
+    """A `Tokenizer` with tokens of several bytes, and EOS. Text is split greedily into the longest
+    matching tokens."""
 
     mask_id: int | None = None
 
@@ -252,16 +283,18 @@ class PieceTokenizer(ByteTokenizer):
         self.eos_ids = frozenset({len(pieces)})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The longest pieces, one after the other."""
-        left, tokens = text.encode(), []
-        while left:
-            fitting = [token for token, one in enumerate(self._pieces) if left.startswith(one)]
+        """The longest matching tokens, from left to right."""
+        remaining, tokens = text.encode(), []
+        while remaining:
+            fitting = [
+                token for token, piece in enumerate(self._pieces) if remaining.startswith(piece)
+            ]
             tokens.append(max(fitting, key=lambda token: len(self._pieces[token])))
-            left = left[len(self._pieces[tokens[-1]]) :]
+            remaining = remaining[len(self._pieces[tokens[-1]]) :]
         return tokens
 
     def token_bytes(self, token: int) -> bytes:
-        """A piece; none for the end."""
+        """The token's bytes; empty for EOS."""
         return self._pieces[token] if token < len(self._pieces) else b""
 
     def token_text(self, token: int) -> str:

@@ -1,4 +1,4 @@
-"""Draft models made from the target: a copy in another weight format, or with fewer layers."""
+"""Draft models derived from the target: a copy in another weight format, or with fewer layers."""
 
 from __future__ import annotations
 
@@ -26,23 +26,40 @@ def open_draft(
     threads: int | None = None,
     backend: str | None = None,
 ) -> tuple[Model, Tokenizer | None]:
-    """A draft model: anything `open_model` takes, or a copy of `target` that says "self:" and then
-    a dtype, or layers=n (n of its layers, spread evenly, first and last among them), or both with
-    a comma between them. "self" alone is the target itself."""
+    """Open a draft model.
+
+    Args:
+        draft: Anything `open_model` takes, or a copy of the target: "self:" followed by a dtype
+            ("self:int4"), layers=n (n of its layers, evenly spaced, including the first and the
+            last), or both, separated by a comma. "self" alone is the target itself.
+        target: The target model.
+        dtype: The weight format of the draft.
+        threads: The number of threads of the native kernels.
+        backend: The backend of the draft, see `choose_executor`.
+
+    Returns:
+        The draft model, and its tokenizer; None for a copy of the target.
+
+    Raises:
+        InvalidRequestError: What follows "self:" is neither layers=n nor a dtype, or n is out of
+            range.
+        UnsupportedCombinationError: The target has no checkpoint to copy.
+    """
     if not isinstance(draft, str) or draft.partition(":")[0] != "self":
         return open_model(draft, dtype=dtype, threads=threads, backend=backend)
-    copied, layers = dtype, 0
+    draft_dtype, layers = dtype, 0
     for part in filter(None, draft.partition(":")[2].split(",")):
         name, _, value = part.strip().partition("=")
         if name == "layers" and value.isdecimal():
             layers = int(value)
         elif name in DTYPES and not value:
-            copied = name
+            draft_dtype = name
         else:
             raise InvalidRequestError(
-                f"draft={draft!r}: after 'self:' stand layers=n or one of {', '.join(DTYPES)}"
+                f"draft={draft!r}: allowed after 'self:' are layers=n and one of"
+                f" {', '.join(DTYPES)}"
             )
-    if copied == dtype and not layers:
+    if draft_dtype == dtype and not layers:
         return target, None
     path = getattr(target, "path", None)
     if path is None:
@@ -50,20 +67,24 @@ def open_draft(
             f"draft={draft!r} copies a model from its checkpoint; this one has none"
         )
     if not layers:
-        return open_model(path, dtype=copied, threads=threads, backend=backend)[0], None
-    whole = build_model(load_checkpoint(path), copied)
-    return thinned(whole, layers, choose_executor(backend, threads)), None
+        return open_model(path, dtype=draft_dtype, threads=threads, backend=backend)[0], None
+    full_model = build_model(load_checkpoint(path), draft_dtype)
+    return select_layers(full_model, layers, choose_executor(backend, threads)), None
 
 
-def thinned(
+def select_layers(
     model: Transformer, layers: int, executor: Callable[[Network], Executor] | None = None
 ) -> Transformer:
-    """`model` with `layers` of its layers, sharing their weights."""
-    depth = model.spec.num_layers
-    if not 2 <= layers <= depth:
-        raise InvalidRequestError(f"layers={layers}: a draft can keep 2 to {depth} of the layers")
-    kept = [round(position * (depth - 1) / (layers - 1)) for position in range(layers)]
-    spec = replace(model.spec, layers=tuple(model.spec.layers[layer] for layer in kept))
+    """A model of `layers` evenly spaced layers of `model`, sharing their weights."""
+    num_layers = model.spec.num_layers
+    if not 2 <= layers <= num_layers:
+        raise InvalidRequestError(
+            f"layers={layers}: a draft can keep 2 to {num_layers} of the layers"
+        )
+    selected = [round(index * (num_layers - 1) / (layers - 1)) for index in range(layers)]
+    spec = replace(model.spec, layers=tuple(model.spec.layers[layer] for layer in selected))
     weights = model.network.weights
-    few = replace(weights, layers=[weights.layers[layer] for layer in kept])
-    return Transformer(spec, few, name=f"{model.name} ({layers} layers)", executor=executor)
+    draft_weights = replace(weights, layers=[weights.layers[layer] for layer in selected])
+    return Transformer(
+        spec, draft_weights, name=f"{model.name} ({layers} layers)", executor=executor
+    )

@@ -1,4 +1,5 @@
-"""The shape of a decoder-only transformer: everything in which the supported families differ."""
+"""The architecture of a decoder-only transformer: everything in which the supported families
+differ."""
 
 from __future__ import annotations
 
@@ -11,13 +12,24 @@ from anydecode.models.limits import MAX_COUNT, integer, number, refusal
 
 @dataclass(frozen=True, eq=False)
 class LayerSpec:
-    """One layer. `norms` tells where RMS norms stand: "pre" (most), "post" (OLMo 2: on the output
-    of each sublayer only), "both" (Gemma 2 and 3)."""
+    """The architecture of one layer.
+
+    Attributes:
+        attention: The shape of the attention.
+        rope: The rotary position embedding; None for no position embedding (SmolLM3).
+        norms: Where the RMS norms are: "pre" (most families), "post" (OLMo 2: on the output of each
+            sublayer only), "both" (Gemma 2 and 3).
+        qk_norm: The norm of queries and keys: None, "head" (Qwen3, Gemma 3) or "full" (OLMo 2).
+        activation: The activation of the gated MLP, "silu" or "gelu_tanh".
+        num_experts: The number of experts; 0 for a dense MLP.
+        experts_per_token: The number of experts that a token is routed to.
+        normalise_experts: Whether the routing weights of those experts are normalised to 1.
+    """
 
     attention: Attention
-    rope: Rope | None  # None: no position embedding in this layer (SmolLM3)
+    rope: Rope | None
     norms: str = "pre"
-    qk_norm: str | None = None  # None, "head" (Qwen3, Gemma 3) or "full" (OLMo 2)
+    qk_norm: str | None = None
     activation: str = "silu"
     num_experts: int = 0
     experts_per_token: int = 0
@@ -26,7 +38,8 @@ class LayerSpec:
 
 @dataclass(frozen=True, eq=False)
 class ModelSpec:
-    """A whole model. Norm weights that a family stores as an offset from one are folded at load."""
+    """The architecture of a model. Norm weights that a family stores as an offset from 1 are
+    converted when they are loaded."""
 
     architecture: str
     vocab_size: int
@@ -39,11 +52,11 @@ class ModelSpec:
     logit_softcap: float | None = None
     causal: bool = True
     logit_shift: int = 0  # 1: row r of the logits predicts r + 1 in a bidirectional model (Dream)
-    block_size: int | None = None  # positions see their own block of this size and those before
+    block_size: int | None = None  # positions attend to their own block and those before it
 
     def __post_init__(self) -> None:
-        """Raise CheckpointError, naming field and value, for what no model has or what the kernels'
-        integers do not hold."""
+        """Raise CheckpointError, naming field and value, for values that are invalid or too large
+        for the kernels' integers."""
         integer("vocab_size", self.vocab_size)
         integer("hidden_size", self.hidden_size)
         integer("max_positions", self.max_positions)
@@ -64,10 +77,10 @@ class ModelSpec:
         return len(self.layers)
 
 
-def _check_layer(start: str, layer: LayerSpec) -> None:
-    _check_attention(start, layer.attention)
+def _check_layer(prefix: str, layer: LayerSpec) -> None:
+    _check_attention(prefix, layer.attention)
     if layer.rope is not None:
-        _check_rope(start, layer.rope, layer.attention.head_dim)
+        _check_rope(prefix, layer.rope, layer.attention.head_dim)
     choices = {
         "norms": ("pre", "post", "both"),
         "qk_norm": (None, "head", "full"),
@@ -75,31 +88,31 @@ def _check_layer(start: str, layer: LayerSpec) -> None:
     }
     for name, allowed in choices.items():
         if getattr(layer, name) not in allowed:
-            raise refusal(f"{start}{name}", getattr(layer, name), f"one of {allowed}")
-    integer(f"{start}num_experts", layer.num_experts, 0, MAX_COUNT)
+            raise refusal(f"{prefix}{name}", getattr(layer, name), f"one of {allowed}")
+    integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_COUNT)
     min_used = min(1, layer.num_experts)
-    integer(f"{start}experts_per_token", layer.experts_per_token, min_used, layer.num_experts)
+    integer(f"{prefix}experts_per_token", layer.experts_per_token, min_used, layer.num_experts)
 
 
-def _check_attention(start: str, shape: Attention) -> None:
-    heads = integer(f"{start}num_heads", shape.num_heads, 1, MAX_COUNT)
-    kv_heads = integer(f"{start}num_kv_heads", shape.num_kv_heads, 1, MAX_COUNT)
+def _check_attention(prefix: str, shape: Attention) -> None:
+    heads = integer(f"{prefix}num_heads", shape.num_heads, 1, MAX_COUNT)
+    kv_heads = integer(f"{prefix}num_kv_heads", shape.num_kv_heads, 1, MAX_COUNT)
     if heads % kv_heads:
-        raise refusal(f"{start}num_kv_heads", kv_heads, f"a divisor of the {heads} heads")
-    dim = integer(f"{start}head_dim", shape.head_dim, 1, MAX_COUNT)
-    integer(f"{start}num_heads * head_dim", heads * dim)
-    number(f"{start}scale", shape.scale)
+        raise refusal(f"{prefix}num_kv_heads", kv_heads, f"a divisor of the {heads} heads")
+    dim = integer(f"{prefix}head_dim", shape.head_dim, 1, MAX_COUNT)
+    integer(f"{prefix}num_heads * head_dim", heads * dim)
+    number(f"{prefix}scale", shape.scale)
     if shape.window is not None:
-        integer(f"{start}window", shape.window)
+        integer(f"{prefix}window", shape.window)
     if shape.softcap is not None:
-        number(f"{start}softcap", shape.softcap)
+        number(f"{prefix}softcap", shape.softcap)
 
 
-def _check_rope(start: str, rope: Rope, head_dim: int) -> None:
+def _check_rope(prefix: str, rope: Rope, head_dim: int) -> None:
     frequencies = rope.frequencies
     size = 2 * frequencies.numel()
     if frequencies.dim() != 1 or not 2 <= size <= head_dim:
-        raise refusal(f"{start}rotary size", size, f"an even number from 2 to {head_dim}")
+        raise refusal(f"{prefix}rotary size", size, f"an even number from 2 to {head_dim}")
     if not bool(frequencies.isfinite().all()):
-        raise CheckpointError(f"{start}rotary frequencies are not all finite")
-    number(f"{start}rope factor", rope.factor)
+        raise CheckpointError(f"{prefix}rotary frequencies are not all finite")
+    number(f"{prefix}rope factor", rope.factor)

@@ -1,11 +1,11 @@
-"""Text to tokens and back, and chat templates, as the checkpoint defines them."""
+"""The tokenizer interface: text to tokens and back, and chat templates."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-#: By name, the tags where reasoning begins and ends. Their tokens belong to the text, although some
-#: checkpoints list them as special.
+#: By name, the tags that start and end reasoning. Their tokens are part of the text, although some
+#: checkpoints mark them as special.
 REASONING_TAGS = {
     "think": ("<think>", "</think>"),
     "seed": ("<seed:think>", "</seed:think>"),
@@ -13,7 +13,15 @@ REASONING_TAGS = {
 
 
 class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer."""
+    """The tokenizer interface that the engine uses.
+
+    Attributes:
+        vocab_size: The number of token ids.
+        eos_ids: The tokens that end a generation.
+        bos_id: The token that starts a text, if any.
+        mask_id: The mask token of a diffusion model, if any.
+        chat_template: The Jinja source of the default chat template, if any.
+    """
 
     vocab_size: int
     eos_ids: frozenset[int]
@@ -22,7 +30,8 @@ class Tokenizer(Protocol):
     chat_template: str | None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; `special` adds what the checkpoint puts around a prompt (a BOS, say)."""
+        """Token ids; `special` adds the special tokens that the checkpoint puts around a prompt,
+        such as BOS."""
         ...
 
     def decode(self, ids: list[int], *, skip_special: bool = True) -> str: ...
@@ -45,5 +54,5 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The conversation as the checkpoint's template writes it."""
+        """The conversation rendered with the checkpoint's chat template."""
         ...

@@ -1,4 +1,4 @@
-"""Tokenizers of checkpoints, over the `tokenizers` library."""
+"""Tokenizers of checkpoints, built on the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from anydecode.models.tokenizer import REASONING_TAGS
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 
-#: Tokens that end a turn in some family. A checkpoint often names only one of those it uses.
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+#: Tokens that end a turn in some family. A checkpoint often lists only one of those it uses.
+END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 
-#: What published diffusion models call their mask token.
-MASKS = ("<|mask|>", "<|MASK|>", "<|mdm_mask|>")
+#: Texts of the mask token in published diffusion models.
+MASK_TOKENS = ("<|mask|>", "<|MASK|>", "<|mdm_mask|>")
 
 
 class HFTokenizer:
-    """A tokenizer as `models.tokenizer.Tokenizer` describes it.
+    """Implements `models.tokenizer.Tokenizer` with the `tokenizers` library.
 
-    Special tokens written out in a text are recognised as such, as chat templates need; a caller
-    who passes on untrusted text as a whole prompt should know it. A rendered chat begins with the
-    template's own BOS where there is one: encode it with `special=False`.
+    Special tokens written out in a text are encoded as special tokens, because rendered chat
+    templates contain them; this matters for callers that pass untrusted text as a prompt. A
+    rendered chat already contains the template's BOS, if any: encode it with `special=False`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class HFTokenizer:
         special_texts: Mapping[str, str] | None = None,
     ) -> None:
         self.backend = tokenizer
-        # Some configs name -1 or the like where there is none.
+        # Some configs have -1 or another invalid id for "none".
         self.eos_ids = frozenset(id for id in eos_ids if 0 <= id < MAX_SIZE)
         self.bos_id = bos_id
         self.mask_id = mask_id
@@ -60,12 +60,16 @@ class HFTokenizer:
         self._special = frozenset(
             token for token, entry in added.items() if entry.special and entry.content not in tags
         )
-        self._kind, self.strips_first_space = _decoder_kind(tokenizer)
+        self._byte_encoding, self.strips_first_space = _byte_encoding_of(tokenizer)
 
     @classmethod
     def from_folder(cls, folder: Path) -> HFTokenizer | None:
-        """The tokenizer in `folder`: its `tokenizer.json`, or else the vocab.json and merges.txt of
-        a tokenizer by Qwen2's rules. None where there is neither."""
+        """Load the tokenizer in `folder`: `tokenizer.json`, or else the vocab.json and merges.txt
+        of a Qwen2 tokenizer; None if there is neither.
+
+        Raises:
+            CheckpointError: A file is corrupt.
+        """
         path = folder / "tokenizer.json"
         settings = read_json(folder / "special_tokens_map.json")
         settings |= read_json(folder / "tokenizer_config.json")
@@ -80,7 +84,7 @@ class HFTokenizer:
             if built is None:
                 return None
             tokenizer = built
-        # Truncation and padding saved by a training script are no part of the text's tokens.
+        # Training scripts save truncation and padding, which must not apply to prompts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         texts = {
@@ -88,13 +92,13 @@ class HFTokenizer:
             for name in ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token")
             if (text := token_text(settings.get(name))) is not None
         }
-        ends: list[int | None] = [_token_id(tokenizer, texts.get("eos_token"))]
+        eos_ids: list[int | None] = [_token_id(tokenizer, texts.get("eos_token"))]
         for file in ("generation_config.json", "config.json"):
             ids = read_json(folder / file).get("eos_token_id")
-            ends.extend(ids if isinstance(ids, list) else [ids])
+            eos_ids.extend(ids if isinstance(ids, list) else [ids])
         return cls(
             tokenizer,
-            eos_ids=[token for token in ends if isinstance(token, int)],
+            eos_ids=[token for token in eos_ids if isinstance(token, int)],
             bos_id=_token_id(tokenizer, texts.get("bos_token")),
             mask_id=_mask_id(tokenizer, texts.get("mask_token"), folder),
             templates=_folder_templates(folder, settings),
@@ -103,7 +107,7 @@ class HFTokenizer:
 
     @classmethod
     def from_transformers(cls, tokenizer: Any) -> HFTokenizer:
-        """The same as a fast tokenizer of `transformers` (one with a `backend_tokenizer`)."""
+        """Wrap a fast tokenizer of `transformers` (one with a `backend_tokenizer`)."""
         backend = tokenizer.backend_tokenizer
         names = ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token")
         texts = {name: str(text) for name in names if (text := getattr(tokenizer, name, None))}
@@ -118,7 +122,15 @@ class HFTokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], source: str = "GGUF") -> HFTokenizer:
-        """The tokenizer that a GGUF file's metadata describe. `source` names it in errors."""
+        """Build the tokenizer that a GGUF file's metadata describe.
+
+        Args:
+            metadata: The file's metadata by key.
+            source: The file's name, for errors.
+
+        Raises:
+            CheckpointError: The tokenizer is missing, corrupt or unsupported.
+        """
         tokenizer = tokenizer_from_gguf(metadata, source)
         tokens: list[str] = metadata["tokenizer.ggml.tokens"]
         ids: dict[str, int] = {}
@@ -127,12 +139,12 @@ class HFTokenizer:
             if isinstance(token, int) and 0 <= token < len(tokens):
                 ids[name] = token
         special = tokenizer.get_added_tokens_decoder()
-        ends = [ids[name] for name in ("eos", "eot", "eom") if name in ids]
-        for text in TURN_ENDS:
+        eos_ids = [ids[name] for name in ("eos", "eot", "eom") if name in ids]
+        for text in END_OF_TURN_TOKENS:
             token = tokenizer.token_to_id(text)
             if token is not None and token in special and special[token].special:
-                ends.append(token)
-        short = {"unknown": "unk", "padding": "pad"}
+                eos_ids.append(token)
+        short_names = {"unknown": "unk", "padding": "pad"}
         prefix = "tokenizer.chat_template"
         templates = {
             key[len(prefix) :].lstrip(".") or "default": text
@@ -141,42 +153,46 @@ class HFTokenizer:
         }
         return cls(
             tokenizer,
-            eos_ids=ends,
+            eos_ids=eos_ids,
             bos_id=ids.get("bos"),
             mask_id=ids.get("mask"),
             templates=templates,
-            special_texts={f"{short.get(n, n)}_token": tokens[i] for n, i in ids.items()},
+            special_texts={f"{short_names.get(n, n)}_token": tokens[i] for n, i in ids.items()},
         )
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of `text`; with what the checkpoint puts around a prompt, if `special`."""
+        """Token ids of `text`, with the special tokens around a prompt if `special`.
+
+        Raises:
+            InvalidRequestError: The text is not valid Unicode.
+        """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise InvalidRequestError(
-                "the text has half of a surrogate pair and is not valid Unicode"
+                "the text contains half of a surrogate pair and is not valid Unicode"
             ) from None
         ids: list[int] = self.backend.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
-        """The text of `ids`. Bytes that are not (yet) valid UTF-8 become U+FFFD. A SentencePiece
-        tokenizer that puts a space before a text drops the first space here."""
+        """The text of `ids`. Bytes that are not (yet) valid UTF-8 become U+FFFD. For a
+        SentencePiece tokenizer that adds a space before a text, the first space is dropped."""
         if skip_special:
             ids = [token for token in ids if token not in self._special]
         text: str = self.backend.decode(ids, skip_special_tokens=False)
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes this token adds; empty for special and unknown tokens."""
+        """The bytes this token adds to the text; empty for special and unknown tokens."""
         text = self.backend.id_to_token(token) if token >= 0 else None
         if text is None or token in self._special:
             return b""
-        if self._kind == "byte_level":
-            # An added token stands for itself where it leaves the alphabet of bytes.
-            in_alphabet = all(character in _BYTE_OF for character in text)
-            return bytes(map(_BYTE_OF.__getitem__, text)) if in_alphabet else text.encode()
-        if self._kind == "sentencepiece":
+        if self._byte_encoding == "byte_level":
+            # Added tokens are stored as plain text, recognised by characters outside the alphabet.
+            in_alphabet = all(character in _CHARACTER_BYTES for character in text)
+            return bytes(map(_CHARACTER_BYTES.__getitem__, text)) if in_alphabet else text.encode()
+        if self._byte_encoding == "sentencepiece":
             found = _BYTE_TOKEN.fullmatch(text)
             return bytes([int(found[1], 16)]) if found else text.replace(_SPACE, " ").encode()
         plain: str = self.backend.decode([token], skip_special_tokens=False)
@@ -186,7 +202,7 @@ class HFTokenizer:
         text = self.backend.id_to_token(token) if token >= 0 else None
         if text is None:
             return f"<{token}>"
-        if token in self._special or self._kind == "other":
+        if token in self._special or self._byte_encoding == "other":
             return str(text)
         return self.token_bytes(token).decode("utf-8", "backslashreplace")
 
@@ -200,15 +216,27 @@ class HFTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The conversation as the checkpoint's template writes it; `variables` (tools, say) are
-        handed to the template. Raises `InvalidRequestError` where there is none or it refuses."""
+        """Render a conversation with the checkpoint's chat template.
+
+        Args:
+            messages: Objects with `role` and `content`.
+            add_generation_prompt: End with the start of an assistant message.
+            **variables: Further variables of the template, such as `tools`.
+
+        Raises:
+            InvalidRequestError: There is no template, or it rejects the conversation.
+        """
         template = chat.select_template(self._templates, variables)
         names = {**self.special_texts, **variables}
         return chat.render(template, messages, add_generation_prompt=add_generation_prompt, **names)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where the file is missing. Raises `CheckpointError` if it is not one."""
+    """The JSON object in a file; empty if the file is missing.
+
+    Raises:
+        CheckpointError: The file is not valid JSON, or not an object.
+    """
     if not path.is_file():
         return {}
     try:
@@ -229,13 +257,13 @@ def _token_id(tokenizer: tokenizers.Tokenizer, text: str | None) -> int | None:
 
 
 def _mask_id(tokenizer: tokenizers.Tokenizer, text: str | None, folder: Path) -> int | None:
-    """The mask token: the one that the tokenizer names, or the config, or one with such a name."""
-    number = read_json(folder / "config.json").get("mask_token_id")
-    named = [_token_id(tokenizer, name) for name in (text, *MASKS)]
+    """The mask token: named by the tokenizer, else by the config, else one of `MASK_TOKENS`."""
+    config_id = read_json(folder / "config.json").get("mask_token_id")
+    token_ids = [_token_id(tokenizer, name) for name in (text, *MASK_TOKENS)]
     options = [
-        named[0],
-        None if number is None else integer("mask_token_id", number, 0),
-        *named[1:],
+        token_ids[0],
+        None if config_id is None else integer("mask_token_id", config_id, 0),
+        *token_ids[1:],
     ]
     return next((token for token in options if token is not None), None)
 
@@ -244,31 +272,31 @@ def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> str | dict[s
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    found = settings.get("chat_template")
-    if isinstance(found, list):
+    templates = settings.get("chat_template")
+    if isinstance(templates, list):
         return {
             entry["name"]: entry["template"]
-            for entry in found
+            for entry in templates
             if isinstance(entry, dict) and "name" in entry and "template" in entry
         }
-    return found if isinstance(found, str) else None
+    return templates if isinstance(templates, str) else None
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE writes bytes as: printable Latin-1 as itself, the others
-    as the characters from U+0100 on, in order."""
+    """The characters of byte-level BPE and the bytes they stand for: printable Latin-1 characters
+    stand for themselves, the other bytes are written as the characters from U+0100 on, in order."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+_CHARACTER_BYTES = _byte_alphabet()
 
 
-def _decoder_kind(tokenizer: tokenizers.Tokenizer) -> tuple[str, bool]:
-    """How tokens spell bytes ("byte_level", "sentencepiece" or "other"), and whether decoding drops
-    the first space."""
+def _byte_encoding_of(tokenizer: tokenizers.Tokenizer) -> tuple[str, bool]:
+    """How tokens encode bytes ("byte_level", "sentencepiece" or "other"), and whether decoding
+    drops the first space."""
     if tokenizer.decoder is None:
         return "other", False
     state = tokenizer.decoder.__getstate__()

@@ -1,4 +1,4 @@
-"""A model that scores rows: the inputs, the walk over layer ranges, the taps and the head."""
+"""`Transformer`, which runs rows through ranges of layers and returns logits and hidden states."""
 
 from __future__ import annotations
 
@@ -22,23 +22,34 @@ from anydecode.models.spec import ModelSpec
 
 
 class Executor(Protocol):
-    """Runs a network's layers and head. The seam at which a native backend takes over: it may
-    record `Network.layer` once and replay it. A range run in two calls must give the bits of the
-    same range run in one."""
+    """Runs a network's layers and head.
+
+    Native backends implement this interface. They may record `Network.layer` once and replay it. A
+    range of layers run in two calls must give the same bits as the same range run in one call.
+    """
 
     device: torch.device
 
     def begin(self, rows: Rows, cache: KeyValues) -> None:
-        """A pass starts; `layers` calls until the next `begin` belong to it."""
+        """Start a pass; calls of `layers` until the next `begin` belong to it."""
         ...
 
     def embed(self, tokens: np.ndarray) -> torch.Tensor:
-        """Embeddings float32 `[m, hidden_size]` of token ids, scaled as the model wants them."""
+        """Embeddings float32 `[m, hidden_size]` of token ids, with the model's scale applied."""
         ...
 
     def layers(self, x: torch.Tensor, active: np.ndarray, first: int, last: int) -> torch.Tensor:
-        """States after layer `last - 1` of the rows `active` (indices into the pass), from their
-        states x `[m, hidden_size]` before layer `first`. x is not changed."""
+        """Run layers `first` to `last - 1` on some rows of the pass.
+
+        Args:
+            x: Their hidden states before layer `first`, `[m, hidden_size]`; not changed.
+            active: Their indices in the pass, `[m]`.
+            first: The first layer.
+            last: The layer to stop before.
+
+        Returns:
+            Their hidden states after the layers, `[m, hidden_size]`.
+        """
         ...
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +58,7 @@ class Executor(Protocol):
 
 
 class EagerExecutor:
-    """Runs operation by operation on a backend that computes."""
+    """Runs the operations one by one on an eager backend."""
 
     cache_formats = tuple(CACHE_FORMATS)
 
@@ -67,7 +78,7 @@ class EagerExecutor:
         return x if scale == 1.0 else x * scale
 
     def regroup(self, layer: Callable[[Any, Any, int], Any] | None) -> None:
-        """Run `layer` from now on in place of the network's own; None: that again."""
+        """Run `layer` in place of the network's own layer function; None restores it."""
         self._layer = layer or self._network.layer
 
     def layers(self, x: torch.Tensor, active: np.ndarray, first: int, last: int) -> torch.Tensor:
@@ -88,9 +99,19 @@ class EagerExecutor:
 class Transformer:
     """A decoder-only transformer as a `Model`.
 
-    Rows with token -1 take `rows.inputs`: an embedding where they start at layer 0 (as it is; the
-    model's embedding scale is not applied), a hidden state where they start later. `executor` makes
-    what replaces the operation-by-operation run.
+    Rows with token -1 take their input from `rows.inputs`: an embedding if they start at layer 0
+    (the model's embedding scale is not applied to it), a hidden state if they start at a later
+    layer.
+
+    Args:
+        spec: The architecture.
+        weights: The weights, which must match the spec.
+        backend: The eager backend; used without `executor`.
+        name: A name for messages and reports.
+        executor: Makes the executor of the network; None means `EagerExecutor`.
+
+    Raises:
+        CheckpointError: The weights do not match the spec.
     """
 
     def __init__(
@@ -111,53 +132,62 @@ class Transformer:
             else EagerExecutor(self.network, backend or ReferenceBackend())
         )
         self.adapter_names: list[str] = []
-        self._grouped: dict[int, Callable[[Any, Any, int], Any]] = {}
-        self.path: Path | None = None  # the checkpoint, where it came from one
-        self.dtype: str | None = None  # what its weights were converted to; None: as stored
+        self._parallel_layers: dict[int, Callable[[Any, Any, int], Any]] = {}
+        self.path: Path | None = None  # of the checkpoint, if there is one
+        self.dtype: str | None = None  # the format its weights were converted to; None: as stored
 
     def new_cache(self, num_slots: int, format: torch.dtype | str | None = None) -> KeyValues:
-        """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`),
-        else in what the executor prefers (`cache_dtype`), else in float32."""
+        """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`).
+        The default is the executor's `cache_dtype`, else float32."""
         preferred: torch.dtype | str = getattr(self.executor, "cache_dtype", torch.float32)
         shapes = [layer.attention for layer in self.spec.layers]
         return new_cache(format or preferred, num_slots, shapes, self.executor.device)
 
     @property
     def cache_formats(self) -> tuple[str, ...]:
-        """What the cache may be kept in."""
+        """The supported formats of the key-value cache."""
         return getattr(self.executor, "cache_formats", ("float32", "float16", "bfloat16"))
 
     def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
-        """One pass. Raises InvalidRequestError for rows that cannot be run."""
+        """One forward pass.
+
+        Raises:
+            InvalidRequestError: Rows are invalid: a missing input, an unknown token or adapter, or
+                a wrong range of layers.
+            UnsupportedCombinationError: Layers cannot run in parallel with this executor or with
+                adapters.
+        """
         self._check(rows, output_spec)
-        whole = getattr(self.executor, "run", None)
-        if whole is not None and rows.parallel is None:
-            output: Output | None = whole(rows, cache, output_spec)
-            if output is not None:  # an executor may decline what it has no short way for
+        run_pass = getattr(self.executor, "run", None)
+        if run_pass is not None and rows.parallel is None:
+            output: Output | None = run_pass(rows, cache, output_spec)
+            if output is not None:  # None: the executor has no fused implementation of this pass
                 return output
         with torch.no_grad():
             if rows.parallel is not None:
                 return self._run_parallel(rows, cache, output_spec)
-            return self._run_stretches(rows, cache, output_spec)
+            return self._run_layer_ranges(rows, cache, output_spec)
 
-    def _run_stretches(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
-        """A pass as stretches of layers that the same rows run through."""
+    def _run_layer_ranges(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
+        """Run a pass as a series of layer ranges, each with the rows that run through all of it."""
         x = self._inputs(rows)
         hidden: dict[int, torch.Tensor] = {}
         self.executor.begin(rows, cache)
-        stops = set(rows.start.tolist()) | set(rows.stop.tolist()) | set(output_spec.hidden)
-        positions = sorted(stops)
-        for position, after in zip(positions, [*positions[1:], None], strict=True):
-            if position in output_spec.hidden:
-                hidden[position] = x[self._index(output_spec.hidden[position])]
-            if after is None:
+        boundaries = set(rows.start.tolist()) | set(rows.stop.tolist()) | set(output_spec.hidden)
+        depths = sorted(boundaries)
+        for depth, next_depth in zip(depths, [*depths[1:], None], strict=True):
+            if depth in output_spec.hidden:
+                hidden[depth] = x[self._index(output_spec.hidden[depth])]
+            if next_depth is None:
                 break
-            active = np.flatnonzero((rows.start <= position) & (rows.stop >= after))
+            active = np.flatnonzero((rows.start <= depth) & (rows.stop >= next_depth))
             if len(active) == len(rows):
-                x = self.executor.layers(x, active, position, after)
+                x = self.executor.layers(x, active, depth, next_depth)
             elif len(active):
-                at = self._index(active)
-                x = x.index_copy(0, at, self.executor.layers(x[at], active, position, after))
+                index = self._index(active)
+                x = x.index_copy(
+                    0, index, self.executor.layers(x[index], active, depth, next_depth)
+                )
         if len(output_spec.logits):
             logits = self.executor.head(x[self._index(output_spec.logits)])
         else:
@@ -171,17 +201,30 @@ class Transformer:
 
     @torch.no_grad()
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """States `[n, hidden_size]` after the final norm, as the head sees them."""
+        """Hidden states `[n, hidden_size]` after the final norm, the input of the head's matrix."""
         norm = self.network.weights.final_norm
         return ReferenceBackend().rms_norm(hidden.to(norm.device), norm, self.spec.norm_eps)
 
     @torch.no_grad()
     def embed(self, tokens: np.ndarray) -> torch.Tensor:
-        """What rows of these tokens start from: float32 `[n, hidden_size]`, scale included."""
+        """Input embeddings of tokens, float32 `[n, hidden_size]`, with the model's scale
+        applied."""
         return self.executor.embed(tokens)
 
     def add_adapter(self, name: str, path: str | Path) -> int:
-        """Load a PEFT LoRA adapter from a folder; its index is what `rows.adapters` names."""
+        """Load a PEFT LoRA adapter from a folder.
+
+        Args:
+            name: A name that no other adapter has.
+            path: The folder.
+
+        Returns:
+            Its index, for `rows.adapters`.
+
+        Raises:
+            InvalidRequestError: There is already an adapter of this name.
+            CheckpointError: The files are missing or corrupt, or do not fit the model.
+        """
         if name in self.adapter_names:
             raise InvalidRequestError(f"there is already an adapter named {name!r}")
         adapter = load_adapter(Path(path), self.network, self.executor.device)
@@ -190,7 +233,8 @@ class Transformer:
         return len(self.adapter_names) - 1
 
     def _run_parallel(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
-        """Rows that run layers in parallel, by the size of their groups, and those that do not."""
+        """Run a pass in which some rows run layers in parallel: one part per group size, and one
+        for the rows that do not."""
         regroup = getattr(self.executor, "regroup", None)
         if regroup is None or rows.adapters is not None:
             raise UnsupportedCombinationError(
@@ -201,26 +245,35 @@ class Transformer:
             len(output_spec.logits), self.spec.vocab_size, device=self.executor.device
         )
         hidden = {
-            position: torch.empty(len(index), self.spec.hidden_size, device=self.executor.device)
-            for position, index in output_spec.hidden.items()
+            depth: torch.empty(len(index), self.spec.hidden_size, device=self.executor.device)
+            for depth, index in output_spec.hidden.items()
         }
         for size in np.unique(rows.parallel).tolist():
-            chosen = rows.parallel == size
-            if size and size not in self._grouped:
-                self._grouped[size] = self.network.grouped(size)
-            part = _part(rows, np.flatnonzero(chosen))
-            number = np.cumsum(chosen, dtype=np.int32) - 1
-            mine = chosen[output_spec.logits]
-            taps = {position: chosen[index] for position, index in output_spec.hidden.items()}
-            wanted = {p: number[index[taps[p]]] for p, index in output_spec.hidden.items()}
-            regroup(self._grouped.get(size))
+            is_selected = rows.parallel == size
+            if size and size not in self._parallel_layers:
+                self._parallel_layers[size] = self.network.parallel_layers(size)
+            part = _part(rows, np.flatnonzero(is_selected))
+            part_row = np.cumsum(is_selected, dtype=np.int32) - 1
+            selected_logits = is_selected[output_spec.logits]
+            selected_hidden = {
+                depth: is_selected[index] for depth, index in output_spec.hidden.items()
+            }
+            hidden_rows = {
+                depth: part_row[index[selected_hidden[depth]]]
+                for depth, index in output_spec.hidden.items()
+            }
+            regroup(self._parallel_layers.get(size))
             try:
-                found = self.run(part, cache, OutputSpec(number[output_spec.logits[mine]], wanted))
+                output = self.run(
+                    part,
+                    cache,
+                    OutputSpec(part_row[output_spec.logits[selected_logits]], hidden_rows),
+                )
             finally:
                 regroup(None)
-            logits[torch.from_numpy(mine)] = found.logits
-            for position, kept in taps.items():
-                hidden[position][torch.from_numpy(kept)] = found.hidden[position]
+            logits[torch.from_numpy(selected_logits)] = output.logits
+            for depth, selected in selected_hidden.items():
+                hidden[depth][torch.from_numpy(selected)] = output.hidden[depth]
         return Output(logits, hidden)
 
     def _index(self, rows: np.ndarray) -> torch.Tensor:
@@ -229,16 +282,18 @@ class Transformer:
     def _inputs(self, rows: Rows) -> torch.Tensor:
         if rows.inputs is None:
             return self.executor.embed(rows.tokens)
-        given = rows.inputs.to(self.executor.device, torch.float32)
-        named = np.flatnonzero(rows.tokens >= 0)
-        if not len(named):
-            return given
-        return given.index_copy(0, self._index(named), self.executor.embed(rows.tokens[named]))
+        inputs = rows.inputs.to(self.executor.device, torch.float32)
+        token_rows = np.flatnonzero(rows.tokens >= 0)
+        if not len(token_rows):
+            return inputs
+        return inputs.index_copy(
+            0, self._index(token_rows), self.executor.embed(rows.tokens[token_rows])
+        )
 
     def _check(self, rows: Rows, output_spec: OutputSpec) -> None:
-        """Refuse what would read outside the model or silently mean something else."""
-        layers = self.spec.num_layers
-        # Most passes have few rows, and then lists are quicker than arrays.
+        """Reject rows that would read outside the model or give wrong results."""
+        num_layers = self.spec.num_layers
+        # Most passes have few rows, for which lists are faster than arrays.
         tokens, start, stop = rows.tokens.tolist(), rows.start.tolist(), rows.stop.tolist()
         if min(tokens, default=0) < 0 and (rows.inputs is None or len(rows.inputs) != len(tokens)):
             raise InvalidRequestError("rows with token -1 need one row of inputs each")
@@ -248,18 +303,25 @@ class Transformer:
             )
         pairs = zip(start, tokens, strict=True)
         if any(start) and any(first and token >= 0 for first, token in pairs):
-            raise InvalidRequestError("a row that starts from a token starts at layer 0")
-        if min(start, default=0) < 0 or max(stop, default=0) > layers or any(map(gt, start, stop)):
-            raise InvalidRequestError(f"layer ranges lie within 0 and {layers}")
-        for position, index in output_spec.hidden.items():
-            if (rows.start[index] > position).any() or (rows.stop[index] < position).any():
-                raise InvalidRequestError(f"a row was asked for its state after {position} layers")
+            raise InvalidRequestError("a row whose input is a token must start at layer 0")
+        if (
+            min(start, default=0) < 0
+            or max(stop, default=0) > num_layers
+            or any(map(gt, start, stop))
+        ):
+            raise InvalidRequestError(f"layer ranges must lie within 0 and {num_layers}")
+        for depth, index in output_spec.hidden.items():
+            if (rows.start[index] > depth).any() or (rows.stop[index] < depth).any():
+                raise InvalidRequestError(
+                    f"the hidden state after {depth} layers is requested of a row that does not run"
+                    " through them"
+                )
         if rows.adapters is not None and (rows.adapters >= len(self.adapter_names)).any():
             raise InvalidRequestError(f"there is no adapter {int(rows.adapters.max())}")
 
 
 def _part(rows: Rows, index: np.ndarray) -> Rows:
-    """The rows of `index`, layer after layer."""
+    """The rows of `index`, without parallel layers."""
     names = "tokens positions slots table prefix tail_start tail_length start stop".split()
     fields = {name: getattr(rows, name)[index] for name in names}
     inputs = None if rows.inputs is None else rows.inputs[torch.from_numpy(index)]

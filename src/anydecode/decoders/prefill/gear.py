@@ -12,7 +12,7 @@ import torch
 from anydecode.catalogue import Card, register
 from anydecode.decoders.prefill.prefilled import Prefilled, check_float, plain
 from anydecode.errors import InvalidRequestError
-from anydecode.memory.codecs.gear import compressed
+from anydecode.memory.codecs.gear import compress
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -77,7 +77,7 @@ class Gear(Prefilled):
         slots = torch.from_numpy(context.make_exclusive(start, context.length).astype(np.int64))
         for stores, keys in ((cache.keys, True), (cache.values, False)):
             for store in stores:
-                held = compressed(
+                held = compress(
                     store[slots].cpu(), keys=keys, bits=self.bits, rank=rank, sparse=self.sparse
                 )
-                store[slots] = held.restored().to(store)
+                store[slots] = held.reconstruct().to(store)

@@ -50,7 +50,7 @@ def ptq() -> Iterator[Check]:
     matrix = torch.from_numpy(draw.normal(size=(24, 96)).astype(np.float32))
     inputs = draw.normal(size=(300, 20)) @ draw.normal(size=(20, 96)) + draw.normal(size=(300, 96))
     seen = inputs.T @ inputs
-    found = dequantize(gptq.rounded(matrix, torch.from_numpy(seen))).numpy()
+    found = dequantize(gptq.quantize_matrix(matrix, torch.from_numpy(seen))).numpy()
     same = bool(np.abs(found - textbook(matrix.numpy(), seen)).max() < 1e-5)
     yield Check("GPTQ's codes are the textbook's", same)
     plain = dequantize(quantize(matrix, "Q4_0")).numpy()
@@ -71,7 +71,7 @@ def ptq() -> Iterator[Check]:
     _, common = dlm_ptq.observe(checkpoint, pairs, 0)
     name = "model.layers.0.self_attn.q_proj"
     told = [_first_inputs(texts) for texts in (canvases, canvases.values())]
-    near = [bool(torch.allclose(common.seen[name], one, rtol=1e-4, atol=1e-4)) for one in told]
+    near = [bool(torch.allclose(common.hessians[name], one, rtol=1e-4, atol=1e-4)) for one in told]
     yield Check("GPTQ sees masked canvases, not clean texts", near == [True, False])
 
     held = {}

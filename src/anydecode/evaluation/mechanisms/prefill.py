@@ -17,7 +17,7 @@ from anydecode.decoders.prefill.quickprefill import QuickPrefill, smallest
 from anydecode.engine.llm import LLM
 from anydecode.evaluation.certify import Check, _Restarts, measure, mechanism
 from anydecode.evaluation.tiny import tiny_model
-from anydecode.memory.codecs.gear import compressed, extremes, low_rank, quantised
+from anydecode.memory.codecs.gear import compress, low_rank_factors, outlier_mask, quantise_groups
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.models.transformer import Transformer
@@ -383,16 +383,18 @@ def mustdrop_loss(samples: int) -> float:
 @mechanism("gear")
 def gear() -> Iterator[Check]:
     """The parts by hand and against a singular value decomposition; then what the cache holds."""
-    found, groups = quantised(torch.tensor([[0.0, 1.0, 2.2, 3.0, -3.0, 3.0, -0.9, 1.0]]), 2, 4)
+    found, groups = quantise_groups(
+        torch.tensor([[0.0, 1.0, 2.2, 3.0, -3.0, 3.0, -0.9, 1.0]]), 2, 4
+    )
     by_hand = torch.tensor([[0.0, 1.0, 2.0, 3.0, -3.0, 3.0, -1.0, 1.0]])
     yield Check("four levels per group", _same(found, by_hand) and groups == 2, str(found))
-    mask = extremes(torch.tensor([[5.0, 1.0, 9.0, 1.0, 3.0, 2.0]]), 0.34)
+    mask = outlier_mask(torch.tensor([[5.0, 1.0, 9.0, 1.0, 3.0, 2.0]]), 0.34)
     yield Check(
         "the ends of a vector are outliers", mask.tolist() == [[False, True, True] + [False] * 3]
     )
     generator = torch.Generator().manual_seed(2)
     table = torch.randn(2, 40, 6, generator=generator) @ torch.randn(2, 6, 16, generator=generator)
-    left, right = low_rank(table, 4)
+    left, right = low_rank_factors(table, 4)
     error = (table - left @ right.transpose(1, 2)).norm()
     best = torch.linalg.svdvals(table)[:, 4:].norm()
     yield Check(
@@ -402,11 +404,11 @@ def gear() -> Iterator[Check]:
     # 2048 numbers; 32 channels with a scale, a minimum and two outliers (place and value) each;
     # per head 64 rows and 16 columns of rank 2. In all 16-bit numbers would take 4096 bytes.
     for bits, size in ((2, 512 + 128 + 640 + 256), (4, 1024 + 128 + 640 + 256)):
-        taken = compressed(x, keys=True, bits=bits, rank=2, sparse=0.02).num_bytes
+        taken = compress(x, keys=True, bits=bits, rank=2, sparse=0.02).num_bytes
         yield Check(f"{bits} bits take {size} bytes", taken == size, str(taken))
-    kept = compressed(x, keys=False, bits=2, rank=0, sparse=0.2).restored()
+    kept = compress(x, keys=False, bits=2, rank=0, sparse=0.2).reconstruct()
     values, back = x.flatten(1), kept.flatten(1)
-    exact = extremes(values, 0.2)
+    exact = outlier_mask(values, 0.2)
     yield Check("outliers are exact", bool((values[exact] == back[exact]).all()))
     model, method = _model(), Gear(bits=3, rank=2, sparse=0.05)
     states = _after_gear(model, method)
@@ -464,7 +466,7 @@ def _by_parts(x: torch.Tensor, keys: bool, bits: int, rank: int, sparse: float) 
     if keys:
         result, exact, filled = result.T, exact.T, filled.T
     residual = (filled - result).view(x.shape).transpose(0, 1)
-    left, right = low_rank(residual, rank)
+    left, right = low_rank_factors(residual, rank)
     seen = result.view(x.shape) + (left @ right.transpose(1, 2)).transpose(0, 1)
     return torch.where(exact.reshape(x.shape), x, seen)
 
@@ -478,7 +480,7 @@ def gear_error(samples: int) -> float:
             1, 2, 32, generator=generator
         )
         plain, ours = (
-            (x - compressed(x, keys=True, bits=2, rank=rank, sparse=sparse).restored()).norm()
+            (x - compress(x, keys=True, bits=2, rank=rank, sparse=sparse).reconstruct()).norm()
             for rank, sparse in ((0, 0.0), (4, 0.02))
         )
         ratio += float(ours / plain) / samples

@@ -321,7 +321,7 @@ class Knowing(ScriptedModel):
 
     def _answer(self, number: int, layer: int) -> np.ndarray:
         if layer == self.spec.num_layers:
-            return super()._answer(number, layer)
+            return super()._path_logits(number, layer)
         return logs(0.04, 0.8, 0.02, 0.02, 0.03, 0.03, 0.03, 0.03)
 
 

@@ -1,1 +1,1 @@
-"""Forms in which keys and values take less room."""
+"""Compression of keys and values."""

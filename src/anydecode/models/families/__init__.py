@@ -1,4 +1,4 @@
-"""From a checkpoint to a model: the families' configs, rope scalings and weight names."""
+"""Builds models from checkpoints: the families' configs, rope scalings and weight names."""
 
 from anydecode.models.families.build import build_model
 from anydecode.models.families.config import spec_from_config

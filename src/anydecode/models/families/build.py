@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as a `Transformer`, by the names of the Hugging Face layout."""
+"""Builds a `Transformer` from a checkpoint's tensors in the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import (
     FAMILIES,
     Config,
-    flag,
+    bool_value,
+    int_value,
     is_expert_layer,
-    size_of,
     spec_from_config,
     text_config,
 )
@@ -41,11 +41,19 @@ def build_model(
     max_positions: int | None = None,
     executor: Callable[[Network], Executor] | None = None,
 ) -> Transformer:
-    """The model of a checkpoint.
+    """Build the model of a checkpoint.
 
-    `dtype`: "float32", "bfloat16", "float16", "int8" (Q8_0), "int4" (Q4_0; the embedding and the
-    head Q8_0), or None for the numbers as stored. `max_positions`: the context limit, see
-    `spec_from_config`. Raises CheckpointError, naming what is missing, misshapen or unsupported.
+    Args:
+        checkpoint: The opened checkpoint.
+        dtype: "float32", "bfloat16", "float16", "int8" (Q8_0), "int4" (Q4_0; the embedding and the
+            head Q8_0), or None for the stored formats.
+        backend: The eager backend, whose device holds the weights; None means the CPU.
+        max_positions: The context length, see `spec_from_config`.
+        executor: Makes the executor of the network; None means the eager one.
+
+    Raises:
+        CheckpointError: A tensor or config key is missing, invalid or unsupported.
+        InvalidRequestError: `dtype` is unknown.
     """
     spec = spec_from_config(checkpoint.config, dtype=dtype, max_positions=max_positions)
     backend = backend or ReferenceBackend()
@@ -56,27 +64,27 @@ def build_model(
 def read_weights(
     checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None, device: torch.device
 ) -> ModelWeights:
-    """All weights of a model, on `device`, in the format that `dtype` names."""
+    """Read all weights of a model onto `device`, converted to `dtype`."""
     config = text_config(checkpoint.config)
     reader = TensorReader(checkpoint, dtype, device)
     shape = (spec.vocab_size, spec.hidden_size)
-    embedding = reader.matrix("embed_tokens", shape, outer=True)
-    # Files written with tied embeddings leave the head out.
-    tied = flag(config, "tie_word_embeddings")
-    head = embedding if tied else reader.matrix("lm_head", shape, outer=True)
+    embedding = reader.matrix("embed_tokens", shape, is_outer=True)
+    # Checkpoints with tied embeddings do not store the head.
+    is_tied = bool_value(config, "tie_word_embeddings")
+    head = embedding if is_tied else reader.matrix("lm_head", shape, is_outer=True)
     offset = FAMILIES[config["model_type"]].norm_offset
     if reader.has_module(f"layers.{spec.num_layers}"):
         raise CheckpointError(
-            f"num_hidden_layers is {spec.num_layers}; {checkpoint.name} holds more layers"
+            f"num_hidden_layers is {spec.num_layers}, but {checkpoint.name} contains more layers"
         )
-    layers = [_Layer(reader, spec, config, index).read() for index in range(spec.num_layers)]
+    layers = [_LayerReader(reader, spec, config, index).read() for index in range(spec.num_layers)]
     norm = reader.vector("norm.weight", spec.hidden_size, offset)
     bias = reader.vector("lm_head.bias", spec.vocab_size) if reader.has("lm_head.bias") else None
     return ModelWeights(embedding, layers, norm, head, bias)
 
 
-class _Layer:
-    """Reads one layer."""
+class _LayerReader:
+    """Reads the weights of one layer."""
 
     def __init__(self, reader: TensorReader, spec: ModelSpec, config: Config, index: int) -> None:
         self._reader = reader
@@ -112,29 +120,29 @@ class _Layer:
 
     def _attention(self) -> tuple[Linear, Linear, Linear, Linear]:
         shape = self._spec.attention
-        wide, narrow = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        bias = flag(self._config, "attention_bias")
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        bias = bool_value(self._config, "attention_bias")
         q, k, v = self._parts(
             "self_attn.qkv_proj",
-            {"self_attn.q_proj": wide, "self_attn.k_proj": narrow, "self_attn.v_proj": narrow},
+            {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size},
             bias or self._family.qkv_bias,
         )
         name = f"{self._name}.self_attn.o_proj"
-        return q, k, v, self._reader.linear(name, (self._hidden, wide), bias)
+        return q, k, v, self._reader.linear(name, (self._hidden, q_size), bias)
 
     def _mlp(self) -> GatedMlp | Experts:
         if is_expert_layer(self._config, self._index):
             return self._experts()
-        wide = size_of(self._config, "intermediate_size")
-        bias = flag(self._config, "mlp_bias")
+        inner = int_value(self._config, "intermediate_size")
+        bias = bool_value(self._config, "mlp_bias")
         gate, up = self._parts(
-            "mlp.gate_up_proj", {"mlp.gate_proj": wide, "mlp.up_proj": wide}, bias
+            "mlp.gate_up_proj", {"mlp.gate_proj": inner, "mlp.up_proj": inner}, bias
         )
         name = f"{self._name}.mlp.down_proj"
-        return GatedMlp(gate, up, self._reader.linear(name, (self._hidden, wide), bias))
+        return GatedMlp(gate, up, self._reader.linear(name, (self._hidden, inner), bias))
 
     def _parts(self, fused: str, sizes: dict[str, int], bias: bool) -> list[Linear]:
-        """Matrices that a checkpoint stores one by one, or as rows of one fused matrix."""
+        """Matrices that a checkpoint stores separately, or as rows of one fused matrix."""
         reader, hidden, fused = self._reader, self._hidden, f"{self._name}.{fused}"
         if not reader.has(f"{fused}.weight"):
             return [
@@ -149,22 +157,24 @@ class _Layer:
         return parts
 
     def _experts(self) -> Experts:
-        names = [f"{self._name}.{position}" for position in ("mlp", "block_sparse_moe")]
+        names = [f"{self._name}.{module}" for module in ("mlp", "block_sparse_moe")]
         router = self._reader.first(f"{name}.gate" for name in names)
         count = self._spec.num_experts
-        # A router is small, and a rounded one sends tokens to other experts.
-        weight = self._reader.matrix(router, (count, self._hidden), keep=True)
+        # A router is small, and quantising it would change which experts are selected.
+        weight = self._reader.matrix(router, (count, self._hidden), keep_format=True)
         block = router.removesuffix(".gate")
         is_mixtral = self._config["model_type"] == "mixtral" or not block.endswith("mlp")
-        wide = size_of(self._config, "intermediate_size" if is_mixtral else "moe_intermediate_size")
+        inner = int_value(
+            self._config, "intermediate_size" if is_mixtral else "moe_intermediate_size"
+        )
         if self._reader.has(f"{block}.experts.gate_up_proj"):
-            return self._stacked_experts(weight, block, wide)
+            return self._stacked_experts(weight, block, inner)
         gate, up, down = (
             [self._expert(block, expert, names, shape) for expert in range(count)]
             for names, shape in (
-                (("gate_proj", "w1"), (wide, self._hidden)),
-                (("up_proj", "w3"), (wide, self._hidden)),
-                (("down_proj", "w2"), (self._hidden, wide)),
+                (("gate_proj", "w1"), (inner, self._hidden)),
+                (("up_proj", "w3"), (inner, self._hidden)),
+                (("down_proj", "w2"), (self._hidden, inner)),
             )
         )
         return Experts(weight, gate, up, down)
@@ -175,16 +185,16 @@ class _Layer:
         name = self._reader.first(f"{block}.experts.{expert}.{name}" for name in names)
         return self._reader.matrix(name, shape)
 
-    def _stacked_experts(self, router: Weight, block: str, wide: int) -> Experts:
-        """Experts as `[experts, 2 * wide, hidden]` and `[experts, hidden, wide]`."""
+    def _stacked_experts(self, router: Weight, block: str, inner: int) -> Experts:
+        """Experts stored as `[experts, 2 * inner, hidden]` and `[experts, hidden, inner]`."""
         count, name = self._spec.num_experts, f"{block}.experts"
-        both = self._reader.stacked(f"{name}.gate_up_proj", (count, 2 * wide, self._hidden))
-        last = self._reader.stacked(f"{name}.down_proj", (count, self._hidden, wide))
+        gate_up = self._reader.stacked(f"{name}.gate_up_proj", (count, 2 * inner, self._hidden))
+        downs = self._reader.stacked(f"{name}.down_proj", (count, self._hidden, inner))
         gate, up, down = [], [], []
         for expert in range(count):
             name = f"{block}.experts.{expert}"
-            convert, pair = self._reader.convert, plain_weight(both[expert])
-            gate.append(convert(pair, f"{name}.gate_proj", rows=slice(0, wide)))
-            up.append(convert(pair, f"{name}.up_proj", rows=slice(wide, 2 * wide)))
-            down.append(convert(plain_weight(last[expert]), f"{name}.down_proj"))
+            convert, fused = self._reader.convert, plain_weight(gate_up[expert])
+            gate.append(convert(fused, f"{name}.gate_proj", rows=slice(0, inner)))
+            up.append(convert(fused, f"{name}.up_proj", rows=slice(inner, 2 * inner)))
+            down.append(convert(plain_weight(downs[expert]), f"{name}.down_proj"))
         return Experts(router, gate, up, down)

@@ -1,11 +1,10 @@
-"""Rotary frequencies for every scaling that `transformers` knows, by its formulas.
+"""Rotary frequencies for the rope scalings of `transformers`.
 
-Two scalings, `dynamic` and `longrope`, depend there on the length of the sequence at hand, so that
-the same token at the same place gets another result once the text grows. Here they depend on the
-context limit the model is opened with, and on nothing else: up to the length the model was
-trained for (the default limit) the results are those of `transformers`; with a longer limit,
-`dynamic` uses the base for the full limit and `longrope` its long factors, from the first
-position on.
+In `transformers`, the scalings `dynamic` and `longrope` depend on the current length of the
+sequence, so the result of a token at a position changes as the text grows. Here they depend only on
+the context length with which the model is opened. Up to the length the model was trained for (the
+default), the results equal those of `transformers`. With a longer context, `dynamic` uses the base
+of the full length and `longrope` its long factors, from the first position on.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _ALIASES = {"su": "longrope", "mrope": "default"}
 
 
 def rope_type(parameters: Mapping[str, Any]) -> str:
-    """The scaling's name; "default" where there is none."""
+    """The name of the scaling; "default" if there is none."""
     name = str(parameters.get("rope_type") or parameters.get("type") or "default")
     return _ALIASES.get(name, name)
 
@@ -32,30 +31,40 @@ def rope_type(parameters: Mapping[str, Any]) -> str:
 def make_rope(
     parameters: Mapping[str, Any], head_dim: int, trained_positions: int, max_positions: int
 ) -> Rope:
-    """Frequencies from `rope_parameters` of one layer type.
+    """Frequencies from the `rope_parameters` of one layer type.
 
-    `parameters` holds `rope_theta` and, for those scalings that need it,
-    `original_max_position_embeddings`. `trained_positions` is `max_position_embeddings`;
-    `max_positions` the context limit. Raises CheckpointError for unknown scalings and missing keys.
+    Args:
+        parameters: `rope_theta` and the keys of the scaling, such as
+            `original_max_position_embeddings`.
+        head_dim: Dimensions of a head.
+        trained_positions: `max_position_embeddings`.
+        max_positions: The context length.
+
+    Raises:
+        CheckpointError: The scaling is unknown, or a key is missing or invalid.
     """
-    kind = rope_type(parameters)
-    if kind not in _SCALINGS:
-        raise CheckpointError(f"rope scaling {kind!r} is not supported")
-    share = parameters.get("partial_rotary_factor")
-    dim = head_dim if share is None else int(head_dim * number("partial_rotary_factor", share))
-    smallest = 4 if kind == "dynamic" else 2  # its formula divides by the size less 2
-    if dim % 2 or not smallest <= dim <= head_dim:
-        allowed = f"an even number from {smallest} to the {head_dim} dimensions of a head"
+    scaling = rope_type(parameters)
+    if scaling not in _SCALINGS:
+        raise CheckpointError(f"rope scaling {scaling!r} is not supported")
+    fraction = parameters.get("partial_rotary_factor")
+    dim = (
+        head_dim if fraction is None else int(head_dim * number("partial_rotary_factor", fraction))
+    )
+    min_dim = 4 if scaling == "dynamic" else 2  # its formula divides by the size less 2
+    if dim % 2 or not min_dim <= dim <= head_dim:
+        allowed = f"an even number from {min_dim} to the {head_dim} dimensions of a head"
         raise refusal("the rotary size", dim, allowed)
-    checked = {k: _checked(k, value) for k, value in parameters.items() if value is not None}
+    checked = {
+        k: _checked_parameter(k, value) for k, value in parameters.items() if value is not None
+    }
     try:
-        return _SCALINGS[kind](checked, dim, trained_positions, max_positions)
+        return _SCALINGS[scaling](checked, dim, trained_positions, max_positions)
     except KeyError as error:
-        raise CheckpointError(f"rope scaling {kind!r} lacks {error.args[0]!r}") from None
+        raise CheckpointError(f"rope scaling {scaling!r} lacks {error.args[0]!r}") from None
 
 
-#: The least and the largest value of each parameter that is a number. Frequencies may be divided
-#: by as much as 1e30, which switches them off.
+#: The minimum and maximum of each parameter that is a number. Factors of single frequencies may be
+#: up to 1e30, which disables the frequency.
 _BOUNDS = {
     "rope_theta": (1.001, 1e18),
     "factor": (1e-6, 1e6),
@@ -69,8 +78,8 @@ _BOUNDS = {
 }
 
 
-def _checked(key: str, value: Any) -> Any:
-    """A parameter, if it is what its formula takes."""
+def _checked_parameter(key: str, value: Any) -> Any:
+    """A parameter, checked for type and range."""
     if key in _BOUNDS:
         return number(key, value, *_BOUNDS[key])
     if key == "original_max_position_embeddings":
@@ -89,36 +98,36 @@ def _powers(base: float, dim: int) -> torch.Tensor:
     return powers
 
 
-def _default(p: Mapping[str, Any], dim: int, trained: int, limit: int) -> Rope:
+def _default(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
     return Rope(1.0 / _powers(p["rope_theta"], dim))
 
 
-def _linear(p: Mapping[str, Any], dim: int, trained: int, limit: int) -> Rope:
+def _linear(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
     return Rope(1.0 / _powers(p["rope_theta"], dim) / p["factor"])
 
 
-def _dynamic(p: Mapping[str, Any], dim: int, trained: int, limit: int) -> Rope:
-    factor, length = p["factor"], max(limit, trained)
-    stretch = (factor * length / trained) - (factor - 1)
-    return Rope(1.0 / _powers(p["rope_theta"] * stretch ** (dim / (dim - 2)), dim))
+def _dynamic(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
+    factor, length = p["factor"], max(max_positions, trained_positions)
+    base_factor = (factor * length / trained_positions) - (factor - 1)
+    return Rope(1.0 / _powers(p["rope_theta"] * base_factor ** (dim / (dim - 2)), dim))
 
 
-def _magnitude(scale: float, weight: float = 1.0) -> float:
+def _yarn_mscale(scale: float, weight: float = 1.0) -> float:
     return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
 
-def _yarn(p: Mapping[str, Any], dim: int, trained: int, limit: int) -> Rope:
+def _yarn(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
     base, original = p["rope_theta"], p["original_max_position_embeddings"]
-    factor = p["factor"] if p.get("factor") is not None else trained / original
-    magnitude = p.get("attention_factor")
-    if magnitude is None:
-        top, bottom = p.get("mscale"), p.get("mscale_all_dim")
-        magnitude = _magnitude(factor)
-        if top and bottom:
-            magnitude = _magnitude(factor, top) / _magnitude(factor, bottom)
+    factor = p["factor"] if p.get("factor") is not None else trained_positions / original
+    attention_factor = p.get("attention_factor")
+    if attention_factor is None:
+        mscale, mscale_all_dim = p.get("mscale"), p.get("mscale_all_dim")
+        attention_factor = _yarn_mscale(factor)
+        if mscale and mscale_all_dim:
+            attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
 
     def dimension(rotations: float) -> float:
-        """The dimension that turns `rotations` times over the original context."""
+        """The dimension that makes `rotations` turns over the original context."""
         return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(base))
 
     low, high = dimension(p.get("beta_fast") or 32), dimension(p.get("beta_slow") or 1)
@@ -128,30 +137,33 @@ def _yarn(p: Mapping[str, Any], dim: int, trained: int, limit: int) -> Rope:
     if low == high:
         high += 0.001
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    kept = 1 - ramp
+    extrapolated = 1 - ramp
     powers = _powers(base, dim)
-    return Rope(1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, float(magnitude))
+    return Rope(
+        1.0 / (factor * powers) * (1 - extrapolated) + 1.0 / powers * extrapolated,
+        float(attention_factor),
+    )
 
 
-def _longrope(p: Mapping[str, Any], dim: int, trained: int, limit: int) -> Rope:
+def _longrope(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
     name = "original_max_position_embeddings"
     original = integer(name, p[name], 2)  # its logarithm divides
-    factor = p["factor"] if p.get("factor") is not None else trained / original
-    magnitude = p.get("attention_factor")
-    if magnitude is None:
-        magnitude = 1.0
+    factor = p["factor"] if p.get("factor") is not None else trained_positions / original
+    attention_factor = p.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0
         if factor > 1.0:
-            magnitude = math.sqrt(1 + math.log(factor) / math.log(original))
-    factors = torch.tensor(p["long_factor" if limit > original else "short_factor"])
+            attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = torch.tensor(p["long_factor" if max_positions > original else "short_factor"])
     powers = _powers(p["rope_theta"], dim)
     if factors.shape != powers.shape:
         raise CheckpointError(
             f"rope scaling 'longrope' has {len(factors)} factors for {len(powers)} frequencies"
         )
-    return Rope(1.0 / (factors.to(torch.float32) * powers), float(magnitude))
+    return Rope(1.0 / (factors.to(torch.float32) * powers), float(attention_factor))
 
 
-def _llama3(p: Mapping[str, Any], dim: int, trained: int, limit: int) -> Rope:
+def _llama3(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
     frequencies = 1.0 / _powers(p["rope_theta"], dim)
     factor, original = p["factor"], p["original_max_position_embeddings"]
     low, high = p["low_freq_factor"], p["high_freq_factor"]
@@ -160,9 +172,9 @@ def _llama3(p: Mapping[str, Any], dim: int, trained: int, limit: int) -> Rope:
     wavelengths = 2 * math.pi / frequencies
     is_long, is_short = wavelengths > original / low, wavelengths < original / high
     scaled = torch.where(is_long, frequencies / factor, frequencies)
-    share = (original / wavelengths - low) / (high - low)
-    between = (1 - share) * scaled / factor + share * scaled
-    return Rope(torch.where(~is_long & ~is_short, between, scaled))
+    interpolation = (original / wavelengths - low) / (high - low)
+    interpolated = (1 - interpolation) * scaled / factor + interpolation * scaled
+    return Rope(torch.where(~is_long & ~is_short, interpolated, scaled))
 
 
 _SCALINGS = {

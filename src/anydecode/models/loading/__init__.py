@@ -1,4 +1,4 @@
-"""From a name or a path to a `Checkpoint`. Naming and pulling import no torch."""
+"""Loads a `Checkpoint` from a name or a path. Resolving and pulling names do not import torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ __all__ = ["PullError", "load_checkpoint", "present", "pull", "resolve"]
 
 
 def load_checkpoint(path_or_name: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint in a folder or a `.gguf` file, or behind a name that `resolve` knows; for an
-    adapter's folder, its model with the adapter in it.
+    """Load a checkpoint.
 
-    Raises `ModelNotFoundError` where nothing goes by this name, and `CheckpointError` where what
-    does is truncated, corrupt, unsafe or unsupported.
+    Args:
+        path_or_name: A folder, a `.gguf` file, or a name for `resolve`. For the folder of an
+            adapter, its base model is loaded with the adapter merged into the weights.
+
+    Raises:
+        ModelNotFoundError: There is no model of this name.
+        CheckpointError: The files are truncated, corrupt, unsafe or unsupported.
     """
     from anydecode.models.loading.gguf import load_gguf
     from anydecode.models.loading.safetensors import load_folder
@@ -37,5 +41,7 @@ def load_checkpoint(path_or_name: str | os.PathLike[str]) -> Checkpoint:
         return load_folder(path)
     if len(ggufs) > 1:
         listed = ", ".join(file.name for file in ggufs[:8])
-        raise CheckpointError(f"{path}: holds several GGUF files; name one of {listed}")
+        raise CheckpointError(
+            f"{path}: contains several GGUF files; give the path of one: {listed}"
+        )
     return load_gguf(ggufs[0])

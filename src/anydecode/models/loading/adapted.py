@@ -1,4 +1,4 @@
-"""An adapter's folder opened as a model: the model it is for, the adapter in its weights."""
+"""Loads an adapter's folder as a model: the base model with the adapter merged into its weights."""
 
 from __future__ import annotations
 
@@ -20,51 +20,63 @@ from anydecode.models.tokenizers import read_json
 
 
 def load_adapted(path: Path) -> Checkpoint:
-    """The checkpoint that `adapter_config.json` names (a name or a path), each matrix with what the
-    adapter adds to it, in bfloat16. Where there is a `block.json`, it is a block-diffusion model.
+    """Load the base model that `adapter_config.json` names (by name or path) and merge the adapter
+    into its matrices, which become bfloat16. With a `block.json`, the result is a block-diffusion
+    model.
 
-    Raises `CheckpointError` where files are broken or do not fit, and `ModelNotFoundError` where
-    the model is not on this machine.
+    Raises:
+        CheckpointError: Files are corrupt, or the adapter does not fit the model.
+        ModelNotFoundError: The base model is not on this machine.
     """
     from anydecode.models.loading import load_checkpoint
 
     config, factors = read_factors(path)
     name = config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name or Path(name).expanduser().resolve() == path.resolve():
-        raise CheckpointError(f"{path}: its config does not say which model it was trained for")
+        raise CheckpointError(
+            f"{path}: adapter_config.json does not name a base model (base_model_name_or_path)"
+        )
     base = load_checkpoint(name)
     readers: dict[str, Reader] = {
         key: partial(base.tensors.__getitem__, key) for key in base.tensors
     }
-    for module, added in factors.items():
+    for module, module_factors in factors.items():
         key = f"{module}.weight"
         if key not in readers:
-            raise CheckpointError(f"{path}: {name} has no {module} that an adapter can change")
-        readers[key] = partial(_merged, path, key, readers[key], added)
+            raise CheckpointError(
+                f"{path}: {name} has no module {module} that an adapter can target"
+            )
+        readers[key] = partial(_merged, path, key, readers[key], module_factors)
     tensors = LazyTensors(path, readers)
     adapted = replace(base, name=path.name, path=path, tensors=tensors)
-    return _blockwise(path, adapted) if (path / "block.json").is_file() else adapted
+    return _as_block_diffusion(path, adapted) if (path / "block.json").is_file() else adapted
 
 
-def _blockwise(path: Path, adapted: Checkpoint) -> Checkpoint:
-    """The same as a block-diffusion model, of the kind that the dLLM library makes of causal ones,
-    with the size of its blocks and its mask token as `block.json` says them."""
-    told = read_json(path / "block.json")
-    kind, mask = f"a2d-{adapted.config.get('model_type')}", told.get("mask_token_id")
-    whole = all(isinstance(one, int) and one > 0 for one in (told.get("block_size"), mask))
-    if not whole or kind not in FAMILIES:
-        raise CheckpointError(f"{path}: block.json describes no block-diffusion model")
+def _as_block_diffusion(path: Path, adapted: Checkpoint) -> Checkpoint:
+    """Turn a causal checkpoint into a block-diffusion model, as the dLLM library does, with the
+    block size and the mask token of `block.json`."""
+    settings = read_json(path / "block.json")
+    model_type, mask = f"a2d-{adapted.config.get('model_type')}", settings.get("mask_token_id")
+    is_complete = all(
+        isinstance(value, int) and value > 0 for value in (settings.get("block_size"), mask)
+    )
+    if not is_complete or model_type not in FAMILIES:
+        raise CheckpointError(
+            f"{path}: block.json does not describe a supported block-diffusion model"
+        )
     tokenizer = copy(adapted.tokenizer)
     if tokenizer is not None:
         tokenizer.mask_id = mask
-    named = {"model_type": kind, "architectures": list(FAMILIES[kind].architectures)}
-    config = {**adapted.config, **told, **named}
+    family = {"model_type": model_type, "architectures": list(FAMILIES[model_type].architectures)}
+    config = {**adapted.config, **settings, **family}
     return replace(adapted, config=config, tokenizer=tokenizer)
 
 
-def _merged(path: Path, key: str, read: Reader, added: Factors) -> torch.Tensor:
+def _merged(path: Path, key: str, read: Reader, factors: Factors) -> torch.Tensor:
     stored = read()
     weight = dequantize(stored) if isinstance(stored, Weight) else stored.float()
-    if weight.shape != (added.up.shape[0], added.down.shape[1]):
-        raise CheckpointError(f"{path}: the adapter does not fit {key}, {tuple(weight.shape)}")
-    return (weight + added.scale * (added.up @ added.down)).to(torch.bfloat16)
+    if weight.shape != (factors.up.shape[0], factors.down.shape[1]):
+        raise CheckpointError(
+            f"{path}: the adapter does not fit {key} of shape {tuple(weight.shape)}"
+        )
+    return (weight + factors.scale * (factors.up @ factors.down)).to(torch.bfloat16)

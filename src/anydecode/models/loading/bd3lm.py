@@ -1,10 +1,11 @@
-"""The diffusion transformer of MDLM and BD3-LM (kuleshov-group/bd3lm-owt-block_size4 and others) in
-the words of the Hugging Face layout of Llama, which computes the same numbers.
+"""Converts the diffusion transformer of MDLM and BD3-LM (kuleshov-group/bd3lm-owt-block_size4 and
+others) to the Hugging Face layout of Llama, which computes the same function.
 
-Their models are told no time, so what modulates a layer is constant: scales go into the norms,
-shifts through the matrices behind into biases, gates into the matrices that end a sublayer. A layer
-norm is an RMS norm of states whose mean is zero, and the mean is taken off what is added to the
-states. The MLP without a gate has one whose other factor is always 1.
+These models have no time conditioning, so the adaLN modulation of a layer is constant: scales are
+folded into the norm weights, shifts into the biases of the next matrices, gates into the output
+matrices of the sublayers. A layer norm equals an RMS norm of hidden states with mean zero, so the
+mean is subtracted from the embedding and from the outputs of the sublayers. The MLP, which is not
+gated, becomes a gated MLP whose up projection is always 1.
 """
 
 from __future__ import annotations
@@ -34,23 +35,26 @@ def is_bd3lm(config: dict[str, Any]) -> bool:
     return config.get("model_type") in ("bd3lm", "mdlm") and "hidden_dim" in config
 
 
-def standard(
+def to_hf_layout(
     config: dict[str, Any], readers: dict[str, Reader]
 ) -> tuple[dict[str, Any], dict[str, Reader]]:
-    """Config and tensors by their usual names. Raises CheckpointError for models that are told the
-    time, and for causal ones."""
+    """Config and tensors in the Hugging Face layout of Llama.
+
+    Raises:
+        CheckpointError: The model has time conditioning, or is causal.
+    """
     for key in ("time_conditioning", "causal"):
         if config.get(key):
-            raise CheckpointError(f"{key} true is not supported in a {config['model_type']} config")
-    found = {_KEYS.get(key, key): value for key, value in config.items()}
-    found |= {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
-    found |= {"tie_word_embeddings": False}
-    if isinstance(found.get("hidden_size"), int):
-        found["intermediate_size"] = 4 * found["hidden_size"]
+            raise CheckpointError(f"{key}=true is not supported in a {config['model_type']} config")
+    hf_config = {_KEYS.get(key, key): value for key, value in config.items()}
+    hf_config |= {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+    hf_config |= {"tie_word_embeddings": False}
+    if isinstance(hf_config.get("hidden_size"), int):
+        hf_config["intermediate_size"] = 4 * hf_config["hidden_size"]
     if not config.get("cross_attn", True):
-        found["block_size"] = None
-    source = _Source(readers)
-    made: dict[str, Reader] = {
+        hf_config["block_size"] = None
+    source = _SourceTensors(readers)
+    hf_readers: dict[str, Reader] = {
         "model.embed_tokens.weight": partial(source.centred, "vocab_embed.embedding", 1),
         "model.norm.weight": partial(source.norm, "output_layer.", "norm_final", 1),
         "lm_head.weight": partial(source.get, "output_layer.linear.weight"),
@@ -58,30 +62,30 @@ def standard(
     }
     layers = [match[1] for match in map(_LAYER.fullmatch, readers) if match is not None]
     for index in layers:
-        made |= _layer(source, f"backbone.blocks.{index}.", f"model.layers.{index}.")
-    return found, made
+        hf_readers |= _layer_readers(source, f"backbone.blocks.{index}.", f"model.layers.{index}.")
+    return hf_config, hf_readers
 
 
-def _layer(source: _Source, own: str, usual: str) -> dict[str, Reader]:
-    own = own.removeprefix("backbone.")
+def _layer_readers(source: _SourceTensors, prefix: str, hf_prefix: str) -> dict[str, Reader]:
+    prefix = prefix.removeprefix("backbone.")
     parts: dict[str, Callable[[], torch.Tensor]] = {
-        "input_layernorm.weight": partial(source.norm, own, "norm1", 1),
-        "self_attn.qkv_proj.weight": partial(source.get, f"{own}attn_qkv.weight"),
-        "self_attn.qkv_proj.bias": partial(source.bias, own, "attn_qkv", 0),
-        "self_attn.o_proj.weight": partial(source.ending, own, "attn_out.weight", 2),
-        "post_attention_layernorm.weight": partial(source.norm, own, "norm2", 4),
-        "mlp.gate_proj.weight": partial(source.get, f"{own}mlp.0.weight"),
-        "mlp.gate_proj.bias": partial(source.bias, own, "mlp.0", 3),
-        "mlp.up_proj.weight": lambda: torch.zeros_like(source.get(f"{own}mlp.0.weight")),
-        "mlp.up_proj.bias": lambda: torch.ones_like(source.get(f"{own}mlp.0.bias")),
-        "mlp.down_proj.weight": partial(source.ending, own, "mlp.2.weight", 5),
-        "mlp.down_proj.bias": partial(source.ending, own, "mlp.2.bias", 5),
+        "input_layernorm.weight": partial(source.norm, prefix, "norm1", 1),
+        "self_attn.qkv_proj.weight": partial(source.get, f"{prefix}attn_qkv.weight"),
+        "self_attn.qkv_proj.bias": partial(source.bias, prefix, "attn_qkv", 0),
+        "self_attn.o_proj.weight": partial(source.output, prefix, "attn_out.weight", 2),
+        "post_attention_layernorm.weight": partial(source.norm, prefix, "norm2", 4),
+        "mlp.gate_proj.weight": partial(source.get, f"{prefix}mlp.0.weight"),
+        "mlp.gate_proj.bias": partial(source.bias, prefix, "mlp.0", 3),
+        "mlp.up_proj.weight": lambda: torch.zeros_like(source.get(f"{prefix}mlp.0.weight")),
+        "mlp.up_proj.bias": lambda: torch.ones_like(source.get(f"{prefix}mlp.0.bias")),
+        "mlp.down_proj.weight": partial(source.output, prefix, "mlp.2.weight", 5),
+        "mlp.down_proj.bias": partial(source.output, prefix, "mlp.2.bias", 5),
     }
-    return {f"{usual}{name}": reader for name, reader in parts.items()}
+    return {f"{hf_prefix}{name}": reader for name, reader in parts.items()}
 
 
-class _Source:
-    """The stored tensors, without the prefix of all, in float32."""
+class _SourceTensors:
+    """The stored tensors in float32, by name without the common prefix."""
 
     def __init__(self, readers: dict[str, Reader]) -> None:
         self._readers = readers
@@ -95,46 +99,50 @@ class _Source:
         return tensor.float()
 
     def centred(self, name: str, dim: int) -> torch.Tensor:
-        """Less its mean along `dim`, that of the states."""
+        """A tensor minus its mean along `dim`, the dimension of the hidden states."""
         tensor = self.get(name)
         return tensor - tensor.mean(dim, keepdim=True)
 
-    def norm(self, own: str, name: str, scale: int) -> torch.Tensor:
+    def norm(self, prefix: str, name: str, scale: int) -> torch.Tensor:
         """A norm's weight, scaled by chunk `scale` of the modulation."""
-        weight = self.get(f"{own}{name}.weight")
-        return weight * (1 + self._modulation(own, scale, len(weight)))
+        weight = self.get(f"{prefix}{name}.weight")
+        return weight * (1 + self._modulation(prefix, scale, len(weight)))
 
-    def bias(self, own: str, name: str, shift: int) -> torch.Tensor:
-        """What a matrix makes of chunk `shift` of the modulation, and the bias it has, if any."""
-        matrix = self.get(f"{own}{name}.weight")
-        made = matrix @ self._modulation(own, shift, matrix.shape[1])
-        return made + self.get(f"{own}{name}.bias") if self._has(f"{own}{name}.bias") else made
+    def bias(self, prefix: str, name: str, shift: int) -> torch.Tensor:
+        """A matrix times chunk `shift` of the modulation, plus the matrix's bias, if any."""
+        matrix = self.get(f"{prefix}{name}.weight")
+        shifted = matrix @ self._modulation(prefix, shift, matrix.shape[1])
+        return (
+            shifted + self.get(f"{prefix}{name}.bias")
+            if self._has(f"{prefix}{name}.bias")
+            else shifted
+        )
 
-    def ending(self, own: str, name: str, gate: int) -> torch.Tensor:
-        """A matrix or a bias at a sublayer's end, through the gate and less the states' mean."""
-        tensor = self.get(f"{own}{name}")
-        if self._has(f"{own}adaLN_modulation.weight"):
-            factors = self._modulation(own, gate, len(tensor))
+    def output(self, prefix: str, name: str, gate: int) -> torch.Tensor:
+        """The output matrix or bias of a sublayer, times its gate, minus the mean over outputs."""
+        tensor = self.get(f"{prefix}{name}")
+        if self._has(f"{prefix}adaLN_modulation.weight"):
+            factors = self._modulation(prefix, gate, len(tensor))
             tensor = tensor * (factors if tensor.dim() == 1 else factors[:, None])
         return tensor - tensor.mean(0, keepdim=True)
 
     def _has(self, name: str) -> bool:
         return f"backbone.{name}" in self._readers
 
-    def _modulation(self, own: str, chunk: int, size: int) -> torch.Tensor:
-        """A chunk of `size` of what modulates a layer: zeros in a model without modulation."""
-        if not self._has(f"{own}adaLN_modulation.weight"):
+    def _modulation(self, prefix: str, chunk: int, size: int) -> torch.Tensor:
+        """Chunk number `chunk`, of `size`, of a layer's modulation; zeros if there is none."""
+        if not self._has(f"{prefix}adaLN_modulation.weight"):
             return torch.zeros(size)
-        whole = self.get(f"{own}adaLN_modulation.weight") @ self._condition()
-        whole = whole + self.get(f"{own}adaLN_modulation.bias")
-        return whole[chunk * size : (chunk + 1) * size]
+        modulation = self.get(f"{prefix}adaLN_modulation.weight") @ self._condition()
+        modulation = modulation + self.get(f"{prefix}adaLN_modulation.bias")
+        return modulation[chunk * size : (chunk + 1) * size]
 
     def _condition(self) -> torch.Tensor:
-        """What the model makes of time 0, which it is always told."""
+        """The conditioning vector of time 0, which is always used."""
         first = self.get("sigma_map.mlp.0.weight")
         half = first.shape[1] // 2
-        waves = torch.zeros(first.shape[1])
-        waves[:half] = 1  # cosines of 0; the sines are 0
-        x = torch.nn.functional.silu(first @ waves + self.get("sigma_map.mlp.0.bias"))
+        embedding = torch.zeros(first.shape[1])
+        embedding[:half] = 1  # the cosines of 0; the sines are 0
+        x = torch.nn.functional.silu(first @ embedding + self.get("sigma_map.mlp.0.bias"))
         x = self.get("sigma_map.mlp.2.weight") @ x + self.get("sigma_map.mlp.2.bias")
         return torch.nn.functional.silu(x)

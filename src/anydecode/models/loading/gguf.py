@@ -1,4 +1,4 @@
-"""A GGUF file as a `Checkpoint`: Hugging Face names and meaning, weights packed and mapped."""
+"""Loads a GGUF file as a `Checkpoint` with Hugging Face names; weights stay packed and mapped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _POST_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _GEMMA = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
-_DIFFERENT = {
+_OVERRIDES = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
     "olmo2": _POST_NORMS,
@@ -60,7 +60,7 @@ _EXPERTS = {
         "ffn_down": "mlp.experts.{}.down_proj",
     },
 }
-#: Tensors that say nothing a config does not: rope factors are read into it.
+#: Rope factors, which are read into the config.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 #: Architectures whose query and key rows are stored for interleaved rotary pairs.
 _INTERLEAVED = ("llama", "smollm3")
@@ -69,12 +69,16 @@ _Shape = tuple[int, ...]
 
 
 def load_gguf(path: Path) -> Checkpoint:
-    """Open `path`. Raises `CheckpointError`, in one line, for anything that is not right."""
+    """Open a GGUF file.
+
+    Raises:
+        CheckpointError: The file is truncated, corrupt or unsupported. The message is one line.
+    """
     file = GGUFFile(path)
     config = config_from_gguf(file)
     counts = (config["num_hidden_layers"], config.get("num_local_experts", 1))
     if max(*counts, config.get("num_experts", 1)) > 100 * len(file.tensors):
-        raise CheckpointError(f"{path}: the file is corrupt: it counts {counts[0]} layers")
+        raise CheckpointError(f"{path}: the file is corrupt: it declares {counts[0]} layers")
     architecture: str = file.metadata["general.architecture"]
     readers: dict[str, Reader] = {}
     shapes: dict[str, _Shape] = {}
@@ -106,37 +110,37 @@ def load_gguf(path: Path) -> Checkpoint:
 def _convert(
     file: GGUFFile, info: TensorInfo, architecture: str, config: dict[str, Any]
 ) -> list[tuple[str, _Shape, Reader]]:
-    """The Hugging Face tensors that one GGUF tensor stands for: names, shapes, readers."""
+    """The Hugging Face tensors of one GGUF tensor: names, shapes and readers."""
     module, _, leaf = info.name.rpartition(".")
     if leaf not in ("weight", "bias"):
-        raise _unknown(file, info, architecture)
+        raise _unknown_tensor(file, info, architecture)
     if not module.startswith("blk."):
         if module not in _OUTER:
-            raise _unknown(file, info, architecture)
+            raise _unknown_tensor(file, info, architecture)
         target, prefix = _OUTER[module], ""
         part = module
     else:
         _, layer, part = module.split(".", 2) if module.count(".") >= 2 else ("", "", "")
         prefix = f"model.layers.{layer}."
         count = config.get("num_local_experts") or config.get("num_experts") or 0
-        expert = _experts(file, info, architecture, part, prefix, count)
-        if expert:
-            return expert
-        names = {**_LAYER, **_DIFFERENT.get(architecture, {})}
+        experts = _experts(file, info, architecture, part, prefix, count)
+        if experts:
+            return experts
+        names = {**_LAYER, **_OVERRIDES.get(architecture, {})}
         if not layer.isdigit() or int(layer) >= config["num_hidden_layers"] or part not in names:
-            raise _unknown(file, info, architecture)
+            raise _unknown_tensor(file, info, architecture)
         target = names[part]
     name = f"{prefix}{target}.{leaf}"
     reader: Reader = partial(_read, file, info, f"{prefix}{target}")
     if architecture in _INTERLEAVED and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
-        reader = partial(_halves, reader, heads)
+        reader = partial(_deinterleaved, reader, heads)
     if architecture in ("gemma2", "gemma3") and info.name.endswith("norm.weight"):
-        reader = partial(_less_one, reader)
+        reader = partial(_minus_one, reader)
     return [(name, info.shape, reader)]
 
 
-def _unknown(file: GGUFFile, info: TensorInfo, architecture: str) -> CheckpointError:
+def _unknown_tensor(file: GGUFFile, info: TensorInfo, architecture: str) -> CheckpointError:
     return CheckpointError(
         f"{file.path}: tensor {info.name!r} is not part of the {architecture} models supported"
     )
@@ -145,7 +149,7 @@ def _unknown(file: GGUFFile, info: TensorInfo, architecture: str) -> CheckpointE
 def _experts(
     file: GGUFFile, info: TensorInfo, architecture: str, part: str, prefix: str, count: int
 ) -> list[tuple[str, _Shape, Reader]]:
-    """Experts, stored all in one tensor or (in old files) one tensor each."""
+    """The tensors of experts, which are stored in one tensor or (in old files) one tensor each."""
     table = _EXPERTS.get(architecture, {})
     if part.endswith("_exps") and part[:-5] in table and len(info.shape) == 3:
         if info.shape[0] != count:
@@ -171,9 +175,9 @@ def _read(file: GGUFFile, info: TensorInfo, module: str) -> torch.Tensor | Weigh
     return tensor
 
 
-def _halves(reader: Reader, num_heads: int) -> torch.Tensor | Weight:
-    """Rows of interleaved rotary pairs (2i, 2i + 1) put as pairs (i, i + half), whole rows moved:
-    packed weights stay packed."""
+def _deinterleaved(reader: Reader, num_heads: int) -> torch.Tensor | Weight:
+    """Reorder the rows of interleaved rotary pairs (2i, 2i + 1) to pairs (i, i + half). Whole rows
+    are moved, so packed weights stay packed."""
     tensor = reader()
     data = tensor.data if isinstance(tensor, Weight) else tensor
     rows = torch.arange(data.shape[0]).view(num_heads, -1, 2).transpose(1, 2).flatten()
@@ -183,8 +187,8 @@ def _halves(reader: Reader, num_heads: int) -> torch.Tensor | Weight:
     return moved
 
 
-def _less_one(reader: Reader) -> torch.Tensor:
-    """Gemma's norms as Hugging Face has them: GGUF stores them with the one already added."""
+def _minus_one(reader: Reader) -> torch.Tensor:
+    """A norm weight of Gemma as Hugging Face stores it; GGUF stores it with 1 added."""
     tensor = reader()
     assert isinstance(tensor, torch.Tensor), "norms are vectors"
     return tensor.to(torch.float32) - 1
@@ -193,8 +197,8 @@ def _less_one(reader: Reader) -> torch.Tensor:
 def _check_shapes(
     path: Path, architecture: str, config: dict[str, Any], shapes: dict[str, _Shape]
 ) -> None:
-    """Every tensor the config implies is there, and each has the shape it implies."""
-    for name, (shape, required) in _expected(architecture, config).items():
+    """Check that every tensor the config requires is present and has the right shape."""
+    for name, (shape, required) in _expected_shapes(architecture, config).items():
         found = shapes.get(name)
         if found is None and required:
             raise CheckpointError(f"{path}: the tensor for {name!r} is missing")
@@ -204,8 +208,8 @@ def _check_shapes(
             )
 
 
-def _expected(architecture: str, config: dict[str, Any]) -> dict[str, tuple[_Shape, bool]]:
-    """By name: the shape, and whether the tensor must be there (biases mostly need not)."""
+def _expected_shapes(architecture: str, config: dict[str, Any]) -> dict[str, tuple[_Shape, bool]]:
+    """By name: the shape, and whether the tensor is required (most biases are not)."""
     hidden, vocab, head = config["hidden_size"], config["vocab_size"], config["head_dim"]
     expected: dict[str, tuple[_Shape, bool]] = {
         "model.embed_tokens.weight": ((vocab, hidden), True),
@@ -251,7 +255,7 @@ def _mlp_shapes(architecture: str, config: dict[str, Any]) -> dict[str, _Shape]:
         up: _Shape = (inner, hidden)
         return {"mlp.gate_proj": up, "mlp.up_proj": up, "mlp.down_proj": (hidden, inner)}
     inner = config.get("moe_intermediate_size", inner)
-    shapes: dict[str, _Shape] = {_DIFFERENT[architecture]["ffn_gate_inp"]: (experts, hidden)}
+    shapes: dict[str, _Shape] = {_OVERRIDES[architecture]["ffn_gate_inp"]: (experts, hidden)}
     for part, module in _EXPERTS[architecture].items():
         shape = (hidden, inner) if part == "ffn_down" else (inner, hidden)
         shapes |= {module.format(index): shape for index in range(experts)}

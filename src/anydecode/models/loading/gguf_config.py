@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as the `config.json` that Hugging Face has for the same model."""
+"""Converts a GGUF file's metadata to the Hugging Face `config.json` of the same model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ _MISSING = object()
 
 
 class Keys:
-    """The metadata of one architecture, read with errors in the user's words."""
+    """The metadata of a file's architecture. Errors name the file and the key.
+
+    Raises:
+        CheckpointError: The architecture is not supported.
+    """
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
@@ -41,7 +45,8 @@ class Keys:
             )
 
     def get(self, key: str, default: Any = _MISSING) -> Any:
-        """Metadata `<architecture>.<key>`."""
+        """The value of `<architecture>.<key>`. Raises CheckpointError if it is missing without a
+        default."""
         value = self.file.metadata.get(f"{self.architecture}.{key}", default)
         if value is _MISSING:
             raise CheckpointError(
@@ -50,7 +55,7 @@ class Keys:
         return value
 
     def count(self, key: str, default: Any = _MISSING) -> int:
-        """A positive integer; a list that holds one value for every layer counts as that value."""
+        """A positive integer; a list with the same value for every layer counts as that value."""
         value = self.get(key, default)
         if isinstance(value, list) and value and all(entry == value[0] for entry in value):
             value = value[0]
@@ -73,7 +78,11 @@ class Keys:
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
-    """The config of `file`; raises `CheckpointError` for what is unsupported or missing."""
+    """The Hugging Face config of `file`.
+
+    Raises:
+        CheckpointError: A key is missing, invalid or unsupported.
+    """
     keys = Keys(file)
     config = _common(keys)
     extend = {
@@ -131,8 +140,8 @@ def _common(keys: Keys) -> dict[str, Any]:
 def _rope_scaling(keys: Keys) -> dict[str, Any] | None:
     factors = _factors(keys, "rope_freqs.weight")
     if factors is not None:
-        # Llama 3 files keep each frequency's divisor rather than the rule it came from. Long RoPE
-        # is the Hugging Face kind that takes divisors as they are.
+        # Llama 3 files store a divisor per frequency instead of the scaling parameters. LongRoPE is
+        # the Hugging Face scaling that takes divisors.
         return {
             "rope_type": "longrope",
             "short_factor": factors,
@@ -172,7 +181,7 @@ def _llama(keys: Keys, config: dict[str, Any]) -> None:
 
 
 def _smollm3(keys: Keys, config: dict[str, Any]) -> None:
-    # Every fourth layer has no position embedding; the format leaves the rule to its readers.
+    # Every fourth layer has no position embedding; the file does not store this.
     config["no_rope_layer_interval"] = 4
     config["no_rope_layers"] = [int((i + 1) % 4 != 0) for i in range(config["num_hidden_layers"])]
     config["use_sliding_window"] = False
@@ -191,13 +200,14 @@ def _qwen3_moe(keys: Keys, config: dict[str, Any]) -> None:
     config["mlp_only_layers"] = []
 
 
-def _gemma(keys: Keys, config: dict[str, Any], period: int, wide_layers: int) -> None:
-    """What Gemma 2 and 3 share. One layer in `period` sees everything. The largest model, known by
-    its number of layers, scales its queries by hidden_size / heads instead of the head's size."""
+def _gemma(keys: Keys, config: dict[str, Any], period: int, largest_num_layers: int) -> None:
+    """The keys that Gemma 2 and 3 share. One layer in `period` has full attention. The largest
+    model, identified by its number of layers, scales its queries by hidden_size / heads instead of
+    the head's size."""
     layers = config["num_hidden_layers"]
-    largest = layers == wide_layers
+    is_largest = layers == largest_num_layers
     per_head = config["hidden_size"] // config["num_attention_heads"]
-    config["query_pre_attn_scalar"] = per_head if largest else config["head_dim"]
+    config["query_pre_attn_scalar"] = per_head if is_largest else config["head_dim"]
     config["hidden_activation"] = config["hidden_act"] = "gelu_pytorch_tanh"
     config["sliding_window"] = keys.count("attention.sliding_window", 4096)
     config["layer_types"] = [
@@ -206,21 +216,21 @@ def _gemma(keys: Keys, config: dict[str, Any], period: int, wide_layers: int) ->
 
 
 def _gemma2(keys: Keys, config: dict[str, Any]) -> None:
-    _gemma(keys, config, period=2, wide_layers=46)
+    _gemma(keys, config, period=2, largest_num_layers=46)
     config["attn_logit_softcapping"] = keys.number("attn_logit_softcapping", 50.0)
     config["final_logit_softcapping"] = keys.number("final_logit_softcapping", 30.0)
 
 
 def _gemma3(keys: Keys, config: dict[str, Any]) -> None:
-    # Some files list the layers' kinds instead of the period, which is always 6.
+    # Some files list the attention type of each layer instead of the period, which is always 6.
     key = "attention.sliding_window_pattern"
     period = 6 if isinstance(keys.get(key, 6), list) else keys.count(key, 6)
-    _gemma(keys, config, period=period, wide_layers=62)
+    _gemma(keys, config, period=period, largest_num_layers=62)
     config["sliding_window_pattern"] = 6
     config["rope_theta"] = keys.number("rope.freq_base", 1_000_000.0)
     config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10000.0)
     config["attn_logit_softcapping"] = None
-    # 0 stands for none.
+    # 0 means no softcap.
     config["final_logit_softcapping"] = keys.number("final_logit_softcapping", 0.0) or None
 
 

@@ -1,8 +1,9 @@
-"""Reading a GGUF file: metadata, and tensors mapped from disk without a copy.
+"""Reads a GGUF file: metadata, and tensors mapped from disk without a copy.
 
-Everything a header claims is checked against the size of the file before it is used, so a
-truncated or corrupt file is one clear error and never a crash. Parsing takes a few hundredths of a
-second; the `gguf` package's own reader, which makes an array of every string, takes seconds.
+Every size and offset of the header is checked against the size of the file before it is used, so a
+truncated or corrupt file raises a `CheckpointError` and never crashes the process. Parsing takes a
+few hundredths of a second; the `gguf` package's own reader, which makes an array of every string,
+takes seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _SCALARS = {
     11: "<q",
     12: "<d",
 }
-#: GGUF's number of each format we read.
+#: GGUF's codes of the supported formats.
 _FORMAT_CODES = {
     0: "F32",
     1: "F16",
@@ -50,7 +51,7 @@ _FORMAT_CODES = {
     14: "Q6_K",
     30: "BF16",
 }
-#: Names of those we do not, for a message that says what the file holds.
+#: Names of unsupported formats, for error messages.
 _OTHER_FORMATS = {
     9: "Q8_1",
     10: "Q2_K",
@@ -80,8 +81,8 @@ _MAX_DEPTH = 4
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. `shape` is outermost first, as in torch; `offset` counts from the start
-    of the file, in bytes."""
+    """The location of a tensor. `shape` is outermost first, as in torch; `offset` is in bytes from
+    the start of the file."""
 
     name: str
     format: str
@@ -91,7 +92,11 @@ class TensorInfo:
 
 
 class GGUFFile:
-    """An open GGUF file: `metadata` by key and `tensors` by name."""
+    """An open GGUF file: `metadata` by key and `tensors` by name.
+
+    Raises:
+        CheckpointError: The file cannot be read, or is truncated, corrupt or unsupported.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -105,7 +110,8 @@ class GGUFFile:
         self.tensors = reader.tensors
 
     def read(self, name: str, weight_name: str = "") -> torch.Tensor | Weight:
-        """A tensor over the mapped file: a `Weight` for a packed matrix, else a torch tensor."""
+        """A view of a tensor in the mapped file: a `Weight` if it is packed, else a torch tensor.
+        `weight_name` becomes the name of the `Weight`."""
         return self.view(self.tensors[name], weight_name)
 
     def view(self, info: TensorInfo, weight_name: str = "") -> torch.Tensor | Weight:
@@ -124,7 +130,7 @@ class GGUFFile:
 
 
 class _Header:
-    """A cursor over the header that knows the file's size."""
+    """Parses the header of a file, with bounds checks."""
 
     def __init__(self, path: Path, buffer: memoryview) -> None:
         self.path = path
@@ -135,7 +141,7 @@ class _Header:
         self._check_start()
         num_tensors, num_keys = self._number("<Q"), self._number("<Q")
         if max(num_tensors, num_keys) > len(buffer):
-            raise self.fault("is corrupt: its header counts more entries than it has bytes")
+            raise self.fault("is corrupt: its header declares more entries than the file has bytes")
         for _ in range(num_keys):
             key = self._string()
             self.metadata[key] = self._value(self._number("<I"))
@@ -145,7 +151,7 @@ class _Header:
         return CheckpointError(f"{self.path}: the file {what}")
 
     def _check_start(self) -> None:
-        start = bytes(self._take(min(4, len(self.buffer))))
+        start = bytes(self._read_bytes(min(4, len(self.buffer))))
         if start != _MAGIC:
             raise self.fault(f"is not a GGUF file (it starts with {start!r})")
         version = self._number("<I")
@@ -155,20 +161,20 @@ class _Header:
                 raise self.fault("is a big-endian GGUF file, which is not supported")
             raise self.fault(f"has GGUF version {version}; versions 2 and 3 are supported")
 
-    def _take(self, count: int) -> memoryview:
+    def _read_bytes(self, count: int) -> memoryview:
         end = self.position + count
         if end > len(self.buffer):
-            raise self.fault(f"is truncated: its header goes on after {len(self.buffer)} bytes")
-        piece = self.buffer[self.position : end]
+            raise self.fault(f"is truncated: its header continues after {len(self.buffer)} bytes")
+        data = self.buffer[self.position : end]
         self.position = end
-        return piece
+        return data
 
     def _number(self, code: str) -> Any:
-        return struct.unpack(code, self._take(struct.calcsize(code)))[0]
+        return struct.unpack(code, self._read_bytes(struct.calcsize(code)))[0]
 
     def _string(self) -> str:
-        # Tokenizers hold stray bytes in a few vocabularies; they must not make a file unreadable.
-        return str(self._take(self._number("<Q")), "utf-8", "replace")
+        # Some vocabularies contain invalid UTF-8, which must not make the file unreadable.
+        return str(self._read_bytes(self._number("<Q")), "utf-8", "replace")
 
     def _value(self, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:
@@ -182,25 +188,25 @@ class _Header:
             raise self.fault(f"is truncated or corrupt: a list of {count} entries does not fit")
         if inner in _SCALARS:
             dtype = np.dtype(_SCALARS[inner])
-            return np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
+            return np.frombuffer(self._read_bytes(count * dtype.itemsize), dtype).tolist()
         if inner == _STRING:
             return self._strings(count)
         return [self._value(inner, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
-        """A list of strings. Vocabularies have some hundred thousand, so this loop is kept bare."""
+        """A list of strings. Vocabularies have hundreds of thousands, so the loop is inlined."""
         buffer, position, size = self.buffer, self.position, len(self.buffer)
         length_at = struct.Struct("<Q").unpack_from
-        out = []
+        strings = []
         for _ in range(count):
             start = position + 8
             end = start + length_at(buffer, position)[0] if start <= size else size + 1
             if end > size:
                 raise self.fault("is truncated or corrupt: a list of strings does not fit")
-            out.append(str(buffer[start:end], "utf-8", "replace"))
+            strings.append(str(buffer[start:end], "utf-8", "replace"))
             position = end
         self.position = position
-        return out
+        return strings
 
     def _read_tensors(self, count: int) -> None:
         found = []
@@ -217,16 +223,17 @@ class _Header:
         for name, shape, code, offset in found:
             if name in self.tensors:
                 raise self.fault(f"is corrupt: tensor {name!r} appears twice")
-            self.tensors[name] = self._position(name, shape, code, base, offset, alignment)
+            self.tensors[name] = self._tensor_info(name, shape, code, base, offset, alignment)
 
-    def _position(
+    def _tensor_info(
         self, name: str, shape: tuple[int, ...], code: int, base: int, offset: int, alignment: int
     ) -> TensorInfo:
         format = _FORMAT_CODES.get(code)
         if format is None:
-            known = _OTHER_FORMATS.get(code, f"number {code}")
+            format_name = _OTHER_FORMATS.get(code, f"number {code}")
             raise self.fault(
-                f"stores {name!r} in format {known}; supported are {', '.join(sorted(BLOCKS))}"
+                f"stores {name!r} in format {format_name}; supported are"
+                f" {', '.join(sorted(BLOCKS))}"
             )
         if 0 in shape or shape[-1] % BLOCKS[format][0]:
             raise self.fault(f"is corrupt: tensor {name!r} of shape {list(shape)} in {format}")

@@ -1,5 +1,5 @@
-"""GPTQ: codes packed along the inputs, zero points along the outputs (Frantar et al., 2022,
-arXiv:2210.17323, in the layout of AutoGPTQ and GPTQModel)."""
+"""Reads GPTQ weights: codes packed along the inputs, zero points along the outputs (Frantar et al.,
+2022, arXiv:2210.17323, in the layout of AutoGPTQ and GPTQModel)."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
 from anydecode.models.loading.groups import grouped_weight, unpack
 
-#: The tensors of one packed module, beside its bias.
+#: The tensors of one packed module, except its bias.
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def check(settings: Mapping[str, Any], path: object) -> None:
-    """Raise `CheckpointError` for settings this file does not read."""
+    """Raise `CheckpointError` for unsupported settings."""
     bits = settings.get("bits")
     if bits not in (4, 8):
-        raise CheckpointError(f"{path}: GPTQ with {bits} bits is not supported; 4 and 8 are")
+        raise CheckpointError(
+            f"{path}: GPTQ with {bits} bits is not supported; supported are 4 and 8"
+        )
 
 
 def read(
     get: Callable[[str], torch.Tensor], has: Callable[[str], bool], module: str, settings: Any
 ) -> Weight:
-    """The module's weight. `get` reads a tensor of the checkpoint by name."""
+    """Read a module's weight. `get` reads a tensor of the checkpoint by name."""
     bits: int = settings["bits"]
     codes = unpack(get(f"{module}.qweight"), bits, 0).T.contiguous()
     scales = get(f"{module}.scales")
     zeros = unpack(get(f"{module}.qzeros"), bits, 1).to(torch.int32)
     if settings.get("checkpoint_format", "gptq") != "gptq_v2":
-        # The first version of the format stores zero points less one, in the code's own width.
+        # Version 1 of the format stores each zero point minus 1. With 8 bits, 0 is stored as 255.
         zeros = (zeros + 1) & ((1 << bits) - 1) if bits == 8 else zeros + 1
     num_inputs = codes.shape[1]
     if has(f"{module}.g_idx"):
@@ -50,7 +52,7 @@ def _check_shapes(
     zeros: torch.Tensor,
     groups: torch.Tensor,
 ) -> None:
-    fits = scales.shape == zeros.shape and scales.shape[1] == codes.shape[0]
-    fits = fits and len(groups) == codes.shape[1]
-    if not fits or int(groups.min()) < 0 or int(groups.max()) >= scales.shape[0]:
+    is_consistent = scales.shape == zeros.shape and scales.shape[1] == codes.shape[0]
+    is_consistent = is_consistent and len(groups) == codes.shape[1]
+    if not is_consistent or int(groups.min()) < 0 or int(groups.max()) >= scales.shape[0]:
         raise CheckpointError(f"the quantised parts of {module!r} do not fit together")

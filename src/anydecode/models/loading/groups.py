@@ -1,13 +1,13 @@
-"""Integer weights with a scale and a zero point per group of inputs, as GPTQ and AWQ keep them,
-turned into our formats.
+"""Converts integer weights with a scale and a zero point per group of inputs (GPTQ, AWQ) to the
+engine's weight formats.
 
-weight[o, i] = scale[g, o] * (code[o, i] - zero[g, o]), g the group of input i. Where groups are
-runs of a multiple of 32 inputs, a block format holds this:
+weight[o, i] = scale[g, o] * (code[o, i] - zero[g, o]), where g is the group of input i. If every
+group is a run of a multiple of 32 inputs, the result has a block format:
 
-- 4 bits, every zero 8: Q4_0, exactly (4.5 bits per weight);
+- 4 bits, every zero 8: Q4_0, exact (4.5 bits per weight);
 - 4 bits, other zeros: Q4_1, whose offset -scale * zero is rounded to float16, by less than 0.8% of
   a step (5 bits per weight);
-- 8 bits, every zero 128: Q8_0, exactly (8.5 bits per weight).
+- 8 bits, every zero 128: Q8_0, exact (8.5 bits per weight).
 
 Anything else (act-order with scattered groups, 8 bits with other zeros, odd sizes) becomes float16,
 each weight rounded by at most 1 part in 2048. That takes 16 bits per weight: about four times the
@@ -32,12 +32,20 @@ def grouped_weight(
     bits: int,
     name: str,
 ) -> Weight:
-    """A `Weight` of `codes` uint8 `[out, in]`, `scales` and integer `zeros` `[groups, out]`, and
-    the group of each input, int64 `[in]`."""
+    """Build a `Weight` from quantised parts.
+
+    Args:
+        codes: uint8 `[out, in]`.
+        scales: `[groups, out]`.
+        zeros: Integer zero points, `[groups, out]`.
+        groups: The group of each input, int64 `[in]`.
+        bits: Bits per code, 4 or 8.
+        name: The name of the result.
+    """
     block_groups = _block_groups(groups)
-    centred = bool((zeros == 1 << (bits - 1)).all())
-    exact = bool((scales == scales.to(torch.float16)).all())
-    if block_groups is None or not exact or (bits == 8 and not centred):
+    is_symmetric = bool((zeros == 1 << (bits - 1)).all())
+    is_exact = bool((scales == scales.to(torch.float16)).all())
+    if block_groups is None or not is_exact or (bits == 8 and not is_symmetric):
         scale = scales.to(torch.float32)[groups].T
         offset = zeros.to(torch.float32)[groups].T
         return plain_weight((scale * (codes.to(torch.float32) - offset)).to(torch.float16), name)
@@ -48,14 +56,14 @@ def grouped_weight(
     if bits == 8:
         return _weight("Q8_0", name, scale, blocks ^ 128)
     packed = blocks[..., :16] | (blocks[..., 16:] << 4)
-    if centred:
+    if is_symmetric:
         return _weight("Q4_0", name, scale, packed)
     low = (-scale.to(torch.float32) * zero).to(torch.float16)
     return _weight("Q4_1", name, scale, packed, low)
 
 
 def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """int32 words of `32 // bits` fields, lowest first, spread out along `dim` as uint8."""
+    """Unpack int32 words of `32 // bits` fields, lowest first, along `dim`, as uint8."""
     count = 32 // bits
     fields = [(words >> (bits * i)) & ((1 << bits) - 1) for i in range(count)]
     spread = torch.stack([field.to(torch.uint8) for field in fields], dim=dim + 1)
@@ -63,7 +71,7 @@ def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 
 def _block_groups(groups: torch.Tensor) -> torch.Tensor | None:
-    """The group of each block of 32 inputs; None where a block would mix groups."""
+    """The group of each block of 32 inputs; None if a block has several groups."""
     if len(groups) % _BLOCK:
         return None
     blocks = groups.view(-1, _BLOCK)

@@ -1,6 +1,6 @@
-"""Models from the Hugging Face hub, through `huggingface_hub` and its own cache.
+"""Finds and downloads models of the Hugging Face hub, with `huggingface_hub` and its cache.
 
-Its offline mode (`HF_HUB_OFFLINE`) is honoured; its telemetry is off while we call it.
+Its offline mode (`HF_HUB_OFFLINE`) is respected; its telemetry is disabled during the calls.
 """
 
 from __future__ import annotations
@@ -14,56 +14,65 @@ from typing import Any
 
 from anydecode.errors import AnydecodeError, ModelNotFoundError
 
-#: What a checkpoint needs; pickled weights and other frameworks' files stay where they are.
+#: The files of a checkpoint; pickled weights and files of other frameworks are not downloaded.
 _FOLDER = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"]
-#: The GGUF file to take where a repo has several, best first.
+#: The preferred GGUF file of a repo that has several, best first.
 _PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q5_K_M", "Q6_K", "Q8_0", "BF16", "F16", "F32")
 
 Progress = Callable[[int, int], None]
 
 
 def find(name: str) -> Path | None:
-    """Where `owner/name` or `owner/name:FILE` lies in the hub's cache; None if it does not."""
+    """The path of `owner/name` or `owner/name:FILE` in the hub's cache; None if it is not there."""
     repo, _, choice = name.partition(":")
-    with _quiet() as hub:
+    with _quiet_hub() as hub:
         try:
             folder = Path(hub.snapshot_download(repo, local_files_only=True))
         except (OSError, ValueError, hub.errors.LocalEntryNotFoundError):
             return None
-    return _usable(folder, choice)
+    return _model_path(folder, choice)
 
 
 def fetch(name: str, progress: Progress | None) -> Path:
-    """Download a repo's safetensors, configuration and tokenizer, or one of its GGUF files."""
+    """Download a repo's safetensors, configuration and tokenizer, or one of its GGUF files.
+
+    Args:
+        name: `owner/name` or `owner/name:FILE`.
+        progress: Called with the bytes done and the total bytes.
+
+    Raises:
+        ModelNotFoundError: The hub has no such model, or it is gated, or the hub is offline.
+        AnydecodeError: The download failed.
+    """
     repo, _, choice = name.partition(":")
-    with _quiet() as hub:
+    with _quiet_hub() as hub:
         try:
             entries = hub.HfApi().model_info(repo, files_metadata=True).siblings or []
             sizes = {entry.rfilename: entry.size or 0 for entry in entries}
-            wanted = _wanted(repo, list(sizes), choice)
-            total = sum(sizes[file] for file in wanted)
+            selected = _files_to_fetch(repo, list(sizes), choice)
+            total = sum(sizes[file] for file in selected)
             folder = Path(
                 hub.snapshot_download(
-                    repo, allow_patterns=wanted, tqdm_class=_reporter(progress, total)
+                    repo, allow_patterns=selected, tqdm_class=_progress_class(progress, total)
                 )
             )
         except AnydecodeError:
             raise
-        except Exception as error:  # httpx, requests and the hub each have their own kinds
-            raise _explained(hub, repo, error) from None
+        except Exception as error:  # httpx, requests and the hub raise exceptions of their own
+            raise _fetch_error(hub, repo, error) from None
     if progress is not None:
         progress(total, total)
-    found = _usable(folder, choice)
+    found = _model_path(folder, choice)
     if found is None:
-        raise ModelNotFoundError(f"{repo} holds no model that can be read")
+        raise ModelNotFoundError(f"{repo} contains no supported model")
     return found
 
 
 @contextmanager
-def _quiet() -> Iterator[Any]:
-    """`huggingface_hub` with its telemetry and its own bars switched off."""
+def _quiet_hub() -> Iterator[Any]:
+    """`huggingface_hub` with its telemetry disabled."""
     import huggingface_hub as hub
-    import huggingface_hub.errors  # noqa: F401  (the name is not set otherwise)
+    import huggingface_hub.errors  # noqa: F401  (not imported otherwise)
 
     before = hub.constants.HF_HUB_DISABLE_TELEMETRY
     hub.constants.HF_HUB_DISABLE_TELEMETRY = True
@@ -73,7 +82,7 @@ def _quiet() -> Iterator[Any]:
         hub.constants.HF_HUB_DISABLE_TELEMETRY = before
 
 
-def _wanted(repo: str, files: list[str], choice: str) -> list[str]:
+def _files_to_fetch(repo: str, files: list[str], choice: str) -> list[str]:
     ggufs = sorted(file for file in files if file.endswith(".gguf"))
     if choice or not any(fnmatch(file, "*.safetensors") for file in files):
         chosen = _choose(ggufs, choice)
@@ -87,16 +96,16 @@ def _wanted(repo: str, files: list[str], choice: str) -> list[str]:
 
 
 def _choose(ggufs: list[str], choice: str) -> str | None:
-    """The GGUF file meant by `choice` (a name or a part of it), or the preferred one."""
-    whole = [file for file in ggufs if "-of-" not in file and "mmproj" not in file.lower()]
+    """The GGUF file whose name contains `choice`, or the preferred one without a choice."""
+    candidates = [file for file in ggufs if "-of-" not in file and "mmproj" not in file.lower()]
     for kind in (choice,) if choice else _PREFERRED:
-        for file in whole:
+        for file in candidates:
             if kind.lower() in Path(file).name.lower():
                 return file
-    return None if choice or not whole else whole[0]
+    return None if choice or not candidates else candidates[0]
 
 
-def _usable(folder: Path, choice: str) -> Path | None:
+def _model_path(folder: Path, choice: str) -> Path | None:
     ggufs = sorted(str(file.relative_to(folder)) for file in folder.rglob("*.gguf"))
     if not choice and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return folder
@@ -104,11 +113,11 @@ def _usable(folder: Path, choice: str) -> Path | None:
     return folder / chosen if chosen is not None else None
 
 
-def _reporter(progress: Progress | None, total: int) -> type:
-    """A class in the manner of tqdm that reports bytes to `progress` and prints nothing.
+def _progress_class(progress: Progress | None, total: int) -> type:
+    """A subclass of tqdm that reports bytes to `progress` and prints nothing.
 
-    The hub counts the same bytes in one bar as they arrive and in another as they are written; the
-    one that is ahead is reported.
+    The hub counts the same bytes in one bar when they arrive and in another when they are written;
+    the larger count is reported.
     """
     from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
 
@@ -116,13 +125,13 @@ def _reporter(progress: Progress | None, total: int) -> type:
 
     class Reporter(tqdm):  # type: ignore[misc,unused-ignore]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("name", None)  # some versions of the hub name their bars
+            kwargs.pop("name", None)  # some versions of the hub pass a name
             self.counts_bytes = kwargs.get("unit") == "B"
             super().__init__(*args, **{**kwargs, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
             nonlocal furthest
-            self.n += n or 0  # a disabled bar does not count by itself
+            self.n += n or 0  # a disabled bar does not count
             if self.counts_bytes and progress is not None:
                 furthest = max(furthest, min(total, int(self.n)))
                 progress(furthest, total)
@@ -130,7 +139,7 @@ def _reporter(progress: Progress | None, total: int) -> type:
     return Reporter
 
 
-def _explained(hub: Any, repo: str, error: Exception) -> AnydecodeError:
+def _fetch_error(hub: Any, repo: str, error: Exception) -> AnydecodeError:
     errors = hub.errors
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return AnydecodeError(f"the disk is full; {repo} was not fetched")

@@ -1,4 +1,4 @@
-"""A mapping of tensor names to tensors that are read when asked for."""
+"""A mapping from tensor names to tensors that are read on access."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Reader = Callable[[], "torch.Tensor | Weight"]
 
 
 class MissingTensorError(CheckpointError, KeyError):
-    """A checkpoint lacks a tensor. A `KeyError` too, so that `in` and `get` work as always."""
+    """A checkpoint lacks a tensor. Also a `KeyError`, so that `Mapping.get` works."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class LazyTensors(Mapping[str, "torch.Tensor | Weight"]):
-    """Tensors by Hugging Face name; each look-up reads anew and keeps nothing."""
+    """Tensors by Hugging Face name. Each look-up reads the tensor; nothing is cached."""
 
     def __init__(self, path: Path, readers: dict[str, Reader]) -> None:
         self.path = path

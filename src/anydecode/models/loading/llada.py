@@ -1,4 +1,5 @@
-"""LLaDA's layout (GSAI-ML/LLaDA-8B, after OLMo's) in the words of the Hugging Face one."""
+"""Converts LLaDA's layout (GSAI-ML/LLaDA-8B, derived from OLMo's) to the Hugging Face layout of
+Llama."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _KEYS = {
     "activation_type": "hidden_act",
     "weight_tying": "tie_word_embeddings",
 }
-#: What the architecture could do otherwise, and LLaDA does not.
+#: Options of the architecture, and the values that LLaDA uses.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
     "attention_layer_norm": (False,),
@@ -37,7 +38,7 @@ _OUTER = {
     "model.transformer.ln_f": "model.norm",
     "model.transformer.ff_out": "lm_head",
 }
-#: What Llama's layout calls the modules of a layer.
+#: The modules of a layer -> their names in Llama's layout.
 INNER_NAMES = {
     "attn_norm": "input_layernorm",
     "q_proj": "self_attn.q_proj",
@@ -57,24 +58,28 @@ def is_llada(config: dict[str, Any]) -> bool:
     return config.get("model_type") == "llada" and "d_model" in config
 
 
-def standard(
+def to_hf_layout(
     config: dict[str, Any], readers: dict[str, Callable[[], T]]
 ) -> tuple[dict[str, Any], dict[str, Callable[[], T]]]:
-    """Config and tensors by their usual names. Raises CheckpointError for what LLaDA has not."""
+    """Config and tensors in the Hugging Face layout of Llama.
+
+    Raises:
+        CheckpointError: An option has a value that LLaDA does not use.
+    """
     for key, allowed in _FIXED.items():
         if config.get(key, allowed[0]) not in allowed:
             raise CheckpointError(f"{key} {config[key]!r} is not supported in a llada config")
-    found = {_KEYS.get(key, key): value for key, value in config.items()}
-    found["vocab_size"] = config.get("embedding_size") or config.get("vocab_size")
-    found["num_key_value_heads"] = config.get("n_kv_heads") or config.get("n_heads")
-    found["rms_norm_eps"] = config.get("rms_norm_eps") or config.get("layer_norm_eps") or 1e-5
-    if found.get("intermediate_size") is None and found.get("hidden_size"):
+    hf_config = {_KEYS.get(key, key): value for key, value in config.items()}
+    hf_config["vocab_size"] = config.get("embedding_size") or config.get("vocab_size")
+    hf_config["num_key_value_heads"] = config.get("n_kv_heads") or config.get("n_heads")
+    hf_config["rms_norm_eps"] = config.get("rms_norm_eps") or config.get("layer_norm_eps") or 1e-5
+    if hf_config.get("intermediate_size") is None and hf_config.get("hidden_size"):
         ratio = integer("mlp_ratio", config.get("mlp_ratio", 4))
-        found["intermediate_size"] = ratio * integer("d_model", found["hidden_size"])
-    return found, {_name(name): reader for name, reader in readers.items()}
+        hf_config["intermediate_size"] = ratio * integer("d_model", hf_config["hidden_size"])
+    return hf_config, {_hf_name(name): reader for name, reader in readers.items()}
 
 
-def _name(name: str) -> str:
+def _hf_name(name: str) -> str:
     layer = _LAYER.fullmatch(name)
     if layer is not None and layer[2] in INNER_NAMES:
         return f"model.layers.{layer[1]}.{INNER_NAMES[layer[2]]}.{layer[3]}"

@@ -1,4 +1,4 @@
-"""What a model may be called, and where it then lies. Nothing here touches the network."""
+"""Resolves the name of a model to its path. Nothing here uses the network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model that a Python package carries. Sizes are in bytes, hashes are SHA-256."""
+    """A model distributed in a Python package. Sizes are in bytes, hashes are SHA-256."""
 
     name: str
     package: str
@@ -32,7 +32,7 @@ class PackagedModel:
 
     @property
     def path(self) -> Path:
-        """Where the model lies once it is pulled."""
+        """The path of the model after it is pulled."""
         return default_cache() / "models" / self.name / Path(self.member).name
 
     @property
@@ -41,7 +41,7 @@ class PackagedModel:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether an adapter lies in `folder`, and not a whole model."""
+    """Whether `folder` contains an adapter rather than a complete model."""
     return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
 
 
@@ -61,7 +61,7 @@ PACKAGED = {
         ),
     )
 }
-#: Models that lie in this package, by name; some are adapters of others.
+#: Models included in this package, by name; some are adapters of other models.
 SHIPPED = {
     folder.name: folder
     for folder in sorted((Path(__file__).parents[2] / "assets").glob("*"))
@@ -71,23 +71,23 @@ _ALIASES = {"smollm2": "smollm2-135m-instruct", "smollm2-135m": "smollm2-135m-in
 
 
 def present() -> list[str]:
-    """Short names of the models that were fetched to this machine; `SHIPPED` are there anyway."""
+    """Short names of the packaged models that were pulled. `SHIPPED` models are always present."""
     return [name for name, model in PACKAGED.items() if model.is_present]
 
 
 def packaged(name: str) -> PackagedModel | None:
-    """The packaged model of this short name, whatever its case and separators."""
-    plain = _plain(name)
+    """The packaged model of a short name, ignoring case and separators; None if there is none."""
+    plain = _normalized(name)
     return PACKAGED.get(_ALIASES.get(plain, plain))
 
 
 def shipped(name: str) -> Path | None:
-    """The folder of the model of this name that lies in this package."""
-    return SHIPPED.get(_plain(name))
+    """The folder of the model of this name in this package; None if there is none."""
+    return SHIPPED.get(_normalized(name))
 
 
-def adapted(folder: Path) -> str | None:
-    """The name of the model that the adapter in `folder` is for; None where a whole model is."""
+def base_model_name(folder: Path) -> str | None:
+    """The name of the base model of the adapter in `folder`; None for a complete model."""
     if not is_adapter(folder):
         return None
     config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
@@ -95,29 +95,34 @@ def adapted(folder: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return re.sub(r"[\s_]+", "-", name.strip().lower())
 
 
 def is_repo(name: str) -> bool:
-    """Whether a name has the form of a Hugging Face repo id, `owner/name` or `owner/name:FILE`."""
+    """Whether a name is a Hugging Face repo id by its form: `owner/name` or `owner/name:FILE`."""
     return _REPO.fullmatch(name) is not None
 
 
 def resolve(name: str | os.PathLike[str]) -> Path:
-    """The folder or `.gguf` file of a model: a path, a short name or a repo id.
+    """The folder or `.gguf` file of a model.
 
-    Raises `ModelNotFoundError`, saying how to get it, when it is not on this machine.
+    Args:
+        name: A path, a short name or a repo id.
+
+    Raises:
+        ModelNotFoundError: The model is not on this machine; the message says how to get it.
+        CheckpointError: The path is a file of pickled weights.
     """
     text = os.fspath(name)
     path = Path(text).expanduser()
     if path.is_dir():
         return path
     if path.is_file():
-        return _file(path)
-    own = shipped(text)
-    if own is not None:
-        return own
+        return _model_path(path)
+    folder = shipped(text)
+    if folder is not None:
+        return folder
     model = packaged(text)
     if model is not None:
         if model.is_present:
@@ -130,11 +135,11 @@ def resolve(name: str | os.PathLike[str]) -> Path:
         return _in_hub_cache(text)
     if looks_like_path:
         raise ModelNotFoundError(f"there is no file or folder {text}")
-    raise unknown(text)
+    raise unknown_model_error(text)
 
 
-def unknown(name: str) -> ModelNotFoundError:
-    """The error for a name that stands for nothing, with the names it comes close to."""
+def unknown_model_error(name: str) -> ModelNotFoundError:
+    """The error for an unknown name, with similar names."""
     names = [*SHIPPED, *PACKAGED, *_ALIASES]
     close = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     hint = (
@@ -144,14 +149,14 @@ def unknown(name: str) -> ModelNotFoundError:
     )
     return ModelNotFoundError(
         f"no model is called {name!r}; {hint} A Hugging Face repo id (owner/name), a folder or a "
-        ".gguf file will do as well"
+        ".gguf file is allowed, too"
     )
 
 
-def _file(path: Path) -> Path:
+def _model_path(path: Path) -> Path:
     if path.suffix in _PICKLED:
         raise CheckpointError(
-            f"{path}: pickled weights can run code when opened and are refused; "
+            f"{path}: pickled weights can run code when loaded and are not supported; "
             "use safetensors or GGUF"
         )
     if path.suffix == ".safetensors" or path.name == "config.json":

