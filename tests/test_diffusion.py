@@ -1,4 +1,4 @@
-"""The diffusion loop: what rows see, what is committed when, and that nothing else matters."""
+"""The denoising loop: attention of rows, order of commits, caches, batches and restarts."""
 
 from __future__ import annotations
 
@@ -67,33 +67,33 @@ def oracle(
     count: int,
     *,
     score: str = "confidence",
-    kept: str = "none",
+    cache: str = "none",
     prompt: list[int] = PROMPT,
 ) -> tuple[list[int], int]:
-    """Greedy denoising written down naively: the text and how many rows it takes."""
+    """Greedy denoising without the engine: the text, and how many rows are computed."""
     canvas = prompt + [MASK] * length
     first, rows = len(prompt), 0
     for start in range(first, first + length, block):
         stop = min(start + block, first + length)
         frozen = list(canvas)
-        opening = True
+        opens_block = True
         while MASK in canvas[start:stop]:
             seen = list(canvas)
-            if kept == "dual" and not opening:
+            if cache == "dual" and not opens_block:
                 seen = frozen[:start] + canvas[start:stop] + frozen[stop:]
-            if kept == "prefix" and not opening:
+            if cache == "prefix" and not opens_block:
                 seen = frozen[:start] + canvas[start:]
-            if kept == "block":
+            if cache == "block":
                 seen = canvas[:stop]
             rows += {"none": len(canvas), "block": 0}.get(
-                kept,
-                len(canvas) if opening else (stop if kept == "dual" else len(canvas)) - start,
+                cache,
+                len(canvas) if opens_block else (stop if cache == "dual" else len(canvas)) - start,
             )
             masks = [i for i in range(start, stop) if canvas[i] == MASK]
-            found = {i: softmax(script((*seen, i))) for i in masks}
+            predicted = {i: softmax(script((*seen, i))) for i in masks}
 
-            def rank(i: int, found: dict[int, np.ndarray] = found) -> float:
-                p = np.sort(found[i])[::-1]
+            def rank(i: int, predicted: dict[int, np.ndarray] = predicted) -> float:
+                p = np.sort(predicted[i])[::-1]
                 if score == "margin":
                     return p[0] - p[1]
                 if score == "entropy":
@@ -101,8 +101,8 @@ def oracle(
                 return -i if score == "leftmost" else p[0]
 
             for i in sorted(masks, key=lambda i: (-rank(i), i))[:count]:
-                canvas[i] = int(found[i].argmax())
-            opening = False
+                canvas[i] = int(predicted[i].argmax())
+            opens_block = False
     return canvas[first:], rows
 
 
@@ -113,12 +113,15 @@ def generate(llm: LLM, decoder: Any, length: int = 12, **options: Any) -> Any:
 
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize(
-    ("name", "made"), [("none", NoCache), ("prefix", PrefixCachePolicy), ("dual", DualCachePolicy)]
+    ("name", "policy"),
+    [("none", NoCache), ("prefix", PrefixCachePolicy), ("dual", DualCachePolicy)],
 )
-def test_caches_show_what_they_say(name: str, made: type[CachePolicy], shift: int) -> None:
+def test_cache_policies_give_the_text_and_rows_of_the_oracle(
+    name: str, policy: type[CachePolicy], shift: int
+) -> None:
     with llm_of(shift=shift) as llm:
-        found = generate(llm, Denoiser(FixedBlocks(5), unmask=TopKUnmasking(), cache=made()))
-        expected, rows = oracle(dense(), 12, 5, 1, kept=name)
+        found = generate(llm, Denoiser(FixedBlocks(5), unmask=TopKUnmasking(), cache=policy()))
+        expected, rows = oracle(dense(), 12, 5, 1, cache=name)
         assert found.tokens == expected
         slices = 0 if name == "none" else 9
         assert found.stats.rows == rows + shift * slices
@@ -128,13 +131,13 @@ def test_caches_show_what_they_say(name: str, made: type[CachePolicy], shift: in
 
 @pytest.mark.parametrize("score", ["confidence", "margin", "entropy", "leftmost"])
 @pytest.mark.parametrize("block", [4, 12])
-def test_rankings_equal_the_oracle(score: str, block: int) -> None:
+def test_rankings_give_the_text_of_the_oracle(score: str, block: int) -> None:
     with llm_of() as llm:
         decoder = Denoiser(FixedBlocks(block), ranking(score), TopKUnmasking(block // 2))
         assert generate(llm, decoder).tokens == oracle(dense(), 12, block, 2, score=score)[0]
 
 
-def test_random_ranks_are_a_matter_of_the_seed() -> None:
+def test_random_ranks_depend_on_the_seed_only() -> None:
     with llm_of() as llm:
         decoder = Denoiser(WholeCanvas(), ranking("random"))
         texts = [generate(llm, decoder, seed=seed).tokens for seed in (1, 1, 2)]
@@ -142,14 +145,14 @@ def test_random_ranks_are_a_matter_of_the_seed() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_blocks_of_a_block_causal_model_are_final(size: int) -> None:
-    """Cached blocks give the text of full passes that see block by block, in fewer rows."""
+def test_cached_blocks_of_a_block_causal_model_are_exact(size: int) -> None:
+    """Cached blocks give the text of full passes with block-causal attention, in fewer rows."""
     texts, rows = [], []
-    for kept in (BlockCausalCache(), NoCache()):
+    for cache in (BlockCausalCache(), NoCache()):
         with llm_of() as llm:
             llm.model.spec = replace(llm.model.spec, block_size=size)
             found = generate(
-                llm, Denoiser(FixedBlocks(), unmask=TopKUnmasking(), cache=kept), length=10
+                llm, Denoiser(FixedBlocks(), unmask=TopKUnmasking(), cache=cache), length=10
             )
             texts.append(found.tokens)
             rows.append(found.stats.rows)
@@ -157,8 +160,8 @@ def test_blocks_of_a_block_causal_model_are_final(size: int) -> None:
     assert rows[0] < rows[1]
 
 
-def test_block_causal_rows_see_their_block_and_those_before() -> None:
-    """Prompt of 3 in blocks of 4: one fixed row opens the first decoded block."""
+def test_block_causal_rows_see_their_block_and_earlier_blocks() -> None:
+    """A prompt of 3 tokens and blocks of 4: the first block has one mask."""
     script, prompt, canvas = dense(), [5, 6, 7], [5, 6, 7] + [MASK] * 9
     for start in range(0, 12, 4):
         while MASK in canvas[start : start + 4]:
@@ -170,28 +173,28 @@ def test_block_causal_rows_see_their_block_and_those_before() -> None:
         decoder = Denoiser(FixedBlocks(), unmask=TopKUnmasking(), cache=BlockCausalCache(4))
         found = generate(llm, decoder, length=9, prompt=prompt)
     assert found.tokens == canvas[3:]
-    assert found.stats.passes == 9  # storing a block rides in the next one's first pass
+    assert found.stats.passes == 9  # a block is cached in the first pass of the next one
     assert found.stats.rows == 9 * 4 + 2 * 4
 
 
-def test_causal_windows_put_what_is_known_first() -> None:
-    """Every mask sees the prompt, the tokens filled ahead of it in the window, then masks."""
+def test_causal_windows_put_unmasked_tokens_first() -> None:
+    """Every mask sees the prompt, the unmasked tokens of the window, then the masks before it."""
     script = dense()
-    canvas, held, rows = PROMPT + [MASK] * 8, 0, 0
+    canvas, num_cached, rows = PROMPT + [MASK] * 8, 0, 0
     while MASK in canvas:
         first = canvas.index(MASK)
         window = range(first, min(first + 4, len(canvas)))
         order = [i for i in window if canvas[i] != MASK] + [i for i in window if canvas[i] == MASK]
-        rows += first - held + len(order)
-        held = first
+        rows += first - num_cached + len(order)
+        num_cached = first
         found = {}
-        for at, i in enumerate(order):
-            seen = (*canvas[:first], *(canvas[j] for j in order[: at + 1]))
-            logits = np.roll(script(seen), i - len(seen) + 1)  # how a scripted row shifts
+        for index, i in enumerate(order):
+            seen = (*canvas[:first], *(canvas[j] for j in order[: index + 1]))
+            logits = np.roll(script(seen), i - len(seen) + 1)  # as the scripted model shifts a row
             found[i] = softmax(logits)
         masks = [i for i in window if canvas[i] == MASK]
-        sure = [i for i in masks if found[i].max() >= 0.6]
-        for i in sure or [max(masks, key=lambda i: (found[i].max(), -i))]:
+        confident = [i for i in masks if found[i].max() >= 0.6]
+        for i in confident or [max(masks, key=lambda i: (found[i].max(), -i))]:
             canvas[i] = int(found[i].argmax())
     with llm_of(causal=True) as llm:
         found = generate(
@@ -236,7 +239,7 @@ PROMPTS = [[1, 2], [3], [4, 5, 6, 7, 8, 9], [2, 2, 2]]
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("name", COMPOSITIONS)
-def test_alone_batched_and_restarted_are_one_text(name: str, temperature: float) -> None:
+def test_batches_and_restarts_do_not_change_the_text(name: str, temperature: float) -> None:
     make, options = COMPOSITIONS[name]
     sampling = {"temperature": temperature, "seed": 3, "top_p": 0.95}
     with llm_of(**options) as llm:
@@ -251,44 +254,46 @@ def test_alone_batched_and_restarted_are_one_text(name: str, temperature: float)
             llm.engine.check_integrity()
 
 
-def test_a_cache_that_forgot_its_block_start_is_found_out() -> None:
-    """The twin: computing the cache anew from the present canvas changes the text."""
+def test_a_restart_with_rows_of_a_later_canvas_changes_the_text() -> None:
+    """Negative control: after a restart the cache is computed from the current canvas."""
 
-    class Forgetful(DualCachePolicy):
+    class RowsOfLaterCanvas(DualCachePolicy):
         def begin(self, canvas: Canvas, context: Any) -> None:
-            if canvas.kept:
-                positions, _, visible = canvas.kept[-1]
-                canvas.kept = [(positions, canvas.tokens[positions], visible)]
+            if canvas.cached_rows:
+                positions, _, visible = canvas.cached_rows[-1]
+                canvas.cached_rows = [(positions, canvas.tokens[positions], visible)]
             super().begin(canvas, context)
 
     texts = []
     for restarts in (False, True):
         with random_model() as llm:
-            decoder = Denoiser(FixedBlocks(9), cache=Forgetful())
+            decoder = Denoiser(FixedBlocks(9), cache=RowsOfLaterCanvas())
             with _Restarts(llm.engine, seed=1) if restarts else llm:
-                texts.append([one.tokens for one in generate(llm, decoder, 18, prompt=PROMPTS)])
+                texts.append(
+                    [answer.tokens for answer in generate(llm, decoder, 18, prompt=PROMPTS)]
+                )
     assert texts[0] != texts[1]
 
 
-def test_committed_tokens_never_change_and_the_mask_is_never_said() -> None:
+def test_committed_tokens_never_change_and_the_mask_is_never_generated() -> None:
     for name, (make, options) in COMPOSITIONS.items():
         with llm_of(**options) as llm:
             found = generate(llm, make(), 18, temperature=1.0, seed=8, trace=True)
         assert MASK not in found.tokens, name
-        before: list[int] = []
+        previous: list[int] = []
         for record in found.trace:
-            for old, new in zip(before, record["canvas"], strict=False):
+            for old, new in zip(previous, record["canvas"], strict=False):
                 assert old in (-1, new)
-            before = record["canvas"]
-        assert found.tokens == before[: len(found.tokens)]
-        said = [token for record in found.trace for token in record["tokens"]]
-        assert said[: len(found.tokens)] == found.tokens
+            previous = record["canvas"]
+        assert found.tokens == previous[: len(found.tokens)]
+        emitted = [token for record in found.trace for token in record["tokens"]]
+        assert emitted[: len(found.tokens)] == found.tokens
         meter = found.trace[-1]["meter"]
         assert sum(meter["passes"].values()) == found.stats.passes
         assert meter["rows"] == found.stats.rows
 
 
-class Never(UnmaskPolicy):
+class UnmaskNothing(UnmaskPolicy):
     def select(
         self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
@@ -296,9 +301,15 @@ class Never(UnmaskPolicy):
 
 
 @pytest.mark.parametrize(
-    "unmask", [ThresholdUnmasking(2.0), TopKUnmasking(), Never(), ThresholdUnmasking(0.0, most=1)]
+    "unmask",
+    [
+        ThresholdUnmasking(2.0),
+        TopKUnmasking(),
+        UnmaskNothing(),
+        ThresholdUnmasking(0.0, max_masks=1),
+    ],
 )
-def test_policies_that_choose_nothing_are_stepwise(unmask: UnmaskPolicy) -> None:
+def test_policies_that_choose_nothing_unmask_one_token_per_step(unmask: UnmaskPolicy) -> None:
     with llm_of() as llm:
         assert (
             generate(llm, Denoiser(FixedBlocks(4), unmask=unmask)).tokens
@@ -306,7 +317,7 @@ def test_policies_that_choose_nothing_are_stepwise(unmask: UnmaskPolicy) -> None
         )
 
 
-def test_infilling_keeps_what_stands_between_the_masks() -> None:
+def test_infilling_keeps_the_text_between_the_masks() -> None:
     text = [1, 2, MASK, MASK, 9, 8, MASK, 7]
     with llm_of() as llm:
         found = generate(
@@ -320,29 +331,29 @@ def test_infilling_keeps_what_stands_between_the_masks() -> None:
                 llm, Denoiser(WholeCanvas(), cache=DualCachePolicy()), prompt=text, length=32
             )
         assert again.tokens == found.tokens
-        with pytest.raises(InvalidRequestError, match="6 tokens stand from the first mask on"):
+        with pytest.raises(InvalidRequestError, match="has 6 tokens from the first mask on"):
             generate(llm, Denoiser(), prompt=text, length=5)
     with llm_of(shift=1) as llm, pytest.raises(InvalidRequestError, match="first position"):
         generate(llm, Denoiser(), prompt=[MASK, 3])
 
 
-class Priors(Denoiser):
+class FixedPrior(Denoiser):
     def begin(self, sequence: Sequence, canvas: Canvas) -> None:
         super().begin(sequence, canvas)
         canvas.fix(len(PROMPT) + 1, 42)
 
 
-def test_priors_stay_where_they_were_put() -> None:
+def test_priors_keep_their_positions() -> None:
     with llm_of() as llm:
-        assert generate(llm, Priors(WholeCanvas(), unmask=TopKUnmasking(3))).tokens[1] == 42
+        assert generate(llm, FixedPrior(WholeCanvas(), unmask=TopKUnmasking(3))).tokens[1] == 42
 
 
-def test_text_streams_from_the_left_as_it_becomes_certain() -> None:
+def test_the_prefix_before_the_first_mask_is_streamed() -> None:
     with llm_of() as llm:
-        pieces = list(
+        chunks = list(
             llm.stream(PROMPT, decoder=Denoiser(FixedBlocks(4)), max_tokens=16, ignore_eos=True)
         )
-    assert len(pieces) > 4
+    assert len(chunks) > 4
 
 
 def test_an_end_of_text_ends_the_answer() -> None:
@@ -367,52 +378,52 @@ def test_an_end_of_text_ends_the_answer() -> None:
     assert cut.stats.rows < plain.stats.rows
 
 
-class Gap(StopRule):
-    """Fills everything after two steps."""
+class StopAfterTwoSteps(StopRule):
+    """Unmasks everything after two steps."""
 
-    def wants(self, canvas: Canvas) -> np.ndarray:
+    def extra_positions(self, canvas: Canvas) -> np.ndarray:
         return canvas.masks
 
-    def fills(self, canvas: Canvas, predictions: Predictions) -> bool:
+    def fills_all(self, canvas: Canvas, predictions: Predictions) -> bool:
         return canvas.step == 2
 
 
-def test_a_stop_rule_may_fill_the_canvas() -> None:
+def test_a_stop_rule_may_unmask_the_canvas() -> None:
     with llm_of() as llm:
-        found = generate(llm, Denoiser(FixedBlocks(4), stop=Gap()))
+        found = generate(llm, Denoiser(FixedBlocks(4), stop=StopAfterTwoSteps()))
     assert found.stats.passes == 3
     assert len(found.tokens) == 12
 
 
 class Pairs(Denoiser):
-    """Looks at the canvas and at a draft of it in one pass."""
+    """Scores the canvas and a draft of it in one pass."""
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
         [predictions] = yield from self.forward(sequence, canvas)
         position, token = canvas.frontier, predictions.token(canvas.frontier)
         region = (position, len(canvas))
-        looks = yield from self.forward(
+        pair = yield from self.forward(
             sequence, canvas, [canvas.tokens, canvas.copy_tokens([position], [token])], region
         )
         if canvas.block is None:
             canvas.open(*region)
         if position + 1 < len(canvas):
-            found = [one.facts(position + 1).best for one in looks]
-            canvas.memory.setdefault("seen", []).append(found)
-        self.commit(sequence, canvas, looks[0], np.array([position]))
+            found = [one.statistics(position + 1).best for one in pair]
+            canvas.policy_state.setdefault("seen", []).append(found)
+        self.commit(sequence, canvas, pair[0], np.array([position]))
 
 
-@pytest.mark.parametrize("made", [NoCache, DualCachePolicy, lambda: BlockCausalCache(16)])
-def test_several_canvases_in_one_pass(made: Callable[[], CachePolicy]) -> None:
-    """Each row sees its own canvas, and none of the other."""
+@pytest.mark.parametrize("policy", [NoCache, DualCachePolicy, lambda: BlockCausalCache(16)])
+def test_several_canvases_in_one_pass(policy: Callable[[], CachePolicy]) -> None:
+    """Each row sees its own canvas and nothing of the other."""
     script = dense()
     with llm_of() as llm:
-        decoder = Pairs(WholeCanvas(), cache=made())
+        decoder = Pairs(WholeCanvas(), cache=policy())
         seen: list[list[int]] = []
         old = decoder.commit
 
         def spy(sequence: Sequence, canvas: Canvas, *rest: Any) -> None:
-            seen[:] = canvas.memory["seen"]
+            seen[:] = canvas.policy_state["seen"]
             old(sequence, canvas, *rest)
 
         decoder.commit = spy  # type: ignore[method-assign]
@@ -426,7 +437,7 @@ def test_several_canvases_in_one_pass(made: Callable[[], CachePolicy]) -> None:
         assert drafted == softmax(script((*text, position + 1))).argmax()
 
 
-def test_a_policy_with_a_memory_is_asked_in_the_order_of_the_text() -> None:
+def test_stateful_samplers_are_applied_from_left_to_right() -> None:
     with llm_of() as llm:
         decoder = Denoiser(WholeCanvas(), unmask=ThresholdUnmasking(0.0))
         found = generate(llm, decoder, constraint=Regex("[ab]{3}x[0-9]{4}y"), ignore_eos=False)
@@ -444,7 +455,7 @@ def test_logprobs_are_those_of_the_step_that_committed() -> None:
     assert len(found.logprobs) == 12 and all(note is not None for note in found.logprobs)
 
 
-class Soft(Denoiser):
+class ReplacedEmbeddings(Denoiser):
     """Feeds the embeddings of other tokens in place of the masks."""
 
     def embeddings(self, sequence: Sequence, canvas: Canvas, positions: np.ndarray) -> Any:
@@ -456,11 +467,13 @@ class Soft(Denoiser):
         return rows
 
 
-def test_soft_inputs_take_the_place_of_tokens() -> None:
+def test_embeddings_replace_tokens() -> None:
     script = dense()
     seen = (*PROMPT, *[77] * 12)
     with llm_of() as llm:
-        found = generate(llm, Soft(WholeCanvas(), ranking("leftmost"), TopKUnmasking(1)))
+        found = generate(
+            llm, ReplacedEmbeddings(WholeCanvas(), ranking("leftmost"), TopKUnmasking(1))
+        )
     assert found.tokens == [int(softmax(script((*seen, i))).argmax()) for i in range(3, 15)]
 
 
@@ -476,26 +489,26 @@ def test_a_denoiser_can_be_cancelled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decoder", "options", "words"),
+    ("decoder", "options", "message"),
     [
         (lambda: Denoiser(FixedBlocks(30)), {}, "a block of 30 does not fit on a canvas of 12"),
         (lambda: Denoiser(length=13), {}, "a canvas of 13 is longer than the answer may be"),
         (lambda: "sdar:block=0", {}, "at least one position"),
         (lambda: "llada:block=-1", {}, "at least one position"),
         (lambda: "llada:steps=0", {}, "at least one step"),
-        (lambda: "fast-dllm:cache=no", {}, "cache is none, prefix, dual"),
+        (lambda: "fast-dllm:cache=no", {}, "one of none, prefix, dual"),
         (lambda: Denoiser(mask=999), {}, "mask token 999 is not in the vocabulary of 259"),
         (lambda: Denoiser(), {"guidance_scale": 2.0}, "causal models only"),
         (lambda: Denoiser(cache=CausalCache()), {}, "needs a causal model"),
         (lambda: "autoregressive", {}, "needs a causal model"),
     ],
 )
-def test_bad_requests_get_one_clear_line(decoder: Any, options: Any, words: str) -> None:
-    with llm_of() as llm, pytest.raises(InvalidRequestError, match=words):
+def test_bad_requests_raise_a_clear_error(decoder: Any, options: Any, message: str) -> None:
+    with llm_of() as llm, pytest.raises(InvalidRequestError, match=message):
         generate(llm, decoder(), **options)
 
 
-def test_a_missing_mask_token_is_named() -> None:
+def test_a_missing_mask_token_raises_an_error() -> None:
     tokenizer = ByteTokenizer()
     tokenizer.mask_id = None
     with LLM(ScriptedModel(causal=False), tokenizer=tokenizer) as llm:
@@ -504,19 +517,19 @@ def test_a_missing_mask_token_is_named() -> None:
         assert len(generate(llm, Denoiser(mask=MASK)).tokens) == 12
 
 
-def test_a_causal_model_is_refused() -> None:
+def test_a_causal_model_raises_an_error() -> None:
     with LLM(ScriptedModel(), tokenizer=ByteTokenizer()) as llm:
         with pytest.raises(UnsupportedCombinationError, match="needs a diffusion"):
             generate(llm, Denoiser())
 
 
-def test_unknown_rankings_are_named() -> None:
+def test_an_unknown_ranking_raises_an_error_with_all_names() -> None:
     with pytest.raises(InvalidRequestError, match=", ".join(RANKINGS)):
         ranking("luck")
 
 
-def test_memory_is_enough_or_requests_take_turns() -> None:
-    """With room for one canvas at a time, all are finished, with the same text."""
+def test_requests_that_do_not_fit_in_memory_together_are_preempted() -> None:
+    """With memory for one canvas only, all requests finish with the same text."""
     prompts = [[i, i + 1] for i in range(6)]
     make = lambda: Denoiser(FixedBlocks(5), unmask=TopKUnmasking(2), cache=DualCachePolicy())  # noqa: E731
     with llm_of() as llm:
@@ -528,12 +541,12 @@ def test_memory_is_enough_or_requests_take_turns() -> None:
         assert [one.tokens for one in found] == alone
 
 
-def samplers() -> list[BlockPolicy]:
+def block_policies() -> list[BlockPolicy]:
     return [WholeCanvas(), FixedBlocks(3), SlidingWindow(3)]
 
 
-@pytest.mark.parametrize("blocks", samplers(), ids=lambda one: type(one).__name__)
-def test_every_block_policy_ends(blocks: BlockPolicy) -> None:
+@pytest.mark.parametrize("blocks", block_policies(), ids=lambda one: type(one).__name__)
+def test_every_block_policy_fills_the_canvas(blocks: BlockPolicy) -> None:
     rng = random.Random(1)
     with llm_of() as llm:
         for _ in range(4):
@@ -541,17 +554,17 @@ def test_every_block_policy_ends(blocks: BlockPolicy) -> None:
             assert len(generate(llm, Denoiser(blocks), length=count).tokens) == count
 
 
-def test_blocks_that_are_not_the_models_are_refused() -> None:
+def test_a_block_size_other_than_the_models_raises_an_error() -> None:
     with llm_of() as llm:
         llm.model.spec = replace(llm.model.spec, block_size=4)
         with pytest.raises(InvalidRequestError, match="blocks have 4 positions; block=6"):
             generate(llm, Denoiser(FixedBlocks(6)))
-        assert len(generate(llm, "sdar:block=6").tokens) == 12  # imposes its own
+        assert len(generate(llm, "sdar:block=6").tokens) == 12  # sets its own block size
 
 
 def _remainder_last(m: Moment) -> list[int]:
-    base, more = divmod(m.block_masks, 3)
-    return m.order()[: base + (m.block_step >= 3 - more)]
+    base, remainder = divmod(m.block_masks, 3)
+    return m.order()[: base + (m.block_step >= 3 - remainder)]
 
 
 def _without_the_best(m: Moment) -> list[int]:
@@ -563,7 +576,7 @@ def _from_the_end(m: Moment) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("decoder", "block", "mistaken", "options"),
+    ("decoder", "block", "wrong_rule", "options"),
     [
         ("llada:block=4,steps=3", 4, _remainder_last, {}),
         ("llada:block=12", 12, lambda m: m.order(lambda p: -p.max())[:1], {}),
@@ -572,24 +585,26 @@ def _from_the_end(m: Moment) -> list[int]:
         ("sdar:block=4,remasking=sequential", 4, _from_the_end, {"aligned": True}),
     ],
 )
-def test_a_mistaken_rule_is_found_out(
-    decoder: str, block: int, mistaken: Any, options: dict[str, Any]
+def test_a_wrong_rule_gives_another_text(
+    decoder: str, block: int, wrong_rule: Any, options: dict[str, Any]
 ) -> None:
-    """Twins of the mechanisms: the oracles do tell rules apart."""
+    """Negative controls: the oracles distinguish between rules."""
     script = dense(spread=6.0)
     with bidirectional(script) as llm:
-        assert steps(llm, decoder, 12) != naive(script, 12, block, mistaken, **options)
+        assert steps(llm, decoder, 12) != naive(script, 12, block, wrong_rule, **options)
 
 
-def test_the_double_of_caches_sees_a_stale_row() -> None:
-    """A cache that is never refreshed says something else than one that is."""
+def test_a_cache_that_is_never_refreshed_changes_the_text() -> None:
+    """Negative control of the scripted model whose rows depend on the whole canvas."""
 
-    class Never(DualCachePolicy):
-        def renew(self, canvas: Canvas, context: Any, region: Any, opening: bool) -> Any:
-            return super().renew(canvas, context, region, opening and not canvas.kept)
+    class NeverRefreshed(DualCachePolicy):
+        def refresh_span(self, canvas: Canvas, context: Any, region: Any, opens_block: bool) -> Any:
+            return super().refresh_span(
+                canvas, context, region, opens_block and not canvas.cached_rows
+            )
 
     found = []
-    for made in (DualCachePolicy, Never):
+    for policy in (DualCachePolicy, NeverRefreshed):
         with digests(dense()) as llm:
-            found.append(generate(llm, Denoiser(FixedBlocks(4), cache=made())).tokens)
+            found.append(generate(llm, Denoiser(FixedBlocks(4), cache=policy())).tokens)
     assert found[0] != found[1]

@@ -247,7 +247,7 @@ def test_several_regions_are_infilled_so_that_the_whole_parses() -> None:
         (Choice(["abcdefghijkl", "bcdefghijklm"]), "at most 8 tokens .* max_tokens is too small"),
         (Grammar('start: start "a"'), "cannot be met"),
         (Grammar("start: %json {}"), "unexpected '%'"),
-        (JsonSchema({"type": "object"}), "reads Grammar"),
+        (JsonSchema({"type": "object"}), "supports Grammar"),
         (Regex("(a|b)*a(a|b){25}"), "too large"),
     ],
 )

@@ -1,5 +1,5 @@
-"""Diffusion methods on a random transformer, whose kept rows really go stale: one text alone, in a
-batch and after restarts; lossless ones against the slow decoder; bad input."""
+"""Diffusion methods on a random transformer, whose cached rows become stale: one text alone, in a
+batch and after restarts; lossless methods against one-token denoising; bad input."""
 
 from __future__ import annotations
 
@@ -44,45 +44,47 @@ METHODS = (
 
 @cache
 def model(block_size: int | None = None) -> Any:
-    made = own_model(hf_model("Llama", vocab_size=BYTE_VOCABULARY, initializer_range=0.5))
-    made.spec = replace(made.spec, causal=False, block_size=block_size)
-    return made
+    transformer = own_model(hf_model("Llama", vocab_size=BYTE_VOCABULARY, initializer_range=0.5))
+    transformer.spec = replace(transformer.spec, causal=False, block_size=block_size)
+    return transformer
 
 
-def opened(block_size: int | None = None) -> LLM:
+def llm_of(block_size: int | None = None) -> LLM:
     return LLM(model(block_size), tokenizer=ByteTokenizer(), cache_positions=1024)
 
 
 def texts(llm: LLM, decoder: str, prompts: Any, **options: Any) -> list[list[int]]:
     options = {"max_tokens": 18, "ignore_eos": True, "seed": 3, "top_p": 0.95, **options}
-    return [one.tokens for one in llm.generate(prompts, decoder=decoder, **options)]
+    return [answer.tokens for answer in llm.generate(prompts, decoder=decoder, **options)]
 
 
 @pytest.mark.parametrize("decoder", [*METHODS, "s2d2:router=always"])
-def test_alone_batched_and_restarted_are_one_text(decoder: str) -> None:
+def test_batches_and_restarts_do_not_change_the_text(decoder: str) -> None:
     size = 4 if decoder.startswith("s2d2") else None
     for temperature in (0.0, 0.9):
-        with opened(size) as llm:
+        with llm_of(size) as llm:
             alone = [texts(llm, decoder, [p], temperature=temperature)[0] for p in PROMPTS]
             assert texts(llm, decoder, PROMPTS, temperature=temperature) == alone
-        with opened(size) as llm, _Restarts(llm.engine, seed=2):
+        with llm_of(size) as llm, _Restarts(llm.engine, seed=2):
             assert texts(llm, decoder, PROMPTS, temperature=temperature) == alone
             llm.engine.check_integrity()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("kept", ["none", "dual", "prefix"])
-def test_verified_chains_say_what_the_slow_decoder_does(kept: str, temperature: float) -> None:
-    slow = f"fast-dllm:threshold=1,block=6,cache={kept}"
-    with opened() as llm:
+@pytest.mark.parametrize("cache", ["none", "dual", "prefix"])
+def test_verified_chains_give_the_text_of_one_token_denoising(
+    cache: str, temperature: float
+) -> None:
+    slow = f"fast-dllm:threshold=1,block=6,cache={cache}"
+    with llm_of() as llm:
         expected = texts(llm, slow, PROMPTS, temperature=temperature)
         for key in ("freedave", "ssd"):
-            decoder = f"{key}:block=6,drafts=4,cache={kept}"
+            decoder = f"{key}:block=6,drafts=4,cache={cache}"
             assert texts(llm, decoder, PROMPTS, temperature=temperature) == expected
 
 
 def test_the_verified_mode_of_s2d2_is_the_autoregressive_mode() -> None:
-    with opened(4) as llm:
+    with llm_of(4) as llm:
         slow = texts(llm, "sdar:block=1", PROMPTS, top_p=1.0)
         decoder = "s2d2:router=always,complete=false,caching=causal"
         assert texts(llm, decoder, PROMPTS, top_p=1.0) == slow
@@ -90,10 +92,10 @@ def test_the_verified_mode_of_s2d2_is_the_autoregressive_mode() -> None:
         assert unverified != slow
 
 
-def test_a_canvas_of_two_infilled_regions_keeps_what_stands_between() -> None:
+def test_two_infilled_regions_keep_the_text_between_them() -> None:
     mask = 258
     prompt = [65, mask, mask, 66, 67, mask, mask, mask, 68]
-    with opened() as llm:
+    with llm_of() as llm:
         for decoder in METHODS:
             if decoder.startswith(("dream-coder", "eoser")):
                 continue  # regions of dream-coder may change their size; ascending passes need none
@@ -116,21 +118,21 @@ def test_a_canvas_of_two_infilled_regions_keeps_what_stands_between() -> None:
         ("eoser-ass:schedule=down", "ascending or uniform"),
         ("elastic-cache:window=0", "window >= 1"),
         ("ete:candidates=0", "at least one candidate"),
-        ("learn2pd:filter=/nowhere.safetensors", "no filter"),
+        ("learn2pd:filter=/nowhere.safetensors", "not a filter"),
         ("freedave:drafts=0", "at least one draft"),
         ("lrd:mixture=1", "mixture < 1"),
-        ("s2d2:router=maybe", "router is"),
+        ("s2d2:router=maybe", "router='maybe' is unknown"),
         ("window-diffusion:active=9,window=4", "active <= window"),
         ("apd:weight=2", "between 0 and 1"),
         ("wedlm:penalty=-1", "penalty"),
     ],
 )
-def test_bad_parameters_are_one_clear_line(decoder: str, message: str) -> None:
+def test_bad_parameters_raise_a_clear_error(decoder: str, message: str) -> None:
     with scripted_llm(causal=False) as llm, pytest.raises(AnydecodeError, match=message):
         llm.generate("x", decoder=decoder, max_tokens=8)
 
 
-def test_diffusion_drafters_refuse_a_causal_draft_model_and_the_other_way_round() -> None:
+def test_a_draft_model_of_the_wrong_kind_raises_an_error() -> None:
     with scripted_llm() as llm, pytest.raises(AnydecodeError, match="diffusion"):
         llm.generate("x", decoder="deer", max_tokens=8)
     with (
@@ -140,15 +142,15 @@ def test_diffusion_drafters_refuse_a_causal_draft_model_and_the_other_way_round(
         llm.generate("x", decoder="speculative-sampling", max_tokens=8)
 
 
-def test_every_diffusion_method_is_tried_here_or_by_the_base() -> None:
-    tried = {decoder.partition(":")[0] for decoder in METHODS}
-    base = {"llada", "dream", "fast-dllm", "sdar", "bd3-lm", "s2d2", "wedlm", "apd"}
-    known = {card.key for card in catalogue.cards("diffusion")}
-    assert known - tried - base <= {"diffusion-cfg", "dlm-ptq"}
+def test_every_diffusion_method_is_tested() -> None:
+    tested = {decoder.partition(":")[0] for decoder in METHODS}
+    tested_elsewhere = {"llada", "dream", "fast-dllm", "sdar", "bd3-lm", "s2d2", "wedlm", "apd"}
+    keys = {card.key for card in catalogue.cards("diffusion")}
+    assert keys - tested - tested_elsewhere <= {"diffusion-cfg", "dlm-ptq"}
 
 
 class BoundedModel(ScriptedModel):
-    """Fails after more passes than any text here needs."""
+    """Raises after more passes than any text here needs."""
 
     passes = 0
 
@@ -169,7 +171,7 @@ def always_expands(path: tuple[int, ...]) -> np.ndarray:
 
 
 def grows_and_shrinks(path: tuple[int, ...]) -> np.ndarray:
-    """One mask wants to be two; the second of two wants to be the end of the region."""
+    """Predicts that one mask expands to two, and that the second of two ends the region."""
     *seen, position = path
     row = np.zeros(BYTE_VOCABULARY, np.float32)
     region = seen.index(ord(">")) - seen.index(ord("<")) - 1
@@ -190,16 +192,16 @@ def infilled(script: Any, prompts: Any, max_tokens: int, decoder: str) -> list[b
 @pytest.mark.parametrize(
     ("script", "expected"), [(always_expands, b"a" * 10 + b">x"), (grows_and_shrinks, b"a>x")]
 )
-def test_expansions_end(script: Any, expected: bytes, steps: str) -> None:
-    """A model that never ends a region fills the answer's room; one that has a region grow and
-    shrink by turns ends, too."""
+def test_expansion_terminates(script: Any, expected: bytes, steps: str) -> None:
+    """A model that always expands fills the answer up to max_tokens; a model whose region grows and
+    shrinks in turn terminates as well."""
     decoder = f"dream-coder:expand={EXPAND}{steps}"
     assert infilled(script, [REGION], 12, decoder) == [expected]
-    # There is no room from the start on.
+    # max_tokens leaves no room for an expansion.
     assert infilled(script, [REGION], 3, decoder) == [b"a>x"]
 
 
-def test_expansions_end_in_a_batch() -> None:
+def test_expansion_in_a_batch_gives_the_text_of_each_request_alone() -> None:
     prompts = [REGION, [*REGION[:2], MASK, *REGION[2:]], REGION]
     decoder = f"dream-coder:expand={EXPAND}"
     for script in (always_expands, grows_and_shrinks):
@@ -207,6 +209,6 @@ def test_expansions_end_in_a_batch() -> None:
         assert infilled(script, prompts, 8, decoder) == alone
 
 
-def test_nothing_expands_outside_of_infilling() -> None:
+def test_nothing_expands_without_infilling() -> None:
     decoder = f"dream-coder:expand={EXPAND}"
     assert infilled(always_expands, [[ord("p")]], 6, decoder) == [b"a" * 6]

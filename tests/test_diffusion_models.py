@@ -1,5 +1,5 @@
-"""Diffusion models in their published layouts against a plain implementation, on tiny random
-checkpoints: full canvases, cached slices, blocks and reordered windows, on both backends."""
+"""Diffusion models in their published layouts against a reference implementation, on tiny random
+checkpoints: full canvases, cached rows, blocks and reordered windows, on both backends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ V, D, HEADS, KV, HEAD, WIDE, LAYERS = 64, 32, 4, 2, 8, 48, 2
 MASK = 63
 THETA, EPS = 1000.0, 1e-5
 
-LLADA = {
+LLADA_NAMES = {
     "embed": "model.transformer.wte",
     "norm": "model.transformer.ln_f",
     "head": "model.transformer.ff_out",
@@ -54,7 +54,7 @@ LLADA = {
     "up": "up_proj",
     "down": "ff_out",
 }
-USUAL = {
+HF_NAMES = {
     "embed": "model.embed_tokens",
     "norm": "model.norm",
     "head": "lm_head",
@@ -105,7 +105,7 @@ LLADA_CONFIG = {
     "mask_token_id": MASK,
 }
 
-#: What the published configs have besides the sizes.
+#: The published configs, with small sizes.
 PUBLISHED_DREAM = {
     **HF_CONFIG,
     "architectures": ["DreamModel"],
@@ -138,27 +138,35 @@ PUBLISHED_SDAR = {
     "use_sliding_window": False,
 }
 
-#: name -> (config, names, q/k/v biases, norms of queries and keys, shift, block)
+#: name -> (config, tensor names, has q/k/v biases, has query and key norms, logit shift, block
+#: size)
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, str], bool, bool, int, int | None]] = {
-    "llada": (LLADA_CONFIG, LLADA, False, False, 0, None),
-    "llada tied": ({**LLADA_CONFIG, "weight_tying": True}, LLADA, False, False, 0, None),
-    "dream": ({**HF_CONFIG, "model_type": "Dream"}, USUAL, True, False, 1, None),
-    "a2d": ({**HF_CONFIG, "model_type": "a2d-qwen3"}, USUAL, False, True, 0, None),
-    "sdar": ({**HF_CONFIG, "model_type": "sdar", "block_size": 4}, USUAL, False, True, 0, 4),
-    "dream as published": (PUBLISHED_DREAM, USUAL, True, False, 1, None),
-    "sdar as published": (PUBLISHED_SDAR, USUAL, False, True, 0, 4),
+    "llada": (LLADA_CONFIG, LLADA_NAMES, False, False, 0, None),
+    "llada tied": ({**LLADA_CONFIG, "weight_tying": True}, LLADA_NAMES, False, False, 0, None),
+    "dream": ({**HF_CONFIG, "model_type": "Dream"}, HF_NAMES, True, False, 1, None),
+    "a2d": ({**HF_CONFIG, "model_type": "a2d-qwen3"}, HF_NAMES, False, True, 0, None),
+    "sdar": ({**HF_CONFIG, "model_type": "sdar", "block_size": 4}, HF_NAMES, False, True, 0, 4),
+    "dream as published": (PUBLISHED_DREAM, HF_NAMES, True, False, 1, None),
+    "sdar as published": (PUBLISHED_SDAR, HF_NAMES, False, True, 0, 4),
     "fast-dllm-v2": (
         {**HF_CONFIG, "model_type": "Fast_dLLM_Qwen", "bd_size": 4},
-        USUAL,
+        HF_NAMES,
         True,
         False,
         1,
         4,
     ),
-    "wedlm": ({**HF_CONFIG, "model_type": "wedlm", "qk_norm": True}, USUAL, False, True, 0, None),
+    "wedlm": (
+        {**HF_CONFIG, "model_type": "wedlm", "qk_norm": True},
+        HF_NAMES,
+        False,
+        True,
+        0,
+        None,
+    ),
     "wedlm biases": (
         {**HF_CONFIG, "model_type": "wedlm", "qk_norm": False, "attention_bias": True},
-        USUAL,
+        HF_NAMES,
         True,
         False,
         0,
@@ -203,8 +211,8 @@ def write_checkpoint(layout: str, folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-class Plain:
-    """The transformer written down once more, in float64, with keys and values by position."""
+class ReferenceModel:
+    """A reference transformer in float64, with cached keys and values by position."""
 
     def __init__(self, layout: str, tensors: dict[str, torch.Tensor]) -> None:
         self.names = LAYOUTS[layout][1]
@@ -212,14 +220,14 @@ class Plain:
         self.keys = torch.zeros(LAYERS, 128, KV, HEAD, dtype=torch.float64)
         self.values = torch.zeros_like(self.keys)
 
-    def run(self, tokens: Any, positions: Any, sees: Any, keep: bool) -> np.ndarray:
-        """Logits of rows at `positions`; `sees[r]` are the positions row r attends to."""
+    def run(self, tokens: Any, positions: Any, visible: Any, keep: bool) -> np.ndarray:
+        """Logits of rows at `positions`; `visible[r]` are the positions that row r attends to."""
         at = torch.tensor([int(position) for position in positions])
         keys, values = self.keys.clone(), self.values.clone()
         x = self.get("embed")[torch.tensor([int(token) for token in tokens])]
         allowed = torch.zeros(len(at), 128, dtype=torch.bool)
-        for row, seen in enumerate(sees):
-            allowed[row, list(seen)] = True
+        for row, attended in enumerate(visible):
+            allowed[row, list(attended)] = True
         for index in range(LAYERS):
             y = self.norm(x, self.get("n1", index))
             q, k, v = (self.linear(y, name, index) for name in "qkv")
@@ -267,17 +275,17 @@ class Plain:
         return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
 
 
-class Watched(Denoiser):
-    """Keeps every canvas it looked at, and the logits it was given."""
+class RecordingDenoiser(Denoiser):
+    """Records (tokens, block, opens_block, logits by position) of every pass."""
 
-    seen: list[tuple[np.ndarray, tuple[int, int], bool, dict[int, np.ndarray]]]
+    passes: list[tuple[np.ndarray, tuple[int, int], bool, dict[int, np.ndarray]]]
 
     def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
-        block = canvas.block or (canvas.frontier, self.blocks.window(canvas))
+        block = canvas.block or (canvas.frontier, self.blocks.window_end(canvas))
         logits = {
             int(position): predictions.logits(position).copy() for position in predictions.positions
         }
-        self.seen.append((canvas.tokens.copy(), block, canvas.block is None, logits))
+        self.passes.append((canvas.tokens.copy(), block, canvas.block is None, logits))
         super().fill(sequence, canvas, predictions)
 
 
@@ -286,46 +294,53 @@ LENGTH = 10
 
 
 def expected(
-    plain: Plain, made: type[CachePolicy], size: int | None, shift: int, watched: Watched
+    reference: ReferenceModel,
+    policy: type[CachePolicy],
+    size: int | None,
+    shift: int,
+    recorder: RecordingDenoiser,
 ) -> list[dict[int, np.ndarray]]:
-    """What each pass should have given, recomputed from the canvases alone."""
-    answers = []
-    held = 0
-    for tokens, (first, stop), opening, found in watched.seen:
+    """The expected logits of each pass, computed by the reference from the recorded canvases."""
+    results = []
+    num_cached = 0
+    for tokens, (first, stop), opens_block, logits in recorder.passes:
         total = len(tokens)
 
-        def sees(position: int, total: int = total) -> range:
+        def visible(position: int, total: int = total) -> range:
             return range(total if size is None else min(total, (position // size + 1) * size))
 
-        if made is CausalCache:
+        if policy is CausalCache:
             front = int(np.flatnonzero(tokens == MASK)[0])
-            fresh = range(held, front)
-            if fresh:
-                plain.run(tokens[held:front], fresh, [range(p + 1) for p in fresh], True)
-            held = front
+            new = range(num_cached, front)
+            if new:
+                reference.run(tokens[num_cached:front], new, [range(p + 1) for p in new], True)
+            num_cached = front
             window = range(front, stop)
             positions = [p for p in window if tokens[p] != MASK]
             positions += [p for p in window if tokens[p] == MASK]
-            seen: list[Any] = [[*range(front), *positions[: r + 1]] for r in range(len(positions))]
+            attended: list[Any] = [
+                [*range(front), *positions[: r + 1]] for r in range(len(positions))
+            ]
             keep = False
-        elif made is BlockCausalCache:
+        elif policy is BlockCausalCache:
             assert size is not None
             start = first // size * size
-            while held < start:
-                block = range(held, held + size)
-                plain.run(tokens[held : held + size], block, [sees(p) for p in block], True)
-                held += size
-            positions, keep = list(range(max(0, start - shift), len(sees(stop - 1)))), False
-            seen = [sees(p) for p in positions]
+            while num_cached < start:
+                end = num_cached + size
+                block = range(num_cached, end)
+                reference.run(tokens[num_cached:end], block, [visible(p) for p in block], True)
+                num_cached = end
+            positions, keep = list(range(max(0, start - shift), len(visible(stop - 1)))), False
+            attended = [visible(p) for p in positions]
         else:
-            keep = opening and made is not NoCache
-            begin = 0 if opening or made is NoCache else max(0, first - shift)
-            end = stop if made is DualCachePolicy and not opening else total
+            keep = opens_block and policy is not NoCache
+            begin = 0 if opens_block or policy is NoCache else max(0, first - shift)
+            end = stop if policy is DualCachePolicy and not opens_block else total
             positions = list(range(begin, end))
-            seen = [sees(p) for p in positions]
-        rows = plain.run(tokens[positions], positions, seen, keep)
-        answers.append({position: rows[positions.index(position - shift)] for position in found})
-    return answers
+            attended = [visible(p) for p in positions]
+        rows = reference.run(tokens[positions], positions, attended, keep)
+        results.append({position: rows[positions.index(position - shift)] for position in logits})
+    return results
 
 
 CASES: list[tuple[str, type[CachePolicy], Callable[[], Any]]] = [
@@ -348,50 +363,52 @@ CASES: list[tuple[str, type[CachePolicy], Callable[[], Any]]] = [
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize(
-    ("layout", "made", "blocks"), CASES, ids=[f"{one[0]} {one[1].__name__}" for one in CASES]
+    ("layout", "policy", "blocks"), CASES, ids=[f"{case[0]} {case[1].__name__}" for case in CASES]
 )
-def test_every_pass_equals_the_plain_implementation(
-    layout: str, made: type[CachePolicy], blocks: Any, backend: str, tmp_path: Path
+def test_every_pass_equals_the_reference_implementation(
+    layout: str, policy: type[CachePolicy], blocks: Any, backend: str, tmp_path: Path
 ) -> None:
     if backend == "native" and load_library() is None:
         pytest.skip("the native kernels are not available here")
     tensors = write_checkpoint(layout, tmp_path / "model")
     _, _, _, _, shift, size = LAYOUTS[layout]
-    watched = Watched(blocks(), unmask=TopKUnmasking(), cache=made(), mask=MASK)
-    watched.seen = []
+    recorder = RecordingDenoiser(blocks(), unmask=TopKUnmasking(), cache=policy(), mask=MASK)
+    recorder.passes = []
     options = {"tokenizer": ByteTokenizer(), "backend": backend, "threads": 1}
     with LLM(str(tmp_path / "model"), cache_positions=256, **options) as llm:
         assert llm.model.spec.logit_shift == shift
         assert llm.model.spec.block_size == size
-        assert llm.model.spec.causal == (made is CausalCache)
-        answer = llm.generate(PROMPT, decoder=watched, max_tokens=LENGTH, ignore_eos=True)
+        assert llm.model.spec.causal == (policy is CausalCache)
+        answer = llm.generate(PROMPT, decoder=recorder, max_tokens=LENGTH, ignore_eos=True)
     assert len(answer.tokens) == LENGTH
-    assert len(watched.seen) >= LENGTH
-    answers = expected(Plain(layout, tensors), made, size, shift, watched)
-    for (_, _, _, found), wanted in zip(watched.seen, answers, strict=True):
-        assert found and found.keys() == wanted.keys()
-        for position, row in found.items():
-            row[MASK] = wanted[position][MASK]
-            np.testing.assert_allclose(row, wanted[position], rtol=0, atol=2e-4)
+    assert len(recorder.passes) >= LENGTH
+    results = expected(ReferenceModel(layout, tensors), policy, size, shift, recorder)
+    for (_, _, _, logits), reference in zip(recorder.passes, results, strict=True):
+        assert logits and logits.keys() == reference.keys()
+        for position, row in logits.items():
+            row[MASK] = reference[position][MASK]
+            np.testing.assert_allclose(row, reference[position], rtol=0, atol=2e-4)
 
 
-def test_a_stale_row_would_be_seen(tmp_path: Path) -> None:
-    """The twin: taken for passes of another cache, the logits are others."""
+def test_the_logits_of_another_cache_policy_differ(tmp_path: Path) -> None:
+    """Negative control: the reference with another cache policy gives other logits."""
     tensors = write_checkpoint("llada", tmp_path)
-    watched = Watched(FixedBlocks(4), unmask=TopKUnmasking(), cache=DualCachePolicy(), mask=MASK)
-    watched.seen = []
+    recorder = RecordingDenoiser(
+        FixedBlocks(4), unmask=TopKUnmasking(), cache=DualCachePolicy(), mask=MASK
+    )
+    recorder.passes = []
     with LLM(str(tmp_path), tokenizer=ByteTokenizer(), cache_positions=256) as llm:
-        llm.generate(PROMPT, decoder=watched, max_tokens=LENGTH, ignore_eos=True)
-    found = watched.seen[2][3]
-    for made in (NoCache, PrefixCachePolicy):
-        wanted = expected(Plain("llada", tensors), made, None, 0, watched)[2]
-        assert max(np.abs(row - wanted[p])[:MASK].max() for p, row in found.items()) > 1e-2
+        llm.generate(PROMPT, decoder=recorder, max_tokens=LENGTH, ignore_eos=True)
+    logits = recorder.passes[2][3]
+    for policy in (NoCache, PrefixCachePolicy):
+        other = expected(ReferenceModel("llada", tensors), policy, None, 0, recorder)[2]
+        assert max(np.abs(row - other[p])[:MASK].max() for p, row in logits.items()) > 1e-2
 
 
-def test_the_mask_token_is_found_in_the_config(tmp_path: Path) -> None:
+def test_the_mask_token_is_read_from_the_config(tmp_path: Path) -> None:
     write_checkpoint("llada", tmp_path)
-    words = {f"w{number}": number for number in range(V)}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(
+    vocab = {f"w{number}": number for number in range(V)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="w0")).save(
         str(tmp_path / "tokenizer.json")
     )
     tokenizer = load_checkpoint(tmp_path).tokenizer
@@ -399,17 +416,17 @@ def test_the_mask_token_is_found_in_the_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"block_type": "sequential"}, "block_type 'sequential' is not supported"),
         ({"alibi": True}, "alibi True is not supported"),
         ({"d_model": None}, "lacks 'hidden_size'"),
     ],
 )
-def test_other_architectures_are_refused(change: Any, words: str, tmp_path: Path) -> None:
+def test_other_architectures_raise_an_error(change: Any, message: str, tmp_path: Path) -> None:
     write_checkpoint("llada", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**LLADA_CONFIG, **change}))
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         spec_from_config(load_checkpoint(tmp_path).config)
 
 
@@ -424,7 +441,7 @@ def test_other_architectures_are_refused(change: Any, words: str, tmp_path: Path
         ({"model_type": "a2d-llama"}, None),
     ],
 )
-def test_block_sizes_that_a_config_leaves_out(config: Any, size: int | None) -> None:
+def test_the_block_size_of_a_config_and_its_default(config: Any, size: int | None) -> None:
     assert spec_from_config({**HF_CONFIG, **config}).block_size == size
 
 
@@ -437,7 +454,7 @@ def test_block_sizes_that_a_config_leaves_out(config: Any, size: int | None) -> 
         ("other-b32", 4),
     ],
 )
-def test_the_block_size_of_sdar_is_in_its_name(name: str, size: int, tmp_path: Path) -> None:
+def test_the_block_size_of_sdar_is_read_from_its_name(name: str, size: int, tmp_path: Path) -> None:
     (tmp_path / name).mkdir(parents=True)
     write_checkpoint("sdar as published", tmp_path / name)
     with LLM(str(tmp_path / name), tokenizer=ByteTokenizer(), cache_positions=256) as llm:
@@ -453,7 +470,7 @@ def test_the_default_decoders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         (
             {"model_type": "llada", "architectures": ["LLaDAMoEModelLM"], "num_experts": 64},
@@ -474,17 +491,17 @@ def test_the_default_decoders(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_model_that_only_looks_like_a_known_one_is_refused(
-    config: Any, words: str, tmp_path: Path
+def test_a_model_similar_to_a_supported_one_raises_an_error(
+    config: Any, message: str, tmp_path: Path
 ) -> None:
     write_checkpoint("sdar", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**HF_CONFIG, **config}))
-    with pytest.raises(CheckpointError, match=words) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         LLM(str(tmp_path), tokenizer=ByteTokenizer())
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_tensor_has_its_name(tmp_path: Path) -> None:
     write_checkpoint("llada", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**LLADA_CONFIG, "n_layers": 3}))
     with pytest.raises(CheckpointError, match="layers.2"):
@@ -508,7 +525,7 @@ BD3LM = {
 
 
 def write_dit(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A random checkpoint in BD3-LM's layout; its modulation is far from nothing."""
+    """Write a random checkpoint in BD3-LM's layout, with a modulation far from zero."""
     generator = torch.Generator().manual_seed(7)
     modulated, cond, waves = config.get("adaln", True), config["cond_dim"], 10
 
@@ -538,14 +555,14 @@ def write_dit(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def plain_dit(
+def reference_dit(
     tensors: dict[str, torch.Tensor],
     tokens: Any,
     size: int | None,
     time: float = 0.0,
     normed: Callable[..., torch.Tensor] = torch.nn.functional.layer_norm,
 ) -> np.ndarray:
-    """The published network written down once more in float64, over a whole canvas at once."""
+    """The logits of a reference implementation of the published network, in float64."""
     get = {name.removeprefix("backbone."): tensor.double() for name, tensor in tensors.items()}
     functional = torch.nn.functional
     positions = torch.arange(len(tokens))
@@ -572,7 +589,7 @@ def plain_dit(
     def norm(x: torch.Tensor, name: str, shift: Any, scale: Any) -> torch.Tensor:
         return normed(x, [D], eps=1e-5) * get[f"{name}.weight"] * (1 + scale) + shift
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def rotated(x: torch.Tensor) -> torch.Tensor:
         angle = positions[:, None] * 10000.0 ** (-torch.arange(0, HEAD, 2).double() / HEAD)
         cos, sin = (torch.cat([f, f], 1)[:, None] for f in (angle.cos(), angle.sin()))
         first, second = x.chunk(2, -1)
@@ -585,9 +602,9 @@ def plain_dit(
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation(layer, 6)
         y = norm(x, f"{layer}.norm1", shift1, scale1) @ get[f"{layer}.attn_qkv.weight"].T
         q, k, v = y.view(len(tokens), 3, HEADS, D // HEADS).unbind(1)
-        scores = torch.einsum("qhd,khd->hqk", turned(q), turned(k)) / (D // HEADS) ** 0.5
-        share = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        y = torch.einsum("hqk,khd->qhd", share, v).flatten(1)
+        scores = torch.einsum("qhd,khd->hqk", rotated(q), rotated(k)) / (D // HEADS) ** 0.5
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        y = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
         x = x + gate1 * (y @ get[f"{layer}.attn_out.weight"].T)
         y = norm(x, f"{layer}.norm2", shift2, scale2)
         y = functional.linear(y, get[f"{layer}.mlp.0.weight"], get[f"{layer}.mlp.0.bias"])
@@ -608,50 +625,52 @@ DITS = {
 }
 
 
-def seen_by(folder: Path, backend: str, size: int | None) -> Watched:
-    watched = Watched(FixedBlocks(0), unmask=TopKUnmasking(), mask=MASK)
-    watched.cache = BlockCausalCache() if size else NoCache()
-    watched.seen = []
+def recorded_passes(folder: Path, backend: str, size: int | None) -> RecordingDenoiser:
+    recorder = RecordingDenoiser(FixedBlocks(0), unmask=TopKUnmasking(), mask=MASK)
+    recorder.cache = BlockCausalCache() if size else NoCache()
+    recorder.passes = []
     options = {"tokenizer": ByteTokenizer(), "backend": backend, "threads": 1}
     with LLM(str(folder), cache_positions=256, **options) as llm:
         assert llm.model.spec.block_size == size and not llm.model.spec.causal
-        llm.generate(PROMPT, decoder=watched, max_tokens=LENGTH, ignore_eos=True)
-    return watched
+        llm.generate(PROMPT, decoder=recorder, max_tokens=LENGTH, ignore_eos=True)
+    return recorder
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("name", DITS)
-def test_the_diffusion_transformer_equals_its_plain_form(
+def test_the_diffusion_transformer_equals_the_reference(
     name: str, backend: str, tmp_path: Path
 ) -> None:
     if backend == "native" and load_library() is None:
         pytest.skip("the native kernels are not available here")
     config, size = DITS[name]
     tensors = write_dit(tmp_path, config)
-    watched = seen_by(tmp_path, backend, size)
-    assert len(watched.seen) >= LENGTH
-    for tokens, _, _, found in watched.seen:
-        wanted = plain_dit(tensors, tokens, size)
-        for position, row in found.items():
-            row[MASK] = wanted[position][MASK]
-            np.testing.assert_allclose(row, wanted[position], rtol=0, atol=2e-4)
+    recorder = recorded_passes(tmp_path, backend, size)
+    assert len(recorder.passes) >= LENGTH
+    for tokens, _, _, logits in recorder.passes:
+        expected_logits = reference_dit(tensors, tokens, size)
+        for position, row in logits.items():
+            row[MASK] = expected_logits[position][MASK]
+            np.testing.assert_allclose(row, expected_logits[position], rtol=0, atol=2e-4)
 
 
-def test_another_time_or_norm_would_be_seen(tmp_path: Path) -> None:
-    """The twin: a model told another time, or whose norms take off no mean, says something else."""
+def test_another_time_or_norm_changes_the_logits(tmp_path: Path) -> None:
+    """Negative control: another time input, or norms that do not subtract the mean."""
     tensors = write_dit(tmp_path, BD3LM)
-    tokens, _, _, found = seen_by(tmp_path, "torch", 4).seen[0]
+    tokens, _, _, logits = recorded_passes(tmp_path, "torch", 4).passes[0]
 
     def uncentred(x: torch.Tensor, shape: Any, eps: float) -> torch.Tensor:
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
     for wrong in ({"time": 0.5}, {"normed": uncentred}):
-        wanted = plain_dit(tensors, tokens, 4, **wrong)
-        assert max(np.abs(row - wanted[p])[:MASK].max() for p, row in found.items()) > 1e-2
+        other = reference_dit(tensors, tokens, 4, **wrong)
+        assert max(np.abs(row - other[p])[:MASK].max() for p, row in logits.items()) > 1e-2
 
 
 @pytest.mark.parametrize("key", ["time_conditioning", "causal"])
-def test_a_diffusion_transformer_that_is_told_the_time_is_refused(key: str, tmp_path: Path) -> None:
+def test_a_diffusion_transformer_with_a_time_input_raises_an_error(
+    key: str, tmp_path: Path
+) -> None:
     write_dit(tmp_path, {**BD3LM, key: True})
     with pytest.raises(CheckpointError, match=f"{key}=true is not supported"):
         LLM(str(tmp_path), tokenizer=ByteTokenizer())

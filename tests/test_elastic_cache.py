@@ -1,4 +1,4 @@
-"""Elastic-Cache: what it keeps is what it says it keeps, and its oracle finds mistakes."""
+"""Elastic-Cache: it equals the oracle, restarts keep its state, and the oracle detects errors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from anydecode.evaluation.mechanisms.diffusion_elastic import oracle, story
 
 
 @pytest.mark.parametrize(("shift", "size"), [(1, None), (0, 4)])
-def test_shifted_models_and_models_with_blocks_do_what_the_oracle_does(
-    shift: int, size: int | None
-) -> None:
+def test_shifted_logits_and_model_blocks_equal_the_oracle(shift: int, size: int | None) -> None:
     with random_model(size, layers=3, readable=True) as llm:
         model = llm.engine.runners["target"].model
         model.spec = replace(model.spec, logit_shift=shift)
@@ -31,23 +29,23 @@ def test_shifted_models_and_models_with_blocks_do_what_the_oracle_does(
         assert found != oracle(model, 21, 6, 0.4, 0.95, 1 - shift, size)
 
 
-def _one_layer_late(found: int, depth: int) -> int:
-    return min(found + 1, depth)
+def _one_layer_late(since: int, num_layers: int) -> int:
+    return min(since + 1, num_layers)
 
 
-def _never(found: int, depth: int) -> int:
-    return depth
+def _never(since: int, num_layers: int) -> int:
+    return num_layers
 
 
 @pytest.mark.parametrize("mistake", [_one_layer_late, _never])
-def test_a_refresh_from_another_layer_is_found_out(
+def test_a_refresh_from_a_wrong_layer_is_detected(
     mistake: Callable[[int, int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = ElasticDenoiser._drifted
 
     def wrong(*args: Any) -> tuple[int, list[np.ndarray]]:
-        since, known = right(*args)
-        return mistake(since, 4), known
+        since, current_rows = right(*args)
+        return mistake(since, 4), current_rows
 
     monkeypatch.setattr(ElasticDenoiser, "_drifted", wrong)
     with random_model(layers=4, readable=True) as llm:
@@ -56,12 +54,12 @@ def test_a_refresh_from_another_layer_is_found_out(
     assert found != expected
 
 
-def test_a_row_kept_from_another_layer_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_of_a_wrong_layer_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = ElasticDenoiser._drifted
 
     def wrong(*args: Any) -> tuple[int, list[np.ndarray]]:
-        since, known = right(*args)
-        return since, known[::-1]
+        since, current_rows = right(*args)
+        return since, current_rows[::-1]
 
     monkeypatch.setattr(ElasticDenoiser, "_drifted", wrong)
     with random_model(layers=4, readable=True) as llm:
@@ -70,7 +68,7 @@ def test_a_row_kept_from_another_layer_is_found_out(monkeypatch: pytest.MonkeyPa
     assert found != expected
 
 
-def test_the_row_of_another_token_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_tracked_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = ElasticDenoiser._track
 
     def wrong(*args: Any) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -91,7 +89,7 @@ def answers(llm: LLM) -> list[list[int]]:
     return [answer.tokens for answer in found]
 
 
-def test_restarts_lose_nothing_where_the_kernels_have_packed_the_weights() -> None:
+def test_restarts_do_not_change_the_text_with_packed_weights() -> None:
     with LLM("tiny-diffusion", threads=1) as llm:
         expected = answers(llm)
         with _Restarts(llm.engine, seed=5, share=0.5):
@@ -99,7 +97,7 @@ def test_restarts_lose_nothing_where_the_kernels_have_packed_the_weights() -> No
             llm.engine.check_integrity()
 
 
-def test_states_that_a_restart_forgot_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_states_after_a_restart_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = ElasticDenoiser._rebuild
     with LLM("tiny-diffusion", threads=1) as llm:
         expected = answers(llm)
@@ -114,9 +112,9 @@ def test_states_that_a_restart_forgot_are_found_out(monkeypatch: pytest.MonkeyPa
             assert answers(llm) != expected
 
 
-def test_a_model_whose_layers_cannot_be_read_is_refused() -> None:
+def test_a_model_without_readable_weights_raises_an_error() -> None:
     with (
         scripted_llm(causal=False) as llm,
-        pytest.raises(UnsupportedCombinationError, match="attention is not to be had"),
+        pytest.raises(UnsupportedCombinationError, match="attention weights cannot be computed"),
     ):
         llm.generate("x", decoder="elastic-cache", max_tokens=8)

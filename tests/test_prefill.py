@@ -1,4 +1,4 @@
-"""Thinned prompts: each works as published, a mistake is seen, and what cannot work is refused."""
+"""Compressed prompts: equal to the oracles, errors are detected, unsupported requests refused."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ KEYS = ("fastkv", "quickprefill", "mustdrop", "gear")
 
 
 def failure(key: str) -> str | None:
-    """The first check that does not pass."""
-    return next((one.name for one in getattr(mechanisms, key)() if not one.passed), None)
+    """The name of the first check that fails."""
+    return next((check.name for check in getattr(mechanisms, key)() if not check.passed), None)
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_it_works_as_published(key: str) -> None:
+def test_all_checks_against_the_oracle_pass(key: str) -> None:
     assert failure(key) is None
 
 
-def test_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_rules_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def largest(keys: torch.Tensor, count: int) -> torch.Tensor:
         norms = keys.float().flatten(1).norm(dim=1)
         return torch.sort(norms, descending=True).indices[:count].sort().values
 
-    def either(share: torch.Tensor, overall: float, single: float) -> torch.Tensor:
-        return (share.sum(0) < overall * share.sum()) | (share.amax(0) < single)
+    def either(attention: torch.Tensor, overall: float, single: float) -> torch.Tensor:
+        return (attention.sum(0) < overall * attention.sum()) | (attention.amax(0) < single)
 
-    def unpooled(share: torch.Tensor, groups: int, kernel: int) -> torch.Tensor:
-        return fastkv_scores(share, groups, 1)
+    def unpooled(attention: torch.Tensor, groups: int, kernel: int) -> torch.Tensor:
+        return fastkv_scores(attention, groups, 1)
 
     fastkv_scores, compressed = fastkv.window_scores, gear.compress
     monkeypatch.setattr(quickprefill, "smallest", largest)
@@ -53,8 +53,8 @@ def test_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mechanisms.quickprefill_loss(3) > 0.5
 
 
-def test_memory_is_given_back() -> None:
-    """A prompt of 600 in a cache of 700: once it is thinned, another one has room beside it."""
+def test_compression_frees_memory() -> None:
+    """A compressed prompt of 600 tokens uses only a part of a cache of 700 positions."""
     model = tiny_model(layers=4, backend="torch")
     prompt = np.random.default_rng(1).integers(97, 123, 600).tolist()
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=700) as llm:
@@ -67,14 +67,14 @@ def test_memory_is_given_back() -> None:
         assert pool.num_used == 0
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_unsupported_requests_raise_an_error() -> None:
     with scripted_llm() as llm:
-        for decoder, told in (
+        for decoder, message in (
             ("fastkv:budget=0", "budget"), ("quickprefill:keep=2", "keep"),
             ("mustdrop:key=2", "key"), ("gear:bits=9", "bits"),
             ("fastkv:decoder=fastkv", "given context"), ("fastkv:decoder=sarathi", "given context"),
         ):  # fmt: skip
-            with pytest.raises(InvalidRequestError, match=told):
+            with pytest.raises(InvalidRequestError, match=message):
                 llm.generate("abc", decoder=decoder)
         with pytest.raises(UnsupportedCombinationError, match="from no file"):
             llm.generate("abc" * 30, decoder="fastkv:budget=20", max_tokens=2)
@@ -92,12 +92,12 @@ def test_what_cannot_work_is_refused() -> None:
                 llm.generate("abc" * 30, decoder="fastkv:budget=20", max_tokens=2)
 
 
-def test_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_with_sliding_windows_raise_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(layers=4, backend="torch")
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=200) as llm:
         context = prefilled.SequenceCache(llm.engine.runners["target"].pool)
-        prefilled.check_thinnable(context)
+        prefilled.check_compressible(context)
         shape = model.spec.layers[0].attention
         object.__setattr__(shape, "window", 8)
         with pytest.raises(UnsupportedCombinationError, match="sliding window"):
-            prefilled.check_thinnable(context)
+            prefilled.check_compressible(context)

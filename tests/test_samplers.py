@@ -141,7 +141,7 @@ def test_heads_that_learned_nothing_fail_their_measure() -> None:
 def test_contrastive_search_that_sees_no_states_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contrastive._States, "likest", lambda self, state: 0.0)
+    monkeypatch.setattr(contrastive._States, "max_cosine", lambda self, state: 0.0)
     failed = {check.name for check in load_mechanisms()["contrastive-search"]() if not check.passed}
     assert "k=4, alpha=0.6 equals the oracle" in failed
     (measure,) = _measures["contrastive-search"]

@@ -1,4 +1,4 @@
-"""Plain decoding: one token per pass."""
+"""Plain autoregressive decoding: one token per forward pass."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from anydecode.scoring.sequence import Sequence
         "sampling",
         paper="",
         exactness="token-exact",
-        summary="One token per pass; what every token-exact method is held against.",
+        summary="One token per forward pass; token-exact methods must reproduce its output.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
     )
 )
 class Autoregressive(Decoder):
-    """Score what is new, say what the policy picks."""
+    """Scores the unscored tokens and emits the token that the sampler samples."""
 
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:
@@ -33,18 +33,18 @@ class Autoregressive(Decoder):
         "sampling",
         paper="",
         exactness="token-exact",
-        summary="Plain decoding that lets the kernels pick and rescore several tokens at a time.",
+        summary="Plain decoding in which the kernels generate several tokens before they return.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
     )
 )
-class Following(Decoder):
-    """Plain decoding, `count` tokens per resumption, but the first by itself."""
+class MultiStep(Decoder):
+    """Plain decoding with up to `count` tokens per request; the first token has its own."""
 
     def __init__(self, count: int = 8) -> None:
         self.count = count
 
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:
-            following = sequence.multi_step(self.count if sequence.tokens else 1)
-            tokens = yield following
-            sequence.emit(tokens, following.state)
+            request = sequence.multi_step(self.count if sequence.tokens else 1)
+            tokens = yield request
+            sequence.emit(tokens, request.state)

@@ -1,4 +1,4 @@
-"""The one class every decoding method derives from."""
+"""The base class of every decoding method."""
 
 from __future__ import annotations
 
@@ -11,33 +11,38 @@ from anydecode.scoring.sequence import Sequence
 
 
 class Decoder(ABC):
-    """Proposes tokens, has them scored, keeps some.
+    """A decoding method: yields score requests and emits tokens.
 
-    One decoder serves many sequences at a time: what belongs to one sequence lives in `decode`'s
-    locals, or in `sequence.state` where a restart must find it. `decode` may be closed at any yield
-    and called again.
+    One decoder instance serves many sequences at a time. State that belongs to one sequence is kept
+    in the local variables of `decode`, or in `sequence.state` if it must survive a restart. The
+    engine may close `decode` at any yield and call it again.
     """
 
     card: ClassVar[Card]
-    #: Lanes besides the target that the method scores in.
+    #: The model runners that the method scores with, besides "target".
     runners: tuple[str, ...] = ()
     #: Whether the method needs a causal model (True), a bidirectional one (False), or any (None).
     causal: bool | None = True
-    #: Whether the draft model may have a vocabulary of its own.
+    #: Whether the draft model may have a vocabulary other than the target's.
     can_translate_vocab: bool = False
-    #: Whether the draft model is a causal one, or a diffusion model.
+    #: Whether the draft model must be causal (True) or a diffusion model (False).
     draft_causal: bool = True
-    #: Whether it looks into the model's layers, so that nothing but a transformer will do.
+    #: Whether the method reads the weights of the model's layers, so that it needs a transformer.
     reads_weights: bool = False
-    #: How many samples' policies it may draw from; a method that ignores the policy says False.
+    #: Whether the method samples from the request's sampler; False if it ignores the sampler.
     can_sample: bool = True
-    #: The decoder whose text an exact method says: what plain decoding means for its kind of model.
+    #: The decoder whose text an exact method reproduces: plain decoding for its kind of model.
     plain: str = "autoregressive"
 
     @abstractmethod
     def decode(self, sequence: Sequence) -> Decoding:
-        """Yield scores, emit tokens, until `sequence.finished`."""
+        """Yield score requests and emit tokens until `sequence.finished`."""
 
     def prepare(self, sequence: Sequence) -> None:
-        """Called once when the request is made: refuse what cannot work in one clear line
-        (`UnsupportedCombinationError`), or add companion prompts and policies."""
+        """Check the request and set up the sequence; called once, when the request is created.
+
+        May add companion prompts or replace the sampler.
+
+        Raises:
+            UnsupportedCombinationError: The method does not work with an option of the request.
+        """

@@ -1,1 +1,1 @@
-"""Methods that run some layers first and the rest later, or never."""
+"""Methods that run the first layers of the model separately from the rest."""

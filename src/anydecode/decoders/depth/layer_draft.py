@@ -1,5 +1,8 @@
-"""Drafts from the first layers, verified by the rest of the same model (Elhoushi et al., LayerSkip,
-arXiv:2404.16710): what the draft computed is completed, not computed again."""
+"""Self-speculative decoding with early exit (Elhoushi et al., LayerSkip, arXiv:2404.16710).
+
+The first layers of the model propose draft tokens. The remaining layers then verify them: they
+continue from the hidden states that the draft computed, so no layer runs twice for a token.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +21,41 @@ from anydecode.scoring.tree import TokenTree
         "depth",
         paper="LayerSkip (arXiv:2404.16710), the self-speculative decoding without its training",
         exactness="token-exact",
-        summary="The first layers draft, the rest of the layers verify.",
+        summary="The first layers propose draft tokens, the remaining layers verify them.",
         works_with=("constraints", "samplers", "batches", "adapters"),
-        deviations=("verification picks with the target's own noise instead of comparing argmax",),
+        deviations=(
+            "verification samples with the target's own noise instead of comparing argmax tokens",
+        ),
     )
 )
 class LayerDraft(Decoder):
-    """Draft `size` tokens with the first `layers` layers (default: a third), then run the rest."""
+    """Drafts `size` tokens with the first layers, then runs the remaining layers.
+
+    Args:
+        layers: How many layers the draft runs (default: a third of the model's).
+        size: How many draft tokens are proposed at a time.
+    """
 
     def __init__(self, layers: int | None = None, size: int = 4) -> None:
         if size < 1 or (layers is not None and layers < 1):
-            raise InvalidRequestError("layer-draft needs at least one layer and one draft")
+            raise InvalidRequestError(
+                f"layer-draft needs layers >= 1 and size >= 1, not layers={layers}, size={size}"
+            )
         self.layers = layers
         self.size = size
         self.acceptance = TokenExact()
 
     def prepare(self, sequence: Sequence) -> None:
         if sequence.companion_prompts:
-            raise InvalidRequestError("layer-draft does not work with guidance by a second prompt")
-        depth = sequence.num_layers
-        if self.layers is not None and self.layers >= depth:
-            raise InvalidRequestError(f"layers={self.layers} leaves none of {depth} to verify with")
+            raise InvalidRequestError(
+                "layer-draft does not work with guidance, which needs a second prompt"
+            )
+        num_layers = sequence.num_layers
+        if self.layers is not None and self.layers >= num_layers:
+            raise InvalidRequestError(
+                f"layers={self.layers} leaves none to verify with: the model has {num_layers}, so"
+                f" layers must be at most {num_layers - 1}"
+            )
 
     def decode(self, sequence: Sequence) -> Decoding:
         exit_layer = self.layers or max(1, sequence.num_layers // 3)
@@ -47,19 +64,19 @@ class LayerDraft(Decoder):
             if len(unscored) > 1:
                 yield sequence.score(unscored[:-1])
             sampler, position = sequence.sampler.fork(), sequence.length
-            drafts: list[int] = []
+            draft_tokens: list[int] = []
             token = unscored[-1]
             for _ in range(self.size):
                 scores = yield sequence.score([token], layers=(0, exit_layer))
-                token = sequence.sample(sampler, scores.row(0), position + len(drafts))
+                token = sequence.sample(sampler, scores.row(0), position + len(draft_tokens))
                 sampler.advance(token)
-                drafts.append(token)
-            tree = TokenTree.chain(drafts)
-            scores = yield sequence.complete(drafts[-1:])
-            verdict = self.acceptance.walk(tree, scores)
-            sequence.truncate(position + len(verdict.path))
-            sequence.record(tree, verdict.path, verdict.tokens)
-            row = len(verdict.path)
+                draft_tokens.append(token)
+            tree = TokenTree.chain(draft_tokens)
+            scores = yield sequence.complete(draft_tokens[-1:])
+            result = self.acceptance.walk(tree, scores)
+            sequence.truncate(position + len(result.path))
+            sequence.record(tree, result.path, result.tokens)
+            row = len(result.path)
             sequence.emit(
-                verdict.tokens, scores.sampler_after(row) if sequence.sampler.stateful else None
+                result.tokens, scores.sampler_after(row) if sequence.sampler.stateful else None
             )

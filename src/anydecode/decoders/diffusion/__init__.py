@@ -1,1 +1,1 @@
-"""Decoding methods, one file each."""
+"""Decoding methods of diffusion language models, one file each, and the loop they share."""

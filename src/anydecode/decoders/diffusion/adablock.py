@@ -1,5 +1,8 @@
-"""Blocks that end where the text does: at a delimiter the model is sure of (Lu et al.,
-"AdaBlock-dLLM: Semantic-Aware Diffusion LLM Inference via Adaptive Block Size", arXiv:2509.26432).
+"""AdaBlock (Lu et al., "AdaBlock-dLLM: Semantic-Aware Diffusion LLM Inference via Adaptive Block
+Size", arXiv:2509.26432).
+
+The block ends at the delimiter (by default a line break) that the model predicts with the highest
+probability, if this is high enough. Otherwise the block has a fixed size.
 """
 
 from __future__ import annotations
@@ -16,50 +19,57 @@ from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import TARGET, Sequence
 
 
-class UpToDelimiter(BlockPolicy):
-    """The block ends at the surest predicted delimiter within a `share` of the canvas, if its
-    probability is `least` or more; else it has `size` positions. The delimiters' tokens stand in
-    `canvas.memory["delimiters"]`."""
+class DelimiterBlocks(BlockPolicy):
+    """Blocks that end at a predicted delimiter.
 
-    def __init__(self, size: int, least: float, share: float = 0.25) -> None:
+    The delimiter tokens are in `canvas.policy_state["delimiters"]`.
+
+    Args:
+        size: Positions per block if no delimiter is predicted.
+        min_probability: The smallest probability of a predicted delimiter.
+        share: The share of the canvas, from the first mask on, in which delimiters are searched.
+    """
+
+    def __init__(self, size: int, min_probability: float, share: float = 0.25) -> None:
         if size < 1 or not 0 < share <= 1:
-            raise InvalidRequestError("a block needs a position, and a share between 0 and 1")
+            raise InvalidRequestError("adablock needs block >= 1 and 0 < share <= 1")
         self.size = size
-        self.least = least
+        self.min_probability = min_probability
         self.share = share
 
-    def window(self, canvas: Canvas) -> int:
-        return min(canvas.frontier + max(self.size, self._ahead(canvas)), len(canvas))
+    def window_end(self, canvas: Canvas) -> int:
+        return min(canvas.frontier + max(self.size, self._search_length(canvas)), len(canvas))
 
-    def end(self, canvas: Canvas, predictions: Predictions) -> int:
+    def block_end(self, canvas: Canvas, predictions: Predictions) -> int:
         first = canvas.frontier
-        delimiters = canvas.memory["delimiters"]
-        near = [
+        delimiters = canvas.policy_state["delimiters"]
+        candidates = [
             position
-            for position in range(first, min(first + self._ahead(canvas), len(canvas)))
-            if position in predictions and predictions.facts(position).best in delimiters
+            for position in range(first, min(first + self._search_length(canvas), len(canvas)))
+            if position in predictions and predictions.statistics(position).best in delimiters
         ]
-        if near:
-            surest = max(
-                near, key=lambda position: (predictions.facts(position).probability, -position)
+        if candidates:
+            likeliest = max(
+                candidates,
+                key=lambda position: (predictions.statistics(position).probability, -position),
             )
-            if predictions.facts(surest).probability >= self.least:
-                return surest + 1
+            if predictions.statistics(likeliest).probability >= self.min_probability:
+                return likeliest + 1
         return min(first + self.size, len(canvas))
 
-    def _ahead(self, canvas: Canvas) -> int:
-        return max(1, int(self.share * (len(canvas) - canvas.memory["start"])))
+    def _search_length(self, canvas: Canvas) -> int:
+        return max(1, int(self.share * (len(canvas) - canvas.policy_state["start"])))
 
 
 class AdaBlockDenoiser(Denoiser):
-    """Looks up the delimiters' tokens once."""
+    """Encodes the delimiters into tokens when the canvas is created."""
 
     delimiters = "\n"
 
     def begin(self, sequence: Sequence, canvas: Canvas) -> None:
         encode = sequence.tokenizers[TARGET].encode
-        found = [encode(mark) for mark in self.delimiters]
-        canvas.memory["delimiters"] = {tokens[-1] for tokens in found if tokens}
+        encoded = [encode(character) for character in self.delimiters]
+        canvas.policy_state["delimiters"] = {tokens[-1] for tokens in encoded if tokens}
         super().begin(sequence, canvas)
 
 
@@ -69,12 +79,12 @@ class AdaBlockDenoiser(Denoiser):
         "diffusion",
         paper="AdaBlock-dLLM (arXiv:2509.26432)",
         exactness="lossy",
-        summary="Ends blocks at line breaks the model foresees, instead of every 32 tokens.",
+        summary="Ends blocks at predicted line breaks instead of every 32 tokens.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "delimiters are single characters, each the last token of its own encoding; tokens that"
-            " merge one with other text do not count",
+            "a delimiter is a single character; only the last token of its own encoding counts, not"
+            " tokens that contain it together with other text",
         ),
     )
 )
@@ -86,16 +96,24 @@ def adablock(
     cache: str = "none",
     mask: int | None = None,
 ) -> Denoiser:
-    """`block` positions where no character of `delimiters` is foreseen with at least
-    `delimiter_threshold`; commits confidences of `threshold`."""
+    """Denoises in blocks that end at predicted delimiters.
+
+    Args:
+        block: Positions per block if no delimiter is predicted.
+        threshold: Masks with at least this confidence are unmasked.
+        delimiter_threshold: The smallest probability of a predicted delimiter.
+        delimiters: The delimiters, one character each.
+        cache: "none", "prefix" or "dual".
+        mask: The mask token (default: the tokenizer's).
+    """
     if not delimiters:
         raise InvalidRequestError("adablock needs at least one delimiter")
-    made = AdaBlockDenoiser(
-        UpToDelimiter(block, delimiter_threshold),
+    decoder = AdaBlockDenoiser(
+        DelimiterBlocks(block, delimiter_threshold),
         Confidence(),
         ThresholdUnmasking(threshold),
         cache_named(cache),
         mask=mask,
     )
-    made.delimiters = delimiters
-    return made
+    decoder.delimiters = delimiters
+    return decoder

@@ -1,5 +1,10 @@
-"""A diffusion model says several tokens from the left, as far as a small autoregressive one agrees
-(Israel et al., "Accelerating Diffusion LLMs via Adaptive Parallel Decoding", arXiv:2506.00413)."""
+"""Adaptive parallel decoding (Israel et al., "Accelerating Diffusion LLMs via Adaptive Parallel
+Decoding", arXiv:2506.00413).
+
+The diffusion model samples the next masks from the left in parallel. A small autoregressive model
+scores these tokens, and the longest prefix is kept on which samples from the diffusion model and
+from the product of both distributions agree.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +22,8 @@ DRAFT = "draft"
 
 
 class JointDenoiser(Denoiser):
-    """Draws the window from the diffusion model and, with the same noise, from the product of both
-    models' distributions; says the longest prefix on which they agree."""
+    """Samples the window from the diffusion model and, with the same noise, from the product of
+    both models' distributions; commits the longest prefix on which the two agree."""
 
     runners = (DRAFT,)
     weight = 0.7
@@ -28,39 +33,40 @@ class JointDenoiser(Denoiser):
         if sequence.sampler.stateful:
             self.fill(sequence, canvas, predictions)
             return
-        masks = canvas.masked(canvas.frontier, self.blocks.window(canvas))
+        masks = canvas.masked(canvas.frontier, self.blocks.window_end(canvas))
         window = masks[masks - masks[0] == np.arange(len(masks))]
         predictions.keep()
         drafts = predictions.tokens(window)
-        agreed = 1
+        num_agreed = 1
         if len(window) > 1:
             sequence.align(DRAFT)
-            before = canvas.tokens[sequence.length : canvas.frontier].tolist()
-            fresh = [*sequence.unscored(DRAFT), *before]
-            chain = [*fresh, *drafts[:-1].tolist()]
+            committed = canvas.tokens[sequence.length : canvas.frontier].tolist()
+            unscored = [*sequence.unscored(DRAFT), *committed]
+            chain = [*unscored, *drafts[:-1].tolist()]
             scores = yield sequence.score(chain, runner=DRAFT, rows="all")
-            rows = scores.logits[len(fresh) - 1 :]
-            while agreed < len(window):
-                position = int(window[agreed])
-                joint = self.joint(predictions.logits(position), rows[agreed])
-                drawn = sequence.sample(predictions.sampler, joint, position, predictions.step)
-                if drawn != drafts[agreed]:
+            rows = scores.logits[len(unscored) - 1 :]
+            while num_agreed < len(window):
+                position = int(window[num_agreed])
+                joint = self.joint(predictions.logits(position), rows[num_agreed])
+                token = sequence.sample(predictions.sampler, joint, position, predictions.step)
+                if token != drafts[num_agreed]:
                     break
-                agreed += 1
-        canvas.open(canvas.frontier, self.blocks.window(canvas))
-        self.commit(sequence, canvas, predictions, window[:agreed])
+                num_agreed += 1
+        canvas.open(canvas.frontier, self.blocks.window_end(canvas))
+        self.commit(sequence, canvas, predictions, window[:num_agreed])
 
     def joint(self, diffusion: np.ndarray, autoregressive: np.ndarray) -> np.ndarray:
-        """float32: `weight` log p of the one + (1 - `weight`) log p of the other, up to a constant;
-        tokens that one of them lacks are left out."""
-        both = min(len(diffusion), len(autoregressive))
-        mixed = np.full(len(diffusion), -np.inf, np.float32)
+        """The logits of the product: `weight` times the diffusion model's log-probabilities plus
+        1 - `weight` times the autoregressive model's, up to a constant; float32 `[vocab_size]`.
+        Tokens that only one of the vocabularies has get -inf."""
+        shared = min(len(diffusion), len(autoregressive))
+        joint = np.full(len(diffusion), -np.inf, np.float32)
         with np.errstate(invalid="ignore"):
-            mixed[:both] = (
-                self.weight * diffusion[:both] + (1 - self.weight) * autoregressive[:both]
+            joint[:shared] = (
+                self.weight * diffusion[:shared] + (1 - self.weight) * autoregressive[:shared]
             )
-        mixed[np.isnan(mixed)] = -np.inf
-        return mixed
+        joint[np.isnan(joint)] = -np.inf
+        return joint
 
 
 @register(
@@ -69,21 +75,27 @@ class JointDenoiser(Denoiser):
         "diffusion",
         paper="Accelerating Diffusion LLMs via Adaptive Parallel Decoding (arXiv:2506.00413)",
         exactness="lossy",
-        summary="Says from the left what a small autoregressive model would have said, too.",
+        summary="Commits tokens from the left as long as a small autoregressive model agrees.",
         needs=("diffusion model", "draft model"),
         works_with=("batches", "samplers", "streaming", "infilling"),
         deviations=(
-            "every pass computes the whole canvas: no cache of tokens older than a window",
-            "both draws use the request's temperature; the released code drops it in the second",
-            "constraints and other policies with a memory go one token per pass",
+            "every pass computes the whole canvas: tokens older than the window are not cached",
+            "both samples use the request's temperature; in the released code only the first does",
+            "with constraints and other stateful samplers, one token per pass is generated",
         ),
     )
 )
 def apd(weight: float = 0.7, window: int = 100, mask: int | None = None) -> Denoiser:
-    """`weight` is the diffusion model's share of the joint (1 accepts everything, 0 nothing the
-    autoregressive model would not say); `window` is how many masks a pass looks at."""
+    """Denoises from the left, checked by an autoregressive draft model.
+
+    Args:
+        weight: The diffusion model's weight in the product, between 0 and 1; 1 accepts every token,
+            0 only those that the autoregressive model would sample.
+        window: How many masks a pass predicts.
+        mask: The mask token (default: the tokenizer's).
+    """
     if not 0 <= weight <= 1:
-        raise InvalidRequestError("the diffusion model's weight is between 0 and 1")
-    made = JointDenoiser(SlidingWindow(window), mask=mask)
-    made.weight = weight
-    return made
+        raise InvalidRequestError(f"weight must be between 0 and 1, not {weight}")
+    decoder = JointDenoiser(SlidingWindow(window), mask=mask)
+    decoder.weight = weight
+    return decoder

@@ -1,6 +1,9 @@
-"""A threshold that follows the block's own certainty, and smaller blocks once thinking is over (Lu
-et al., "Advancing Block Diffusion Language Models for Test-Time Scaling", arXiv:2602.09555):
-bounded adaptive confidence decoding, and think coarse, critic fine."""
+"""Bounded adaptive confidence decoding, and think coarse, critic fine (Lu et al., "Advancing Block
+Diffusion Language Models for Test-Time Scaling", arXiv:2602.09555).
+
+The confidence threshold is the mean confidence of the tokens committed in the block so far, within
+two bounds. Blocks are large while the model is thinking and small for the answer.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,18 @@ from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import TARGET, Sequence
 
 
-class BoundedAdaptive(UnmaskPolicy):
-    """Every mask ranked at least t: the mean confidence of what is committed in this block (at its
-    beginning: the largest of all), held between `low` and `high`."""
+class BoundedAdaptiveThreshold(UnmaskPolicy):
+    """Unmasks every mask with a rank of at least the adaptive threshold.
+
+    The threshold is the mean confidence of the tokens committed in this block, limited to the range
+    `low` to `high`. In a new block the largest rank takes the place of the mean.
+    """
 
     def __init__(self, low: float, high: float) -> None:
         if not 0 <= low <= high <= 1:
-            raise InvalidRequestError("the bounds of the threshold need 0 <= low <= high <= 1")
+            raise InvalidRequestError(
+                f"bacd-tccf needs 0 <= low <= high <= 1, not low={low}, high={high}"
+            )
         self.low = low
         self.high = high
 
@@ -33,35 +41,39 @@ class BoundedAdaptive(UnmaskPolicy):
     ) -> np.ndarray:
         assert canvas.block is not None
         inside = slice(*canvas.block)
-        said = canvas.confidence[inside][canvas.committed[inside] >= 0]
-        level = float(np.mean(said)) if len(said) else float(ranks.max())
+        committed = canvas.confidence[inside][canvas.committed[inside] >= 0]
+        level = float(np.mean(committed)) if len(committed) else float(ranks.max())
         return ranks >= min(max(level, self.low), self.high)
 
 
-class TwoPhases(BlockPolicy):
-    """Blocks of `coarse` positions until the tokens `canvas.memory["marker"]` are said, of `fine`
-    ones behind them."""
+class TwoPhaseBlocks(BlockPolicy):
+    """Blocks of `coarse` positions until the marker is generated, of `fine` positions after it.
+
+    The marker's tokens are in `canvas.policy_state["marker"]`.
+    """
 
     def __init__(self, coarse: int, fine: int) -> None:
         if coarse < 1 or fine < 1:
-            raise InvalidRequestError("a block needs at least one position")
+            raise InvalidRequestError(
+                f"coarse and fine must be at least 1, not {coarse} and {fine}"
+            )
         self.coarse = coarse
         self.fine = fine
 
-    def window(self, canvas: Canvas) -> int:
-        marker: list[int] = canvas.memory["marker"]
-        said = canvas.tokens[canvas.memory["start"] : canvas.frontier].tolist()
-        size = self.fine if _within(marker, said) else self.coarse
+    def window_end(self, canvas: Canvas) -> int:
+        marker: list[int] = canvas.policy_state["marker"]
+        committed = canvas.tokens[canvas.policy_state["start"] : canvas.frontier].tolist()
+        size = self.fine if _contains(marker, committed) else self.coarse
         return min(canvas.frontier + size, len(canvas))
 
 
 class TwoPhaseDenoiser(Denoiser):
-    """Looks up the marker's tokens once."""
+    """Encodes the marker into tokens when the canvas is created."""
 
     marker = "</think>"
 
     def begin(self, sequence: Sequence, canvas: Canvas) -> None:
-        canvas.memory["marker"] = sequence.tokenizers[TARGET].encode(self.marker)
+        canvas.policy_state["marker"] = sequence.tokenizers[TARGET].encode(self.marker)
         super().begin(sequence, canvas)
 
 
@@ -71,13 +83,13 @@ class TwoPhaseDenoiser(Denoiser):
         "diffusion",
         paper="Advancing Block Diffusion Language Models for Test-Time Scaling (arXiv:2602.09555)",
         exactness="lossy",
-        summary="A threshold that follows the block's certainty; smaller blocks for the answer.",
+        summary="Adapts the threshold to the block's confidence; smaller blocks for the answer.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "where the model has blocks of its own, theirs bound what a row sees",
-            "the second phase begins behind the marker; the paper's progressive training of block"
-            " sizes is not here",
+            "if the model has blocks of its own, they limit what a row sees",
+            "the second phase begins after the marker; the paper's progressive training of block"
+            " sizes is not included",
         ),
     )
 )
@@ -90,20 +102,29 @@ def bacd_tccf(
     cache: str = "none",
     mask: int | None = None,
 ) -> Denoiser:
-    """A threshold between `low` and `high`; blocks of `coarse` positions until `marker` is said, of
-    `fine` ones then."""
+    """Denoises with an adaptive threshold, in blocks of two sizes.
+
+    Args:
+        low: The smallest threshold.
+        high: The largest threshold.
+        coarse: Positions per block until `marker` is generated.
+        fine: Positions per block after that.
+        marker: The text that ends the thinking.
+        cache: "none", "prefix" or "dual".
+        mask: The mask token (default: the tokenizer's).
+    """
     if not marker:
-        raise InvalidRequestError("the marker between the phases is empty")
-    made = TwoPhaseDenoiser(
-        TwoPhases(coarse, fine),
+        raise InvalidRequestError("marker must not be empty: it is the text that ends the thinking")
+    decoder = TwoPhaseDenoiser(
+        TwoPhaseBlocks(coarse, fine),
         Confidence(),
-        BoundedAdaptive(low, high),
+        BoundedAdaptiveThreshold(low, high),
         cache_named(cache),
         mask=mask,
     )
-    made.marker = marker
-    return made
+    decoder.marker = marker
+    return decoder
 
 
-def _within(part: list[int], whole: list[int]) -> bool:
-    return any(whole[at : at + len(part)] == part for at in range(len(whole) - len(part) + 1))
+def _contains(part: list[int], tokens: list[int]) -> bool:
+    return any(tokens[i : i + len(part)] == part for i in range(len(tokens) - len(part) + 1))

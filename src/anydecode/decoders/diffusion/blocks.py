@@ -1,4 +1,4 @@
-"""How far a diffusion decoder looks: the stretches of the canvas filled one after another."""
+"""Block policies: which part of the canvas is unmasked at a time."""
 
 from __future__ import annotations
 
@@ -10,76 +10,85 @@ from anydecode.errors import InvalidRequestError
 
 
 class BlockPolicy(ABC):
-    """Opens a block at the first mask and closes it when it is full."""
+    """Opens a block at the first mask and closes it when it holds no mask."""
 
     @abstractmethod
-    def window(self, canvas: Canvas) -> int:
-        """The end of what the pass that opens a block must predict."""
+    def window_end(self, canvas: Canvas) -> int:
+        """The end of the positions that the pass which opens a block must predict."""
 
-    def end(self, canvas: Canvas, predictions: Predictions) -> int:
-        """The end of the block that this pass opens, at most `window`."""
-        return self.window(canvas)
+    def block_end(self, canvas: Canvas, predictions: Predictions) -> int:
+        """The end of the block that this pass opens, at most `window_end`."""
+        return self.window_end(canvas)
 
-    def closes(self, canvas: Canvas) -> bool:
-        """Whether the block ends here."""
+    def should_close(self, canvas: Canvas) -> bool:
+        """Whether to close the block after this step."""
         assert canvas.block is not None
         return not len(canvas.masked(*canvas.block))
 
-    def check(self, length: int) -> None:  # noqa: B027  most policies fit any canvas
-        """Refuse a canvas of `length` masks that the blocks do not fit on."""
+    def check_length(self, length: int) -> None:  # noqa: B027  most policies fit any canvas
+        """Raise `InvalidRequestError` if the blocks do not fit on a canvas of `length` masks."""
 
-    def fits(self, canvas: Canvas) -> None:  # noqa: B027  most policies fit any model
-        """Refuse a model whose own blocks are others."""
+    def check_model(self, canvas: Canvas) -> None:  # noqa: B027  most policies fit any model
+        """Raise `InvalidRequestError` if the model has blocks of another size."""
 
 
 class WholeCanvas(BlockPolicy):
-    """The whole canvas at once."""
+    """The whole canvas is one block."""
 
-    def window(self, canvas: Canvas) -> int:
+    def window_end(self, canvas: Canvas) -> int:
         return len(canvas)
 
 
 class FixedBlocks(BlockPolicy):
-    """Blocks of `size` positions, counted from the first mask ever (LLaDA), or from position 0
-    where the model's own blocks are (`canvas.size`). None: the model's size, or up to 32; 0: the
-    model's size, or the whole canvas."""
+    """Blocks of a fixed size.
+
+    They are counted from the first mask of the canvas (LLaDA), or from position 0 if the model has
+    blocks of its own (`canvas.block_size`).
+
+    Args:
+        size: Positions per block. None: the model's block size, or up to 32. 0: the model's block
+            size, or the whole canvas.
+    """
 
     def __init__(self, size: int | None = None) -> None:
         if size is not None and size < 0:
-            raise InvalidRequestError("a block needs at least one position")
+            raise InvalidRequestError(f"a block needs at least one position, not {size}")
         self.size = size
 
-    def window(self, canvas: Canvas) -> int:
-        size = canvas.size or (32 if self.size is None else self.size)
+    def window_end(self, canvas: Canvas) -> int:
+        size = canvas.block_size or (32 if self.size is None else self.size)
         if size == 0:
             return len(canvas)
-        origin = 0 if canvas.size else canvas.memory.setdefault("origin", canvas.frontier)
-        past = (canvas.frontier - origin) // size
-        return min(origin + (past + 1) * size, len(canvas))
+        origin = (
+            0 if canvas.block_size else canvas.policy_state.setdefault("origin", canvas.frontier)
+        )
+        index = (canvas.frontier - origin) // size
+        return min(origin + (index + 1) * size, len(canvas))
 
-    def check(self, length: int) -> None:
+    def check_length(self, length: int) -> None:
         if self.size is not None and self.size > length:
             raise InvalidRequestError(
                 f"a block of {self.size} does not fit on a canvas of {length} (max_tokens)"
             )
 
-    def fits(self, canvas: Canvas) -> None:
-        if canvas.size and self.size and self.size != canvas.size:
+    def check_model(self, canvas: Canvas) -> None:
+        if canvas.block_size and self.size and self.size != canvas.block_size:
             raise InvalidRequestError(
-                f"this model's blocks have {canvas.size} positions; block={self.size} does not fit"
+                f"this model's blocks have {canvas.block_size} positions;"
+                f" block={self.size} does not fit"
             )
 
 
 class SlidingWindow(BlockPolicy):
-    """Always the next `size` positions from the first mask on."""
+    """In every pass, the next `size` positions from the first mask on."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
-            raise InvalidRequestError("a window needs at least one position")
+            raise InvalidRequestError(f"a window needs at least one position, not {size}")
         self.size = size
 
-    def window(self, canvas: Canvas) -> int:
+    def window_end(self, canvas: Canvas) -> int:
         return min(canvas.frontier + self.size, len(canvas))
 
-    def closes(self, canvas: Canvas) -> bool:
+    def should_close(self, canvas: Canvas) -> bool:
         return True

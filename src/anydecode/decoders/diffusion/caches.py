@@ -1,4 +1,4 @@
-"""What a diffusion decoder computes anew in a pass, and what it takes from earlier ones."""
+"""Cache policies: which rows a forward pass computes, and which come from the key-value cache."""
 
 from __future__ import annotations
 
@@ -15,48 +15,55 @@ from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.spec import ModelSpec
 from anydecode.scoring.span import ChainSpan, Span
 
-#: Soft inputs of rows: float32 `[rows, hidden_size]` for some places, or None for their tokens.
-Embed = Callable[[np.ndarray], torch.Tensor | None]
+#: Returns input embeddings for positions, float32 `[rows, hidden_size]`; None: use their tokens.
+EmbedPositions = Callable[[np.ndarray], torch.Tensor | None]
 
 
 class CachePolicy(ABC):
-    """Chooses the rows of a pass.
+    """Chooses the rows of a forward pass; the base class of all cache policies.
 
-    `held` rows of the context are whatever this policy kept there. Passes that keep rows are noted
-    in `canvas.kept` and computed again after a restart, where `replays` says so.
+    The rows in the context are those that earlier passes of this policy kept there. If
+    `needs_replay`, these passes are recorded in `canvas.cached_rows` and run again after a restart.
     """
 
-    #: The kind of model it is for, as `Decoder.causal`.
+    #: The kind of model that the policy works with, as `Decoder.causal`.
     causal: bool | None = False
-    #: Whether what it keeps depends on canvases that are gone.
-    replays = False
+    #: Whether cached rows depend on earlier states of the canvas.
+    needs_replay = False
 
-    def size(self, spec: ModelSpec) -> int | None:
-        """The size of the blocks in which rows see each other: the model's own."""
+    def block_size(self, spec: ModelSpec) -> int | None:
+        """The size of the blocks in which rows see each other; by default the model's own."""
         return spec.block_size
 
     def begin(self, canvas: Canvas, context: SequenceCache) -> None:
-        """The decoder starts, or starts again: forget what the context holds of others."""
+        """Prepare the context when the decoder starts or restarts; by default, clear it."""
         context.truncate(0)
 
     @abstractmethod
     def span(
         self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
-        """The rows that predict `region` of a canvas of `tokens`, from what is kept. It is asked
-        once per canvas, where several are looked at in one pass."""
+        """The rows that predict the positions `region` of a canvas of `tokens`, using the cache.
 
-    def before(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
+        Called once per canvas if a pass scores several.
+        """
+
+    def leading_spans(
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> list[Span]:
-        """What must be kept first, in the same pass. `opening`: this pass opens a block."""
+        """Spans to compute and keep first, in the same pass.
+
+        `opens_block` is True if this pass opens a block.
+        """
         return []
 
-    def renew(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
+    def refresh_span(
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> CanvasSpan | None:
-        """All rows of a pass that computes what is kept anew, and predicts `region` besides; None
-        where the next pass is no such pass."""
+        """The span of a pass that refreshes the cache and also predicts `region`.
+
+        None if the next pass does not refresh the cache.
+        """
         return None
 
     def spans(
@@ -64,19 +71,19 @@ class CachePolicy(ABC):
         canvas: Canvas,
         context: SequenceCache,
         region: tuple[int, int],
-        opening: bool,
-        embed: Embed,
+        opens_block: bool,
+        embed: EmbedPositions,
         canvases: list[np.ndarray] | None = None,
     ) -> list[Span]:
-        """All rows of a pass; those that answer stand last, one span for each of `canvases`
+        """All spans of a pass; the last ones return logits, one for each of `canvases`
         (default: the canvas itself)."""
-        anew = self.renew(canvas, context, region, opening)
-        if anew is not None:
+        refresh = self.refresh_span(canvas, context, region, opens_block)
+        if refresh is not None:
             if canvases is not None:
-                raise ValueError("a pass that renews what is kept looks at one canvas")
-            anew.inputs = embed(anew.positions)
-            return [anew]
-        spans = self.before(canvas, context, region, opening)
+                raise ValueError("a pass that refreshes the cache scores one canvas only")
+            refresh.inputs = embed(refresh.positions)
+            return [refresh]
+        spans = self.leading_spans(canvas, context, region, opens_block)
         for tokens in [canvas.tokens] if canvases is None else canvases:
             span = self.span(canvas, context, tokens, region)
             if isinstance(span, CanvasSpan):
@@ -85,83 +92,92 @@ class CachePolicy(ABC):
         return spans
 
 
-def rows(
+def uncached_span(
     canvas: Canvas, context: SequenceCache, tokens: np.ndarray, positions: np.ndarray
 ) -> CanvasSpan:
-    """Rows at `positions` of a canvas of `tokens`, seeing what the model lets them; not kept."""
+    """A span of `positions` of a canvas of `tokens`, with the model's attention mask; not kept."""
     return canvas_span(context, positions, tokens[positions], canvas.visible(positions))
 
 
 class NoCache(CachePolicy):
-    """Every row of the canvas in every pass."""
+    """No cache: every pass computes every row of the canvas."""
 
     def span(
         self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
         last = np.array([region[1] - 1], np.int32)
-        return rows(canvas, context, tokens, canvas.slice(0, int(canvas.visible(last)[0])))
+        return uncached_span(
+            canvas, context, tokens, canvas.input_positions(0, int(canvas.visible(last)[0]))
+        )
 
 
 class DualCachePolicy(CachePolicy):
-    """A full pass opens a block and is kept; the further ones compute the block alone and see the
-    rest as it was then (Wu et al., Fast-dLLM, arXiv:2505.22618)."""
+    """Dual cache (Wu et al., Fast-dLLM, arXiv:2505.22618).
 
-    replays = True
+    The pass that opens a block computes every row and keeps their keys and values. Later passes
+    compute only the block, against the cached rows before and after it.
+    """
 
-    def slice(self, canvas: Canvas, region: tuple[int, int]) -> np.ndarray:
-        """The rows of a pass that opens no block."""
-        return canvas.slice(*region)
+    needs_replay = True
 
-    def renew(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
+    def computed_positions(self, canvas: Canvas, region: tuple[int, int]) -> np.ndarray:
+        """The positions computed in a pass that does not open a block."""
+        return canvas.input_positions(*region)
+
+    def refresh_span(
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> CanvasSpan | None:
-        if not opening:
+        if not opens_block:
             return None
-        span = rows(canvas, context, canvas.tokens, np.arange(len(canvas), dtype=np.int32))
+        span = uncached_span(canvas, context, canvas.tokens, np.arange(len(canvas), dtype=np.int32))
         span.keep = True
         return span
 
-    def before(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
+    def leading_spans(
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> list[Span]:
-        if canvas.block is not None:  # computed in every pass from here on: nobody sees these
-            context.evict(self.slice(canvas, canvas.block).tolist())
+        if canvas.block is not None:  # every later pass computes these rows again
+            context.evict(self.computed_positions(canvas, canvas.block).tolist())
         return []
 
     def span(
         self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
-        return rows(canvas, context, tokens, self.slice(canvas, region))
+        return uncached_span(canvas, context, tokens, self.computed_positions(canvas, region))
 
 
 class PrefixCachePolicy(DualCachePolicy):
-    """The same, but everything behind the block's beginning is computed in every pass."""
+    """Prefix cache (Fast-dLLM): as the dual cache, but passes also compute all after the block."""
 
-    def slice(self, canvas: Canvas, region: tuple[int, int]) -> np.ndarray:
-        return canvas.slice(region[0], len(canvas))
+    def computed_positions(self, canvas: Canvas, region: tuple[int, int]) -> np.ndarray:
+        return canvas.input_positions(region[0], len(canvas))
 
 
 class BlockCausalCache(CachePolicy):
-    """Finished blocks are kept, and are final: exact where rows see their own block and those
-    before (Arriola et al., BD3-LM, arXiv:2503.09573). A finished block is computed once more, clean
-    of masks, in the pass that opens the next one. `size` imposes blocks on a model that has none.
+    """Keeps finished blocks for good (Arriola et al., BD3-LM, arXiv:2503.09573).
+
+    This is exact, as rows see only their own block and the blocks before it. The pass that opens a
+    block computes the finished block before it once more, now without masks, and keeps it.
+
+    Args:
+        size: The block size for a model that has none of its own (default: 4).
     """
 
-    def __init__(self, size: int | None = None) -> None:
-        self._size = size
+    def __init__(self, block_size: int | None = None) -> None:
+        self._size = block_size
 
-    def size(self, spec: ModelSpec) -> int | None:
+    def block_size(self, spec: ModelSpec) -> int | None:
         return self._size or spec.block_size or 4
 
-    def before(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
+    def leading_spans(
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> list[Span]:
-        size = canvas.size
-        assert size is not None
+        block_size = canvas.block_size
+        assert block_size is not None
         spans: list[Span] = []
-        for start in range(context.length, region[0] // size * size, size):
-            positions = np.arange(start, start + size, dtype=np.int32)
-            span = rows(canvas, context, canvas.tokens, positions)
+        for start in range(context.length, region[0] // block_size * block_size, block_size):
+            positions = np.arange(start, start + block_size, dtype=np.int32)
+            span = uncached_span(canvas, context, canvas.tokens, positions)
             span.keep = True
             spans.append(span)
         return spans
@@ -169,33 +185,39 @@ class BlockCausalCache(CachePolicy):
     def span(
         self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
-        size = canvas.size
-        assert size is not None
-        first, stop = region[0] // size * size, int(canvas.visible(np.array([region[1] - 1]))[0])
-        return rows(canvas, context, tokens, canvas.slice(first, stop))
+        block_size = canvas.block_size
+        assert block_size is not None
+        first, stop = (
+            region[0] // block_size * block_size,
+            int(canvas.visible(np.array([region[1] - 1]))[0]),
+        )
+        return uncached_span(canvas, context, tokens, canvas.input_positions(first, stop))
 
 
 class CausalCache(CachePolicy):
-    """For causal models: what stands before the first mask is kept, and is final. Behind it come
-    the filled positions of the window and then its masks, each seeing those before it in this
-    order, at their true positions (Liu et al., WeDLM, arXiv:2512.22737)."""
+    """The cache of causal diffusion models (Liu et al., WeDLM, arXiv:2512.22737).
+
+    Rows before the first mask are kept for good. After them a pass computes first the unmasked and
+    then the masked positions of the window. Each row sees those before it in this order; rotary
+    embeddings use the true positions.
+    """
 
     causal = True
 
-    def size(self, spec: ModelSpec) -> int | None:
+    def block_size(self, spec: ModelSpec) -> int | None:
         return None
 
     def begin(self, canvas: Canvas, context: SequenceCache) -> None:
-        held = min(len(context.tokens), context.length, canvas.frontier)
-        differs = np.flatnonzero(np.array(context.tokens[:held]) != canvas.tokens[:held])
-        context.truncate(int(differs[0]) if len(differs) else held)
+        length = min(len(context.tokens), context.length, canvas.frontier)
+        differs = np.flatnonzero(np.array(context.tokens[:length]) != canvas.tokens[:length])
+        context.truncate(int(differs[0]) if len(differs) else length)
 
-    def before(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
+    def leading_spans(
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> list[Span]:
-        fresh = canvas.tokens[context.length : canvas.frontier].tolist()
-        depth = context.pool.model.spec.num_layers
-        return [ChainSpan(context, fresh, 0, depth)] if fresh else []
+        new_tokens = canvas.tokens[context.length : canvas.frontier].tolist()
+        num_layers = context.pool.model.spec.num_layers
+        return [ChainSpan(context, new_tokens, 0, num_layers)] if new_tokens else []
 
     def span(
         self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
@@ -214,7 +236,13 @@ CACHES: dict[str, type[CachePolicy]] = {
 
 
 def cache(name: str) -> CachePolicy:
-    """The cache a user named. Raises `UnsupportedCombinationError`."""
+    """The cache policy of a given name.
+
+    Raises:
+        UnsupportedCombinationError: There is no such policy.
+    """
     if name not in CACHES:
-        raise UnsupportedCombinationError(f"cache is {', '.join(CACHES)}; {name!r} is none of them")
+        raise UnsupportedCombinationError(
+            f"cache={name!r} is unknown; it must be one of {', '.join(CACHES)}"
+        )
     return CACHES[name]()

@@ -1,5 +1,7 @@
-"""A diffusion decoder's text in progress. Plain data, so that it lives in `sequence.state` and a
-restart at any yield goes on with the same text.
+"""The canvas: the prompt, committed tokens and masks of a text that a diffusion decoder generates.
+
+It is plain data that lives in `sequence.state`, so a restart at any yield continues with the same
+text.
 """
 
 from __future__ import annotations
@@ -11,37 +13,42 @@ from typing import Any
 
 import numpy as np
 
-#: In `Canvas.committed`: a mask, and a token that was there from the start.
+#: Values of `Canvas.committed`: a mask, and a token that is not generated.
 MASKED, FIXED = -1, -2
 
 
 @dataclass
 class Meter:
-    """What a text has cost: `passes` by kind ("full": every row of the canvas; "slice": some of
-    them; "verify": several canvases at once), and all `rows` computed. What a restart computes
-    again is not counted; `Stats` counts what really ran."""
+    """Counts the work done for a text, without what a restart computes again (`Stats` counts that).
+
+    Attributes:
+        passes: The number of forward passes by kind: "full" computes every row of the canvas,
+            "slice" some of them, "verify" several canvases at once.
+        rows: The number of computed rows.
+        committed: The number of unmasked tokens.
+    """
 
     passes: Counter[str] = field(default_factory=Counter)
     rows: int = 0
     committed: int = 0
 
-    def note(self, kind: str, rows: int) -> None:
-        """One pass of `rows` rows."""
+    def record_pass(self, kind: str, rows: int) -> None:
+        """Count one forward pass of `rows` rows."""
         self.passes[kind] += 1
         self.rows += rows
 
     @property
-    def total(self) -> int:
-        """Passes of every kind."""
+    def num_passes(self) -> int:
+        """The number of forward passes of all kinds."""
         return sum(self.passes.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure as plain JSON."""
+        """All counters, as plain JSON."""
         return {
             "passes": dict(self.passes),
             "rows": self.rows,
             "committed": self.committed,
-            "tokens_per_pass": self.committed / self.total if self.total else 0.0,
+            "tokens_per_pass": self.committed / self.num_passes if self.num_passes else 0.0,
         }
 
 
@@ -49,27 +56,42 @@ class Meter:
 class Canvas:
     """Prompt, committed tokens and masks, by absolute position.
 
-    `tokens` int32 `[length]`; `committed` int32 `[length]`: the step at which a position got its
-    token, or `MASKED`, or `FIXED` (the prompt, priors, and what stands between infilled regions);
-    `confidence` float64 `[length]`: how sure the model was of it then. `block` is the stretch being
-    filled, None between two. `memory` is for what policies must remember: plain data by their name.
+    Attributes:
+        tokens: int32 `[length]`.
+        mask: The mask token.
+        logit_shift: Row r of the model predicts position r + `logit_shift`.
+        block_size: The size of the blocks in which rows see each other; None: every row sees the
+            whole canvas.
+        max_length: The largest number of positions.
+        is_fixed_length: No masks may be appended, as in infilling.
+        block: The positions `first..stop` that are being unmasked; None between two blocks.
+        step: The number of finished denoising steps.
+        block_step: The number of finished denoising steps in this block.
+        block_masks: The number of masks that the block had when it was opened.
+        committed: int32 `[length]`: the step in which a position was unmasked, or `MASKED`, or
+            `FIXED` (the prompt, priors, and tokens between infilled regions).
+        confidence: float64 `[length]`: the model's probability of the token in that step.
+        notes: Log-probabilities by position, until the token is emitted.
+        policy_state: State of the policies: plain data by name.
+        cached_rows: (positions, tokens, visible) of each pass whose rows are in the cache.
+        meter: Counts forward passes and rows.
     """
 
     tokens: np.ndarray
     mask: int
-    shift: int = 0  # row r of the model predicts position r + shift
-    size: int | None = None  # of the blocks in which rows see each other; None: all see all
-    limit: int = 1 << 31  # most positions
-    whole: bool = False  # an infilling: nothing comes behind the end
+    logit_shift: int = 0
+    block_size: int | None = None
+    max_length: int = 1 << 31
+    is_fixed_length: bool = False
     block: tuple[int, int] | None = None
-    step: int = 0  # passes that committed something
-    block_step: int = 0  # the same within this block
-    block_masks: int = 0  # masks in this block when it was opened
+    step: int = 0
+    block_step: int = 0
+    block_masks: int = 0
     committed: np.ndarray = field(init=False)
     confidence: np.ndarray = field(init=False)
-    notes: dict[int, Any] = field(default_factory=dict)  # log-probabilities until they are said
-    memory: dict[str, Any] = field(default_factory=dict)
-    kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+    notes: dict[int, Any] = field(default_factory=dict)
+    policy_state: dict[str, Any] = field(default_factory=dict)
+    cached_rows: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
     meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:
@@ -82,37 +104,39 @@ class Canvas:
 
     @property
     def masks(self) -> np.ndarray:
-        """The positions that hold masks, ascending."""
+        """The masked positions, ascending."""
         return np.flatnonzero(self.committed == MASKED)
 
     @property
     def frontier(self) -> int:
-        """The first mask; the length if there is none."""
+        """The position of the first mask; the canvas length if there is none."""
         masks = self.masks
         return int(masks[0]) if len(masks) else len(self)
 
     def masked(self, first: int, stop: int) -> np.ndarray:
-        """The masks in `first..stop`, ascending."""
+        """The masked positions in `first..stop`, ascending."""
         masks = self.masks
-        found: np.ndarray = masks[(masks >= first) & (masks < stop)]
-        return found
+        inside: np.ndarray = masks[(masks >= first) & (masks < stop)]
+        return inside
 
     def visible(self, positions: np.ndarray) -> np.ndarray:
-        """How many positions rows at `positions` see: all, or those up to the end of their
-        block."""
-        if self.size is None:
+        """How many positions each row at `positions` sees: all, or those up to its block's end."""
+        if self.block_size is None:
             return np.full(len(positions), len(self), np.int32)
-        ends = (positions // self.size + 1) * self.size
-        seen: np.ndarray = np.minimum(ends, len(self)).astype(np.int32)
-        return seen
+        ends = (positions // self.block_size + 1) * self.block_size
+        visible: np.ndarray = np.minimum(ends, len(self)).astype(np.int32)
+        return visible
 
-    def slice(self, first: int, stop: int) -> np.ndarray:
-        """The rows that predict `first..stop`: where a model's logits are shifted, one row more on
-        the left, whatever is cached."""
-        return np.arange(max(0, first - self.shift), stop, dtype=np.int32)
+    def input_positions(self, first: int, stop: int) -> np.ndarray:
+        """The positions of the rows to compute in order to predict `first..stop`.
+
+        If the model's logits are shifted, this includes the row before `first`, even if it is
+        cached.
+        """
+        return np.arange(max(0, first - self.logit_shift), stop, dtype=np.int32)
 
     def open(self, first: int, stop: int) -> None:
-        """Begin to fill `first..stop`."""
+        """Open the block `first..stop`."""
         self.block = first, stop
         self.block_step = 0
         self.block_masks = len(self.masked(first, stop))
@@ -120,17 +144,24 @@ class Canvas:
     def commit(
         self, positions: Iterable[int], tokens: Iterable[int], confidence: Iterable[float]
     ) -> None:
-        """Write tokens over masks. Raises ValueError where there is none, or for a mask."""
-        for position, token, sure in zip(positions, tokens, confidence, strict=True):
+        """Replace masks by tokens.
+
+        Raises:
+            ValueError: A position holds no mask, or a token is the mask token.
+        """
+        for position, token, probability in zip(positions, tokens, confidence, strict=True):
             if self.committed[position] != MASKED or token == self.mask:
-                raise ValueError(f"position {position} cannot take token {token}")
+                raise ValueError(
+                    f"position {position} cannot take token {token}: the position holds no mask,"
+                    " or the token is the mask token"
+                )
             self.tokens[position] = token
             self.committed[position] = self.step
-            self.confidence[position] = sure
+            self.confidence[position] = probability
             self.meter.committed += 1
 
     def fix(self, position: int, token: int) -> None:
-        """Put a prior in place of a mask: it is never ranked nor predicted."""
+        """Put a fixed token (a prior) in place of a mask: it is neither ranked nor predicted."""
         if self.committed[position] != MASKED:
             raise ValueError(f"position {position} holds a token already")
         self.tokens[position], self.committed[position], self.confidence[position] = (
@@ -146,35 +177,35 @@ class Canvas:
         self.confidence = np.append(self.confidence, np.zeros(count))
 
     def truncate(self, length: int) -> None:
-        """Drop what stands from `length` on; no canvas follows this one."""
+        """Drop the positions from `length` on; no masks are appended any more."""
         self.tokens = self.tokens[:length].copy()
         self.committed = self.committed[:length].copy()
         self.confidence = self.confidence[:length].copy()
-        self.whole = True
+        self.is_fixed_length = True
         self.notes = {position: note for position, note in self.notes.items() if position < length}
         if self.block is not None:
             self.block = (self.block[0], min(self.block[1], length))
 
     def splice(self, first: int, stop: int, masks: int) -> None:
-        """Put `masks` masks in place of what stands at `first..stop`; what is behind moves."""
-        fresh = np.full(masks, self.mask, np.int32)
-        held = self.tokens, self.committed, self.confidence
-        put = fresh, np.full(masks, MASKED, np.int32), np.zeros(masks)
+        """Replace the positions `first..stop` by `masks` masks; later positions move."""
+        new_tokens = np.full(masks, self.mask, np.int32)
+        before = self.tokens, self.committed, self.confidence
+        inserted = new_tokens, np.full(masks, MASKED, np.int32), np.zeros(masks)
         self.tokens, self.committed, self.confidence = (
             np.concatenate([old[:first], new, old[stop:]])
-            for old, new in zip(held, put, strict=True)
+            for old, new in zip(before, inserted, strict=True)
         )
-        moved = masks - (stop - first)
+        offset = masks - (stop - first)
         self.notes = {
-            position if position < first else position + moved: note
+            position if position < first else position + offset: note
             for position, note in self.notes.items()
             if not first <= position < stop
         }
         if self.block is not None:
-            self.block = (self.block[0], self.block[1] + moved)
+            self.block = (self.block[0], self.block[1] + offset)
 
     def copy_tokens(self, positions: Iterable[int] = (), tokens: Iterable[int] = ()) -> np.ndarray:
-        """The tokens, with others at `positions`: a canvas to be verified."""
+        """A copy of the tokens with `tokens` at `positions`: a draft canvas."""
         changed: np.ndarray = self.tokens.copy()
         changed[list(positions)] = list(tokens)
         return changed

@@ -1,9 +1,10 @@
-"""Rows laid on a canvas: what diffusion decoders ask of a pass.
+"""Spans of canvas positions: the rows that diffusion decoders compute in a forward pass.
 
-A `CanvasSpan` computes some positions against a context that may hold others. Kept, they become (or
-replace) the context's; not kept, they stand in for them within this pass only, so that several
-canvases can be looked at side by side over one cache. `CausalSpan` is the causal form: rows in
-an order of their own, each seeing the context and the rows before it, at their true positions."""
+A `CanvasSpan` computes some positions while the context holds keys and values of others. If it is
+kept, its keys and values are written to the context. If not, they replace the context's within
+this pass only, so that several canvases can be scored in one pass over one cache. A `CausalSpan`
+is the causal form: its rows come in any order, and each sees the context and the rows before it.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +24,15 @@ from anydecode.scoring.tree import ROOT
 
 @dataclass(eq=False)
 class CanvasSpan(Span):
-    """Rows at `positions` (ascending), each seeing the first `visible` positions of the context,
-    with
-    these rows in their places. Where the context ends before, positions that nobody lays are holes.
+    """Rows at positions of a canvas, with attention to both sides.
+
+    Each row sees the first `visible` positions, with this span's rows in place of the context's.
+    Positions that neither the context nor this span has are masked out.
+
+    Attributes:
+        positions: The positions of the rows, int32 `[rows]`, ascending.
+        visible: How many positions each row sees, int32 `[rows]`.
+        keep: Whether the keys and values are written to the context.
     """
 
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
@@ -38,17 +45,17 @@ class CanvasSpan(Span):
         if not self.keep:
             self._slots = context.allocate_scratch(count)
             return
-        held = context.length
-        old = self.positions[self.positions < held]
-        if len(old) == held:
-            context.make_exclusive(0, held)
+        length = context.length
+        overwritten = self.positions[self.positions < length]
+        if len(overwritten) == length:
+            context.make_exclusive(0, length)
         else:
-            for position in old:
+            for position in overwritten:
                 context.make_exclusive(int(position), int(position) + 1)
-        longer = int(self.positions[-1]) + 1 - held
-        if longer > 0:
-            context.append(longer)
-            holes = np.setdiff1d(np.arange(held, held + longer), self.positions)
+        num_new = int(self.positions[-1]) + 1 - length
+        if num_new > 0:
+            context.append(num_new)
+            holes = np.setdiff1d(np.arange(length, length + num_new), self.positions)
             if len(holes):
                 context.evict(holes.tolist())
 
@@ -75,19 +82,23 @@ class CanvasSpan(Span):
             self._slots = None
         else:
             self.context.reusable = False
-            held = self.context.tokens
-            held += [-1] * (self.context.length - len(held))
+            cached_tokens = self.context.tokens
+            cached_tokens += [-1] * (self.context.length - len(cached_tokens))
             for position, token in zip(self.positions, self.tokens, strict=True):
-                if position < len(held):  # else the context was cut while the pass was under way
-                    held[position] = int(token)
+                if position < len(cached_tokens):  # else the context was cut during the pass
+                    cached_tokens[position] = int(token)
         self.done += count
 
 
 @dataclass(eq=False)
 class CausalSpan(Span):
-    """Rows behind the context, at `positions` in any order; each sees the context, the rows
-    before it
-    in this order, and itself. Nothing is kept."""
+    """Rows after the context, in any order of positions; never kept.
+
+    Each row sees the context, the rows before it in the order of the span, and itself.
+
+    Attributes:
+        positions: The positions of the rows, int32 `[rows]`.
+    """
 
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     _slots: np.ndarray | None = field(default=None, init=False)
@@ -122,17 +133,19 @@ def canvas_span(
     *,
     keep: bool = False,
     embeddings: torch.Tensor | None = None,
-    taps: tuple[int, ...] = (),
+    capture_layers: tuple[int, ...] = (),
 ) -> CanvasSpan:
-    """Rows of `tokens` at `positions` through all layers. `embeddings`, float32
-    `[rows, hidden_size]`, stand in place of the tokens."""
+    """A `CanvasSpan` of `tokens` at `positions` through all layers.
+
+    If given, `embeddings`, float32 `[rows, hidden_size]`, are fed in place of the tokens.
+    """
     depth = context.pool.model.spec.num_layers
     return CanvasSpan(
         context,
         tokens.tolist(),
         0,
         depth,
-        capture_layers=taps,
+        capture_layers=capture_layers,
         inputs=embeddings,
         positions=np.asarray(positions, np.int32),
         visible=np.asarray(visible, np.int32),
@@ -141,29 +154,41 @@ def canvas_span(
 
 
 def causal_span(context: SequenceCache, positions: np.ndarray, tokens: np.ndarray) -> CausalSpan:
-    """Causal rows of `tokens` at `positions`, in this order, through all layers."""
+    """A `CausalSpan` of `tokens` at `positions`, in this order, through all layers."""
     depth = context.pool.model.spec.num_layers
     return CausalSpan(context, tokens.tolist(), 0, depth, positions=np.asarray(positions, np.int32))
 
 
-def score_of(
+def score_canvas(
     sequence: Sequence,
     runner: str,
     spans: Seq[Span],
     num_canvases: int,
-    wanted: np.ndarray,
+    target_positions: np.ndarray,
     shift: int,
 ) -> ScoreRequest:
-    """A score of `spans`, run in order, of which each of the last `looks` answers for the positions
-    `wanted`, one after the other. Raises ValueError where one has no row that predicts them."""
-    held: list[int] = []
+    """A score request for `spans`, which run in order.
+
+    Args:
+        sequence: The sequence of the canvas.
+        runner: The model runner ("target" or "draft").
+        spans: The spans; the last `num_canvases` return logits.
+        num_canvases: The number of canvases scored in this pass, one span each.
+        target_positions: The positions to predict, the same for each canvas.
+        shift: The logit shift of the model.
+
+    Raises:
+        ValueError: A span has no row that predicts one of the positions.
+    """
+    output_tokens: list[int] = []
     for span in spans[len(spans) - num_canvases :]:
         assert isinstance(span, CanvasSpan | CausalSpan)
         rows = {int(position): row for row, position in enumerate(span.positions)}
         try:
-            span.output_rows = [rows[int(position) - shift] for position in wanted]
+            span.output_rows = [rows[int(position) - shift] for position in target_positions]
         except KeyError as error:
             raise ValueError(f"no row predicts position {int(error.args[0]) + shift}") from None
-        held += [span.tokens[row] for row in span.output_rows]
-    positions = np.tile(wanted, num_canvases)
-    return ScoreRequest(sequence, runner, [list(spans)], positions, [ROOT] * len(held), held)
+        output_tokens += [span.tokens[row] for row in span.output_rows]
+    positions = np.tile(target_positions, num_canvases)
+    roots = [ROOT] * len(output_tokens)
+    return ScoreRequest(sequence, runner, [list(spans)], positions, roots, output_tokens)

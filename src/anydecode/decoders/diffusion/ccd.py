@@ -1,6 +1,10 @@
-"""Tokens whose prediction has stopped moving (Chen et al., "Beyond Confidence: Adaptive and
-Coherent Decoding for Diffusion Language Models", arXiv:2512.02044): coherent contextual decoding,
-as the paper states it and as it was released, with a fixed or a dynamic budget."""
+"""Coherent contextual decoding (Chen et al., "Beyond Confidence: Adaptive and Coherent Decoding for
+Diffusion Language Models", arXiv:2512.02044).
+
+Masks are unmasked whose prediction has been stable over the last passes. Both the paper's rule
+(averaged distributions) and that of the released code (agreement) are here, each with a fixed or a
+dynamic number of tokens per pass.
+"""
 
 from __future__ import annotations
 
@@ -12,96 +16,115 @@ from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Entropy, best_first
-from anydecode.decoders.diffusion.unmasking import TopKUnmasking, UnmaskPolicy, best
+from anydecode.decoders.diffusion.unmasking import TopKUnmasking, UnmaskPolicy, top_k
 from anydecode.errors import InvalidRequestError
 
 
-class Coherent(UnmaskPolicy):
-    """A share of the masks per pass as `TopK`; which of them, the history says. `dynamic` commits
-    every coherent mask, where those are more."""
+class CoherentUnmasking(UnmaskPolicy):
+    """Unmasks as many masks per step as `TopKUnmasking`, chosen by their history.
+
+    Args:
+        steps: Denoising steps per block (default: one per mask).
+        dynamic: Unmask every coherent mask, if those are more.
+    """
 
     def __init__(self, steps: int | None, *, dynamic: bool) -> None:
         self.schedule = TopKUnmasking(steps)
         self.dynamic = dynamic
 
-    def opened(self, canvas: Canvas) -> None:
-        canvas.memory["ccd"] = []
+    def on_block_opened(self, canvas: Canvas) -> None:
+        canvas.policy_state["ccd"] = []
 
-    def _budget(self, found: int, count: int) -> int:
-        return max(found, count) if self.dynamic else count
+    def _budget(self, num_coherent: int, count: int) -> int:
+        return max(num_coherent, count) if self.dynamic else count
 
 
-class Averaged(Coherent):
-    """The paper's rule. The history of a pass is the `keep` surest masks with their distributions.
-    Masks in the last `depth` histories, this one included, are ranked by the entropy of their mean
-    distribution, least first."""
+class AveragedCoherence(CoherentUnmasking):
+    """The paper's rule.
+
+    The history of a pass is the `keep` most confident masks with their distributions. Masks in all
+    of the last `depth` histories, with this pass, are ranked by the entropy of their mean
+    distribution; the lowest comes first.
+    """
 
     def __init__(self, steps: int | None, *, dynamic: bool, depth: int, keep: int) -> None:
         super().__init__(steps, dynamic=dynamic)
         if depth < 1 or keep < 1:
-            raise InvalidRequestError("the history needs a pass and a position")
+            raise InvalidRequestError(
+                f"ccd needs depth >= 1 and keep >= 1, not depth={depth}, keep={keep}"
+            )
         self.depth = depth
         self.keep = keep
 
     def select(
         self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
-        surest = best_first(predictions.confidence(positions))[: self.keep]
-        now = {int(positions[i]): predictions.probabilities(positions[i]) for i in surest}
-        history: list[dict[int, np.ndarray]] = [*canvas.memory["ccd"], now][-self.depth :]
-        canvas.memory["ccd"] = history
+        most_confident = best_first(predictions.confidence(positions))[: self.keep]
+        current = {
+            int(positions[i]): predictions.probabilities(positions[i]) for i in most_confident
+        }
+        history: list[dict[int, np.ndarray]] = [*canvas.policy_state["ccd"], current][-self.depth :]
+        canvas.policy_state["ccd"] = history
         coherent = np.full(len(positions), -np.inf)
         for i, position in enumerate(positions.tolist()):
-            if len(history) == self.depth and all(position in one for one in history):
-                mean = np.sum([one[position] for one in history], axis=0) / self.depth
+            if len(history) == self.depth and all(position in past for past in history):
+                mean = np.sum([past[position] for past in history], axis=0) / self.depth
                 likely = mean[mean > 0]
                 coherent[i] = float((likely * np.log(likely)).sum())
-        found = int(np.count_nonzero(np.isfinite(coherent)))
+        num_coherent = int(np.count_nonzero(np.isfinite(coherent)))
         count = self.schedule.quota(canvas)
-        if not found:
-            return best(ranks, count)
-        return best(coherent, min(found, self._budget(found, count)))
+        if not num_coherent:
+            return top_k(ranks, count)
+        return top_k(coherent, min(num_coherent, self._budget(num_coherent, count)))
 
 
-class Agreeing(Coherent):
-    """The released rule. A pass remembers the next-best masks behind those it filled, first one and
-    then one more each pass, up to `quota` + int(4 `quota`). Where one of the best is remembered,
-    the remembered ones among the best that predict the same token as a pass ago are filled; else,
-    and in the first `warm_up` passes, the best."""
+class AgreementCoherence(CoherentUnmasking):
+    """The rule of the released code.
+
+    Each pass remembers the best-ranked masks after those it unmasked: one mask at first, and one
+    more in each pass after the warm-up, up to `quota + int(4 * quota)`. If one of the `quota` best
+    masks is remembered from the pass before, remembered masks that predict the same token as then
+    are unmasked. If there are fewer than `quota` of them, and in the first `warm_up` passes, the
+    `quota` best masks are unmasked.
+    """
 
     expansion = 4
 
     def __init__(self, steps: int | None, *, dynamic: bool, warm_up: int = 5) -> None:
         super().__init__(steps, dynamic=dynamic)
         if warm_up < 0:
-            raise InvalidRequestError("the passes to warm up cannot be negative")
+            raise InvalidRequestError(f"warm_up must be at least 0, not {warm_up}")
         self.warm_up = warm_up
 
-    def opened(self, canvas: Canvas) -> None:
-        canvas.memory["ccd"] = ({}, frozenset(), 1)  # tokens a pass ago, the remembered, how many
+    def on_block_opened(self, canvas: Canvas) -> None:
+        canvas.policy_state["ccd"] = (
+            {},
+            frozenset(),
+            1,
+        )  # tokens of the last pass, remembered masks, how many to remember
 
     def select(
         self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
-        before, remembered, reach = canvas.memory["ccd"]
+        previous, remembered, num_remembered = canvas.policy_state["ccd"]
         count = self.schedule.quota(canvas)
         order = best_first(ranks)
-        tokens = {int(position): predictions.facts(position).best for position in positions}
-        chosen = best(ranks, count)
+        tokens = {int(position): predictions.statistics(position).best for position in positions}
+        chosen = top_k(ranks, count)
         if canvas.block_step >= self.warm_up:
             if any(int(positions[i]) in remembered for i in order[:count]):
                 agreed = [
                     i
-                    for i in order[:reach]
+                    for i in order[:num_remembered]
                     if int(positions[i]) in remembered
-                    and before[int(positions[i])] == tokens[int(positions[i])]
+                    and previous[int(positions[i])] == tokens[int(positions[i])]
                 ]
                 if len(agreed) >= count:
                     chosen[:] = False
                     chosen[agreed[: self._budget(len(agreed), count)]] = True
-            reach = min(reach + 1, count + int(self.expansion * count))
-        behind = [int(positions[i]) for i in order if not chosen[i]][:reach]
-        canvas.memory["ccd"] = (tokens, frozenset(behind), reach)
+            num_remembered = min(num_remembered + 1, count + int(self.expansion * count))
+        next_best = [int(positions[i]) for i in order if not chosen[i]][:num_remembered]
+        canvas.policy_state["ccd"] = (tokens, frozenset(next_best), num_remembered)
         return chosen
 
 
@@ -111,14 +134,14 @@ class Agreeing(Coherent):
         "diffusion",
         paper="Beyond Confidence: Adaptive and Coherent Decoding (arXiv:2512.02044)",
         exactness="lossy",
-        summary="Fills masks whose prediction has held over the last passes, more when more agree.",
+        summary="Unmasks masks whose prediction was stable over the last passes.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "rule=averaged is the paper's formula with our reading of the selection order;"
-            " rule=agreement is the released code's",
-            "the released code is written for one request at a time",
-            "the number remembered grows after the warm-up only",
+            "rule=averaged is the paper's formula with our interpretation of the selection order;"
+            " rule=agreement is that of the released code",
+            "works with batches, while the released code handles one request at a time",
+            "the number of remembered masks grows only after the warm-up",
         ),
     )
 )
@@ -132,13 +155,23 @@ def ccd(
     block: int = 0,
     mask: int | None = None,
 ) -> Denoiser:
-    """`rule` "agreement" wants the same token in two passes after `warm_up` ones; "averaged" ranks
-    by the entropy of the mean distribution over `depth` passes, of the `keep` surest masks of each.
-    `dynamic` fills all that agree, else as many as `steps` passes need. `block` 0: the canvas."""
+    """Denoises masks whose prediction is stable.
+
+    Args:
+        rule: "agreement" requires the same token in two passes; "averaged" ranks masks by the
+            entropy of their mean distribution over several passes.
+        dynamic: Unmask all stable masks, not only as many as `steps` requires.
+        steps: Denoising steps per block (default: one per mask).
+        warm_up: For "agreement", the first passes of a block in which the rule is not applied.
+        depth: For "averaged", the number of passes.
+        keep: For "averaged", how many of the most confident masks each pass records.
+        block: Positions per block (0: the whole canvas).
+        mask: The mask token (default: the tokenizer's).
+    """
     if rule == "agreement":
-        unmask: Coherent = Agreeing(steps, dynamic=dynamic, warm_up=warm_up)
+        unmask: CoherentUnmasking = AgreementCoherence(steps, dynamic=dynamic, warm_up=warm_up)
     elif rule == "averaged":
-        unmask = Averaged(steps, dynamic=dynamic, depth=depth, keep=keep)
+        unmask = AveragedCoherence(steps, dynamic=dynamic, depth=depth, keep=keep)
     else:
-        raise InvalidRequestError(f"rule is agreement or averaged; {rule!r} is neither")
+        raise InvalidRequestError(f"rule={rule!r} is unknown; it must be agreement or averaged")
     return Denoiser(FixedBlocks(block) if block else WholeCanvas(), Entropy(), unmask, mask=mask)

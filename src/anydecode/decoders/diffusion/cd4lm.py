@@ -1,6 +1,10 @@
-"""Confidence-adaptive decoding with a cap and a hold on the end of text (Liang et al., "CD4LM:
-Consistency Distillation and aDaptive Decoding for Diffusion Language Models", arXiv:2601.02236).
-The distillation is `anydecode train diffusion --method cd4lm`."""
+"""Confidence-adaptive decoding (Liang et al., "CD4LM: Consistency Distillation and aDaptive
+Decoding for Diffusion Language Models", arXiv:2601.02236).
+
+Each step unmasks the masks above a confidence threshold, up to a maximum number. An end of text is
+delayed until a share of the canvas is unmasked. The paper's distillation is
+`anydecode train diffusion --method cd4lm`.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +21,18 @@ from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 from anydecode.errors import InvalidRequestError
 
 
-class HeldEnd(Confidence):
-    """Confidence, but an end of text ranks last until `share` of the canvas is filled."""
+class DelayedEndOfText(Confidence):
+    """Confidence, but an end of text ranks last until `share` of the canvas is unmasked."""
 
     def __init__(self, share: float) -> None:
         if not 0 <= share <= 1:
-            raise InvalidRequestError("the share that must be filled first is between 0 and 1")
+            raise InvalidRequestError(f"hold must be between 0 and 1, not {share}")
         self.share = share
 
     def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
         ranks = super().rank(canvas, predictions, positions)
-        done = np.count_nonzero(canvas.committed >= 0)
-        if done < self.share * (done + len(canvas.masks)):
+        num_committed = np.count_nonzero(canvas.committed >= 0)
+        if num_committed < self.share * (num_committed + len(canvas.masks)):
             ends = [
                 predictions.sequence.stops_at(predictions.token(position)) for position in positions
             ]
@@ -42,12 +46,12 @@ class HeldEnd(Confidence):
         "diffusion",
         paper="CD4LM (arXiv:2601.02236)",
         exactness="lossy",
-        summary="Up to four sure tokens a pass, and no end of text before half the canvas is full.",
+        summary="Up to 4 confident tokens per pass; no end of text before the canvas is half full.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "where nothing but ends of text is left to choose, the leftmost is written",
-            "runs on any diffusion model; the paper's figures need its distillation",
+            "if only ends of text are left to choose from, the leftmost is unmasked",
+            "runs on any diffusion model; the paper's results need its distillation",
         ),
     )
 )
@@ -59,9 +63,21 @@ def cd4lm(
     cache: str = "none",
     mask: int | None = None,
 ) -> Denoiser:
-    """Commits confidences of `threshold`, `most` at a time; `hold` is the share of the canvas that
-    is filled before an end of text may be."""
+    """Denoises with a threshold, a maximum per step and a delayed end of text.
+
+    Args:
+        threshold: Masks with at least this confidence are unmasked.
+        most: The largest number of tokens per step.
+        hold: The share of the canvas that must be unmasked before an end of text.
+        block: Positions per block (0: the whole canvas; default: up to 32).
+        cache: "none", "prefix" or "dual".
+        mask: The mask token (default: the tokenizer's).
+    """
     if most < 1:
-        raise InvalidRequestError("at least one token must be written per pass")
+        raise InvalidRequestError(
+            f"most must be at least 1 (at least one token per pass), not {most}"
+        )
     unmask = ThresholdUnmasking(threshold, most)
-    return Denoiser(FixedBlocks(block), HeldEnd(hold), unmask, cache_named(cache), mask=mask)
+    return Denoiser(
+        FixedBlocks(block), DelayedEndOfText(hold), unmask, cache_named(cache), mask=mask
+    )

@@ -1,6 +1,9 @@
-"""Several steps of one-token-a-pass denoising verified in one pass: the canvas after each of them
-is guessed from the last predictions, all guesses are looked at together, and as many are kept as
-the slow decoder would have reached. The text is that of the slow decoder, at every temperature."""
+"""Draft-and-verify denoising: several one-token denoising steps are verified in one forward pass.
+
+The canvas after each of the next steps is drafted from the last predictions. One pass scores all
+drafts, and the steps that one-token denoising would have taken are kept. The text is that of
+one-token denoising, at every temperature.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,11 @@ from anydecode.scoring.sequence import Sequence
 
 
 class ChainDenoiser(Denoiser):
-    """Guesses up to `drafts` steps ahead: draft k is the canvas with the k best masks filled, and
-    it stands if the step from draft k - 1, with that canvas's own predictions, leads to it."""
+    """Drafts up to `drafts` denoising steps ahead.
+
+    Draft k is the canvas with the k best-ranked masks unmasked. It is accepted if the predictions
+    for draft k - 1 lead to it.
+    """
 
     def __init__(
         self,
@@ -30,7 +36,9 @@ class ChainDenoiser(Denoiser):
         mask: int | None = None,
     ) -> None:
         if drafts < 1:
-            raise InvalidRequestError("there must be at least one draft")
+            raise InvalidRequestError(
+                f"drafts must be at least 1 (at least one draft), not {drafts}"
+            )
         super().__init__(blocks, ranking, cache=cache, mask=mask)
         self.drafts = drafts
 
@@ -40,7 +48,7 @@ class ChainDenoiser(Denoiser):
             self.fill(sequence, canvas, predictions)
             return
         if canvas.block is None:
-            canvas.open(canvas.frontier, self.blocks.end(canvas, predictions))
+            canvas.open(canvas.frontier, self.blocks.block_end(canvas, predictions))
         while True:
             assert canvas.block is not None
             positions = canvas.masked(*canvas.block)
@@ -50,18 +58,18 @@ class ChainDenoiser(Denoiser):
                 return
             predictions.keep()
             tokens = predictions.tokens(chain)
-            known = min(len(chain), len(positions) - 1)  # a full block predicts nothing
+            num_drafts = min(len(chain), len(positions) - 1)  # a full block predicts nothing
             drafted = yield from self.forward(
                 sequence,
                 canvas,
-                [canvas.copy_tokens(chain[:k], tokens[:k]) for k in range(1, known + 1)],
+                [canvas.copy_tokens(chain[:k], tokens[:k]) for k in range(1, num_drafts + 1)],
                 canvas.block,
             )
-            for ahead, one in enumerate(drafted, 1):
-                one.step = canvas.step + ahead
+            for offset, draft in enumerate(drafted, 1):
+                draft.step = canvas.step + offset
             reached = self._reached(canvas, drafted, chain, tokens, positions)
-            for position, said in zip(chain[:reached], [predictions, *drafted], strict=False):
-                self.commit(sequence, canvas, said, np.array([position]))
+            for position, source in zip(chain[:reached], [predictions, *drafted], strict=False):
+                self.commit(sequence, canvas, source, np.array([position]))
                 if sequence.finished:
                     return
             if canvas.block is None:
@@ -69,7 +77,7 @@ class ChainDenoiser(Denoiser):
             predictions = drafted[reached - 1]
 
     def _order(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
-        """`positions`, the ones filled first in front."""
+        """`positions` in the order in which they would be unmasked."""
         order: np.ndarray = positions[best_first(self.ranking.rank(canvas, predictions, positions))]
         return order
 
@@ -81,11 +89,11 @@ class ChainDenoiser(Denoiser):
         tokens: np.ndarray,
         positions: np.ndarray,
     ) -> int:
-        """How many drafts the slow decoder would have reached. The first is its next step."""
+        """How many drafts one-token denoising would reach; the first is always its next step."""
         for reached in range(1, len(chain)):
             predictions = drafted[reached - 1]
-            left = np.setdiff1d(positions, chain[:reached])
-            best = self._order(canvas, predictions, left)[0]
+            remaining = np.setdiff1d(positions, chain[:reached])
+            best = self._order(canvas, predictions, remaining)[0]
             if best != chain[reached] or predictions.token(best) != tokens[reached]:
                 return reached
         return len(chain)

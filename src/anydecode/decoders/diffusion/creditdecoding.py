@@ -1,6 +1,9 @@
-"""Tokens that have been the favourite for several passes get credit (Wang et al.,
-"CreditDecoding: Accelerating Parallel Decoding in Diffusion Large Language Models with Trace
-Credits", arXiv:2510.06133)."""
+"""CreditDecoding (Wang et al., "CreditDecoding: Accelerating Parallel Decoding in Diffusion Large
+Language Models with Trace Credits", arXiv:2510.06133).
+
+In each pass the most likely token of a mask earns credit, and older credits decay. The logarithm of
+the credits is added to the logits, so tokens that stay the most likely are unmasked earlier.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from anydecode.scoring.sequence import Sequence
 
 
 class CreditDenoiser(Denoiser):
-    """Fuses logits with credits: per mask of the block, {token: credit} in
-    `canvas.memory["credit"]`."""
+    """Adds credits to the logits: for each mask of the block, {token: credit} in
+    `canvas.policy_state["credit"]`."""
 
     weight = 0.7
     decay = 0.8
@@ -31,21 +34,23 @@ class CreditDenoiser(Denoiser):
 
     def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         if canvas.block is None:
-            canvas.memory["credit"] = {}
-        held: dict[int, dict[int, float]] = canvas.memory["credit"]
+            canvas.policy_state["credit"] = {}
+        credits: dict[int, dict[int, float]] = canvas.policy_state["credit"]
 
-        def fused(position: int, logits: np.ndarray) -> np.ndarray:
-            credit = {token: self.decay * one for token, one in held.get(position, {}).items()}
-            favourite = int(logits.argmax())
+        def add_credits(position: int, logits: np.ndarray) -> np.ndarray:
+            credit = {
+                token: self.decay * value for token, value in credits.get(position, {}).items()
+            }
+            likeliest = int(logits.argmax())
             probability = 1 / exponentials(logits)[1]
-            credit[favourite] = credit.get(favourite, 0.0) + probability**self.power
-            held[position] = credit
-            changed: np.ndarray = logits.copy()
-            for token, one in credit.items():
-                changed[token] += np.float32(self.weight * math.log1p(one))
-            return changed
+            credit[likeliest] = credit.get(likeliest, 0.0) + probability**self.power
+            credits[position] = credit
+            adjusted: np.ndarray = logits.copy()
+            for token, value in credit.items():
+                adjusted[token] += np.float32(self.weight * math.log1p(value))
+            return adjusted
 
-        predictions.adjust(fused)
+        predictions.adjust(add_credits)
         super().fill(sequence, canvas, predictions)
 
 
@@ -55,10 +60,10 @@ class CreditDenoiser(Denoiser):
         "diffusion",
         paper="CreditDecoding (arXiv:2510.06133)",
         exactness="lossy",
-        summary="A token that stays the favourite over passes counts as surer than it says.",
+        summary="Raises the confidence of tokens that stay the most likely over several passes.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
-        deviations=("credits are kept of tokens that were a favourite once; all others have none",),
+        deviations=("only tokens that were the most likely in some pass have credit",),
     )
 )
 def creditdecoding(
@@ -70,18 +75,30 @@ def creditdecoding(
     cache: str = "none",
     mask: int | None = None,
 ) -> Denoiser:
-    """logits + `weight` log(1 + credit); each pass multiplies credits by `decay` and gives the
-    favourite its probability to the `power`. Then commits confidences of `threshold`."""
+    """Denoises from the logits plus `weight * log(1 + credit)`.
+
+    Each pass multiplies all credits by `decay`. The most likely token then earns its probability to
+    the power of `power`.
+
+    Args:
+        threshold: Masks with at least this confidence are unmasked.
+        weight: The weight of the credits.
+        decay: The factor of older credits, between 0 and 1.
+        power: The exponent of the probability, at least 0.
+        block: Positions per block (0: the whole canvas; default: up to 32).
+        cache: "none", "prefix" or "dual".
+        mask: The mask token (default: the tokenizer's).
+    """
     if power < 0:
         raise InvalidRequestError(f"power must be 0 or more, not {power}")
     if not 0 <= decay <= 1:
-        raise InvalidRequestError("decay must be between 0 and 1")
-    made = CreditDenoiser(
+        raise InvalidRequestError(f"decay must be between 0 and 1, not {decay}")
+    decoder = CreditDenoiser(
         FixedBlocks(block),
         Confidence(),
         ThresholdUnmasking(threshold),
         cache_named(cache),
         mask=mask,
     )
-    made.weight, made.decay, made.power = weight, decay, power
-    return made
+    decoder.weight, decoder.decay, decoder.power = weight, decay, power
+    return decoder

@@ -1,10 +1,11 @@
-"""The loop of every diffusion decoder: look at the canvas, fill some masks, say what is certain.
+"""The denoising loop of every diffusion decoder.
 
     Denoiser = BlockPolicy x Ranking x UnmaskPolicy x CachePolicy x StopRule
 
-A pass predicts the masks of a block; the ranking orders them, the unmask policy chooses which get
-their tokens now; what stands before the first mask is said at once. A method is a choice of these
-parts, or a subclass that changes one step of the loop.
+Each denoising step runs one forward pass that predicts the masks of a block. The ranking orders
+these masks, and the unmask policy selects those that are unmasked in this step. Tokens before the
+first remaining mask are emitted at once. A method is a choice of these five parts, or a subclass
+that changes one step of the loop.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.diffusion.blocks import BlockPolicy, WholeCanvas
 from anydecode.decoders.diffusion.caches import CachePolicy, NoCache
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
-from anydecode.decoders.diffusion.canvas_spans import CanvasSpan, canvas_span, score_of
+from anydecode.decoders.diffusion.canvas_spans import CanvasSpan, canvas_span, score_canvas
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence, Ranking, best_first
 from anydecode.decoders.diffusion.stops import StopRule
@@ -32,25 +33,33 @@ from anydecode.scoring.score import Decoding, ScoreRequest, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
 
-Looking = Generator[ScoreRequest, Scores, list[Predictions]]
+PredictionGenerator = Generator[ScoreRequest, Scores, list[Predictions]]
 
 
 class Denoiser(Decoder):
-    """Fills a canvas of masks behind the prompt, or the masks within the prompt.
+    """Unmasks a canvas of masks after the prompt, or the masks within the prompt (infilling).
 
-    `length` is how many masks a canvas has (default: max_tokens); further ones follow until the
-    answer ends. `mask` is the mask token where the tokenizer names none. `tempered` takes
-    confidences from the tempered and truncated distribution instead of the raw one.
+    A stateful sampler (a constraint, a penalty) depends on the text before a position, so it is
+    applied from left to right: a step then unmasks positions from the left only, and ends at the
+    first token that the stateful parts of the sampler changed.
 
-    A policy that depends on the text said so far (a constraint, a penalty) is asked in the order of
-    the text: then a pass fills positions from the left only, and ends at the first token that the
-    policy changed.
+    Args:
+        blocks: Which part of the canvas is unmasked at a time (default: the whole canvas).
+        ranking: The order in which masks are unmasked (default: by confidence).
+        unmask: How many masks a step unmasks (default: one).
+        cache: Which rows a forward pass computes again (default: all).
+        stop: When decoding ends early (default: never).
+        mask: The mask token (default: the tokenizer's).
+        length: The number of masks of a canvas (default: max_tokens). When a canvas is full,
+            further masks are appended until the answer ends.
+        tempered: Take confidences from the distribution after temperature and truncation instead
+            of the model's own.
     """
 
     causal: bool | None = False
-    plain = "llada:block=0"  # one token per pass over the whole canvas, nothing cached
-    #: The layers whose states `Predictions.scores.hidden` has of the predicted rows.
-    hidden: tuple[int, ...] = ()
+    plain = "llada:block=0"  # one token per pass over the whole canvas, without a cache
+    #: The layers before which `Predictions.scores.hidden` has the hidden states of predicted rows.
+    capture_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -65,7 +74,7 @@ class Denoiser(Decoder):
         tempered: bool = False,
     ) -> None:
         if length is not None and length < 1:
-            raise InvalidRequestError("a canvas needs at least one position")
+            raise InvalidRequestError(f"a canvas needs at least one position, not {length}")
         self.blocks = blocks or WholeCanvas()
         self.ranking = ranking or Confidence()
         self.unmask = unmask or TopKUnmasking()
@@ -79,49 +88,57 @@ class Denoiser(Decoder):
     def prepare(self, sequence: Sequence) -> None:
         mask = sequence.mask_token if self.mask is None else self.mask
         if mask is None:
-            raise InvalidRequestError("this model's tokenizer has no mask token; give mask=")
+            raise InvalidRequestError(
+                "this model's tokenizer has no mask token; give mask=TOKEN_ID"
+            )
         sampler = sequence.sampler
         if sampler.companions or sampler.capture_layers or sampler.observes_hidden:
             raise UnsupportedCombinationError(
-                "guidance, DoLa and policies that read hidden states work with causal models only"
+                "guidance, DoLa and samplers that read hidden states work with causal models only"
             )
-        room = sequence.remaining
-        if self.length is not None and self.length > room:
+        remaining = sequence.remaining
+        if self.length is not None and self.length > remaining:
             raise InvalidRequestError(
-                f"a canvas of {self.length} is longer than the answer may be ({room}: max_tokens)"
+                f"a canvas of {self.length} is longer than the answer may be;"
+                f" max_tokens={remaining} must be at least that"
             )
         if mask in sequence.prompt:
-            at = sequence.prompt.index(mask)
-            behind = sequence.prompt[at:]
-            if len(behind) > room:
+            first = sequence.prompt.index(mask)
+            template = sequence.prompt[first:]
+            if len(template) > remaining:
                 raise InvalidRequestError(
-                    f"{len(behind)} tokens stand from the first mask on, but the answer may have"
-                    f" {room} (max_tokens)"
+                    f"the prompt has {len(template)} tokens from the first mask on;"
+                    f" max_tokens={remaining} must be at least that"
                 )
-            sequence.state["template"] = behind
-            sequence.prompt = sequence.prompt[:at]
-            room = len(behind)
-        self.blocks.check(min(room, self.length or room))
+            sequence.state["template"] = template
+            sequence.prompt = sequence.prompt[:first]
+            remaining = len(template)
+        self.blocks.check_length(min(remaining, self.length or remaining))
 
     def decode(self, sequence: Sequence) -> Decoding:
-        canvas = self.canvas(sequence)
+        canvas = self.canvas_of(sequence)
         context = sequence.context()
         self.cache.begin(canvas, context)
-        for positions, tokens, visible in canvas.kept:
+        for positions, tokens, visible in canvas.cached_rows:
             span = canvas_span(context, positions, tokens, visible, keep=True)
-            yield score_of(sequence, TARGET, [span], 1, np.empty(0, np.int64), canvas.shift)
+            yield score_canvas(
+                sequence, TARGET, [span], 1, np.empty(0, np.int64), canvas.logit_shift
+            )
         if context.length > len(canvas):
             context.truncate(len(canvas))
         while not sequence.finished:
             if not len(canvas.masks):
-                if canvas.whole or not sequence.remaining:
+                if canvas.is_fixed_length or not sequence.remaining:
                     return
-                canvas.extend(self._masks(sequence, canvas))
+                canvas.extend(self._num_new_masks(sequence, canvas))
             yield from self.step(sequence, canvas)
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
-        """One round of the loop. It may be abandoned at any yield and begun again, so the canvas
-        changes only behind the last one."""
+        """One denoising step.
+
+        A restart may close this generator at any yield and begin the step again, so the canvas must
+        change only after the last yield.
+        """
         [predictions] = yield from self.forward(sequence, canvas)
         self.fill(sequence, canvas, predictions)
 
@@ -131,55 +148,67 @@ class Denoiser(Decoder):
         canvas: Canvas,
         canvases: list[np.ndarray] | None = None,
         region: tuple[int, int] | None = None,
-    ) -> Looking:
-        """One pass: predictions for the masks of the block, or of the block about to be opened.
-        With `canvases` (the tokens of each), they are all looked at in the same pass, and one
-        `Predictions` comes back for each; `region` is then what is predicted, masked or not."""
-        opening = canvas.block is None and canvases is None
-        block = canvas.block or (canvas.frontier, self.blocks.window(canvas))
+    ) -> PredictionGenerator:
+        """One forward pass: predictions for the masks of the block, or of the block to be opened.
+
+        Args:
+            sequence: The sequence of the canvas.
+            canvas: The canvas.
+            canvases: The tokens of several canvases that are scored in the same pass (default: the
+                canvas itself).
+            region: The positions `first..stop` to predict, masked or not (default: the masks of
+                the block).
+
+        Returns:
+            One `Predictions` per canvas.
+        """
+        opens_block = canvas.block is None and canvases is None
+        block = canvas.block or (canvas.frontier, self.blocks.window_end(canvas))
         if region is None:
-            wanted = np.union1d(canvas.masked(*block), self.stop.wants(canvas))
+            positions = np.union1d(canvas.masked(*block), self.stop.extra_positions(canvas))
         else:
-            wanted = np.arange(*region)
+            positions = np.arange(*region)
             block = min(block[0], region[0]), max(block[1], region[1])
         spans = self.cache.spans(
             canvas,
             sequence.context(),
             block,
-            opening,
-            lambda positions: self.embeddings(sequence, canvas, positions),
+            opens_block,
+            lambda span_positions: self.embeddings(sequence, canvas, span_positions),
             canvases,
         )
         num_canvases = 1 if canvases is None else len(canvases)
         for span in spans[len(spans) - num_canvases :]:
-            span.capture_layers = self.hidden
-        scores = yield score_of(sequence, TARGET, spans, num_canvases, wanted, canvas.shift)
-        self._note(canvas, spans, "verify" if canvases is not None else "")
-        count = len(wanted)
+            span.capture_layers = self.capture_layers
+        scores = yield score_canvas(
+            sequence, TARGET, spans, num_canvases, positions, canvas.logit_shift
+        )
+        self._record_pass(canvas, spans, "verify" if canvases is not None else "")
+        count = len(positions)
         parts = [range(number * count, (number + 1) * count) for number in range(num_canvases)]
         return [self.predictions(sequence, canvas, scores, rows) for rows in parts]
 
     def predictions(
         self, sequence: Sequence, canvas: Canvas, scores: Scores, rows: range | None = None
     ) -> Predictions:
-        """What `rows` of scores (default: all) say of one canvas."""
-        sampler = _free(sequence.sampler)
+        """The predictions for one canvas, from `rows` of the scores (default: all)."""
+        sampler = _without_stateful_parts(sequence.sampler)
         return Predictions(sequence, scores, sampler, canvas.step, canvas.mask, self.tempered, rows)
 
     def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
-        """Choose, commit, cut, say."""
+        """Open a block if none is open, choose masks, and commit their tokens."""
         if canvas.block is None:
-            canvas.open(canvas.frontier, self.blocks.end(canvas, predictions))
-            self.unmask.opened(canvas)
+            canvas.open(canvas.frontier, self.blocks.block_end(canvas, predictions))
+            self.unmask.on_block_opened(canvas)
         assert canvas.block is not None
-        if self.stop.fills(canvas, predictions):
+        if self.stop.fills_all(canvas, predictions):
             chosen = canvas.masks[[position in predictions for position in canvas.masks]]
         else:
             chosen = self.choose(canvas, predictions, canvas.masked(*canvas.block))
         self.commit(sequence, canvas, predictions, chosen)
 
     def choose(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
-        """The masks among `positions` that get their tokens now, ascending; at least one."""
+        """The masks among `positions` to unmask in this step, ascending; at least one."""
         ranks = self.ranking.rank(canvas, predictions, positions)
         chosen = self.unmask.select(canvas, predictions, positions, ranks)
         if not chosen.any():
@@ -193,69 +222,76 @@ class Denoiser(Decoder):
         canvas: Canvas,
         predictions: Predictions,
         chosen: np.ndarray,
-        **facts: Any,
+        **trace_fields: Any,
     ) -> None:
-        """Write the tokens of `chosen`, close the block where it is full, and say what is certain.
-        `facts` go into the trace."""
+        """Unmask the positions `chosen`, then finish the step.
+
+        `trace_fields` are added to the trace record.
+        """
         if sequence.sampler.stateful:
-            chosen, tokens = self._in_order(sequence, canvas, predictions, chosen)
+            chosen, tokens = self._sample_in_order(sequence, canvas, predictions, chosen)
         else:
             tokens = predictions.tokens(chosen).tolist()
             self._annotate(sequence, canvas, predictions, chosen, tokens, predictions.sampler)
-        sure = [
+        confidence = [
             predictions.probability_drawn(position, token)
             for position, token in zip(chosen, tokens, strict=True)
         ]
-        canvas.commit(chosen, tokens, sure)
-        self.settle(sequence, canvas, predictions, chosen, **facts)
+        canvas.commit(chosen, tokens, confidence)
+        self.finish_step(sequence, canvas, predictions, chosen, **trace_fields)
 
-    def settle(
+    def finish_step(
         self,
         sequence: Sequence,
         canvas: Canvas,
         predictions: Predictions,
         chosen: Iterable[int],
-        **facts: Any,
+        **trace_fields: Any,
     ) -> None:
-        """What follows a commit."""
-        cut = self.stop.cut(canvas, predictions)
-        if cut is not None:
-            canvas.truncate(cut)
+        """After a commit: shorten the canvas, close a full block, and emit the prefix."""
+        length = self.stop.truncated_length(canvas, predictions)
+        if length is not None:
+            canvas.truncate(length)
             context = sequence.context()
-            if context.length > cut:
-                context.truncate(cut)
+            if context.length > length:
+                context.truncate(length)
         canvas.step += 1
         canvas.block_step += 1
-        if canvas.block is not None and self.blocks.closes(canvas):
+        if canvas.block is not None and self.blocks.should_close(canvas):
             canvas.block = None
-        self.say(sequence, canvas, chosen, **facts)
+        self.emit_prefix(sequence, canvas, chosen, **trace_fields)
 
-    def say(self, sequence: Sequence, canvas: Canvas, chosen: Iterable[int], **facts: Any) -> None:
-        """Emit what stands before the first mask."""
+    def emit_prefix(
+        self, sequence: Sequence, canvas: Canvas, chosen: Iterable[int], **trace_fields: Any
+    ) -> None:
+        """Emit the tokens before the first mask, and record the step in the trace."""
         first, stop = sequence.length, canvas.frontier
-        said = canvas.tokens[first:stop].tolist()
+        tokens = canvas.tokens[first:stop].tolist()
         sequence.record(
             TokenTree(),
             (),
-            said,
+            tokens,
             method="diffusion",
-            canvas=[-1 if token == canvas.mask else token for token in self._shown(canvas)],
-            start=canvas.memory["start"],
+            canvas=[-1 if token == canvas.mask else token for token in self._canvas_tokens(canvas)],
+            start=canvas.policy_state["start"],
             filled=[int(position) for position in chosen],
             meter=canvas.meter.to_dict(),
-            **facts,
+            **trace_fields,
         )
         notes = [canvas.notes.pop(position, None) for position in range(first, stop)]
-        sequence.emit(said, notes=notes if sequence.annotate is not None else None)
+        sequence.emit(tokens, notes=notes if sequence.annotate is not None else None)
 
     def embeddings(
         self, sequence: Sequence, canvas: Canvas, positions: np.ndarray
     ) -> torch.Tensor | None:
-        """float32 `[len(positions), hidden_size]` in place of the tokens there, or None."""
+        """Embeddings to feed instead of the tokens at `positions`; None: the tokens.
+
+        float32 `[len(positions), hidden_size]`.
+        """
         return None
 
-    def canvas(self, sequence: Sequence) -> Canvas:
-        """The canvas of this text: where it was left, or a new one."""
+    def canvas_of(self, sequence: Sequence) -> Canvas:
+        """The sequence's canvas; created on the first call."""
         canvas: Canvas | None = sequence.state.get("canvas")
         if canvas is None:
             mask = sequence.mask_token if self.mask is None else self.mask
@@ -264,79 +300,88 @@ class Denoiser(Decoder):
             assert mask is not None
             if not 0 <= mask < spec.vocab_size:
                 raise InvalidRequestError(
-                    f"the mask token {mask} is not in the vocabulary of {spec.vocab_size}"
+                    f"the mask token {mask} is not in the vocabulary of {spec.vocab_size} tokens"
                 )
             canvas = Canvas(
                 np.array(sequence.all_tokens, np.int32),
                 mask,
-                shift=spec.logit_shift,
-                size=self.cache.size(spec),
-                limit=min(pool.num_slots, spec.max_positions),
+                logit_shift=spec.logit_shift,
+                block_size=self.cache.block_size(spec),
+                max_length=min(pool.num_slots, spec.max_positions),
             )
-            self.blocks.fits(canvas)
-            canvas.memory["start"] = len(sequence.prompt)
+            self.blocks.check_model(canvas)
+            canvas.policy_state["start"] = len(sequence.prompt)
             self.begin(sequence, canvas)
             sequence.state["canvas"] = canvas
         return canvas
 
     def begin(self, sequence: Sequence, canvas: Canvas) -> None:
-        """Put the first masks on a new canvas; the place for priors."""
+        """Put the first masks on a new canvas. Subclasses add prior tokens here."""
         template = sequence.root.state.get("template")
         if template is None:
-            canvas.extend(self._masks(sequence, canvas))
+            canvas.extend(self._num_new_masks(sequence, canvas))
             return
-        behind = template[len(sequence.tokens) :]
-        canvas.extend(len(behind))
-        first = len(canvas) - len(behind)
-        for position, token in enumerate(behind, first):
+        remaining = template[len(sequence.tokens) :]
+        canvas.extend(len(remaining))
+        first = len(canvas) - len(remaining)
+        for position, token in enumerate(remaining, first):
             if token != canvas.mask:
                 canvas.fix(position, token)
-        canvas.whole = True
-        if canvas.shift and canvas.frontier < canvas.shift:
-            raise InvalidRequestError("this model cannot fill the first position of a text")
+        canvas.is_fixed_length = True
+        if canvas.logit_shift and canvas.frontier < canvas.logit_shift:
+            raise InvalidRequestError(
+                "this model cannot predict the first position of a text;"
+                " put a token before the mask"
+            )
 
-    def _masks(self, sequence: Sequence, canvas: Canvas) -> int:
-        """How many masks come next: whole blocks, where the model has blocks."""
-        room = sequence.remaining
-        stop = len(canvas) + min(room, self.length or room)
-        if canvas.size:
-            stop = min(-(-stop // canvas.size) * canvas.size, max(stop, canvas.limit))
+    def _num_new_masks(self, sequence: Sequence, canvas: Canvas) -> int:
+        """How many masks to append: whole blocks, if the model has blocks."""
+        remaining = sequence.remaining
+        stop = len(canvas) + min(remaining, self.length or remaining)
+        if canvas.block_size:
+            stop = min(
+                -(-stop // canvas.block_size) * canvas.block_size, max(stop, canvas.max_length)
+            )
         return stop - len(canvas)
 
-    def _note(self, canvas: Canvas, spans: Seq[Any], kind: str) -> None:
-        """Keep account of a pass that has run."""
+    def _record_pass(self, canvas: Canvas, spans: Seq[Any], kind: str) -> None:
+        """Count a forward pass that has run, and record the rows it cached."""
         computed = sum(len(span) for span in spans)
-        canvas.meter.note(kind or ("full" if computed >= len(canvas) else "slice"), computed)
-        if not self.cache.replays:
+        canvas.meter.record_pass(kind or ("full" if computed >= len(canvas) else "slice"), computed)
+        if not self.cache.needs_replay:
             return
         for span in spans:
             if isinstance(span, CanvasSpan) and span.keep:
-                if len(span.positions) == span.context.length:  # everything that is kept
-                    canvas.kept = []
+                if len(span.positions) == span.context.length:  # the pass replaced all cached rows
+                    canvas.cached_rows = []
                 tokens = np.array(span.tokens, np.int32)
-                canvas.kept.append((span.positions, tokens, span.visible))
+                canvas.cached_rows.append((span.positions, tokens, span.visible))
 
-    def _in_order(
+    def _sample_in_order(
         self, sequence: Sequence, canvas: Canvas, predictions: Predictions, chosen: np.ndarray
     ) -> tuple[np.ndarray, list[int]]:
-        """The tokens of a policy with a memory, from the left, as far as they were chosen."""
+        """Sample with a stateful sampler from the left, as far as positions were chosen."""
         state = sequence.sampler.fork()
-        wanted = {int(position) for position in chosen}
+        chosen_positions = {int(position) for position in chosen}
         positions: list[int] = []
         tokens: list[int] = []
-        ended = False
+        has_changed = False
         for position in range(sequence.length, len(canvas)):
             token = int(canvas.tokens[position])
             if canvas.committed[position] != MASKED:
-                _check(state, position, token)
-            elif ended or position not in predictions or (positions and position not in wanted):
+                _check_fixed_token(state, position, token)
+            elif (
+                has_changed
+                or position not in predictions
+                or (positions and position not in chosen_positions)
+            ):
                 break
             else:
                 token = predictions.draw(state, position)
                 self._annotate(sequence, canvas, predictions, [position], [token], state)
                 positions.append(position)
                 tokens.append(token)
-                ended = token != predictions.token(position)
+                has_changed = token != predictions.token(position)
             state.advance(token)
         return np.array(positions, np.int64), tokens
 
@@ -356,13 +401,13 @@ class Denoiser(Decoder):
                 )
 
     @staticmethod
-    def _shown(canvas: Canvas) -> list[int]:
-        shown: list[int] = canvas.tokens[canvas.memory["start"] :].tolist()
-        return shown
+    def _canvas_tokens(canvas: Canvas) -> list[int]:
+        tokens: list[int] = canvas.tokens[canvas.policy_state["start"] :].tolist()
+        return tokens
 
 
-def _free(sampler: Sampler) -> Sampler:
-    """`policy` without what depends on the text said so far."""
+def _without_stateful_parts(sampler: Sampler) -> Sampler:
+    """The sampler without the parts that depend on the text before a position."""
     if not sampler.stateful:
         return sampler
     before = [part for part in sampler.pre_temperature if not part.stateful]
@@ -370,8 +415,8 @@ def _free(sampler: Sampler) -> Sampler:
     return Sampler(sampler.temperature, before, after)
 
 
-def _check(sampler: Sampler, position: int, token: int) -> None:
-    """Refuse a canvas whose fixed tokens the constraint forbids."""
+def _check_fixed_token(sampler: Sampler, position: int, token: int) -> None:
+    """Raise `ConstraintError` if the constraint forbids a token that is fixed on the canvas."""
     part = constraint_of(sampler)
     mask = None if part is None else part.state.mask()
     if mask is None:

@@ -1,6 +1,8 @@
-"""Texts of a context-free grammar, in whatever order they are filled (Mündler, Dekoninck and
-Vechev, "Constrained Decoding of Diffusion LLMs with Context-Free Grammars", arXiv:2508.10111): a
-token is written only if some tokens for the masks that are left still make a text of the grammar.
+"""Grammar-constrained diffusion (Mündler, Dekoninck and Vechev, "Constrained Decoding of Diffusion
+LLMs with Context-Free Grammars", arXiv:2508.10111).
+
+Masks may be unmasked in any order. A token is committed only if some tokens for the remaining masks
+can still complete the canvas to a text of the grammar.
 """
 
 from __future__ import annotations
@@ -37,8 +39,11 @@ def _compiled(
 
 
 class CanvasState(ConstraintState):
-    """Stands in the policy for a constraint that the decoder itself sees to. `whole`: no mask is
-    left in the text."""
+    """A placeholder in the sampler for a constraint that the decoder itself enforces.
+
+    Args:
+        whole: Whether the text has no mask any more.
+    """
 
     def __init__(self, whole: bool = False) -> None:
         self.whole = whole
@@ -47,10 +52,10 @@ class CanvasState(ConstraintState):
         return None
 
     def advance(self, token: int) -> None:
-        """Nothing to remember: the canvas holds the text."""
+        """Do nothing: the canvas holds the text."""
 
     def rollback(self, count: int) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def fork(self) -> CanvasState:
         return CanvasState(self.whole)
@@ -68,9 +73,12 @@ class CanvasState(ConstraintState):
 
 
 class GrammaticalDenoiser(Denoiser):
-    """One token a pass where the base rule says. If it leaves no completion, all tokens that
-    leave none are ruled out there, and the rule is asked again. Without a constraint it is the base
-    rule alone."""
+    """Commits one token per step, at the best-ranked position.
+
+    If the sampled token leaves no completion, all tokens of that position that leave none are
+    excluded, and ranking and sampling are repeated. Without a constraint, the masks are denoised as
+    by `llada`.
+    """
 
     begun = ""
 
@@ -80,19 +88,21 @@ class GrammaticalDenoiser(Denoiser):
         if part is None:
             return
         sampler = sequence.sampler
-        others = [
-            one for one in (*sampler.pre_temperature, *sampler.post_temperature) if one.stateful
+        stateful = [
+            processor
+            for processor in (*sampler.pre_temperature, *sampler.post_temperature)
+            if processor.stateful
         ]
-        if others != [part]:
+        if stateful != [part]:
             raise UnsupportedCombinationError(
-                "diffusion-cfg fills in any order; penalties and other policies that depend on the"
-                " text before do not work with it"
+                "diffusion-cfg unmasks in any order; penalties and other samplers that depend on"
+                " the text before a position do not work with it"
             )
         described = getattr(part.state, "origin", None)
         if not isinstance(described, str):
             raise ConstraintError(
-                "diffusion-cfg reads Grammar, Regex and Choice with the engine llguidance, and not"
-                " behind reasoning"
+                "diffusion-cfg supports Grammar, Regex and Choice with the engine llguidance, and"
+                " not after reasoning"
             )
         tokenizer = sequence.tokenizers["target"]
         if not tokenizer.decode(sequence.prompt).endswith(self.begun):
@@ -100,55 +110,56 @@ class GrammaticalDenoiser(Denoiser):
         ends = frozenset(filter(sequence.stops_at, range(tokenizer.vocab_size)))
         mask = sequence.mask_token if self.mask is None else self.mask
         sequence.state[_KEY] = described, vocabulary(tokenizer, tokenizer.vocab_size), ends, mask
-        before = [
-            Constrained(CanvasState()) if one is part else one for one in sampler.pre_temperature
+        pre_temperature = [
+            Constrained(CanvasState()) if processor is part else processor
+            for processor in sampler.pre_temperature
         ]
         sequence.sampler = Sampler(
-            sampler.temperature, before, sampler.post_temperature, sampler.combiner
+            sampler.temperature, pre_temperature, sampler.post_temperature, sampler.combiner
         )
         self._check(sequence)
 
     def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
-        rules = self._rules(sequence)
-        if rules is None:
+        grammar = self._grammar(sequence)
+        if grammar is None:
             super().fill(sequence, canvas, predictions)
             return
         if canvas.block is None:
-            canvas.open(canvas.frontier, self.blocks.end(canvas, predictions))
+            canvas.open(canvas.frontier, self.blocks.block_end(canvas, predictions))
         assert canvas.block is not None
-        room = sequence.length + sequence.remaining
-        text = canvas.tokens[len(sequence.prompt) : room].tolist()
-        held = [HOLE if token == canvas.mask else token for token in text]
-        state = CanvasAnswer(rules, held, self.begun.encode())
+        stop = sequence.length + sequence.remaining
+        tokens = canvas.tokens[len(sequence.prompt) : stop].tolist()
+        answer = [HOLE if token == canvas.mask else token for token in tokens]
+        state = CanvasAnswer(grammar, answer, self.begun.encode())
         allowed: dict[int, np.ndarray] = {}
 
-        def kept(position: int, logits: np.ndarray) -> np.ndarray:
+        def restrict(position: int, logits: np.ndarray) -> np.ndarray:
             if position not in allowed:
                 return logits
             mask = allowed[position][: len(logits)]
-            left = np.full_like(logits, -np.inf)
-            left[: len(mask)][mask] = logits[: len(mask)][mask]
-            return left
+            restricted = np.full_like(logits, -np.inf)
+            restricted[: len(mask)][mask] = logits[: len(mask)][mask]
+            return restricted
 
-        predictions.adjust(kept)
+        predictions.adjust(restrict)
         positions = canvas.masked(*canvas.block)
         while True:
             position = int(
                 positions[best_first(self.ranking.rank(canvas, predictions, positions))[0]]
             )
             token = predictions.token(position)
-            at = position - len(sequence.prompt)
-            if at >= len(held) or position in allowed or state.accepts(at, token):
+            index = position - len(sequence.prompt)
+            if index >= len(answer) or position in allowed or state.accepts(index, token):
                 break
-            allowed[position] = state.allowed(at)
-            predictions.revise(position)
+            allowed[position] = state.allowed(index)
+            predictions.invalidate(position)
             if not np.isfinite(predictions.logits(position)).any():
                 raise ConstraintError(
                     "the canvas cannot satisfy the constraint any more: the model rules out every"
-                    f" token that may stand at position {position}"
+                    f" token that the constraint allows at position {position}"
                 )
         self._write(sequence, canvas, predictions, position, token)
-        self.settle(sequence, canvas, predictions, [position], redrawn=len(allowed))
+        self.finish_step(sequence, canvas, predictions, [position], redrawn=len(allowed))
 
     def _write(
         self,
@@ -158,26 +169,26 @@ class GrammaticalDenoiser(Denoiser):
         position: int,
         token: int,
     ) -> None:
-        """Commit, and where the text ends, everything behind with it."""
+        """Commit a token; after an end of text, also commit it to all later masks."""
         self._annotate(sequence, canvas, predictions, [position], [token], predictions.sampler)
         canvas.commit([position], [token], [predictions.probability_drawn(position, token)])
         if sequence.stops_at(token):
-            behind = np.flatnonzero(canvas.committed[position:] == MASKED) + position
-            canvas.commit(behind, [token] * len(behind), [1.0] * len(behind))
+            later = np.flatnonzero(canvas.committed[position:] == MASKED) + position
+            canvas.commit(later, [token] * len(later), [1.0] * len(later))
         part = constraint_of(sequence.sampler)
         if part is not None and not len(canvas.masked(0, sequence.length + sequence.remaining)):
             part.state = CanvasState(whole=True)
 
     def _check(self, sequence: Sequence) -> None:
-        """Refuse a canvas that has no completion from the start."""
-        rules = self._rules(sequence)
-        assert rules is not None
+        """Raise `ConstraintError` if the first canvas has no completion."""
+        grammar = self._grammar(sequence)
+        assert grammar is not None
         mask = sequence.mask_token if self.mask is None else self.mask
         template = sequence.state.get("template")
         canvas = [HOLE] * sequence.remaining
         if template is not None:
             canvas = [HOLE if token == mask else token for token in template]
-        if rules.is_completable(canvas, self.begun.encode()):
+        if grammar.is_completable(canvas, self.begun.encode()):
             return
         if template is not None:
             raise ConstraintError(
@@ -185,13 +196,14 @@ class GrammaticalDenoiser(Denoiser):
                 f" {canvas.count(HOLE)} masks make a text that meets it"
             )
         raise ConstraintError(
-            f"no text that meets the constraint has {'at most' if rules.ends else 'exactly'}"
+            f"no text that meets the constraint has {'at most' if grammar.ends else 'exactly'}"
             f" {len(canvas)} tokens of this model: max_tokens is too small"
         )
 
-    def _rules(self, sequence: Sequence) -> CanvasGrammar | None:
-        held = sequence.root.state.get(_KEY)
-        return None if held is None else _compiled(*held)
+    def _grammar(self, sequence: Sequence) -> CanvasGrammar | None:
+        """The compiled grammar of the request's constraint, or None."""
+        arguments = sequence.root.state.get(_KEY)
+        return None if arguments is None else _compiled(*arguments)
 
 
 @register(
@@ -201,23 +213,25 @@ class GrammaticalDenoiser(Denoiser):
         paper="Constrained Decoding of Diffusion LLMs with Context-Free Grammars"
         " (arXiv:2508.10111)",
         exactness="lossy",
-        summary="Writes only tokens after which the masks left can still make a text of a grammar.",
+        summary="Commits only tokens after which the remaining masks can still satisfy a grammar.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "the canvas is an automaton of bytes, not of terminals: there is no lexer, a mask is"
-            " any one token, and the number of masks is kept (the paper's gaps have any length)",
-            "emptiness is decided from the left with Earley's items, not bottom-up over triples,"
-            " and without a time limit",
-            "where a draw is rejected, every token that leaves no completion is ruled out at that"
-            " position at once; as the check is exact, one is left, and neither a bound on draws"
-            " nor a completion by a witness is needed",
-            "of vocabularies with very many different spellings, masks and tokens drawn again are"
-            " of the shorter ones only: a canvas that only long tokens complete may be ruled out",
-            "grammars are in Lark's notation without templates; terminals match without a longest"
-            " match, and what is ignored may also stand at the beginning and at the end; JSON"
-            " schemas and the engine xgrammar are refused",
-            "the text may also end, whole, with the last position, without an end of text",
+            "the canvas is an automaton over bytes, not over terminals: there is no lexer, a mask"
+            " is exactly one token, and the number of masks is fixed (the paper's gaps have any"
+            " length)",
+            "whether a completion exists is decided from left to right with Earley items, not"
+            " bottom-up over triples, and without a time limit",
+            "if a sample is rejected, all tokens that leave no completion are excluded at that"
+            " position at once; as the check is exact, a token remains, and neither a limit on"
+            " samples nor a completion by a witness is needed",
+            "for vocabularies with very many different spellings, the check considers only shorter"
+            " tokens for masks and repeated samples: a canvas that only long tokens can complete"
+            " may be refused",
+            "grammars use Lark's notation without templates; terminals need not be the longest"
+            " match, and ignored text may also come first and last; JSON schemas and the engine"
+            " xgrammar are refused",
+            "a complete text may also end at the last position without an end of text",
         ),
     )
 )
@@ -228,11 +242,17 @@ def diffusion_cfg(
     begun: str = "",
     mask: int | None = None,
 ) -> Denoiser:
-    """Needs `constraint=` Grammar, Regex or Choice. `block` masks at a time (0: the whole canvas;
-    default: up to 32), ranked by `remasking`. `begun` is the end of the prompt (before its first
-    mask) that belongs to the text."""
-    made = GrammaticalDenoiser(
+    """Denoises under a constraint; the request needs `constraint=` Grammar, Regex or Choice.
+
+    Args:
+        block: Positions per block (0: the whole canvas; default: up to 32).
+        remasking: The ranking: "confidence", "random", "margin", "entropy" or "leftmost".
+        cache: "none", "prefix" or "dual".
+        begun: The end of the prompt, before its first mask, that belongs to the constrained text.
+        mask: The mask token (default: the tokenizer's).
+    """
+    decoder = GrammaticalDenoiser(
         FixedBlocks(block), ranking(remasking), TopKUnmasking(), caches.cache(cache), mask=mask
     )
-    made.begun = begun
-    return made
+    decoder.begun = begun
+    return decoder

@@ -1,5 +1,9 @@
-"""Confident decoding, a prompt that is computed once, and structure priors (Yu et al., "Dimple:
-Discrete Diffusion Multimodal Large Language Model with Parallel Decoding", arXiv:2505.16990)."""
+"""Dimple (Yu et al., "Dimple: Discrete Diffusion Multimodal Large Language Model with Parallel
+Decoding", arXiv:2505.16990).
+
+Each step unmasks every mask above a confidence threshold; if there is none, as many as a time grid
+prescribes. The prompt can be computed only once, and priors can fix parts of the answer.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +13,45 @@ import numpy as np
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.diffusion.blocks import WholeCanvas
-from anydecode.decoders.diffusion.caches import CachePolicy, NoCache, rows
+from anydecode.decoders.diffusion.caches import CachePolicy, NoCache, uncached_span
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import ranking
-from anydecode.decoders.diffusion.unmasking import UnmaskPolicy, best
+from anydecode.decoders.diffusion.unmasking import UnmaskPolicy, top_k
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.span import Span
 
 
-class ConfidentElseGrid(UnmaskPolicy):
-    """Every mask ranked above `least`; where there is none, as many as the next step of a time grid
-    of `steps` (None: one per mask) that takes at least one away."""
+class ThresholdOrTimeGrid(UnmaskPolicy):
+    """Unmasks every mask with a rank above `threshold`; if there is none, follows a time grid.
 
-    def __init__(self, least: float, steps: int | None = None) -> None:
+    Args:
+        threshold: The bound of the rank.
+        steps: The steps of the time grid (default: one per mask). Steps of the grid that would
+            unmask no mask are skipped.
+    """
+
+    def __init__(self, threshold: float, steps: int | None = None) -> None:
         if steps is not None and steps < 1:
-            raise InvalidRequestError("a canvas needs at least one step")
-        self.least = least
+            raise InvalidRequestError(f"steps must be at least 1, not {steps}")
+        self.threshold = threshold
         self.steps = steps
 
     def select(
         self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
-        sure: np.ndarray = ranks > self.least
-        return sure if sure.any() else best(ranks, self.quota(canvas, len(positions)))
+        confident: np.ndarray = ranks > self.threshold
+        return confident if confident.any() else top_k(ranks, self.quota(canvas, len(positions)))
 
     def quota(self, canvas: Canvas, masks: int) -> int:
-        """How many of `masks` the schedule fills: a share 1 - s / r, where r is the share of the
-        canvas that is masked and s the largest step of the grid below it that fills one."""
+        """How many of the `masks` remaining masks the time grid unmasks.
+
+        This is a share 1 - s / r, where r is the share of the canvas that is masked, and s is the
+        largest time of the grid below r that unmasks at least one.
+        """
         steps = self.steps or canvas.block_masks
         r = masks / canvas.block_masks
         for step in range(1, steps):
@@ -49,28 +61,33 @@ class ConfidentElseGrid(UnmaskPolicy):
         return masks
 
 
-class PromptOnce(CachePolicy):
-    """The prompt sees itself only and is computed once; the canvas behind it in every pass."""
+class PromptCachePolicy(CachePolicy):
+    """The prompt sees only itself and is computed once; later passes compute the rest."""
 
-    def before(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
+    def leading_spans(
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> list[Span]:
-        held = canvas.memory["start"] - canvas.shift
-        if held <= 0 or context.length >= held:
+        length = canvas.policy_state["start"] - canvas.logit_shift
+        if length <= 0 or context.length >= length:
             return []
-        positions = np.arange(held, dtype=np.int32)
-        span = rows(canvas, context, canvas.tokens, positions)
-        span.visible, span.keep = np.minimum(span.visible, held), True
+        positions = np.arange(length, dtype=np.int32)
+        span = uncached_span(canvas, context, canvas.tokens, positions)
+        span.visible, span.keep = np.minimum(span.visible, length), True
         return [span]
 
     def span(
         self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
-        return rows(canvas, context, tokens, canvas.slice(canvas.memory["start"], len(canvas)))
+        return uncached_span(
+            canvas,
+            context,
+            tokens,
+            canvas.input_positions(canvas.policy_state["start"], len(canvas)),
+        )
 
 
 class PriorDenoiser(Denoiser):
-    """Writes `priors` (offset from the prompt's end: text or tokens) before the first pass."""
+    """Fixes `priors` (offset from the prompt's end: text or tokens) before the first pass."""
 
     priors: Mapping[int, str | list[int]] = {}
 
@@ -78,15 +95,19 @@ class PriorDenoiser(Denoiser):
         super().begin(sequence, canvas)
         for offset, text in self.priors.items():
             tokens = sequence.tokenizers[TARGET].encode(text) if isinstance(text, str) else text
-            for position, token in enumerate(tokens, canvas.memory["start"] + int(offset)):
-                if not canvas.memory["start"] <= position < len(canvas):
+            for position, token in enumerate(tokens, canvas.policy_state["start"] + int(offset)):
+                if not canvas.policy_state["start"] <= position < len(canvas):
                     raise InvalidRequestError(
-                        f"a prior stands at {position - canvas.memory['start']}, but the canvas has"
-                        f" {len(canvas) - canvas.memory['start']} positions"
+                        f"a prior has a token at offset {position - canvas.policy_state['start']},"
+                        " but the canvas has"
+                        f" {len(canvas) - canvas.policy_state['start']} positions"
                     )
                 if canvas.tokens[position] != token:
                     if canvas.tokens[position] != canvas.mask:
-                        raise InvalidRequestError("two priors stand at one position")
+                        raise InvalidRequestError(
+                            "two priors have a token at offset"
+                            f" {position - canvas.policy_state['start']}"
+                        )
                     canvas.fix(position, int(token))
 
 
@@ -96,10 +117,10 @@ class PriorDenoiser(Denoiser):
         "diffusion",
         paper="Dimple (arXiv:2505.16990)",
         exactness="lossy",
-        summary="All sure tokens of a pass, else a time grid's; the prompt once; fixed structure.",
+        summary="Unmasks all confident tokens, else follows a time grid; fixed structure.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
-        deviations=("text only: the paper's model also reads pictures",),
+        deviations=("text only: the paper's model also reads images",),
     )
 )
 def dimple(
@@ -110,15 +131,23 @@ def dimple(
     priors: Mapping[int, str | list[int]] | None = None,
     mask: int | None = None,
 ) -> Denoiser:
-    """Commits what is ranked above `threshold`, else what a grid of `steps` passes does. `prefill`
-    computes the prompt once, seeing itself only: exact for models trained so, else a further
-    approximation. `priors` are texts fixed at offsets from the prompt's end."""
-    made = PriorDenoiser(
+    """Denoises with a threshold, else a time grid.
+
+    Args:
+        threshold: Masks ranked above it are unmasked.
+        steps: The steps of the time grid (default: one per mask).
+        remasking: The ranking: "confidence", "random", "margin", "entropy" or "leftmost".
+        prefill: Compute the prompt only once, without attention to the canvas. This is exact for
+            models trained in this way, and an approximation for others.
+        priors: Texts or tokens that are fixed at offsets from the prompt's end.
+        mask: The mask token (default: the tokenizer's).
+    """
+    decoder = PriorDenoiser(
         WholeCanvas(),
         ranking(remasking),
-        ConfidentElseGrid(threshold, steps),
-        PromptOnce() if prefill else NoCache(),
+        ThresholdOrTimeGrid(threshold, steps),
+        PromptCachePolicy() if prefill else NoCache(),
         mask=mask,
     )
-    made.priors = priors or {}
-    return made
+    decoder.priors = priors or {}
+    return decoder

@@ -1,6 +1,8 @@
-"""Every mask of little entropy at once (Chen et al., "dParallel: Learnable Parallel Decoding for
-dLLMs", arXiv:2509.26488): the decoding rule for models distilled to be certain early
-(`anydecode train diffusion --method dparallel`)."""
+"""dParallel (Chen et al., "dParallel: Learnable Parallel Decoding for dLLMs", arXiv:2509.26488).
+
+Each step unmasks every mask with an entropy below a bound. The rule is made for models distilled to
+be certain early (`anydecode train diffusion --method dparallel`).
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,23 @@ from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
         "diffusion",
         paper="dParallel (arXiv:2509.26488)",
         exactness="lossy",
-        summary="Fills every mask whose entropy is small; made for certainty-distilled models.",
+        summary="Unmasks every mask with low entropy; made for certainty-distilled models.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
-        deviations=("runs on any diffusion model; the paper's figures need a distilled one",),
+        deviations=("runs on any diffusion model; the paper's results need a distilled one",),
     )
 )
 def dparallel(
     entropy: float = 0.5, block: int | None = None, cache: str = "none", mask: int | None = None
 ) -> Denoiser:
-    """Commits masks of at most `entropy` nats."""
+    """Denoises with a bound on the entropy.
+
+    Args:
+        entropy: Masks with at most this entropy, in nats, are unmasked.
+        block: Positions per block (0: the whole canvas; default: up to 32).
+        cache: "none", "prefix" or "dual".
+        mask: The mask token (default: the tokenizer's).
+    """
     return Denoiser(
         FixedBlocks(block), Entropy(), ThresholdUnmasking(-entropy), cache_named(cache), mask=mask
     )

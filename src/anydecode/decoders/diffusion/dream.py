@@ -1,5 +1,8 @@
-"""The sampler of Dream: the whole canvas at once along a time grid, surest positions first (Ye et
-al., "Dream 7B: Diffusion Large Language Models", arXiv:2508.15487)."""
+"""The decoder of Dream (Ye et al., "Dream 7B: Diffusion Large Language Models", arXiv:2508.15487).
+
+The whole canvas is denoised at once. A time grid gives the number of tokens per step, and the most
+certain positions are unmasked first.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,11 @@ from anydecode.decoders.diffusion.unmasking import TimeGrid
 from anydecode.errors import InvalidRequestError
 
 
-class Noisy(Ranking):
-    """`inner` / `temperature` + Gumbel noise: the best k are k draws without replacement from the
-    softmax of `inner` / `temperature`."""
+class GumbelRanking(Ranking):
+    """A ranking with Gumbel noise: `inner / temperature` + noise.
+
+    The k best are k samples without replacement from the softmax of `inner / temperature`.
+    """
 
     def __init__(self, inner: Ranking, temperature: float) -> None:
         self.inner = inner
@@ -31,8 +36,8 @@ class Noisy(Ranking):
         return result
 
 
-class Flips(TimeGrid):
-    """Every mask is filled with probability 1 - s/t, by itself (Dream's "origin")."""
+class IndependentUnmasking(TimeGrid):
+    """Unmasks each mask independently with probability 1 - s/t (Dream's "origin")."""
 
     def select(
         self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
@@ -54,13 +59,13 @@ class Flips(TimeGrid):
         "diffusion",
         paper="Dream 7B: Diffusion Large Language Models (arXiv:2508.15487)",
         exactness="lossy",
-        summary="The whole canvas at once along a time grid, least entropy first.",
+        summary="Denoises the whole canvas along a time grid; lowest entropy first.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "the order is by entropy, as its authors recommend, not by chance as its code defaults",
-            "a pass fills at least one position, where the time grid rounds down to none",
-            "the mask token is never written",
+            "the default order is by entropy, as the authors recommend; in their code it is random",
+            "a step unmasks at least one position, even if the time grid rounds down to none",
+            "the mask token is never generated",
         ),
     )
 )
@@ -72,13 +77,23 @@ def dream(
     length: int | None = None,
     mask: int | None = None,
 ) -> Denoiser:
-    """`steps` passes (default: as many as masks). `alg` is "entropy", "confidence" (maskgit_plus),
-    "margin" (topk_margin) or "origin" (each mask by a coin of its own); `alg_temperature` above 0
-    draws the positions instead of taking the best."""
+    """Denoises the whole canvas along a time grid.
+
+    Args:
+        steps: The number of denoising steps (default: one per mask).
+        alg: The ranking: "entropy", "confidence" (maskgit_plus), "margin" (topk_margin) or
+            "origin" (each mask independently at random).
+        alg_temperature: Above 0, positions are sampled instead of taking the best-ranked ones.
+        block: Positions per block (0: the whole canvas).
+        length: The number of masks of a canvas (default: max_tokens).
+        mask: The mask token (default: the tokenizer's).
+    """
     if alg_temperature < 0:
-        raise InvalidRequestError("alg_temperature must be 0 or more")
-    ranked = ranking("random" if alg == "origin" else alg)
+        raise InvalidRequestError(f"alg_temperature must be at least 0, not {alg_temperature}")
+    position_ranking = ranking("random" if alg == "origin" else alg)
     if alg_temperature:
-        ranked = Noisy(ranked, alg_temperature)
-    unmask = Flips(steps) if alg == "origin" else TimeGrid(steps)
-    return Denoiser(FixedBlocks(block), ranked, unmask, mask=mask, length=length, tempered=True)
+        position_ranking = GumbelRanking(position_ranking, alg_temperature)
+    unmask = IndependentUnmasking(steps) if alg == "origin" else TimeGrid(steps)
+    return Denoiser(
+        FixedBlocks(block), position_ranking, unmask, mask=mask, length=length, tempered=True
+    )

@@ -1,6 +1,9 @@
-"""Dream's sampler with infilling of variable length (Xie et al., "Dream-Coder 7B: An Open Diffusion
-Language Model for Code", arXiv:2509.01142): masks that are not needed go, masks that are lacking
-come."""
+"""Dream's decoder with infilling of variable length (Xie et al., "Dream-Coder 7B: An Open Diffusion
+Language Model for Code", arXiv:2509.01142).
+
+An end of text inside an infilled region removes the rest of the region, and an expand token becomes
+two masks. Regions can so become shorter or longer than the masks given.
+"""
 
 from __future__ import annotations
 
@@ -22,36 +25,39 @@ from anydecode.scoring.sequence import Sequence
 
 
 class VariableInfilling(Denoiser):
-    """In an infilled region that text follows, an end of text ends the region: what stands from it
-    on goes. A token `expand` becomes two masks.
+    """Infills regions of variable length.
 
-    A canvas may expand as often as it has fewer positions at first than the answer may have. What
-    an end of text removes is not given back, or a region could grow and shrink for ever. After the
-    last expansion, and outside of infilling, `expand` is never predicted.
+    In an infilled region that is followed by text, an end of text removes itself and the rest of
+    the region. A token `expand` is replaced by two masks.
+
+    The number of expansions is limited to the positions that the first canvas has fewer than the
+    answer may have. Positions that an end of text removes are not added to this number, as a region
+    could then grow and shrink for ever. After the last expansion, and outside of infilling,
+    `expand` is never predicted.
     """
 
     expand: int | None = None
 
     def begin(self, sequence: Sequence, canvas: Canvas) -> None:
         super().begin(sequence, canvas)
-        room = sequence.remaining - (len(canvas) - sequence.length)
-        canvas.memory["expansions"] = room if canvas.whole else 0
+        num_expansions = sequence.remaining - (len(canvas) - sequence.length)
+        canvas.policy_state["expansions"] = num_expansions if canvas.is_fixed_length else 0
 
     def predictions(
         self, sequence: Sequence, canvas: Canvas, scores: Scores, rows: range | None = None
     ) -> Predictions:
-        found = super().predictions(sequence, canvas, scores, rows)
+        predictions = super().predictions(sequence, canvas, scores, rows)
         if self.expand is not None:
-            logits = found.scores.logits
+            logits = predictions.scores.logits
             if self.expand >= logits.shape[1]:
                 raise InvalidRequestError(
-                    f"expand={self.expand} is no token of this model, which has {logits.shape[1]}"
+                    f"expand={self.expand} must be below the vocabulary size {logits.shape[1]}"
                 )
-            if canvas.memory["expansions"] <= 0:
+            if canvas.policy_state["expansions"] <= 0:
                 logits[:, self.expand] = -np.inf
-        return found
+        return predictions
 
-    def settle(
+    def finish_step(
         self,
         sequence: Sequence,
         canvas: Canvas,
@@ -60,23 +66,23 @@ class VariableInfilling(Denoiser):
         **facts: Any,
     ) -> None:
         chosen = [int(position) for position in chosen]
-        if canvas.whole:
+        if canvas.is_fixed_length:
             for position in sorted(chosen, reverse=True):
                 self._resize(sequence, canvas, position)
-        super().settle(sequence, canvas, predictions, chosen, **facts)
+        super().finish_step(sequence, canvas, predictions, chosen, **facts)
 
     def _resize(self, sequence: Sequence, canvas: Canvas, position: int) -> None:
         if position >= len(canvas) or canvas.committed[position] == FIXED:
             return
-        behind = np.flatnonzero(canvas.committed[position:] == FIXED)
+        fixed = np.flatnonzero(canvas.committed[position:] == FIXED)
         token = int(canvas.tokens[position])
-        if len(behind) and sequence.stops_at(token):
-            canvas.splice(position, position + int(behind[0]), 0)
+        if len(fixed) and sequence.stops_at(token):
+            canvas.splice(position, position + int(fixed[0]), 0)
         elif token == self.expand:
-            # Several may be chosen in the pass of the last expansion: the others are masks again.
-            left = canvas.memory["expansions"] > 0
-            canvas.memory["expansions"] -= left
-            canvas.splice(position, position + 1, 2 if left else 1)
+            # Several may be chosen in the step of the last expansion: the rest become masks again.
+            can_expand = canvas.policy_state["expansions"] > 0
+            canvas.policy_state["expansions"] -= can_expand
+            canvas.splice(position, position + 1, 2 if can_expand else 1)
 
 
 @register(
@@ -85,22 +91,27 @@ class VariableInfilling(Denoiser):
         "diffusion",
         paper="Dream-Coder 7B: An Open Diffusion Language Model for Code (arXiv:2509.01142)",
         exactness="lossy",
-        summary="Dream's sampler; regions of an infilling shrink and grow as the text needs.",
+        summary="Dream's decoder; infilled regions shrink and grow as needed.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "streaming", "infilling"),
         deviations=(
-            "expansions beyond the answer's room in one pass become masks again",
-            "sampling temperature is the request's (the paper's: 0.1)",
+            "expansions in one step that would exceed max_tokens become masks again",
+            "the temperature is the request's (0.1 in the paper)",
         ),
     )
 )
 def dream_coder(
     steps: int | None = None, expand: int | None = None, mask: int | None = None
 ) -> Denoiser:
-    """`steps` passes (default: as many as masks). `expand` is the token that stands for two masks,
-    in models that were trained with one."""
+    """Denoises the whole canvas along a time grid, with infilling of variable length.
+
+    Args:
+        steps: The number of denoising steps (default: one per mask).
+        expand: The token that is replaced by two masks, in models trained with one.
+        mask: The mask token (default: the tokenizer's).
+    """
     if expand is not None and expand < 0:
-        raise InvalidRequestError("expand is a token, 0 or more")
-    made = VariableInfilling(WholeCanvas(), Entropy(), TimeGrid(steps), mask=mask, tempered=True)
-    made.expand = expand
-    return made
+        raise InvalidRequestError(f"expand must be a token id of 0 or more, not {expand}")
+    decoder = VariableInfilling(WholeCanvas(), Entropy(), TimeGrid(steps), mask=mask, tempered=True)
+    decoder.expand = expand
+    return decoder

@@ -1,6 +1,9 @@
-"""Masks are filled together as long as little is unknown about all but one of them (Ben-Hamu et
-al., "Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking",
-arXiv:2505.24857)."""
+"""Entropy-bounded unmasking (Ben-Hamu et al., "Accelerated Sampling from Masked Diffusion Models
+via Entropy Bounded Unmasking", arXiv:2505.24857).
+
+Each step unmasks as many of the best-ranked masks as possible while the sum of their entropies,
+without the largest, stays below a bound.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,28 @@ from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import best_first, ranking
-from anydecode.decoders.diffusion.unmasking import UnmaskPolicy, best
+from anydecode.decoders.diffusion.unmasking import UnmaskPolicy, top_k
 from anydecode.errors import InvalidRequestError
 
 
-class EntropyBounded(UnmaskPolicy):
-    """The n best, for the largest n whose entropies, but for the largest of them, sum to at most
-    `gamma` nats: that bounds what their joint distribution and the product of theirs differ by."""
+class EntropyBoundedUnmasking(UnmaskPolicy):
+    """Unmasks the n best-ranked masks, for the largest n such that the sum of their entropies,
+    without the largest one, is at most `gamma` nats.
+
+    This bounds the difference between their joint distribution and the product of their marginals.
+    """
 
     def __init__(self, gamma: float) -> None:
         if not gamma >= 0:
-            raise InvalidRequestError("gamma cannot be negative")
+            raise InvalidRequestError(f"gamma must be at least 0, not {gamma}")
         self.gamma = gamma
 
     def select(
         self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
         entropies = predictions.entropies(positions)[best_first(ranks)]
-        unknown = np.cumsum(entropies) - np.maximum.accumulate(entropies)
-        return best(ranks, int(np.count_nonzero(unknown <= self.gamma)))
+        error_bounds = np.cumsum(entropies) - np.maximum.accumulate(entropies)
+        return top_k(ranks, int(np.count_nonzero(error_bounds <= self.gamma)))
 
 
 @register(
@@ -41,12 +47,10 @@ class EntropyBounded(UnmaskPolicy):
         paper="Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking"
         " (arXiv:2505.24857)",
         exactness="lossy",
-        summary="Fills the surest masks together, all but one of them nearly certain.",
+        summary="Unmasks masks together while the sum of their entropies is small.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
-        deviations=(
-            "entropies are those of the model's own distribution, whatever the temperature",
-        ),
+        deviations=("entropies are those of the model's own distribution at any temperature",),
     )
 )
 def eb_sampler(
@@ -56,8 +60,14 @@ def eb_sampler(
     cache: str = "none",
     mask: int | None = None,
 ) -> Denoiser:
-    """Fills the n masks that `remasking` ranks best, for the largest n whose entropies sum to at
-    most `gamma` nats without the largest of them. `block` masks at a time (0: the whole canvas;
-    default: up to 32)."""
-    blocks, unmask = FixedBlocks(block), EntropyBounded(gamma)
+    """Denoises with a bound on the joint entropy.
+
+    Args:
+        gamma: The bound, in nats, of the sum of entropies without the largest.
+        remasking: The ranking: "confidence", "random", "margin", "entropy" or "leftmost".
+        block: Positions per block (0: the whole canvas; default: up to 32).
+        cache: "none", "prefix" or "dual".
+        mask: The mask token (default: the tokenizer's).
+    """
+    blocks, unmask = FixedBlocks(block), EntropyBoundedUnmasking(gamma)
     return Denoiser(blocks, ranking(remasking), unmask, cache_named(cache), mask=mask)

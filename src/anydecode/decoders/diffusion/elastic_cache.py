@@ -1,6 +1,10 @@
-"""What is kept of the canvas is computed again only from the layer on in which attention has
-drifted (Nguyen-Tri, Ranjan and Shen, "Attention Is All You Need for KV Cache in Diffusion LLMs",
-arXiv:2510.14973)."""
+"""Elastic-Cache (Nguyen-Tri, Ranjan and Shen, "Attention Is All You Need for KV Cache in Diffusion
+LLMs", arXiv:2510.14973).
+
+Each pass computes only the next masks. In every layer the attention of one tracked token is
+compared with its attention in the pass before; if it has drifted, all later layers are computed
+again for every position.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +31,18 @@ from anydecode.scoring.tree import ROOT
 
 
 class ElasticDenoiser(Denoiser):
-    """The next masks, what was written last and the tracked tokens are computed in every pass; the
-    rest only from the layer on behind one where the tracked token's attention has moved.
+    """Computes the next masks, the last unmasked tokens and the tracked tokens in every pass.
 
-    What is kept lives in `canvas.memory["elastic"]`: `states`, float32 `[layers + 1, length,
-    hidden_size]`, of every position before each layer and behind the last; `tracked`, per layer the
-    position whose attention is watched; `attention`, per layer its row, float64 `[length]`;
-    `since`, the first layer that the last step computed for every position. Keys and values follow
-    from the states, so a restart computes those alone.
+    Other positions are computed only in the layers after one in which the attention of the tracked
+    token has drifted.
+
+    The state is in `canvas.policy_state["elastic"]`:
+    `states`: float32 `[layers + 1, length, hidden_size]`, the hidden states of every position
+    before each layer and after the last;
+    `tracked`: per layer, the position of the tracked token;
+    `attention`: per layer, the attention weights of the tracked token, float64 `[length]`;
+    `since`: the first layer that the last step computed for every position.
+    Keys and values follow from the states, so a restart computes only them.
     """
 
     reads_weights = True
@@ -45,49 +53,53 @@ class ElasticDenoiser(Denoiser):
         model = context.pool.model
         check_float(context)
         if context.pool.cache.keys[0].device.type != "cpu":
-            raise UnsupportedCombinationError("elastic-cache reads attention on CPUs only")
+            raise UnsupportedCombinationError(
+                "elastic-cache needs a key-value cache in CPU memory, as it reads attention weights"
+            )
         if any(layer.attention.window for layer in model.spec.layers):
-            raise UnsupportedCombinationError("elastic-cache knows no layers with sliding windows")
+            raise UnsupportedCombinationError(
+                "elastic-cache does not support layers with sliding window attention"
+            )
         attention_probe(model)
         super().begin(sequence, canvas)
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
         context = sequence.context()
-        depth = context.pool.model.spec.num_layers
-        every = np.arange(len(canvas), dtype=np.int32)
-        masks = canvas.masked(canvas.frontier, self.blocks.window(canvas))
-        held = canvas.memory.get("elastic")
-        known: list[np.ndarray] = []
-        if held is None or len(canvas) != held["states"].shape[1]:
-            positions, since = every, 0
-            states = yield from self._run(sequence, canvas, every)
+        num_layers = context.pool.model.spec.num_layers
+        all_positions = np.arange(len(canvas), dtype=np.int32)
+        masks = canvas.masked(canvas.frontier, self.blocks.window_end(canvas))
+        cached = canvas.policy_state.get("elastic")
+        current_rows: list[np.ndarray] = []
+        if cached is None or len(canvas) != cached["states"].shape[1]:
+            positions, since = all_positions, 0
+            states = yield from self._run(sequence, canvas, all_positions)
         else:
             if context.length != len(canvas):
-                yield self._rebuild(sequence, canvas, held["states"])
+                yield self._rebuild(sequence, canvas, cached["states"])
             last = np.flatnonzero(canvas.committed == canvas.step - 1)
             positions = np.unique(
-                np.concatenate([masks, masks - canvas.shift, last, held["tracked"]])
+                np.concatenate([masks, masks - canvas.logit_shift, last, cached["tracked"]])
             )
-            fresh = yield from self._run(sequence, canvas, positions)
-            since, known = self._drifted(sequence, canvas, positions, fresh)
-            states = held["states"]
-            if since < depth:
+            new_states = yield from self._run(sequence, canvas, positions)
+            since, current_rows = self._drifted(sequence, canvas, positions, new_states)
+            states = cached["states"]
+            if since < num_layers:
                 inputs = states[since].clone()
-                inputs[positions] = fresh[since]
-                later = yield from self._run(sequence, canvas, every, since, inputs)
+                inputs[positions] = new_states[since]
+                later = yield from self._run(sequence, canvas, all_positions, since, inputs)
                 states[since:] = later
-            states[: since + 1, positions] = fresh[: since + 1]
-            canvas.meter.note("slice", len(positions))
-        if since < depth:
-            canvas.meter.note("full", len(every))
-        tracked, attention = self._track(sequence, canvas, masks, states, known)
-        canvas.memory["elastic"] = {
+            states[: since + 1, positions] = new_states[: since + 1]
+            canvas.meter.record_pass("slice", len(positions))
+        if since < num_layers:
+            canvas.meter.record_pass("full", len(all_positions))
+        tracked, attention = self._track(sequence, canvas, masks, states, current_rows)
+        canvas.policy_state["elastic"] = {
             "states": states,
             "tracked": tracked,
             "attention": attention,
             "since": since,
         }
-        scores = self._predicted(sequence, canvas, masks, states[depth])
+        scores = self._predicted(sequence, canvas, masks, states[num_layers])
         self.fill(sequence, canvas, self.predictions(sequence, canvas, scores))
 
     def commit(
@@ -98,8 +110,8 @@ class ElasticDenoiser(Denoiser):
         chosen: np.ndarray,
         **facts: object,
     ) -> None:
-        """The trace tells the first layer that was computed for every position."""
-        since = canvas.memory["elastic"]["since"]
+        """Also record in the trace the first layer that was computed for every position."""
+        since = canvas.policy_state["elastic"]["since"]
         super().commit(sequence, canvas, predictions, chosen, since=since, **facts)
 
     def _run(
@@ -110,8 +122,11 @@ class ElasticDenoiser(Denoiser):
         start: int = 0,
         inputs: torch.Tensor | None = None,
     ) -> Generator[ScoreRequest, Scores, torch.Tensor]:
-        """Compute and keep rows at `positions` from layer `start` on; their states there and behind
-        each further layer, float32 `[layers, len(positions), hidden_size]`."""
+        """Compute and keep rows at `positions` from layer `start` on.
+
+        Returns their hidden states before that layer and after each layer, float32
+        `[layers + 1, len(positions), hidden_size]`.
+        """
         span = self._rows(sequence, canvas, positions, inputs)
         span.start, span.logits = start, False
         span.capture_layers = tuple(range(start, span.stop + 1))
@@ -129,30 +144,30 @@ class ElasticDenoiser(Denoiser):
         return canvas_span(context, positions, tokens, visible, keep=True, embeddings=inputs)
 
     def _rebuild(self, sequence: Sequence, canvas: Canvas, states: torch.Tensor) -> ScoreRequest:
-        """Every layer once more from the states before it, for the keys and values alone."""
-        every = np.arange(len(canvas), dtype=np.int32)
+        """A score request that computes the keys and values of every layer from its states."""
+        all_positions = np.arange(len(canvas), dtype=np.int32)
         spans: list[Span] = []
         for layer, inputs in enumerate(states[:-1]):
-            span = self._rows(sequence, canvas, every, inputs)
+            span = self._rows(sequence, canvas, all_positions, inputs)
             span.start, span.stop = layer, layer + 1
             spans.append(span)
         return ScoreRequest(sequence, TARGET, [spans], np.empty(0, np.int64), [], [])
 
     def _drifted(
-        self, sequence: Sequence, canvas: Canvas, positions: np.ndarray, fresh: torch.Tensor
+        self, sequence: Sequence, canvas: Canvas, positions: np.ndarray, new_states: torch.Tensor
     ) -> tuple[int, list[np.ndarray]]:
-        """The layer behind the first one in which the tracked token looks elsewhere than before,
-        and what the tracked tokens of all layers before it look at now."""
-        held = canvas.memory["elastic"]
-        known: list[np.ndarray] = []
-        for position, before in zip(held["tracked"], held["attention"], strict=True):
-            layer = len(known)
-            state = fresh[layer, np.searchsorted(positions, position)][None]
-            now = self._attention(sequence, canvas, layer, np.array([position]), state)[0]
-            known.append(now)
-            if now @ before < self.drift * np.linalg.norm(now) * np.linalg.norm(before):
+        """The layer after the first one in which the tracked token's attention has drifted, and the
+        current attention weights of the tracked tokens of all layers before it."""
+        cached = canvas.policy_state["elastic"]
+        current_rows: list[np.ndarray] = []
+        for position, previous in zip(cached["tracked"], cached["attention"], strict=True):
+            layer = len(current_rows)
+            state = new_states[layer, np.searchsorted(positions, position)][None]
+            current = self._attention(sequence, canvas, layer, np.array([position]), state)[0]
+            current_rows.append(current)
+            if current @ previous < self.drift * np.linalg.norm(current) * np.linalg.norm(previous):
                 break
-        return len(known), known
+        return len(current_rows), current_rows
 
     def _track(
         self,
@@ -160,31 +175,33 @@ class ElasticDenoiser(Denoiser):
         canvas: Canvas,
         masks: np.ndarray,
         states: torch.Tensor,
-        known: list[np.ndarray],
+        current_rows: list[np.ndarray],
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Per layer the token that the masks look at most, and what that token looks at: `known`,
-        in the first layers, of the token tracked before."""
-        told = canvas.tokens != canvas.mask
-        before = canvas.memory["elastic"]["tracked"] if known else ()
+        """Per layer the token with the most attention from the masks, and its attention weights.
+
+        `current_rows` are the weights of the tokens tracked before, in the first layers.
+        """
+        is_token = canvas.tokens != canvas.mask
+        previous = canvas.policy_state["elastic"]["tracked"] if current_rows else ()
         tracked, attention = [], []
         for layer, state in enumerate(states[:-1]):
-            seen = self._attention(sequence, canvas, layer, masks, state[masks]).sum(0)
-            position = int(np.where(told, seen, -1.0).argmax())
+            received = self._attention(sequence, canvas, layer, masks, state[masks]).sum(0)
+            position = int(np.where(is_token, received, -1.0).argmax())
             tracked.append(position)
-            if layer < len(known) and position == before[layer]:
-                attention.append(known[layer])
+            if layer < len(current_rows) and position == previous[layer]:
+                attention.append(current_rows[layer])
                 continue
-            at = np.array([position])
-            attention.append(self._attention(sequence, canvas, layer, at, state[at])[0])
+            row = np.array([position])
+            attention.append(self._attention(sequence, canvas, layer, row, state[row])[0])
         return np.array(tracked), attention
 
     @staticmethod
     def _attention(
         sequence: Sequence, canvas: Canvas, layer: int, positions: np.ndarray, state: torch.Tensor
     ) -> np.ndarray:
-        """float64 `[len(positions), length]`: the mean of a layer's heads."""
+        """Attention weights averaged over a layer's heads, float64 `[len(positions), length]`."""
         context = sequence.context()
-        share = attention_probe(context.pool.model).share(
+        weights = attention_probe(context.pool.model).attention(
             layer,
             state,
             positions,
@@ -193,17 +210,17 @@ class ElasticDenoiser(Denoiser):
             np.arange(len(canvas)),
             canvas.visible(positions),
         )
-        mean: np.ndarray = share.double().mean(0).numpy()
+        mean: np.ndarray = weights.double().mean(0).numpy()
         return mean
 
     @staticmethod
     def _predicted(
         sequence: Sequence, canvas: Canvas, masks: np.ndarray, states: torch.Tensor
     ) -> Scores:
-        """The masks' logits, from the last layer's states."""
-        held = masks - canvas.shift
-        logits = sequence.context().pool.model.head(states[held]).numpy()
-        tokens = canvas.tokens[held].tolist()
+        """The logits of the masks, from the states after the last layer."""
+        rows = masks - canvas.logit_shift
+        logits = sequence.context().pool.model.head(states[rows]).numpy()
+        tokens = canvas.tokens[rows].tolist()
         score = ScoreRequest(sequence, TARGET, [], masks, [ROOT] * len(masks), tokens)
         return Scores(score, logits, {}, [])
 
@@ -214,33 +231,42 @@ class ElasticDenoiser(Denoiser):
         "diffusion",
         paper="Attention Is All You Need for KV Cache in Diffusion LLMs (arXiv:2510.14973)",
         exactness="lossy",
-        summary="Computes the next masks, and the rest only behind a layer where attention drifts.",
+        summary="Computes the next masks; other rows only in layers after attention has drifted.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "the rows of a pass run through all layers before the test, and a refresh runs in a"
-            " second pass: the numbers are those of a test within the pass, the rows are more",
+            "the rows of a pass run through all layers before the drift test, and a refresh runs in"
+            " a second pass: the results are the same as with a test within the pass, but more rows"
+            " are computed",
             "rows that run through some layers only are counted as whole rows",
-            "attention is the mean over heads; before the first test of a token its row comes from"
-            " the states that are kept of it",
-            "a canvas that is cut or grows is computed afresh",
-            "of equally sure masks below the threshold only the leftmost is filled",
-            "where the kernels have packed the weights, the test's queries are computed from the"
-            " file's own, and always without adapters",
+            "attention weights are averaged over heads; before the first test of a token, they come"
+            " from its cached hidden states",
+            "if the canvas is cut or extended, all rows are computed again",
+            "of equally confident masks below the threshold, only the leftmost is unmasked",
+            "if the kernels have packed the weights, the queries of the drift test are computed"
+            " from the file's weights, and always without adapters",
         ),
     )
 )
 def elastic_cache(
     window: int = 16, threshold: float = 0.9, drift: float = 0.9, mask: int | None = None
 ) -> Denoiser:
-    """The first `window` masks are computed in every pass. Layers behind one in which the cosine
-    of the tracked token's attention with its last one is below `drift` are computed for every
-    position (0: never; above 1: always from the second layer on). Commits what is predicted with
-    at least `threshold`."""
+    """Denoises with an adaptive cache.
+
+    Args:
+        window: How many masks, from the first on, are computed in every pass.
+        threshold: Masks with at least this confidence are unmasked.
+        drift: If the cosine of the tracked token's attention with that of the pass before is below
+            this, all later layers are computed for every position (0: never; above 1: always from
+            the second layer on).
+        mask: The mask token (default: the tokenizer's).
+    """
     if window < 1 or drift < 0:
-        raise InvalidRequestError("elastic-cache needs window >= 1 and drift >= 0")
-    made = ElasticDenoiser(
+        raise InvalidRequestError(
+            f"elastic-cache needs window >= 1 and drift >= 0, not window={window}, drift={drift}"
+        )
+    decoder = ElasticDenoiser(
         FirstMasks(window), unmask=ThresholdUnmasking(threshold), stop=EndOfText(), mask=mask
     )
-    made.drift = drift
-    return made
+    decoder.drift = drift
+    return decoder

@@ -1,6 +1,9 @@
-"""Explore, then exploit: when few masks are sure, the most uncertain one is tried out with several
-tokens, and the one that makes most others sure is kept ("From Bits to Rounds: Parallel Decoding
-with Exploration for Diffusion Language Models", arXiv:2511.21103)."""
+"""Explore-then-exploit ("From Bits to Rounds: Parallel Decoding with Exploration for Diffusion
+Language Models", arXiv:2511.21103).
+
+If few masks are confident, several tokens are tried for the most uncertain mask. The
+candidate that makes the most other masks confident is committed, together with these masks.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,31 @@ from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
 
-class AcrossBlocks(FixedBlocks):
-    """The block at the first mask and `ahead` further ones, chosen anew in every pass."""
+class LookaheadBlocks(FixedBlocks):
+    """The block of the first mask and the next `ahead` blocks, chosen again in every pass."""
 
     def __init__(self, size: int | None, ahead: int) -> None:
         super().__init__(size)
         if ahead < 0:
-            raise InvalidRequestError("the number of blocks looked ahead cannot be negative")
+            raise InvalidRequestError(f"ahead must be at least 0, not {ahead}")
         self.ahead = ahead
 
-    def current(self, canvas: Canvas) -> int:
-        """The end of the block at the first mask."""
-        return super().window(canvas)
+    def current_block_end(self, canvas: Canvas) -> int:
+        """The end of the block of the first mask."""
+        return super().window_end(canvas)
 
-    def window(self, canvas: Canvas) -> int:
-        size = canvas.size or self.size or 32
-        return min(self.current(canvas) + self.ahead * size, len(canvas))
+    def window_end(self, canvas: Canvas) -> int:
+        size = canvas.block_size or self.size or 32
+        return min(self.current_block_end(canvas) + self.ahead * size, len(canvas))
 
-    def closes(self, canvas: Canvas) -> bool:
+    def should_close(self, canvas: Canvas) -> bool:
         return True
 
 
 class ExploringDenoiser(Denoiser):
-    """Commits what is sure in all blocks in view; where that is too little, explores."""
+    """Commits all confident masks of the predicted blocks; explores if these are too few."""
 
-    blocks: AcrossBlocks
+    blocks: LookaheadBlocks
     threshold = 0.9
     candidates = 3
     enough = 2
@@ -51,52 +54,61 @@ class ExploringDenoiser(Denoiser):
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
         [predictions] = yield from self.forward(sequence, canvas)
         positions = np.array([position for position in canvas.masks if position in predictions])
-        sure = positions[predictions.confidence(positions) >= self.threshold]
-        current = canvas.masked(canvas.frontier, self.blocks.current(canvas))
-        if len(sure) >= self.enough or sequence.sampler.stateful or len(sure) == len(positions):
+        confident = positions[predictions.confidence(positions) >= self.threshold]
+        current = canvas.masked(canvas.frontier, self.blocks.current_block_end(canvas))
+        if (
+            len(confident) >= self.enough
+            or sequence.sampler.stateful
+            or len(confident) == len(positions)
+        ):
             self._open(canvas)
-            if not len(sure):
-                sure = current[[int(np.argmax(predictions.confidence(current)))]]
-            self.commit(sequence, canvas, predictions, sure)
+            if not len(confident):
+                confident = current[[int(np.argmax(predictions.confidence(current)))]]
+            self.commit(sequence, canvas, predictions, confident)
             return
-        open_ = np.setdiff1d(current, sure)
-        if not len(open_):
-            open_ = np.setdiff1d(positions, sure)
-        pivot = int(open_[int(np.argmax(predictions.entropies(open_)))])
-        tried = self._tried(predictions, pivot)
+        uncertain = np.setdiff1d(current, confident)
+        if not len(uncertain):
+            uncertain = np.setdiff1d(positions, confident)
+        pivot = int(uncertain[int(np.argmax(predictions.entropies(uncertain)))])
+        candidates = self._candidate_tokens(predictions, pivot)
         predictions.keep()
-        tokens = predictions.tokens(sure)
-        trials = yield from self.forward(
+        tokens = predictions.tokens(confident)
+        outcomes = yield from self.forward(
             sequence,
             canvas,
-            [canvas.copy_tokens([*sure, pivot], [*tokens, token]) for token, _ in tried],
+            [canvas.copy_tokens([*confident, pivot], [*tokens, token]) for token, _ in candidates],
             (canvas.frontier, int(positions[-1]) + 1),
         )
-        left = np.setdiff1d(positions, [*sure, pivot])
-        cascades = [left[one.confidence(left) >= self.threshold] for one in trials]
+        others = np.setdiff1d(positions, [*confident, pivot])
+        cascades = [others[one.confidence(others) >= self.threshold] for one in outcomes]
         values = [
-            math.log(chance) + self.reward * len(cascade)
-            for (_, chance), cascade in zip(tried, cascades, strict=True)
+            math.log(probability) + self.reward * len(cascade)
+            for (_, probability), cascade in zip(candidates, cascades, strict=True)
         ]
         chosen = int(np.argmax(values))
         self._open(canvas)
-        canvas.commit(sure, tokens, predictions.confidence(sure))
-        canvas.commit([pivot], [tried[chosen][0]], [tried[chosen][1]])
+        canvas.commit(confident, tokens, predictions.confidence(confident))
+        canvas.commit([pivot], [candidates[chosen][0]], [candidates[chosen][1]])
         cascade = cascades[chosen]
-        after = trials[chosen]
-        canvas.commit(cascade, after.tokens(cascade), after.confidence(cascade))
+        outcome = outcomes[chosen]
+        canvas.commit(cascade, outcome.tokens(cascade), outcome.confidence(cascade))
         if sequence.annotate is not None:
-            written = [(predictions, position) for position in (*sure, pivot)]
-            for one, position in [*written, *((after, position) for position in cascade)]:
+            sources = [(predictions, position) for position in (*confident, pivot)]
+            for source, position in [*sources, *((outcome, position) for position in cascade)]:
                 token = int(canvas.tokens[position])
                 canvas.notes[int(position)] = sequence.annotate(
-                    one.logits(position), token, one.sampler
+                    source.logits(position), token, source.sampler
                 )
-        self.settle(sequence, canvas, predictions, sorted([*sure, pivot, *cascade]), pivot=pivot)
+        self.finish_step(
+            sequence, canvas, predictions, sorted([*confident, pivot, *cascade]), pivot=pivot
+        )
 
-    def _tried(self, predictions: Predictions, pivot: int) -> list[tuple[int, float]]:
-        """The likeliest tokens of the pivot with their probabilities; an end of text only if it is
-        the likeliest of all, as it makes everything behind it sure."""
+    def _candidate_tokens(self, predictions: Predictions, pivot: int) -> list[tuple[int, float]]:
+        """The likeliest tokens of the pivot, with their probabilities.
+
+        An end of text is included only if it is the likeliest, as it makes all later masks
+        confident.
+        """
         p = predictions.probabilities(pivot)
         order = np.argsort(-p, kind="stable")[: self.candidates + 1].tolist()
         allowed = [
@@ -107,7 +119,7 @@ class ExploringDenoiser(Denoiser):
         return [(token, float(p[token])) for token in allowed[: self.candidates]]
 
     def _open(self, canvas: Canvas) -> None:
-        canvas.open(canvas.frontier, self.blocks.window(canvas))
+        canvas.open(canvas.frontier, self.blocks.window_end(canvas))
 
 
 @register(
@@ -116,13 +128,14 @@ class ExploringDenoiser(Denoiser):
         "diffusion",
         paper="From Bits to Rounds (arXiv:2511.21103)",
         exactness="lossy",
-        summary="Tries several tokens for an uncertain mask and keeps the one that settles most.",
+        summary="Tries tokens for an uncertain mask; keeps the one that makes most others sure.",
         needs=("diffusion model",),
         works_with=("batches", "constraints", "streaming", "infilling"),
         deviations=(
-            "no code was published: which mask is explored (the one of most entropy in the current"
-            " block) and how candidates are valued (log p + reward x masks made sure) are ours",
-            "where the policy depends on the text before (constraints, penalties) it only exploits",
+            "no code was published: which mask is explored (that of the highest entropy in the"
+            " current block) and how candidates are scored (log p + reward * number of masks that"
+            " become confident) are our choice",
+            "with stateful samplers (constraints, penalties), nothing is explored",
             "explored tokens are the likeliest ones at every temperature",
         ),
     )
@@ -136,15 +149,27 @@ def ete(
     block: int | None = None,
     mask: int | None = None,
 ) -> Denoiser:
-    """Commits confidences of `threshold` in the current block and `ahead` further ones. Fewer than
-    `enough`: the `candidates` likeliest tokens of one mask are tried in a second pass."""
+    """Denoises several blocks at once, and explores one mask if too few are confident.
+
+    Args:
+        threshold: Masks with at least this confidence are unmasked.
+        candidates: How many tokens of the explored mask are tried, in a second pass.
+        enough: With at least this many confident masks, nothing is explored.
+        reward: The value of each mask that a candidate makes confident.
+        ahead: How many blocks after the current one are predicted.
+        block: Positions per block (default: up to 32).
+        mask: The mask token (default: the tokenizer's).
+    """
     if candidates < 1 or enough < 1:
-        raise InvalidRequestError("ete needs at least one candidate, and one token to be enough")
-    made = ExploringDenoiser(AcrossBlocks(block, ahead), mask=mask)
-    made.threshold, made.candidates, made.enough, made.reward = (
+        raise InvalidRequestError(
+            f"ete needs at least one candidate and enough >= 1, not candidates={candidates},"
+            f" enough={enough}"
+        )
+    decoder = ExploringDenoiser(LookaheadBlocks(block, ahead), mask=mask)
+    decoder.threshold, decoder.candidates, decoder.enough, decoder.reward = (
         threshold,
         candidates,
         enough,
         reward,
     )
-    return made
+    return decoder

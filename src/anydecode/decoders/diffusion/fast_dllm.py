@@ -1,5 +1,9 @@
-"""Parallel decoding by confidence, over approximate caches (Wu et al., "Fast-dLLM: Training-free
-Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding", arXiv:2505.22618)."""
+"""Fast-dLLM (Wu et al., "Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV
+Cache and Parallel Decoding", arXiv:2505.22618).
+
+Each step unmasks every mask above a confidence threshold, or as many as a rule on the confidences
+allows. Rows outside of the block come from an approximate key-value cache.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +22,16 @@ from anydecode.errors import InvalidRequestError
         paper="Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and"
         " Parallel Decoding (arXiv:2505.22618)",
         exactness="lossy",
-        summary="Fills every mask the model is sure of, and computes little but the block.",
+        summary="Unmasks every confident mask; computes only the block, against cached rows.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "lossless against nothing: cached rows are those of the pass that opened the block",
-            "a model with shifted logits computes one row more on the left of a slice, where the"
-            " paper fills the first position of a block in the full pass",
-            "the factor rule takes the largest n that fits, as the paper has it; its code stops at"
-            " the first that does not",
+            "with a cache, the output differs from that without: cached rows are those of the pass"
+            " that opened the block",
+            "with shifted logits, the row before the block is computed as well; the paper predicts"
+            " the first position of a block in the full pass instead",
+            "the factor rule takes the largest n that satisfies it, as in the paper; the released"
+            " code stops at the first that does not",
         ),
     )
 )
@@ -38,10 +43,19 @@ def fast_dllm(
     length: int | None = None,
     mask: int | None = None,
 ) -> Denoiser:
-    """Fills what is predicted with at least `threshold`, or by `factor` instead. `block` masks at a
-    time (0: the whole canvas; default: up to 32). `cache` is "dual", "prefix" or "none"."""
+    """Denoises in blocks with a confidence threshold and a cache.
+
+    Args:
+        threshold: Masks with at least this confidence are unmasked.
+        factor: If given, replaces the threshold: the n most confident masks are unmasked, for the
+            largest n with (n + 1) (1 - confidence of the n-th) < `factor`.
+        block: Positions per block (0: the whole canvas; default: up to 32).
+        cache: "none", "prefix" or "dual".
+        length: The number of masks of a canvas (default: max_tokens).
+        mask: The mask token (default: the tokenizer's).
+    """
     if not 0 <= threshold <= 1:
-        raise InvalidRequestError("the threshold must be between 0 and 1")
+        raise InvalidRequestError(f"threshold must be between 0 and 1, not {threshold}")
     unmask: UnmaskPolicy = (
         ThresholdUnmasking(threshold) if factor is None else FactorUnmasking(factor)
     )

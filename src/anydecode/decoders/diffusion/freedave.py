@@ -1,5 +1,9 @@
 """Free draft-and-verification (Wu and Zhang, "Free Draft-and-Verification: Toward Lossless Parallel
-Decoding for Diffusion Large Language Models", arXiv:2510.00294)."""
+Decoding for Diffusion Large Language Models", arXiv:2510.00294).
+
+The canvases after each of the next denoising steps are drafted and verified together in one pass.
+Drafts are accepted up to the first that one-token denoising would not have reached.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,15 @@ from anydecode.decoders.diffusion.rankings import ranking
         "diffusion",
         paper="Free Draft-and-Verification (arXiv:2510.00294)",
         exactness="lossy",
-        summary="The text of one token per pass under the same cache, in fewer passes.",
+        summary="Generates the text of one-token denoising (same cache) in fewer passes.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "streaming", "infilling"),
         deviations=(
-            "lossless against one token per pass over the same blocks and the same cache, at every"
-            " temperature (the paper: greedy)",
-            "one token per step only, where the exact and the subset rule are one",
+            "lossless against one token per pass with the same blocks and the same cache, at every"
+            " temperature (the paper: greedy decoding)",
+            "drafts one token per step only, for which the exact and the subset rule are the same",
             "drafts end with the block (no eager mode), and there is no threshold variant (++)",
-            "constraints and other policies with a memory go one token per pass",
+            "with constraints and other stateful samplers, one token per pass is generated",
         ),
     )
 )
@@ -35,5 +39,13 @@ def freedave(
     cache: str = "none",
     mask: int | None = None,
 ) -> ChainDenoiser:
-    """Verifies `drafts` canvases per pass."""
+    """Denoises one token per step, and verifies several steps per pass.
+
+    Args:
+        drafts: How many draft canvases a pass verifies.
+        block: Positions per block (0: the whole canvas; default: up to 32).
+        remasking: The ranking: "confidence", "random", "margin", "entropy" or "leftmost".
+        cache: "none", "prefix" or "dual".
+        mask: The mask token (default: the tokenizer's).
+    """
     return ChainDenoiser(drafts, FixedBlocks(block), ranking(remasking), cache_named(cache), mask)

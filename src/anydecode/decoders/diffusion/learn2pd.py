@@ -1,6 +1,10 @@
-"""A small learned filter says which masks are final, and the canvas is cut where the text is
-foreseen to end (Bao et al., "Learning to Parallel: Accelerating Diffusion Large Language Models via
-Learnable Parallel Decoding", arXiv:2509.25188). `anydecode train filter` trains one."""
+"""Learn2PD (Bao et al., "Learning to Parallel: Accelerating Diffusion Large Language Models via
+Learnable Parallel Decoding", arXiv:2509.25188).
+
+A small trained filter predicts from the confidences of a block which predictions are final; these
+are unmasked. The canvas is cut where an end of text is predicted. `anydecode train filter` trains a
+filter.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ _TENSORS = ("hidden.weight", "hidden.bias", "output.weight", "output.bias")
 
 
 class Filter:
-    """Two layers over the confidences of a block; what is written counts as 1."""
+    """A network of two layers over the confidences of a block; unmasked positions count as 1."""
 
     def __init__(self, tensors: dict[str, np.ndarray]) -> None:
         self.hidden, self.hidden_bias, self.output, self.output_bias = (
@@ -38,7 +42,7 @@ class Filter:
         return int(self.hidden.shape[1])
 
     def __call__(self, confidences: np.ndarray) -> np.ndarray:
-        """Chances float64 `[size]` that each position's prediction is final."""
+        """The probability that each position's prediction is final, float64 `[size]`."""
         hidden = np.maximum(self.hidden @ confidences + self.hidden_bias, 0.0)
         result: np.ndarray = 1 / (1 + np.exp(-(self.output @ hidden + self.output_bias)))
         return result
@@ -46,32 +50,39 @@ class Filter:
 
 @cache
 def load(path: Path) -> Filter:
-    """Raises `InvalidRequestError` where there is no such filter, or one of other shapes."""
+    """Load a filter from a safetensors file.
+
+    Raises:
+        InvalidRequestError: There is no such file, or its tensors are not those of a filter.
+    """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
     try:
         tensors = load_file(path)
-        found = Filter(tensors)
+        loaded = Filter(tensors)
     except (OSError, SafetensorError, KeyError) as error:
-        raise InvalidRequestError(f"{path} is no filter for learn2pd: {error}") from None
-    size = found.size
-    if found.output.shape != (size, len(found.hidden)) or found.output_bias.shape != (size,):
-        raise InvalidRequestError(f"{path} is no filter for learn2pd: its shapes do not fit")
-    return found
+        raise InvalidRequestError(f"{path} is not a filter for learn2pd: {error}") from None
+    size = loaded.size
+    if loaded.output.shape != (size, len(loaded.hidden)) or loaded.output_bias.shape != (size,):
+        raise InvalidRequestError(
+            f"{path} is not a filter for learn2pd: the shapes of its tensors do not match"
+        )
+    return loaded
 
 
-class Filtered(UnmaskPolicy):
-    """Masks that the filter calls final with a chance above `least`."""
+class FilterUnmasking(UnmaskPolicy):
+    """Unmasks the masks that are final with a probability above `threshold`."""
 
-    def __init__(self, filter: Filter, least: float) -> None:
+    def __init__(self, filter: Filter, threshold: float) -> None:
         self.filter = filter
-        self.least = least
+        self.threshold = threshold
 
-    def opened(self, canvas: Canvas) -> None:
-        if canvas.size is not None and canvas.size > self.filter.size:
+    def on_block_opened(self, canvas: Canvas) -> None:
+        if canvas.block_size is not None and canvas.block_size > self.filter.size:
             raise InvalidRequestError(
-                f"this filter is for blocks of {self.filter.size}, the model has {canvas.size}"
+                f"this filter is for blocks of {self.filter.size} positions, but the model's have"
+                f" {canvas.block_size}"
             )
 
     def select(
@@ -79,41 +90,44 @@ class Filtered(UnmaskPolicy):
     ) -> np.ndarray:
         assert canvas.block is not None
         confidences = np.ones(self.filter.size)
-        at = positions - canvas.block[0]
-        confidences[at] = ranks
-        chosen: np.ndarray = self.filter(confidences)[at] > self.least
+        offsets = positions - canvas.block[0]
+        confidences[offsets] = ranks
+        chosen: np.ndarray = self.filter(confidences)[offsets] > self.threshold
         return chosen
 
 
 class FilterBlocks(FixedBlocks):
-    """Blocks of the filter's size; a canvas may be shorter, what it lacks counts as written."""
+    """Blocks of the filter's size. If the canvas is shorter, the rest counts as unmasked."""
 
-    def check(self, length: int) -> None:
+    def check_length(self, length: int) -> None:
         pass
 
 
 class PredictedEnd(EndOfText):
-    """Cuts behind a written end of text; else behind the mask where one is likeliest to be the
-    favourite, if any mask's favourite is an end of text and some text stands before it."""
+    """Cuts the canvas after a committed end of text, or else after a predicted one.
 
-    def wants(self, canvas: Canvas) -> np.ndarray:
+    An end of text is predicted where it is the most likely token of a mask that is not the first
+    position of the answer. Of several the most probable one counts.
+    """
+
+    def extra_positions(self, canvas: Canvas) -> np.ndarray:
         return canvas.masks
 
-    def cut(self, canvas: Canvas, predictions: Predictions) -> int | None:
-        written = super().cut(canvas, predictions)
-        if written is not None:
-            return written
+    def truncated_length(self, canvas: Canvas, predictions: Predictions) -> int | None:
+        length = super().truncated_length(canvas, predictions)
+        if length is not None:
+            return length
         ends = [
             position
             for position in canvas.masks.tolist()
-            if position > canvas.memory["start"]
+            if position > canvas.policy_state["start"]
             and position in predictions
-            and predictions.sequence.stops_at(predictions.facts(position).best)
+            and predictions.sequence.stops_at(predictions.statistics(position).best)
         ]
         if not ends:
             return None
         likeliest = max(
-            ends, key=lambda position: (predictions.facts(position).probability, -position)
+            ends, key=lambda position: (predictions.statistics(position).probability, -position)
         )
         return likeliest + 1 if likeliest + 1 < len(canvas) else None
 
@@ -124,12 +138,12 @@ class PredictedEnd(EndOfText):
         "diffusion",
         paper="Learning to Parallel (arXiv:2509.25188)",
         exactness="lossy",
-        summary="A learned filter says what is final; the canvas ends where the text will.",
+        summary="A trained filter selects final tokens; cuts the canvas at a predicted end.",
         needs=("diffusion model", "trained heads"),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "the filter that ships was trained on tiny-diffusion; other models need their own",
-            "the foreseen end of text itself stays on the canvas",
+            "the included filter was trained on tiny-diffusion; other models need their own",
+            "the predicted end of text itself stays on the canvas",
         ),
     )
 )
@@ -140,9 +154,16 @@ def learn2pd(
     cache: str = "none",
     mask: int | None = None,
 ) -> Denoiser:
-    """Commits what `filter` (a safetensors file; default: the one that ships) calls final with a
-    chance above `threshold`. `foresee_end` cuts the canvas where an end of text is predicted."""
+    """Denoises with a trained filter.
+
+    Args:
+        filter: The filter, a safetensors file (default: the included one).
+        threshold: Masks that are final with a probability above it are unmasked.
+        foresee_end: Cut the canvas where an end of text is predicted.
+        cache: "none", "prefix" or "dual".
+        mask: The mask token (default: the tokenizer's).
+    """
     loaded = load(SHIPPED if filter is None else Path(filter))
     stop = PredictedEnd() if foresee_end else EndOfText()
-    blocks, unmask = FilterBlocks(loaded.size), Filtered(loaded, threshold)
+    blocks, unmask = FilterBlocks(loaded.size), FilterUnmasking(loaded, threshold)
     return Denoiser(blocks, Confidence(), unmask, cache_named(cache), stop, mask=mask)

@@ -1,5 +1,8 @@
-"""The plain sampler of LLaDA: full passes, blocks from the left, a fixed number of tokens a pass
-(Nie et al., "Large Language Diffusion Models", arXiv:2502.09992)."""
+"""The decoder of LLaDA (Nie et al., "Large Language Diffusion Models", arXiv:2502.09992).
+
+Blocks are denoised from left to right, without a cache. Each step unmasks a fixed number of the
+best-ranked masks of the block, by default the most confident ones.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from anydecode.decoders.diffusion.unmasking import TopKUnmasking
         "diffusion",
         paper="Large Language Diffusion Models (arXiv:2502.09992)",
         exactness="lossy",
-        summary="Blocks from the left, in each the surest masks first, a fixed number per pass.",
+        summary="Blocks from left to right; unmasks a fixed number of confident masks per step.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "blocks need not divide the canvas: the last one may be smaller",
-            "steps count within a block (the paper's, divided by the number of blocks)",
+            "the block size need not divide the canvas: the last block may be smaller",
+            "steps are counted per block (the paper's number divided by the number of blocks)",
             "no classifier-free guidance",
-            "the mask token is never written",
+            "the mask token is never generated",
         ),
     )
 )
@@ -34,9 +37,15 @@ def llada(
     length: int | None = None,
     mask: int | None = None,
 ) -> Denoiser:
-    """`block` masks at a time (0: the whole canvas; default: up to 32), each filled in `steps`
-    passes (default: one token per pass). `remasking` is "confidence", "random", "margin",
-    "entropy" or "leftmost"."""
+    """Denoises in blocks with a fixed number of tokens per step.
+
+    Args:
+        block: Positions per block (0: the whole canvas; default: up to 32).
+        steps: Denoising steps per block (default: one per mask).
+        remasking: The ranking: "confidence", "random", "margin", "entropy" or "leftmost".
+        length: The number of masks of a canvas (default: max_tokens).
+        mask: The mask token (default: the tokenizer's).
+    """
     return Denoiser(
         FixedBlocks(block), ranking(remasking), TopKUnmasking(steps), mask=mask, length=length
     )

@@ -1,5 +1,9 @@
-"""Masks near a sure one need less certainty (LocalLeap, "Accelerating Diffusion LLM Inference via
-Local Determinism Propagation", arXiv:2510.07081)."""
+"""LocalLeap ("Accelerating Diffusion LLM Inference via Local Determinism Propagation",
+arXiv:2510.07081).
+
+Masks above a confidence threshold are anchors and are unmasked. Masks close to an anchor need only
+a lower confidence.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,13 @@ from anydecode.decoders.diffusion.unmasking import UnmaskPolicy
 from anydecode.errors import InvalidRequestError
 
 
-class NearAnchors(UnmaskPolicy):
-    """Masks ranked at least `threshold` (anchors), and those within `radius` of one that are
-    ranked at least `relaxed`."""
+class AnchorUnmasking(UnmaskPolicy):
+    """Unmasks masks with a rank of at least `threshold` (anchors), and those within `radius`
+    positions of an anchor with a rank of at least `relaxed`."""
 
     def __init__(self, threshold: float, relaxed: float, radius: int) -> None:
         if radius < 0:
-            raise InvalidRequestError("the radius cannot be negative")
+            raise InvalidRequestError(f"radius must be at least 0, not {radius}")
         self.threshold = threshold
         self.relaxed = relaxed
         self.radius = radius
@@ -30,10 +34,10 @@ class NearAnchors(UnmaskPolicy):
     def select(
         self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
-        sure: np.ndarray = ranks >= self.threshold
-        distance = np.abs(positions[:, None] - positions[sure][None, :])
-        near = (distance <= self.radius).any(axis=1)
-        chosen: np.ndarray = sure | (near & (ranks >= self.relaxed))
+        is_anchor: np.ndarray = ranks >= self.threshold
+        distance = np.abs(positions[:, None] - positions[is_anchor][None, :])
+        is_near = (distance <= self.radius).any(axis=1)
+        chosen: np.ndarray = is_anchor | (is_near & (ranks >= self.relaxed))
         return chosen
 
 
@@ -43,10 +47,10 @@ class NearAnchors(UnmaskPolicy):
         "diffusion",
         paper="LocalLeap (arXiv:2510.07081)",
         exactness="lossy",
-        summary="Around a mask the model is sure of, less certainty is enough.",
+        summary="Needs less confidence for masks near a confident mask.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
-        deviations=("anchors are masks of this pass only, as in the released code",),
+        deviations=("only masks of this pass are anchors, as in the released code",),
     )
 )
 def localleap(
@@ -57,6 +61,15 @@ def localleap(
     cache: str = "none",
     mask: int | None = None,
 ) -> Denoiser:
-    """Commits confidences of `threshold`, or of `relaxed` within `radius` positions of one."""
-    unmask = NearAnchors(threshold, relaxed, radius)
+    """Denoises with a threshold that is lower near confident masks.
+
+    Args:
+        threshold: Masks with at least this confidence are anchors and are unmasked.
+        relaxed: The threshold near an anchor.
+        radius: The largest distance from an anchor, in positions.
+        block: Positions per block (0: the whole canvas; default: up to 32).
+        cache: "none", "prefix" or "dual".
+        mask: The mask token (default: the tokenizer's).
+    """
+    unmask = AnchorUnmasking(threshold, relaxed, radius)
     return Denoiser(FixedBlocks(block), Confidence(), unmask, cache_named(cache), mask=mask)

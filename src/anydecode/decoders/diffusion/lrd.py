@@ -1,5 +1,9 @@
-"""Masks are fed the mixture of tokens they are likely to become (Zhu et al., "Latent Refinement
-Decoding: Enhancing Diffusion-Based Language Models by Refining Belief States", arXiv:2510.11052).
+"""Latent refinement decoding (Zhu et al., "Latent Refinement Decoding: Enhancing Diffusion-Based
+Language Models by Refining Belief States", arXiv:2510.11052).
+
+The input of a mask is its embedding mixed with the embeddings of its likeliest tokens. Passes first
+refine these mixtures until the predictions are stable; then masks are unmasked, lowest entropy
+first.
 """
 
 from __future__ import annotations
@@ -21,15 +25,18 @@ from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 
-#: Refinement passes per block at most.
-MOST_REFINEMENTS = 20
-#: Beliefs this close to nothing are held to be this.
-_TINY = 1e-12
+#: The largest number of refinement passes per block.
+MAX_REFINEMENTS = 20
+#: The smallest probability in the denominator of a divergence.
+_MIN_PROBABILITY = 1e-12
 
 
 class LatentDenoiser(Denoiser):
-    """First refines without committing until beliefs settle, then fills the mask of least entropy
-    per pass. Beliefs are in `canvas.memory["beliefs"]`: float64 `[vocab_size]` by position."""
+    """Refines predicted distributions without unmasking, then unmasks the mask of lowest entropy in
+    each step.
+
+    The distributions are in `canvas.policy_state["beliefs"]`: float64 `[vocab_size]` by position.
+    """
 
     mixture = 0.15
     nucleus = 0.9
@@ -37,35 +44,39 @@ class LatentDenoiser(Denoiser):
 
     def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         if canvas.block is None:
-            canvas.open(canvas.frontier, self.blocks.end(canvas, predictions))
-            canvas.memory["beliefs"], canvas.memory["refined"] = {}, 0
+            canvas.open(canvas.frontier, self.blocks.block_end(canvas, predictions))
+            canvas.policy_state["beliefs"], canvas.policy_state["refined"] = {}, 0
         assert canvas.block is not None
         positions = canvas.masked(*canvas.block)
-        before = canvas.memory["beliefs"]
-        now = {int(position): predictions.probabilities(position) for position in positions}
-        canvas.memory["beliefs"] = now
-        moved = math.inf
-        if before:
-            moved = float(np.mean([divergence(before[int(p)], now[int(p)]) for p in positions]))
-        refined = canvas.memory["refined"]
-        if refined is not None:
-            if moved >= self.settled and refined < MOST_REFINEMENTS:
-                canvas.memory["refined"] = refined + 1
+        previous = canvas.policy_state["beliefs"]
+        current = {int(position): predictions.probabilities(position) for position in positions}
+        canvas.policy_state["beliefs"] = current
+        mean_divergence = math.inf
+        if previous:
+            mean_divergence = float(
+                np.mean([divergence(previous[int(p)], current[int(p)]) for p in positions])
+            )
+        num_refined = canvas.policy_state["refined"]
+        if num_refined is not None:
+            if mean_divergence >= self.settled and num_refined < MAX_REFINEMENTS:
+                canvas.policy_state["refined"] = num_refined + 1
                 canvas.step += 1
-                self.say(sequence, canvas, ())
+                self.emit_prefix(sequence, canvas, ())
                 return
-            canvas.memory["refined"] = None
+            canvas.policy_state["refined"] = None
             chosen = self.choose(canvas, predictions, positions)
         else:
             chosen = (
-                positions if moved < self.settled else self.choose(canvas, predictions, positions)
+                positions
+                if mean_divergence < self.settled
+                else self.choose(canvas, predictions, positions)
             )
         self.commit(sequence, canvas, predictions, chosen)
 
     def embeddings(
         self, sequence: Sequence, canvas: Canvas, positions: np.ndarray
     ) -> torch.Tensor | None:
-        beliefs = canvas.memory.get("beliefs") if canvas.block is not None else None
+        beliefs = canvas.policy_state.get("beliefs") if canvas.block is not None else None
         if not beliefs:
             return None
         model: Any = sequence.context().pool.model
@@ -73,28 +84,32 @@ class LatentDenoiser(Denoiser):
         for row, position in enumerate(positions.tolist()):
             if position in beliefs and canvas.tokens[position] == canvas.mask:
                 tokens, weights, mix = self.soft(beliefs[position])
-                words = torch.from_numpy(weights.astype(np.float32)) @ model.embed(
+                mean_embedding = torch.from_numpy(weights.astype(np.float32)) @ model.embed(
                     tokens.astype(np.int32)
                 )
-                inputs[row] = (1 - mix) * inputs[row] + mix * words
+                inputs[row] = (1 - mix) * inputs[row] + mix * mean_embedding
         return inputs
 
     def soft(self, p: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-        """The tokens of the nucleus, their renormalised probabilities, and the mixture's weight:
-        `mixture` (1 - H / log V)."""
+        """The mixture that is fed to a mask with the distribution `p`, float64 `[vocab_size]`.
+
+        Returns:
+            The tokens of the nucleus, their renormalized probabilities, and the weight of the
+            mixture: `mixture * (1 - entropy / log(vocab_size))`.
+        """
         order = np.argsort(-p, kind="stable")
         count = int(np.searchsorted(np.cumsum(p[order]), self.nucleus)) + 1
         tokens = order[:count]
-        likely = p[p > 0]
-        entropy = -float((likely * np.log(likely)).sum())
+        positive = p[p > 0]
+        entropy = -float((positive * np.log(positive)).sum())
         weight = self.mixture * (1 - entropy / math.log(len(p)))
         return tokens, p[tokens] / p[tokens].sum(), weight
 
 
 def divergence(p: np.ndarray, q: np.ndarray) -> float:
     """KL(p || q) in nats."""
-    kept = p > 0
-    return float((p[kept] * np.log(p[kept] / np.maximum(q[kept], _TINY))).sum())
+    support = p > 0
+    return float((p[support] * np.log(p[support] / np.maximum(q[support], _MIN_PROBABILITY))).sum())
 
 
 @register(
@@ -103,13 +118,13 @@ def divergence(p: np.ndarray, q: np.ndarray) -> float:
         "diffusion",
         paper="Latent Refinement Decoding (arXiv:2510.11052)",
         exactness="lossy",
-        summary="Masks carry beliefs; passes refine them before words are fixed.",
+        summary="Feeds masks a mixture of likely tokens; refines it before masks are unmasked.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "embeddings are mixed as they are, without bringing norms together",
-            "beliefs are those of the block; other blocks stay plain masks",
-            "tokens are drawn by the request's policy; the paper is greedy",
+            "embeddings are mixed without normalization",
+            "only masks of the current block are mixed; those of other blocks stay plain masks",
+            "tokens are sampled by the request's sampler; the paper's decoding is greedy",
         ),
     )
 )
@@ -120,13 +135,26 @@ def lrd(
     block: int | None = None,
     mask: int | None = None,
 ) -> Denoiser:
-    """A mask's input is (1 - a) [MASK] + a (mean embedding of its `nucleus`), a = `mixture` times
-    one less its normalised entropy. Below a mean divergence of `settled` nats between passes,
-    refinement ends, and later the whole block is filled."""
+    """Denoises with refined inputs of masks.
+
+    The input of a mask is (1 - a) times the mask's embedding plus a times the mean embedding of its
+    nucleus, where a is `mixture * (1 - normalized entropy)`.
+
+    Args:
+        mixture: The largest weight a of the nucleus, below 1.
+        nucleus: The probability mass of the nucleus.
+        settled: If the mean divergence between two passes is below this, in nats, refinement ends;
+            later, the whole block is unmasked.
+        block: Positions per block (0: the whole canvas; default: up to 32).
+        mask: The mask token (default: the tokenizer's).
+    """
     if not 0 <= mixture < 1 or not 0 < nucleus <= 1:
-        raise InvalidRequestError("lrd needs 0 <= mixture < 1 and 0 < nucleus <= 1")
-    made = LatentDenoiser(
+        raise InvalidRequestError(
+            f"lrd needs 0 <= mixture < 1 and 0 < nucleus <= 1, not mixture={mixture},"
+            f" nucleus={nucleus}"
+        )
+    decoder = LatentDenoiser(
         FixedBlocks(block), Entropy(), ThresholdUnmasking(math.inf), stop=StopRule(), mask=mask
     )
-    made.mixture, made.nucleus, made.settled = mixture, nucleus, settled
-    return made
+    decoder.mixture, decoder.nucleus, decoder.settled = mixture, nucleus, settled
+    return decoder

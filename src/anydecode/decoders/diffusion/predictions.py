@@ -1,6 +1,7 @@
-"""What a pass says of the masks: per position a token, how sure the model is, and what else a
-policy may rank by. Computed when asked for, row by row, so that a position's numbers are the same
-bits whatever else is in the pass.
+"""The predictions of one forward pass over a canvas: per position a token and its confidence.
+
+Every number is computed lazily and from its own row alone, so it is bit-identical whatever else is
+in the pass.
 """
 
 from __future__ import annotations
@@ -18,16 +19,22 @@ from anydecode.scoring.sequence import Sequence
 
 
 class RowStatistics:
-    """One position under the un-noised distribution, in numbers (float64, natural logarithms).
-    Each is computed when it is first asked for."""
+    """Statistics of one position's distribution before sampling noise (float64, natural log).
+
+    Each is computed on first use.
+
+    Args:
+        scores: Logits, float32 `[tokens]`.
+        tokens: The token of each score, int `[tokens]` (default: the index).
+    """
 
     def __init__(self, scores: np.ndarray, tokens: np.ndarray | None = None) -> None:
         self._scores = scores
-        self._at = int(scores.argmax())
+        self._argmax = int(scores.argmax())
         #: The most likely token.
-        self.best = self._at if tokens is None else int(tokens[self._at])
+        self.best = self._argmax if tokens is None else int(tokens[self._argmax])
         #: The largest score.
-        self.top = float(scores[self._at])
+        self.top = float(scores[self._argmax])
 
     @cached_property
     def _exponentials(self) -> tuple[np.ndarray, float]:
@@ -35,41 +42,49 @@ class RowStatistics:
 
     @property
     def probability(self) -> float:
-        """Of the most likely token."""
+        """The probability of the most likely token."""
         return 1 / self._exponentials[1]
 
     @cached_property
     def gap(self) -> float:
-        """The largest score less the second."""
+        """The largest score minus the second largest."""
         if len(self._scores) == 1:
             return math.inf
         return self.top - float(np.partition(self._scores, -2)[-2])
 
     @property
     def margin(self) -> float:
-        """The largest probability less the second."""
+        """The largest probability minus the second largest."""
         return -math.expm1(-self.gap) / self._exponentials[1]
 
     @cached_property
     def entropy(self) -> float:
-        """In nats."""
+        """The entropy in nats."""
         weights, total = self._exponentials
         below = np.subtract(self._scores, self.top, dtype=np.float64)
         below[weights == 0] = 0.0
         return max(0.0, math.log(total) - float(np.sum(weights * below)) / total)
 
-    def chance(self, score: float) -> float:
-        """The probability of a token with this score."""
+    def probability_of(self, score: float) -> float:
+        """The probability of a token with the given score."""
         return math.exp(score - self.top) / self._exponentials[1]
 
 
 class Predictions:
-    """The answers of one pass over a canvas, by position.
+    """The predictions of one forward pass over a canvas, by position.
 
-    Confidences come from the softmax of the logits, after whatever bans or biases them; `tempered`
-    takes them from what the policy draws from (temperature and truncations applied). The mask token
-    is never predicted. `rows` are this canvas's among the scores'. Valid until the decoder yields
-    again, unless kept.
+    Confidences are probabilities under the softmax of the logits, after bans and biases. The mask
+    token is never predicted. The object is valid until the decoder yields again, unless `keep` is
+    called.
+
+    Args:
+        sequence: The sequence of the canvas.
+        scores: The result of the pass.
+        sampler: The sampler that samples the tokens; it must not be stateful.
+        step: The denoising step, which selects the sampling noise.
+        mask: The mask token.
+        tempered: Take confidences from the distribution after temperature and truncation.
+        rows: The rows of `scores` that belong to this canvas (default: all).
     """
 
     def __init__(
@@ -93,104 +108,109 @@ class Predictions:
         rows = range(len(scores)) if rows is None else rows
         self._rows = {int(scores.positions[row]): row for row in rows}
         tempered = tempered and not sampler.is_greedy
-        self._plain = sampler if tempered else Sampler(1.0, sampler.pre_temperature)
-        self._adjust: list[Callable[[int, np.ndarray], np.ndarray]] = []
-        self._changed: dict[int, np.ndarray] = {}
+        self._confidence_sampler = sampler if tempered else Sampler(1.0, sampler.pre_temperature)
+        self._adjustments: list[Callable[[int, np.ndarray], np.ndarray]] = []
+        self._adjusted: dict[int, np.ndarray] = {}
         self._tokens: dict[int, int] = {}
-        self._facts: dict[int, RowStatistics] = {}
-        self._sure: dict[int, float] = {}
+        self._statistics: dict[int, RowStatistics] = {}
+        self._confidences: dict[int, float] = {}
 
     def __contains__(self, position: int) -> bool:
         return int(position) in self._rows
 
     @property
     def positions(self) -> np.ndarray:
-        """The positions that were predicted, in the order of the rows."""
+        """The predicted positions, in the order of the rows."""
         return np.fromiter(self._rows, np.int64)
 
     def keep(self) -> Predictions:
-        """Copy what the lane's next pass would overwrite."""
+        """Copy the logits, which the next pass of the model runner would overwrite."""
         self.scores.keep()
-        self._facts.clear()  # they may still be computing from the old rows
+        self._statistics.clear()  # they may still refer to the old rows
         return self
 
-    def adjust(self, change: Callable[[int, np.ndarray], np.ndarray]) -> None:
-        """Let `change(position, logits)` give the logits that everything else is computed from; it
-        must not write to its argument. Call before anything is asked for."""
-        self._adjust.append(change)
+    def adjust(self, adjustment: Callable[[int, np.ndarray], np.ndarray]) -> None:
+        """Compute everything from the logits that `adjustment(position, logits)` returns.
 
-    def revise(self, position: int) -> None:
-        """What was adjusted at `position` has changed: compute it anew when it is asked for."""
-        for known in (self._changed, self._tokens, self._facts, self._sure):
-            known.pop(position, None)
+        The function must not write to its argument. Call this before anything is read.
+        """
+        self._adjustments.append(adjustment)
+
+    def invalidate(self, position: int) -> None:
+        """Discard everything computed for `position`, as its adjustment has changed."""
+        for cached in (self._adjusted, self._tokens, self._statistics, self._confidences):
+            cached.pop(position, None)
 
     def logits(self, position: int) -> np.ndarray:
-        """float32 `[vocab_size]` for the token at `position`; the mask token has -inf."""
+        """The logits at `position`, float32 `[vocab_size]`; the mask token has -inf."""
         position = int(position)
         row = self.scores.row(self._rows[position])
-        if not self._adjust:
+        if not self._adjustments:
             return row
-        if position not in self._changed:
-            for change in self._adjust:
-                row = change(position, row)
-            self._changed[position] = row
-        return self._changed[position]
+        if position not in self._adjusted:
+            for adjustment in self._adjustments:
+                row = adjustment(position, row)
+            self._adjusted[position] = row
+        return self._adjusted[position]
 
     def probabilities(self, position: int) -> np.ndarray:
-        """float64 `[vocab_size]`: the un-noised distribution at `position`."""
+        """The distribution at `position` before sampling noise, float64 `[vocab_size]`."""
         logits = self.logits(position)
-        return self._plain.distribution(logits).dense(len(logits))
+        return self._confidence_sampler.distribution(logits).dense(len(logits))
 
     def token(self, position: int) -> int:
-        """What the policy draws for `position`, with the noise of the place and of this step."""
+        """The token sampled for `position`, with the noise of the position and of this step."""
         position = int(position)
         if position not in self._tokens:
             self._tokens[position] = self.draw(self.sampler, position)
         return self._tokens[position]
 
     def draw(self, sampler: Sampler, position: int) -> int:
-        """What `policy` draws for `position`."""
+        """Sample the token of `position` with another sampler."""
         return self.sequence.sample(sampler, self.logits(position), int(position), self.step)
 
-    def facts(self, position: int) -> RowStatistics:
-        """The un-noised distribution at `position` in numbers."""
+    def statistics(self, position: int) -> RowStatistics:
+        """The statistics of the distribution at `position` before sampling noise."""
         position = int(position)
-        if position not in self._facts:
-            self._facts[position] = RowStatistics(*self._untempered(position))
-        return self._facts[position]
+        if position not in self._statistics:
+            self._statistics[position] = RowStatistics(*self._confidence_scores(position))
+        return self._statistics[position]
 
     def probability_drawn(self, position: int, token: int) -> float:
-        """The un-noised probability of `token` at `position`."""
-        scores, tokens = self._untempered(int(position))
-        return self.facts(position).chance(Distribution(tokens, scores).score(token))
+        """The probability of `token` at `position` before sampling noise."""
+        scores, tokens = self._confidence_scores(int(position))
+        return self.statistics(position).probability_of(Distribution(tokens, scores).score(token))
 
-    def _untempered(self, position: int) -> tuple[np.ndarray, np.ndarray | None]:
-        if self._plain.is_temperature_only and self._plain.temperature == 1:
+    def _confidence_scores(self, position: int) -> tuple[np.ndarray, np.ndarray | None]:
+        if (
+            self._confidence_sampler.is_temperature_only
+            and self._confidence_sampler.temperature == 1
+        ):
             return self.logits(position), None
-        found = self._plain.distribution(self.logits(position))
-        return found.scores, found.tokens
+        distribution = self._confidence_sampler.distribution(self.logits(position))
+        return distribution.scores, distribution.tokens
 
     def tokens(self, positions: Iterable[int]) -> np.ndarray:
-        """int32: `token` of each place."""
+        """The sampled token of each position, int32."""
         return np.array([self.token(position) for position in positions], np.int32)
 
     def confidence(self, positions: Iterable[int]) -> np.ndarray:
-        """float64: the un-noised probability of each place's token."""
+        """The confidence of each position: the probability of its token, float64."""
         return np.array([self._confidence(int(position)) for position in positions], np.float64)
 
     def margins(self, positions: Iterable[int]) -> np.ndarray:
-        """float64: the largest probability less the second."""
-        return np.array([self.facts(position).margin for position in positions], np.float64)
+        """The largest probability minus the second largest of each position, float64."""
+        return np.array([self.statistics(position).margin for position in positions], np.float64)
 
     def entropies(self, positions: Iterable[int]) -> np.ndarray:
-        """float64: nats."""
-        return np.array([self.facts(position).entropy for position in positions], np.float64)
+        """The entropy of each position in nats, float64."""
+        return np.array([self.statistics(position).entropy for position in positions], np.float64)
 
     def _confidence(self, position: int) -> float:
-        if position not in self._sure:
-            token, facts = self.token(position), self.facts(position)
-            same = token == facts.best
-            self._sure[position] = (
-                facts.probability if same else self.probability_drawn(position, token)
+        if position not in self._confidences:
+            token, statistics = self.token(position), self.statistics(position)
+            is_best = token == statistics.best
+            self._confidences[position] = (
+                statistics.probability if is_best else self.probability_drawn(position, token)
             )
-        return self._sure[position]
+        return self._confidences[position]

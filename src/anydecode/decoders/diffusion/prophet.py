@@ -1,6 +1,9 @@
-"""The answer is known before the last pass: fill everything once the gap between the two largest
-logits is wide (Li et al., "Diffusion Language Models Know the Answer Before Decoding",
-arXiv:2508.19982)."""
+"""Prophet (Li et al., "Diffusion Language Models Know the Answer Before Decoding",
+arXiv:2508.19982).
+
+All masks are unmasked at once as soon as the mean gap between the two largest logits of the
+answer's positions is large enough. The required gap becomes smaller as decoding proceeds.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +20,39 @@ from anydecode.decoders.diffusion.unmasking import TopKUnmasking
 from anydecode.errors import InvalidRequestError
 
 
-class LogitGap(StopRule):
-    """Fills the canvas when the mean gap of the answer's `count` positions from `start` on (counted
-    from the end of the prompt; None: to the end) reaches `gaps[k]`, k the third of the way done."""
+class LogitGapStop(StopRule):
+    """Unmasks the whole canvas when the mean logit gap of the answer is large enough.
+
+    Args:
+        gaps: The required gaps in the first, second and last third of the canvas's progress.
+        start: The first position of the answer, counted from the end of the prompt.
+        count: The number of positions of the answer (default: to the end of the canvas).
+    """
 
     def __init__(self, gaps: tuple[float, float, float], start: int, count: int | None) -> None:
         if start < 0 or (count is not None and count < 1):
-            raise InvalidRequestError("the answer needs a start of at least 0 and one position")
+            raise InvalidRequestError(
+                f"the answer needs start >= 0 and count >= 1, not start={start}, count={count}"
+            )
         self.gaps = gaps
         self.start = start
         self.count = count
 
-    def wants(self, canvas: Canvas) -> np.ndarray:
+    def extra_positions(self, canvas: Canvas) -> np.ndarray:
         return np.union1d(canvas.masks, self._answer(canvas))
 
-    def fills(self, canvas: Canvas, predictions: Predictions) -> bool:
+    def fills_all(self, canvas: Canvas, predictions: Predictions) -> bool:
         answer = [position for position in self._answer(canvas) if position in predictions]
         if not answer:
             return False
-        done = np.count_nonzero(canvas.committed >= 0)
-        progress = done / (done + len(canvas.masks))
-        least = self.gaps[0 if progress < 0.33 else 1 if progress < 0.67 else 2]
-        return float(np.mean([predictions.facts(position).gap for position in answer])) >= least
+        num_committed = np.count_nonzero(canvas.committed >= 0)
+        progress = num_committed / (num_committed + len(canvas.masks))
+        min_gap = self.gaps[0 if progress < 0.33 else 1 if progress < 0.67 else 2]
+        gaps = [predictions.statistics(position).gap for position in answer]
+        return float(np.mean(gaps)) >= min_gap
 
     def _answer(self, canvas: Canvas) -> np.ndarray:
-        first = min(canvas.memory["start"] + self.start, len(canvas))
+        first = min(canvas.policy_state["start"] + self.start, len(canvas))
         stop = len(canvas) if self.count is None else min(first + self.count, len(canvas))
         return np.arange(first, stop)
 
@@ -52,14 +63,14 @@ class LogitGap(StopRule):
         "diffusion",
         paper="Diffusion Language Models Know the Answer Before Decoding (arXiv:2508.19982)",
         exactness="lossy",
-        summary="Fills every mask at once as soon as the answer's logits are far apart.",
+        summary="Unmasks everything as soon as the answer's two largest logits are far apart.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "the answer's region is the whole canvas unless start and count name one; the released"
-            " code plants an anchor phrase there (put it into the prompt, between masks)",
-            "progress is the share of masks filled: steps / all steps under the paper's uniform"
-            " schedule",
+            "the answer is the whole canvas unless start and count are given; the released code"
+            " fixes an anchor phrase there (put it into the prompt, between masks)",
+            "progress is the share of unmasked positions, which is steps / all steps with the"
+            " paper's uniform schedule",
         ),
     )
 )
@@ -74,9 +85,22 @@ def prophet(
     remasking: str = "confidence",
     mask: int | None = None,
 ) -> Denoiser:
-    """The gaps, in logits, that suffice in the first, second and last third of the passes: logits
-    are scaled otherwise in every model. `start` and `count` are where the answer stands."""
-    stop = LogitGap((early, middle, late), start, count)
+    """Denoises in blocks, and unmasks everything once the answer is certain.
+
+    The scale of logits differs between models, so the gaps may need to be adapted.
+
+    Args:
+        early: The mean logit gap that suffices in the first third of the canvas's progress.
+        middle: The same for the second third.
+        late: The same for the last third.
+        start: The first position of the answer, counted from the end of the prompt.
+        count: The number of positions of the answer (default: to the end of the canvas).
+        block: Positions per block (0: the whole canvas; default: up to 32).
+        steps: Denoising steps per block (default: one per mask).
+        remasking: The ranking: "confidence", "random", "margin", "entropy" or "leftmost".
+        mask: The mask token (default: the tokenizer's).
+    """
+    stop = LogitGapStop((early, middle, late), start, count)
     return Denoiser(
         FixedBlocks(block), ranking(remasking), TopKUnmasking(steps), stop=stop, mask=mask
     )

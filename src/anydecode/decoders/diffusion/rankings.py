@@ -1,4 +1,4 @@
-"""What masks are ranked by: the larger, the sooner a position is filled."""
+"""Rankings: the order in which masks are unmasked; the largest number comes first."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from anydecode.errors import InvalidRequestError
 
 
 class Ranking(ABC):
-    """One number per position. Thresholds hold against these numbers, too."""
+    """Gives each position a number. Thresholds of unmask policies are compared to it, too."""
 
     @abstractmethod
     def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
-        """float64 `[len(positions)]`."""
+        """The rank of each of `positions`, float64 `[len(positions)]`."""
 
 
 class Confidence(Ranking):
-    """The un-noised probability of the token that would be written (LLaDA, Dream maskgit_plus)."""
+    """The probability of the sampled token, without noise (LLaDA, Dream's maskgit_plus)."""
 
     def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
         return predictions.confidence(positions)
 
 
 class Margin(Ranking):
-    """The largest probability less the second (Dream topk_margin)."""
+    """The largest probability minus the second largest (Dream's topk_margin)."""
 
     def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
         return predictions.margins(positions)
 
 
 class Entropy(Ranking):
-    """Least entropy first: its negative, in nats (Dream entropy)."""
+    """The negative entropy in nats: the lowest entropy comes first (Dream's entropy)."""
 
     def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
         return -predictions.entropies(positions)
 
 
 class Random(Ranking):
-    """Uniform numbers that belong to the place and the step (LLaDA random, Dream origin)."""
+    """Uniform random numbers by position and step (LLaDA's random, Dream's origin)."""
 
     def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
         noise = predictions.sequence.noise.with_purpose("unmask")
@@ -49,7 +49,7 @@ class Random(Ranking):
 
 
 class Leftmost(Ranking):
-    """From left to right."""
+    """The negative position: from left to right."""
 
     def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:
         return -positions.astype(np.float64)
@@ -65,15 +65,19 @@ RANKINGS: dict[str, type[Ranking]] = {
 
 
 def ranking(name: str) -> Ranking:
-    """The ranking a user named. Raises `InvalidRequestError`."""
+    """The ranking of a given name.
+
+    Raises:
+        InvalidRequestError: There is no such ranking.
+    """
     if name not in RANKINGS:
         raise InvalidRequestError(
-            f"masks are ranked by {', '.join(RANKINGS)}; {name!r} is none of them"
+            f"the ranking of masks {name!r} is unknown; it must be one of {', '.join(RANKINGS)}"
         )
     return RANKINGS[name]()
 
 
 def best_first(ranks: np.ndarray) -> np.ndarray:
-    """Indices by falling rank; among equals the leftmost position first."""
+    """Indices in descending order of rank; of equal ranks the leftmost position comes first."""
     order: np.ndarray = np.argsort(-ranks, kind="stable")
     return order

@@ -1,5 +1,9 @@
-"""A block-diffusion model verifies its own drafts in its autoregressive mode (Han et al., "S2D2:
-Fast Decoding for Diffusion LLMs via Training-Free Self-Speculation", arXiv:2603.25702)."""
+"""S2D2 (Han et al., "S2D2: Fast Decoding for Diffusion LLMs via Training-Free Self-Speculation",
+arXiv:2603.25702).
+
+A block-diffusion model drafts the tokens of a block in one pass. If a router expects it to pay off,
+a second pass with block size 1 verifies them from the left by speculative sampling.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from anydecode.catalogue import Card, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import BlockCausalCache
 from anydecode.decoders.diffusion.canvas import Canvas
-from anydecode.decoders.diffusion.canvas_spans import CausalSpan, score_of
+from anydecode.decoders.diffusion.canvas_spans import CausalSpan, score_canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
@@ -31,8 +35,14 @@ ROUTERS = ("score", "always", "never", "span", "hysteresis")
 
 @dataclass(eq=False)
 class TwoStreamSpan(CausalSpan):
-    """The block as drafted, each row seeing the context and the rows up to itself; then masks at
-    the last `masks` of those places, each seeing the drafted rows strictly before it, and itself.
+    """Two streams over a drafted block: first the drafted tokens, then masks.
+
+    Each row of the first stream sees the context and the rows up to itself. The second stream has
+    masks at the last positions of the block; each sees the context, the drafted tokens before its
+    position, and itself.
+
+    Attributes:
+        masks: The number of masks in the second stream.
     """
 
     masks: int = 0
@@ -40,37 +50,38 @@ class TwoStreamSpan(CausalSpan):
     def fill(self, rows: Rows, at: int, count: int) -> None:
         assert self._slots is not None
         super().fill(rows, at, count)
-        drafted = count - self.masks
+        num_drafted = count - self.masks
         offset = len(rows.tails)
         tails: list[np.ndarray] = [rows.tails]
         for number in range(self.masks):
-            row = drafted + number
-            tail = np.append(self._slots[: drafted - self.masks + number], self._slots[row])
+            row = num_drafted + number
+            tail = np.append(self._slots[: num_drafted - self.masks + number], self._slots[row])
             rows.tail_start[at + row], rows.tail_length[at + row] = offset, len(tail)
             offset += len(tail)
             tails.append(tail)
         rows.tails = np.concatenate(tails)
 
 
-class CausalBlocks(BlockCausalCache):
-    """The same, but finished blocks are kept as causal rows: those of the verification."""
+class CausalBlockCache(BlockCausalCache):
+    """`BlockCausalCache` that keeps finished blocks as causal rows, as the verification does."""
 
-    def before(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
+    def leading_spans(
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> list[Span]:
-        assert canvas.size is not None
-        stop = region[0] // canvas.size * canvas.size
-        fresh = canvas.tokens[context.length : stop].tolist()
-        return [ChainSpan(context, fresh, 0, context.pool.model.spec.num_layers)] if fresh else []
+        assert canvas.block_size is not None
+        stop = region[0] // canvas.block_size * canvas.block_size
+        new_tokens = canvas.tokens[context.length : stop].tolist()
+        num_layers = context.pool.model.spec.num_layers
+        return [ChainSpan(context, new_tokens, 0, num_layers)] if new_tokens else []
 
 
 class SelfVerified(Denoiser):
-    """One pass drafts the block; where the router says so, a second one verifies its first stretch
-    of masks from the left, as speculative sampling does."""
+    """Drafts the block in one pass; if the router decides so, a second pass verifies the first
+    contiguous run of masks from the left, by speculative sampling."""
 
     router = "score"
     cost = 1.0
-    least = 0.0
+    min_score = 0.0
     complete = True
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
@@ -78,101 +89,114 @@ class SelfVerified(Denoiser):
         if sequence.sampler.stateful:
             self.fill(sequence, canvas, predictions)
             return
-        block = canvas.block or (canvas.frontier, self.blocks.end(canvas, predictions))
+        block = canvas.block or (canvas.frontier, self.blocks.block_end(canvas, predictions))
         masks = canvas.masked(*block)
-        stretch = masks[masks - masks[0] == np.arange(len(masks))]
-        if not self.verifies(canvas, predictions, stretch):
+        run = masks[masks - masks[0] == np.arange(len(masks))]
+        if not self.verifies(canvas, predictions, run):
             self.fill(sequence, canvas, predictions)
             return
         predictions.keep()
-        tokens = predictions.tokens(stretch)
+        tokens = predictions.tokens(run)
         context = sequence.context()
-        assert canvas.size is not None
-        start, stop = int(stretch[0]) // canvas.size * canvas.size, int(stretch[-1]) + 1
-        positions = np.concatenate([np.arange(start, stop), stretch]).astype(np.int32)
-        drafted = canvas.copy_tokens(stretch, tokens)[start:stop]
-        inputs = np.concatenate([drafted, np.full(len(stretch), canvas.mask, np.int32)])
+        assert canvas.block_size is not None
+        start, stop = int(run[0]) // canvas.block_size * canvas.block_size, int(run[-1]) + 1
+        positions = np.concatenate([np.arange(start, stop), run]).astype(np.int32)
+        drafted_tokens = canvas.copy_tokens(run, tokens)[start:stop]
+        inputs = np.concatenate([drafted_tokens, np.full(len(run), canvas.mask, np.int32)])
         span = TwoStreamSpan(
             context,
             inputs.tolist(),
             0,
             context.pool.model.spec.num_layers,
             positions=positions,
-            masks=len(stretch),
+            masks=len(run),
         )
-        scores = yield score_of(sequence, TARGET, [span], 1, stretch, 0)
-        self._note(canvas, [span], "verify")
-        verdict = Predictions(sequence, scores, predictions.sampler, canvas.step, canvas.mask)
-        said = self.verified(sequence, predictions, verdict, stretch, tokens)
+        scores = yield score_canvas(sequence, TARGET, [span], 1, run, 0)
+        self._record_pass(canvas, [span], "verify")
+        verification = Predictions(sequence, scores, predictions.sampler, canvas.step, canvas.mask)
+        accepted = self.verified(sequence, predictions, verification, run, tokens)
         if canvas.block is None:
             canvas.open(*block)
-            self.unmask.opened(canvas)
-        done = stretch[: len(said)]
+            self.unmask.on_block_opened(canvas)
+        done = run[: len(accepted)]
         if sequence.annotate is not None:
-            self._annotate(sequence, canvas, verdict, done, said, predictions.sampler)
-        sure = [verdict.probability_drawn(*one) for one in zip(done, said, strict=True)]
-        canvas.commit(done, said, sure)
+            self._annotate(sequence, canvas, verification, done, accepted, predictions.sampler)
+        confidence = [
+            verification.probability_drawn(position, token)
+            for position, token in zip(done, accepted, strict=True)
+        ]
+        canvas.commit(done, accepted, confidence)
         assert isinstance(self.unmask, ThresholdOrSchedule)
-        missing = self.unmask.schedule.quota(canvas) - len(said)
-        left = canvas.masked(*block)
-        if self.complete and missing > 0 and len(left):
-            order = np.argsort(-self.ranking.rank(canvas, predictions, left), kind="stable")
-            more = np.sort(left[order[:missing]])
+        num_missing = self.unmask.schedule.quota(canvas) - len(accepted)
+        remaining = canvas.masked(*block)
+        if self.complete and num_missing > 0 and len(remaining):
+            order = np.argsort(-self.ranking.rank(canvas, predictions, remaining), kind="stable")
+            more = np.sort(remaining[order[:num_missing]])
             if sequence.annotate is not None:
                 chosen = predictions.tokens(more).tolist()
                 self._annotate(sequence, canvas, predictions, more, chosen, predictions.sampler)
             canvas.commit(more, predictions.tokens(more), predictions.confidence(more))
             done = np.union1d(done, more)
-        self.settle(sequence, canvas, predictions, done, verified=len(said))
+        self.finish_step(sequence, canvas, predictions, done, verified=len(accepted))
 
-    def verifies(self, canvas: Canvas, predictions: Predictions, stretch: np.ndarray) -> bool:
-        """The router: whether verifying `stretch` is worth a pass."""
+    def verifies(self, canvas: Canvas, predictions: Predictions, run: np.ndarray) -> bool:
+        """The router: whether verifying `run` is expected to be worth a pass.
+
+        `run` are the positions of the first contiguous run of masks, ascending.
+        """
         if self.router in ("always", "never"):
             return self.router == "always"
         if self.router == "span":
-            return len(stretch) >= self.least
-        kept = 1.0
+            return len(run) >= self.min_score
+        probability = 1.0
         expected = 0.0
-        for entropy in predictions.entropies(stretch):
-            kept *= math.exp(-entropy / math.log(len(predictions.logits(stretch[0]))))
-            expected += kept
+        for entropy in predictions.entropies(run):
+            probability *= math.exp(-entropy / math.log(len(predictions.logits(run[0]))))
+            expected += probability
         score = expected - self.cost
         if self.router == "score":
-            return score >= self.least
-        on = score >= 1.0 or (score > -5.0 and canvas.memory.get("s2d2", False))
-        canvas.memory["s2d2"] = on
-        return on
+            return score >= self.min_score
+        is_on = score >= 1.0 or (score > -5.0 and canvas.policy_state.get("s2d2", False))
+        canvas.policy_state["s2d2"] = is_on
+        return is_on
 
     @staticmethod
     def verified(
         sequence: Sequence,
         predictions: Predictions,
-        verdict: Predictions,
-        stretch: np.ndarray,
+        verification: Predictions,
+        run: np.ndarray,
         drafts: np.ndarray,
     ) -> list[int]:
-        """The accepted drafts, and behind a rejected one the token drawn in its place."""
+        """The accepted draft tokens, then the token sampled in place of the first rejected one."""
         coins = sequence.noise.with_purpose("coin")
         residual = sequence.noise.with_purpose("residual")
-        said: list[int] = []
-        for position, draft in zip(stretch.tolist(), drafts.tolist(), strict=True):
-            rows = [predictions.logits(position), verdict.logits(position)]
-            drawn, wanted = (predictions.sampler.distribution(row).dense(len(row)) for row in rows)
-            chance, rest = next(ladder(wanted, drawn, "iid", [draft]))
-            if coins.coin(position, predictions.step) < chance:
-                said.append(draft)
+        tokens: list[int] = []
+        for position, draft in zip(run.tolist(), drafts.tolist(), strict=True):
+            rows = [predictions.logits(position), verification.logits(position)]
+            draft_distribution, target_distribution = (
+                predictions.sampler.distribution(row).dense(len(row)) for row in rows
+            )
+            acceptance_probability, residual_distribution = next(
+                ladder(target_distribution, draft_distribution, "iid", [draft])
+            )
+            if coins.coin(position, predictions.step) < acceptance_probability:
+                tokens.append(draft)
                 continue
-            support = np.flatnonzero(rest)
-            keys = np.log(rest[support]) + residual.gumbel(support, position, predictions.step)
-            said.append(int(support[keys.argmax()]))
+            support = np.flatnonzero(residual_distribution)
+            keys = np.log(residual_distribution[support]) + residual.gumbel(
+                support, position, predictions.step
+            )
+            tokens.append(int(support[keys.argmax()]))
             break
-        return said
+        return tokens
 
     def prepare(self, sequence: Sequence) -> None:
         super().prepare(sequence)
         if sequence.context().pool.model.spec.logit_shift:
             raise UnsupportedCombinationError(
-                "s2d2 needs a block-diffusion model whose rows predict their own positions"
+                "s2d2 needs a block-diffusion model without shifted logits: a row must predict its"
+                " own position"
             )
 
 
@@ -182,15 +206,15 @@ class SelfVerified(Denoiser):
         "diffusion",
         paper="S2D2 (arXiv:2603.25702)",
         exactness="lossy",
-        summary="Diffusion drafts a block, the same model read one token at a time verifies it.",
+        summary="Diffusion drafts a block; the same model verifies it autoregressively.",
         needs=("block-diffusion model",),
         works_with=("batches", "samplers", "streaming", "infilling"),
         deviations=(
-            "router=always, complete=false and caching=causal say what the model's autoregressive"
-            " mode does: greedily the same text, at a temperature the same distribution",
-            "no bandit router; the cost of a verification is the static one",
-            "models whose rows predict the next position are refused",
-            "constraints and other policies with a memory are not verified",
+            "router=always, complete=false and caching=causal reproduce the model's autoregressive"
+            " mode: the same text when greedy, the same distribution at other temperatures",
+            "no bandit router; the cost of a verification is constant",
+            "models with shifted logits are refused",
+            "with constraints and other stateful samplers, drafts are not verified",
         ),
     )
 )
@@ -205,22 +229,37 @@ def s2d2(
     threshold: float = 0.85,
     mask: int | None = None,
 ) -> Denoiser:
-    """Denoises as `sdar` does. `router`: "score" verifies where the tokens expected to stand, less
-    `cost`, are `least` (0) or more; "span", stretches of `least` (8) masks; "hysteresis" begins at
-    1 and ends at -5; "always"; "never". `complete` adds sure tokens where fewer than the schedule's
-    were accepted. `caching` "causal" keeps finished blocks as the verification sees them."""
+    """Denoises as `sdar`, and verifies drafts autoregressively.
+
+    Args:
+        router: When to verify. "score": if the expected number of accepted tokens minus `cost` is
+            at least `least`; "hysteresis": from a score of 1 on, until it falls to -5; "span": if
+            at least `least` masks are contiguous; "always"; "never".
+        cost: The cost of a verification, in tokens.
+        least: The bound of "score" (default: 0) or "span" (default: 8).
+        complete: If fewer tokens than the schedule's are accepted, also unmask the most confident
+            masks.
+        caching: "block" keeps finished blocks as diffusion sees them, "causal" as the verification
+            does.
+        block: Positions per block (default: the model's own block size, else 4).
+        steps: Denoising steps per block (default: one per position).
+        threshold: The confidence threshold of the denoising.
+        mask: The mask token (default: the tokenizer's).
+    """
     if router not in ROUTERS:
-        raise InvalidRequestError(f"router is {', '.join(ROUTERS)}; not {router!r}")
+        raise InvalidRequestError(
+            f"router={router!r} is unknown; it must be one of {', '.join(ROUTERS)}"
+        )
     if caching not in ("block", "causal"):
-        raise InvalidRequestError(f"caching is block or causal; {caching!r} is neither")
-    made = SelfVerified(
+        raise InvalidRequestError(f"caching={caching!r} is unknown; it must be block or causal")
+    decoder = SelfVerified(
         FixedBlocks(block),
         Confidence(),
         ThresholdOrSchedule(threshold, BlockSchedule(steps)),
-        BlockCausalCache(block) if caching == "block" else CausalBlocks(block),
+        BlockCausalCache(block) if caching == "block" else CausalBlockCache(block),
         mask=mask,
         tempered=True,
     )
-    made.router, made.cost, made.complete = router, cost, complete
-    made.least = (8.0 if router == "span" else 0.0) if least is None else least
-    return made
+    decoder.router, decoder.cost, decoder.complete = router, cost, complete
+    decoder.min_score = (8.0 if router == "span" else 0.0) if least is None else least
+    return decoder

@@ -1,8 +1,11 @@
-"""Block diffusion: blocks one after the other, each denoised against exact keys of those before.
+"""Block diffusion: blocks are denoised from left to right over an exact key-value cache.
 
-The decoders of SDAR (Cheng et al., "SDAR: A Synergistic Diffusion-AutoRegression Paradigm for
-Scalable Sequence Generation", arXiv:2510.06303) and of BD3-LM (Arriola et al., "Block Diffusion:
-Interpolating Between Autoregressive and Diffusion Language Models", arXiv:2503.09573).
+In a block, SDAR unmasks every mask above a confidence threshold or follows a schedule; BD3-LM
+unmasks one random mask per step.
+
+SDAR: Cheng et al., "SDAR: A Synergistic Diffusion-AutoRegression Paradigm for Scalable Sequence
+Generation", arXiv:2510.06303. BD3-LM: Arriola et al., "Block Diffusion: Interpolating Between
+Autoregressive and Diffusion Language Models", arXiv:2503.09573.
 """
 
 from __future__ import annotations
@@ -23,24 +26,25 @@ from anydecode.errors import InvalidRequestError
 STRATEGIES = ("dynamic", "static", "sequential")
 _WORKS_WITH = ("batches", "samplers", "constraints", "streaming", "infilling")
 _BLOCKS = (
-    "a finished block is stored in the pass that opens the next one, which saves a pass a block",
-    "a prompt is prefilled block by block in one pass",
+    "the pass that opens a block also caches the finished one, which saves one pass per block",
+    "all blocks of the prompt are prefilled in one pass",
 )
 
 
-def _checked(block: int | None) -> int | None:
+def _checked_block(block: int | None) -> int | None:
     if block is not None and block < 1:
-        raise InvalidRequestError("a block needs at least one position")
+        raise InvalidRequestError(f"a block needs at least one position, not block={block}")
     return block
 
 
 class BlockSchedule(TopKUnmasking):
-    """A share of the block's size in each of `steps` passes, whatever of it the prompt fills."""
+    """Unmasks a share of the block size in each of `steps` steps, even if the prompt fills part of
+    the block."""
 
     def quota(self, canvas: Canvas) -> int:
-        size = canvas.size or canvas.block_masks
-        base, more = divmod(size, min(self.steps or size, size))
-        return base + (canvas.block_step < more)
+        size = canvas.block_size or canvas.block_masks
+        base, remainder = divmod(size, min(self.steps or size, size))
+        return base + (canvas.block_step < remainder)
 
 
 @register(
@@ -50,10 +54,13 @@ class BlockSchedule(TopKUnmasking):
         paper="SDAR: A Synergistic Diffusion-AutoRegression Paradigm for Scalable Sequence"
         " Generation (arXiv:2510.06303)",
         exactness="lossy",
-        summary="Blocks over an exact cache; in a block, all masks above a threshold.",
+        summary="Blocks over an exact cache; unmasks all masks above a threshold.",
         needs=("block-diffusion model",),
         works_with=_WORKS_WITH,
-        deviations=(*_BLOCKS, "the cache is lossless against full passes of the same blocks"),
+        deviations=(
+            *_BLOCKS,
+            "the cache gives the same output as full passes over the same blocks",
+        ),
     )
 )
 def sdar(
@@ -63,16 +70,25 @@ def sdar(
     threshold: float = 0.85,
     mask: int | None = None,
 ) -> Denoiser:
-    """`block` positions see each other (default: the model's own size, else 4) and take `steps`
-    passes (default: one token each), or fewer where `remasking` is "dynamic" and more masks are
-    above `threshold`; "static" keeps to the schedule, "sequential" goes from the left."""
+    """Denoises block by block with an exact cache.
+
+    Args:
+        block: Positions per block (default: the model's own block size, else 4).
+        steps: Denoising steps per block (default: one per position).
+        remasking: "dynamic" unmasks every mask above `threshold` if those are more than the
+            schedule's; "static" follows the schedule; "sequential" does so from the left.
+        threshold: The confidence threshold of "dynamic".
+        mask: The mask token (default: the tokenizer's).
+    """
     if remasking not in STRATEGIES:
-        raise InvalidRequestError(f"remasking is {', '.join(STRATEGIES)}; not {remasking!r}")
+        raise InvalidRequestError(
+            f"remasking={remasking!r} is unknown; it must be one of {', '.join(STRATEGIES)}"
+        )
     schedule = BlockSchedule(steps)
     unmask = ThresholdOrSchedule(threshold, schedule) if remasking == "dynamic" else schedule
-    ranked = Leftmost() if remasking == "sequential" else Confidence()
-    cache = BlockCausalCache(_checked(block))
-    return Denoiser(FixedBlocks(block), ranked, unmask, cache, mask=mask, tempered=True)
+    position_ranking = Leftmost() if remasking == "sequential" else Confidence()
+    cache = BlockCausalCache(_checked_block(block))
+    return Denoiser(FixedBlocks(block), position_ranking, unmask, cache, mask=mask, tempered=True)
 
 
 @register(
@@ -83,17 +99,21 @@ def sdar(
         " (arXiv:2503.09573); Masked Diffusion Models are Secretly Time-Agnostic Masked Models and"
         " Exploit Inaccurate Categorical Sampling (arXiv:2409.02908)",
         exactness="lossy",
-        summary="Blocks over an exact cache; in a block, one mask at a time in random order.",
+        summary="Blocks over an exact cache; unmasks one mask at a time in random order.",
         needs=("block-diffusion model",),
         works_with=_WORKS_WITH,
         deviations=(
             *_BLOCKS,
-            "models only that are told no time, or always the same, as the published ones are",
+            "the model must have no time input or a constant one, as the published models have",
         ),
     )
 )
 def bd3_lm(block: int | None = None, mask: int | None = None) -> Denoiser:
-    """The first-hitting sampler: which mask is filled next is a matter of chance, and one pass
-    fills one. `block` as for `sdar`."""
-    cache = BlockCausalCache(_checked(block))
+    """The first-hitting sampler: each step unmasks one mask, chosen at random.
+
+    Args:
+        block: Positions per block (default: the model's own block size, else 4).
+        mask: The mask token (default: the tokenizer's).
+    """
+    cache = BlockCausalCache(_checked_block(block))
     return Denoiser(FixedBlocks(block), Random(), ThresholdUnmasking(2.0), cache, mask=mask)

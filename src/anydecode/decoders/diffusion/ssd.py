@@ -1,5 +1,9 @@
 """Self speculative decoding (Gao et al., "Self Speculative Decoding for Diffusion Large Language
-Models", arXiv:2510.04147)."""
+Models", arXiv:2510.04147).
+
+The model drafts several denoising steps from its own predictions, most confident mask first. One
+pass verifies the chain of drafts, which is accepted up to the first wrong draft.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +20,28 @@ from anydecode.decoders.diffusion.rankings import Confidence
         "diffusion",
         paper="Self Speculative Decoding for Diffusion Large Language Models (arXiv:2510.04147)",
         exactness="lossy",
-        summary="A chain of the model's own guesses over the whole canvas, verified in one pass.",
+        summary="Verifies several denoising steps, drafted by the model itself, in one pass.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "streaming", "infilling"),
         deviations=(
             "lossless against one token per pass, at every temperature",
-            "no code was published; the chain's root is not computed again, its predictions are"
+            "no code was published; the root of a chain is not computed again: its predictions are"
             " those of the last accepted node",
-            "chains only: alternative tokens cannot be accepted by the paper's own test",
-            "constraints and other policies with a memory go one token per pass",
+            "chains only, no trees: the paper's own test cannot accept alternative tokens",
+            "with constraints and other stateful samplers, one token per pass is generated",
         ),
     )
 )
 def ssd(
     drafts: int = 4, block: int = 0, cache: str = "none", mask: int | None = None
 ) -> ChainDenoiser:
-    """A chain of `drafts` nodes per pass over blocks of `block` positions (0: the whole canvas)."""
+    """Denoises one token per step, and verifies a chain of steps per pass.
+
+    Args:
+        drafts: How many draft canvases a pass verifies.
+        block: Positions per block (0: the whole canvas).
+        cache: "none", "prefix" or "dual".
+        mask: The mask token (default: the tokenizer's).
+    """
     blocks = FixedBlocks(block) if block else WholeCanvas()
     return ChainDenoiser(drafts, blocks, Confidence(), cache_named(cache), mask)

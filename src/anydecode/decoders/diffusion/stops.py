@@ -1,4 +1,4 @@
-"""When a diffusion decoder stops before every mask has had its turn."""
+"""Stop rules: when a diffusion decoder ends before every mask has been unmasked on its own."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from anydecode.decoders.diffusion.predictions import Predictions
 
 
 class StopRule:
-    """Never stops early: the rule of a decoder that fills every mask."""
+    """Never stops early; the base class of all stop rules."""
 
-    def wants(self, canvas: Canvas) -> np.ndarray:
-        """Masks that must be predicted besides the block's."""
+    def extra_positions(self, canvas: Canvas) -> np.ndarray:
+        """Positions that must be predicted besides the masks of the block."""
         return np.empty(0, np.int64)
 
-    def fills(self, canvas: Canvas, predictions: Predictions) -> bool:
-        """Asked before anything is committed: whether every mask that was predicted gets its token
-        now."""
+    def fills_all(self, canvas: Canvas, predictions: Predictions) -> bool:
+        """Whether to unmask every predicted mask in this step; called before the commit."""
         return False
 
-    def cut(self, canvas: Canvas, predictions: Predictions) -> int | None:
-        """Asked after the commit: the length to which the canvas shrinks, or None."""
+    def truncated_length(self, canvas: Canvas, predictions: Predictions) -> int | None:
+        """The length to which to cut the canvas, or None to keep it; called after the commit."""
         return None
 
 
 class EndOfText(StopRule):
-    """Drops what stands behind a committed end of text."""
+    """Cuts the canvas after a committed end-of-text token."""
 
-    def cut(self, canvas: Canvas, predictions: Predictions) -> int | None:
+    def truncated_length(self, canvas: Canvas, predictions: Predictions) -> int | None:
         for position in np.flatnonzero(canvas.committed >= 0):
             if predictions.sequence.stops_at(int(canvas.tokens[position])):
                 return int(position) + 1 if position + 1 < len(canvas) else None

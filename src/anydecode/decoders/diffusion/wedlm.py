@@ -1,6 +1,9 @@
-"""Diffusion under causal attention: what is written moves to the front of the window, at its true
-positions, so that every mask sees it (Liu et al., "WeDLM: Reconciling Diffusion Language Models
-with Standard Causal Attention for Fast Inference", arXiv:2512.22737)."""
+"""WeDLM (Liu et al., "WeDLM: Reconciling Diffusion Language Models with Standard Causal Attention
+for Fast Inference", arXiv:2512.22737).
+
+A causal model denoises a sliding window. In each pass the unmasked tokens of the window come before
+its masks, with their true positions, so that every mask sees them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from anydecode.errors import InvalidRequestError
 
 
 class DistancePenalisedEntropy(Ranking):
-    """Least entropy first, each position counted from the first mask making it `penalty` worse."""
+    """Lowest entropy first, plus `penalty` nats for each position from the first mask on."""
 
     def __init__(self, penalty: float) -> None:
         self.penalty = penalty
@@ -30,12 +33,12 @@ class DistancePenalisedEntropy(Ranking):
 
 
 class StrictThreshold(ThresholdUnmasking):
-    """Every mask whose adjusted entropy is below the bound, not at it."""
+    """Unmasks every mask with a rank above the threshold, excluding the threshold itself."""
 
     def select(
         self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
-        chosen: np.ndarray = ranks > self.least
+        chosen: np.ndarray = ranks > self.threshold
         return chosen
 
 
@@ -45,22 +48,28 @@ class StrictThreshold(ThresholdUnmasking):
         "diffusion",
         paper="WeDLM (arXiv:2512.22737)",
         exactness="lossy",
-        summary="A sliding window of masks under causal attention, over an exact cache.",
+        summary="Denoises a sliding window with a causal model and an exact cache.",
         needs=("causal diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming"),
         deviations=(
-            "works on any causal model with a mask token; the paper's figures need its training",
-            "entropies are those before temperature and truncation, as in the released code",
+            "runs on any causal model with a mask token; the paper's results need its training",
+            "entropies are taken before temperature and truncation, as in the released code",
         ),
     )
 )
 def wedlm(
     window: int = 16, entropy: float = 0.4, penalty: float = 0.02, mask: int | None = None
 ) -> Denoiser:
-    """A `window` of positions behind the text; commits masks of an entropy below `entropy` nats,
-    plus `penalty` per position from the first mask."""
+    """Denoises a sliding window with a causal model.
+
+    Args:
+        window: How many positions from the first mask on a pass predicts.
+        entropy: Masks are unmasked if their entropy plus the penalty is below this, in nats.
+        penalty: The penalty in nats for each position after the first mask, at least 0.
+        mask: The mask token (default: the tokenizer's).
+    """
     if penalty < 0:
-        raise InvalidRequestError("the penalty on distance cannot be negative")
+        raise InvalidRequestError(f"penalty must be at least 0, not {penalty}")
     return Denoiser(
         SlidingWindow(window),
         DistancePenalisedEntropy(penalty),

@@ -1,6 +1,9 @@
-"""Only the next masks are computed, those behind them are remembered, the rest does not exist yet
-(Zuo et al., "Window-Diffusion: Accelerating Diffusion Language Model Inference with Windowed Token
-Pruning and Caching", arXiv:2601.20332)."""
+"""Window-Diffusion (Zuo et al., "Window-Diffusion: Accelerating Diffusion Language Model Inference
+with Windowed Token Pruning and Caching", arXiv:2601.20332).
+
+Each pass computes only the next masks. The other masks of a larger window are cached and refreshed
+periodically; masks after the window are left out.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.diffusion.blocks import BlockPolicy
-from anydecode.decoders.diffusion.caches import CachePolicy, rows
+from anydecode.decoders.diffusion.caches import CachePolicy, uncached_span
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.canvas_spans import CanvasSpan
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -23,87 +26,100 @@ from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.span import Span
 
 
-class Windowed(CachePolicy):
-    """Every `cycle` steps, and behind a cut, all rows up to the end of a window of `window` masks
-    are computed and kept; between, the `active` first masks and what was written since. The window
-    and the active masks are chosen anew in every pass."""
+class WindowCachePolicy(CachePolicy):
+    """Computes the first masks in every pass, and refreshes a larger window periodically.
 
-    replays = True
+    A refresh computes and keeps all rows up to the last mask of the window. It runs every `cycle`
+    steps, if the length of the canvas has changed, or if the positions to predict go beyond the
+    cached rows. Other passes compute the active masks and the tokens unmasked since the refresh.
+
+    Args:
+        window: The number of masks in the window.
+        active: The number of masks that every pass computes.
+        cycle: The number of steps between two refreshes.
+    """
+
+    needs_replay = True
 
     def __init__(self, window: int, active: int, cycle: int) -> None:
         if not 1 <= active <= window or cycle < 1:
             raise InvalidRequestError(
-                "a window needs 1 <= active <= window, and a cycle of 1 or more"
+                f"window-diffusion needs 1 <= active <= window and cycle >= 1, not active={active},"
+                f" window={window}, cycle={cycle}"
             )
         self.window = window
         self.active = active
         self.cycle = cycle
 
-    def size(self, spec: ModelSpec) -> int | None:
+    def block_size(self, spec: ModelSpec) -> int | None:
         return None
 
     def is_stale(self, canvas: Canvas, region: tuple[int, int]) -> bool:
-        """Whether the next pass refreshes what is kept."""
-        held = canvas.memory.get("window")
+        """Whether the next pass must refresh the cached rows."""
+        state = canvas.policy_state.get("window")
         return (
-            held is None
-            or canvas.step >= held["step"] + self.cycle
-            or region[1] > held["end"]
-            or len(canvas) != held["length"]
+            state is None
+            or canvas.step >= state["step"] + self.cycle
+            or region[1] > state["end"]
+            or len(canvas) != state["length"]
         )
 
-    def end(self, canvas: Canvas) -> int:
-        """Where a refresh ends: behind the last mask of the window."""
+    def refresh_end(self, canvas: Canvas) -> int:
+        """The end of a refresh: the position after the last mask of the window."""
         return int(canvas.masks[: self.window][-1]) + 1
 
-    def refreshed(self, canvas: Canvas, region: tuple[int, int]) -> None:
-        """The pass that was asked for has run, and nothing is committed yet."""
+    def record_refresh(self, canvas: Canvas, region: tuple[int, int]) -> None:
+        """Record a refresh; called after the pass has run and before tokens are committed."""
         if self.is_stale(canvas, region):
-            end = self.end(canvas)
-            canvas.memory["window"] = {"step": canvas.step, "end": end, "length": len(canvas)}
+            refresh_end = self.refresh_end(canvas)
+            canvas.policy_state["window"] = {
+                "step": canvas.step,
+                "end": refresh_end,
+                "length": len(canvas),
+            }
 
-    def renew(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opening: bool
+    def refresh_span(
+        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> CanvasSpan | None:
         if not self.is_stale(canvas, region):
             return None
-        end = self.end(canvas)
-        context.truncate(min(context.length, end))
-        span = rows(canvas, context, canvas.tokens, np.arange(end, dtype=np.int32))
-        span.visible, span.keep = np.full(end, end, np.int32), True
+        refresh_end = self.refresh_end(canvas)
+        context.truncate(min(context.length, refresh_end))
+        span = uncached_span(canvas, context, canvas.tokens, np.arange(refresh_end, dtype=np.int32))
+        span.visible, span.keep = np.full(refresh_end, refresh_end, np.int32), True
         return span
 
     def span(
         self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
-        held = canvas.memory["window"]
-        end = held["end"]
-        fresh = np.flatnonzero(canvas.committed[:end] >= held["step"])
-        positions = np.union1d(fresh, canvas.slice(*region)).astype(np.int32)
-        span = rows(canvas, context, tokens, positions)
-        span.visible = np.full(len(positions), end, np.int32)
+        state = canvas.policy_state["window"]
+        refresh_end = state["end"]
+        unmasked = np.flatnonzero(canvas.committed[:refresh_end] >= state["step"])
+        positions = np.union1d(unmasked, canvas.input_positions(*region)).astype(np.int32)
+        span = uncached_span(canvas, context, tokens, positions)
+        span.visible = np.full(len(positions), refresh_end, np.int32)
         return span
 
 
 class WindowedDenoiser(Denoiser):
-    """Keeps account of refreshes."""
+    """Records refreshes before tokens are committed."""
 
     def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
-        assert isinstance(self.cache, Windowed)
-        self.cache.refreshed(canvas, (canvas.frontier, self.blocks.window(canvas)))
+        assert isinstance(self.cache, WindowCachePolicy)
+        self.cache.record_refresh(canvas, (canvas.frontier, self.blocks.window_end(canvas)))
         super().fill(sequence, canvas, predictions)
 
 
 class FirstMasks(BlockPolicy):
-    """The stretch up to the `active`-th mask, chosen anew in every pass."""
+    """The positions up to the `active`-th mask, chosen again in every pass."""
 
     def __init__(self, active: int) -> None:
         self.active = active
 
-    def window(self, canvas: Canvas) -> int:
+    def window_end(self, canvas: Canvas) -> int:
         return int(canvas.masks[: self.active][-1]) + 1
 
-    def closes(self, canvas: Canvas) -> bool:
+    def should_close(self, canvas: Canvas) -> bool:
         return True
 
 
@@ -113,13 +129,14 @@ class FirstMasks(BlockPolicy):
         "diffusion",
         paper="Window-Diffusion (arXiv:2601.20332)",
         exactness="lossy",
-        summary="Computes the next few masks, remembers a window behind them, ignores the rest.",
+        summary="Computes the next few masks, caches a window after them, leaves out the rest.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "rows are gathered by position, where the released code slices a prefix",
-            "rows written since the last refresh are computed again in every pass, for all models",
-            "what is far is left out of refreshes, too",
+            "rows are gathered by position; the released code takes a prefix of the canvas",
+            "tokens unmasked since the last refresh are computed again in every pass, for all"
+            " models",
+            "masks after the window are also left out of refreshes",
         ),
     )
 )
@@ -131,13 +148,22 @@ def window_diffusion(
     remasking: str = "confidence",
     mask: int | None = None,
 ) -> Denoiser:
-    """Of a `window` of masks the first `active` are computed in every pass, the others every
-    `cycle` passes. Commits one token a pass, or all of at least `threshold`."""
+    """Denoises the first masks of a cached window.
+
+    Args:
+        window: The number of masks in the window.
+        active: The number of masks, from the first on, that every pass computes.
+        cycle: The number of steps after which the window is refreshed.
+        threshold: Masks with at least this confidence are unmasked; if there is none (as with the
+            default), one mask per step.
+        remasking: The ranking: "confidence", "random", "margin", "entropy" or "leftmost".
+        mask: The mask token (default: the tokenizer's).
+    """
     return WindowedDenoiser(
         FirstMasks(active),
         ranking(remasking),
         ThresholdUnmasking(threshold),
-        Windowed(window, active, cycle),
+        WindowCachePolicy(window, active, cycle),
         EndOfText(),
         mask=mask,
     )

@@ -1,1 +1,1 @@
-"""Decoding methods, one file each."""
+"""Guidance methods: the logits under the prompt are combined with those under another prompt."""

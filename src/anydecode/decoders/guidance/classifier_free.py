@@ -1,4 +1,8 @@
-"""Classifier-free guidance for language models (Sanchez et al., arXiv:2306.17806)."""
+"""Classifier-free guidance for language models (Sanchez et al., arXiv:2306.17806).
+
+Each token is scored under the prompt and under a negative prompt, and the difference of the two is
+scaled.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,19 @@ from anydecode.scoring.sequence import Sequence
         "alignment",
         paper="Stay on topic with Classifier-Free Guidance (arXiv:2306.17806)",
         exactness="lossy",
-        summary="Each token is scored with and without the prompt, and the difference stretched."
-        " This changes the distribution by design; drafts under it do not change its text.",
+        summary="Scores each token with and without the prompt and scales the difference. This"
+        " changes the distribution by design; speculation with it does not change its text.",
         works_with=("constraints", "samplers", "speculation", "beams", "batches", "adapters"),
     )
 )
 class ClassifierFreeGuidance(Decoder):
-    """`inner` decoding (default: plain) under a policy that asks for a companion context.
+    """Decodes with `inner` under a sampler that combines the logits of two contexts.
 
-    The companion sees `negative`, a list of tokens, in place of the prompt; by default the last
-    token of the prompt alone, as the paper does.
+    Args:
+        scale: The factor of the difference; 1 is plain decoding.
+        negative: The token ids of the negative prompt (default: the last token of the prompt
+            alone, as in the paper).
+        inner: The decoder that generates (default: `Autoregressive`).
     """
 
     def __init__(
@@ -37,7 +44,7 @@ class ClassifierFreeGuidance(Decoder):
         inner: Decoder | None = None,
     ) -> None:
         if not all(isinstance(token, int) for token in negative or ()):
-            raise InvalidRequestError(f"negative is a list of token ids, not {negative!r}")
+            raise InvalidRequestError(f"negative must be a list of token ids, not {negative!r}")
         self.scale = scale
         self.negative = negative
         self.inner = inner or Autoregressive()
@@ -46,7 +53,9 @@ class ClassifierFreeGuidance(Decoder):
     def prepare(self, sequence: Sequence) -> None:
         sampler = sequence.sampler
         if sampler.combiner is not None:
-            raise UnsupportedCombinationError("guidance cannot be combined with another combiner")
+            raise UnsupportedCombinationError(
+                "guidance cannot be combined with another combination of logits"
+            )
         sequence.companion_prompts = [list(self.negative or sequence.prompt[-1:])]
         sequence.sampler = Sampler(
             sampler.temperature,

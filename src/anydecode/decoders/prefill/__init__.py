@@ -1,4 +1,4 @@
-"""Other ways to compute a prompt's context; what decodes behind it is any method.
+"""Methods that compress the prompt's part of the key-value cache; any decoder generates after it.
 
-They are lossy: what a prompt leaves in memory is less than what it was.
+They are lossy: the cache holds less than the full prompt.
 """

@@ -1,4 +1,4 @@
-"""How much some rows look at what is in memory: attention that the kernels do not give away."""
+"""Attention weights of single rows over cached keys, which the kernels do not return."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from anydecode.models.network import Network
 
 
 class AttentionProbe:
-    """Attention of single rows in a model whose weights can be read."""
+    """Computes attention weights of single rows in a model whose weights can be read."""
 
     def __init__(self, model: Any) -> None:
-        self._network = _readable(model)
+        self._network = _readable_network(model)
         self._backend = ReferenceBackend()
 
-    def share(
+    def attention(
         self,
         layer: int,
         state: torch.Tensor,
@@ -31,9 +31,17 @@ class AttentionProbe:
         key_positions: np.ndarray,
         visible: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """Attention float32 `[heads, rows, keys]` of the rows at `positions`, whose states before
-        `layer` are `state`, over the keys in `slots`, which stand at `positions`. Each row sees as
-        many positions as `visible` says (default: those up to its own)."""
+        """Attention weights, float32 `[heads, rows, keys]`.
+
+        Args:
+            layer: The layer whose attention is computed.
+            state: The hidden states of the rows before `layer`, `[rows, hidden_size]`.
+            row_positions: The positions of the rows.
+            cache: The keys and values of all slots.
+            slots: The slots of the keys.
+            key_positions: The positions of the keys.
+            visible: For each row, how many positions it sees (default: those up to its own).
+        """
         shape = self._network.spec.layers[layer].attention
         queries = self._queries(layer, state, row_positions).view(
             len(row_positions), shape.num_heads, -1
@@ -56,30 +64,30 @@ class AttentionProbe:
             zeros,
         )  # fmt: skip
         self._backend.bind(rows, np.arange(count), KeyValues([], []))
-        found: torch.Tensor = self._network.queries(self._backend, state.float(), layer)
-        return found
+        queries: torch.Tensor = self._network.queries(self._backend, state.float(), layer)
+        return queries
 
 
 def attention_probe(model: Any) -> AttentionProbe:
-    """The model's `AttentionProbe`, made once."""
-    held = getattr(model, "_looks", None)
-    if held is None:
-        held = model._looks = AttentionProbe(model)
-    found: AttentionProbe = held
-    return found
+    """The model's `AttentionProbe`, created on the first call."""
+    cached = getattr(model, "_attention_probe", None)
+    if cached is None:
+        cached = model._attention_probe = AttentionProbe(model)
+    probe: AttentionProbe = cached
+    return probe
 
 
-def _readable(model: Any) -> Network:
-    """The model's network; read from its file again where the kernels have packed the weights."""
+def _readable_network(model: Any) -> Network:
+    """The model's network; loaded again from its file if the kernels have packed the weights."""
     network = getattr(model, "network", None)
     if network is not None and network.weights.layers[0].query.weight.data.numel():
-        found: Network = network
-        return found
+        readable: Network = network
+        return readable
     path: Path | None = getattr(model, "path", None)
     if network is None or path is None:
         raise UnsupportedCombinationError(
-            "attention is not to be had from this model: it comes from no file; a model opened with"
-            " backend='torch' will do"
+            "attention weights cannot be computed for this model: its weights cannot be read, and"
+            " it comes from no file; load a transformer from a file, or with backend='torch'"
         )
     from anydecode.models.families import build_model
     from anydecode.models.loading import load_checkpoint

@@ -1,7 +1,8 @@
-"""FastKV: later layers see only the tokens that matter, and every layer keeps its own.
+"""FastKV (Jo et al., "FastKV: KV Cache Compression for Fast Long-Context Processing with
+Token-Selective Propagation", arXiv:2502.01068).
 
-Jo et al., "FastKV: KV Cache Compression for Fast Long-Context Processing with Token-Selective
-Propagation", arXiv:2502.01068.
+From a chosen layer on, only the prompt tokens that get the most attention from the end of the
+prompt are computed. Every layer keeps its own fixed number of positions in the key-value cache.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import torch
 from anydecode.catalogue import Card, register
 from anydecode.decoders.prefill.attention_probe import attention_probe
 from anydecode.decoders.prefill.prefilled import (
-    WORKS,
+    WORKS_WITH,
     Prefilled,
-    check_thinnable,
+    check_compressible,
     compact,
-    finish,
-    inputs,
-    plain,
-    walk,
+    input_embeddings,
+    mark_computed,
+    score_layer_range,
+    score_prompt,
 )
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.memory.sequence_cache import SequenceCache
@@ -27,18 +28,25 @@ from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
 
-def window_scores(share: torch.Tensor, groups: int, kernel: int) -> torch.Tensor:
-    """Scores float32 `[kv_heads, keys]` of the keys before the window: attention `[heads, rows,
-    keys]` of the window's rows summed over the rows, averaged over `kernel` neighbours (zeros
-    beyond the ends), and summed over the query heads of each key head. `rows` is the window."""
-    window = share.shape[1]
-    summed = share[:, :, : share.shape[2] - window].sum(1)
+def window_scores(attention: torch.Tensor, groups: int, kernel: int) -> torch.Tensor:
+    """Importance scores of the keys before the window, float32 `[kv_heads, keys]`.
+
+    The attention weights are summed over the window's rows, averaged over `kernel` neighbouring
+    keys (zeros beyond the ends), and summed over the query heads of each key head.
+
+    Args:
+        attention: The attention weights of the window's rows, `[heads, rows, keys]`.
+        groups: The number of key heads.
+        kernel: The width of the average, odd.
+    """
+    window = attention.shape[1]
+    summed = attention[:, :, : attention.shape[2] - window].sum(1)
     pooled = torch.nn.functional.avg_pool1d(summed[None], kernel, 1, kernel // 2)[0]
     return pooled.view(groups, -1, pooled.shape[1]).sum(1)
 
 
 def chosen(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` best of each row of `scores`, ties to the first, in ascending order."""
+    """The indices of the `count` largest of each row of `scores`, ascending; ties to the first."""
     best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
     return best.sort(-1).values
 
@@ -49,19 +57,29 @@ def chosen(scores: torch.Tensor, count: int) -> torch.Tensor:
         "serving",
         paper="Jo et al. 2025, FastKV, arXiv:2502.01068",
         exactness="lossy",
-        summary="From one layer on only the tokens that the prompt's end looks at; a small cache.",
-        works_with=WORKS,
+        summary="Later layers compute only the prompt tokens with the most attention; small cache.",
+        works_with=WORKS_WITH,
         deviations=(
-            "the prompt's last token runs behind the thinned cache, so the window ends before it",
+            "the prompt's last token runs after the cache is compressed, so the window excludes it",
             "every layer keeps the same number of positions",
-            "where the kernels have packed the weights, queries are computed from the file's own",
+            "if the kernels have packed the weights, queries are computed from the file's weights",
         ),
     )
 )
 class FastKV(Prefilled):
-    """Prompts of more than `budget` tokens (a share of the prompt, if below 1) keep that many
-    positions per layer and key head: the `window` last, and those the window's rows look at most.
-    Layers behind `layer` (-1: the middle) run `propagate` of the tokens only."""
+    """Compresses the prompt's keys and values to `budget` positions per layer and key head.
+
+    The last `window` positions are kept, and those with the most attention from the window's rows.
+    Prompts of at most `budget` tokens are not compressed.
+
+    Args:
+        budget: The number of positions to keep; below 1, a share of the prompt.
+        propagate: The share of the prompt's tokens that the layers after `layer` compute.
+        layer: The last layer that computes all_positions token (-1: the middle one).
+        window: The number of last positions whose attention selects the others.
+        kernel: The width of the average over neighbouring keys, odd.
+        decoder: The catalogue key of the decoder that generates.
+    """
 
     def __init__(
         self,
@@ -82,41 +100,59 @@ class FastKV(Prefilled):
 
     def prefill(self, sequence: Sequence, context: SequenceCache) -> Decoding:
         length, window = len(sequence.prompt) - 1, self.window
-        kept = max(window + 1, int(self.budget * length if self.budget < 1 else self.budget))
-        if length <= kept:
-            yield plain(sequence, context, 0, length)
+        num_kept = max(window + 1, int(self.budget * length if self.budget < 1 else self.budget))
+        if length <= num_kept:
+            yield score_prompt(sequence, context, 0, length)
             return
-        check_thinnable(context)
-        depth = context.pool.model.spec.num_layers
-        middle = depth // 2 - 1 if self.layer < 0 else self.layer
-        if not 0 <= middle < depth - 1:
-            raise UnsupportedCombinationError(f"fastkv's layer lies before the last of {depth}")
-        every = np.arange(length, dtype=np.int32)
+        check_compressible(context)
+        num_layers = context.pool.model.spec.num_layers
+        middle = num_layers // 2 - 1 if self.layer < 0 else self.layer
+        if not 0 <= middle < num_layers - 1:
+            raise UnsupportedCombinationError(
+                f"layer={middle} must be at least 0 and before the last of the model's {num_layers}"
+                " layers"
+            )
+        all_positions = np.arange(length, dtype=np.int32)
         scores: list[torch.Tensor] = []
-        state = self._start(sequence, context, length)
-        stretch = (0, middle + 1)
-        span, score = walk(
-            sequence, context, every, state, stretch, every[-window:].tolist(), range(middle + 1)
+        state = self._input_states(sequence, context, length)
+        layers = (0, middle + 1)
+        span, score = score_layer_range(
+            sequence,
+            context,
+            all_positions,
+            state,
+            layers,
+            all_positions[-window:].tolist(),
+            range(middle + 1),
         )
         answer = yield score
-        scores += self._scores(context, every, answer.hidden, stretch)
-        some = max(kept, int(self.propagate * length))
-        best = chosen(scores[-1].sum(0), some - window).numpy()
-        positions = np.concatenate([every[best], every[-window:]]).astype(np.int32)
-        state = span.ended[torch.from_numpy(positions.astype(np.int64))]
-        stretch = (middle + 1, depth)
+        scores += self._scores(context, all_positions, answer.hidden, layers)
+        num_propagated = max(num_kept, int(self.propagate * length))
+        best = chosen(scores[-1].sum(0), num_propagated - window).numpy()
+        positions = np.concatenate([all_positions[best], all_positions[-window:]]).astype(np.int32)
+        state = span.output_states[torch.from_numpy(positions.astype(np.int64))]
+        layers = (middle + 1, num_layers)
         last = range(len(positions) - window, len(positions))
-        _, score = walk(sequence, context, positions, state, stretch, last, range(*stretch))
+        _, score = score_layer_range(
+            sequence, context, positions, state, layers, last, range(*layers)
+        )
         answer = yield score
-        later = self._scores(context, positions, answer.hidden, stretch)
-        finish(sequence, context)
-        compact(context, 0, self._kept(scores, every, kept) + self._kept(later, positions, kept))
+        later = self._scores(context, positions, answer.hidden, layers)
+        mark_computed(sequence, context)
+        compact(
+            context,
+            0,
+            self._positions_to_keep(scores, all_positions, num_kept)
+            + self._positions_to_keep(later, positions, num_kept),
+        )
 
-    def _start(self, sequence: Sequence, context: SequenceCache, length: int) -> torch.Tensor:
-        given = inputs(sequence, context, 0, length)
-        if given is None:
-            given = context.pool.model.embed(np.array(sequence.prompt[:length]))  # type: ignore[attr-defined]
-        return given
+    def _input_states(
+        self, sequence: Sequence, context: SequenceCache, length: int
+    ) -> torch.Tensor:
+        states = input_embeddings(sequence, context, 0, length)
+        if states is None:
+            states = context.pool.model.embed(np.array(sequence.prompt[:length]))  # type: ignore[attr-defined]
+        return states
 
     def _scores(
         self,
@@ -125,25 +161,26 @@ class FastKV(Prefilled):
         hidden: dict[int, torch.Tensor],
         layers: tuple[int, int],
     ) -> list[torch.Tensor]:
+        """The importance scores of each of `layers`, as `window_scores`."""
         model = context.pool.model
-        found = []
+        scores = []
         for layer in range(*layers):
-            share = attention_probe(model).share(
+            attention = attention_probe(model).attention(
                 layer, hidden[layer], positions[-self.window :], context.pool.cache,
                 context.table[positions], positions,
             )  # fmt: skip
             heads = model.spec.layers[layer].attention.num_kv_heads
-            found.append(window_scores(share, heads, self.kernel))
-        return found
+            scores.append(window_scores(attention, heads, self.kernel))
+        return scores
 
-    def _kept(
-        self, scores: list[torch.Tensor], positions: np.ndarray, kept: int
+    def _positions_to_keep(
+        self, scores: list[torch.Tensor], positions: np.ndarray, num_kept: int
     ) -> list[torch.Tensor]:
-        """Per layer the positions to keep, int64 `[kv_heads, kept]`."""
+        """Per layer the positions to keep, int64 `[kv_heads, num_kept]`."""
         at = torch.from_numpy(positions.astype(np.int64))
-        found = []
+        result = []
         for score in scores:
-            best = at[chosen(score, kept - self.window)]
+            best = at[chosen(score, num_kept - self.window)]
             last = at[-self.window :].expand(len(best), -1)
-            found.append(torch.cat([best, last], 1))
-        return found
+            result.append(torch.cat([best, last], 1))
+        return result

@@ -1,7 +1,8 @@
-"""GEAR: a cache of few bits with a low-rank correction and exact outliers.
+"""GEAR (Kang et al., "GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative
+Inference of LLM", arXiv:2403.05527).
 
-Kang et al., "GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference
-of LLM", arXiv:2403.05527.
+Keys and values are quantized to a few bits. A low-rank matrix approximates the quantization error,
+and the largest outliers are stored exactly.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.prefill.prefilled import Prefilled, check_float, plain
+from anydecode.decoders.prefill.prefilled import Prefilled, check_float, score_prompt
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.codecs.gear import compress
 from anydecode.memory.sequence_cache import SequenceCache
@@ -24,20 +25,27 @@ from anydecode.scoring.sequence import Sequence
         "serving",
         paper="Kang et al. 2024, GEAR, arXiv:2403.05527",
         exactness="lossy",
-        summary="Keys and values of few bits, corrected by a low-rank part and exact outliers.",
+        summary="Quantizes keys and values; corrects them by a low-rank part and exact outliers.",
         works_with=("samplers", "constraints", "batches"),
         deviations=(
-            "the row kernels read plain keys and values, so the cache holds what the compressed"
-            " form restores to: text and error are GEAR's, the memory is not",
-            "one token per pass: what a row sees depends on its position alone, and a draft tree"
-            " across the end of a buffer would see more",
-            "levels are 2^bits; scales, minima and the low-rank part count as 16-bit numbers",
+            "the kernels read unquantized keys and values, so the cache holds the dequantized form:"
+            " text and error are GEAR's, but no memory is saved",
+            "one token per forward pass: a draft tree across the end of a buffer would see keys"
+            " that are not compressed yet",
+            "there are 2^bits levels; scales, minima and the low-rank part are 16-bit numbers",
         ),
     )
 )
 class Gear(Prefilled):
-    """The prompt is compressed when it is in memory, and after it every `buffer` tokens. `rank` is
-    that of the prompt's correction, `tail` that of the buffers'; `sparse` the share of outliers."""
+    """Compresses the prompt's keys and values after prefill, then each `buffer` generated tokens.
+
+    Args:
+        bits: Bits per quantized number, 1 to 8.
+        rank: The rank of the prompt's error correction.
+        tail: The rank of each buffer's error correction.
+        sparse: The share of outliers that are stored exactly.
+        buffer: How many generated tokens are compressed together.
+    """
 
     def __init__(
         self, bits: int = 4, rank: int = 4, tail: int = 2, sparse: float = 0.02, buffer: int = 64
@@ -58,9 +66,9 @@ class Gear(Prefilled):
         boundary = context.length + self.buffer
         while not sequence.finished:
             tokens = sequence.unscored()
-            room = boundary - context.length
-            scores = yield sequence.score(tokens[:room])
-            if len(tokens) <= room:
+            num_free = boundary - context.length
+            scores = yield sequence.score(tokens[:num_free])
+            if len(tokens) <= num_free:
                 sequence.emit([scores.sampled[-1]])
             if context.length == boundary:
                 self._compress(context, boundary - self.buffer, self.tail)
@@ -69,15 +77,15 @@ class Gear(Prefilled):
     def prefill(self, sequence: Sequence, context: SequenceCache) -> Decoding:
         check_float(context)
         if len(sequence.prompt) > 1:
-            yield plain(sequence, context, 0, len(sequence.prompt) - 1)
+            yield score_prompt(sequence, context, 0, len(sequence.prompt) - 1)
             self._compress(context, 0, self.rank)
 
     def _compress(self, context: SequenceCache, start: int, rank: int) -> None:
         cache = context.pool.cache
         slots = torch.from_numpy(context.make_exclusive(start, context.length).astype(np.int64))
-        for stores, keys in ((cache.keys, True), (cache.values, False)):
-            for store in stores:
-                held = compress(
+        for layers, keys in ((cache.keys, True), (cache.values, False)):
+            for store in layers:
+                encoded = compress(
                     store[slots].cpu(), keys=keys, bits=self.bits, rank=rank, sparse=self.sparse
                 )
-                store[slots] = held.reconstruct().to(store)
+                store[slots] = encoded.reconstruct().to(store)

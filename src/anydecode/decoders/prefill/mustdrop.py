@@ -1,7 +1,8 @@
-"""MustDrop: vision tokens are merged, then dropped in stages by what the text makes of them.
+"""MustDrop (Liu et al., "Multi-Stage Vision Token Dropping: Towards Efficient Multimodal Large
+Language Model", arXiv:2411.10803).
 
-Liu et al., "Multi-Stage Vision Token Dropping: Towards Efficient Multimodal Large Language Model",
-arXiv:2411.10803.
+Similar neighbouring vision tokens are merged before the first layer. After some layers, vision
+tokens with little attention from the text are dropped.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import torch
 from anydecode.catalogue import Card, register
 from anydecode.decoders.prefill.attention_probe import attention_probe
 from anydecode.decoders.prefill.prefilled import (
-    WORKS,
+    WORKS_WITH,
     Prefilled,
-    finish,
-    given,
-    inputs,
-    plain,
-    walk,
+    input_embeddings,
+    mark_computed,
+    prompt_embeds_of,
+    score_layer_range,
+    score_prompt,
 )
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.sequence_cache import SequenceCache
@@ -28,9 +29,15 @@ from anydecode.scoring.sequence import Sequence
 
 
 def merged(rows: torch.Tensor, side: int, alike: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows of 3 x 3 of a grid of `side * side` rows whose mean pairwise cosine is at least
-    `alike` become their mean, in the window's first place. Returns the rows and which remain."""
-    rows, stays = rows.clone(), torch.ones(len(rows), dtype=torch.bool)
+    """Merge similar neighbouring vision tokens.
+
+    In a grid of `side * side` rows, each 3 x 3 window whose mean pairwise cosine is at least
+    `alike` is replaced by its mean, at the window's first position.
+
+    Returns:
+        The rows, and a boolean tensor that is True for the rows that remain.
+    """
+    rows, remain = rows.clone(), torch.ones(len(rows), dtype=torch.bool)
     grid = torch.arange(side * side).view(side, side)
     for top in range(0, side - 2, 3):
         for left in range(0, side - 2, 3):
@@ -39,14 +46,17 @@ def merged(rows: torch.Tensor, side: int, alike: float) -> tuple[torch.Tensor, t
             cosines = unit @ unit.T
             if (cosines.sum() - cosines.trace()) / 72 >= alike:
                 rows[window[0]] = rows[window].mean(0)
-                stays[window[1:]] = False
-    return rows, stays
+                remain[window[1:]] = False
+    return rows, remain
 
 
-def dropped(share: torch.Tensor, overall: float, single: float) -> torch.Tensor:
-    """Which vision tokens the text does not look at, bool `[vision]`: of attention `[text, vision]`
-    less than `overall` of all there is in sum, and less than `single` in every row."""
-    return (share.sum(0) < overall * share.sum()) & (share.amax(0) < single)
+def dropped(attention: torch.Tensor, overall: float, single: float) -> torch.Tensor:
+    """Which vision tokens get too little attention from the text, bool `[vision]`.
+
+    Of the attention weights `[text, vision]`, such a token has less than the share `overall` of the
+    sum of all, and less than `single` in every row.
+    """
+    return (attention.sum(0) < overall * attention.sum()) & (attention.amax(0) < single)
 
 
 @register(
@@ -55,22 +65,29 @@ def dropped(share: torch.Tensor, overall: float, single: float) -> torch.Tensor:
         "serving",
         paper="Liu et al. 2024, MustDrop, arXiv:2411.10803",
         exactness="lossy",
-        summary="Vision tokens are merged where alike, and dropped where the text does not look.",
-        works_with=WORKS,
+        summary="Merges similar vision tokens and drops those with little attention from the text.",
+        works_with=WORKS_WITH,
         deviations=(
-            "works on the embeddings given with the prompt: alike neighbours are merged there, not"
-            " within the vision encoder; the set never dropped goes by the importance given with"
-            " them",
-            "positions are not closed up: keys already written keep their rotation",
-            "the text is what follows the vision tokens; rows before them do not see them",
+            "works on the embeddings given with the prompt: similar neighbours are merged there,"
+            " not in the vision encoder; the importance given with them selects the tokens that"
+            " are never dropped",
+            "the remaining tokens keep their positions, as their cached keys are already rotated",
+            "only the text after the vision tokens counts, as earlier tokens do not see them",
         ),
     )
 )
 class MustDrop(Prefilled):
-    """Behind four layers (2, 6, 10 and 14 of 32; others in proportion) a vision token goes if the
-    text's attention to it is below `overall` of all and below `single` in every row. The share
-    `key` of greatest importance stays. Square grids are merged where windows are `alike` (above 1:
-    nowhere)."""
+    """Drops vision tokens after four layers: 2, 6, 10 and 14 of 32, other depths in proportion.
+
+    Vision tokens that form a square grid are merged first.
+
+    Args:
+        overall: A token is dropped if its share of the text's attention is below this ...
+        single: ... and its attention from every single text token is below this.
+        key: The share of the most important vision tokens, which are never dropped.
+        alike: The mean cosine from which a 3 x 3 window is merged (above 1: never).
+        decoder: The catalogue key of the decoder that generates.
+    """
 
     def __init__(
         self,
@@ -82,57 +99,61 @@ class MustDrop(Prefilled):
     ) -> None:
         super().__init__(decoder)
         if min(overall, single) < 0 or not 0 <= key <= 1:
-            raise InvalidRequestError("mustdrop needs overall, single >= 0 and 0 <= key <= 1")
+            raise InvalidRequestError("mustdrop needs overall >= 0, single >= 0 and 0 <= key <= 1")
         self.overall, self.single, self.key, self.alike = overall, single, key, alike
 
     def prefill(self, sequence: Sequence, context: SequenceCache) -> Decoding:
         length = len(sequence.prompt) - 1
-        media = given(sequence)
+        media = prompt_embeds_of(sequence)
         if media is None:
-            yield plain(sequence, context, 0, length)
+            yield score_prompt(sequence, context, 0, length)
             return
-        state = inputs(sequence, context, 0, length)
+        state = input_embeddings(sequence, context, 0, length)
         assert state is not None
-        depth = context.pool.model.spec.num_layers
-        stays = np.ones(length, bool)
+        num_layers = context.pool.model.spec.num_layers
+        is_kept = np.ones(length, bool)
         side = round(len(media.rows) ** 0.5)
         if side * side == len(media.rows) and side > 2:
             rows, remaining = merged(media.rows, side, self.alike)
             state[media.first : media.stop] = rows
-            stays[media.first : media.stop] = remaining.numpy()
+            is_kept[media.first : media.stop] = remaining.numpy()
         protected = self._protected(media, length)
-        positions = np.flatnonzero(stays).astype(np.int32)
-        state, begin = state[torch.from_numpy(stays)], 0
-        for stage in sorted({(2 + 4 * i) * depth // 32 for i in range(4)}):
+        positions = np.flatnonzero(is_kept).astype(np.int32)
+        state, begin = state[torch.from_numpy(is_kept)], 0
+        for stage in sorted({(2 + 4 * i) * num_layers // 32 for i in range(4)}):
             text = np.flatnonzero(positions >= media.stop)
-            if stage + 1 >= depth or not len(text):
+            if stage + 1 >= num_layers or not len(text):
                 break
-            stretch = (begin, stage + 1)
-            span, score = walk(
-                sequence, context, positions, state, stretch, text.tolist(), (stage,)
+            layers = (begin, stage + 1)
+            span, score = score_layer_range(
+                sequence, context, positions, state, layers, text.tolist(), (stage,)
             )
             answer = yield score
-            share = attention_probe(context.pool.model).share(
+            attention = attention_probe(context.pool.model).attention(
                 stage, answer.hidden[stage], positions[text], context.pool.cache,
                 context.table[positions], positions,
             ).mean(0)  # fmt: skip
             vision = np.flatnonzero((positions >= media.first) & (positions < media.stop))
-            gone = dropped(share[:, torch.from_numpy(vision)], self.overall, self.single).numpy()
-            gone &= ~protected[positions[vision]]
-            left = np.ones(len(positions), bool)
-            left[vision[gone]] = False
-            state, begin = span.ended[torch.from_numpy(left)], stage + 1
-            positions = positions[left]
-        _, score = walk(sequence, context, positions, state, (begin, depth), (), ())
+            is_dropped = dropped(
+                attention[:, torch.from_numpy(vision)], self.overall, self.single
+            ).numpy()
+            is_dropped &= ~protected[positions[vision]]
+            remain = np.ones(len(positions), bool)
+            remain[vision[is_dropped]] = False
+            state, begin = span.output_states[torch.from_numpy(remain)], stage + 1
+            positions = positions[remain]
+        _, score = score_layer_range(
+            sequence, context, positions, state, (begin, num_layers), (), ()
+        )
         yield score
-        finish(sequence, context)
+        mark_computed(sequence, context)
         context.evict(np.setdiff1d(np.arange(length), positions).tolist())
 
     def _protected(self, media: PromptEmbeds, length: int) -> np.ndarray:
-        """Which positions are never dropped."""
-        stays = np.zeros(length, bool)
+        """Boolean `[length]`: the positions that are never dropped."""
+        is_protected = np.zeros(length, bool)
         count = int(self.key * len(media.rows) + 0.5)
         if media.importance is not None and count:
             order = torch.sort(media.importance, descending=True, stable=True).indices[:count]
-            stays[media.first + order.numpy()] = True
-        return stays
+            is_protected[media.first + order.numpy()] = True
+        return is_protected

@@ -1,4 +1,4 @@
-"""What methods share that compute a prompt's context their own way."""
+"""The base class of methods that compute the prompt's key-value cache their own way."""
 
 from __future__ import annotations
 
@@ -19,19 +19,26 @@ from anydecode.scoring.score import Decoding, ScoreRequest
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.span import Span
 
-WORKS = ("samplers", "constraints", "batches")
+WORKS_WITH = ("samplers", "constraints", "batches")
 
 
 class Prefilled(Decoder):
-    """Computes the context of all of a prompt but its last token, then lets `decoder` (a key of the
-    catalogue) decode behind it. Nothing of such a context is shared with other requests."""
+    """Fills the cache with all of the prompt but its last token, then generates with `decoder`.
+
+    Such a cache is never shared with other requests.
+
+    Args:
+        decoder: The catalogue key of the decoder that generates.
+    """
 
     takes_embeddings = True
 
     def __init__(self, decoder: str = "autoregressive") -> None:
         built = catalogue.build(decoder)
         if not isinstance(built, Decoder) or isinstance(built, Prefilled):
-            raise InvalidRequestError(f"{decoder!r} does not decode behind a given context")
+            raise InvalidRequestError(
+                f"{decoder!r} is not a decoder that can continue from a given context"
+            )
         self.inner = built
         self.runners, self.can_translate_vocab = built.runners, built.can_translate_vocab
         self.can_sample = built.can_sample
@@ -39,7 +46,7 @@ class Prefilled(Decoder):
     def prepare(self, sequence: Sequence) -> None:
         if sequence.companion_prompts or sequence.sampler.capture_layers or sequence.adapter >= 0:
             raise UnsupportedCombinationError(
-                "a thinned prompt does not go with guidance, DoLa or adapters"
+                "compressed prompts do not work with guidance, DoLa or adapters"
             )
         self.inner.prepare(sequence)
 
@@ -53,21 +60,23 @@ class Prefilled(Decoder):
 
     @abstractmethod
     def prefill(self, sequence: Sequence, context: SequenceCache) -> Decoding:
-        """Fill `context` with all but the last token of the prompt."""
+        """Fill `context` with all but the last token of the prompt; yields score requests."""
 
 
-def given(sequence: Sequence) -> PromptEmbeds | None:
-    """The embeddings in the prompt, if it has some."""
-    found: PromptEmbeds | None = sequence.state.get("embedded")
-    return found
+def prompt_embeds_of(sequence: Sequence) -> PromptEmbeds | None:
+    """The embeddings given with the prompt, or None."""
+    prompt_embeds: PromptEmbeds | None = sequence.state.get("embedded")
+    return prompt_embeds
 
 
-def inputs(
+def input_embeddings(
     sequence: Sequence, context: SequenceCache, start: int, stop: int
 ) -> torch.Tensor | None:
-    """What the prompt's positions `start..stop` start from, float32 `[rows, hidden_size]`; None if
-    they are all tokens."""
-    prompt_embeds = given(sequence)
+    """The input embeddings of the prompt's positions `start..stop`, float32 `[rows, hidden_size]`.
+
+    None if all of them are tokens.
+    """
+    prompt_embeds = prompt_embeds_of(sequence)
     if prompt_embeds is None or prompt_embeds.stop <= start or stop <= prompt_embeds.first:
         return None
     embed = getattr(context.pool.model, "embed", None)
@@ -81,31 +90,36 @@ def inputs(
     return rows
 
 
-def plain(sequence: Sequence, context: SequenceCache, start: int, stop: int) -> ScoreRequest:
-    """Positions `start..stop` of the prompt, through all layers."""
+def score_prompt(sequence: Sequence, context: SequenceCache, start: int, stop: int) -> ScoreRequest:
+    """A score request for positions `start..stop` of the prompt, through all layers."""
     tokens = sequence.prompt[start:stop]
-    return sequence.score(tokens, embeddings=inputs(sequence, context, start, stop))
+    return sequence.score(tokens, embeddings=input_embeddings(sequence, context, start, stop))
 
 
 @dataclass(eq=False)
 class SparseSpan(Span):
-    """Rows at `positions` of the prompt's `length` positions, from layer `start` to `stop`; they
-    see
-    only one another. The positions between are holes to them. `ended` is their state after `stop`,
-    if that is not the last layer."""
+    """Rows at some positions of the prompt, through layers `start..stop`.
 
-    positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # ascending
+    The rows see only one another; the other positions are masked out.
+
+    Attributes:
+        positions: The positions of the rows, int32, ascending.
+        length: The number of positions that the prompt takes in the cache.
+    """
+
+    positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     length: int = 0
 
     divisible = True
 
     def __post_init__(self) -> None:
-        self._ended: list[torch.Tensor] = []
+        self._output_states: list[torch.Tensor] = []
         self._visible = np.empty(0, np.int32)
 
     @property
-    def ended(self) -> torch.Tensor:
-        return torch.cat(self._ended)
+    def output_states(self) -> torch.Tensor:
+        """The hidden states after the layers, `[rows, hidden_size]`, if `stop` is not the last."""
+        return torch.cat(self._output_states)
 
     def reserve(self, count: int) -> None:
         if self.context.length < self.length:
@@ -126,50 +140,66 @@ class SparseSpan(Span):
 
     def complete(self, hidden: torch.Tensor | None, count: int) -> None:
         if hidden is not None:
-            self._ended.append(hidden.clone())
+            self._output_states.append(hidden.clone())
         self.done += count
 
 
-def walk(
+def score_layer_range(
     sequence: Sequence,
     context: SequenceCache,
     positions: np.ndarray,
     state: torch.Tensor,
     layers: tuple[int, int],
-    watched: Seq[int],
-    taps: Seq[int],
+    captured_rows: Seq[int],
+    capture_layers: Seq[int],
 ) -> tuple[SparseSpan, ScoreRequest]:
-    """Rows at `positions`, from their `state` before layer `layers[0]` to after `layers[1] - 1`,
-    and
-    the score to yield for them. Of the rows `watched` (indices into `positions`) the states
-    before the layers `taps` come back."""
+    """A span that runs rows at `positions` through some layers, and the score request for it.
+
+    Args:
+        sequence: The sequence of the prompt.
+        context: The cache to fill.
+        positions: The positions of the rows, int32, ascending.
+        state: The hidden states of the rows before the first of the layers.
+        layers: The first layer, and the one after the last.
+        captured_rows: Indices into `positions` of the rows whose hidden states are returned.
+        capture_layers: The layers before which those hidden states are taken.
+    """
     span = SparseSpan(
-        context, [-1] * len(positions), *layers, list(watched), tuple(taps), False, state,
-        positions=positions, length=len(sequence.prompt) - 1,
+        context, [-1] * len(positions), *layers, list(captured_rows), tuple(capture_layers), False,
+        state, positions=positions, length=len(sequence.prompt) - 1,
     )  # fmt: skip
-    watched_positions = (
-        positions[np.asarray(watched, np.int64)] if len(watched) else np.empty(0, np.int32)
+    captured_positions = (
+        positions[np.asarray(captured_rows, np.int64)]
+        if len(captured_rows)
+        else np.empty(0, np.int32)
     )
-    parents = [row - 1 for row in range(len(watched_positions))]
+    parents = [row - 1 for row in range(len(captured_positions))]
     return span, ScoreRequest(
-        sequence, TARGET, [[span]], watched_positions, parents, [-1] * len(watched_positions)
+        sequence, TARGET, [[span]], captured_positions, parents, [-1] * len(captured_positions)
     )
 
 
-def finish(sequence: Sequence, context: SequenceCache) -> None:
-    """All rows have run as far as they will."""
+def mark_computed(sequence: Sequence, context: SequenceCache) -> None:
+    """Mark the context as filled by rows that other requests cannot reuse."""
     context.tokens = [-1] * context.length
     context.partials = []
     context.reusable = False
 
 
-def compact(context: SequenceCache, start: int, kept: list[torch.Tensor]) -> None:
-    """Keep of the positions from `start` to the end only `kept[layer]`, int64 `[kv_heads, n]`
-    (counted from `start`, ascending): they move into the first n slots; the rest is given back.
-    Keys carry their positions within them, so it does not matter where they lie."""
-    cache, count = context.pool.cache, kept[0].shape[1]
+def compact(context: SequenceCache, start: int, kept_positions: list[torch.Tensor]) -> None:
+    """Keep only some of the positions from `start` to the end, per layer and key head.
+
+    Their keys and values move into the first n slots, and the other slots are freed. Rotary
+    embeddings are already applied to the keys, so their slots do not matter.
+
+    Args:
+        context: The cache to compact.
+        start: The first position of the part.
+        kept_positions: For each layer int64 `[kv_heads, n]`, counted from `start`, ascending.
+    """
+    cache, count = context.pool.cache, kept_positions[0].shape[1]
     slots = torch.from_numpy(context.table[start:].astype(np.int64))
-    for layer, positions in enumerate(kept):
+    for layer, positions in enumerate(kept_positions):
         for store in (cache.keys[layer], cache.values[layer]):
             heads = torch.arange(positions.shape[0])[:, None].expand_as(positions)
             rows = store[slots[positions].to(store.device), heads.to(store.device)]
@@ -178,13 +208,17 @@ def compact(context: SequenceCache, start: int, kept: list[torch.Tensor]) -> Non
 
 
 def check_float(context: SequenceCache) -> None:
-    """Raise `UnsupportedCombinationError` where keys and values cannot be taken as numbers."""
-    if any(not one.is_floating_point() or one.ndim != 3 for one in context.pool.cache.keys):
-        raise UnsupportedCombinationError("this works on a cache of float numbers only")
+    """Raise `UnsupportedCombinationError` if keys and values are not stored as float numbers."""
+    if any(not keys.is_floating_point() or keys.ndim != 3 for keys in context.pool.cache.keys):
+        raise UnsupportedCombinationError(
+            "this method needs a key-value cache of float numbers, not a quantized one"
+        )
 
 
-def check_thinnable(context: SequenceCache) -> None:
-    """Raise `UnsupportedCombinationError` where positions cannot be thinned head by head."""
+def check_compressible(context: SequenceCache) -> None:
+    """Raise `UnsupportedCombinationError` if single positions cannot be removed from the cache."""
     check_float(context)
     if any(layer.attention.window for layer in context.pool.model.spec.layers):
-        raise UnsupportedCombinationError("layers with a sliding window cannot be thinned")
+        raise UnsupportedCombinationError(
+            "prompts cannot be compressed in models with sliding window attention"
+        )

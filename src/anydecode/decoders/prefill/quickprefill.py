@@ -1,7 +1,8 @@
-"""QuickPrefill: long media group by group, of each only the keys of small norm.
+"""QuickPrefill (Schneider et al., "QuickVideo: Real-Time Long Video Understanding with System
+Algorithm Co-Design", arXiv:2505.16175).
 
-Schneider et al., "QuickVideo: Real-Time Long Video Understanding with System Algorithm Co-Design",
-arXiv:2505.16175.
+Long media are prefilled in groups. After each group, every layer keeps only the positions of the
+group whose keys have the smallest norm.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import torch
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.prefill.prefilled import (
-    WORKS,
+    WORKS_WITH,
     Prefilled,
-    check_thinnable,
+    check_compressible,
     compact,
-    given,
-    plain,
+    prompt_embeds_of,
+    score_prompt,
 )
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.sequence_cache import SequenceCache
@@ -25,8 +26,10 @@ from anydecode.scoring.sequence import Sequence
 
 
 def smallest(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` rows of keys `[rows, kv_heads, head_dim]` with the smallest norm over all heads,
-    ties to the first, ascending."""
+    """The indices of the `count` keys with the smallest norm over all heads, ascending.
+
+    `keys` is `[rows, kv_heads, head_dim]`. Of equal norms the first row is taken.
+    """
     norms = keys.float().flatten(1).norm(dim=1)
     return torch.sort(norms, stable=True).indices[:count].sort().values
 
@@ -37,18 +40,25 @@ def smallest(keys: torch.Tensor, count: int) -> torch.Tensor:
         "serving",
         paper="Schneider et al. 2025, QuickVideo, arXiv:2505.16175",
         exactness="lossy",
-        summary="Media in groups; of each group every layer keeps the keys of smallest norm.",
-        works_with=WORKS,
+        summary="Prefills media in groups; every layer keeps the keys of smallest norm of a group.",
+        works_with=WORKS_WITH,
         deviations=(
-            "media are embeddings given with the prompt, or without them all of a text but its end;"
-            " decoding of video beside the prefill is the caller's",
-            "a group is a number of rows, not of frames",
+            "media are the embeddings given with the prompt, or else the prompt without its end;"
+            " the caller decodes the video",
+            "the size of a group is counted in rows, not in frames",
         ),
     )
 )
 class QuickPrefill(Prefilled):
-    """The media go through the model in groups of `group` rows, and of each group every layer keeps
-    the share `keep`. Without embeddings the media are the prompt up to its last `query` tokens."""
+    """Prefills media in groups, and keeps a share of each group's keys and values.
+
+    Args:
+        group: The number of rows in a group.
+        keep: The share of a group's positions that every layer keeps.
+        query: Without embeddings in the prompt, the media are the prompt without its last `query`
+            tokens.
+        decoder: The catalogue key of the decoder that generates.
+    """
 
     def __init__(
         self,
@@ -59,29 +69,29 @@ class QuickPrefill(Prefilled):
     ) -> None:
         super().__init__(decoder)
         if group < 1 or not 0 < keep <= 1 or query < 1:
-            raise InvalidRequestError("quickprefill needs group, query >= 1 and 0 < keep <= 1")
+            raise InvalidRequestError("quickprefill needs group >= 1, query >= 1 and 0 < keep <= 1")
         self.group, self.keep, self.query = group, keep, query
 
     def prefill(self, sequence: Sequence, context: SequenceCache) -> Decoding:
         length = len(sequence.prompt) - 1
-        media = given(sequence)
+        media = prompt_embeds_of(sequence)
         first, last = (0, length + 1 - self.query) if media is None else (media.first, media.stop)
         if first < last:
-            check_thinnable(context)
+            check_compressible(context)
             if first:
-                yield plain(sequence, context, 0, first)
+                yield score_prompt(sequence, context, 0, first)
             for start in range(first, last, self.group):
                 stop = min(start + self.group, last)
-                yield plain(sequence, context, start, stop)
-                self._thin(context, start)
+                yield score_prompt(sequence, context, start, stop)
+                self._compress(context, start)
         if max(0, last) < length:
-            yield plain(sequence, context, max(0, last), length)
+            yield score_prompt(sequence, context, max(0, last), length)
 
-    def _thin(self, context: SequenceCache, start: int) -> None:
+    def _compress(self, context: SequenceCache, start: int) -> None:
         slots = torch.from_numpy(context.table[start:].astype(np.int64))
         count = max(1, int(self.keep * len(slots)))
-        kept = []
+        kept_positions = []
         for keys in context.pool.cache.keys:
             rows = smallest(keys[slots.to(keys.device)].cpu(), count)
-            kept.append(rows.expand(keys.shape[1], -1))
-        compact(context, start, kept)
+            kept_positions.append(rows.expand(keys.shape[1], -1))
+        compact(context, start, kept_positions)

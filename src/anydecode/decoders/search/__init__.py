@@ -1,1 +1,1 @@
-"""Decoding methods, one file each."""
+"""Search methods: several candidate continuations are compared, and one is emitted."""

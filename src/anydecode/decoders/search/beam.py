@@ -1,5 +1,9 @@
-"""Beam search (Graves, arXiv:1211.3711; length penalty as in Wu et al., arXiv:1609.08144, in the
-form `sum / length ** penalty` that most libraries use)."""
+"""Beam search (Graves, arXiv:1211.3711).
+
+A fixed number of partial hypotheses is extended in parallel, and only the most likely ones are
+kept. The length penalty (Wu et al., arXiv:1609.08144) has the form `sum / length ** penalty` that
+most libraries use.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +33,32 @@ class _Beam:
         "search",
         paper="Sequence Transduction with Recurrent Neural Networks (arXiv:1211.3711)",
         exactness="lossy",
-        summary="Keeps the most likely partial answers and says the best at the end.",
+        summary="Keeps the most likely partial hypotheses and emits the best one at the end.",
         works_with=("constraints", "penalties", "guidance", "batches", "adapters"),
         deviations=("the text is emitted when the search ends, not while it runs",),
     )
 )
 class Beam(Decoder):
-    """`width` hypotheses; a finished one is worth `sum of log-probabilities / tokens ** penalty`.
+    """Beam search over `width` hypotheses.
 
-    Penalties, bans and constraints of the request act on the scores; temperature and truncations do
-    not. With width 1 it says what greedy decoding says.
+    The score of a hypothesis is `sum of log-probabilities / number of tokens ** penalty`. The
+    request's penalties, bans and constraints change the log-probabilities; its temperature and
+    truncations (top-k, top-p, ...) are ignored. With `width` 1 the output is that of greedy
+    decoding.
+
+    Args:
+        width: How many hypotheses are kept.
+        penalty: The exponent of the length, between -50 and 50.
+        early: Stop as soon as `width` hypotheses have finished, even if a live one could still
+            get a higher score.
     """
 
     can_sample = False
 
     def __init__(self, width: int = 4, penalty: float = 1.0, early: bool = False) -> None:
         if width < 1:
-            raise InvalidRequestError("a beam needs a width of at least 1")
-        if not -50 <= penalty <= 50:  # beyond, lengths raised to it are no numbers
+            raise InvalidRequestError(f"width must be at least 1, not {width}")
+        if not -50 <= penalty <= 50:  # beyond, `length ** penalty` overflows or vanishes
             raise InvalidRequestError(f"penalty must be between -50 and 50, not {penalty}")
         self.width = width
         self.penalty = penalty
@@ -62,17 +74,18 @@ class Beam(Decoder):
         limit = sequence.remaining
         state = sequence.state.setdefault("beam", {"live": [([], 0.0)], "finished": []})
         finished: list[tuple[float, list[int]]] = state["finished"]
-        beams = [self._grown(sequence, tokens, total) for tokens, total in state["live"]]
+        beams = [self._beam_of(sequence, tokens, total) for tokens, total in state["live"]]
         depth = len(state["live"][0][0])
-        said = len(sequence.tokens)
-        while beams and depth < limit and not self._settled(beams, finished, depth, limit):
-            answers = yield [beam.sequence.score() for beam in beams]
-            expansions = self._expand(beams, [scores.distribution(-1) for scores in answers])
+        num_emitted = len(sequence.tokens)
+        while beams and depth < limit and not self._is_finished(beams, finished, depth, limit):
+            results = yield [beam.sequence.score() for beam in beams]
+            expansions = self._expand(beams, [scores.distribution(-1) for scores in results])
             depth += 1
             beams = self._select(beams, expansions, finished, depth)
-            state["live"] = [(b.sequence.tokens[said:], b.total) for b in beams]
+            state["live"] = [(b.sequence.tokens[num_emitted:], b.total) for b in beams]
         finished += [
-            (self._worth(beam.total, depth), beam.sequence.tokens[said:]) for beam in beams
+            (self._hypothesis_score(beam.total, depth), beam.sequence.tokens[num_emitted:])
+            for beam in beams
         ]
         best = max(finished, key=lambda hypothesis: hypothesis[0])[1]
         for beam in beams:
@@ -80,44 +93,44 @@ class Beam(Decoder):
         sequence.emit(best)
 
     @staticmethod
-    def _grown(sequence: Sequence, tokens: list[int], total: float) -> _Beam:
+    def _beam_of(sequence: Sequence, tokens: list[int], total: float) -> _Beam:
         branch = sequence.fork()
         for token in tokens:
             branch.append(token)
         return _Beam(branch, total)
 
-    def _worth(self, total: float, length: int) -> float:
+    def _hypothesis_score(self, total: float, length: int) -> float:
         return total / math.pow(max(1, length), self.penalty)
 
-    def _settled(
+    def _is_finished(
         self, beams: list[_Beam], finished: list[tuple[float, list[int]]], depth: int, limit: int
     ) -> bool:
-        """Whether no live beam can still beat the worst of `width` finished ones."""
+        """Whether no live beam can still score higher than the worst of `width` finished ones."""
         if len(finished) < self.width:
             return False
         if self.early:
             return True
-        horizon = limit if self.penalty > 0 else max(1, depth)
-        best = max(self._worth(beam.total, horizon) for beam in beams)
-        return best <= min(worth for worth, _ in finished)
+        final_length = limit if self.penalty > 0 else max(1, depth)
+        best = max(self._hypothesis_score(beam.total, final_length) for beam in beams)
+        return best <= min(score for score, _ in finished)
 
     def _expand(
         self, beams: list[_Beam], distributions: list[Distribution]
     ) -> list[tuple[float, int, int]]:
-        """The best 2 x width continuations as (total, beam, token)."""
-        found: list[tuple[float, int, int]] = []
+        """The best `2 * width` continuations as (total log-probability, beam index, token)."""
+        expansions: list[tuple[float, int, int]] = []
         for number, (beam, distribution) in enumerate(zip(beams, distributions, strict=True)):
             with np.errstate(divide="ignore"):
-                logs = np.log(distribution.probabilities())
-            keep = min(2 * self.width, len(logs))
-            index = np.argpartition(-logs, keep - 1)[:keep]
+                logprobs = np.log(distribution.probabilities())
+            num_kept = min(2 * self.width, len(logprobs))
+            index = np.argpartition(-logprobs, num_kept - 1)[:num_kept]
             ids = index if distribution.tokens is None else distribution.tokens[index]
-            found += [
-                (beam.total + float(log), number, int(token))
-                for log, token in zip(logs[index], ids, strict=True)
-                if np.isfinite(log)
+            expansions += [
+                (beam.total + float(logprob), number, int(token))
+                for logprob, token in zip(logprobs[index], ids, strict=True)
+                if np.isfinite(logprob)
             ]
-        return sorted(found, key=lambda one: (-one[0], one[1], one[2]))[: 2 * self.width]
+        return sorted(expansions, key=lambda item: (-item[0], item[1], item[2]))[: 2 * self.width]
 
     def _select(
         self,
@@ -126,25 +139,26 @@ class Beam(Decoder):
         finished: list[tuple[float, list[int]]],
         depth: int,
     ) -> list[_Beam]:
+        """The `width` beams that go on; hypotheses that end move to `finished`."""
         chosen: list[tuple[float, int, int]] = []
         for rank, (total, number, token) in enumerate(expansions):
             branch = beams[number].sequence
             if branch.stops_at(token):
                 if rank < self.width:
                     tokens = branch.tokens[len(branch.tokens) - depth + 1 :] if depth > 1 else []
-                    finished.append((self._worth(total, depth), [*tokens, token]))
+                    finished.append((self._hypothesis_score(total, depth), [*tokens, token]))
                     finished.sort(key=lambda hypothesis: -hypothesis[0])
                     del finished[self.width :]
             elif len(chosen) < self.width:
                 chosen.append((total, number, token))
-        kept: list[_Beam] = []
-        uses = [number for _, number, _ in chosen]
+        selected: list[_Beam] = []
+        parents = [number for _, number, _ in chosen]
         for i, (total, number, token) in enumerate(chosen):
             parent = beams[number].sequence
-            branch = parent.branch() if number in uses[i + 1 :] else parent
-            kept.append(_Beam(branch, total))
+            branch = parent.branch() if number in parents[i + 1 :] else parent
+            selected.append(_Beam(branch, total))
             branch.append(token)
         for number, beam in enumerate(beams):
-            if number not in uses:
+            if number not in parents:
                 beam.sequence.release()
-        return kept
+        return selected

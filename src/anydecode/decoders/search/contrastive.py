@@ -1,5 +1,9 @@
 """Contrastive search (Su et al., "A Contrastive Framework for Neural Text Generation",
-arXiv:2202.06417): likely tokens whose states do not repeat those before them."""
+arXiv:2202.06417).
+
+Each step takes the `k` most likely tokens and emits the one with the best balance of a high
+probability and a hidden state that is dissimilar to all hidden states before it.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +27,36 @@ _KEY = "contrastive-search"
         "sampling",
         paper="A Contrastive Framework for Neural Text Generation (arXiv:2202.06417)",
         exactness="lossy",
-        summary="Of the k likeliest tokens the one whose state is least like any before it.",
+        summary="Of the k likeliest tokens, prefers one whose hidden state is unlike earlier ones.",
         needs=("a model whose last states can be read",),
         works_with=("constraints", "penalties", "logprobs", "batches", "adapters"),
         deviations=(
-            "candidates and their probabilities are what penalties and constraint leave",
-            "ties go to the likelier candidate, then to the lower id",
+            "candidates and their probabilities are those after penalties and constraints",
+            "of candidates with equal scores the likelier one wins, then the lower token id",
         ),
     )
 )
 class ContrastiveSearch(Decoder):
-    """Says argmax over the `k` likeliest tokens v of (1 - alpha) p(v) - alpha max_j cos(h_v, h_j),
-    where h are states after the last layer and its norm, and j runs over prompt and text.
+    """Emits the argmax of `(1 - alpha) * p(v) - alpha * max_j cos(h_v, h_j)` over the `k` likeliest
+    tokens v, where h are hidden states after the last layer and its norm, and j runs over the
+    prompt and the generated text.
 
-    The candidates are scored side by side as a token tree, one pass per token; the row of the one
-    that is said brings the next candidates, so nothing is computed twice. Temperature and
-    truncations play no part. With `alpha` 0 or `k` 1 it says what greedy decoding says.
+    All candidates of a step are scored in one forward pass, as a token tree. The row of the emitted
+    candidate gives the next candidates, so nothing is computed twice. Temperature and truncations
+    are ignored. With `alpha` 0 or `k` 1 the output is that of greedy decoding.
+
+    Args:
+        k: The number of candidates.
+        alpha: The weight of the similarity penalty, between 0 and 1.
     """
 
     can_sample = False
 
     def __init__(self, k: int = 4, alpha: float = 0.6) -> None:
         if k < 1 or not 0 <= alpha <= 1:
-            raise InvalidRequestError("contrastive-search needs k >= 1 and alpha between 0 and 1")
+            raise InvalidRequestError(
+                f"contrastive-search needs k >= 1 and 0 <= alpha <= 1, not k={k}, alpha={alpha}"
+            )
         self.k = k
         self.alpha = alpha
 
@@ -53,7 +64,7 @@ class ContrastiveSearch(Decoder):
         sampler = sequence.sampler
         if sequence.companion_prompts:
             raise UnsupportedCombinationError(
-                "contrastive-search does not work with guidance by a second prompt"
+                "contrastive-search does not work with guidance, which needs a second prompt"
             )
         sequence.sampler = Sampler(1.0, sampler.pre_temperature, (), sampler.combiner)
 
@@ -61,74 +72,76 @@ class ContrastiveSearch(Decoder):
         context = sequence.context()
         depth = context.pool.model.spec.num_layers
         states = _States(sequence.state.setdefault(_KEY, np.empty((0, 0), np.float32)))
-        if context.length > len(states):  # a shared prefix has keys and values, but no states
+        if context.length > len(
+            states
+        ):  # a shared prefix has keys and values, but no hidden states
             context.truncate(len(states))
         unscored = sequence.unscored()
-        known = context.length
+        first = context.length
         if len(unscored) > 1:
             score = sequence.score(unscored[:-1], rows="all", hidden=(depth,))
             score.groups[0][-1].logits = False
             scores = yield score
-            states.extend(scores, known)
+            states.extend(scores, first)
         scores = yield sequence.score(unscored[-1:], hidden=(depth,))
         states.extend(scores, context.length - 1)
         row = 0
         while not sequence.finished:
             sequence.state[_KEY] = states.rows
             logits, sampler = scores.row(row), sequence.sampler
-            tokens, chances = self._candidates(sampler, logits)
+            tokens, probabilities = self._candidates(sampler, logits)
             position = sequence.length
             logits = logits.copy() if sequence.annotate is not None else logits
             scores = yield sequence.extend(
                 tokens, [ROOT] * len(tokens), runner=TARGET, hidden=(depth,)
             )
-            found = [_unit(scores.last_state(node)) for node in range(len(tokens))]
-            likest = np.array([states.likest(state) for state in found])
-            row = int(((1 - self.alpha) * chances - self.alpha * likest).argmax())
+            candidate_states = [_unit(scores.last_state(node)) for node in range(len(tokens))]
+            similarity = np.array([states.max_cosine(state) for state in candidate_states])
+            row = int(((1 - self.alpha) * probabilities - self.alpha * similarity).argmax())
             context.retain([row])
-            states.append(found[row])
+            states.append(candidate_states[row])
             sequence.record_logprobs(logits, position, tokens[row], sampler)
             sequence.emit([tokens[row]])
 
     def _candidates(self, sampler: Sampler, logits: np.ndarray) -> tuple[list[int], np.ndarray]:
-        """Tokens by falling probability, and their probabilities."""
+        """The `k` most likely tokens in descending order, and their probabilities."""
         distribution = sampler.distribution(logits)
-        positions = largest(distribution.scores, self.k)
-        positions = positions[descending(distribution.scores[positions])]
-        tokens = positions if distribution.tokens is None else distribution.tokens[positions]
-        return [int(token) for token in tokens], distribution.probabilities()[positions]
+        index = largest(distribution.scores, self.k)
+        index = index[descending(distribution.scores[index])]
+        tokens = index if distribution.tokens is None else distribution.tokens[index]
+        return [int(token) for token in tokens], distribution.probabilities()[index]
 
 
 class _States:
-    """States of length 1, one per position."""
+    """Hidden states normalized to length 1, one per position."""
 
     def __init__(self, rows: np.ndarray) -> None:
-        self._held = rows
+        self._buffer = rows
         self._count = len(rows)
 
     @property
     def rows(self) -> np.ndarray:
         """float32 `[positions, hidden_size]`, a view."""
-        return self._held[: self._count]
+        return self._buffer[: self._count]
 
     def __len__(self) -> int:
         return self._count
 
     def extend(self, scores: Scores, first: int) -> None:
-        """The rows of `scores` stand from position `first` on; those already here are passed."""
+        """Append the states of `scores` from position `first` on; skip those stored already."""
         for row in range(len(self) - first, len(scores)):
             self.append(_unit(scores.last_state(row)))
 
     def append(self, state: np.ndarray) -> None:
-        if self._count == len(self._held):
+        if self._count == len(self._buffer):
             grown = np.empty((max(64, 2 * self._count), len(state)), np.float32)
-            grown[: self._count] = self._held[: self._count].reshape(self._count, len(state))
-            self._held = grown
-        self._held[self._count] = state
+            grown[: self._count] = self._buffer[: self._count].reshape(self._count, len(state))
+            self._buffer = grown
+        self._buffer[self._count] = state
         self._count += 1
 
-    def likest(self, state: np.ndarray) -> float:
-        """The largest cosine with a state before."""
+    def max_cosine(self, state: np.ndarray) -> float:
+        """The largest cosine similarity to an earlier state."""
         return float((self.rows @ state).max())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.decoders.diffusion.canvas_spans import canvas_span, score_of
+from anydecode.decoders.diffusion.canvas_spans import canvas_span, score_canvas
 from anydecode.decoders.speculative.core import Drafter, DraftSession
 from anydecode.decoders.speculative.draft_model import DRAFT, fitted
 from anydecode.errors import InvalidRequestError
@@ -47,7 +47,7 @@ class DiffusionSession(DraftSession):
         visible = np.minimum((positions // size + 1) * size, len(canvas)).astype(np.int32)
         wanted = np.arange(len(known), len(canvas))
         span = canvas_span(context, positions, canvas, visible)
-        scores = yield score_of(sequence, DRAFT, [span], 1, wanted, spec.logit_shift)
+        scores = yield score_canvas(sequence, DRAFT, [span], 1, wanted, spec.logit_shift)
         rows = []
         for row in scores.logits:
             masked = row.copy()

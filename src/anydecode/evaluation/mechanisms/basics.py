@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from anydecode.decoders.autoregressive import Following
+from anydecode.decoders.autoregressive import MultiStep
 from anydecode.decoders.depth.layer_draft import LayerDraft
 from anydecode.engine.llm import LLM
 from anydecode.evaluation.certify import Check, mechanism
@@ -39,7 +39,7 @@ def autoregressive() -> Iterator[Check]:
         yield Check("one pass per token", answer.stats.passes == 30)
 
 
-class _Counted(Following):
+class _Counted(MultiStep):
     resumptions = 0
 
     def decode(self, sequence: Sequence) -> Decoding:
