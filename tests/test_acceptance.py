@@ -16,8 +16,8 @@ from anydecode.errors import InvalidRequestError
 from anydecode.evaluation import certify as certifying
 from anydecode.evaluation.certify import Check, certify_one, measure
 from anydecode.evaluation.chi_square import (
-    POLICIES,
     PROMPT,
+    SAMPLING_OPTIONS,
     VOCABULARY,
     Alternating,
     expected,
@@ -108,13 +108,15 @@ class Broken(RejectionSampling):
 def test_chains_through_the_engine_follow_the_target(name: str) -> None:
     with small_llm() as llm:
         decoder = catalogue.build("speculative-sampling", size=2, acceptance="rejection")
-        found = fit(sampled(llm, decoder, POLICIES[name], 300), expected(POLICIES[name]))
+        found = fit(
+            sampled(llm, decoder, SAMPLING_OPTIONS[name], 300), expected(SAMPLING_OPTIONS[name])
+        )
     assert found.passed, found
 
 
 @pytest.mark.parametrize("kind", ["wor", "iid", "point"])
 def test_trees_through_the_engine_follow_the_target(kind: str) -> None:
-    options = POLICIES["penalties"]
+    options = SAMPLING_OPTIONS["penalties"]
     with small_llm() as llm:
         decoder = Speculative(TableTrees(kind), acceptance=RejectionSampling())
         found = fit(sampled(llm, decoder, options, 300), expected(options))
@@ -152,7 +154,7 @@ def test_a_draft_that_skips_the_processors_is_noticed() -> None:
 
 def test_each_sample_gets_its_own_constraint() -> None:
     with small_llm() as llm:
-        texts = sampled(llm, catalogue.build("autoregressive"), POLICIES["a grammar"], 40)
+        texts = sampled(llm, catalogue.build("autoregressive"), SAMPLING_OPTIONS["a grammar"], 40)
     for text in texts:
         state = Alternating()
         for token in text:
@@ -213,7 +215,7 @@ def test_an_impossible_outcome_fails_the_fit() -> None:
 def test_a_lossy_card_needs_a_measure_within_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certifying, "_measures", {})
     monkeypatch.setattr(certifying, "claim", lambda card, make: iter(()))
-    monkeypatch.setattr(certifying, "load_mechanisms", lambda: {"typical-acceptance": lambda: []})
+    monkeypatch.setattr(certifying, "load_oracle_tests", lambda: {"typical-acceptance": lambda: []})
     assert not certify_one("typical-acceptance").passed
     measure("typical-acceptance", "loss", samples=3, margin=0.5)(lambda samples: 0.1 * samples)
     assert certify_one("typical-acceptance").passed
@@ -225,7 +227,7 @@ def test_a_wrong_claim_of_exactness_fails_its_certificate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("T=1", "penalties", "T=0.7 with top-p"):
-        monkeypatch.delitem(POLICIES, name)
+        monkeypatch.delitem(SAMPLING_OPTIONS, name)
     card = Card("wrong", "speculative", "", "distribution-exact")
     make = lambda: Speculative(TableTrees("wor", 1), acceptance=Broken())  # noqa: E731
     checks = {check.name: check.passed for check in certifying.distribution_claim(card, make)}

@@ -1,4 +1,4 @@
-"""Every method of the catalogue carries a passing certificate; mistakes do not get one."""
+"""Every method of the catalogue has a passing certificate; deliberately wrong variants fail."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from anydecode.evaluation.certify import (
     certify,
     certify_one,
     claim,
-    load_mechanisms,
+    load_oracle_tests,
 )
 from anydecode.evaluation.mechanisms.proofs import formula_distance
 from anydecode.evaluation.results_log import ResultsLog
@@ -36,7 +36,7 @@ from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
-PROOFS = (
+SEAM_METHODS = (
     "autoregressive",
     "prompt-lookup",
     "beam",
@@ -57,13 +57,13 @@ def test_certificate(key: str) -> None:
     assert len(certificate.checks) >= 2
 
 
-def test_the_proofs_of_the_seam_are_in_the_catalogue() -> None:
-    assert set(PROOFS) <= set(KEYS)
-    assert set(KEYS) <= set(load_mechanisms())
+def test_methods_that_cover_the_decoder_interface_are_in_the_catalogue() -> None:
+    assert set(SEAM_METHODS) <= set(KEYS)
+    assert set(KEYS) <= set(load_oracle_tests())
 
 
 class Careless(Decoder):
-    """Accepts the first draft without looking."""
+    """Accepts the first draft without verification."""
 
     card = Card("careless", "speculative", paper="", exactness="token-exact")
 
@@ -75,31 +75,31 @@ class Careless(Decoder):
 
 
 class Forgetful(Decoder):
-    """Keeps in a local what belongs into `sequence.state`, so that restarts change its text."""
+    """Keeps a counter in a local variable, not in `sequence.state`: restarts change its text."""
 
     card = Card("forgetful", "speculative", paper="", exactness="lossy")
 
     def decode(self, sequence: Sequence) -> Decoding:
-        said = 0
+        count = 0
         while not sequence.finished:
             scores = yield sequence.score()
-            said += 1
-            sequence.emit([scores.sampled[-1] if said % 3 else 66])
+            count += 1
+            sequence.emit([scores.sampled[-1] if count % 3 else 66])
 
 
-def test_a_careless_method_is_found_out() -> None:
+def test_a_method_that_skips_verification_fails() -> None:
     checks = {check.name: check.passed for check in claim(Careless.card, Careless)}
     assert not checks["equals plain decoding, scripted, T=0.0"]
     assert checks["batched equals alone, scripted, T=0.0"]
 
 
-def test_a_forgetful_method_is_found_out() -> None:
+def test_a_method_that_loses_state_on_restart_fails() -> None:
     checks = {check.name: check.passed for check in claim(Forgetful.card, Forgetful)}
     assert checks["batched equals alone, scripted, T=0.0"]
     assert not checks["restarted at random yields, scripted, T=0.0"]
 
 
-def test_guidance_is_certified_against_its_formula_and_is_not_token_exact() -> None:
+def test_guidance_is_certified_by_its_formula_and_is_not_token_exact() -> None:
     card = ClassifierFreeGuidance.card
     assert card.exactness == "lossy" and "by design" in card.summary
     names = [check.name for check in certify_one(card.key).checks]
@@ -114,12 +114,12 @@ def test_guidance_is_certified_against_its_formula_and_is_not_token_exact() -> N
     assert formula_distance(6, other, scale=2.5) > measure.margin
 
 
-def test_a_method_without_a_mechanism_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(load_mechanisms(), "following")
+def test_a_method_without_an_oracle_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(load_oracle_tests(), "following")
     assert not certify(["following"])[0].passed
 
 
-def test_a_strangers_method_is_found_through_its_entry_point(tmp_path: Path) -> None:
+def test_a_method_of_another_package_is_found_through_its_entry_point(tmp_path: Path) -> None:
     examples = Path(__file__).parents[1] / "examples"
     info = tmp_path / "echo_example-0.1.dist-info"
     info.mkdir()
@@ -153,18 +153,18 @@ def test_cards_cite_their_papers() -> None:
 
 
 def broken(error: Exception) -> Any:
-    """A mechanism that passes one check and is then stopped by `error`."""
+    """An oracle test that passes one check and then raises `error`."""
 
-    def mechanism() -> Iterator[Check]:
+    def checks() -> Iterator[Check]:
         yield Check("first", True)
         raise error
 
-    return mechanism
+    return checks
 
 
 @pytest.fixture
 def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A cache folder of this test alone, but for the kernels."""
+    """An empty cache folder for this test; the kernels stay in the default one."""
     load_library()
     monkeypatch.setattr("anydecode.folders.default_cache", lambda: tmp_path)
     return tmp_path / "certify"
@@ -194,15 +194,15 @@ def certify_by_command(*arguments: str) -> int:
         (InvalidRequestError("no\nline"), "failed", "no line"),
     ],
 )
-def test_what_a_part_raises_is_a_check_of_that_part(
+def test_an_exception_in_one_part_is_a_check_of_that_part(
     error: Exception, status: str, detail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(load_mechanisms(), "following", broken(error))
+    monkeypatch.setitem(load_oracle_tests(), "following", broken(error))
     certificate, other = certify(["following", "autoregressive"])
     assert certificate.status == status and not certificate.passed and other.passed
     *before, first, last = certificate.checks
     assert before and all(check.passed for check in before)
-    assert first == Check("first", True) and last == Check("mechanism", last.passed, detail)
+    assert first == Check("first", True) and last == Check("oracle test", last.passed, detail)
     assert certificate.to_dict()["checks"][-1]["status"] == status
 
 
@@ -216,7 +216,7 @@ def test_a_failed_check_outweighs_one_that_was_not_run() -> None:
     ]
 
 
-def test_certification_goes_on_past_a_missing_package(
+def test_certification_continues_after_a_missing_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache_folder: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "jedi", None)
@@ -229,14 +229,14 @@ def test_certification_goes_on_past_a_missing_package(
         "passed  following",
     ]
     assert "not run in full: monitors" in err
-    monkeypatch.setitem(load_mechanisms(), "following", broken(ZeroDivisionError()))
+    monkeypatch.setitem(load_oracle_tests(), "following", broken(ZeroDivisionError()))
     assert certify_by_command("monitors", "following", "--json") == 1
     monitors, following = json.loads(capsys.readouterr().out)
     assert (monitors["status"], following["status"]) == ("not run", "failed")
     assert [one["status"] for one in monitors["checks"]][-2:] == ["passed", "not run"]
 
 
-def test_a_wrong_key_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_key_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certify_module, "certify_one", lambda *_: pytest.fail("it began"))
     with pytest.raises(InvalidRequestError, match="nonsense"):
         certify(["following", "nonsense"])
@@ -261,7 +261,7 @@ main.run(["certify", "autoregressive", "following", "beam", "--keep", sys.argv[1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="kills itself by signal")
-def test_a_killed_certification_goes_on(tmp_path: Path) -> None:
+def test_a_killed_certification_resumes(tmp_path: Path) -> None:
     keep = tmp_path / "kept.jsonl"
     program = [sys.executable, "-c", KILLED, str(keep)]
     first = subprocess.run([*program, "following"], capture_output=True, text=True)
@@ -276,7 +276,7 @@ def test_a_killed_certification_goes_on(tmp_path: Path) -> None:
     ]
 
 
-def test_a_stopped_certification_goes_on_unasked(
+def test_an_interrupted_certification_resumes_by_default(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache_folder: Path
 ) -> None:
     tried: list[str] = []
@@ -292,16 +292,16 @@ def test_a_stopped_certification_goes_on_unasked(
     assert certify_by_command(*keys) == 1  # one failed
     assert "stopped: 2 of 3" in capsys.readouterr().err
     assert certify_by_command(*keys) == 1
-    assert tried[3:] == ["beam", "following"]  # what failed is tried again
+    assert tried[3:] == ["beam", "following"]  # failed methods are tested again
     assert capsys.readouterr().out.splitlines()[0] == "passed  autoregressive"
     certify_by_command(*keys)
-    assert tried[5:] == keys  # a complete run leaves nothing behind
+    assert tried[5:] == keys  # a complete run leaves no results to resume
     (log,) = cache_folder.iterdir()
     assert len(log.read_text().splitlines()) == 1
 
 
-def test_methods_of_other_packages_are_always_tried_again(tmp_path: Path) -> None:
+def test_methods_of_other_packages_are_always_tested_again(tmp_path: Path) -> None:
     key = f"{__name__}:Careless"
     for count in (1, 2):
         certify([key], results_log=ResultsLog(tmp_path / "kept", {}))
-        assert len(ResultsLog(tmp_path / "kept", {}).held) == count
+        assert len(ResultsLog(tmp_path / "kept", {}).entries) == count

@@ -1,4 +1,4 @@
-"""Certification on a real model: a checkpoint on disk, in its own format and in others."""
+"""Certification on a real model: a checkpoint on disk, in its stored format and in others."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ from anydecode.training import checkpoint
 from anydecode.training.tokenizer import build_tokenizer
 from anydecode.training.transformer import Shape, Transformer
 
-ASKED = [
+QUESTIONS = [
     Question("a", "one two one two one"),
     Question("a", "ab ab ab"),
     Question("b", "the cat and the cat"),
     Question("b", "x"),
 ]
-TRIALS = Trials(ASKED, tokens=12, batch=3, sample=3, sample_tokens=8, dtypes=(STORED, "float32"))
+TRIALS = Trials(
+    QUESTIONS, tokens=12, batch=3, sample=3, sample_tokens=8, dtypes=(STORED, "float32")
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +59,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A cache folder of this test alone, but for the kernels."""
+    """An empty cache folder for this test; the kernels stay in the default one."""
     load_library()
     monkeypatch.setattr("anydecode.folders.default_cache", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "certify"
 
 
 class Unverified(Decoder):
-    """Says a drafted token without asking whether the target would."""
+    """Emits a drafted token without verification by the target."""
 
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:
@@ -74,19 +76,19 @@ class Unverified(Decoder):
 
 
 class Forgetful(Decoder):
-    """Right until it is started again: a local decides what it says."""
+    """Correct until it is restarted: a local variable decides the first token."""
 
     def decode(self, sequence: Sequence) -> Decoding:
         scores = yield sequence.score()
-        begun = len(sequence.tokens)
-        sequence.emit([scores.sampled[-1] if begun == 0 else 5])
+        num_tokens = len(sequence.tokens)
+        sequence.emit([scores.sampled[-1] if num_tokens == 0 else 5])
         while not sequence.finished:
             scores = yield sequence.score()
             sequence.emit([scores.sampled[-1]])
 
 
 @pytest.fixture
-def mistakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def wrong_methods(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, method in (("unverified", Unverified), ("forgetful", Forgetful)):
         card = Card(name, "speculative", paper="", exactness="token-exact")
         monkeypatch.setitem(catalogue.entries(), name, Entry(card, method))
@@ -111,8 +113,8 @@ def test_exact_methods_are_certified_in_every_format(model: Path) -> None:
     assert [certificate.key for certificate in found] == keys
 
 
-def test_broken_decoders_fail(model: Path, mistakes: None) -> None:
-    trials = Trials(ASKED, tokens=40, batch=2, sample=4, sample_tokens=40, dtypes=(STORED,))
+def test_broken_decoders_fail(model: Path, wrong_methods: None) -> None:
+    trials = Trials(QUESTIONS, tokens=40, batch=2, sample=4, sample_tokens=40, dtypes=(STORED,))
     unverified, forgetful = certified(model, ["unverified", "forgetful"], trials, draft=None)
     assert not any(check.passed for check in unverified.checks)
     assert "differ: first at token 0" in unverified.checks[0].detail
@@ -120,7 +122,7 @@ def test_broken_decoders_fail(model: Path, mistakes: None) -> None:
     assert failed and all("restarted" in name for name in failed)
 
 
-def test_what_is_not_token_exact_is_refused(model: Path) -> None:
+def test_methods_that_are_not_token_exact_are_refused(model: Path) -> None:
     with pytest.raises(InvalidRequestError, match="only token-exact") as refusal:
         certified(model, ["typical-acceptance"], TRIALS)
     assert "\n" not in str(refusal.value)
@@ -132,7 +134,7 @@ def test_a_method_that_cannot_run_is_not_certified(model: Path) -> None:
     assert all("draft model" in check.detail for check in found.checks)
 
 
-def test_batches_are_read_once_and_in_turn_by_a_method_itself(
+def test_prompts_are_prefilled_once_per_batch_by_each_method_in_turn(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = [Question("a", f"{word} " * 20) for word in ("one", "two", "three", "four")]
@@ -140,46 +142,46 @@ def test_batches_are_read_once_and_in_turn_by_a_method_itself(
     hits: dict[tuple[str, int], int] = {}
     outcome = certify_model.Bench.outcome
 
-    def watched(self: certify_model.Bench, key: str, batch: certify_model.Batch) -> BatchOutcome:
+    def recording(self: certify_model.Bench, key: str, batch: certify_model.Batch) -> BatchOutcome:
         cache = self.llm.engine.runners[TARGET].prefixes
         before = cache.num_hits
         found = outcome(self, key, batch)
         hits[key, batch.number] = cache.num_hits - before
         return found
 
-    monkeypatch.setattr(certify_model.Bench, "outcome", watched)
+    monkeypatch.setattr(certify_model.Bench, "outcome", recording)
     found = certified(model, ["copyspec", "prompt-lookup"], trials, draft=None)
     assert all(one.passed for one in found)
     assert hits["copyspec", 0] < hits["prompt-lookup", 0]
     assert hits["copyspec", 1] > hits["prompt-lookup", 1]
 
 
-def test_a_stopped_run_goes_on(model: Path, mistakes: None, tmp_path: Path) -> None:
-    trials = Trials(ASKED, tokens=8, batch=2, sample=2, sample_tokens=4, dtypes=("float32",))
+def test_an_interrupted_run_resumes(model: Path, wrong_methods: None, tmp_path: Path) -> None:
+    trials = Trials(QUESTIONS, tokens=8, batch=2, sample=2, sample_tokens=4, dtypes=("float32",))
     keys, keep = ["copyspec", "unverified"], tmp_path / "kept.jsonl"
     options: dict[str, Any] = {"draft": None, "threads": 1}
-    whole = list(outcomes(str(model), keys, trials, **options))
-    begun = list(
+    complete = list(outcomes(str(model), keys, trials, **options))
+    first = list(
         islice(outcomes(str(model), keys, trials, results_log=ResultsLog(keep, {}), **options), 3)
     )
-    assert begun == whole[:3]
-    assert [one.key for one in begun] == ["copyspec", "unverified", "copyspec"]
+    assert first == complete[:3]
+    assert [one.key for one in first] == ["copyspec", "unverified", "copyspec"]
     results_log = ResultsLog(keep, {})
-    assert len(results_log.held) == 3
+    assert len(results_log.entries) == 3
     rest = list(outcomes(str(model), keys, trials, results_log=results_log, **options))
-    assert sorted(rest, key=str) == sorted(whole, key=str)
-    passed = sum(not one.differ for one in whole)
-    assert len(keep.read_text().splitlines()) == 1 + 3 + len(whole) - 2  # two had passed
+    assert sorted(rest, key=str) == sorted(complete, key=str)
+    passed = sum(not one.differ for one in complete)
+    assert len(keep.read_text().splitlines()) == 1 + 3 + len(complete) - 2  # two had passed
     again = ResultsLog(keep, {})
     list(outcomes(str(model), keys, trials, results_log=again, **options))
-    tried = len(keep.read_text().splitlines()) - 1 - len(again.held)
-    assert tried == len(whole) - passed  # what failed is tried again
+    num_run = len(keep.read_text().splitlines()) - 1 - len(again.entries)
+    assert num_run == len(complete) - passed  # failed batches are run again
     keep.write_text('{}\n{"key": 1}\n')
-    with pytest.raises(InvalidRequestError, match="holds no answers"):
+    with pytest.raises(InvalidRequestError, match="holds no results"):
         next(outcomes(str(model), keys, trials, results_log=ResultsLog(keep, {}), **options))
 
 
-def test_a_method_that_breaks_does_not_end_the_run(
+def test_an_exception_in_a_method_does_not_end_the_run(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Breaking(Decoder):
@@ -194,7 +196,7 @@ def test_a_method_that_breaks_does_not_end_the_run(
 
 
 def test_a_format_that_cannot_be_opened_does_not_end_the_run(model: Path) -> None:
-    trials = Trials(ASKED, tokens=4, sample=1, sample_tokens=4, dtypes=("int3", "float32"))
+    trials = Trials(QUESTIONS, tokens=4, sample=1, sample_tokens=4, dtypes=("int3", "float32"))
     (found,) = certified(model, ["copyspec"], trials, draft=None)
     failed = [check for check in found.checks if not check.passed]
     assert len(failed) == 4 and all(", int3," in check.name for check in failed)
@@ -212,8 +214,8 @@ def test_a_method_without_its_package_is_not_run(
 
     card = Card("lacking", "speculative", paper="", exactness="token-exact")
     monkeypatch.setitem(catalogue.entries(), "lacking", Entry(card, Lacking))
-    trials, keep = Trials(ASKED, tokens=4, sample=0), tmp_path / "kept.jsonl"
-    for _ in range(2):  # it is tried again
+    trials, keep = Trials(QUESTIONS, tokens=4, sample=0), tmp_path / "kept.jsonl"
+    for _ in range(2):  # it is run again
         results_log = ResultsLog(keep, {})
         found = certified(
             model, ["lacking", "copyspec"], trials, draft=None, results_log=results_log
@@ -226,7 +228,7 @@ def test_a_method_without_its_package_is_not_run(
     assert len(keep.read_text().splitlines()) == 1 + 2 + 1
 
 
-def test_a_stopped_run_shows_what_was_tried(
+def test_an_interrupted_run_prints_its_results(
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -251,25 +253,25 @@ def test_a_stopped_run_shows_what_was_tried(
     with pytest.raises(SystemExit):
         main.run(["certify", "copyspec", "stand", *options])
     assert "8 of 8" in capsys.readouterr().err
-    assert len(log.read_text().splitlines()) == 1  # emptied by the run that was complete
+    assert len(log.read_text().splitlines()) == 1  # emptied by the complete run
 
 
-def test_all_methods_are_those_that_can_draft_for_any_model() -> None:
+def test_the_default_methods_can_draft_for_any_model() -> None:
     keys = _drafting()
     assert {"auto", "opt-tree", "pearl", "layer-draft"} <= set(keys)
     assert not {"deer", "rejection-sampling", "typical-acceptance"} & set(keys)
 
 
-def test_the_sample_takes_categories_in_turn() -> None:
+def test_the_sample_alternates_between_categories() -> None:
     (first, *_), *_ = (one.questions for one in TRIALS.batches()["float32"])
-    assert [one.category for one in TRIALS.spread()] == ["a", "b", "a", "b"]
-    assert first == ASKED[0]
+    assert [one.category for one in TRIALS.interleaved()] == ["a", "b", "a", "b"]
+    assert first == QUESTIONS[0]
 
 
-def test_by_the_command_line(
-    model: Path, mistakes: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_line(
+    model: Path, wrong_methods: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [json.dumps({"category": one.category, "turns": [one.text]}) for one in ASKED]
+    lines = [json.dumps({"category": one.category, "turns": [one.text]}) for one in QUESTIONS]
     (tmp_path / "question.jsonl").write_text("\n".join(lines))
     options = ["--model", str(model), "--data", str(tmp_path), "--tokens", "16", "--batch", "2"]
     options += ["--sample", "0", "--threads", "1", "--draft", "self:layers=2"]
@@ -287,4 +289,4 @@ def test_by_the_command_line(
         assert not ended.value.code
         out = capsys.readouterr().out
         assert "4 prompts, 64 tokens" in out and "T=0, 3 tokens, alone: 1 prompts" in out
-    assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 7  # nothing made twice
+    assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 7  # no batch was run twice

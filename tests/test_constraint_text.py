@@ -219,10 +219,10 @@ def test_answers_are_judged_and_a_run_goes_on(tmp_path):
     assert (found["schemas"], found["accepted"], found["valid"]) == (3, 1, 4)
     assert (found["finished_invalid"], found["unfinished"]) == (1, 1)
     file = tmp_path / "rows.jsonl"
-    assert ResultsLog(file, {"seeds": 2}).held == []
+    assert ResultsLog(file, {"seeds": 2}).entries == []
     with file.open("a") as out:
         out.write(json.dumps(rows[0]) + "\n" + '{"cut off')
-    assert ResultsLog(file, {"seeds": 2}).held == rows[:1]
+    assert ResultsLog(file, {"seeds": 2}).entries == rows[:1]
     with pytest.raises(InvalidRequestError, match="other settings"):
         ResultsLog(file, {"seeds": 3})
 

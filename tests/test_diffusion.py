@@ -35,7 +35,7 @@ from anydecode.decoders.diffusion.unmasking import (
 from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.evaluation.certify import _Restarts
 from anydecode.evaluation.denoising import (
-    Moment,
+    StepState,
     bidirectional,
     dense,
     digests,
@@ -562,17 +562,17 @@ def test_a_block_size_other_than_the_models_raises_an_error() -> None:
         assert len(generate(llm, "sdar:block=6").tokens) == 12  # sets its own block size
 
 
-def _remainder_last(m: Moment) -> list[int]:
-    base, remainder = divmod(m.block_masks, 3)
-    return m.order()[: base + (m.block_step >= 3 - remainder)]
+def _remainder_last(m: StepState) -> list[int]:
+    base, more = divmod(m.block_masks, 3)
+    return m.order()[: base + (m.block_step >= 3 - more)]
 
 
-def _without_the_best(m: Moment) -> list[int]:
-    return [i for i in m.found if m.sure(i) >= 0.9] or [min(m.found)]
+def _without_the_best(m: StepState) -> list[int]:
+    return [i for i in m.probabilities if m.confidence(i) >= 0.9] or [min(m.probabilities)]
 
 
-def _from_the_end(m: Moment) -> list[int]:
-    return sorted(m.found)[-1:]
+def _from_the_end(m: StepState) -> list[int]:
+    return sorted(m.probabilities)[-1:]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from anydecode.decoders.speculative.stand import NgramProbabilities
 from anydecode.decoders.speculative.windows import follow, retrieved
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.evaluation.certify import load_mechanisms
-from anydecode.evaluation.rounds import Costs, blurred, rounds, scripted, wordy
+from anydecode.evaluation.certify import load_oracle_tests
+from anydecode.evaluation.rounds import VirtualClock, blurred, rounds, scripted, wordy
 from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
@@ -59,7 +59,7 @@ TARGET, DRAFT = wordy(), blurred(wordy())
 
 @pytest.mark.parametrize("key", KEYS)
 def test_mechanism(key: str) -> None:
-    checks = list(load_mechanisms()[key]())
+    checks = list(load_oracle_tests()[key]())
     assert checks and [check for check in checks if not check.passed] == []
 
 
@@ -69,7 +69,7 @@ def test_a_simpler_method_does_not_pass(key: str, monkeypatch: pytest.MonkeyPatc
     impostor = replace(entry, build=lambda **_: catalogue.build(IMPOSTORS[key]))
     monkeypatch.setitem(catalogue.entries(), key, impostor)
     try:
-        passed = all(check.passed for check in load_mechanisms()[key]())
+        passed = all(check.passed for check in load_oracle_tests()[key]())
     except (KeyError, TypeError, ValueError):
         passed = False
     assert not passed
@@ -77,16 +77,16 @@ def test_a_simpler_method_does_not_pass(key: str, monkeypatch: pytest.MonkeyPatc
 
 def _failed(key: str) -> str:
     """The names of the checks that `key` fails."""
-    return "; ".join(check.name for check in load_mechanisms()[key]() if not check.passed)
+    return "; ".join(check.name for check in load_oracle_tests()[key]() if not check.passed)
 
 
 @pytest.mark.parametrize(
     ("key", "position", "wrong", "told"),
     [
-        ("s2d", "s2d.NestedDrafter.layers", lambda self, depth: [3, 6], "first sure exit"),
+        ("s2d", "s2d.NestedDrafter.layers", lambda self, depth: [3, 6], "first confident exit"),
         ("rapid", "windows.retrieved", lambda p, chunk, n, query: p[-query:], "the oracle"),
         ("omnidraft", "omnidraft.Translation.learn", lambda *_: None, "drafts equal the oracle"),
-        ("online-sd", "online.OnlineDrafter.study", lambda self: None, "after lessons"),
+        ("online-sd", "online.OnlineDrafter.study", lambda self: None, "after training"),
         ("specdiff-2", "specdiff.Sampler", lambda heat: Sampler(1.0), "equal the oracle"),
         ("stand", "stand.NgramProbabilities", lambda _: NgramProbabilities(3), "the oracle"),
         ("saguaro", "saguaro._outcome", lambda verdict: (0, 0), "equals the oracle"),
@@ -95,7 +95,7 @@ def _failed(key: str) -> str:
 def test_a_mistake_is_found_out(
     key: str, position: str, wrong: Any, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load_mechanisms()  # their own imports stay right
+    load_oracle_tests()  # their own imports stay right
     monkeypatch.setattr(f"anydecode.decoders.speculative.{position}", wrong)
     assert told in _failed(key)
 
@@ -118,7 +118,7 @@ def test_tokens_equal_plain_decoding_in_a_batch(key: str, temperature: float) ->
 def test_drafting_first_does_not_overlap() -> None:
     """The clock that shows overlap shows none where there is none."""
     with scripted(TARGET, DRAFT) as llm:
-        clock = Costs(llm, target=4.0, draft=1.0)
+        clock = VirtualClock(llm, target=4.0, draft=1.0)
         rounds(llm, "speculative-sampling", "abc")
     assert len(clock.passes) > 10 and clock.overlap == 0
 

@@ -16,7 +16,7 @@ from anydecode.decoders.speculative.static_trees import Shape, worthwhile
 from anydecode.decoders.speculative.suffix import SuffixAutomaton, SuffixDrafter, likely_tree
 from anydecode.decoders.speculative.token_recycling import TokenRecyclingDrafter
 from anydecode.errors import InvalidRequestError
-from anydecode.evaluation.certify import load_mechanisms
+from anydecode.evaluation.certify import load_oracle_tests
 from anydecode.evaluation.rounds import accepted, rounds, scripted, wordy
 from anydecode.scoring.score import Scores
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -40,7 +40,7 @@ CHAINS = ("copyspec", "aggressive", "suffix", "token-recycling", "stand", "aded"
 
 @pytest.mark.parametrize("key", MODEL_FREE)
 def test_mechanism(key: str) -> None:
-    checks = list(load_mechanisms()[key]())
+    checks = list(load_oracle_tests()[key]())
     assert checks and [check for check in checks if not check.passed] == []
 
 
@@ -51,7 +51,7 @@ def test_prompt_lookup_does_not_pass_as_another_method(
     entry = catalogue.entries()[key]
     impostor = replace(entry, build=lambda **_: catalogue.build("prompt-lookup"))
     monkeypatch.setitem(catalogue.entries(), key, impostor)
-    assert not all(check.passed for check in load_mechanisms()[key]())
+    assert not all(check.passed for check in load_oracle_tests()[key]())
 
 
 class _Gullible(Acceptance):
@@ -166,7 +166,7 @@ def test_copyspec_takes_nothing_behind_a_rejected_last_token() -> None:
         found = rounds(llm, "copyspec:size=2,gram=1", "the cab had a bad cab", 40, **options)
         plain = llm.generate("the cab had a bad cab", max_tokens=40, **options).tokens
     assert any(len(one.tokens) == 2 and len(one.accepted) == 1 for one in found)
-    assert [token for one in found for token in one.said][:40] == plain
+    assert [token for one in found for token in one.generated][:40] == plain
 
 
 def test_the_input_pointer_waits_for_a_unique_suffix() -> None:

@@ -15,7 +15,7 @@ from anydecode.engine.llm import LLM
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.evaluation.certify import _Restarts, scripted_llm
 from anydecode.evaluation.denoising import random_model
-from anydecode.evaluation.mechanisms.diffusion_elastic import oracle, story
+from anydecode.evaluation.mechanisms.diffusion_elastic import engine_run, oracle
 
 
 @pytest.mark.parametrize(("shift", "size"), [(1, None), (0, 4)])
@@ -23,7 +23,7 @@ def test_shifted_logits_and_model_blocks_equal_the_oracle(shift: int, size: int 
     with random_model(size, layers=3, readable=True) as llm:
         model = llm.engine.runners["target"].model
         model.spec = replace(model.spec, logit_shift=shift)
-        found = story(llm, 21, window=6, threshold=0.4, drift=0.95)
+        found = engine_run(llm, 21, window=6, threshold=0.4, drift=0.95)
         assert found == oracle(model, 21, 6, 0.4, 0.95, shift, size)
         assert set(found[2]) > {0, 3}
         assert found != oracle(model, 21, 6, 0.4, 0.95, 1 - shift, size)
@@ -49,7 +49,7 @@ def test_a_refresh_from_a_wrong_layer_is_detected(
 
     monkeypatch.setattr(ElasticDenoiser, "_drifted", wrong)
     with random_model(layers=4, readable=True) as llm:
-        found = story(llm, 16, window=6, threshold=0.4, drift=0.99)
+        found = engine_run(llm, 16, window=6, threshold=0.4, drift=0.99)
         expected = oracle(llm.engine.runners["target"].model, 16, 6, 0.4, 0.99)
     assert found != expected
 
@@ -63,7 +63,7 @@ def test_attention_of_a_wrong_layer_is_detected(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(ElasticDenoiser, "_drifted", wrong)
     with random_model(layers=4, readable=True) as llm:
-        found = story(llm, 16, window=6, threshold=0.4, drift=0.9)
+        found = engine_run(llm, 16, window=6, threshold=0.4, drift=0.9)
         expected = oracle(llm.engine.runners["target"].model, 16, 6, 0.4, 0.9)
     assert found != expected
 
@@ -77,7 +77,7 @@ def test_a_wrong_tracked_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(ElasticDenoiser, "_track", wrong)
     with random_model(layers=4, readable=True) as llm:
-        found = story(llm, 16, window=6, threshold=0.4, drift=0.9)
+        found = engine_run(llm, 16, window=6, threshold=0.4, drift=0.9)
         expected = oracle(llm.engine.runners["target"].model, 16, 6, 0.4, 0.9)
     assert found != expected
 

@@ -46,10 +46,10 @@ def test_wrong_rules_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mustdrop, "dropped", either)
     monkeypatch.setattr(fastkv, "window_scores", unpooled)
     monkeypatch.setattr(gear, "compress", lambda x, **o: compressed(x, **{**o, "rank": 0}))
-    assert failure("quickprefill") == "those of smallest norm"
-    assert failure("mustdrop") == "every layer ends with the survivors"
+    assert failure("quickprefill") == "the kept keys have the smallest norms"
+    assert failure("mustdrop") == "every layer ends with the surviving positions"
     assert failure("fastkv") == "keys and values per layer and head"
-    assert failure("gear") == "the prompt's keys and values"
+    assert failure("gear") == "the prompt's keys and values equal the oracle's"
     assert mechanisms.quickprefill_loss(3) > 0.5
 
 

@@ -15,11 +15,18 @@ from anydecode import JsonSchema, catalogue
 from anydecode.decoders.search import contrastive
 from anydecode.engine.llm import LLM
 from anydecode.errors import CheckpointError, InvalidRequestError, UnsupportedCombinationError
-from anydecode.evaluation.certify import _measures, _Restarts, load_mechanisms
+from anydecode.evaluation.certify import _measures, _Restarts, load_oracle_tests
 from anydecode.evaluation.mechanisms import sampling_claims as claims
 from anydecode.evaluation.mechanisms import sampling_states as states
 from anydecode.evaluation.mechanisms.sampling_oracles import random_heads
-from anydecode.evaluation.samplers import PROMPT, Toy, World, _oracles, _target, rows_check
+from anydecode.evaluation.samplers import (
+    PROMPT,
+    OracleContext,
+    ToyModel,
+    _oracles,
+    _target_model,
+    rows_check,
+)
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.sampling import autodeco, dola, dry, mirostat, momentum, top_w, truncation, xtc
 from anydecode.sampling.autodeco import Heads
@@ -36,12 +43,12 @@ PROMPTS = ["the cat sat on the cat", "a", "name: name: na"]
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> None:
-    load_mechanisms()
+    load_oracle_tests()
 
 
 def toy_llm() -> LLM:
     draft = ScriptedModel(seed=1, noise=0.5)
-    return LLM(Toy(seed=1), tokenizer=ByteTokenizer(), draft=draft, cache_positions=2048)
+    return LLM(ToyModel(seed=1), tokenizer=ByteTokenizer(), draft=draft, cache_positions=2048)
 
 
 def test_every_rule_has_a_card_and_an_oracle() -> None:
@@ -82,7 +89,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.parametrize("key", KEYS)
 def test_a_mistake_in_a_rule_is_found_out(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written, (setting, *_) = _oracles[key]
-    world = World(_target(), PROMPT)
+    world = OracleContext(_target_model(), PROMPT)
 
     def exact(said: tuple[int, ...]) -> np.ndarray:
         return written(world, said, **setting)
@@ -142,7 +149,9 @@ def test_contrastive_search_that_sees_no_states_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(contrastive._States, "max_cosine", lambda self, state: 0.0)
-    failed = {check.name for check in load_mechanisms()["contrastive-search"]() if not check.passed}
+    failed = {
+        check.name for check in load_oracle_tests()["contrastive-search"]() if not check.passed
+    }
     assert "k=4, alpha=0.6 equals the oracle" in failed
     (measure,) = _measures["contrastive-search"]
     assert measure.run(60) > measure.margin

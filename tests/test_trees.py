@@ -11,7 +11,7 @@ from anydecode import catalogue
 from anydecode.decoders.speculative import draft_trees
 from anydecode.decoders.speculative.draft_trees import GrowingTree
 from anydecode.errors import InvalidRequestError
-from anydecode.evaluation.certify import load_mechanisms
+from anydecode.evaluation.certify import load_oracle_tests
 from anydecode.evaluation.rounds import accepted, blurred, rounds, scripted, wordy
 from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache
@@ -24,7 +24,7 @@ TARGET, DRAFT = wordy(), blurred(wordy())
 
 @pytest.mark.parametrize("key", TREES)
 def test_mechanism(key: str) -> None:
-    checks = list(load_mechanisms()[key]())
+    checks = list(load_oracle_tests()[key]())
     assert checks and [check for check in checks if not check.passed] == []
 
 
@@ -33,7 +33,7 @@ def test_a_chain_does_not_pass_as_a_tree(key: str, monkeypatch: pytest.MonkeyPat
     entry = catalogue.entries()[key]
     impostor = replace(entry, build=lambda **_: catalogue.build("speculative-sampling"))
     monkeypatch.setitem(catalogue.entries(), key, impostor)
-    assert not all(check.passed for check in load_mechanisms()[key]())
+    assert not all(check.passed for check in load_oracle_tests()[key]())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -159,4 +159,4 @@ def test_narrow_vocabularies_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> Non
     with scripted(TARGET, DRAFT) as llm:
         found = rounds(llm, "fixed-tree", "abcabc", 20, temperature=0.8)
         plain = llm.generate("abcabc", max_tokens=20, temperature=0.8, seed=5, ignore_eos=True)
-    assert [token for one in found for token in one.said][:20] == plain.tokens
+    assert [token for one in found for token in one.generated][:20] == plain.tokens

@@ -1,12 +1,15 @@
-"""Proof that a method does what its card claims, on this machine.
+"""Tests that a method does what its card claims, on this machine.
 
-A certificate has two parts. The *claim* is tested in general: a token-exact method must give the
-tokens of plain decoding at temperature 0 and above (a greedy-exact one at 0), alone and in a batch,
-with restarts at random yields; a distribution-exact one must follow the target's distribution in a
-chi-square test; a lossy one must keep within the margins of its `measure`s. A sampling rule must
-have the distribution of its oracle and leave every exact decoder exact (`samplers`). The
-*mechanism* is tested by what the method's own module registers with `mechanism`: its drafts,
-budgets or masks against an independent oracle of the published algorithm.
+A certificate has two parts. The *claim* is the card's exactness, and is tested the same way for
+every method: a token-exact method must generate the tokens of plain decoding at temperature 0 and
+above (a greedy-exact one at 0), alone, in a batch, and with restarts at random yields; a
+distribution-exact method must follow the target's distribution in a chi-square test; the loss of a
+lossy method must stay within the margin of each of its `measure`s. A sampling rule must have the
+distribution of its oracle and leave every exact decoder exact (`samplers`).
+
+The *oracle test* is particular to the method and is registered with `oracle_test`: it compares the
+method's drafts, budgets or masks with an oracle, an independent implementation of the published
+rule.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.engine.engine import Engine
 from anydecode.engine.llm import LLM
 from anydecode.errors import AnydecodeError, InvalidRequestError, MissingPackageError
-from anydecode.evaluation.chi_square import follows
+from anydecode.evaluation.chi_square import distribution_fits
 from anydecode.evaluation.results_log import ResultsLog
 from anydecode.models.scripted import ByteTokenizer, FillInTokenizer, ScriptedModel
 from anydecode.sampling.preset import SamplerPreset
@@ -35,15 +38,15 @@ PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried. `detail` says what came out. `passed` is None where it could not be
-    run here, and `detail` says what it needs."""
+    """The result of one check. `detail` gives the measured values. `passed` is None if the check
+    could not run on this machine; `detail` then says what is missing."""
 
     name: str
     passed: bool | None
     detail: str = ""
 
     def __post_init__(self) -> None:
-        if self.passed is not None:  # numpy's booleans are no JSON
+        if self.passed is not None:  # NumPy booleans cannot be serialized as JSON
             object.__setattr__(self, "passed", bool(self.passed))
 
     @property
@@ -54,8 +57,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Certificate:
-    """All checks of one method. It passes if every one of them did, and there were some; it fails
-    if one failed; else some of them were not run."""
+    """All checks of one method. Its status is failed if a check failed or there are no checks, not
+    run if a check was not run, and passed otherwise."""
 
     key: str
     exactness: str
@@ -64,39 +67,40 @@ class Certificate:
     @property
     def status(self) -> str:
         """`PASSED`, `FAILED` or `NOT_RUN`."""
-        found = {check.status for check in self.checks} or {FAILED}
-        return next(status for status in (FAILED, NOT_RUN, PASSED) if status in found)
+        statuses = {check.status for check in self.checks} or {FAILED}
+        return next(status for status in (FAILED, NOT_RUN, PASSED) if status in statuses)
 
     @property
     def passed(self) -> bool:
         return self.status == PASSED
 
     def to_dict(self) -> dict[str, Any]:
-        """The certificate as plain JSON."""
+        """The certificate as a JSON-serializable dictionary, with the status of each check."""
         checks = [{**asdict(check), "status": check.status} for check in self.checks]
         return {**asdict(self), "checks": checks, "passed": self.passed, "status": self.status}
 
 
-#: What a card `needs` whose method works with models that fill in the middle only.
+#: The card's `needs` of a method that works only with models that fill in the middle.
 FILLS_IN = "fill-in-the-middle model"
 
-Mechanism = Callable[[], Iterable[Check]]
-_mechanisms: dict[str, Mechanism] = {}
+OracleTest = Callable[[], Iterable[Check]]
+_oracle_tests: dict[str, OracleTest] = {}
 
 
-def mechanism(key: str) -> Callable[[Mechanism], Mechanism]:
-    """Function decorator: these checks show that method `key` works as published."""
+def oracle_test(key: str) -> Callable[[OracleTest], OracleTest]:
+    """Function decorator: registers the oracle test of method `key`."""
 
-    def enter(checks: Mechanism) -> Mechanism:
-        _mechanisms[key] = checks
+    def register(checks: OracleTest) -> OracleTest:
+        _oracle_tests[key] = checks
         return checks
 
-    return enter
+    return register
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What a lossy method may lose: `run(samples)` gives a loss that must not be above `margin`."""
+    """A bound on what a lossy method may lose: `run(samples)` returns a loss, which must not exceed
+    `margin`."""
 
     name: str
     samples: int
@@ -104,9 +108,9 @@ class Measure:
     run: Callable[[int], float]
 
     def checks(self) -> Iterator[Check]:
-        """The loss held against the margin."""
+        """One check: whether the loss is within the margin."""
         loss = self.run(self.samples)
-        detail = f"{loss:.4g}, at most {self.margin:g} allowed, over {self.samples} samples"
+        detail = f"loss {loss:.4g}, at most {self.margin:g} allowed, over {self.samples} samples"
         yield Check(self.name, loss <= self.margin, detail)
 
 
@@ -116,25 +120,25 @@ _measures: dict[str, list[Measure]] = {}
 def measure(
     key: str, name: str, *, samples: int, margin: float
 ) -> Callable[[Callable[[int], float]], Callable[[int], float]]:
-    """Function decorator: what the lossy method `key` loses, measured over `samples`, with the
-    margin fixed here, before any run."""
+    """Function decorator: registers a loss of the lossy method `key`. It is measured over `samples`
+    samples and must not exceed `margin`, which is fixed before any run."""
 
-    def enter(run: Callable[[int], float]) -> Callable[[int], float]:
-        known = [one for one in _measures.get(key, []) if one.name != name]
-        _measures[key] = [*known, Measure(name, samples, margin, run)]
+    def register(run: Callable[[int], float]) -> Callable[[int], float]:
+        others = [one for one in _measures.get(key, []) if one.name != name]
+        _measures[key] = [*others, Measure(name, samples, margin, run)]
         return run
 
-    return enter
+    return register
 
 
 @cache
-def load_mechanisms() -> dict[str, Mechanism]:
-    """Every registered mechanism by key."""
+def load_oracle_tests() -> dict[str, OracleTest]:
+    """All registered oracle tests by method key."""
     from anydecode.evaluation import mechanisms
 
     for module in pkgutil.iter_modules(mechanisms.__path__):
         importlib.import_module(f"{mechanisms.__name__}.{module.name}")
-    return _mechanisms
+    return _oracle_tests
 
 
 def certify(
@@ -144,28 +148,42 @@ def certify(
     on_done: Callable[[Certificate], None] | None = None,
     results_log: ResultsLog | None = None,
 ) -> list[Certificate]:
-    """Certify methods by key (default: the whole catalogue), or `package:Class` for a stranger's.
-    The claims are tested on scripted models; on `model` too, if one is given. Certificates go into
-    `results_log` as they come; our own methods that it holds as passed are not tried again."""
+    """Certify methods by key (default: the whole catalogue), or as `package:Class` for methods of
+    other packages.
+
+    Args:
+        keys: Catalogue keys or `package:Class` names.
+        model: A model on which the claims are tested too, in addition to the scripted models.
+        on_done: Called with each certificate when it is complete.
+        results_log: Certificates are appended to it as they are completed. This package's own
+            methods that passed according to it are not tested again.
+
+    Returns:
+        One certificate per key, in the order of `keys`.
+
+    Raises:
+        InvalidRequestError: A key is unknown or cannot be imported.
+    """
     chosen = list(keys) or [card.key for card in catalogue.cards()]
     for key in chosen:
-        _find(key)  # a wrong key is refused before any work
-    held = {} if results_log is None else _held(results_log)
-    done = []
+        _find(key)  # an unknown key is refused before any work is done
+    previous = {} if results_log is None else _passed_certificates(results_log)
+    certificates = []
     for key in chosen:
-        certificate = held.get(key) if _is_own(key) else None
+        certificate = previous.get(key) if _is_own(key) else None
         if certificate is None:
             certificate = certify_one(key, model)
             if results_log is not None:
                 results_log.write(asdict(certificate))
-        done.append(certificate)
+        certificates.append(certificate)
         if on_done is not None:
             on_done(certificate)
-    return done
+    return certificates
 
 
 def certify_one(key: str, model: Any = None) -> Certificate:
-    """The certificate of one method. What a part of it raises is a check of that part."""
+    """The certificate of one method. An exception in one part of it is a failed (or not run) check
+    of that part."""
     card, make = _find(key)
     checks = list(guarded("runs", lambda: _checks(key, card, make, model)))
     return Certificate(key, card.exactness, checks)
@@ -173,32 +191,32 @@ def certify_one(key: str, model: Any = None) -> Certificate:
 
 def _checks(key: str, card: Card, make: Callable[[], Any], model: Any) -> Iterator[Check]:
     built = make()
-    known = load_mechanisms()
+    oracle_tests = load_oracle_tests()
     if isinstance(built, Decoder):
         yield from guarded("claim", lambda: claim(card, make))
         if model is not None and FILLS_IN not in card.needs and built.draft_causal:
             draft = _draft_for(built, model)
-            opened = partial(LLM, model, draft=draft)
-            yield from guarded("claim on the model", lambda: claim(card, make, opened))
+            open_llm = partial(LLM, model, draft=draft)
+            yield from guarded("claim on the model", lambda: claim(card, make, open_llm))
     if isinstance(built, SamplerPreset):
         from anydecode.evaluation.samplers import sampler_claim
 
         yield from guarded("claim", lambda: sampler_claim(key, make))
-    if key in known:
-        yield from guarded("mechanism", known[key])
+    if key in oracle_tests:
+        yield from guarded("oracle test", oracle_tests[key])
     elif ":" not in key:
-        yield Check("mechanism", False, "no mechanism test is registered")
+        yield Check("oracle test", False, "no oracle test is registered")
     if card.exactness == "lossy":
         measures = _measures.get(key, [])
         for one in measures:
             yield from guarded(one.name, one.checks)
         if not measures and ":" not in key:
-            yield Check("measure", False, "what it may lose is not registered (`measure`)")
+            yield Check("measure", False, "no loss is registered with `measure`")
 
 
 def guarded(name: str, part: Callable[[], Iterable[Check]]) -> Iterator[Check]:
-    """The checks of one part of a certificate. An exception ends that part alone, and is a check:
-    not run where a package is missing, else failed."""
+    """The checks of one part of a certificate. An exception ends only that part and becomes a
+    check: not run if a package is missing, failed otherwise."""
     try:
         yield from part()
     except Exception as error:
@@ -207,7 +225,8 @@ def guarded(name: str, part: Callable[[], Iterable[Check]]) -> Iterator[Check]:
 
 
 def missing_package(error: Exception) -> str:
-    """Which package `error` asks for; empty where it is about something else."""
+    """A message that names the package missing according to `error`; empty if the error has another
+    cause."""
     if isinstance(error, MissingPackageError):
         package, install = error.package, error.install
     elif isinstance(error, ModuleNotFoundError) and error.name:
@@ -219,27 +238,28 @@ def missing_package(error: Exception) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """What was raised; the class too, unless the message is meant for users."""
+    """The error message on one line, with the class name unless the message is meant for users."""
     text = " ".join(str(error).split())
     if isinstance(error, AnydecodeError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _held(results_log: ResultsLog) -> dict[str, Certificate]:
+def _passed_certificates(results_log: ResultsLog) -> dict[str, Certificate]:
     """The certificates in `results_log` that passed."""
     try:
-        kept = [
+        logged = [
             Certificate(one["key"], one["exactness"], [Check(**check) for check in one["checks"]])
-            for one in results_log.held
+            for one in results_log.entries
         ]
     except (TypeError, KeyError):
-        raise results_log.foreign() from None
-    return {one.key: one for one in kept if one.passed}
+        raise results_log.format_error() from None
+    return {one.key: one for one in logged if one.passed}
 
 
 def _is_own(key: str) -> bool:
-    """Whether the method is part of this package. Another's code may have changed meanwhile."""
+    """Whether the method belongs to this package. The code of other packages may have changed since
+    it was tested."""
     entry = catalogue.entries().get(key)
     return entry is not None and entry.build.__module__.partition(".")[0] == "anydecode"
 
@@ -252,9 +272,15 @@ def scripted_llm(
     draft_causal: bool = True,
     **options: Any,
 ) -> LLM:
-    """A small engine over scripted models: a target, and a draft that often agrees with it.
-    `draft_causal` False: a draft that sees both ways instead. `fills_in`: its tokenizer has the
-    marks of models that fill in the middle."""
+    """A small engine over scripted models: a target, and a draft model that often agrees with it.
+
+    Args:
+        causal: Whether the target's attention is causal.
+        seed: Seed of both models.
+        fills_in: Whether the tokenizer has fill-in-the-middle tokens.
+        draft_causal: Whether the draft model's attention is causal.
+        options: Options of the engine.
+    """
     tokenizer = FillInTokenizer() if fills_in else ByteTokenizer()
     size = tokenizer.vocab_size
     target = ScriptedModel(vocab_size=size, seed=seed, causal=causal)
@@ -275,9 +301,9 @@ PROMPTS = (
 def claim(
     card: Card, make: Callable[[], Decoder], open_llm: Callable[[], LLM] | None = None
 ) -> Iterator[Check]:
-    """The card's exactness: equality with plain decoding where the card says token-exact (at
-    temperature 0: greedy-exact), a chi-square test where it says distribution-exact, and equality
-    with itself in other company everywhere."""
+    """Checks of the card's exactness: equality with plain decoding if the card says token-exact (at
+    temperature 0 only: greedy-exact), a chi-square test if it says distribution-exact. For every
+    card: batched and restarted runs are equal to the run alone."""
     method = make()
     causal = method.causal is not False
     where = "model" if open_llm else "scripted"
@@ -308,7 +334,9 @@ def claim(
             decoder = make()
             batch = llm.generate(list(PROMPTS), decoder=decoder, **options)
             yield _equal(
-                f"batched equals alone, {where}, T={temperature}", [b.tokens for b in batch], alone
+                f"batched equals alone, {where}, T={temperature}",
+                [b.tokens for b in batch],
+                alone,
             )
         with open_llm() as llm, _Restarts(llm.engine, seed=3):
             batch = llm.generate(list(PROMPTS), decoder=make(), **options)
@@ -321,14 +349,15 @@ def claim(
 
 
 def distribution_claim(card: Card, make: Callable[[], Decoder]) -> Iterator[Check]:
-    """For a distribution-exact card: one chi-square test per policy."""
+    """For a distribution-exact card: one chi-square test per set of sampling options."""
     if card.exactness == "distribution-exact":
-        for name, found in follows(make).items():
-            yield Check(f"follows the target's distribution, {name}", found.passed, str(found))
+        for name, result in distribution_fits(make).items():
+            yield Check(f"follows the target's distribution, {name}", result.passed, str(result))
 
 
 class _Restarts:
-    """Preempts a random running job before a `share` of the steps."""
+    """Context manager: preempts a random running sequence before a `share` of the engine's
+    steps."""
 
     def __init__(self, engine: Engine, seed: int, share: float = 0.25) -> None:
         self.engine = engine
@@ -352,7 +381,8 @@ class _Restarts:
 
 
 def _equal(name: str, got: list[list[int]], expected: list[list[int]]) -> Check:
-    """Whether every answer is what was expected; else how many differ, and where first."""
+    """Whether all outputs are equal to the expected ones; if not, how many differ and where the
+    first one does."""
     wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
     if not wrong:
         return Check(name, True, f"{len(got)} prompts, {sum(map(len, got))} tokens")

@@ -1,5 +1,5 @@
-"""Whether samples follow a distribution: Pearson's chi-square test over texts short enough, and a
-vocabulary small enough, that every outcome can be written down."""
+"""Pearson's chi-square test of samples against a known distribution, over texts so short and a
+vocabulary so small that all outcomes can be enumerated."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.sampler import Sampler
 
-#: A sound rule fails a test this often by chance.
+#: Significance level: the probability that a correct rule fails one test.
 LEVEL = 1e-3
-#: Outcomes expected less often than this are counted together.
-LEAST_EXPECTED = 5.0
+#: Outcomes with a smaller expected count are merged into one cell.
+MIN_EXPECTED = 5.0
 
 VOCABULARY, LENGTH, SAMPLES = 5, 3, 400
 PROMPT = [1, 0, 3]
@@ -31,7 +31,8 @@ Script = Callable[[Text], np.ndarray]
 
 @dataclass(frozen=True)
 class Fit:
-    """`probability` is how often so bad a fit, or a worse one, would come about by chance."""
+    """The result of a test. `probability` is the p-value: the probability of an equal or worse fit
+    if the samples follow the distribution."""
 
     statistic: float
     degrees: int
@@ -50,7 +51,7 @@ class Fit:
 
 
 def upper_gamma(a: float, x: float) -> float:
-    """Q(a, x), the regularised upper incomplete gamma function: a series below a + 1, Lentz's
+    """Q(a, x), the regularized upper incomplete gamma function: a series below a + 1, Lentz's
     continued fraction above it (DLMF 8.11.4 and 8.9.2)."""
     if x <= 0:
         return 1.0
@@ -78,8 +79,8 @@ def upper_gamma(a: float, x: float) -> float:
 
 
 def fit(observed: Iterable[Text], expected: Mapping[Text, float]) -> Fit:
-    """How well samples fit `expected` (probabilities by outcome, summing to one). An outcome that
-    cannot happen makes the probability 0."""
+    """Tests samples against `expected` (probabilities by outcome, summing to one). If an impossible
+    outcome was observed, the p-value is 0."""
     counts = Counter(observed)
     total = sum(counts.values())
     if any(expected.get(text, 0.0) <= 0 for text in counts):
@@ -88,31 +89,33 @@ def fit(observed: Iterable[Text], expected: Mapping[Text, float]) -> Fit:
     rest = [0.0, 0.0]
     for text, probability in expected.items():
         cell = (float(counts[text]), total * probability)
-        if cell[1] >= LEAST_EXPECTED:
+        if cell[1] >= MIN_EXPECTED:
             cells.append(cell)
         else:
             rest[0] += cell[0]
             rest[1] += cell[1]
-    if rest[1] >= LEAST_EXPECTED:
+    if rest[1] >= MIN_EXPECTED:
         cells.append((rest[0], rest[1]))
     elif cells and rest[1]:
-        seen, wanted = cells.pop()
-        cells.append((seen + rest[0], wanted + rest[1]))
-    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
+        count, expected_count = cells.pop()
+        cells.append((count + rest[0], expected_count + rest[1]))
+    statistic = sum(
+        (count - expected_count) ** 2 / expected_count for count, expected_count in cells
+    )
     degrees = max(1, len(cells) - 1)
     return Fit(statistic, degrees, upper_gamma(degrees / 2, statistic / 2), total)
 
 
-def table(vocab_size: int, *seed: int, spread: float = 1.2) -> Script:
+def bigram_logits(vocab_size: int, *seed: int, spread: float = 1.2) -> Script:
     """Random logits `[vocab_size]` that depend on the last two tokens."""
-    known: dict[Text, np.ndarray] = {}
+    rows: dict[Text, np.ndarray] = {}
 
     def logits(seen: Text) -> np.ndarray:
         key = tuple(int(token) for token in seen[-2:])
-        if key not in known:
+        if key not in rows:
             drawn = np.random.default_rng([*seed, len(key), *key]).normal(size=vocab_size)
-            known[key] = (spread * drawn).astype(np.float32)
-        return known[key]
+            rows[key] = (spread * drawn).astype(np.float32)
+        return rows[key]
 
     return logits
 
@@ -120,7 +123,7 @@ def table(vocab_size: int, *seed: int, spread: float = 1.2) -> Script:
 def enumerated(
     script: Script, prompt: list[int], sampler: Sampler, length: int
 ) -> dict[Text, float]:
-    """The probability of every text of `length` tokens behind `prompt`."""
+    """The probability of every text of `length` tokens after `prompt`."""
     texts: dict[Text, float] = {}
 
     def grow(text: Text, state: Sampler, probability: float) -> None:
@@ -131,7 +134,7 @@ def enumerated(
         dense = state.distribution(logits).dense(len(logits))
         for token in np.flatnonzero(dense):
             branch = state.fork()
-            branch.distribution(logits)  # for policies that learn from what they showed
+            branch.distribution(logits)  # some samplers adapt to the distributions they return
             branch.advance(int(token))
             grow((*text, int(token)), branch, probability * float(dense[token]))
 
@@ -140,7 +143,7 @@ def enumerated(
 
 
 class Alternating:
-    """A small grammar: an odd token is followed by an even one, and 0 may stand anywhere but
+    """A small grammar: after an odd token comes an even one, and 0 may stand anywhere but never
     twice in a row."""
 
     def __init__(self, vocab_size: int = VOCABULARY, last: int | None = None) -> None:
@@ -148,7 +151,7 @@ class Alternating:
         self.last = last
 
     def mask(self) -> np.ndarray:
-        """Boolean `[vocab_size]`."""
+        """The allowed tokens: bool `[vocab_size]`."""
         tokens = np.arange(self.vocab_size)
         allowed = np.ones(self.vocab_size, bool)
         if self.last is not None:
@@ -164,8 +167,8 @@ class Alternating:
         return Alternating(self.vocab_size, self.last)
 
 
-#: The policies a rule is held against. Processors must act on drafter and target alike.
-POLICIES: dict[str, dict[str, Any]] = {
+#: Sampling options of the tests. Logits processors must act on the drafter and the target alike.
+SAMPLING_OPTIONS: dict[str, dict[str, Any]] = {
     "T=1": {"temperature": 1.0},
     "T=0.7 with top-p": {"temperature": 0.7, "top_p": 0.8},
     "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
@@ -173,12 +176,12 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-TARGET_SCRIPT = table(VOCABULARY, 4)
-DRAFT_SCRIPT = table(VOCABULARY, 5)
+TARGET_SCRIPT = bigram_logits(VOCABULARY, 4)
+DRAFT_SCRIPT = bigram_logits(VOCABULARY, 5)
 
 
 def small_llm() -> LLM:
-    """A target and a drafter over five tokens, unlike enough that drafts are often rejected."""
+    """A target and a draft model over five tokens, so different that drafts are often rejected."""
     target = ScriptedModel(TARGET_SCRIPT, vocab_size=VOCABULARY)
     draft = ScriptedModel(DRAFT_SCRIPT, vocab_size=VOCABULARY)
     return LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=8192)
@@ -187,7 +190,7 @@ def small_llm() -> LLM:
 def sampled(
     llm: LLM, decoder: Decoder, options: Mapping[str, Any], samples: int = SAMPLES, seed: int = 17
 ) -> list[Text]:
-    """The texts of that many samples of one request."""
+    """The token sequences of `samples` samples of one request."""
     settings = {"temperature": 1.0, **options}
     answer = llm.generate(
         PROMPT, decoder=decoder, n=samples, seed=seed, max_tokens=LENGTH, **settings
@@ -196,7 +199,7 @@ def sampled(
 
 
 def expected(options: Mapping[str, Any]) -> dict[Text, float]:
-    """What the texts of `sampled` should follow."""
+    """The exact distribution of the texts that `sampled` returns."""
     settings = {"temperature": 1.0, **options}
     constraint = settings.pop("constraint", None)
     sampler = SamplingParams(**settings).sampler(
@@ -205,10 +208,11 @@ def expected(options: Mapping[str, Any]) -> dict[Text, float]:
     return enumerated(TARGET_SCRIPT, PROMPT, sampler, LENGTH)
 
 
-def follows(make: Callable[[], Decoder], samples: int = SAMPLES) -> dict[str, Fit]:
-    """Does the decoder's text follow the target's distribution? One fit per policy."""
+def distribution_fits(make: Callable[[], Decoder], samples: int = SAMPLES) -> dict[str, Fit]:
+    """Chi-square tests of a decoder's texts against the target's distribution, one per set of
+    sampling options."""
     fits = {}
-    for name, options in POLICIES.items():
+    for name, options in SAMPLING_OPTIONS.items():
         with small_llm() as llm:
             fits[name] = fit(sampled(llm, make(), options, samples), expected(options))
     return fits

@@ -244,7 +244,7 @@ def measure_answers(
     every = []
     try:
         with progress(len(plain)) as step:
-            for own in run(asked, plain, setting, results_log.held, results_log.write, llm):
+            for own in run(asked, plain, setting, results_log.entries, results_log.write, llm):
                 every += own
                 step()
     finally:

@@ -1,4 +1,4 @@
-"""`anydecode bench cost`: what a pass over n rows costs on this machine."""
+"""`anydecode bench cost`: the time of a forward pass over n rows on this machine."""
 
 from __future__ import annotations
 
@@ -15,29 +15,33 @@ __all__ = ["CostTable", "bench_cost", "measure"]
 
 
 def bench_cost(
-    model: Annotated[str, typer.Option("--model", "-m", help="A name, folder or .gguf file.")] = (
-        "smollm2-135m-instruct"
-    ),
-    threads: Annotated[int, typer.Option("--threads", min=0, help="0: every core.")] = 0,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often each is timed.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Model name, folder or .gguf file.")
+    ] = ("smollm2-135m-instruct"),
+    threads: Annotated[
+        int, typer.Option("--threads", min=0, help="Number of threads; 0: all cores.")
+    ] = 0,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, help="Number of timings of each pass.")
+    ] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
 ) -> None:
-    """Time passes of n rows behind several lengths of context.
+    """Time passes of n rows after contexts of several lengths.
 
     Example: anydecode bench cost --threads 2 --json
     """
     from anydecode.models.opening import open_model
 
-    opened, _ = open_model(model, threads=threads or None)
-    table = measure(opened, ROWS, CONTEXTS, rounds)
+    loaded, _ = open_model(model, threads=threads or None)
+    table = measure(loaded, ROWS, CONTEXTS, rounds)
     if as_json:
         print(json.dumps(table.to_dict()))
         return
-    print_table(table, opened.name)
+    print_table(table, loaded.name)
 
 
 def print_table(table: CostTable, name: str) -> None:
-    """Milliseconds of a pass, and how many passes of one row that is."""
+    """Prints milliseconds per pass, and the ratio to a pass of one row."""
     from rich.console import Console
     from rich.table import Table
 

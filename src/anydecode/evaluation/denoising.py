@@ -1,6 +1,6 @@
-"""For tests of diffusion decoders: scripted models whose logits anyone can recompute, denoising
-written down naively, what a generation filled step by step, and what a method loses on tasks with
-checkable answers."""
+"""Test tools for diffusion decoders: scripted models whose logits a test can recompute, a naive
+implementation of denoising, the positions that each step of a generation filled, and the loss of a
+method on tasks with checkable answers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from anydecode.scoring.noise import Noise
 VOCABULARY = 259
 PROMPT = (5, 6, 7)
 
-#: From every visible token and then the position, to logits `[vocab_size]`.
+#: Maps all visible tokens followed by the position to logits `[vocab_size]`.
 Logits = Callable[[tuple[int, ...]], np.ndarray]
 
 
 def dense(seed: int = 4, spread: float = 4.0) -> Logits:
-    """Pseudo-random logits, of every visible token and the position. Nothing ends a text."""
+    """Pseudo-random logits that depend on all visible tokens and the position. The end-of-text
+    token is unlikely."""
 
     def logits(path: tuple[int, ...]) -> np.ndarray:
         row = np.random.default_rng((seed, *path)).normal(size=VOCABULARY) * spread
@@ -44,14 +45,14 @@ def dense(seed: int = 4, spread: float = 4.0) -> Logits:
 
 
 #: Logits with confidences of all sizes.
-SURE = dense(spread=9.0)
+CONFIDENT = dense(spread=9.0)
 
 
 def ending() -> Logits:
-    """The same, but an end of text is likely wherever the position is even."""
+    """`SURE`, but the end-of-text token is likely at even positions."""
 
     def logits(path: tuple[int, ...]) -> np.ndarray:
-        row: np.ndarray = SURE(path).copy()
+        row: np.ndarray = CONFIDENT(path).copy()
         row[EOS] = 24.0 if path[-1] % 2 == 0 and path[-1] > 6 else -30.0
         return row
 
@@ -59,7 +60,7 @@ def ending() -> Logits:
 
 
 def steady() -> Logits:
-    """Logits of the position, which other tokens move a little."""
+    """Logits that depend on the position, and slightly on the other tokens."""
     fixed, moving = dense(seed=2, spread=3.0), dense(seed=4, spread=0.7)
     return lambda path: fixed(path[-1:]) + moving(path)
 
@@ -67,16 +68,22 @@ def steady() -> Logits:
 def bidirectional(
     script: Logits, *, shift: int = 0, block_size: int | None = None, **options: Any
 ) -> LLM:
-    """An engine over these logits. `shift`: its rows predict the next position; `block_size`: rows
-    see their own block of that size and those before."""
-    ahead = (lambda path: script((*path[:-1], path[-1] + shift))) if shift else script
-    model = ScriptedModel(ahead, causal=False, vocab_size=VOCABULARY)
+    """An engine over these logits.
+
+    Args:
+        script: The logits.
+        shift: Row i predicts position i + `shift`.
+        block_size: If given, rows attend to their own block of this size and the blocks before it.
+        options: Options of the engine.
+    """
+    shifted = (lambda path: script((*path[:-1], path[-1] + shift))) if shift else script
+    model = ScriptedModel(shifted, causal=False, vocab_size=VOCABULARY)
     model.spec = replace(model.spec, logit_shift=shift, block_size=block_size)
     return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096, **options)
 
 
 def softmax(row: np.ndarray, mask: int = MASK) -> np.ndarray:
-    """float64; the mask token is never said."""
+    """Probabilities in float64; the mask token has probability 0."""
     scores = row.astype(np.float32).astype(np.float64)
     scores[mask] = -np.inf
     weights = np.exp(scores - scores.max())
@@ -84,25 +91,25 @@ def softmax(row: np.ndarray, mask: int = MASK) -> np.ndarray:
     return result
 
 
-def nats(p: np.ndarray) -> float:
-    """Entropy."""
+def entropy_nats(p: np.ndarray) -> float:
+    """The entropy in nats."""
     p = p[p > 0]
     return float(-(p * np.log(p)).sum())
 
 
 def margin(p: np.ndarray) -> float:
-    """The largest probability less the second."""
+    """The largest probability minus the second largest."""
     second, first = np.sort(p)[-2:]
     return float(first - second)
 
 
 @dataclass
-class Moment:
-    """What a published rule sees before a commit: probabilities `[vocab_size]` of each mask of the
-    block, the token drawn for it, the step within the block, and how many masks the block had at
-    first. `memory` is the rule's own."""
+class StepState:
+    """The input of a published rule before positions are filled: the probabilities `[vocab_size]`
+    of each masked position of the block, the token sampled for it, the step within the block, and
+    the number of masked positions when the block started. `memory` is the rule's own state."""
 
-    found: dict[int, np.ndarray]
+    probabilities: dict[int, np.ndarray]
     canvas: list[int]
     block_step: int
     block_masks: int
@@ -111,42 +118,60 @@ class Moment:
     step: int = 0
 
     def order(self, score: Callable[[np.ndarray], float] = np.max) -> list[int]:
-        """The masks, best first; among equals the leftmost."""
-        return sorted(self.found, key=lambda position: (-score(self.found[position]), position))
+        """The masked positions by descending score; ties go to the leftmost."""
+        return sorted(
+            self.probabilities,
+            key=lambda position: (-score(self.probabilities[position]), position),
+        )
 
-    def top(self, position: int) -> float:
-        """The probability of the likeliest token there."""
-        return float(self.found[position].max())
+    def max_probability(self, position: int) -> float:
+        """The largest probability at `position`."""
+        return float(self.probabilities[position].max())
 
-    def sure(self, position: int) -> float:
-        """The probability of the token drawn there: the likeliest one at temperature 0."""
-        return float(self.found[position][self.tokens[position]])
+    def confidence(self, position: int) -> float:
+        """The probability of the token sampled at `position`: the most probable one at temperature
+        0."""
+        return float(self.probabilities[position][self.tokens[position]])
 
 
-#: Which of the masks of `Moment.found` are filled.
-Rule = Callable[[Moment], Seq[int]]
+#: Returns which of the masked positions `StepState.probabilities` are filled.
+UnmaskingRule = Callable[[StepState], Seq[int]]
 
 
 def naive(
     script: Logits,
     length: int,
     block: int,
-    rule: Rule,
+    rule: UnmaskingRule,
     prompt: Seq[int] = PROMPT,
     *,
     temperature: float = 0.0,
     seed: int = 0,
     tempered: bool = False,
     aligned: bool = False,
-    look: Callable[[list[int], range, bool], dict[int, np.ndarray]] | None = None,
+    forward: Callable[[list[int], range, bool], dict[int, np.ndarray]] | None = None,
 ) -> tuple[list[int], list[list[int]]]:
-    """Denoising in blocks of `block`, written down without any of the engine: the text, and which
-    positions each pass filled.
+    """A naive implementation of denoising in blocks of `block`, independent of the engine.
 
-    Every row is recomputed from the whole canvas, or by `look(canvas, block, opening)`, which gives
-    logits. Blocks count from the first mask, or, `aligned`, from position 0, and then the canvas
-    ends with a whole block and rows see no further than their own. `tempered`: probabilities are
-    those after the temperature."""
+    All rows are recomputed from the whole canvas, unless `forward` is given.
+
+    Args:
+        script: Logits of the model.
+        length: Number of tokens to generate.
+        block: Block size. Blocks start at the first masked position, or at position 0 if `aligned`.
+        rule: Selects the positions that a step fills.
+        prompt: Tokens before the first masked position.
+        temperature: Sampling temperature.
+        seed: Seed of the sampling noise.
+        tempered: Whether the rule's probabilities are those after the temperature.
+        aligned: Whether the canvas ends with a whole block and rows attend to nothing after their
+            block.
+        forward: Returns the logits of the block's positions; called as `forward(canvas, block,
+            is_first_step)`.
+
+    Returns:
+        The generated tokens, and the positions that each step filled.
+    """
     first, total = len(prompt), len(prompt) + length
     if aligned:
         total = -(-total // block) * block
@@ -160,16 +185,16 @@ def naive(
         while masks and first + length > start:
             seen = canvas[: positions.stop] if aligned else canvas
             rows = (
-                look(canvas, positions, step == 0)
-                if look
+                forward(canvas, positions, step == 0)
+                if forward
                 else {i: script((*seen, i)) for i in masks}
             )
             scale = temperature if tempered and temperature else 1.0
-            found = {i: softmax(rows[i] / np.float32(scale)) for i in masks}
+            probabilities = {i: softmax(rows[i] / np.float32(scale)) for i in masks}
             attempt = len(filled)
-            tokens = {i: _drawn(rows[i], temperature, seed, i, attempt) for i in masks}
-            moment = Moment(found, list(canvas), step, count, memory, tokens, attempt)
-            chosen = sorted(rule(moment))
+            tokens = {i: _sampled_token(rows[i], temperature, seed, i, attempt) for i in masks}
+            state = StepState(probabilities, list(canvas), step, count, memory, tokens, attempt)
+            chosen = sorted(rule(state))
             for i in chosen:
                 canvas[i] = tokens[i]
             filled.append(chosen)
@@ -180,8 +205,10 @@ def naive(
     return canvas[first : first + length], filled
 
 
-def _drawn(row: np.ndarray, temperature: float, seed: int, position: int, attempt: int) -> int:
-    """The token of a place: argmax of logit / T + noise, the mask token left out."""
+def _sampled_token(
+    row: np.ndarray, temperature: float, seed: int, position: int, attempt: int
+) -> int:
+    """The token at a position: argmax of logit / T + noise, without the mask token."""
     scores = row.astype(np.float64)
     scores[MASK] = -np.inf
     if temperature:
@@ -190,7 +217,7 @@ def _drawn(row: np.ndarray, temperature: float, seed: int, position: int, attemp
 
 
 def steps(llm: LLM, decoder: Any, length: int, **options: Any) -> tuple[list[int], list[list[int]]]:
-    """The text of a generation, and which positions each of its steps filled."""
+    """The generated tokens, and the positions that each step filled."""
     prompt = list(options.pop("prompt", PROMPT))
     options = {"ignore_eos": True, "max_tokens": length, **options}
     answer = llm.generate(prompt, decoder=decoder, trace=True, **options)
@@ -198,14 +225,15 @@ def steps(llm: LLM, decoder: Any, length: int, **options: Any) -> tuple[list[int
 
 
 def digest(path: tuple[int, ...]) -> int:
-    """24 bits of everything in `path`, so that a float32 holds them."""
+    """A 24-bit hash of `path`; float32 represents it exactly."""
     return int.from_bytes(hashlib.blake2b(repr(path).encode(), digest_size=3).digest(), "big")
 
 
 class DigestModel:
-    """Implements `Model`: a bidirectional double whose second layer keeps a digest of all that a
-    row saw in the first. Logits are a function of the digests in sight, so a row that was computed
-    from another canvas is told from a fresh one, as in a real model."""
+    """Implements `Model`: a bidirectional test double. Its second layer caches a digest of
+    everything that a row attended to in the first layer, and logits are a function of the digests
+    attended to. A cached row of an older canvas thus differs from a recomputed one, as in a real
+    model."""
 
     def __init__(self, script: Logits, block_size: int | None = None) -> None:
         layer = LayerSpec(Attention(1, 1, 1, 1.0), None)
@@ -217,12 +245,12 @@ class DigestModel:
         self.script = script
 
     def new_cache(self, num_slots: int) -> KeyValues:
-        """One number per slot and layer."""
+        """A cache of one number per slot and layer."""
         keys, values = ([torch.zeros(num_slots, 1, 1) for _ in range(2)] for _ in range(2))
         return KeyValues(keys, values)
 
     def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
-        """One pass."""
+        """One forward pass."""
         tokens, digests = (keys.numpy()[:, 0, 0] for keys in cache.keys)
         tokens[rows.slots] = rows.tokens
         fresh = [self._seen(rows, row, tokens) for row in range(len(rows))]
@@ -232,47 +260,51 @@ class DigestModel:
         return Output(torch.from_numpy(answer), {})
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Not to be asked."""
+        """Not supported."""
         raise NotImplementedError
 
     @staticmethod
-    def _seen(rows: Rows, row: int, held: np.ndarray) -> tuple[int, ...]:
+    def _seen(rows: Rows, row: int, values: np.ndarray) -> tuple[int, ...]:
         table = rows.tables[rows.table[row]][: rows.prefix[row]]
         start = int(rows.tail_start[row])
         slots = np.concatenate([table, rows.tails[start : start + rows.tail_length[row]]])
-        return (*held[slots[slots >= 0]].astype(int).tolist(), int(rows.positions[row]))
+        return (*values[slots[slots >= 0]].astype(int).tolist(), int(rows.positions[row]))
 
 
-class Board:
-    """The same model by hand: what is kept of every position, and one look at some of them."""
+class DigestCache:
+    """The cache of a `DigestModel` by hand: the tokens and digests of all positions, and forward
+    passes over some of them."""
 
     def __init__(self, script: Logits) -> None:
         self.script = script
         self.tokens: dict[int, int] = {}
         self.digests: dict[int, int] = {}
 
-    def look(
+    def forward(
         self,
         canvas: Seq[int],
         rows: Iterable[int],
         keep: bool,
-        sees: Callable[[int], int] | None = None,
+        num_visible: Callable[[int], int] | None = None,
     ) -> dict[int, np.ndarray]:
-        """Logits at each of `rows`, computed anew from `canvas`; everything else is as it was
-        kept. `sees(position)` is how many positions a row sees (default: all)."""
+        """Logits at each of `rows`, recomputed from `canvas`; other positions use their cached
+        values. `keep` stores the recomputed values in the cache. `num_visible(position)` is the
+        number of positions that a row attends to (default: all)."""
         rows = list(rows)
         tokens = {**self.tokens, **{position: canvas[position] for position in rows}}
 
-        def path(held: dict[int, int], position: int) -> tuple[int, ...]:
-            seen = sorted(i for i in held if i < (sees(position) if sees else len(canvas)))
-            return (*(held[i] for i in seen), position)
+        def path(cached: dict[int, int], position: int) -> tuple[int, ...]:
+            seen = sorted(
+                i for i in cached if i < (num_visible(position) if num_visible else len(canvas))
+            )
+            return (*(cached[i] for i in seen), position)
 
         fresh = {position: digest(path(tokens, position)) for position in rows}
         digests = {**self.digests, **fresh}
-        found = {position: self.script(path(digests, position)) for position in rows}
+        logits = {position: self.script(path(digests, position)) for position in rows}
         if keep:
             self.tokens, self.digests = tokens, digests
-        return found
+        return logits
 
 
 def digests(script: Logits, block_size: int | None = None) -> LLM:
@@ -284,8 +316,8 @@ def digests(script: Logits, block_size: int | None = None) -> LLM:
 def random_model(
     block_size: int | None = None, seed: int = 0, layers: int = 2, *, readable: bool = False
 ) -> LLM:
-    """A small transformer of random weights that sees both ways, or block by block. `readable`: its
-    weights are not packed for the kernels."""
+    """A small transformer with random weights and bidirectional or block-causal attention.
+    `readable`: its weights are not packed for the kernels."""
     config = {
         "model_type": "sdar" if block_size else "a2d-qwen3",
         "vocab_size": VOCABULARY,
@@ -321,31 +353,32 @@ def random_model(
 def texts(
     llm: LLM, decoder: Any, samples: int, length: int = 24, **options: Any
 ) -> list[list[int]]:
-    """What `decoder` answers to `samples` prompts of several lengths."""
+    """The tokens that `decoder` generates for `samples` prompts of several lengths."""
     draw = np.random.default_rng(0)
     prompts = [draw.integers(97, 123, size=1 + i % 7).tolist() for i in range(samples)]
     options = {"ignore_eos": True, "max_tokens": length, **options}
     return [answer.tokens for answer in llm.generate(prompts, decoder=decoder, **options)]
 
 
-def share_of_differences(found: Seq[Seq[int]], expected: Seq[Seq[int]]) -> float:
-    """The share of tokens in which texts of equal length differ."""
+def share_of_differences(actual: Seq[Seq[int]], expected: Seq[Seq[int]]) -> float:
+    """The share of tokens that differ between texts of equal length."""
     pairs = [
         (a, b)
-        for one, other in zip(found, expected, strict=True)
+        for one, other in zip(actual, expected, strict=True)
         for a, b in zip(one, other, strict=True)
     ]
     return sum(a != b for a, b in pairs) / len(pairs)
 
 
-#: The determined tasks and one whose tokens depend on each other, as certificates ask them.
+#: The tasks of the measures: those with one right answer, and one whose tokens depend on each
+#: other.
 TASKS = ("copy", "reverse", "sort", "shuffle")
 STEPWISE = "llada:block=0"
 
 
 @dataclass(frozen=True)
 class DenoisingOutcome:
-    """Means over questions: the share answered rightly, and passes and rows per answer."""
+    """Means over questions: the share answered correctly, and passes and rows per answer."""
 
     accuracy: float
     passes: float
@@ -353,17 +386,19 @@ class DenoisingOutcome:
 
 
 @cache
-def answered(
+def benchmark_results(
     method: str, samples: int, tasks: tuple[str, ...] = TASKS, model: str = "tiny-diffusion"
 ) -> DenoisingOutcome:
-    """How a shipped model answers `samples` questions of `tasks` with `method`."""
+    """Results of a shipped model on `samples` questions of `tasks` with `method`."""
     from anydecode.evaluation.parallelbench.tasks import examples
 
-    asked = [example for task in tasks for example in examples(task, samples // len(tasks), seed=7)]
+    questions = [
+        example for task in tasks for example in examples(task, samples // len(tasks), seed=7)
+    ]
     with LLM(model, draft="tiny-autoregressive", threads=1) as llm:
-        prompts = [example.prompt for example in asked]
+        prompts = [example.prompt for example in questions]
         answers = llm.generate(prompts, decoder=method, max_tokens=24)
-    right = [e.is_right(a.text) for e, a in zip(asked, answers, strict=True)]
+    right = [e.is_right(a.text) for e, a in zip(questions, answers, strict=True)]
     return DenoisingOutcome(
         float(np.mean(right)),
         float(np.mean([a.stats.passes for a in answers])),
@@ -378,18 +413,18 @@ def accuracy_lost(
     stepwise: str = STEPWISE,
     model: str = "tiny-diffusion",
 ) -> float:
-    """Share of questions, against one token per pass."""
-    slow, fast = (answered(one, samples, tasks, model) for one in (stepwise, method))
+    """Accuracy of decoding one token per pass minus the accuracy of `method`."""
+    slow, fast = (benchmark_results(one, samples, tasks, model) for one in (stepwise, method))
     return slow.accuracy - fast.accuracy
 
 
-def share_of_passes(
+def passes_ratio(
     method: str,
     samples: int,
     tasks: tuple[str, ...] = TASKS,
     stepwise: str = STEPWISE,
     model: str = "tiny-diffusion",
 ) -> float:
-    """Passes per answer, against one token per pass."""
-    slow, fast = (answered(one, samples, tasks, model) for one in (stepwise, method))
+    """Passes per answer of `method`, divided by those of decoding one token per pass."""
+    slow, fast = (benchmark_results(one, samples, tasks, model) for one in (stepwise, method))
     return fast.passes / slow.passes

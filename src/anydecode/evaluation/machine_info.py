@@ -1,4 +1,4 @@
-"""What kind of machine this is: figures without it mean nothing."""
+"""The processor and the cores of this machine, for benchmark reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """The processor's own name, where the system tells it."""
+    """The processor's model name, or its architecture if the system does not give a name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -18,7 +18,7 @@ def cpu_name() -> str:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Where the figures of a benchmark go: tables for people, JSON for machines."""
+"""Output of benchmark results: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import typer
 
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", help="Write all figures here; - for stdout."),
+    typer.Option(
+        "--json", metavar="FILE", help="Write all results to this file as JSON; - for stdout."
+    ),
 ]
-PlotFile = Annotated[Path | None, typer.Option("--plot", help="Write an SVG here.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Write a plot to this file as SVG.")]
 
 
 def write_report(report: dict[str, Any], file: Path | None, show: Callable[[], None]) -> None:
-    """`show` the report, and write it as JSON into `file`; where that is "-", JSON on stdout is all
-    there is."""
+    """Calls `show` to print the report, and writes it as JSON to `file` if given. If `file` is "-",
+    only JSON is printed, to stdout."""
     if file == Path("-"):
         print(json.dumps(report))
         return

@@ -1,4 +1,4 @@
-"""Results of a long run, kept as they come, so that a later run goes on where it was stopped."""
+"""An append-only log of results, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -10,39 +10,43 @@ from anydecode.errors import InvalidRequestError
 
 
 class ResultsLog:
-    """JSON values, one a line, in `file`, behind a line of `settings`; `held` is what it has.
-    Raises InvalidRequestError where the file belongs to other settings, or is no such file."""
+    """A file of JSON values, one per line, after a line with `settings`. `held` are the values that
+    it had when it was opened.
+
+    Raises:
+        InvalidRequestError: The file was written with other settings, or is not a results log.
+    """
 
     def __init__(self, file: Path, settings: dict[str, Any]) -> None:
         self.file = file
         self.settings = settings
-        self.held: list[Any] = []
+        self.entries: list[Any] = []
         text = file.read_text("utf-8") if file.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # a run that was killed may have left half a line
+        whole = text[: text.rfind("\n") + 1]  # a killed run may have left an incomplete last line
         lines = (whole or text).splitlines()
         if not lines:
             self.clear()
             return
         try:
-            first, *held = [json.loads(line) for line in lines]
+            first, *entries = [json.loads(line) for line in lines]
         except ValueError:
-            raise self.foreign() from None
+            raise self.format_error() from None
         if first != json.loads(json.dumps(settings)):
-            raise InvalidRequestError(f"{file} holds answers of other settings: {lines[0]}")
-        self.held = held
+            raise InvalidRequestError(f"{file} has results of other settings: {lines[0]}")
+        self.entries = entries
         if whole and whole != text:
             file.write_text(whole, "utf-8")
 
     def write(self, value: Any) -> None:
-        """Keep one value, at once."""
+        """Appends one value and flushes it to the file."""
         with self.file.open("a", encoding="utf-8") as out:
             out.write(json.dumps(value) + "\n")
 
     def clear(self) -> None:
-        """Forget all values, and keep the settings."""
+        """Removes all values; the settings stay."""
         self.file.write_text(json.dumps(self.settings) + "\n", "utf-8")
-        self.held = []
+        self.entries = []
 
-    def foreign(self) -> InvalidRequestError:
-        """What to raise where a line is not what the reader wrote."""
-        return InvalidRequestError(f"{self.file} holds no answers of this benchmark")
+    def format_error(self) -> InvalidRequestError:
+        """The error to raise if a line cannot be read as a result."""
+        return InvalidRequestError(f"{self.file} holds no results of this benchmark")

@@ -1,5 +1,5 @@
-"""What a speculative method drafted, round by round, for tests of mechanisms: scripted targets
-whose logits anyone can recompute, and the trace of a generation as plain data."""
+"""The rounds of a speculative method as plain data, for oracle tests: scripted targets whose logits
+a test can recompute, and the trace of a generation."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ Logits = Callable[[tuple[int, ...]], np.ndarray]
 
 
 @dataclass(frozen=True)
-class Drafted:
-    """One round: the text before it (prompt included), the draft tree, the nodes kept and the
-    tokens said."""
+class TracedRound:
+    """One round: the text before it (prompt included), the draft tree, the accepted nodes and the
+    generated tokens. `facts` is the whole trace entry."""
 
     text: list[int]
     tokens: list[int]
     parents: list[int]
     accepted: list[int]
-    said: list[int]
-    facts: dict[str, Any] = field(default_factory=dict)
+    generated: list[int]
+    entry: dict[str, Any] = field(default_factory=dict)
 
     @property
     def paths(self) -> list[tuple[int, ...]]:
-        """The token path of each node."""
-        found: list[tuple[int, ...]] = []
+        """The tokens from the root to each node."""
+        paths: list[tuple[int, ...]] = []
         for token, parent in zip(self.tokens, self.parents, strict=True):
-            found.append((*(found[parent] if parent >= 0 else ()), token))
-        return found
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        return paths
 
 
 def wordy(seed: int = 0, spread: float = 2.5, echo: int = 0) -> Logits:
-    """Pseudo-random logits that follow the last two tokens, over 12 letters mostly, so that texts
-    repeat themselves. Every other token is unlikely. With `echo`, the token that stood that many
-    places back is favoured too, so that texts copy themselves with edits."""
+    """Pseudo-random logits that depend on the last two tokens. Twelve letters are likely, so that
+    texts repeat themselves; all other tokens are unlikely. With `echo`, the token that many
+    positions back is likely too, so that texts copy themselves with edits."""
     rows: dict[tuple[int, ...], np.ndarray] = {}
 
     def logits(seen: tuple[int, ...]) -> np.ndarray:
@@ -63,7 +63,7 @@ def wordy(seed: int = 0, spread: float = 2.5, echo: int = 0) -> Logits:
 
 
 def blurred(logits: Logits, seed: int = 9, error: float = 1.5) -> Logits:
-    """A draft model for `logits`: the same with pseudo-random error."""
+    """Logits of a draft model: `logits` with a pseudo-random error."""
 
     def draft(seen: tuple[int, ...]) -> np.ndarray:
         noise = np.random.default_rng((seed, *seen[-3:])).normal(size=VOCABULARY)
@@ -74,7 +74,7 @@ def blurred(logits: Logits, seed: int = 9, error: float = 1.5) -> Logits:
 
 
 def scripted(logits: Logits, draft: Logits | None = None, **options: Any) -> LLM:
-    """An engine over these logits, with a draft model if given."""
+    """An engine over these logits, with a draft model if `draft` is given."""
     small = None if draft is None else ScriptedModel(draft, vocab_size=VOCABULARY)
     return LLM(
         ScriptedModel(logits, vocab_size=VOCABULARY),
@@ -88,13 +88,13 @@ def scripted(logits: Logits, draft: Logits | None = None, **options: Any) -> LLM
 
 def rounds(
     llm: LLM, decoder: Any, prompt: str | Seq[int], max_tokens: int = 48, **options: Any
-) -> list[Drafted]:
-    """The rounds of one generation, recomputed from its trace."""
+) -> list[TracedRound]:
+    """The rounds of one generation, from its trace."""
     options = {"seed": 5, "ignore_eos": True, **options}
     answer = llm.generate(prompt, decoder=decoder, max_tokens=max_tokens, trace=True, **options)
     text = llm.encode(prompt) + answer.tokens
     return [
-        Drafted(
+        TracedRound(
             text[: entry["position"]],
             entry["drafted"],
             entry["parents"],
@@ -106,23 +106,23 @@ def rounds(
     ]
 
 
-def accepted(found: Seq[Drafted]) -> int:
-    """How many drafts were kept."""
-    return sum(len(one.accepted) for one in found)
+def accepted(trace: Seq[TracedRound]) -> int:
+    """The number of accepted draft tokens."""
+    return sum(len(one.accepted) for one in trace)
 
 
-def picked(logits: np.ndarray, position: int, temperature: float, seed: int = 5) -> int:
-    """What is said at `position`: argmax of logit / T + noise, from the whole row."""
+def plain_token(logits: np.ndarray, position: int, temperature: float, seed: int = 5) -> int:
+    """The token that plain decoding samples at `position`: argmax of logit / T + noise, over the
+    whole row."""
     if not temperature:
         return int(logits.argmax())
     noise = Noise(seed).gumbel(range(len(logits)), position)
     return int((logits / np.float32(temperature) + noise).argmax())
 
 
-class Costs:
-    """A virtual clock: a pass of each lane takes `costs[runner]` seconds, whatever is in it.
-    `passes`
-    lists lane, start and end of each."""
+class VirtualClock:
+    """A virtual clock: a pass of a model runner takes `costs[runner]` seconds, however many rows it
+    has. `passes` lists the runner, start and end of each pass."""
 
     def __init__(self, llm: LLM, **costs: float) -> None:
         self.engine = llm.engine
@@ -131,14 +131,14 @@ class Costs:
         self.engine.clock = self
 
     def seconds(self, runner: ModelRunner, plan: Plan) -> float:
-        """Called by the engine when a pass starts."""
+        """The duration of a pass. The engine calls this when a pass starts."""
         now = self.engine.now
         self.passes.append((runner.name, now, now + self.costs[runner.name]))
         return self.costs[runner.name]
 
     @property
     def overlap(self) -> float:
-        """Seconds in which passes of two lanes ran side by side."""
+        """Seconds during which passes of two model runners overlapped."""
         return sum(
             max(0.0, min(end, stop) - max(start, begin))
             for i, (name, start, end) in enumerate(self.passes)

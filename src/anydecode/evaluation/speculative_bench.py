@@ -245,11 +245,11 @@ def _held(results_log: ResultsLog) -> dict[tuple[float, int], list[Run]]:
     """What the diary has, by temperature and number of the question; plain decoding comes first."""
     found: dict[tuple[float, int], list[Run]] = {}
     try:
-        for answers in results_log.held:
+        for answers in results_log.entries:
             runs = [Run(**one) for one in answers]
             found.setdefault((runs[0].temperature, runs[0].prompt), []).extend(runs)
     except (TypeError, LookupError):
-        raise results_log.foreign() from None
+        raise results_log.format_error() from None
     return found
 
 

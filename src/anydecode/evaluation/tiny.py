@@ -26,7 +26,8 @@ def tiny_model(
     backend: str | None = None,
     threads: int | None = 1,
 ) -> Transformer:
-    """A random Llama over bytes. Its queries are large, so that attention looks at few places."""
+    """A random Llama over bytes. Its query weights are large, so that attention concentrates on few
+    positions."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, spread: float = 1.0) -> torch.Tensor:
@@ -73,5 +74,5 @@ def tiny_model(
 
 
 def tiny_llm(**options: Any) -> LLM:
-    """An engine around `tiny_model`; `options` are the engine's."""
+    """An engine over `tiny_model`; `options` are those of `LLM`."""
     return LLM(tiny_model(), tokenizer=ByteTokenizer(), **options)

@@ -1,1 +1,2 @@
-"""Tests of mechanisms, one module per family, each against an oracle written from the paper."""
+"""Oracle tests, one module per family of methods: each compares a method with an independent
+implementation of its paper's rule."""

@@ -1,5 +1,5 @@
-"""The default decoder's choices against an oracle that tries every draft, and its effect where the
-best choice is known."""
+"""Oracle tests of the default decoder: its choices against an exhaustive search, and its effect
+where the best choice is known."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from anydecode.decoders.speculative.auto import (
 )
 from anydecode.decoders.speculative.copies import GRAMS, MatchCursor, TokenHistory
 from anydecode.engine.llm import LLM
-from anydecode.evaluation.certify import Check, mechanism
+from anydecode.evaluation.certify import Check, oracle_test
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.tree import ROOT, TokenTree
 
 VOCABULARY, PERIOD = 32, 7
 
 
-def matched(text: list[int]) -> int:
-    """The longest of `GRAMS` for which the end of `text` stood before, by comparing."""
+def longest_match(text: list[int]) -> int:
+    """The largest of `GRAMS` for which the end of `text` occurred before, by comparison."""
     for n in GRAMS:
         if any(text[i : i + n] == text[-n:] for i in range(len(text) - n)):
             return n
     return 0
 
 
-def best_by_trial(tree: TokenTree, costs: list[float], others: int, drafting: float) -> float:
-    """The highest rate over every set of nodes that holds its nodes' parents."""
+def best_by_enumeration(tree: TokenTree, costs: list[float], others: int, drafting: float) -> float:
+    """The highest rate over all sets of nodes that include their nodes' parents."""
     best = LEAST_GAIN * (others + 1) / costs[0]
     for count in range(1, len(costs)):
         for nodes in combinations(range(len(tree)), count):
             if all(tree.parents[node] in (ROOT, *nodes) for node in nodes):
-                said = others + 1 + sum(tree.probabilities[node] for node in nodes)
-                best = max(best, said / (costs[count] + drafting))
+                num_tokens = others + 1 + sum(tree.probabilities[node] for node in nodes)
+                best = max(best, num_tokens / (costs[count] + drafting))
     return best
 
 
 class FixedCosts:
-    """A pass costs what `cost` says, in a company of `num_others`."""
+    """A cost model in which a pass over n rows takes `cost(n)` seconds, beside `num_others` other
+    sequences."""
 
     def __init__(self, cost: Callable[[int], float], num_others: int = 0) -> None:
         self.cost = cost
@@ -60,49 +61,50 @@ class FixedCosts:
 
 
 def cyclic(seen: tuple[int, ...]) -> np.ndarray:
-    """Counts on, modulo `PERIOD`."""
+    """Logits of a text that counts up modulo `PERIOD`."""
     logits = np.zeros(VOCABULARY, np.float32)
     logits[(seen[-1] + 1) % PERIOD] = 9.0
     return logits
 
 
 def passes(cost: Callable[[int], float], others: int = 0, tokens: int = 60) -> int:
-    """Passes that `auto` takes for a text that repeats itself."""
+    """The number of passes that `auto` needs for a text that repeats itself."""
     with LLM(ScriptedModel(cyclic, vocab_size=VOCABULARY), tokenizer=ByteTokenizer()) as llm:
         llm.cost_model = FixedCosts(cost, others)  # type: ignore[assignment]
         return int(llm.generate([0, 1, 2], decoder=Auto(), max_tokens=tokens).stats.passes)
 
 
-@mechanism("auto")
+@oracle_test("auto")
 def auto() -> Iterator[Check]:
-    """Matches, rates and choices against oracles; drafts are kept; none where they do not pay."""
+    """Matches, rates and choices against oracles. Drafts are accepted where rows are cheap, and not
+    proposed where they do not pay."""
     random = np.random.default_rng(6)
     wrong = 0
     for _ in range(20):
-        corpus, text = TokenHistory(), []
-        follower = MatchCursor(corpus)
+        history, text = TokenHistory(), []
+        cursor = MatchCursor(history)
         for token in random.integers(0, 3, 40).tolist():
-            corpus.append(token)
+            history.append(token)
             text.append(token)
-            follower.step(text)
-            here = text[follower.at - follower.length : follower.at]
-            honest = not follower.length or here == text[-follower.length :]
-            wrong += not honest or follower.length < matched(text)
-    yield Check("follows a match as long as the longest there is", wrong == 0)
+            cursor.step(text)
+            here = text[cursor.at - cursor.length : cursor.at]
+            is_match = not cursor.length or here == text[-cursor.length :]
+            wrong += not is_match or cursor.length < longest_match(text)
+    yield Check("follows a match of the maximum length", wrong == 0)
     rates = Rates(PRIORS[True], weight=2.0)
     for hit in (True, True, False, True):
         rates.note(0, hit)
     rate = (2 * PRIORS[True][0] + 3) / 6
     bound = rate - CAUTION * (rate * (1 - rate) / 6) ** 0.5
     yield Check("rates and their lower bounds by hand", abs(rates[0] - bound) < 1e-12)
-    yield Check("other kinds stay", rates.shares()[1:] == list(PRIORS[True][1:]))
+    yield Check("rates of other kinds are unchanged", rates.shares()[1:] == list(PRIORS[True][1:]))
     yield from _choices(random)
-    yield Check("drafts are kept where rows are cheap", passes(lambda n: 1 + 0.02 * n) <= 20)
-    yield Check("none where every row costs a pass", passes(lambda n: float(n)) == 60)
+    yield Check("drafts are accepted where rows are cheap", passes(lambda n: 1 + 0.02 * n) <= 20)
+    yield Check("no drafts where every row costs a pass", passes(lambda n: float(n)) == 60)
     steep = 1 + 0.02 * np.maximum(np.arange(999) - 8, 0) * 40
     alone, crowded = passes(lambda n: float(steep[n])), passes(lambda n: float(steep[n]), 8)
-    detail = f"{alone} passes alone, {crowded} in company"
-    yield Check("fewer drafts in company", alone < crowded == 60, detail)
+    detail = f"{alone} passes alone, {crowded} in a batch"
+    yield Check("fewer drafts in a batch", alone < crowded == 60, detail)
     yield from _forced()
 
 
@@ -114,26 +116,31 @@ def _choices(random: np.random.Generator) -> Iterator[Check]:
             parent = int(random.integers(-1, node)) if node else ROOT
             tree.add(node, parent)
             above = 1.0 if parent == ROOT else tree.probabilities[parent]
-            most = min([above, *tree.probabilities.values()])
-            tree.probabilities[node] = most * float(random.random())
+            bound = min([above, *tree.probabilities.values()])
+            tree.probabilities[node] = bound * float(random.random())
         costs = [1.0, *(1 + np.cumsum(random.random(6) * 0.4))]
         others, drafting = int(random.integers(0, 4)), float(random.random() * 0.1)
         nodes = range(best_count(tree.probabilities.values(), costs, others, drafting))
-        said = others + 1 + sum(tree.probabilities[node] for node in nodes)
-        rate = said / (costs[len(nodes)] + drafting) if nodes else LEAST_GAIN * said / costs[0]
+        num_tokens = others + 1 + sum(tree.probabilities[node] for node in nodes)
+        rate = (
+            num_tokens / (costs[len(nodes)] + drafting)
+            if nodes
+            else LEAST_GAIN * num_tokens / costs[0]
+        )
         whole = all(tree.parents[node] in (ROOT, *nodes) for node in nodes)
-        worse += not whole or rate < best_by_trial(tree, costs, others, drafting) - 1e-12
-    yield Check("picks what trying every part of a tree finds", worse == 0)
+        worse += not whole or rate < best_by_enumeration(tree, costs, others, drafting) - 1e-12
+    yield Check("the chosen nodes equal an exhaustive search over the tree", worse == 0)
 
 
 def _forced() -> Iterator[Check]:
-    """Nothing is repeated in `tell me (yes|yEs)[.]`, and all but the choice is drafted."""
+    """`tell me (yes|yEs)[.]` has no repetitions to draft from; everything but the choice is drafted
+    from the constraint."""
     constraint = Regex("tell me (yes|yEs)[.]")
     with LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer()) as llm:
         llm.cost_model = FixedCosts(lambda n: 1 + 0.02 * n)  # type: ignore[assignment]
         plain = llm.generate("?", constraint=constraint, decoder="autoregressive")
-        found = llm.generate("?", constraint=constraint, decoder=Auto(), trace=True)
-    drafted = [one["sources"] for one in found.trace or ()]
-    wanted = [["constraint"] * len("tell me y"), ["constraint"] * len("s.")]
-    same = found.tokens == plain.tokens and found.stats.passes == 2
-    yield Check("what a constraint forces is drafted", same and drafted == wanted)
+        answer = llm.generate("?", constraint=constraint, decoder=Auto(), trace=True)
+    drafted = [one["sources"] for one in answer.trace or ()]
+    expected = [["constraint"] * len("tell me y"), ["constraint"] * len("s.")]
+    same = answer.tokens == plain.tokens and answer.stats.passes == 2
+    yield Check("tokens forced by a constraint are drafted", same and drafted == expected)

@@ -1,5 +1,5 @@
-"""What stands before and behind an answer: prompts that end inside a token, gaps to fill, and code
-whose names are watched. Each against the published rule, worked out by hand or by trying all."""
+"""Oracle tests of prompts that end inside a token, of infilling, and of code with monitored names:
+each against the published rule, computed by hand or by enumeration."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from anydecode.decoders.constrained.unbiased_tokenization import (
     covers,
 )
 from anydecode.engine.llm import LLM
-from anydecode.evaluation.certify import Check, measure, mechanism
+from anydecode.evaluation.certify import Check, measure, oracle_test
 from anydecode.models.scripted import EOS, FillInTokenizer, PieceTokenizer, ScriptedModel
 
-#: How likely an "A" is behind each letter of a chain of "A" and "B".
+#: The probability of an "A" after each letter of a Markov chain of "A" and "B".
 CHAIN = {"A": 0.7, "B": 0.4}
 _A, _B, _AA = range(3)
 
 
 def chain_llm() -> LLM:
-    """The chain as a language model over the tokens "A", "B" and "AA", the longest first: behind
-    the token "A" there is never an "A", for then it would have been "AA"."""
+    """The chain as a language model over the tokens "A", "B" and "AA". Tokenization is greedy: the
+    token "A" is never followed by an "A", since "AA" would have been used."""
 
     def script(seen: tuple[int, ...]) -> np.ndarray:
         again, first = CHAIN["A"], CHAIN["A" if seen[-1] == _AA else "B"]
-        chances = np.array([first * (1 - again), 1 - first, first * again, 0.0])
+        probabilities = np.array([first * (1 - again), 1 - first, first * again, 0.0])
         if seen[-1] == _A:
-            chances = np.array([0.0, 1.0, 0.0, 0.0])
-        logits: np.ndarray = np.log(np.maximum(chances, 1e-30))
+            probabilities = np.array([0.0, 1.0, 0.0, 0.0])
+        logits: np.ndarray = np.log(np.maximum(probabilities, 1e-30))
         return logits
 
     model = ScriptedModel(script, vocab_size=4)
@@ -44,7 +44,7 @@ def chain_llm() -> LLM:
 
 
 def share_of_a(decoder: PromptEnd | None, samples: int, prompt: str = "BA") -> float:
-    """How often the letter behind `prompt` is an "A"."""
+    """How often the letter after `prompt` is an "A"."""
     options: dict[str, Any] = {"decoder": decoder or "autoregressive"}
     with chain_llm() as llm:
         texts = [
@@ -56,23 +56,23 @@ def share_of_a(decoder: PromptEnd | None, samples: int, prompt: str = "BA") -> f
 
 @measure("unbiased-tokenization", "distance from the true chain", samples=400, margin=0.07)
 def unbiased_loss(samples: int) -> float:
-    """How far the share of the next letter is off. Plain decoding is off by 0.7."""
+    """The error of the share of the next letter. Plain decoding has an error of 0.7."""
     return abs(share_of_a(UnbiasedTokenization(), samples) - CHAIN["A"])
 
 
 @measure("token-healing", "distance from the true chain", samples=400, margin=0.07)
 def healing_loss(samples: int) -> float:
-    """The same; one token is all that must be healed here."""
+    """The error of the share of the next letter; healing one token is enough here."""
     return abs(share_of_a(TokenHealing(), samples) - CHAIN["A"])
 
 
-@mechanism("unbiased-tokenization")
+@oracle_test("unbiased-tokenization")
 def unbiased_tokenization() -> Iterator[Check]:
-    """The paper's chain: covers found by hand, and the next letter's exact distribution."""
+    """The paper's chain: covers found by hand, and the exact distribution of the next letter."""
     tokenizer = PieceTokenizer("A", "B", "AA")
-    tree, found = covers(tokenizer, vocabulary(tokenizer, 4), [_B], b"AAA")
-    paths = sorted([*(tree.tokens[n] for n in tree.path(c.node)), c.token] for c in found)
-    yield Check("covers that are written so", paths == [[_AA, _A], [_AA, _AA]], f"{paths}")
+    tree, completions = covers(tokenizer, vocabulary(tokenizer, 4), [_B], b"AAA")
+    paths = sorted([*(tree.tokens[n] for n in tree.path(c.node)), c.token] for c in completions)
+    yield Check("covers of the prompt's end", paths == [[_AA, _A], [_AA, _AA]], f"{paths}")
     with chain_llm() as llm:
         for prompt, truth in (("BA", 0.7), ("BAAA", 0.7), ("BAA", 0.7), ("AB", 0.4)):
             decoder = UnbiasedTokenization()
@@ -80,18 +80,19 @@ def unbiased_tokenization() -> Iterator[Check]:
             got = decoder.last_bytes
             assert got is not None
             exact = abs(got[ord("A")] - truth) < 1e-6 and abs(got.sum() - 1) < 1e-9
-            yield Check(f"next letter behind {prompt}", bool(exact), f"{got[ord('A')]:.6f}")
+            yield Check(f"next letter after {prompt}", bool(exact), f"{got[ord('A')]:.6f}")
     plain = share_of_a(None, 20)
-    yield Check("plain decoding never says it", plain == 0, f"{plain}, truth {CHAIN['A']}")
+    yield Check("plain decoding never generates it", plain == 0, f"{plain}, truth {CHAIN['A']}")
 
 
-@mechanism("token-healing")
+@oracle_test("token-healing")
 def token_healing() -> Iterator[Check]:
-    """`http:` and the longer token that the model would have written."""
+    """`http:`, whose last token is replaced by the longer token that the model would have
+    generated."""
     tokenizer = PieceTokenizer("http", ":", "://", "x", "/", "h")
-    words = vocabulary(tokenizer, 7)
+    vocab = vocabulary(tokenizer, 7)
     for tail, truth in ((b":", {1, 2}), (b"http", {0, 5}), (b"x", {3}), (b"://", {1, 2})):
-        got = fitting(words, tail)
+        got = fitting(vocab, tail)
         yield Check(f"tokens that fit {tail.decode()}", got == truth, f"{sorted(got)}")
     after: dict[tuple[int, ...], dict[int, float]] = {
         (0,): {1: 0.0, 2: 3.0, 6: 9.0},
@@ -103,64 +104,68 @@ def token_healing() -> Iterator[Check]:
     with LLM(model, tokenizer=tokenizer, cache_positions=64) as llm:
         plain = llm.generate("http:").text
         healed = llm.generate("http:", decoder="token-healing").text
-    yield Check("goes on with the longer token", (plain, healed) == ("", "//x"), healed)
+    yield Check("continues with the longer token", (plain, healed) == ("", "//x"), healed)
 
 
 _PREFIX, _SUFFIX, _MIDDLE = range(259, 262)
 
 
 def filling_llm(seen: list[tuple[int, ...]]) -> LLM:
-    """Says "x" behind "f(", then is unsure; an end goes on with "!", a middle is "m"."""
+    """A model that generates "x" after "f(" and is then uncertain; it continues a suffix with "!",
+    and fills the middle with "m"."""
 
     def script(path: tuple[int, ...]) -> np.ndarray:
         seen.append(path)
-        said = {_MIDDLE: "m", _SUFFIX: "!"}
+        fillers = {_MIDDLE: "m", _SUFFIX: "!"}
         logits = np.zeros(262)
         mark = max((path.index(m), m) for m in (_PREFIX, _SUFFIX, _MIDDLE) if m in path)[1]
         if mark == _PREFIX:
             if path[-1] == ord("("):
                 logits[ord("x")] = 20.0
             return logits
-        logits[EOS if path[-1] == ord(said[mark]) else ord(said[mark])] = 20.0
+        logits[EOS if path[-1] == ord(fillers[mark]) else ord(fillers[mark])] = 20.0
         return logits
 
     model = ScriptedModel(script, vocab_size=262)
     return LLM(model, tokenizer=FillInTokenizer(), cache_positions=1024)
 
 
-@measure("self-infill", "answers without the end they were to reach", samples=40, margin=0.0)
+@measure("self-infill", "answers that do not end with the generated suffix", samples=40, margin=0.0)
 def infill_loss(samples: int) -> float:
-    """The share of answers that do not end with the suffix they begin from."""
+    """The share of answers that do not end with their suffix."""
     with filling_llm([]) as llm:
         options = {"decoder": SelfInfill(begins="r"), "temperature": 0.7, "max_tokens": 12}
         texts = [llm.generate("f(", seed=seed, **options).text for seed in range(samples)]
     return sum(not text.endswith("r!") for text in texts) / samples
 
 
-@mechanism("self-infill")
+@oracle_test("self-infill")
 def self_infill() -> Iterator[Check]:
-    """A run worked out by hand: what is said, and in which order the model is shown it."""
+    """A run computed by hand: the generated text, and the order in which the model sees its
+    parts."""
     seen: list[tuple[int, ...]] = []
     with filling_llm(seen) as llm:
         text = llm.generate("f(", decoder=SelfInfill(begins="r"), max_tokens=12).text
-        yield Check("left, middle, end", text == "xmr!", text)
-        shown = (_PREFIX, *b"f(x", _SUFFIX, *b"r!", _MIDDLE)
-        yield Check("prefix, suffix, middle", shown in seen, "shown in the model's own order")
+        yield Check("prefix, middle and suffix", text == "xmr!", text)
+        prompt_of_middle = (_PREFIX, *b"f(x", _SUFFIX, *b"r!", _MIDDLE)
+        yield Check("the prompt for the middle", prompt_of_middle in seen, "prefix, suffix, middle")
         twice = llm.generate("f(", decoder=SelfInfill(begins="r", cycles=2), max_tokens=12).text
         between = (_PREFIX, *b"f(xm", _SUFFIX, *b"r")
-        yield Check("a second cycle", twice == text and between in seen, "behind the first middle")
+        yield Check("a second cycle", twice == text and between in seen, "after the first middle")
         sure = llm.generate("f(", decoder=SelfInfill(threshold=0.0), max_tokens=3)
         yield Check(
-            "no interruption at 0", len(sure.tokens) == 3 and sure.text[0] == "x", sure.text
+            "no interruption at threshold 0",
+            len(sure.tokens) == 3 and sure.text[0] == "x",
+            sure.text,
         )
         gap = llm.generate("f(", decoder="self-infill:suffix=)", constraint=Regex("[a-k]+"))
         inside = set(gap.text) <= set("abcdefghijk")
-        yield Check("a constraint in a gap", bool(gap.text) and inside, gap.text)
+        yield Check("a constraint on a gap", bool(gap.text) and inside, gap.text)
         given = llm.generate("f(", decoder="self-infill:suffix=)").text
         yield Check("fills a given gap", given == "m", given)
 
 
-_PIECES = (
+_TOKENS = (
     "me",
     "meow",
     "meow(",
@@ -177,57 +182,64 @@ _PIECES = (
 )
 
 
-def allowed_by_rule(said: str, names: set[str]) -> set[str]:
-    """The paper's rule, read off piece by piece; `said` is the begun name."""
-    rest = {name[len(said) :] for name in names if name.startswith(said)}
-    found = set()
-    for piece in _PIECES:
-        whole = any(name.startswith(piece) for name in rest)
-        behind = [piece[len(name) :] for name in rest if piece.startswith(name)]
-        ends = any(b and not (b[0].isalnum() or b[0] == "_") for b in behind)
-        carries = any(piece[i] == "." and piece[i + 1].isalpha() for i in range(len(piece) - 1))
+def allowed_by_rule(typed: str, names: set[str]) -> set[str]:
+    """The paper's rule, checked for each token; `typed` is the beginning of the name."""
+    rest = {name[len(typed) :] for name in names if name.startswith(typed)}
+    allowed = set()
+    for token in _TOKENS:
+        whole = any(name.startswith(token) for name in rest)
+        tails = [token[len(name) :] for name in rest if token.startswith(name)]
+        ends = any(b and not (b[0].isalnum() or b[0] == "_") for b in tails)
+        carries = any(token[i] == "." and token[i + 1].isalpha() for i in range(len(token) - 1))
         if whole or (ends and not carries):
-            found.add(piece)
-    return found
+            allowed.add(token)
+    return allowed
 
 
-@mechanism("monitors")
+@oracle_test("monitors")
 def monitors() -> Iterator[Check]:
-    """Masks against the rule on every state of a small vocabulary; a fork and a rollback."""
-    tokenizer = PieceTokenizer(*_PIECES)
+    """Masks against the rule in every state of a small vocabulary; a fork and a rollback."""
+    tokenizer = PieceTokenizer(*_TOKENS)
     size, names = tokenizer.vocab_size, {"meow", "milk"}
     constraint = Monitor("c", completions=lambda text: names if text.endswith("c.") else ())
 
-    def pieces(state: MonitorState) -> set[str]:
-        return {_PIECES[token] for token in np.flatnonzero(state.mask()) if token < len(_PIECES)}
+    def allowed_tokens(state: MonitorState) -> set[str]:
+        return {_TOKENS[token] for token in np.flatnonzero(state.mask()) if token < len(_TOKENS)}
 
     state = constraint.start(tokenizer, size)
-    free = {piece for piece in _PIECES if piece != ".meow" and piece != "(.k"}
-    yield Check("free outside of names", pieces(state) == free, f"{len(free)} pieces")
-    state.advance(_PIECES.index("."))
-    for said in ("", "me", "mil"):
+    free = {token for token in _TOKENS if token != ".meow" and token != "(.k"}
+    yield Check(
+        "no restriction outside names", allowed_tokens(state) == free, f"{len(free)} tokens"
+    )
+    state.advance(_TOKENS.index("."))
+    for typed in ("", "me", "mil"):
         branch = state.fork()
-        if said:
-            branch.advance(_PIECES.index(said))
-        rule = allowed_by_rule(said, names)
-        yield Check(f"behind c.{said}", pieces(branch) == rule, f"{sorted(pieces(branch))}")
-        yield Check(f"no end behind c.{said}", not branch.may_stop)
-    state.advance(_PIECES.index("meow"))
-    yield Check("an end behind a whole name", state.may_stop and state.mask()[size - 1])
+        if typed:
+            branch.advance(_TOKENS.index(typed))
+        rule = allowed_by_rule(typed, names)
+        yield Check(
+            f"allowed after c.{typed}",
+            allowed_tokens(branch) == rule,
+            f"{sorted(allowed_tokens(branch))}",
+        )
+        yield Check(f"may not stop after c.{typed}", not branch.may_stop)
+    state.advance(_TOKENS.index("meow"))
+    yield Check("may stop after a whole name", state.may_stop and state.mask()[size - 1])
     state.rollback(2)
-    yield Check("taken back", pieces(state) == free)
+    yield Check("rollback restores the mask", allowed_tokens(state) == free)
 
 
 @measure("monitors", "names that the object does not have", samples=24, margin=0.0)
 def monitors_loss(samples: int) -> float:
-    """The share of dereferences in random text that name nothing; unwatched it is near one."""
+    """The share of dereferences in random text that name no member; without a monitor it is nearly
+    one."""
     return unknown_names(samples, watched=True)
 
 
 def unknown_names(samples: int, watched: bool) -> float:
-    """The share of names behind a dot that jedi does not know."""
+    """The share of names after a dot that jedi does not know."""
     code = "class Cat:\n    def meow(self): ...\n    def milk(self): ...\nc = Cat()\nc."
-    known = {"meow", "milk"}
+    members = {"meow", "milk"}
     model = ScriptedModel(lambda seen: np.where(np.arange(259) < 123, 0.0, -1e9))
     from anydecode.models.scripted import ByteTokenizer
 
@@ -242,9 +254,9 @@ def unknown_names(samples: int, watched: bool) -> float:
                 if not (name + letter).isidentifier():
                     break
                 name += letter
-            wrong += name not in known and not hasattr(object, name) and name not in DUNDERS
+            wrong += name not in members and not hasattr(object, name) and name not in DUNDERS
     return wrong / samples
 
 
-#: What every object and class statement has besides the attributes of `object`.
+#: Attributes of every object and class besides those of `object`.
 DUNDERS = {"__annotations__", "__dict__", "__module__", "__slots__"}

@@ -1,4 +1,5 @@
-"""Drafts from a diffusion model, against oracles that recompute the masks' distributions."""
+"""Oracle tests of drafts from a diffusion model: the distributions of masked positions are
+recomputed."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from anydecode.engine.llm import LLM
-from anydecode.evaluation.certify import Check, mechanism
-from anydecode.evaluation.rounds import Drafted, accepted, picked, rounds, wordy
+from anydecode.evaluation.certify import Check, oracle_test
+from anydecode.evaluation.rounds import TracedRound, accepted, plain_token, rounds, wordy
 from anydecode.models.scripted import EOS, MASK, ByteTokenizer, ScriptedModel
 from anydecode.scoring.noise import Noise
 
@@ -17,35 +18,35 @@ TARGET = wordy()
 PROMPTS = ("abcabcabd", "the cab had a bad cab", "h")
 
 
-def proposing(path: tuple[int, ...]) -> np.ndarray:
-    """A diffusion model's row: what the target says behind the text before the masks, as far as it
-    can be told without what stands between."""
+def draft_logits(path: tuple[int, ...]) -> np.ndarray:
+    """Logits of the diffusion model: the target's after the text before the masks, with masks
+    before the position replaced by the most probable tokens."""
     *seen, position = path
-    known = [token for token in seen if token != MASK]
-    row: np.ndarray = TARGET(tuple(known)) * 0.5
-    for _ in range(position - len(known)):
-        known.append(int(row.argmax()))
-        row = TARGET(tuple(known)) * 0.5
+    text = [token for token in seen if token != MASK]
+    row: np.ndarray = TARGET(tuple(text)) * 0.5
+    for _ in range(position - len(text)):
+        text.append(int(row.argmax()))
+        row = TARGET(tuple(text)) * 0.5
     return row
 
 
-def opened() -> LLM:
-    """The wordy target with that draft model."""
-    draft = ScriptedModel(proposing, causal=False)
+def open_llm() -> LLM:
+    """An engine with the target `TARGET` and the draft model `proposing`."""
+    draft = ScriptedModel(draft_logits, causal=False)
     return LLM(ScriptedModel(TARGET), tokenizer=ByteTokenizer(), draft=draft, cache_positions=4096)
 
 
 def marginals(text: list[int], count: int) -> list[np.ndarray]:
-    """Logits of `count` masks behind `text`."""
+    """Logits of `count` masked positions after `text`."""
     canvas = (*text, *[MASK] * count)
-    rows = [proposing((*canvas, len(text) + ahead)).copy() for ahead in range(count)]
+    rows = [draft_logits((*canvas, len(text) + ahead)).copy() for ahead in range(count)]
     for row in rows:
         row[MASK] = -np.inf
     return rows
 
 
-def _all_rounds(decoder: str, temperature: float) -> list[Drafted]:
-    with opened() as llm:
+def _all_rounds(decoder: str, temperature: float) -> list[TracedRound]:
+    with open_llm() as llm:
         return [
             one
             for prompt in PROMPTS
@@ -53,50 +54,51 @@ def _all_rounds(decoder: str, temperature: float) -> list[Drafted]:
         ]
 
 
-@mechanism("deer")
+@oracle_test("deer")
 def deer() -> Iterator[Check]:
-    """Every position's own pick, with the target's noise."""
+    """Each position is sampled independently, with the target's noise."""
     for temperature in (0.0, 0.8):
-        found = _all_rounds("deer:size=5", temperature)
+        trace = _all_rounds("deer:size=5", temperature)
         wrong = 0
-        for one in found:
+        for one in trace:
             rows = marginals(one.text, 5)
             expected = [
-                picked(row, len(one.text) + ahead, temperature) for ahead, row in enumerate(rows)
+                plain_token(row, len(one.text) + ahead, temperature)
+                for ahead, row in enumerate(rows)
             ]
             wrong += one.tokens != expected
-        yield Check(f"drafts at T={temperature} equal the oracle", wrong == 0, f"{len(found)}")
-        yield Check(f"drafts are accepted at T={temperature}", accepted(found) > 9)
+        yield Check(f"drafts at T={temperature} equal the oracle", wrong == 0, f"{len(trace)}")
+        yield Check(f"drafts are accepted at T={temperature}", accepted(trace) > 9)
 
 
-@mechanism("specdiff-2")
+@oracle_test("specdiff-2")
 def specdiff() -> Iterator[Check]:
-    """The first path is the policy's own; the others are draws at their own temperature."""
+    """The first path uses the target's sampler; the others are samples at their own temperature."""
     noise = Noise(5).with_purpose("draft")
     for temperature in (0.8, 0.0):
-        found = _all_rounds("specdiff-2:size=4,paths=3", temperature)
+        trace = _all_rounds("specdiff-2:size=4,paths=3", temperature)
         wrong = 0
-        for one in found:
+        for one in trace:
             rows, start = marginals(one.text, 4), len(one.text)
-            paths = [[picked(row, start + i, temperature) for i, row in enumerate(rows)]]
+            paths = [[plain_token(row, start + i, temperature) for i, row in enumerate(rows)]]
             for number in (1, 2):
-                heat = np.float32(1.5)
+                temperature_of_paths = np.float32(1.5)
                 keys = [
-                    row / heat + noise.gumbel(range(len(row)), start + i, number)
+                    row / temperature_of_paths + noise.gumbel(range(len(row)), start + i, number)
                     for i, row in enumerate(rows)
                 ]
                 paths.append([int(key.argmax()) for key in keys])
             expected = {tuple(path[: n + 1]) for path in paths for n in range(4)}
             wrong += one.tokens[:4] != paths[0] or set(one.paths) != expected
-        yield Check(f"paths at T={temperature} equal the oracle", wrong == 0, f"{len(found)}")
-    yield Check("others stand beside it", any(len(one.tokens) > 4 for one in found))
-    yield Check("at most three", all(len(one.tokens) <= 12 for one in found))
-    yield Check("drafts are accepted", accepted(found) > len(found))
+        yield Check(f"paths at T={temperature} equal the oracle", wrong == 0, f"{len(trace)}")
+    yield Check("some trees have more than one path", any(len(one.tokens) > 4 for one in trace))
+    yield Check("at most three paths", all(len(one.tokens) <= 12 for one in trace))
+    yield Check("drafts are accepted", accepted(trace) > len(trace))
 
 
-@mechanism("diffuspec")
+@oracle_test("diffuspec")
 def diffuspec() -> Iterator[Check]:
-    """Candidates, trigrams, the beam against every path, and lengths, by hand."""
+    """Candidates, trigrams, the beam search against all paths, and lengths, by hand."""
     from itertools import product
 
     from anydecode.decoders.speculative.diffuspec import (
@@ -107,9 +109,9 @@ def diffuspec() -> Iterator[Check]:
     )
 
     row = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
-    kept = [token for token, _ in candidates(row, 0.8, 15, [4])]
-    yield Check("the smallest set of mass .8, and the end", kept == [0, 1, 2, 4])
-    yield Check("at most two", [t for t, _ in candidates(row, 0.8, 2, [])] == [0, 1])
+    tokens = [token for token, _ in candidates(row, 0.8, 15, [4])]
+    yield Check("the smallest set of mass 0.8, and the end-of-text token", tokens == [0, 1, 2, 4])
+    yield Check("at most two candidates", [t for t, _ in candidates(row, 0.8, 2, [])] == [0, 1])
 
     model = Trigrams()
     model.read([1, 2, 1, 2, 3])
@@ -126,10 +128,10 @@ def diffuspec() -> Iterator[Check]:
     options = [candidates(row, 0.9, 4, ()) for row in rows]
 
     def score(path: tuple[tuple[int, float], ...]) -> float:
-        said, total = [2, 3], 0.0
+        text, total = [2, 3], 0.0
         for token, q in path:
-            total += 0.5 * q + 0.5 * model.log_probability(token, said[-2:], 6)
-            said.append(token)
+            total += 0.5 * q + 0.5 * model.log_probability(token, text[-2:], 6)
+            text.append(token)
         return total
 
     best = max(product(*options), key=score)
@@ -140,38 +142,43 @@ def diffuspec() -> Iterator[Check]:
     ending = [unlikely, np.where(np.arange(6) == 5, 9.0, rows[1]).astype(np.float32), rows[2]]
     settings["ends"] = (5,)
     short = best_path(ending, model, beams=3, **settings)  # type: ignore[arg-type]
-    yield Check("nothing is drafted behind a likely end", len(short) == 2)
+    yield Check("nothing is drafted after a likely end of text", len(short) == 2)
 
-    class Kept:
+    class FakeRound:
         def __init__(self, drafted: int, num_accepted: int) -> None:
             self.tree, self.num_accepted = [0] * drafted, num_accepted
 
     budget = AdaptiveLength(4, 16, 3, 0.5)
     sizes = [budget.size(None)]  # type: ignore[arg-type]
     for drafted, num_accepted in ((4, 4), (7, 7), (8, 1), (6, 0), (16, 16)):
-        budget.observe(Kept(drafted, num_accepted))  # type: ignore[arg-type]
+        budget.observe(FakeRound(drafted, num_accepted))  # type: ignore[arg-type]
         sizes.append(budget.size(None))  # type: ignore[arg-type]
-    # generated 4, 5.5, 6.75, 6.375, 11.19; accepted 4, 5.5, 3.25, 1.625, 8.81
-    yield Check("lengths follow what was accepted", sizes == [4, 7, 8, 6, 6, 11], f"{sizes}")
+    # means of drafted 4, 5.5, 6.75, 6.375, 11.19; of accepted 4, 5.5, 3.25, 1.625, 8.81
+    yield Check(
+        "draft lengths follow the accepted lengths", sizes == [4, 7, 8, 6, 6, 11], f"{sizes}"
+    )
     for temperature in (0.0, 0.8):
-        found = _all_rounds("diffuspec", temperature)
+        trace = _all_rounds("diffuspec", temperature)
         settings = {"mass": 0.8, "most": 15, "beams": 3, "weight": 0.5, "ends": ()}
         wrong = 0
-        for one in found:
+        for one in trace:
             model = Trigrams()
             model.read(one.text)
             rows = marginals(one.text, len(one.tokens))
             wrong += one.tokens != best_path(rows, model, **settings)  # type: ignore[arg-type]
-        yield Check(f"every draft at T={temperature} is its masks' best path", wrong == 0)
-        yield Check(f"drafts are accepted at T={temperature}", accepted(found) > 0)
-    yield Check("no draft holds a mask", all(MASK not in one.tokens for one in found))
+        yield Check(
+            f"every draft at T={temperature} is the best path over the masked positions", wrong == 0
+        )
+        yield Check(f"drafts are accepted at T={temperature}", accepted(trace) > 0)
+    yield Check("no draft contains a mask", all(MASK not in one.tokens for one in trace))
     yield Check(
-        "ends are candidates", EOS in [t for t, _ in candidates(rows_with_end(), 0.5, 3, [EOS])]
+        "the end-of-text token is a candidate",
+        EOS in [t for t, _ in candidates(rows_with_end(), 0.5, 3, [EOS])],
     )
 
 
 def rows_with_end() -> np.ndarray:
-    """A row in which the end of text is possible but unlikely."""
+    """A row in which the end-of-text token is possible but unlikely."""
     row: np.ndarray = np.zeros(259, np.float32)
     row[7] = 9.0
     return row

@@ -1,4 +1,4 @@
-"""Elastic-Cache against the published algorithm, layer by layer in plain torch."""
+"""Oracle test of Elastic-Cache: the published algorithm, layer by layer, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,40 +9,41 @@ from typing import Any
 import numpy as np
 import torch
 
-from anydecode.evaluation.certify import Check, measure, mechanism
+from anydecode.evaluation.certify import Check, measure, oracle_test
 from anydecode.evaluation.denoising import (
     PROMPT,
     TASKS,
     accuracy_lost,
-    answered,
+    benchmark_results,
+    passes_ratio,
     random_model,
-    share_of_passes,
     softmax,
 )
 from anydecode.models.scripted import MASK
 
-#: The tasks with one right answer, which parallel commits do not spoil.
+#: Tasks with one right answer, for which unmasking several tokens at once does no harm.
 DETERMINED = ("copy", "reverse", "sort")
 
 
 @dataclass
 class Elastic:
-    """The algorithm on one canvas. Per layer `states[l]` (what goes in), `keys[l]`, `values[l]` of
-    every position, `tracked[l]` and `looked[l]`: the attention of that token when it was chosen."""
+    """The algorithm on one canvas. Per layer: the input `states[l]`, `keys[l]` and `values[l]` of
+    every position, the most attended token `tracked[l]`, and `attention[l]`, the attention of that
+    token when it was chosen."""
 
     model: Any
     shift: int = 0
-    size: int | None = None  # of the blocks in which rows see each other
+    size: int | None = None  # block size of block-causal attention
     states: list[torch.Tensor] = field(default_factory=list)
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
     tracked: list[int] = field(default_factory=list)
-    looked: list[torch.Tensor] = field(default_factory=list)
+    attention: list[torch.Tensor] = field(default_factory=list)
     rows: int = 0
 
     def step(self, canvas: list[int], window: list[int], last: list[int], drift: float) -> int:
-        """One pass over `window`, the tokens committed `last` and the tracked ones; which layer was
-        the first to be computed for all."""
+        """One pass over `window`, the tokens `last` unmasked by the step before, and the tracked
+        ones. Returns the first layer that was computed for all positions."""
         network = self.model.network
         depth, length = network.spec.num_layers, len(canvas)
         table = network.weights.embedding.data.float()
@@ -57,45 +58,47 @@ class Elastic:
             rows, since = sorted({*window, *before_window, *last, *self.tracked}), depth
             self.rows += len(rows)
         self.states[0][rows] = table[[canvas[i] for i in rows]]
-        tracked, before = self.tracked, self.looked
-        self.tracked, self.looked = [], []
+        tracked, before = self.tracked, self.attention
+        self.tracked, self.attention = [], []
         for index in range(depth):
-            self._keep(index, rows)
+            self._store(index, rows)
             if tracked and since == depth:
                 now = self._attention(index, [tracked[index]])[0].mean(0)[0]
                 cosine = torch.nn.functional.cosine_similarity(now, before[index], dim=0)
                 if cosine < drift:
                     since = index + 1
             self.states[index + 1][rows] = self._layer(index, rows)
-            if since == index + 1 < depth:  # from here on every position, from what was kept of it
+            if (
+                since == index + 1 < depth
+            ):  # from this layer on every position is computed, from its cached state
                 rows = everything
             weights = self._attention(index, window)[0].mean(0).sum(0)
-            told = [i for i in everything if canvas[i] != MASK]
-            self.tracked.append(max(told, key=lambda i: float(weights[i])))
-            self.looked.append(self._attention(index, self.tracked[-1:])[0].mean(0)[0])
+            unmasked = [i for i in everything if canvas[i] != MASK]
+            self.tracked.append(max(unmasked, key=lambda i: float(weights[i])))
+            self.attention.append(self._attention(index, self.tracked[-1:])[0].mean(0)[0])
         self.rows += length if since < depth else 0
         return since
 
     def logits(self, position: int) -> np.ndarray:
-        """Of the token at one position."""
+        """Logits `[vocab_size]` of one position."""
         weights = self.model.network.weights
-        normed = _norm(self.states[-1][position - self.shift], weights.final_norm)
-        found: np.ndarray = (weights.head.data.float() @ normed).numpy()
-        return found
+        normed = _rms_norm(self.states[-1][position - self.shift], weights.final_norm)
+        logits: np.ndarray = (weights.head.data.float() @ normed).numpy()
+        return logits
 
-    def _keep(self, index: int, rows: list[int]) -> None:
+    def _store(self, index: int, rows: list[int]) -> None:
         one = self.model.network.weights.layers[index]
-        x = _norm(self.states[index][rows], one.attention_norm)
+        x = _rms_norm(self.states[index][rows], one.attention_norm)
         keys = (x @ one.key.weight.data.float().T).view(-1, 2, 8)
-        self.keys[index][rows] = _turn(_norm(keys, one.key_norm), rows)
+        self.keys[index][rows] = _rotate(_rms_norm(keys, one.key_norm), rows)
         self.values[index][rows] = (x @ one.value.weight.data.float().T).view(-1, 2, 8)
 
     def _attention(self, index: int, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights `[heads, rows, positions]`, and what they gather `[rows, 32]`."""
+        """Attention weights `[heads, rows, positions]` and outputs `[rows, 32]`."""
         one = self.model.network.weights.layers[index]
-        x = _norm(self.states[index][rows], one.attention_norm)
+        x = _rms_norm(self.states[index][rows], one.attention_norm)
         queries = (x @ one.query.weight.data.float().T).view(-1, 4, 8)
-        queries = _turn(_norm(queries, one.query_norm), rows)
+        queries = _rotate(_rms_norm(queries, one.query_norm), rows)
         keys, values = (x.repeat_interleave(2, 1) for x in (self.keys[index], self.values[index]))
         scores = torch.einsum("rhd,khd->hrk", queries, keys) / 8**0.5
         if self.size:
@@ -108,25 +111,25 @@ class Elastic:
         one = self.model.network.weights.layers[index]
         gathered = self._attention(index, rows)[1]
         x: torch.Tensor = self.states[index][rows] + gathered @ one.output.weight.data.float().T
-        y = _norm(x, one.mlp_norm)
+        y = _rms_norm(x, one.mlp_norm)
         gate, up, down = (w.weight.data.float() for w in (one.mlp.gate, one.mlp.up, one.mlp.down))
         fed: torch.Tensor = (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
         return x + fed
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
-def _turn(x: torch.Tensor, positions: list[int]) -> torch.Tensor:
-    """Rotary embedding of `[rows, heads, 8]`, halves as pairs."""
+def _rotate(x: torch.Tensor, positions: list[int]) -> torch.Tensor:
+    """Rotary embedding of `[rows, heads, 8]`; dimension i is paired with i + 4."""
     angles = torch.tensor(positions)[:, None, None] * 10_000.0 ** (-torch.arange(4) / 4)
     left, right = x[..., :4], x[..., 4:]
     cosine, sine = angles.cos(), angles.sin()
     return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1)
 
 
-Story = tuple[list[int], list[list[int]], list[int], int]
+Run = tuple[list[int], list[list[int]], list[int], int]
 
 
 def oracle(
@@ -137,25 +140,26 @@ def oracle(
     drift: float,
     shift: int = 0,
     size: int | None = None,
-) -> Story:
-    """Text, positions filled per step, first layer computed for all, and rows computed."""
+) -> Run:
+    """The tokens, the positions filled per step, the first layer computed for all positions per
+    step, and the number of rows."""
     canvas, filled, since = [*PROMPT, *[MASK] * length], [], []
-    held, last = Elastic(model, shift, size), list[int]()
+    state, last = Elastic(model, shift, size), list[int]()
     with torch.no_grad():
         while MASK in canvas:
             masks = [i for i, token in enumerate(canvas) if token == MASK][:window]
-            since.append(held.step(canvas, masks, last, drift))
-            found = {i: softmax(held.logits(i)) for i in masks}
-            least = min(threshold, max(float(p.max()) for p in found.values()))
-            last = [i for i in masks if found[i].max() >= least]
+            since.append(state.step(canvas, masks, last, drift))
+            probabilities = {i: softmax(state.logits(i)) for i in masks}
+            threshold_used = min(threshold, max(float(p.max()) for p in probabilities.values()))
+            last = [i for i in masks if probabilities[i].max() >= threshold_used]
             for i in last:
-                canvas[i] = int(found[i].argmax())
+                canvas[i] = int(probabilities[i].argmax())
             filled.append(last)
-    return canvas[len(PROMPT) :], filled, since, held.rows
+    return canvas[len(PROMPT) :], filled, since, state.rows
 
 
-def story(llm: Any, length: int, **parameters: float) -> Story:
-    """The same from the engine."""
+def engine_run(llm: Any, length: int, **parameters: float) -> Run:
+    """The same results of the engine."""
     decoder = "elastic-cache:" + ",".join(f"{name}={value}" for name, value in parameters.items())
     answer = llm.generate(
         list(PROMPT), decoder=decoder, max_tokens=length, ignore_eos=True, trace=True
@@ -165,43 +169,44 @@ def story(llm: Any, length: int, **parameters: float) -> Story:
     return answer.tokens, positions, since, answer.trace[-1]["meter"]["rows"]
 
 
-@mechanism("elastic-cache")
+@oracle_test("elastic-cache")
 def elastic_cache() -> Iterator[Check]:
-    """Text, positions, the layer that each refresh begins at, and rows, for several thresholds."""
+    """Tokens, positions, the first layer of each refresh, and rows, for several drift
+    thresholds."""
     with random_model(layers=4, readable=True) as llm:
         model = llm.engine.runners["target"].model
         begun = set()
         for drift in (0.0, 0.9, 0.99, 1.1):
             expected = oracle(model, 24, 6, 0.4, drift)
-            found = story(llm, 24, window=6, threshold=0.4, drift=drift)
+            actual = engine_run(llm, 24, window=6, threshold=0.4, drift=drift)
             for name, one, other in zip(
-                ("text", "places", "layers", "rows"), found, expected, strict=True
+                ("text", "positions", "layers", "rows"), actual, expected, strict=True
             ):
                 yield Check(f"drift {drift}: {name}", one == other, f"{one}")
-            begun |= set(found[2])
-        yield Check("refreshes begin at every layer", begun == {0, 1, 2, 3, 4}, f"{begun}")
+            begun |= set(actual[2])
+        yield Check("refreshes start at every layer", begun == {0, 1, 2, 3, 4}, f"{begun}")
 
 
-@measure("elastic-cache", "accuracy lost, determined tasks", samples=48, margin=0.05)
+@measure("elastic-cache", "accuracy lost, tasks with one right answer", samples=48, margin=0.05)
 def determined_loss(samples: int) -> float:
-    """As it is asked for by default."""
+    """With the default options."""
     return accuracy_lost("elastic-cache", samples, DETERMINED)
 
 
-@measure("elastic-cache", "accuracy lost where every step refreshes", samples=64, margin=0.05)
+@measure("elastic-cache", "accuracy lost if every step refreshes", samples=64, margin=0.05)
 def refreshed_loss(samples: int) -> float:
-    """All tasks; the dependent one does not bear stale rows."""
+    """All tasks; stale rows do harm where tokens depend on each other."""
     return accuracy_lost("elastic-cache:drift=1.1", samples, TASKS)
 
 
-@measure("elastic-cache", "passes against one token per pass", samples=48, margin=0.5)
+@measure("elastic-cache", "passes relative to one token per pass", samples=48, margin=0.5)
 def passes(samples: int) -> float:
-    """Refreshes counted."""
-    return share_of_passes("elastic-cache", samples, DETERMINED)
+    """Passes with a refresh count as one pass."""
+    return passes_ratio("elastic-cache", samples, DETERMINED)
 
 
-@measure("elastic-cache", "rows against a refresh in every step", samples=64, margin=0.8)
+@measure("elastic-cache", "rows relative to a refresh in every step", samples=64, margin=0.8)
 def rows(samples: int) -> float:
-    """All tasks, whole rows counted for partial ones."""
+    """All tasks; a partly computed row counts as a whole one."""
     method, always = "elastic-cache", "elastic-cache:drift=1.1"
-    return answered(method, samples).rows / answered(always, samples).rows
+    return benchmark_results(method, samples).rows / benchmark_results(always, samples).rows

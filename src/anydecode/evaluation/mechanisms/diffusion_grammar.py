@@ -1,4 +1,5 @@
-"""Which canvases a grammar can still complete, against every completion written out."""
+"""Oracle test of grammar-constrained diffusion: which canvases can be completed, against an
+enumeration of all completions."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from anydecode.constraints.byte_grammar import byte_grammar
 from anydecode.constraints.canvas_grammar import HOLE, CanvasAnswer, CanvasGrammar
 from anydecode.constraints.languages import Choice, Grammar
 from anydecode.engine.llm import LLM
-from anydecode.evaluation.certify import Check, measure, mechanism
+from anydecode.evaluation.certify import Check, measure, oracle_test
 from anydecode.evaluation.denoising import PROMPT, bidirectional, dense, softmax
 from anydecode.models.scripted import EOS, MASK
 
@@ -28,7 +29,7 @@ value: "\"" /[A-Za-z]*/ "\"" | /0|[1-9][0-9]*/ | "true" | "false"
 
 
 def balanced(text: str) -> bool:
-    """Whether every bracket has its partner."""
+    """Whether the brackets are balanced."""
     depth = 0
     for sign in text:
         depth += {"(": 1, ")": -1}.get(sign, -99)
@@ -37,11 +38,11 @@ def balanced(text: str) -> bool:
     return depth == 0
 
 
-# x is empty, or a^n with n or n - 1 times b behind; 6 bytes are tried
+# x is empty or a^n followed by n or n - 1 times b; texts of up to 6 bytes are tried
 _ONE = "(" + "|".join("a" * n + "b" * m for n in range(1, 7) for m in (n, n - 1)) + "|)"
 _TWICE = _ONE + _ONE
 
-#: Grammars, and what they say in a line of Python.
+#: Grammars, each with a Python predicate of its language.
 LANGUAGES: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ('start: "a" start "b" | "ab"', lambda t: t == "a" * (len(t) // 2) + "b" * (len(t) // 2) != ""),
     ('start: s\ns: s s | "(" s ")" | ', balanced),
@@ -57,23 +58,23 @@ END = len(PIECES)
 
 
 def verifier(grammar: str, pieces: tuple[bytes, ...] = PIECES) -> CanvasGrammar:
-    """Over these tokens and one that ends the text."""
-    known: Any = SimpleNamespace(pieces=[*pieces, b""], size=len(pieces) + 1)
-    return CanvasGrammar(byte_grammar(grammar), known, frozenset({len(pieces)}))
+    """A grammar over these tokens and one end-of-text token."""
+    tokens: Any = SimpleNamespace(pieces=[*pieces, b""], size=len(pieces) + 1)
+    return CanvasGrammar(byte_grammar(grammar), tokens, frozenset({len(pieces)}))
 
 
 def texts(is_text: Callable[[str], bool], length: int) -> set[tuple[int, ...]]:
-    """Every canvas of `length` without masks that is a text, by trying all."""
-    found = set()
-    for said in range(length + 1):
-        for tokens in product(range(END), repeat=said):
+    """Every canvas of `length` without masks that is a text of the language, by enumeration."""
+    texts = set()
+    for size in range(length + 1):
+        for tokens in product(range(END), repeat=size):
             if is_text(b"".join(PIECES[token] for token in tokens).decode()):
-                found.add((*tokens, *[END] * (length - said)))
-    return found
+                texts.add((*tokens, *[END] * (length - size)))
+    return texts
 
 
 def canvases(length: int, count: int, seed: int) -> list[tuple[int, ...]]:
-    """Some of length `length`, half of their tokens masked."""
+    """Random canvases of `length`; each position is masked with probability 1/2."""
     draw = Random(seed)
     return [
         tuple(draw.choice((HOLE, draw.randrange(END + 1))) for _ in range(length))
@@ -81,66 +82,74 @@ def canvases(length: int, count: int, seed: int) -> list[tuple[int, ...]]:
     ]
 
 
-def fits(canvas: tuple[int, ...], whole: set[tuple[int, ...]]) -> bool:
-    """Whether some text has the canvas's tokens where they are."""
+def fits(canvas: tuple[int, ...], complete: set[tuple[int, ...]]) -> bool:
+    """Whether a text of `whole` agrees with the unmasked tokens of the canvas."""
     return any(
-        all(one in (HOLE, other) for one, other in zip(canvas, text, strict=True)) for text in whole
+        all(one in (HOLE, other) for one, other in zip(canvas, text, strict=True))
+        for text in complete
     )
 
 
-@mechanism("diffusion-cfg")
+@oracle_test("diffusion-cfg")
 def diffusion_cfg() -> Iterator[Check]:
-    """Neither a canvas with a completion is rejected nor one without accepted."""
+    """A canvas is accepted if and only if it has a completion."""
     for grammar, is_text in LANGUAGES:
-        rules, wrong, yes, tried = verifier(grammar), 0, 0, 0
+        rules, wrong, num_completable, total = verifier(grammar), 0, 0, 0
         for length in (1, 2, 3):
-            whole = texts(is_text, length)
-            some = canvases(length, 60, seed=length)
-            some += [
-                tuple(HOLE if i % 2 else t for i, t in enumerate(one)) for one in sorted(whole)
+            complete = texts(is_text, length)
+            tested = canvases(length, 60, seed=length)
+            tested += [
+                tuple(HOLE if i % 2 else t for i, t in enumerate(one)) for one in sorted(complete)
             ]
-            for canvas in some:
-                expected = fits(canvas, whole)
+            for canvas in tested:
+                expected = fits(canvas, complete)
                 wrong += rules.is_completable(canvas) != expected
-                yes, tried = yes + expected, tried + 1
+                num_completable, total = num_completable + expected, total + 1
                 if expected and HOLE in canvas:
-                    wrong += _wrong_tokens(rules, canvas, whole)
-        detail = f"{wrong} wrong of {tried} canvases, {yes} with a completion"
+                    wrong += _wrong_tokens(rules, canvas, complete)
+        detail = f"{wrong} wrong of {total} canvases, {num_completable} with a completion"
         yield Check(
-            f"as by trying all completions: {grammar!r}", not wrong and 0 < yes < tried, detail
+            f"equal to trying all completions: {grammar!r}",
+            not wrong and 0 < num_completable < total,
+            detail,
         )
     options = ("abab", "abba", "bb", "baba", "aaa")
-    script = _over(b"ab")
+    script = _logits_over(b"ab")
     with bidirectional(script) as llm:
-        found = llm.generate(
+        answer = llm.generate(
             [list(PROMPT)],
             decoder="diffusion-cfg:block=0",
             constraint=Choice(options),
             max_tokens=4,
             trace=True,
         )[0]
-    filled = [step["filled"] for step in found.trace or []]
+    filled = [step["filled"] for step in answer.trace or []]
     expected_fill = _naive(script, {(*map(ord, one), *[EOS] * (4 - len(one))) for one in options})
     yield Check(
-        "writes the surest token that leaves a completion",
-        ([*found.tokens], filled) == expected_fill,
-        f"{found.text!r}",
+        "fills the most confident token that leaves a completion",
+        ([*answer.tokens], filled) == expected_fill,
+        f"{answer.text!r}",
     )
 
 
 def _wrong_tokens(
-    rules: CanvasGrammar, canvas: tuple[int, ...], whole: set[tuple[int, ...]]
+    rules: CanvasGrammar, canvas: tuple[int, ...], complete: set[tuple[int, ...]]
 ) -> int:
-    """Of the last hole, the tokens judged wrongly, one by one and all together."""
+    """The number of tokens judged wrongly at the last masked position, one by one and all
+    together."""
     position = max(i for i, token in enumerate(canvas) if token == HOLE)
-    good = [fits((*canvas[:position], t, *canvas[position + 1 :]), whole) for t in range(END + 1)]
-    look = CanvasAnswer(rules, canvas)
-    wrong = sum(look.accepts(position, token) != is_good for token, is_good in enumerate(good))
-    return wrong + int((look.allowed(position) != np.array(good)).sum())
+    is_valid = [
+        fits((*canvas[:position], t, *canvas[position + 1 :]), complete) for t in range(END + 1)
+    ]
+    canvas_answer = CanvasAnswer(rules, canvas)
+    wrong = sum(
+        canvas_answer.accepts(position, token) != is_good for token, is_good in enumerate(is_valid)
+    )
+    return wrong + int((canvas_answer.allowed(position) != np.array(is_valid)).sum())
 
 
-def _over(alphabet: bytes) -> Any:
-    """Logits that prefer these bytes and, a little less, an end of text."""
+def _logits_over(alphabet: bytes) -> Any:
+    """Logits that prefer these bytes and, slightly less, the end-of-text token."""
     inner = dense(spread=2.0)
 
     def logits(path: tuple[int, ...]) -> np.ndarray:
@@ -153,20 +162,20 @@ def _over(alphabet: bytes) -> Any:
     return logits
 
 
-def _naive(script: Any, whole: set[tuple[int, ...]]) -> tuple[list[int], list[list[int]]]:
-    """Position by position as the model is sure; where the likeliest token leaves no completion,
-    all such tokens are taken out, and the masks are ranked again."""
+def _naive(script: Any, complete: set[tuple[int, ...]]) -> tuple[list[int], list[list[int]]]:
+    """Fills the most confident position first. If its most probable token leaves no completion, all
+    such tokens are removed and the positions are ranked again."""
     canvas, filled = [*PROMPT, *[MASK] * 4], []
     start = len(PROMPT)
     while MASK in canvas:
         rows = {i: script((*canvas, i)).copy() for i, t in enumerate(canvas) if t == MASK}
         while True:
-            sure = {i: softmax(row) for i, row in rows.items()}
-            position = max(sure, key=lambda i: (sure[i].max(), -i))
-            token = int(sure[position].argmax())
-            held = [HOLE if t == MASK else t for t in canvas[start:]]
+            probabilities = {i: softmax(row) for i, row in rows.items()}
+            position = max(probabilities, key=lambda i: (probabilities[i].max(), -i))
+            token = int(probabilities[position].argmax())
+            current = [HOLE if t == MASK else t for t in canvas[start:]]
             fit = [
-                fits((*held[: position - start], t, *held[position - start + 1 :]), whole)
+                fits((*current[: position - start], t, *current[position - start + 1 :]), complete)
                 for t in range(len(rows[position]))
             ]
             if fit[token]:
@@ -176,17 +185,17 @@ def _naive(script: Any, whole: set[tuple[int, ...]]) -> tuple[list[int], list[li
         if token == EOS:
             canvas[position:] = [EOS] * len(canvas[position:])
         filled.append([position])
-    said = canvas[start:]
-    return said[: said.index(EOS) + 1] if EOS in said else said, filled
+    tokens = canvas[start:]
+    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens, filled
 
 
 @measure("diffusion-cfg", "answers that do not parse", samples=64, margin=0.0)
 def unparsed(samples: int) -> float:
-    """Of records and, by a reader of JSON, in prompts that ask for one and in others."""
+    """Records parsed as JSON, for prompts that ask for one and for others."""
     from anydecode.evaluation.parallelbench.tasks import examples
 
     kinds = (("json", 0.0), ("json", 1.5), ("copy", 0.7), ("chain", 1.5))
-    wrong = asked = 0
+    wrong = total = 0
     with LLM("tiny-diffusion", threads=1) as llm:
         for task, temperature in kinds:
             prompts = [one.prompt for one in examples(task, samples // len(kinds), seed=7)]
@@ -198,27 +207,27 @@ def unparsed(samples: int) -> float:
                 temperature=temperature,
                 seed=3,
             )
-            asked += len(answers)
+            total += len(answers)
             wrong += sum(not _is_record(answer.text) for answer in answers)
-    return wrong / asked
+    return wrong / total
 
 
-@measure("diffusion-cfg", "records that are right, lost to the constraint", samples=48, margin=0.02)
+@measure("diffusion-cfg", "correct records lost because of the constraint", samples=48, margin=0.02)
 def lost(samples: int) -> float:
-    """Share of questions, against the same order of filling without a constraint."""
+    """The share of questions, relative to the same filling order without a constraint."""
     from anydecode.evaluation.parallelbench.tasks import examples
 
-    asked = [*examples("json", samples, seed=7)]
+    questions = [*examples("json", samples, seed=7)]
     right = []
     with LLM("tiny-diffusion", threads=1) as llm:
         for constraint in (None, Grammar(RECORD)):
             answers = llm.generate(
-                [one.prompt for one in asked],
+                [one.prompt for one in questions],
                 decoder="diffusion-cfg",
                 constraint=constraint,
                 max_tokens=24,
             )
-            right.append(sum(e.is_right(a.text) for e, a in zip(asked, answers, strict=True)))
+            right.append(sum(e.is_right(a.text) for e, a in zip(questions, answers, strict=True)))
     return (right[0] - right[1]) / samples
 
 

@@ -1,33 +1,34 @@
-"""What the shipped diffusion model loses and saves with each method, against one token per pass."""
+"""Accuracy and passes of each method on the shipped diffusion model, relative to one token per
+pass."""
 
 from __future__ import annotations
 
 from anydecode.evaluation.certify import measure
-from anydecode.evaluation.denoising import TASKS, accuracy_lost, share_of_passes
+from anydecode.evaluation.denoising import TASKS, accuracy_lost, passes_ratio
 
-#: The tasks with one right answer, which parallel commits do not spoil.
+#: Tasks with one right answer, for which unmasking several tokens at once does no harm.
 DETERMINED = ("copy", "reverse", "sort")
 
 
 def _register(
     key: str, decoder: str, loss: float, share: float, tasks: tuple[str, ...] = TASKS
 ) -> None:
-    """What the shipped model loses and saves with this method: margins fixed beforehand."""
+    """Registers the accuracy that a method may lose and the share of passes that it may need."""
 
     def lost(samples: int) -> float:
         return accuracy_lost(decoder, samples, tasks)
 
     def passes(samples: int) -> float:
-        return share_of_passes(decoder, samples, tasks)
+        return passes_ratio(decoder, samples, tasks)
 
     samples = 16 * len(tasks)
-    where = "determined tasks" if tasks == DETERMINED else "all tasks"
+    where = "tasks with one right answer" if tasks == DETERMINED else "all tasks"
     name = f"accuracy lost against one token per pass, {where}"
     measure(key, name, samples=samples, margin=loss)(lost)
-    measure(key, "passes against one token per pass", samples=samples, margin=share)(passes)
+    measure(key, "passes relative to one token per pass", samples=samples, margin=share)(passes)
 
 
-#: By key: how it is asked, the accuracy it may lose, and the share of the passes it may need.
+#: By key: the decoder, the accuracy it may lose, and the share of the passes it may need.
 MEASURES: dict[str, tuple[str, float, float]] = {
     "localleap": ("localleap", 0.05, 0.5),
     "creditdecoding": ("creditdecoding", 0.05, 0.5),
@@ -42,7 +43,7 @@ MEASURES: dict[str, tuple[str, float, float]] = {
     "freedave": ("freedave:block=24", 0.0, 0.7),
     "ssd": ("ssd:drafts=8", 0.0, 0.7),
 }
-#: The same where tokens that depend on each other are known to suffer.
+#: The same for methods that are known to lose accuracy where tokens depend on each other.
 ON_DETERMINED: dict[str, tuple[str, float, float]] = {
     "prophet": ("prophet:early=16,middle=14,late=12", 0.08, 0.95),
     "ccd": ("ccd:rule=averaged", 0.08, 0.7),
@@ -58,13 +59,14 @@ for _key, _measured in ON_DETERMINED.items():
     _register(_key, *_measured, DETERMINED)
 
 
-@measure("eoser-ass", "passes against one token per pass", samples=64, margin=0.25)
+@measure("eoser-ass", "passes relative to one token per pass", samples=64, margin=0.25)
 def eoser_passes(samples: int) -> float:
     """floor(log2 24) = 4 passes instead of up to 24."""
-    return share_of_passes("eoser-ass", samples)
+    return passes_ratio("eoser-ass", samples)
 
 
-@measure("eoser-ass", "accuracy lost on the determined tasks", samples=63, margin=0.1)
+@measure("eoser-ass", "accuracy lost, tasks with one right answer", samples=63, margin=0.1)
 def eoser_loss(samples: int) -> float:
-    """The last pass fills half the canvas at once, which only determined tasks survive."""
+    """The last pass fills half the canvas at once, which works only for tasks with one right
+    answer."""
     return accuracy_lost("eoser-ass", samples, DETERMINED)

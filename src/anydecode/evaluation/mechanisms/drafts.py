@@ -1,4 +1,4 @@
-"""Drafts without a model, against oracles that search the whole text anew in every round."""
+"""Oracle tests of drafters without a model: the oracles search the whole text in every round."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from anydecode.decoders.speculative.copyspec import RollingIndex
 from anydecode.decoders.speculative.stand import NgramProbabilities
 from anydecode.decoders.speculative.suffix import SuffixAutomaton
 from anydecode.decoders.speculative.token_recycling import PUBLISHED
-from anydecode.evaluation.certify import Check, mechanism
-from anydecode.evaluation.rounds import Drafted, Logits, accepted, rounds, scripted, wordy
+from anydecode.evaluation.certify import Check, oracle_test
+from anydecode.evaluation.rounds import Logits, TracedRound, accepted, rounds, scripted, wordy
 from anydecode.scoring.noise import Noise
 
 PROMPTS = ("abcabcabd", "the cab had a bad cab", "aaaa", "h")
 Chain = Callable[[list[int], int], list[int]]
 
 
-def chains(
+def compare_chains(
     key: str, oracle: Chain, prompts: tuple[str, ...] = PROMPTS, echo: int = 0
 ) -> Iterator[Check]:
-    """Every drafted chain of `key` is what `oracle(text, prompt length)` says."""
-    kept = 0
+    """Checks that every drafted chain of `key` equals `oracle(text, prompt length)`."""
+    total = 0
     for temperature in (0.0, 0.8):
         with scripted(wordy(echo=echo)) as llm:
             for prompt in prompts:
-                found = rounds(llm, key, prompt, temperature=temperature)
-                wrong = [one for one in found if one.tokens != oracle(one.text, len(prompt))]
-                kept += accepted(found)
+                trace = rounds(llm, key, prompt, temperature=temperature)
+                wrong = [one for one in trace if one.tokens != oracle(one.text, len(prompt))]
+                total += accepted(trace)
                 yield Check(f"{prompt!r} at T={temperature} equals the oracle", not wrong)
-    yield Check("drafts are accepted", kept > 0, f"{kept}")
+    yield Check("drafts are accepted", total > 0, f"{total}")
 
 
-@mechanism("prompt-lookup")
+@oracle_test("prompt-lookup")
 def prompt_lookup() -> Iterator[Check]:
-    """Longest suffix first, its latest earlier place, what followed it there."""
+    """The longest suffix, its latest earlier occurrence, and the tokens after it."""
 
     def oracle(text: list[int], prompt: int) -> list[int]:
         for n in (3, 2, 1):
@@ -45,12 +45,12 @@ def prompt_lookup() -> Iterator[Check]:
                     return text[start + n : start + n + 7]
         return []
 
-    yield from chains("prompt-lookup", oracle)
+    yield from compare_chains("prompt-lookup", oracle)
 
 
-@mechanism("copyspec")
+@oracle_test("copyspec")
 def copyspec() -> Iterator[Check]:
-    """The first earlier place of the last three tokens; equal hashes mislead nobody."""
+    """The first earlier occurrence of the last three tokens; hash collisions do no harm."""
 
     def oracle(text: list[int], prompt: int) -> list[int]:
         for start in range(len(text) - 3):
@@ -58,21 +58,22 @@ def copyspec() -> Iterator[Check]:
                 return text[start + 3 : start + 13]
         return []
 
-    yield from chains("copyspec", oracle)
+    yield from compare_chains("copyspec", oracle)
     rng = np.random.default_rng(0)
     text = rng.integers(0, 3, 200).tolist()
     index, agree = RollingIndex(3, modulus=7), True
     for position, token in enumerate(text):
         index.extend([token])
-        said = text[: position + 1]
-        earlier = [s for s in range(len(said) - 3) if said[s : s + 3] == said[-3:]]
+        prefix = text[: position + 1]
+        earlier = [s for s in range(len(prefix) - 3) if prefix[s : s + 3] == prefix[-3:]]
         agree &= index.match() == (earlier[0] if earlier else None)
-    yield Check("a hash of 7 values finds the right places", agree)
+    yield Check("a hash of 7 values finds the right positions", agree)
 
 
-@mechanism("aggressive")
+@oracle_test("aggressive")
 def aggressive() -> Iterator[Check]:
-    """Copies on while the answer follows the input; restarts at a suffix that stands there once."""
+    """Copies while the output follows the input; restarts at a suffix that occurs once in the
+    input."""
 
     def oracle(text: list[int], prompt: int) -> list[int]:
         source, output = text[:prompt], text[prompt:]
@@ -92,12 +93,12 @@ def aggressive() -> Iterator[Check]:
         return [] if position is None else source[position : position + 16]
 
     prompts = ("abcdefghijkl", "kacadaeafalb", "aabbccddabcd")
-    yield from chains("aggressive", oracle, prompts, echo=12)
+    yield from compare_chains("aggressive", oracle, prompts, echo=12)
 
 
-@mechanism("suffix")
+@oracle_test("suffix")
 def suffix() -> Iterator[Check]:
-    """The automaton counts every substring; the tree takes the likeliest nodes, best first."""
+    """The automaton counts every substring; the tree takes the most probable nodes first."""
     rng = np.random.default_rng(3)
     text = rng.integers(0, 3, 60).tolist()
     automaton, agree = SuffixAutomaton(), True
@@ -111,26 +112,26 @@ def suffix() -> Iterator[Check]:
             count = sum(text[s : s + length] == part for s in range(len(text) - length + 1))
             agree &= automaton.counts[state] == count
     yield Check("substring counts equal a search", agree)
-    kept = 0
+    total = 0
     with scripted(wordy()) as llm:
         for prompt in PROMPTS:
-            found = rounds(llm, "suffix:memory=0", prompt)
-            kept += accepted(found)
-            wrong = [one for one in found if sorted(one.paths) != sorted(_likeliest(one.text))]
-            yield Check(f"{prompt!r} drafts the likeliest continuations", not wrong)
-    yield Check("drafts are accepted", kept > 0, f"{kept}")
+            trace = rounds(llm, "suffix:memory=0", prompt)
+            total += accepted(trace)
+            wrong = [one for one in trace if sorted(one.paths) != sorted(_likeliest(one.text))]
+            yield Check(f"{prompt!r} drafts the most probable continuations", not wrong)
+    yield Check("drafts are accepted", total > 0, f"{total}")
     with scripted(wordy()) as llm:
         cold = llm.generate("hello", decoder="suffix", max_tokens=40, ignore_eos=True)
         warm = llm.generate("hello", decoder="suffix", max_tokens=40, ignore_eos=True)
-        yield Check("earlier answers are remembered", warm.stats.passes < cold.stats.passes)
+        yield Check("earlier outputs are remembered", warm.stats.passes < cold.stats.passes)
         llm.clear()
         again = llm.generate("hello", decoder="suffix", max_tokens=40, ignore_eos=True)
-        yield Check("and forgotten when told so", again.stats.passes == cold.stats.passes)
+        yield Check("`clear` forgets them", again.stats.passes == cold.stats.passes)
 
 
 def _likeliest(text: list[int]) -> list[tuple[int, ...]]:
     """Up to 8 continuations of the longest repeated suffix with probability of at least 0.1, at
-    most twice as long as it, none left out that is likelier than one taken (found by search)."""
+    most twice as long as the suffix, most probable first (found by search)."""
 
     def positions(part: list[int]) -> list[int]:
         return [e for e in range(len(part), len(text) + 1) if text[e - len(part) : e] == part]
@@ -175,34 +176,34 @@ def _best_first(
     return taken
 
 
-@mechanism("token-recycling")
+@oracle_test("token-recycling")
 def token_recycling() -> Iterator[Check]:
-    """80 published nodes; the matrix holds each token's last eight runners-up."""
+    """The 80 published nodes; the matrix has each token's last top-8 successors."""
     levels = Counter(map(len, PUBLISHED))
     yield Check(
         "the published tree has 8, 21, 25, 15, 8 and 3 nodes on its levels",
         [levels[depth] for depth in range(1, 7)] == [8, 21, 25, 15, 8, 3],
     )
     logits = wordy()
-    kept = 0
+    total = 0
     # Expected tokens per cost at 0.1 a row: 1.37 / 1.1, 1.507 / 1.2, 1.597 / 1.3, so two nodes pay.
     for tree, paths in (("published", PUBLISHED), ("worthwhile", [(0,), (0, 0)])):
         with scripted(logits) as llm:
-            found: list[Drafted] = []
+            trace: list[TracedRound] = []
             for prompt in PROMPTS:
-                found += rounds(llm, f"token-recycling:tree={tree}", prompt)
+                trace += rounds(llm, f"token-recycling:tree={tree}", prompt)
         matrix: dict[int, list[int]] = {}
         wrong = 0
-        for one in found:
+        for one in trace:
             expected = {tuple(_follow(matrix, one.text[-1], path)) for path in paths} - {()}
             wrong += set(one.paths) != expected
             for path in [(), *one.paths]:
                 row = logits((*one.text, *path))
                 last = (*one.text, *path)[-1]
                 matrix[last] = np.argsort(-row, kind="stable")[:8].tolist()
-        kept += accepted(found)
-        yield Check(f"the {tree} tree equals the oracle", wrong == 0, f"{len(found)} rounds")
-    yield Check("drafts are accepted", kept > 0, f"{kept}")
+        total += accepted(trace)
+        yield Check(f"the {tree} tree equals the oracle", wrong == 0, f"{len(trace)} rounds")
+    yield Check("drafts are accepted", total > 0, f"{total}")
 
 
 def _follow(matrix: dict[int, list[int]], token: int, ranks: tuple[int, ...]) -> list[int]:
@@ -215,37 +216,37 @@ def _follow(matrix: dict[int, list[int]], token: int, ranks: tuple[int, ...]) ->
     return path
 
 
-@mechanism("stand")
+@oracle_test("stand")
 def stand() -> Iterator[Check]:
-    """Running averages over ten tokens, longest n-gram first, Gumbel draws without replacement into
-    the whole published tree."""
+    """Running averages over ten tokens, longest n-gram first, Gumbel samples without replacement
+    for the whole published tree."""
     table = NgramProbabilities(width=2)
     table.update((1,), [5, 6], [0.6, 0.4])
     table.update((1,), [6, 7], [0.8, 0.2])
     yield Check(
-        "averages worked by hand",
+        "averages by hand",
         {k: round(v, 9) for k, v in table.rows[(1,)][1].items()} == {6: 0.6, 5: 0.3},
     )
-    logits = wordy(spread=1.6, echo=3)  # so that it matters how long an n-gram is
+    logits = wordy(spread=1.6, echo=3)  # so that the n-gram length matters
     for temperature in (0.0, 0.8):
         with scripted(logits) as llm:
-            found = [
+            trace = [
                 one
                 for prompt in PROMPTS
                 for one in rounds(llm, "stand:row_cost=0", prompt, temperature=temperature)
             ]
-        wrong = _stand_mistakes(found, logits, temperature)
-        yield Check(f"T={temperature} equals the oracle", wrong == 0, f"{len(found)} rounds")
-        yield Check(f"drafts are accepted at T={temperature}", accepted(found) > 0)
+        wrong = _stand_mistakes(trace, logits, temperature)
+        yield Check(f"T={temperature} equals the oracle", wrong == 0, f"{len(trace)} rounds")
+        yield Check(f"drafts are accepted at T={temperature}", accepted(trace) > 0)
 
 
-def _stand_mistakes(found: list[Drafted], logits: Logits, temperature: float) -> int:
-    held: dict[tuple[int, ...], tuple[int, np.ndarray]] = {}
+def _stand_mistakes(trace: list[TracedRound], logits: Logits, temperature: float) -> int:
+    averages: dict[tuple[int, ...], tuple[int, np.ndarray]] = {}
     noise = Noise(5)
     wrong = 0
 
     def drawn(text: list[int]) -> list[int]:
-        row = next((held[k][1] for n in (3, 2, 1) if (k := tuple(text[-n:])) in held), None)
+        row = next((averages[k][1] for n in (3, 2, 1) if (k := tuple(text[-n:])) in averages), None)
         if row is None:
             return []
         ids = np.flatnonzero(row)
@@ -255,25 +256,25 @@ def _stand_mistakes(found: list[Drafted], logits: Logits, temperature: float) ->
         order: list[int] = ids[np.argsort(-keys)].tolist()
         return order
 
-    for one in found:
+    for one in trace:
         tree: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
-        known: dict[tuple[int, ...], list[int]] = {}
+        samples: dict[tuple[int, ...], list[int]] = {}
         for ranks in sorted(PUBLISHED, key=lambda ranks: (len(ranks), ranks)):
             above = tree.get(ranks[:-1])
             if above is None:
                 continue
-            if above not in known:
-                known[above] = drawn([*one.text, *above])
-            if ranks[-1] < len(known[above]):
-                tree[ranks] = (*above, known[above][ranks[-1]])
+            if above not in samples:
+                samples[above] = drawn([*one.text, *above])
+            if ranks[-1] < len(samples[above]):
+                tree[ranks] = (*above, samples[above][ranks[-1]])
         wrong += one.paths != list(tree.values())[1:]
         for path in [(), *one.paths]:
-            _learn(held, [*one.text, *path], logits, temperature)
+            _learn(averages, [*one.text, *path], logits, temperature)
     return wrong
 
 
 def _learn(
-    held: dict[tuple[int, ...], tuple[int, np.ndarray]],
+    averages: dict[tuple[int, ...], tuple[int, np.ndarray]],
     text: list[int],
     logits: Logits,
     temperature: float,
@@ -285,7 +286,7 @@ def _learn(
     fresh /= fresh.sum()
     for n in (1, 2, 3):
         if len(text) >= n:
-            count, average = held.get(tuple(text[-n:]), (0, np.zeros_like(row)))
+            count, average = averages.get(tuple(text[-n:]), (0, np.zeros_like(row)))
             average = (count * average + fresh) / (count + 1)
             average[np.argsort(-average)[10:]] = 0
-            held[tuple(text[-n:])] = (count + 1, average)
+            averages[tuple(text[-n:])] = (count + 1, average)

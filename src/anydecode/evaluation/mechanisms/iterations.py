@@ -1,4 +1,4 @@
-"""Jacobi iteration, lookahead and the search of ADED, against oracles from their definitions."""
+"""Oracle tests of Jacobi iteration, lookahead and ADED's search, from their definitions."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from math import log, sqrt
 
 import numpy as np
 
-from anydecode.evaluation.certify import Check, mechanism
-from anydecode.evaluation.rounds import Drafted, accepted, picked, rounds, scripted, wordy
+from anydecode.evaluation.certify import Check, oracle_test
+from anydecode.evaluation.rounds import TracedRound, accepted, plain_token, rounds, scripted, wordy
 
 PROMPTS = ("abcabcabd", "the cab had a bad cab", "h")
 
 
-@mechanism("jacobi")
+@oracle_test("jacobi")
 def jacobi() -> Iterator[Check]:
-    """Iterates of a block equal y_i = pick(x, y before i) applied to the whole block."""
+    """Iterates of a block equal y_i = sample(x, y before i) applied to the whole block."""
     logits = wordy()
     for name, block, length in (("plain", 0, None), ("blocks", 5, None), ("hybrid", 5, 12)):
         for temperature in (0.0, 0.8):
             decoder = f"jacobi:block={block},pad=97" + (f",length={length}" if length else "")
-            wrong, kept = 0, 0
+            wrong, total = 0, 0
             with scripted(logits) as llm:
                 for prompt in PROMPTS:
-                    found = rounds(llm, decoder, prompt, 24, temperature=temperature)
-                    wrong += not _iterates(found, len(prompt), block or 24, length, temperature)
-                    kept += accepted(found)
+                    trace = rounds(llm, decoder, prompt, 24, temperature=temperature)
+                    wrong += not _iterates(trace, len(prompt), block or 24, length, temperature)
+                    total += accepted(trace)
             yield Check(f"{name}, T={temperature} equals the iteration", wrong == 0)
-            yield Check(f"{name}, T={temperature} accepts guesses", kept > 0, f"{kept}")
-            yield Check("no block takes more passes than it has tokens", len(found) <= 24)
+            yield Check(f"{name}, T={temperature}: drafts are accepted", total > 0, f"{total}")
+            yield Check("no block takes more passes than it has tokens", len(trace) <= 24)
 
 
 def _iterates(
-    found: list[Drafted], prompt: int, block: int, length: int | None, temperature: float
+    trace: list[TracedRound], prompt: int, block: int, length: int | None, temperature: float
 ) -> bool:
-    """Whether each round drafts what is not yet fixed of the block's iterate."""
-    logits, rest = wordy(), list(found)
+    """Whether each round drafts the part of the block's iterate that is not fixed yet."""
+    logits, rest = wordy(), list(trace)
     while rest:
         start = len(rest[0].text)
         size = min(block, prompt + 24 - start)
@@ -49,37 +49,38 @@ def _iterates(
                 return False
             seen = one.text[:start]
             iterate = [
-                picked(logits((*seen, *iterate[:i])), start + i, temperature) for i in range(size)
+                plain_token(logits((*seen, *iterate[:i])), start + i, temperature)
+                for i in range(size)
             ]
-            fixed += len(one.said)
-            if iterate[:fixed] != [*one.text, *one.said][start:][:fixed]:
+            fixed += len(one.generated)
+            if iterate[:fixed] != [*one.text, *one.generated][start:][:fixed]:
                 return False
     return True
 
 
-@mechanism("lookahead")
+@oracle_test("lookahead")
 def lookahead() -> Iterator[Check]:
-    """Window, pool and guesses equal a replay of the two-dimensional window."""
-    kept = 0
+    """Window, n-gram pool and guesses equal a replay of the two-dimensional window."""
+    total = 0
     with scripted(wordy()) as llm:
         for prompt in PROMPTS:
-            found = rounds(llm, "lookahead:window=3,ngram=3,guesses=2", prompt)
-            yield Check(f"{prompt!r} equals the replay", _replays(found))
-            kept += accepted(found)
-    yield Check("drafts are accepted", kept > 0, f"{kept}")
+            trace = rounds(llm, "lookahead:window=3,ngram=3,guesses=2", prompt)
+            yield Check(f"{prompt!r} equals the replay", _replays(trace))
+            total += accepted(trace)
+    yield Check("drafts are accepted", total > 0, f"{total}")
 
 
-def _replays(found: list[Drafted]) -> bool:
-    """Three columns, 3-grams, two guesses: levels[r][c] stands r + c + 1 places behind the text."""
+def _replays(trace: list[TracedRound]) -> bool:
+    """Three columns, 3-grams, two guesses: levels[r][c] is r + c + 1 positions after the text."""
     logits = wordy()
     pool: list[tuple[int, ...]] = []
     levels: list[list[int]] = []
-    for one in found:
+    for one in trace:
         text = one.text
         filler = [text[(i * 7919 + len(text)) % len(text)] for i in range(3)]
         levels = levels or [filler]
-        known = [gram[1:] for gram in reversed(pool) if gram[0] == text[-1]][:2]
-        guessed = {path[:n] for path in known for n in (1, 2)}
+        guesses = [gram[1:] for gram in reversed(pool) if gram[0] == text[-1]][:2]
+        guessed = {path[:n] for path in guesses for n in (1, 2)}
         inputs = [
             [
                 (*levels[0][: column + 1], *(level[column] for level in levels[1 : row + 1]))
@@ -100,29 +101,30 @@ def _replays(found: list[Drafted]) -> bool:
                     pool.remove(same[0])
                 pool.append(gram)
         levels = [*levels, fresh][-2:]
-        shift = len(one.said) - 1
+        shift = len(one.generated) - 1
         levels = [(level[shift:] + filler)[:3] for level in levels]
     return True
 
 
-@mechanism("aded")
+@oracle_test("aded")
 def aded() -> Iterator[Check]:
-    """Trees equal a search replayed from its definition over a table replayed from the rounds."""
+    """Trees equal a replay of the search from its definition, over a table replayed from the
+    rounds."""
     logits = wordy()
     for temperature in (0.0, 0.8):
-        known: dict[tuple[int, int], dict[int, float]] = {}
-        wrong, kept = 0, 0
+        table: dict[tuple[int, int], dict[int, float]] = {}
+        wrong, total = 0, 0
         with scripted(logits) as llm:
             for prompt in PROMPTS:
                 for one in rounds(llm, "aded", prompt, temperature=temperature):
-                    wrong += one.paths != _search(one.text, known, 6, 4)
-                    kept += len(one.accepted)
+                    wrong += one.paths != _search(one.text, table, 6, 4)
+                    total += len(one.accepted)
                     for path in [(), *one.paths]:
                         text = [*one.text, *path]
                         if len(text) > 1:
-                            known[text[-2], text[-1]] = _top(logits(tuple(text)))
+                            table[text[-2], text[-1]] = _top(logits(tuple(text)))
         yield Check(f"T={temperature} equals the oracle", wrong == 0)
-        yield Check(f"drafts are accepted at T={temperature}", kept > 0, f"{kept}")
+        yield Check(f"drafts are accepted at T={temperature}", total > 0, f"{total}")
 
 
 def _top(row: np.ndarray) -> dict[int, float]:
@@ -132,20 +134,20 @@ def _top(row: np.ndarray) -> dict[int, float]:
 
 
 def _shares(
-    text: list[int], tail: tuple[int, ...], known: dict[tuple[int, int], dict[int, float]]
+    text: list[int], tail: tuple[int, ...], table: dict[tuple[int, int], dict[int, float]]
 ) -> dict[int, float]:
     before, last = [*text, *tail][-2:]
-    if (before, last) in known:
-        return known[before, last]
+    if (before, last) in table:
+        return table[before, last]
     follow = [text[i] for i in range(2, len(text)) if text[i - 2 : i] == [before, last]]
     ranked = sorted(dict.fromkeys(follow), key=lambda t: -follow.count(t))[:8]
     return {t: follow.count(t) / len(follow) for t in ranked}
 
 
 def _search(
-    text: list[int], known: dict[tuple[int, int], dict[int, float]], size: int, depth: int
+    text: list[int], table: dict[tuple[int, int], dict[int, float]], size: int, depth: int
 ) -> list[tuple[int, ...]]:
-    """Every simulation as (path, value); visits and means are recomputed from that list."""
+    """All simulations as (path, value); visits and means are recomputed from this list."""
     if len(text) < 2:
         return []
     runs: list[tuple[tuple[int, ...], float]] = []
@@ -154,7 +156,7 @@ def _search(
         path: tuple[int, ...] = ()
         value = 1.0
         while len(path) < depth:
-            shares = _shares(text, path, known)
+            shares = _shares(text, path, table)
             if not shares:
                 break
 
@@ -176,7 +178,7 @@ def _search(
 def _scores(
     runs: list[tuple[tuple[int, ...], float]], path: tuple[int, ...], shares: dict[int, float]
 ) -> dict[int, float]:
-    """Mean value of the runs through each child plus what exploring it is worth."""
+    """The mean value of the runs through each child plus its exploration term."""
     through = {t: [v for run, v in runs if run[: len(path) + 1] == (*path, t)] for t in shares}
     total = sum(map(len, through.values()))
     explore = sqrt(max(total, 1)) * (1.25 + log((total + 19653) / 19652))

@@ -1,4 +1,4 @@
-"""EasySpec against a forward pass written down position by position."""
+"""Oracle test of EasySpec: a forward pass, position by position."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import silu
 
 from anydecode.engine.llm import LLM
-from anydecode.evaluation.certify import Check, mechanism
+from anydecode.evaluation.certify import Check, oracle_test
 from anydecode.evaluation.rounds import rounds
 from anydecode.evaluation.tiny import tiny_model
 from anydecode.kernels.library import load_library
@@ -21,8 +21,8 @@ PROMPT = "the cat sat on the cat"
 
 
 class Forward:
-    """A Llama whose memory is two lists per layer. `step` adds a position, layer after layer or in
-    groups, and gives its logits."""
+    """A Llama whose key-value cache is two lists per layer. `step` adds a position, layer by layer
+    or with groups of layers in parallel, and returns its logits."""
 
     def __init__(self, model: Transformer) -> None:
         self.spec, self.weights = model.spec, model.network.weights
@@ -42,20 +42,20 @@ class Forward:
         return self._normed(x, self.weights.final_norm) @ self.weights.head.data.T
 
     def exits(self, token: int, stops: Sequence[int]) -> list[torch.Tensor]:
-        """Add a position; the logits as they stand after each of `stops` layers."""
-        x, found = self.weights.embedding.data[token], []
+        """Adds a position; returns the logits computed after each of `stops` layers."""
+        x, logits = self.weights.embedding.data[token], []
         for layer in range(len(self.weights.layers)):
             x = x + self._attention(x, layer)
             x = x + self._mlp(x, layer)
             if layer + 1 in stops:
                 normed = self._normed(x, self.weights.final_norm)
-                found.append(normed @ self.weights.head.data.T)
-        return found
+                logits.append(normed @ self.weights.head.data.T)
+        return logits
 
     def forget(self, length: int) -> None:
-        """Keep the first positions only."""
-        for held in (*self.keys, *self.values):
-            del held[length:]
+        """Keeps only the first `length` positions."""
+        for cached in (*self.keys, *self.values):
+            del cached[length:]
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         assert weight is not None
@@ -74,7 +74,7 @@ class Forward:
         shape, position = spec.attention, len(self.keys[layer])
         y = self._normed(x, weights.attention_norm)
 
-        def turned(vector: torch.Tensor, heads: int) -> torch.Tensor:
+        def rotated(vector: torch.Tensor, heads: int) -> torch.Tensor:
             assert spec.rope is not None
             a, b = vector.view(heads, 2, -1).unbind(1)
             angle = position * spec.rope.frequencies
@@ -82,8 +82,8 @@ class Forward:
                 [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], 1
             )
 
-        q = turned(weights.query.weight.data @ y, shape.num_heads)
-        self.keys[layer].append(turned(weights.key.weight.data @ y, shape.num_kv_heads))
+        q = rotated(weights.query.weight.data @ y, shape.num_heads)
+        self.keys[layer].append(rotated(weights.key.weight.data @ y, shape.num_kv_heads))
         self.values[layer].append((weights.value.weight.data @ y).view(shape.num_kv_heads, -1))
         shared = shape.num_heads // shape.num_kv_heads
         k = torch.stack(self.keys[layer]).repeat_interleave(shared, 1)
@@ -93,43 +93,43 @@ class Forward:
 
 
 def drafted(model: Transformer, text: list[int], size: int, group: int) -> list[int]:
-    """The chain that stands to be drafted behind `text`: exact up to there, then in groups."""
+    """The expected draft after `text`: exact up to its first token, then with grouped layers."""
     forward = Forward(model)
     for token in text:
         logits = forward.step(token)
-    found = [int(logits.argmax())]
-    while len(found) < size:
-        found.append(int(forward.step(found[-1], group).argmax()))
-    return found
+    draft = [int(logits.argmax())]
+    while len(draft) < size:
+        draft.append(int(forward.step(draft[-1], group).argmax()))
+    return draft
 
 
-@mechanism("easyspec")
+@oracle_test("easyspec")
 def easyspec() -> Iterator[Check]:
-    """Drafts equal the oracle's in every round, so memory was put right in each; they differ from
-    what an exact draft model says."""
+    """Drafts equal the oracle's in every round, which requires that the cache is corrected in each;
+    they differ from the drafts of an exact draft model."""
     oracle = tiny_model(layers=LAYERS, seed=3, backend="torch")
     for backend in ("torch", "native") if load_library() is not None else ("torch",):
         draft = tiny_model(layers=LAYERS, seed=3, backend=backend)
         target = tiny_model(layers=LAYERS, seed=3, backend=backend)
         with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=1024) as llm:
-            found = rounds(llm, f"easyspec:size={SIZE},group={GROUP}", PROMPT, 24)
+            trace = rounds(llm, f"easyspec:size={SIZE},group={GROUP}", PROMPT, 24)
             rows, passes = (
                 llm.engine.runners["draft"].num_rows,
                 llm.engine.runners["draft"].num_passes,
             )
-        wrong = [one.text for one in found if one.tokens != drafted(oracle, one.text, SIZE, GROUP)]
-        detail = f"{len(wrong)} of {len(found)} differ"
-        yield Check(f"drafts equal the oracle's, {backend}", not wrong and len(found) > 5, detail)
-        exact = [drafted(oracle, one.text, SIZE, 1) for one in found]
+        wrong = [one.text for one in trace if one.tokens != drafted(oracle, one.text, SIZE, GROUP)]
+        detail = f"{len(wrong)} of {len(trace)} differ"
+        yield Check(f"drafts equal the oracle's, {backend}", not wrong and len(trace) > 5, detail)
+        exact = [drafted(oracle, one.text, SIZE, 1) for one in trace]
         yield Check(
-            f"only the first is sure to be exact, {backend}",
-            all(one.tokens[0] == chain[0] for one, chain in zip(found, exact, strict=True))
-            and any(one.tokens != chain for one, chain in zip(found, exact, strict=True)),
+            f"only the first draft is always exact, {backend}",
+            all(one.tokens[0] == chain[0] for one, chain in zip(trace, exact, strict=True))
+            and any(one.tokens != chain for one, chain in zip(trace, exact, strict=True)),
         )
-        said = sum(len(one.said) for one in found[:-1])
-        wanted = len(PROMPT) + said + len(found) * (SIZE - 1)
+        num_generated = sum(len(one.generated) for one in trace[:-1])
+        expected_rows = len(PROMPT) + num_generated + len(trace) * (SIZE - 1)
         yield Check(
-            f"one exact pass a round over what is new, {backend}",
-            (rows, passes) == (wanted, len(found) * SIZE),
-            f"{rows} rows in {passes} passes; {wanted} in {len(found) * SIZE}",
+            f"one exact pass per round over the new tokens, {backend}",
+            (rows, passes) == (expected_rows, len(trace) * SIZE),
+            f"{rows} rows in {passes} passes; expected {expected_rows} in {len(trace) * SIZE}",
         )

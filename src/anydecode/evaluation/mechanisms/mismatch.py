@@ -1,4 +1,4 @@
-"""Draft models that differ from the target in what they see, say or compute."""
+"""Oracle tests of draft models that differ from the target in context, vocabulary or depth."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from anydecode.decoders.speculative.online import Correction, Lesson, OnlineDraf
 from anydecode.decoders.speculative.windows import retrieved
 from anydecode.engine.llm import LLM
 from anydecode.errors import UnsupportedCombinationError
-from anydecode.evaluation.certify import Check, mechanism
+from anydecode.evaluation.certify import Check, oracle_test
 from anydecode.evaluation.mechanisms.layer_parallel import Forward
 from anydecode.evaluation.rounds import (
     VOCABULARY,
-    Drafted,
     Logits,
+    TracedRound,
     accepted,
     blurred,
-    picked,
+    plain_token,
     rounds,
     scripted,
     wordy,
@@ -37,90 +37,96 @@ PROMPTS = ("abcabcabdabcabcabd", "the cab had a bad cab and a dab", "h")
 TARGET = wordy()
 
 
-def sighted(seen: tuple[int, ...]) -> np.ndarray:
-    """Draft logits that follow everything a row sees."""
+def context_logits(seen: tuple[int, ...]) -> np.ndarray:
+    """Draft logits that depend on everything that a row attends to."""
     row: np.ndarray = blurred(TARGET, error=0.3)(seen).copy()
     row[97 + sum(seen) % 12] += 2.0
     return row
 
 
-@mechanism("longspec")
+@oracle_test("longspec")
 def longspec() -> Iterator[Check]:
-    """The draft model sees the sinks and the window, and holds no more than that."""
+    """The draft model attends to the sinks and the window only, and caches no more than that."""
     window, sinks, size = 6, 2, 3
     for temperature in (0.0, 0.8):
-        most, wrong, kept = 0, 0, 0
-        with scripted(TARGET, sighted) as llm:
+        num_used, wrong, total = 0, 0, 0
+        with scripted(TARGET, context_logits) as llm:
             pool = llm.engine.runners["draft"].pool
             for prompt in PROMPTS:
                 decoder = f"longspec:size={size},window={window},sinks={sinks}"
-                found = rounds(llm, decoder, prompt, 30, temperature=temperature)
-                gone, length = sinks, 0
-                for one in found:
+                trace = rounds(llm, decoder, prompt, 30, temperature=temperature)
+                first_kept, length = sinks, 0
+                for one in trace:
                     while len(one.text) - length > window:
                         length += window
-                        gone = max(gone, length - window)
+                        first_kept = max(first_kept, length - window)
                     drafts: list[int] = []
                     for _ in range(size):
                         text = [*one.text, *drafts]
-                        # The scripted model turns its logits by one token per hole.
-                        row = np.roll(sighted((*text[:sinks], *text[gone:])), gone - sinks)
-                        drafts.append(picked(row, len(text), temperature))
+                        # The scripted model rotates its logits by one token per hole in the
+                        # positions.
+                        row = np.roll(
+                            context_logits((*text[:sinks], *text[first_kept:])), first_kept - sinks
+                        )
+                        drafts.append(plain_token(row, len(text), temperature))
                     wrong += one.tokens != drafts
                     length = len(one.text) + size - 1
-                    gone = max(gone, length - window)
+                    first_kept = max(first_kept, length - window)
                     length = min(length, len(one.text) + len(one.accepted))
-                kept += accepted(found)
-                most = max(most, pool.num_used)
+                total += accepted(trace)
+                num_used = max(num_used, pool.num_used)
         yield Check(f"T={temperature} equals the oracle", wrong == 0)
-        yield Check(f"drafts are accepted at T={temperature}", kept > 0, f"{kept}")
-        yield Check("everything is given back", most == 0)
-    held = [_most_held(count) for count in (60, 120)]
-    yield Check("memory is constant", held[0] == held[1] <= sinks + 2 * window + size, f"{held}")
+        yield Check(f"drafts are accepted at T={temperature}", total > 0, f"{total}")
+        yield Check("all slots are freed", num_used == 0)
+    sizes = [_max_used(count) for count in (60, 120)]
+    yield Check(
+        "the cache size is constant", sizes[0] == sizes[1] <= sinks + 2 * window + size, f"{sizes}"
+    )
 
 
-def _most_held(count: int) -> int:
-    held = [0]
+def _max_used(count: int) -> int:
+    used = [0]
 
     def draft(seen: tuple[int, ...]) -> np.ndarray:
-        held.append(llm.engine.runners["draft"].pool.num_used)
+        used.append(llm.engine.runners["draft"].pool.num_used)
         return TARGET(seen)
 
     with scripted(TARGET, draft) as llm:
         options = {"decoder": "longspec:size=3,window=6,sinks=2", "ignore_eos": True}
         llm.generate("abcabcabdabc" * 4, max_tokens=count, **options)
-    return max(held)
+    return max(used)
 
 
-@mechanism("rapid")
+@oracle_test("rapid")
 def rapid() -> Iterator[Check]:
-    """Chunks like the question are retrieved, in order; the draft model reads nothing else."""
+    """Chunks similar to the query are retrieved, in order; the draft model reads nothing else."""
     text = [1, 1, 2, 2, 7, 8, 9, 2, 1, 2, 1, 2, 9, 9, 1, 1, 3, 9, 8, 7]
     yield Check(
-        "worked by hand", retrieved(text, 4, 2, 4) == [*text[4:8], *text[12:16], *text[16:]]
+        "retrieval by hand", retrieved(text, 4, 2, 4) == [*text[4:8], *text[12:16], *text[16:]]
     )
-    yield Check("a short prompt is read whole", retrieved(text, 4, 9, 4) == text)
+    yield Check("a short prompt is used whole", retrieved(text, 4, 9, 4) == text)
     for temperature in (0.0, 0.8):
-        wrong, kept = 0, 0
-        with scripted(TARGET, sighted) as llm:
+        wrong, total = 0, 0
+        with scripted(TARGET, context_logits) as llm:
             for prompt in PROMPTS:
                 decoder = "rapid:size=4,chunk=4,count=2,query=5"
-                found = rounds(llm, decoder, prompt, 30, temperature=temperature)
-                kept += accepted(found)
-                for one in found:
-                    said = one.text[len(prompt) :]
-                    short = [*_alike(list(prompt.encode()), 4, 2, 5), *said]
+                trace = rounds(llm, decoder, prompt, 30, temperature=temperature)
+                total += accepted(trace)
+                for one in trace:
+                    generated = one.text[len(prompt) :]
+                    short = [*_similar_chunks(list(prompt.encode()), 4, 2, 5), *generated]
                     drafts: list[int] = []
                     for position in range(4):
-                        row = sighted((*short, *drafts))
-                        drafts.append(picked(row, len(one.text) + position, temperature))
+                        row = context_logits((*short, *drafts))
+                        drafts.append(plain_token(row, len(one.text) + position, temperature))
                     wrong += one.tokens != drafts
         yield Check(f"T={temperature} equals the oracle", wrong == 0)
-        yield Check(f"drafts are accepted at T={temperature}", kept > 0, f"{kept}")
+        yield Check(f"drafts are accepted at T={temperature}", total > 0, f"{total}")
 
 
-def _alike(prompt: list[int], chunk: int, count: int, query: int) -> list[int]:
-    """The chunks of largest cosine with the question, as rows of one matrix of token counts."""
+def _similar_chunks(prompt: list[int], chunk: int, count: int, query: int) -> list[int]:
+    """The chunks with the largest cosine similarity to the query, as rows of a matrix of token
+    counts."""
     body, question = prompt[:-query], prompt[-query:]
     chunks = [body[i : i + chunk] for i in range(0, len(body), chunk)]
     if not chunks:
@@ -128,14 +134,15 @@ def _alike(prompt: list[int], chunk: int, count: int, query: int) -> list[int]:
     words = sorted(set(body))
     counts = np.array([[part.count(word) for word in words] for part in chunks], float)
     rarity = np.log((1 + len(chunks)) / (0.5 + (counts > 0).sum(axis=0)))
-    asked = rarity * [question.count(word) for word in words]
-    cosine = (counts * rarity) @ asked / np.linalg.norm(counts * rarity, axis=1)
+    query_counts = rarity * [question.count(word) for word in words]
+    cosine = (counts * rarity) @ query_counts / np.linalg.norm(counts * rarity, axis=1)
     best = np.argsort(-cosine.round(9), kind="stable")[:count]
     return [token for position in sorted(best) for token in chunks[position]] + question
 
 
-class Pairs(ByteTokenizer):
-    """Bytes with their lowest bit turned, and a token for each of three pairs."""
+class PairTokenizer(ByteTokenizer):
+    """A byte tokenizer with the lowest bit of each byte flipped, and a token for each of three
+    pairs."""
 
     vocab_size = VOCABULARY + 3
     pairs = (b"ab", b"ca", b"bd")
@@ -144,9 +151,9 @@ class Pairs(ByteTokenizer):
         data, tokens = text.encode(), []
         while data:
             pair = data[:2]
-            known = pair in self.pairs
-            tokens.append(VOCABULARY + self.pairs.index(pair) if known else data[0] ^ 1)
-            data = data[2 if known else 1 :]
+            is_pair = pair in self.pairs
+            tokens.append(VOCABULARY + self.pairs.index(pair) if is_pair else data[0] ^ 1)
+            data = data[2 if is_pair else 1 :]
         return tokens
 
     def token_bytes(self, token: int) -> bytes:
@@ -158,7 +165,7 @@ class Pairs(ByteTokenizer):
         return 256 <= token < VOCABULARY
 
 
-def _reciting(tokens: list[int], size: int) -> Logits:
+def _reciting_logits(tokens: list[int], size: int) -> Logits:
     def logits(seen: tuple[int, ...]) -> np.ndarray:
         row = np.zeros(size, np.float32)
         row[tokens[len(seen) % len(tokens)]] = 30.0
@@ -167,67 +174,72 @@ def _reciting(tokens: list[int], size: int) -> Logits:
     return logits
 
 
-@mechanism("omnidraft")
+@oracle_test("omnidraft")
 def omnidraft() -> Iterator[Check]:
-    """Runs of draft tokens become target tokens once the target has used one; text is the same."""
-    ours, text = Pairs(), "abcabd\u00e9 ca" * 12
+    """Runs of draft tokens become target tokens once the target has generated one; the text is
+    unchanged."""
+    ours, text = PairTokenizer(), "abcabd\u00e9 ca" * 12
     target = ScriptedModel(
-        _reciting(ours.encode(text), ours.vocab_size), vocab_size=ours.vocab_size
+        _reciting_logits(ours.encode(text), ours.vocab_size), vocab_size=ours.vocab_size
     )
-    draft = ScriptedModel(_reciting(list(text.encode()), VOCABULARY), vocab_size=VOCABULARY)
+    draft = ScriptedModel(_reciting_logits(list(text.encode()), VOCABULARY), vocab_size=VOCABULARY)
     draft.tokenizer = ByteTokenizer()  # type: ignore[attr-defined]
     with LLM(target, tokenizer=ours, draft=draft, cache_positions=4096) as llm:
         prompt = ours.encode("abcabd")
-        found = rounds(llm, "omnidraft:size=6", prompt, 50)
+        trace = rounds(llm, "omnidraft:size=6", prompt, 50)
         method = llm.decoder("omnidraft:size=6")
         assert isinstance(method, Speculative) and isinstance(method.drafter, OmniDrafter)
         runs = method.drafter.translation.runs
-        yield Check("the text is the target's", _text(ours, found) in text)
-        yield Check("drafts equal the oracle", _translated(ours, found, text.encode()) == 0)
+        yield Check("the text is the target's", _text(ours, trace) in text)
+        yield Check("drafts equal the oracle", _translated(ours, trace, text.encode()) == 0)
         yield Check(
-            "spellings are learned",
-            runs == {tuple(p): VOCABULARY + i for i, p in enumerate(Pairs.pairs)},
+            "translations are learned",
+            runs == {tuple(p): VOCABULARY + i for i, p in enumerate(PairTokenizer.pairs)},
             f"{runs}",
         )
-        last = found[-2]
-        missed = [one for one in found if one.tokens and one.tokens[0] != one.said[0]]
-        yield Check("unknown spellings are rejected", 0 < len(missed) <= 3, f"{len(missed)}")
-        yield Check("a known one is accepted", len(last.accepted) == len(last.tokens) > 2)
+        last = trace[-2]
+        missed = [one for one in trace if one.tokens and one.tokens[0] != one.generated[0]]
+        yield Check("unknown translations are rejected", 0 < len(missed) <= 3, f"{len(missed)}")
+        yield Check("a known translation is accepted", len(last.accepted) == len(last.tokens) > 2)
         yield Check("drafts are whole target tokens", any(t >= VOCABULARY for t in last.tokens))
         try:
             llm.generate("abc", decoder="speculative-sampling")
             refused = ""
         except UnsupportedCombinationError as error:
             refused = str(error)
-        yield Check("methods that cannot translate refuse", "omnidraft" in refused, refused)
+        yield Check(
+            "methods that cannot translate the vocabulary are refused",
+            "omnidraft" in refused,
+            refused,
+        )
 
 
-def _translated(ours: Pairs, found: list[Drafted], recited: bytes) -> int:
-    """Rounds whose drafts are not the next six recited bytes, pairs that were said before as one
-    token; none where a character is cut in two."""
-    wrong, said = 0, set()
-    for one in found:
+def _translated(ours: PairTokenizer, trace: list[TracedRound], recited: bytes) -> int:
+    """The number of rounds whose drafts are not the next six bytes of `recited`, with pairs
+    generated before as one token; no drafts where a character is incomplete."""
+    wrong, generated = 0, set()
+    for one in trace:
         seen = b"".join(map(ours.token_bytes, one.text))
         ahead = [recited[(len(seen) + i) % len(recited)] for i in range(6)]
         expected: list[int] = []
         while ahead:
             pair = bytes(ahead[:2])
-            size = 2 if pair in said else 1
+            size = 2 if pair in generated else 1
             expected += ours.encode(pair.decode()) if size == 2 else [ahead[0] ^ 1]
             ahead = ahead[size:]
         whole = seen.decode(errors="ignore").encode() == seen
         wrong += one.tokens != (expected if whole else [])
-        said |= {ours.token_bytes(token) for token in one.said if token >= VOCABULARY}
+        generated |= {ours.token_bytes(token) for token in one.generated if token >= VOCABULARY}
     return wrong
 
 
-def _text(tokenizer: ByteTokenizer, found: list[Drafted]) -> str:
-    return tokenizer.decode([token for one in found for token in one.said][:40])
+def _text(tokenizer: ByteTokenizer, trace: list[TracedRound]) -> str:
+    return tokenizer.decode([token for one in trace for token in one.generated][:40])
 
 
-class Watched(ScriptedModel):
-    """Keeps (position, first layer, last layer) of every row it runs, and counts the cache's slots
-    that changed between two passes."""
+class RecordingModel(ScriptedModel):
+    """Records (position, first layer, last layer) of every row it runs, and counts the cache slots
+    that change between two passes."""
 
     def __init__(self, script: Logits, **options: Any) -> None:
         super().__init__(script, **options)
@@ -247,21 +259,21 @@ class Watched(ScriptedModel):
         return output
 
 
-@mechanism("s2d")
+@oracle_test("s2d")
 def s2d() -> Iterator[Check]:
-    """Exits at the shares of the depth; later layers run only where an exit was unsure."""
+    """Exits at fixed shares of the depth; later layers run only if an exit is not confident."""
     expected = {0.0: {(0, 4)}, 1.0: {(0, 4), (4, 6), (6, 8)}}
     for confidence in (0.0, 0.6, 1.0):
-        draft = Watched(blurred(TARGET, error=0.4), vocab_size=VOCABULARY, num_layers=8)
+        draft = RecordingModel(blurred(TARGET, error=0.4), vocab_size=VOCABULARY, num_layers=8)
         model = ScriptedModel(TARGET, vocab_size=VOCABULARY)
         with LLM(model, tokenizer=ByteTokenizer(), draft=draft, prefix_cache=False) as llm:
             decoder = f"s2d:size=3,confidence={confidence}"
-            found = rounds(llm, decoder, [97], 24)
+            trace = rounds(llm, decoder, [97], 24)
         ranges = {position[1:] for position in draft.ran} - {(0, 8)}
         if confidence in expected:
             yield Check(
-                f"confidence {confidence}: the right layers run",
-                ranges == expected[confidence] or confidence == 0.0 and ranges <= _lazily,
+                f"confidence {confidence}: the expected layers run",
+                ranges == expected[confidence] or confidence == 0.0 and ranges <= _LATE_LAYERS,
                 f"{sorted(ranges)}",
             )
         else:
@@ -269,27 +281,27 @@ def s2d() -> Iterator[Check]:
             late = sum(position[1:] == (6, 8) for position in draft.ran)
             yield Check("some tokens exit early, some late", 0 < late < early, f"{late} of {early}")
         yield Check(
-            f"confidence {confidence}: three drafts", all(len(o.tokens) == 3 for o in found)
+            f"confidence {confidence}: three drafts", all(len(o.tokens) == 3 for o in trace)
         )
-        yield Check(f"confidence {confidence}: accepted", accepted(found) > 0)
+        yield Check(f"confidence {confidence}: drafts are accepted", accepted(trace) > 0)
     for temperature, confidence in ((0.0, 0.35), (0.8, 0.5)):
         small = tiny_model(layers=8, seed=3, backend="torch")
         with LLM(small, tokenizer=ByteTokenizer(), draft=small, cache_positions=1024) as llm:
             decoder = f"s2d:size=3,confidence={confidence}"
-            found = rounds(llm, decoder, "the cat sat", 20, temperature=temperature)
-        wrong, exits = _nested_mistakes(small, found, temperature, confidence)
-        name = f"T={temperature}: drafts are those of the first sure exit"
+            trace = rounds(llm, decoder, "the cat sat", 20, temperature=temperature)
+        wrong, exits = _nested_mistakes(small, trace, temperature, confidence)
+        name = f"T={temperature}: drafts are those of the first confident exit"
         yield Check(name, wrong == 0, f"exits after {exits} layers")
         yield Check(f"T={temperature}: every exit occurs", set(exits) == {4, 6, 8}, f"{exits}")
 
 
 def _nested_mistakes(
-    model: Transformer, found: list[Drafted], temperature: float, confidence: float
+    model: Transformer, trace: list[TracedRound], temperature: float, confidence: float
 ) -> tuple[int, list[int]]:
-    """How many drafts differ from a forward pass that stops at the first sure exit, and where it
-    stopped. What an exit left out of memory changes nothing."""
+    """How many drafts differ from a forward pass that stops at the first confident exit, and where
+    it stopped. Layers skipped by an exit do not change later drafts."""
     stops, wrong, exits = (4, 6, 8), 0, []
-    for one in found:
+    for one in trace:
         forward = Forward(model)
         for token in one.text:
             rows = forward.exits(token, stops)
@@ -300,65 +312,67 @@ def _nested_mistakes(
             position = sure.index(True) if True in sure else 2
             exits.append(stops[position])
             at = len(forward.keys[0])
-            wrong += picked(rows[position].numpy(), at, temperature) != draft
+            wrong += plain_token(rows[position].numpy(), at, temperature) != draft
             rows = forward.exits(draft, stops)
     return wrong, exits
 
 
-#: What an early exit left out is completed when the next round scores several tokens at once.
-_lazily = {(0, 4), (4, 8)}
+#: Layers skipped by an early exit are completed when the next round scores several tokens at once.
+_LATE_LAYERS = {(0, 4), (4, 8)}
 
 
-def ragged(key: str) -> Iterator[Check]:
-    """Rows of a batch accept different numbers of drafts, outputs are those of each row alone, and
-    between passes not one slot is copied."""
+def ragged_batch(key: str) -> Iterator[Check]:
+    """Rows of a batch accept different numbers of drafts, outputs equal those of each row alone,
+    and no slot is copied between passes."""
     prompts = ["abcabcabd", "the cab had a bad cab", "h", "daddaddad"]
     options = {"decoder": key, "max_tokens": 40, "ignore_eos": True, "trace": True, "seed": 1}
     with scripted(TARGET, blurred(TARGET, error=0.6)) as llm:
         alone = [llm.generate(prompt, **options) for prompt in prompts]
-    target = Watched(TARGET, vocab_size=VOCABULARY)
+    target = RecordingModel(TARGET, vocab_size=VOCABULARY)
     draft = ScriptedModel(blurred(TARGET, error=0.6), vocab_size=VOCABULARY)
     with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=2048) as llm:
         batch = llm.generate(prompts, **options)
         llm.engine.check_integrity()
     yield Check(
-        "outputs equal each row's own", [a.tokens for a in batch] == [a.tokens for a in alone]
+        "outputs equal each row alone", [a.tokens for a in batch] == [a.tokens for a in alone]
     )
     by_round = [[len(entry["accepted"]) for entry in answer.trace] for answer in batch]
     mixed = sum(len(set(counts)) > 1 for counts in zip(*by_round, strict=False))
-    yield Check("acceptance is ragged", mixed > 3, f"in {mixed} passes")
+    yield Check("rows accept different numbers of drafts", mixed > 3, f"in {mixed} passes")
     yield Check("no slot is copied", target.copied == 0, f"{target.copied}")
     rows = sum(1 + len(entry["drafted"]) for answer in batch for entry in answer.trace)
     extra = sum(len(prompt) - 1 for prompt in prompts)
-    yield Check("no row is run again", len(target.ran) == rows + extra, f"{len(target.ran)}")
+    yield Check("no row is computed twice", len(target.ran) == rows + extra, f"{len(target.ran)}")
     whole = [e for a in batch for e in a.trace if len(e["accepted"]) == len(e["drafted"])]
     yield Check(
-        "all accepted gives one more", all(len(e["tokens"]) == 6 for e in whole) and whole != []
+        "if all drafts are accepted, one more token is generated",
+        all(len(e["tokens"]) == 6 for e in whole) and whole != [],
     )
 
 
-@mechanism("eqspec")
+@oracle_test("eqspec")
 def eqspec() -> Iterator[Check]:
-    """Realignment costs nothing."""
-    yield from ragged("eqspec")
+    """Realignment of a ragged batch costs nothing."""
+    yield from ragged_batch("eqspec")
 
 
-@mechanism("exspec")
+@oracle_test("exspec")
 def exspec() -> Iterator[Check]:
-    """Requests of different length share passes."""
-    yield from ragged("exspec")
+    """Requests of different lengths share passes."""
+    yield from ragged_batch("exspec")
 
 
-@mechanism("online-sd")
+@oracle_test("online-sd")
 def online() -> Iterator[Check]:
-    """Lessons are first wrong drafts; the loss is forward cross-entropy; drafts get better."""
+    """Training examples are the first rejected drafts; the loss is forward cross-entropy; drafts
+    get better."""
     correction = Correction(2, 5, 2, 0.1)
     shares = torch.tensor([0.75, 0.25])
     lesson = Lesson(torch.ones(2), torch.zeros(5), torch.tensor([1, 3]), shares)
     losses = correction.learn([lesson], 30)
     yield Check("the first loss is log 5", abs(losses[0] - np.log(5)) < 1e-6)
     entropy = -float((shares * shares.log()).sum())
-    yield Check("it falls towards the entropy", entropy < losses[-1] < losses[0] - 0.5)
+    yield Check("the loss falls towards the entropy", entropy < losses[-1] < losses[0] - 0.5)
 
     def wrong(seen: tuple[int, ...]) -> np.ndarray:
         row: np.ndarray = TARGET(seen).copy()
@@ -377,24 +391,28 @@ def online() -> Iterator[Check]:
 
         decoder.drafter.take = take  # type: ignore[method-assign]
         before = rounds(llm, decoder, "abcabcabd", 24)
-        chains = [[122] * 4 for _ in before]  # what it says before it has learned
-        yield Check("at first the draft model drafts", [o.tokens for o in before] == chains)
+        chains = [[122] * 4 for _ in before]  # the draft model's tokens before training
+        yield Check("the untrained draft model drafts first", [o.tokens for o in before] == chains)
         mistakes = [one for one in before if len(one.accepted) < len(one.tokens)]
-        yield Check("a lesson per rejected draft", len(taken) == len(mistakes) > 8, f"{len(taken)}")
+        yield Check(
+            "one training example per rejected draft",
+            len(taken) == len(mistakes) > 8,
+            f"{len(taken)}",
+        )
         aligned = all(
             int(lesson.tokens[0])
             == int(TARGET((*one.text, *one.tokens[: len(one.accepted)])).argmax())
             for lesson, one in zip(taken, mistakes, strict=True)
         )
-        yield Check("lessons teach the target's row of the same place", aligned)
+        yield Check("examples have the target's row of the same position", aligned)
         for _ in range(3):
             after = rounds(llm, decoder, "abcabcabd", 24)
         yield Check(
-            "more is accepted after lessons",
+            "more drafts are accepted after training",
             accepted(after) > accepted(before),
             f"{accepted(before)} -> {accepted(after)}",
         )
         decoder.drafter.clear()
         again = rounds(llm, decoder, "abcabcabd", 24)
-        yield Check("clear forgets them", accepted(again) == accepted(before))
+        yield Check("`clear` resets the correction", accepted(again) == accepted(before))
     yield Check("it is in the catalogue", "online-sd" in catalogue.entries())

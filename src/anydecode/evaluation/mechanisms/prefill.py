@@ -1,5 +1,5 @@
-"""Thinned prompts against oracles that recompute everything from the definitions: states,
-attention, norms, and what may be kept."""
+"""Oracle tests of prompt pruning: states, attention, norms and the kept positions are recomputed
+from the definitions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from anydecode.decoders.prefill.mustdrop import MustDrop, dropped, merged
 from anydecode.decoders.prefill.prefilled import Prefilled
 from anydecode.decoders.prefill.quickprefill import QuickPrefill, smallest
 from anydecode.engine.llm import LLM
-from anydecode.evaluation.certify import Check, _Restarts, measure, mechanism
+from anydecode.evaluation.certify import Check, _Restarts, measure, oracle_test
 from anydecode.evaluation.tiny import tiny_model
 from anydecode.memory.codecs.gear import compress, low_rank_factors, outlier_mask, quantise_groups
 from anydecode.memory.sequence_cache import SequenceCache
@@ -36,9 +36,9 @@ def _llm(model: Transformer) -> LLM:
 
 
 def _dense(model: Transformer, rows: torch.Tensor, seen: dict[int, torch.Tensor]) -> Any:
-    """A plain forward pass over embeddings `rows`: per layer the states before it, keys and values
-    `[positions, kv_heads, head_dim]` and attention `[heads, queries, keys]`. In layer l only the
-    places `seen[l]` take part."""
+    """A plain forward pass over the embeddings `rows`. Returns, per layer, the input states, the
+    keys and values `[positions, kv_heads, head_dim]`, and the attention `[heads, queries, keys]`.
+    Layer l computes only the positions `seen[l]`."""
     weights, spec = model.network.weights, model.spec
     states, keys, values, shares = [], [], [], []
     state, positions = rows, torch.arange(len(rows))
@@ -48,7 +48,7 @@ def _dense(model: Transformer, rows: torch.Tensor, seen: dict[int, torch.Tensor]
         shape, rope = spec.layers[index].attention, spec.layers[index].rope
         assert rope is not None and layer.attention_norm is not None and layer.mlp_norm is not None
 
-        def turned(x: torch.Tensor, heads: int, at: torch.Tensor = positions) -> torch.Tensor:
+        def rotated(x: torch.Tensor, heads: int, at: torch.Tensor = positions) -> torch.Tensor:
             x = x.view(len(x), heads, -1)
             half = x.shape[2] // 2
             angle = (at[:, None] * rope.frequencies)[:, None]  # noqa: B023
@@ -62,8 +62,8 @@ def _dense(model: Transformer, rows: torch.Tensor, seen: dict[int, torch.Tensor]
 
         states.append(state)
         y = normed(state, layer.attention_norm)
-        q = turned(y @ layer.query.weight.data.T, shape.num_heads)
-        k = turned(y @ layer.key.weight.data.T, shape.num_kv_heads)
+        q = rotated(y @ layer.query.weight.data.T, shape.num_heads)
+        k = rotated(y @ layer.key.weight.data.T, shape.num_kv_heads)
         v = (y @ layer.value.weight.data.T).view(len(y), shape.num_kv_heads, -1)
         group = shape.num_heads // shape.num_kv_heads
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * shape.scale
@@ -83,39 +83,40 @@ def _dense(model: Transformer, rows: torch.Tensor, seen: dict[int, torch.Tensor]
 def _after_prefill(
     model: Transformer, decoder: Prefilled, prompt: str, prompt_embeds: PromptEmbeds | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per layer the keys and values that the context shows to whoever decodes behind it."""
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    """Per layer the cached keys and values when decoding begins."""
+    layers: list[tuple[torch.Tensor, torch.Tensor]] = []
     inner = decoder.inner.decode
 
-    def looked(sequence: Any) -> Any:
+    def recording(sequence: Any) -> Any:
         context: SequenceCache = sequence.context()
         slots = torch.from_numpy(context.table[context.table >= 0].astype(np.int64))
         cache = context.pool.cache
-        found.extend((k[slots], v[slots]) for k, v in zip(cache.keys, cache.values, strict=True))
+        layers.extend((k[slots], v[slots]) for k, v in zip(cache.keys, cache.values, strict=True))
         yield from inner(sequence)
 
-    decoder.inner.decode = looked  # type: ignore[method-assign]
+    decoder.inner.decode = recording  # type: ignore[method-assign]
     with _llm(model) as llm:
         llm.generate(
             prompt, decoder=decoder, max_tokens=2, ignore_eos=True, prompt_embeds=prompt_embeds
         )
         llm.engine.check_integrity()
-    return found
+    return layers
 
 
 def _rows(model: Transformer, prompt: str) -> torch.Tensor:
     return model.embed(np.array(list(prompt.encode())[:-1])).clone()
 
 
-def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return found.shape == expected.shape and bool((found - expected).abs().max() < 1e-3)
+def _same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return actual.shape == expected.shape and bool((actual - expected).abs().max() < 1e-3)
 
 
-def _repeats(decoder: str, prompt_embeds: PromptEmbeds | None = None) -> Iterator[Check]:
-    """Alone, beside others, with restarts and by another method: one text."""
+def _same_text(decoder: str, prompt_embeds: PromptEmbeds | None = None) -> Iterator[Check]:
+    """Checks that the text is the same alone, in a batch, with restarts and with another
+    decoder."""
     model = _model()
     options: dict[str, Any] = {"max_tokens": 16, "temperature": 0.8, "seed": 2, "ignore_eos": True}
-    options["embedded"] = prompt_embeds
+    options["prompt_embeds"] = prompt_embeds
     prompts = [_TEXT, _TEXT[::-1], _TEXT[3:] + "abc"]
     with _llm(model) as llm:
         alone = [llm.generate(p, decoder=decoder, **options).tokens for p in prompts]
@@ -123,23 +124,24 @@ def _repeats(decoder: str, prompt_embeds: PromptEmbeds | None = None) -> Iterato
         batch = llm.generate(prompts, decoder=decoder, **options)
         drafted = llm.generate(prompts, decoder=f"{decoder},decoder=prompt-lookup", **options)
         llm.engine.check_integrity()
-    yield Check("a batch with restarts says the same", [one.tokens for one in batch] == alone)
-    yield Check("drafting behind it says the same", [one.tokens for one in drafted] == alone)
+    yield Check("a batch with restarts gives the same text", [one.tokens for one in batch] == alone)
+    yield Check("drafting after it gives the same text", [one.tokens for one in drafted] == alone)
 
 
-@mechanism("fastkv")
+@oracle_test("fastkv")
 def fastkv() -> Iterator[Check]:
-    """Scores by hand; then keys, layer by layer and head by head, from a dense pass."""
+    """Scores by hand; then the kept keys and values per layer and head, from a dense pass."""
     share = torch.tensor([[[4.0, 0.0, 8.0, 1.0, 1.0]], [[0.0, 4.0, 0.0, 1.0, 1.0]]]).repeat(1, 2, 1)
     share[:, 1] *= 0.5
     pooled = window_scores(share, 1, 3)
-    by_hand = torch.tensor([[2.0 + 2.0, 6.0 + 2.0, 4.0 + 2.0]])  # sums 6 0 12 and 0 6 0, thirds
+    by_hand = torch.tensor([[2.0 + 2.0, 6.0 + 2.0, 4.0 + 2.0]])  # sums 6 0 12 and 0 6 0, over 3
     yield Check("summed, averaged over neighbours, grouped", _same(pooled, by_hand), str(pooled))
     yield Check(
-        "ties go to the first", chosen(torch.tensor([[1.0, 2, 1, 2]]), 3).tolist() == [[0, 1, 3]]
+        "ties go to the first position",
+        chosen(torch.tensor([[1.0, 2, 1, 2]]), 3).tolist() == [[0, 1, 3]],
     )
-    model, window, kept = _model(), 8, 24
-    found = _after_prefill(model, FastKV(kept, propagate=0.5), _TEXT)
+    model, window, budget = _model(), 8, 24
+    layers = _after_prefill(model, FastKV(budget, propagate=0.5), _TEXT)
     rows = _rows(model, _TEXT)
     length, middle = len(rows), _DEPTH // 2 - 1
     every = torch.arange(length)
@@ -157,22 +159,23 @@ def fastkv() -> Iterator[Check]:
         for head in range(2):
             order = sorted(range(scores.shape[1]), key=lambda i: -scores[head, i])  # noqa: B023
             last = range(len(keys[layer]) - window, len(keys[layer]))
-            at = torch.tensor([*sorted(order[: kept - window]), *last])
-            right += _same(found[layer][0][:, head], keys[layer][at, head])
-            right += _same(found[layer][1][:, head], values[layer][at, head])
+            at = torch.tensor([*sorted(order[: budget - window]), *last])
+            right += _same(layers[layer][0][:, head], keys[layer][at, head])
+            right += _same(layers[layer][1][:, head], values[layer][at, head])
     yield Check(
         "keys and values per layer and head", right == 4 * _DEPTH, f"{right} of {4 * _DEPTH}"
     )
-    yield Check("no more than the budget is held", all(len(k) == kept for k, _ in found))
+    yield Check("no more than the budget is cached", all(len(k) == budget for k, _ in layers))
     with _llm(model) as llm:
         plain = llm.generate(_TEXT, max_tokens=12, ignore_eos=True).tokens
         short = llm.generate(_TEXT, decoder="fastkv", max_tokens=12, ignore_eos=True).tokens
-    yield Check("a prompt within the budget is whole", plain == short)
-    yield from _repeats("fastkv:budget=24")
+    yield Check("a prompt within the budget is unchanged", plain == short)
+    yield from _same_text("fastkv:budget=24")
 
 
 def _window(share: torch.Tensor, window: int) -> torch.Tensor:
-    """By definition: attention of the last rows, a mean over 7 neighbours, heads in pairs."""
+    """The definition: attention of the last rows, a mean over 7 neighbours, heads in groups of
+    two."""
     summed = share[:, -window:, :-window].sum(1)
     count = summed.shape[1]
     padded = torch.nn.functional.pad(summed, (3, 3))
@@ -180,31 +183,34 @@ def _window(share: torch.Tensor, window: int) -> torch.Tensor:
     return torch.stack([pooled[0] + pooled[1], pooled[2] + pooled[3]])
 
 
-@mechanism("quickprefill")
+@oracle_test("quickprefill")
 def quickprefill() -> Iterator[Check]:
-    """Groups of 20 rows, halved layer by layer; each group sees the halves before it."""
+    """Groups of 20 rows, halved per layer; each group attends to the kept halves before it."""
     keys = torch.tensor([[[3.0]], [[1.0]], [[-2.0]], [[1.0]]])
-    yield Check("the smallest norms, ties to the first", smallest(keys, 2).tolist() == [1, 3])
+    yield Check("the smallest norms; ties go to the first", smallest(keys, 2).tolist() == [1, 3])
     model = _model()
     found = _after_prefill(model, QuickPrefill(group=20, query=30), _TEXT)
     media, length = len(_TEXT) - 30, len(_TEXT) - 1
     expected = sum((min(20, media - start)) // 2 for start in range(0, media, 20)) + length - media
     sizes = {len(k) for k, _ in found}
-    yield Check("half of every group is held", sizes == {expected}, f"{sizes}, {expected}")
+    yield Check("half of every group is cached", sizes == {expected}, f"{sizes}, {expected}")
     _, dense, values, _ = _dense(
         model, _rows(model, _TEXT), dict.fromkeys(range(_DEPTH), torch.arange(length))
     )
     norms = dense[0][:20].flatten(1).norm(dim=1)
     at = torch.tensor(sorted(sorted(range(20), key=lambda i: norms[i])[:10]))
     first = all(_same(found[0][i][:10], (dense, values)[i][0][at]) for i in range(2))
-    yield Check("those of smallest norm", first)
+    yield Check("the kept keys have the smallest norms", first)
     layers = []
-    for layer in range(_DEPTH):  # the first group sees all of itself in every layer
+    for layer in range(_DEPTH):  # the first group attends to all of itself in every layer
         norms = dense[layer][:20].flatten(1).norm(dim=1)
         at = torch.tensor(sorted(sorted(range(20), key=lambda i: norms[i])[:10]))  # noqa: B023
         layers.append((_same(found[layer][0][:10], dense[layer][at]), at.tolist()))
-    yield Check("each layer by its own keys", all(same for same, _ in layers))
-    yield Check("layers differ in what they keep", len({tuple(kept) for _, kept in layers}) > 1)
+    yield Check("each layer selects by its own keys", all(same for same, _ in layers))
+    yield Check(
+        "layers keep different positions",
+        len({tuple(positions_kept) for _, positions_kept in layers}) > 1,
+    )
     with _llm(model) as llm:
         plain = llm.generate(_TEXT, max_tokens=12, ignore_eos=True).tokens
         whole = llm.generate(
@@ -216,23 +222,29 @@ def quickprefill() -> Iterator[Check]:
         given = llm.generate("?" * 5 + _TEXT[5:], max_tokens=12, ignore_eos=True,
                              decoder="quickprefill:keep=1", prompt_embeds=same)  # fmt: skip
         read = llm.generate("?" * 5 + _TEXT[5:], max_tokens=12, ignore_eos=True)
-    yield Check("embeddings of tokens are as good as tokens", given.tokens == read.tokens)
-    yield from _repeats("quickprefill:group=20,query=30")
+    yield Check("embeddings of tokens are equivalent to the tokens", given.tokens == read.tokens)
+    yield from _same_text("quickprefill:group=20,query=30")
 
 
-@mechanism("mustdrop")
+@oracle_test("mustdrop")
 def mustdrop() -> Iterator[Check]:
-    """Merging and dropping by hand; then what a dense pass with the same thresholds leaves."""
+    """Merging and dropping by hand; then the positions that a dense pass with the same thresholds
+    leaves."""
     grid = torch.eye(16, 20)
     grid[[0, 1, 2, 4, 5, 6, 8, 9, 10]] = torch.ones(20) + 0.01 * torch.eye(9, 20)
     rows, stays = merged(grid, 4, 0.8)
     left = [0, 3, 7, 11, 12, 13, 14, 15]
-    yield Check("a window of alike rows is merged", torch.nonzero(stays).flatten().tolist() == left)
-    yield Check("into its mean", _same(rows[0], torch.ones(20) + 0.01 / 9 * (torch.arange(20) < 9)))
-    yield Check("unlike rows stay", bool(merged(torch.eye(9), 3, 0.8)[1].all()))
+    yield Check(
+        "a window of similar rows is merged", torch.nonzero(stays).flatten().tolist() == left
+    )
+    yield Check(
+        "the merged row is the mean",
+        _same(rows[0], torch.ones(20) + 0.01 / 9 * (torch.arange(20) < 9)),
+    )
+    yield Check("dissimilar rows stay", bool(merged(torch.eye(9), 3, 0.8)[1].all()))
     share = torch.tensor([[0.50, 0.01, 0.02, 0.00], [0.40, 0.01, 0.06, 0.00]])
     yield Check(
-        "both thresholds must agree",
+        "both thresholds must be met",
         dropped(share, 0.09, 0.05).tolist() == [False, True, False, True],
     )
     model, length = _model(), len(_TEXT) - 1
@@ -241,7 +253,7 @@ def mustdrop() -> Iterator[Check]:
         6, torch.randn(40, 64, generator=generator), torch.rand(40, generator=generator)
     )
     method = MustDrop(overall=0.03, single=0.05, key=0.1, alike=2)
-    found = _after_prefill(model, method, _TEXT, media)
+    layers = _after_prefill(model, method, _TEXT, media)
     positions = _surviving(model, media, 0.03, 0.05, 4)
     state = _rows(model, _TEXT)
     state[6:46] = media.rows
@@ -252,27 +264,29 @@ def mustdrop() -> Iterator[Check]:
         alive = positions.get(layer, alive)
     _, keys, _, _ = _dense(model, state, seen)
     right = sum(
-        _same(found[layer][0], keys[layer][torch.isin(seen[layer], alive)])
+        _same(layers[layer][0], keys[layer][torch.isin(seen[layer], alive)])
         for layer in range(_DEPTH)
     )
     yield Check(
-        "some are dropped, some stay",
+        "some positions are dropped, some stay",
         length - 40 < len(alive) < length,
         f"{len(alive)} of {length}",
     )
-    yield Check("every layer ends with the survivors", right == _DEPTH, f"{right} of {_DEPTH}")
+    yield Check(
+        "every layer ends with the surviving positions", right == _DEPTH, f"{right} of {_DEPTH}"
+    )
     with _llm(model) as llm:
-        options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "embedded": media}
+        options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "prompt_embeds": media}
         none = llm.generate(_TEXT, decoder="mustdrop:overall=0,alike=2", **options).tokens
         whole = llm.generate(_TEXT, decoder="quickprefill:keep=1", **options).tokens
     yield Check("dropping nothing changes nothing", none == whole)
-    yield from _repeats("mustdrop:overall=0.03,single=0.05", media)
+    yield from _same_text("mustdrop:overall=0.03,single=0.05", media)
 
 
 def _surviving(
     model: Transformer, media: PromptEmbeds, overall: float, single: float, keys: int
 ) -> dict[int, torch.Tensor]:
-    """After which layer which places are left, by definition."""
+    """The positions left after each dropping layer, by the definition."""
     assert media.importance is not None
     rows = _rows(model, _TEXT)
     rows[media.first : media.stop] = media.rows
@@ -285,29 +299,30 @@ def _surviving(
         share = _dense(
             model, rows, seen | dict.fromkeys(range(layer + 1, _DEPTH), torch.tensor(alive))
         )
-        looks = share[3][layer].mean(0)
+        attention = share[3][layer].mean(0)
         text = [i for i, position in enumerate(alive) if position >= media.stop]
         vision = [i for i, position in enumerate(alive) if media.first <= position < media.stop]
-        total = sum(float(looks[t, v]) for t in text for v in vision)
-        gone = set()
+        total = sum(float(attention[t, v]) for t in text for v in vision)
+        dropped_now = set()
         for v in vision:
-            column = [float(looks[t, v]) for t in text]
+            column = [float(attention[t, v]) for t in text]
             if sum(column) < overall * total and max(column) < single and alive[v] not in protected:
-                gone.add(alive[v])
-        alive = [position for position in alive if position not in gone]
+                dropped_now.add(alive[v])
+        alive = [position for position in alive if position not in dropped_now]
         left[layer] = torch.tensor(alive)
     return left
 
 
-def _planted() -> Transformer:
-    """A model in which the papers' premise holds by construction: small letters are looked at less
-    by every head, and their keys are longer. What tells them apart is never overwritten."""
+def _planted_model() -> Transformer:
+    """A model for which the papers' premise holds by construction: all heads attend less to
+    lower-case letters, whose keys have larger norms. No layer overwrites the dimensions that encode
+    this."""
     model = _model()
     weights, size = model.network.weights, 16
     table = weights.embedding.data
     table[:, 0], table[:, 1] = 0.0, 4.0
     table[97:123, 0] = 4.0
-    slow = size // 2 - 1  # of each head, the dimension that hardly turns
+    slow = size // 2 - 1  # per head, the dimension with the lowest rotary frequency
     for layer in weights.layers:
         layer.output.weight.data[:2] = 0.0
         layer.mlp.down.weight.data[:2] = 0.0  # type: ignore[union-attr]
@@ -319,25 +334,25 @@ def _planted() -> Transformer:
 
 
 def _distance(decoder: Callable[[], Prefilled], samples: int, media: bool = False) -> float:
-    """How far the next token's distribution moves, on average: total variation from a whole
-    prompt's. Capitals come in runs of ten; of embeddings, a third are like capitals."""
-    moved, chance = 0.0, np.random.default_rng(7)
-    with _llm(_planted()) as llm:
+    """The mean total variation distance between the next-token distributions of the pruned and the
+    whole prompt. Capitals come in runs of ten; a third of the embeddings are like capitals."""
+    moved, random = 0.0, np.random.default_rng(7)
+    with _llm(_planted_model()) as llm:
         for _ in range(samples):
-            capitals = np.repeat(chance.random(15) < 1 / 3, 10)
-            prompt = chance.integers(97, 123, 150) - 32 * capitals
-            rows = torch.from_numpy(chance.normal(size=(100, 64))).float()
-            rows[:, 0], rows[:, 1] = 4.0 * torch.from_numpy(chance.random(100) < 2 / 3), 4.0
+            capitals = np.repeat(random.random(15) < 1 / 3, 10)
+            prompt = random.integers(97, 123, 150) - 32 * capitals
+            rows = torch.from_numpy(random.normal(size=(100, 64))).float()
+            rows[:, 0], rows[:, 1] = 4.0 * torch.from_numpy(random.random(100) < 2 / 3), 4.0
             prompt_embeds = PromptEmbeds(10, rows) if media else None
             whole, thinned = (
-                _next(llm, prompt.tolist(), method, prompt_embeds)
+                _next_distribution(llm, prompt.tolist(), method, prompt_embeds)
                 for method in (QuickPrefill(keep=1.0), decoder())
             )
             moved += 0.5 * float(np.abs(whole - thinned).sum())
     return moved / samples
 
 
-def _next(
+def _next_distribution(
     llm: LLM, prompt: list[int], method: Prefilled, prompt_embeds: PromptEmbeds | None
 ) -> np.ndarray:
     """The distribution of the token after `prompt`."""
@@ -352,45 +367,52 @@ def _next(
     return shares
 
 
-class _AnyKept(FastKV):
-    """Keeps as much as FastKV, chosen by chance."""
+class _RandomKept(FastKV):
+    """FastKV with random scores: keeps the same number of positions, chosen at random."""
 
-    chance = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
 
     def _scores(self, *given: Any) -> list[torch.Tensor]:
-        return [torch.rand(one.shape, generator=self.chance) for one in super()._scores(*given)]
+        return [torch.rand(one.shape, generator=self.generator) for one in super()._scores(*given)]
 
 
 @measure("fastkv", "loss relative to a random choice of the same size", samples=12, margin=0.8)
 def fastkv_loss(samples: int) -> float:
-    """The claim: what the prompt's end looks at is what is needed later."""
+    """The claim: what the end of the prompt attends to is needed later."""
     ours = _distance(lambda: FastKV(75, propagate=0.7), samples)
-    return ours / _distance(lambda: _AnyKept(75, propagate=0.7), samples)
+    return ours / _distance(lambda: _RandomKept(75, propagate=0.7), samples)
 
 
-@measure("quickprefill", "total variation of the next token, half held", samples=12, margin=0.5)
+@measure(
+    "quickprefill",
+    "total variation of the next token, half of the keys cached",
+    samples=12,
+    margin=0.5,
+)
 def quickprefill_loss(samples: int) -> float:
     """The claim: half of the keys, those of small norm, are nearly as good as all."""
     return _distance(lambda: QuickPrefill(group=25, keep=0.5, query=20), samples)
 
 
-@measure("mustdrop", "total variation of the next token, as published", samples=12, margin=0.2)
+@measure("mustdrop", "total variation of the next token, published options", samples=12, margin=0.2)
 def mustdrop_loss(samples: int) -> float:
-    """The claim: what the text hardly looks at is hardly missed."""
+    """The claim: positions that the text attends to little can be dropped."""
     return _distance(MustDrop, samples, media=True)
 
 
-@mechanism("gear")
+@oracle_test("gear")
 def gear() -> Iterator[Check]:
-    """The parts by hand and against a singular value decomposition; then what the cache holds."""
-    found, groups = quantise_groups(
+    """The parts by hand and against a singular value decomposition; then the cached keys and
+    values."""
+    actual, groups = quantise_groups(
         torch.tensor([[0.0, 1.0, 2.2, 3.0, -3.0, 3.0, -0.9, 1.0]]), 2, 4
     )
     by_hand = torch.tensor([[0.0, 1.0, 2.0, 3.0, -3.0, 3.0, -1.0, 1.0]])
-    yield Check("four levels per group", _same(found, by_hand) and groups == 2, str(found))
+    yield Check("four levels per group", _same(actual, by_hand) and groups == 2, str(actual))
     mask = outlier_mask(torch.tensor([[5.0, 1.0, 9.0, 1.0, 3.0, 2.0]]), 0.34)
     yield Check(
-        "the ends of a vector are outliers", mask.tolist() == [[False, True, True] + [False] * 3]
+        "the extremes of a vector are outliers",
+        mask.tolist() == [[False, True, True] + [False] * 3],
     )
     generator = torch.Generator().manual_seed(2)
     table = torch.randn(2, 40, 6, generator=generator) @ torch.randn(2, 6, 16, generator=generator)
@@ -398,16 +420,18 @@ def gear() -> Iterator[Check]:
     error = (table - left @ right.transpose(1, 2)).norm()
     best = torch.linalg.svdvals(table)[:, 4:].norm()
     yield Check(
-        "nearly the best of its rank", float(error) < 1.2 * float(best), f"{error / best:.3f}"
+        "nearly the best approximation of its rank",
+        float(error) < 1.2 * float(best),
+        f"{error / best:.3f}",
     )
     x = torch.randn(64, 2, 16, generator=generator)
-    # 2048 numbers; 32 channels with a scale, a minimum and two outliers (place and value) each;
-    # per head 64 rows and 16 columns of rank 2. In all 16-bit numbers would take 4096 bytes.
+    # 2048 numbers; 32 channels with a scale, a minimum and two outliers (position and value) each;
+    # per head 64 rows and 16 columns of rank 2. As 16-bit numbers they would take 4096 bytes.
     for bits, size in ((2, 512 + 128 + 640 + 256), (4, 1024 + 128 + 640 + 256)):
         taken = compress(x, keys=True, bits=bits, rank=2, sparse=0.02).num_bytes
         yield Check(f"{bits} bits take {size} bytes", taken == size, str(taken))
-    kept = compress(x, keys=False, bits=2, rank=0, sparse=0.2).reconstruct()
-    values, back = x.flatten(1), kept.flatten(1)
+    reconstruct = compress(x, keys=False, bits=2, rank=0, sparse=0.2).reconstruct()
+    values, back = x.flatten(1), reconstruct.flatten(1)
     exact = outlier_mask(values, 0.2)
     yield Check("outliers are exact", bool((values[exact] == back[exact]).all()))
     model, method = _model(), Gear(bits=3, rank=2, sparse=0.05)
@@ -419,7 +443,9 @@ def gear() -> Iterator[Check]:
         for layer in range(_DEPTH)
         for i in range(2)
     )
-    yield Check("the prompt's keys and values", right_ones == 2 * _DEPTH, f"{right_ones}")
+    yield Check(
+        "the prompt's keys and values equal the oracle's", right_ones == 2 * _DEPTH, f"{right_ones}"
+    )
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 2, "ignore_eos": True}
     prompts, decoder = [_TEXT, _TEXT[::-1], "ab"], "gear:bits=3,buffer=16"
     with _llm(model) as llm:
@@ -427,24 +453,24 @@ def gear() -> Iterator[Check]:
     with _llm(model) as llm, _Restarts(llm.engine, seed=4):
         batch = llm.generate(prompts, decoder=decoder, **options)
         llm.engine.check_integrity()
-    yield Check("a batch with restarts says the same", [one.tokens for one in batch] == alone)
+    yield Check("a batch with restarts gives the same text", [one.tokens for one in batch] == alone)
 
 
 def _after_gear(model: Transformer, method: Gear) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per layer keys and values once the prompt has been compressed."""
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    """Per layer the keys and values after the prompt was compressed."""
+    layers: list[tuple[torch.Tensor, torch.Tensor]] = []
     compress = method._compress
 
-    def watched(context: SequenceCache, start: int, rank: int) -> None:
+    def recording(context: SequenceCache, start: int, rank: int) -> None:
         compress(context, start, rank)
         slots = torch.from_numpy(context.table.astype(np.int64))
         cache = context.pool.cache
-        found.extend((k[slots], v[slots]) for k, v in zip(cache.keys, cache.values, strict=True))
+        layers.extend((k[slots], v[slots]) for k, v in zip(cache.keys, cache.values, strict=True))
 
-    method._compress = watched  # type: ignore[method-assign]
+    method._compress = recording  # type: ignore[method-assign]
     with _llm(model) as llm:
         llm.generate(_TEXT, decoder=method, max_tokens=1, ignore_eos=True)
-    return found
+    return layers
 
 
 def _by_parts(x: torch.Tensor, keys: bool, bits: int, rank: int, sparse: float) -> torch.Tensor:
@@ -473,7 +499,7 @@ def _by_parts(x: torch.Tensor, keys: bool, bits: int, rank: int, sparse: float) 
 
 @measure("gear", "error relative to plain 2-bit numbers of the same layout", samples=8, margin=0.9)
 def gear_error(samples: int) -> float:
-    """The claim: the low-rank part and the outliers take much of what quantisation loses."""
+    """The claim: the low-rank part and the outliers recover much of the quantization error."""
     generator, ratio = torch.Generator().manual_seed(5), 0.0
     for _ in range(samples):
         x = torch.randn(128, 2, 32, generator=generator) + torch.randn(
@@ -489,5 +515,5 @@ def gear_error(samples: int) -> float:
 
 @measure("gear", "total variation of the next token at 4 bits", samples=12, margin=0.1)
 def gear_loss(samples: int) -> float:
-    """The claim: near-lossless at 4 bits."""
+    """The claim: 4 bits are nearly lossless."""
     return _distance(Gear, samples)

@@ -1,4 +1,5 @@
-"""Beam search and guidance against oracles that recompute every row from its text."""
+"""Oracle tests of beam search and classifier-free guidance: every row is recomputed from its
+text."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ import numpy as np
 
 from anydecode.decoders.guidance.classifier_free import ClassifierFreeGuidance
 from anydecode.engine.llm import LLM
-from anydecode.evaluation.certify import Check, measure, mechanism
+from anydecode.evaluation.certify import Check, measure, oracle_test
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
 
 PROMPTS = ("ab", "the cat sat on the cat", "0101")
 
 
 def logits_after(model: ScriptedModel, tokens: Iterable[int]) -> np.ndarray:
-    """float32 `[vocab_size]`, straight from the script."""
+    """float32 `[vocab_size]`, directly from the script."""
     return np.asarray(model.script(tuple(tokens)), np.float32)
 
 
@@ -29,7 +30,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def beam_oracle(
     model: ScriptedModel, prompt: list[int], width: int, limit: int, penalty: float
 ) -> list[int]:
-    """Beam search over whole texts, with nothing kept between steps."""
+    """Beam search that keeps no state between steps."""
     live: list[tuple[float, list[int]]] = [(0.0, [])]
     ended: list[tuple[float, list[int]]] = []
     for length in range(1, limit + 1):
@@ -54,9 +55,9 @@ def beam_oracle(
     return [int(token) for token in max(ended, key=lambda one: one[0])[1]]
 
 
-@mechanism("beam")
+@oracle_test("beam")
 def beam() -> Iterator[Check]:
-    """The answer of an oracle that rescores every hypothesis from its first token."""
+    """The output of an oracle that recomputes every hypothesis from its first token."""
     model = ScriptedModel(seed=5, vocab_size=257)
     with LLM(model, tokenizer=ByteTokenizer()) as llm:
         for width, penalty in ((1, 1.0), (3, 1.0), (4, 0.0), (5, 2.0)):
@@ -73,7 +74,8 @@ def beam() -> Iterator[Check]:
 
 @measure("beam", "log-probability lost against greedy decoding", samples=24, margin=0.0)
 def beam_gain(samples: int) -> float:
-    """Mean over prompts; beam search claims to find likelier texts, so it must not be above 0."""
+    """Mean over prompts. Beam search finds more probable texts than greedy decoding, so the mean
+    must not be above 0."""
     model = ScriptedModel(seed=6, vocab_size=64)
     with LLM(model, tokenizer=ByteTokenizer()) as llm:
         options = {"max_tokens": 12, "ignore_eos": True}
@@ -86,7 +88,7 @@ def beam_gain(samples: int) -> float:
     return float(np.mean(losses))
 
 
-@mechanism("classifier-free-guidance")
+@oracle_test("classifier-free-guidance")
 def guidance() -> Iterator[Check]:
     """Greedy guided text against logits combined by hand from two separate texts."""
     model = ScriptedModel(seed=9, memory=4)
@@ -102,19 +104,19 @@ def guidance() -> Iterator[Check]:
             guided = llm.generate(prompt, guidance_scale=scale, **options)
             yield Check(f"{prompt!r} equals the formula", guided.tokens == text)
             drafted = llm.generate(prompt, guidance_scale=scale, decoder="prompt-lookup", **options)
-            yield Check(f"{prompt!r} with drafts as well", drafted.tokens == text)
+            yield Check(f"{prompt!r} with drafts", drafted.tokens == text)
         options = {"max_tokens": 12, "ignore_eos": True, "decoder": "autoregressive"}
         plain = llm.generate("ab", **options).tokens
         decoder = ClassifierFreeGuidance(3.0, negative)
         guided = llm.generate("ab", max_tokens=12, ignore_eos=True, decoder=decoder).tokens
-        yield Check("it changes the text", guided != plain)
+        yield Check("guidance changes the text", guided != plain)
         for prompt in PROMPTS:
             sampled = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.8, "seed": 5}
             alone, drafted = (
                 llm.generate(prompt, guidance_scale=scale, decoder=decoder, **sampled).tokens
                 for decoder in ("autoregressive", "prompt-lookup")
             )
-            yield Check(f"{prompt!r} with drafts as well, T=0.8", alone == drafted)
+            yield Check(f"{prompt!r} with drafts, T=0.8", alone == drafted)
 
 
 @measure(
@@ -122,12 +124,13 @@ def guidance() -> Iterator[Check]:
     margin=2e-6,
 )  # fmt: skip
 def guidance_error(samples: int) -> float:
-    """The largest difference between the probability of a sampled token and that of the formula."""
+    """The largest difference between the probability of a sampled token and the formula's."""
     return formula_distance(samples, ClassifierFreeGuidance(2.5, list(b"no ")), scale=2.5)
 
 
 def formula_distance(samples: int, decoder: ClassifierFreeGuidance, scale: float) -> float:
-    """How far `decoder` is from guidance of this scale, over `samples` texts of 8 tokens."""
+    """The largest difference between probabilities under `decoder` and under guidance of this
+    scale, over `samples` texts of 8 tokens."""
     model, negative, temperature, worst = ScriptedModel(seed=9, memory=4), list(b"no "), 0.8, 0.0
     with LLM(model, tokenizer=ByteTokenizer()) as llm:
         for seed in range(samples):
@@ -136,11 +139,11 @@ def formula_distance(samples: int, decoder: ClassifierFreeGuidance, scale: float
                 prompt, decoder=decoder, temperature=temperature, seed=seed, max_tokens=8,
                 ignore_eos=True, logprobs=0, processed_logprobs=True,
             )  # fmt: skip
-            for position, found in enumerate(answer.logprobs or ()):
-                said = answer.tokens[:position]
-                with_prompt = logits_after(model, [*prompt.encode(), *said])
-                without = logits_after(model, negative + said)
+            for position, entry in enumerate(answer.logprobs or ()):
+                tokens = answer.tokens[:position]
+                with_prompt = logits_after(model, [*prompt.encode(), *tokens])
+                without = logits_after(model, negative + tokens)
                 row = without + scale * (with_prompt - without)
                 expected = log_softmax(row / temperature)[answer.tokens[position]]
-                worst = max(worst, abs(float(np.exp(found.logprob) - np.exp(expected))))
+                worst = max(worst, abs(float(np.exp(entry.logprob) - np.exp(expected))))
     return worst

@@ -1,17 +1,17 @@
-"""Drafts from a model, against oracles that recompute every row from its text; overlap on a virtual
-clock."""
+"""Oracle tests of drafts from a draft model: every row is recomputed from its text; overlap is
+measured on a virtual clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from anydecode.evaluation.certify import Check, mechanism
+from anydecode.evaluation.certify import Check, oracle_test
 from anydecode.evaluation.rounds import (
-    Costs,
     Logits,
+    VirtualClock,
     accepted,
     blurred,
-    picked,
+    plain_token,
     rounds,
     scripted,
     wordy,
@@ -24,46 +24,48 @@ TARGET, DRAFT = wordy(), blurred(wordy())
 def chain_oracle(
     text: list[int], size: int, temperature: float, draft: Logits = DRAFT
 ) -> list[int]:
-    """What the draft model would say by itself, with the target's noise."""
+    """The tokens that the draft model generates alone, with the target's noise."""
     tokens = list(text)
     for _ in range(size):
-        tokens.append(picked(draft(tuple(tokens)), len(tokens), temperature))
+        tokens.append(plain_token(draft(tuple(tokens)), len(tokens), temperature))
     return tokens[len(text) :]
 
 
-@mechanism("speculative-sampling")
+@oracle_test("speculative-sampling")
 def speculative_sampling() -> Iterator[Check]:
-    """Four tokens that the draft model picks; the first reject is replaced, and after none comes
-    the bonus token."""
+    """Four tokens sampled by the draft model; the first rejected one is replaced, and if all are
+    accepted a bonus token follows."""
     for temperature in (0.0, 0.8):
         with scripted(TARGET, DRAFT) as llm:
-            found = [
+            trace = [
                 one
                 for prompt in PROMPTS
                 for one in rounds(llm, "speculative-sampling", prompt, temperature=temperature)
             ]
-        wrong = sum(one.tokens != chain_oracle(one.text, 4, temperature) for one in found)
+        wrong = sum(one.tokens != chain_oracle(one.text, 4, temperature) for one in trace)
         yield Check(f"drafts at T={temperature} equal the oracle", wrong == 0)
-        wrong = sum(_walk(one.text, one.tokens, temperature) != one.said for one in found)
-        yield Check(f"the walk at T={temperature} equals the oracle", wrong == 0)
-        kinds = {len(one.accepted) for one in found}
-        yield Check("rounds with none and with all accepted occur", {0, 4} <= kinds, f"{kinds}")
+        wrong = sum(_walk(one.text, one.tokens, temperature) != one.generated for one in trace)
+        yield Check(f"the generated tokens at T={temperature} equal the oracle", wrong == 0)
+        kinds = {len(one.accepted) for one in trace}
+        yield Check(
+            "rounds with no and with all drafts accepted occur", {0, 4} <= kinds, f"{kinds}"
+        )
 
 
 def _walk(text: list[int], drafts: list[int], temperature: float) -> list[int]:
-    said: list[int] = []
+    tokens: list[int] = []
     for draft in [*drafts, None]:
-        so_far = [*text, *said]
-        said.append(picked(TARGET(tuple(so_far)), len(so_far), temperature))
-        if said[-1] != draft:
+        so_far = [*text, *tokens]
+        tokens.append(plain_token(TARGET(tuple(so_far)), len(so_far), temperature))
+        if tokens[-1] != draft:
             break
-    return said
+    return tokens
 
 
-@mechanism("parallel-draft")
+@oracle_test("parallel-draft")
 def parallel_draft() -> Iterator[Check]:
-    """What was drafted ahead is the next round's draft if everything was right, else new drafts are
-    made first. Draft and target passes overlap, and time is saved over drafting first."""
+    """If all drafts were accepted, the next round's draft is the one made in advance; otherwise new
+    drafts are made first. Draft and target passes overlap, which saves time over drafting first."""
     near = blurred(TARGET, error=0.4)
     for temperature in (0.0, 0.8):
         wrong, ahead = 0, 0
@@ -75,24 +77,25 @@ def parallel_draft() -> Iterator[Check]:
                     fresh = chain_oracle(one.text, 4, temperature, near)
                     wrong += one.tokens != (pending or fresh)
                     further = chain_oracle([*one.text, *one.tokens], 5, temperature, near)
-                    whole = one.said == [*one.tokens, further[0]]
+                    whole = one.generated == [*one.tokens, further[0]]
                     pending = further[1:] if whole else []
         yield Check(f"drafts at T={temperature} equal the oracle", wrong == 0)
-        yield Check(f"some were made ahead at T={temperature}", ahead > 0, f"{ahead}")
+        yield Check(f"some drafts were made in advance at T={temperature}", ahead > 0, f"{ahead}")
     yield from overlap("parallel-draft:size=4")
 
 
 def overlap(decoder: str, sure: bool = True) -> Iterator[Check]:
-    """Passes of `decoder` overlap on a virtual clock with target passes four times as long as the
-    draft's, and it needs less time than drafting first, then verifying."""
+    """Checks that passes of `decoder` overlap on a virtual clock where a target pass takes four
+    times as long as a draft pass, and that it takes less time than drafting and verifying in turn.
+    """
     times = {}
     for key in ("speculative-sampling:size=4", decoder):
         with scripted(TARGET, blurred(TARGET, error=0.4)) as llm:
-            clock = Costs(llm, target=4.0, draft=1.0)
-            found = [one for prompt in PROMPTS for one in rounds(llm, key, prompt)]
+            clock = VirtualClock(llm, target=4.0, draft=1.0)
+            trace = [one for prompt in PROMPTS for one in rounds(llm, key, prompt)]
             times[key] = llm.engine.now
             overlapped = clock.overlap
     yield Check("passes overlap", overlapped > 0, f"{overlapped:g} s")
     first, second = times.values()
     yield Check("time is saved over drafting first", second < first, f"{second:g} < {first:g} s")
-    yield Check("drafts are accepted", accepted(found) > 0, f"{accepted(found)}")
+    yield Check("drafts are accepted", accepted(trace) > 0, f"{accepted(trace)}")

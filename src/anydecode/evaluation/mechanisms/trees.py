@@ -1,4 +1,4 @@
-"""Draft trees, against oracles that recompute the draft model's rows from whole texts."""
+"""Oracle tests of draft trees: the draft model's rows are recomputed from whole texts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from anydecode.decoders.speculative.fixed_tree import DEFAULT
 from anydecode.decoders.speculative.rsd import conditioned
-from anydecode.evaluation.certify import Check, mechanism
-from anydecode.evaluation.rounds import Drafted, accepted, blurred, rounds, scripted, wordy
+from anydecode.evaluation.certify import Check, oracle_test
+from anydecode.evaluation.rounds import TracedRound, accepted, blurred, rounds, scripted, wordy
 from anydecode.scoring.noise import Noise
 
 PROMPTS = ("abcabcabd", "the cab had a bad cab", "h")
@@ -21,7 +21,7 @@ Oracle = Callable[[list[int], float], list[Path]]
 
 
 def draft_row(text: list[int], path: Path, temperature: float) -> dict[int, tuple[float, float]]:
-    """Token to (probability, key): the 64 likeliest, normalised, in order of falling key."""
+    """Token to (probability, key): the 64 most probable tokens, normalized, by descending key."""
     row = DRAFT((*text, *path)).astype(float) / (temperature or 1.0)
     top = np.sort(np.argsort(-row, kind="stable")[:64])
     q = np.exp(row[top] - row.max())
@@ -33,63 +33,65 @@ def draft_row(text: list[int], path: Path, temperature: float) -> dict[int, tupl
     return {int(top[i]): (float(q[i]), float(keys[i])) for i in order}
 
 
-def against(key: str, oracle: Oracle, ordered: bool = True) -> Iterator[Check]:
-    """Every tree that `key` drafts is the oracle's; with `ordered`, node by node."""
+def compare_trees(key: str, oracle: Oracle, ordered: bool = True) -> Iterator[Check]:
+    """Checks that every tree that `key` drafts equals the oracle's; with `ordered`, node by
+    node."""
     for temperature in (0.0, 0.8):
         with scripted(TARGET, DRAFT) as llm:
-            found: list[Drafted] = []
+            trace: list[TracedRound] = []
             for prompt in PROMPTS:
-                found += rounds(llm, key, prompt, 24, temperature=temperature)
+                trace += rounds(llm, key, prompt, 24, temperature=temperature)
         wrong = 0
-        for one in found:
+        for one in trace:
             expected = oracle(one.text, temperature)
             same = one.paths == expected if ordered else set(one.paths) == set(expected)
             wrong += not same or len(one.paths) != len(expected)
         yield Check(
-            f"{key} at T={temperature} equals the oracle", wrong == 0, f"{len(found)} trees"
+            f"{key} at T={temperature} equals the oracle", wrong == 0, f"{len(trace)} trees"
         )
-        deep = max(len(path) for one in found for path in one.paths)
+        deep = max(len(path) for one in trace for path in one.paths)
         yield Check(f"{key} at T={temperature} drafts deeper than one level", deep > 1, f"{deep}")
-        yield Check(f"{key} at T={temperature}: drafts are accepted", accepted(found) > 0)
+        yield Check(f"{key} at T={temperature}: drafts are accepted", accepted(trace) > 0)
 
 
-@mechanism("opt-tree")
+@oracle_test("opt-tree")
 def opt_tree() -> Iterator[Check]:
-    """The n best nodes of the whole tree, best first; levels while they add more than delta."""
+    """The n most probable nodes of the whole tree; levels are added while they add more than
+    delta."""
 
     def oracle(text: list[int], temperature: float) -> list[Path]:
-        before, found = 0.0, []
+        before, nodes = 0.0, []
         for depth in range(1, 11):
-            found = _likeliest(text, temperature, 8, depth)
-            total = sum(weight for weight, _ in found)
+            nodes = _likeliest(text, temperature, 8, depth)
+            total = sum(weight for weight, _ in nodes)
             if total - before <= 0.2:
                 break
             before = total
-        return [path for _, path in found]
+        return [path for _, path in nodes]
 
-    yield from against("opt-tree:size=8,delta=0.2", oracle, ordered=False)
+    yield from compare_trees("opt-tree:size=8,delta=0.2", oracle, ordered=False)
 
 
 def _likeliest(
     text: list[int], temperature: float, size: int, depth: int
 ) -> list[tuple[float, Path]]:
     heap: list[tuple[float, Path]] = [(-1.0, ())]
-    found: list[tuple[float, Path]] = []
-    while heap and len(found) <= size:
+    nodes: list[tuple[float, Path]] = []
+    while heap and len(nodes) <= size:
         negative, path = heappop(heap)
-        found.append((-negative, path))
+        nodes.append((-negative, path))
         if len(path) < depth:
             row = draft_row(text, path, temperature)
             keys = np.array([key for _, key in row.values()])
             beliefs = np.exp(keys - keys.max())
             for token, belief in zip(row, beliefs / beliefs.sum(), strict=True):
                 heappush(heap, (negative * float(belief), (*path, token)))
-    return found[1:]
+    return nodes[1:]
 
 
-@mechanism("dyspec")
+@oracle_test("dyspec")
 def dyspec() -> Iterator[Check]:
-    """The heap of the paper, one draw at a time, residuals as whole vectors."""
+    """The paper's heap: one sample at a time, residuals as whole vectors."""
 
     def oracle(text: list[int], temperature: float) -> list[Path]:
         def slot(path: Path) -> tuple[list[int], np.ndarray]:
@@ -110,18 +112,19 @@ def dyspec() -> Iterator[Check]:
             heappush(heap, (negative * share, count, tree[-1], *slot(tree[-1])))
         return tree
 
-    yield from against("dyspec:size=10", oracle)
+    yield from compare_trees("dyspec:size=10", oracle)
 
 
-@mechanism("rsd")
+@oracle_test("rsd")
 def rsd() -> Iterator[Check]:
-    """Gumbel-top-k per node; stochastic beams with the formula of the paper."""
+    """Gumbel-top-k per node; stochastic beams with the paper's formula."""
     keys = np.array([0.3, 2.0, -1.0])
     naive = -np.log(np.exp(-0.5) - np.exp(-2.0) + np.exp(-keys))
     yield Check("conditioned keys equal the formula", np.allclose(conditioned(0.5, keys), naive))
-    yield Check("the largest becomes the parent's key", conditioned(0.5, keys)[1] == 0.5)
+    yield Check("the largest key becomes the parent's key", conditioned(0.5, keys)[1] == 0.5)
     yield Check(
-        "no overflow far out", bool(np.isfinite(conditioned(800.0, np.array([-700.0, 5.0]))).all())
+        "no overflow for large keys",
+        bool(np.isfinite(conditioned(800.0, np.array([-700.0, 5.0]))).all()),
     )
 
     def branching(text: list[int], temperature: float) -> list[Path]:
@@ -154,13 +157,13 @@ def rsd() -> Iterator[Check]:
             tree += [path for _, _, path in level]
         return tree
 
-    yield from against("rsd:branching=3-2-1", branching)
-    yield from against("rsd:width=4,depth=3", beams)
+    yield from compare_trees("rsd:branching=3-2-1", branching)
+    yield from compare_trees("rsd:width=4,depth=3", beams)
 
 
-@mechanism("fixed-tree")
+@oracle_test("fixed-tree")
 def fixed_tree() -> Iterator[Check]:
-    """Rank paths filled with the draft model's guesses."""
+    """Rank paths filled with the draft model's tokens."""
 
     def oracle(text: list[int], temperature: float) -> list[Path]:
         tree: list[Path] = []
@@ -171,7 +174,7 @@ def fixed_tree() -> Iterator[Check]:
             tree.append(path)
         return tree
 
-    yield from against("fixed-tree", oracle)
+    yield from compare_trees("fixed-tree", oracle)
 
 
 def _latest(text: list[int]) -> list[int]:
@@ -189,32 +192,33 @@ def _first(text: list[int]) -> list[int]:
     return []
 
 
-@mechanism("taps")
+@oracle_test("taps")
 def taps() -> Iterator[Check]:
-    """Merged trees hold every part's paths once; routing asks the part that was right most."""
+    """Merged trees contain every drafter's paths once; routing uses the drafter with the best
+    acceptance."""
     parts = {"prompt-lookup": _latest, "copyspec": _first}
     for route in ("false", "true"):
         with scripted(wordy()) as llm:
             decoder = f"taps:parts=prompt-lookup+copyspec,route={route},size=40"
-            found = rounds(llm, decoder, PROMPTS[0], 120)
+            trace = rounds(llm, decoder, PROMPTS[0], 120)
         scores = {key: [1.0, 2.0] for key in parts}
         wrong, both = 0, 0
-        for one in found:
+        for one in trace:
             drafts = {key: part(one.text)[:20] for key, part in parts.items()}
             ranked = sorted(scores, key=lambda key: -scores[key][0] / scores[key][1])
-            asked = [key for key in ranked if drafts[key]]
-            both += len(asked) == 2 and drafts[asked[0]] != drafts[asked[1]]
-            asked = asked[:1] if route == "true" else asked
+            used = [key for key in ranked if drafts[key]]
+            both += len(used) == 2 and drafts[used[0]] != drafts[used[1]]
+            used = used[:1] if route == "true" else used
             expected = {
-                tuple(drafts[key][: n + 1]) for key in asked for n in range(len(drafts[key]))
+                tuple(drafts[key][: n + 1]) for key in used for n in range(len(drafts[key]))
             }
             wrong += {path for path in one.paths if len(path) <= 20} != expected
             wrong += len(set(one.paths)) != len(one.paths)
             for key, score in scores.items():
                 if drafts[key]:
-                    score[0] = 0.9 * score[0] + (drafts[key][0] == one.said[0])
+                    score[0] = 0.9 * score[0] + (drafts[key][0] == one.generated[0])
                     score[1] = 0.9 * score[1] + 1
         yield Check(f"route={route} equals the oracle", wrong == 0 and both > 0, f"{both} differ")
-        yield Check(f"route={route}: drafts are accepted", accepted(found) > 0)
-    sources = {source for one in found for source in one.facts["sources"] or ()}
+        yield Check(f"route={route}: drafts are accepted", accepted(trace) > 0)
+    sources = {source for one in trace for source in one.entry["sources"] or ()}
     yield Check("nodes name their drafter", sources == set(parts), f"{sources}")
