@@ -1,10 +1,14 @@
-"""Builds the C kernels while a wheel is made, when a compiler is there.
+"""Hatch build hook that compiles the C kernels into the wheel, if there is a compiler.
 
-A wheel that holds the library is tagged `py3-none-<platform>`; without a compiler, or when the
-build fails, the wheel is pure and the torch reference does the arithmetic. `ANYDECODE_BUILD` is
-`auto` (the default), `never`, or `always` (a failed build then fails the wheel: for releases).
-`ANYDECODE_PLATFORM` names another platform tag: one of `kernels/build.py: TARGETS`, for which the
-`ziglang` package compiles on any machine, or any other with a cross compiler in `CC`.
+A wheel with the library is tagged `py3-none-<platform>`. Without a compiler, or when the build
+fails,
+the wheel is pure and uses the torch reference. Environment variables:
+
+- `ANYDECODE_BUILD`: `auto` (default), `never`, or `always` (a failed build fails the wheel; for
+  releases).
+- `ANYDECODE_PLATFORM`: another platform tag: one of `TARGETS` in `kernels/build.py`, which the
+`ziglang`
+  package compiles on any machine, or any tag with a cross compiler in `CC`.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ class KernelBuildHook(BuildHookInterface):
         except Exception as error:
             if mode == "always":
                 raise
-            self.app.display_warning(f"C kernels not built, the torch reference serves: {error}")
+            self.app.display_warning(f"C kernels not built; the torch reference is used: {error}")
             return
         build_data["force_include"][str(library)] = f"anydecode/kernels/cpu/{library.name}"
         build_data["pure_python"] = False
@@ -44,7 +48,7 @@ class KernelBuildHook(BuildHookInterface):
 
 
 def build_library(root: Path, out_dir: Path) -> Path:
-    """The compiled library, by `anydecode.kernels.build`, loaded alone: torch is not here yet."""
+    """Compile the library with `kernels/build.py`, imported alone because torch may be missing."""
     path = root / "src" / "anydecode" / "kernels" / "build.py"
     spec = importlib.util.spec_from_file_location("anydecode_kernels_build", path)
     if spec is None or spec.loader is None:
@@ -61,6 +65,6 @@ def build_library(root: Path, out_dir: Path) -> Path:
 
 
 def platform_tag() -> str:
-    """This machine's tag, or the one that `ANYDECODE_PLATFORM` names."""
-    named = os.environ.get("ANYDECODE_PLATFORM")
-    return named or sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    """The platform tag in `ANYDECODE_PLATFORM`, or that of this machine."""
+    tag = os.environ.get("ANYDECODE_PLATFORM")
+    return tag or sysconfig.get_platform().replace("-", "_").replace(".", "_")

@@ -1,15 +1,15 @@
-"""The Triton kernels on a GPU, beside what its memory allows and beside transformers.
+"""Times the Triton kernels on a GPU, and compares them with the memory bound and transformers.
 
 python benchmarks/gpu.py [--shape 8b] [--dtype bfloat16] [--context 256] [--no-peer] [--json]
 
-A model of Llama 3 8B's shape with random weights: the time of a pass over n rows as a replayed
-graph, of a token while following, of each kind of product, and of transformers' own step with the
-same weights in the same run. The memory bound is the weights' bytes over the bandwidth of a
-device-to-device copy measured here. It also checks what the figures rest on: that logits are near
-those of transformers, and that a row alone and among 16 has the same bits.
+With random weights in the shape of Llama 3 8B, it measures a pass over n rows as a replayed graph,
+a token of a multi-step pass, each kind of product, and a step of transformers with the same
+weights. The memory bound is the weights' bytes divided by the measured bandwidth of a
+device-to-device copy. It also checks that logits are close to those of transformers, and that a row
+has the same bits alone and among 16 rows.
 
 It needs torch, triton and transformers. With TRITON_INTERPRET=1 and `--shape tiny` it runs without
-a GPU, and its times mean nothing.
+a GPU; its times are then meaningless.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 import transformers
 import triton
 
-from anydecode.kernels.cuda.available import kernel_device, why_not
+from anydecode.kernels.cuda.available import kernel_device, unavailable_reason
 from anydecode.kernels.cuda.executor import SampleState, TritonExecutor
 from anydecode.kernels.cuda.products import product
 from anydecode.kernels.interface import OutputSpec, Rows
@@ -52,27 +52,28 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 
 
-def wait() -> None:
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def seconds(run: Callable[[], Any], repeats: int) -> float:
-    """Median time of a call, the host's share included: three batches of `repeats` calls."""
+    """Median time of a call over three batches of `repeats` calls, including the host's time."""
     run()
-    found = []
+    times = []
     for _ in range(3):
-        wait()
-        began = time.perf_counter()
+        synchronize()
+        started = time.perf_counter()
         for _ in range(repeats):
             run()
-        wait()
-        found.append((time.perf_counter() - began) / repeats)
-    return statistics.median(found)
+        synchronize()
+        times.append((time.perf_counter() - started) / repeats)
+    return statistics.median(times)
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes per second of a copy on the device, read and written."""
+    """Bandwidth of a copy on the device, in bytes read and written per second."""
     size = 1 << 32 if device.type == "cuda" else 1 << 20
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -80,30 +81,30 @@ def bandwidth(device: torch.device) -> float:
 
 
 def random_model(shape: str, device: torch.device) -> Any:
-    """A bfloat16 model of transformers with random weights, made on the device."""
+    """A bfloat16 model of transformers with random weights, created on the device."""
     config = transformers.LlamaConfig(
         **SHAPES[shape], max_position_embeddings=8192, rms_norm_eps=1e-5,
         tie_word_embeddings=False, initializer_range=0.02,
     )  # fmt: skip
     torch.manual_seed(0)
-    kind = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
             return transformers.LlamaForCausalLM(config).eval()
     finally:
-        torch.set_default_dtype(kind)
+        torch.set_default_dtype(default_dtype)
 
 
 def own_model(model: Any, dtype: str | None) -> Any:
-    """The same weights in our kernels."""
+    """The same weights in anydecode with the Triton kernels."""
     config = model.config.to_dict()
     checkpoint = Checkpoint("random", Path("random"), config, dict(model.state_dict()))
     return build_model(checkpoint, dtype, executor=choose_executor("triton"))
 
 
 def rows_of(tokens: list[int], first: int, layers: int) -> Rows:
-    """Rows of one sequence from position `first` on, slot i at position i."""
+    """Rows of one sequence from position `first` on; position i is in slot i."""
     count = len(tokens)
     table = np.arange(first + count, dtype=np.int32)
     zeros = np.zeros(count, np.int32)
@@ -114,40 +115,42 @@ def rows_of(tokens: list[int], first: int, layers: int) -> Rows:
     )  # fmt: skip
 
 
-def want(count: int) -> OutputSpec:
+def all_logits(count: int) -> OutputSpec:
     return OutputSpec(np.arange(count, dtype=np.int32))
 
 
-def passes(model: Any, cache: Any, args: argparse.Namespace) -> dict[int, float]:
-    """Seconds of a pass over n rows behind the context, logits of every row on the device."""
+def time_passes(model: Any, cache: Any, args: argparse.Namespace) -> dict[int, float]:
+    """Seconds of a pass over n rows after the context, with logits of every row on the device."""
     layers = model.spec.num_layers
-    found = {}
+    times = {}
     for count in COUNTS:
         rows = rows_of([5] * count, args.context, layers)
-        found[count] = seconds(lambda r=rows, w=want(count): model.run(r, cache, w), args.repeats)
-    return found
+        times[count] = seconds(
+            lambda r=rows, o=all_logits(count): model.run(r, cache, o), args.repeats
+        )
+    return times
 
 
-def following(model: Any, cache: Any, args: argparse.Namespace) -> float:
-    """Seconds per token while the device picks and scores by itself, greedily."""
+def time_multi_step(model: Any, cache: Any, args: argparse.Namespace) -> float:
+    """Seconds per token of a greedy multi-step pass on the device."""
     rows = rows_of([5], args.context, model.spec.num_layers)
     steps = min(32, args.repeats)
     slots = np.arange(args.context + 1, args.context + steps, dtype=np.int32)[None]
-    run = lambda: model.executor.follow(rows, cache, slots, [SampleState()])  # noqa: E731
+    run = lambda: model.executor.multi_step(rows, cache, slots, [SampleState()])  # noqa: E731
     return seconds(run, 3) / steps
 
 
-def products(executor: TritonExecutor, repeats: int) -> list[dict[str, Any]]:
-    """Bytes per second of each kind of matrix, over all layers, so that none stays in the cache."""
-    kinds: dict[tuple[int, int, int], list[Any]] = {}
+def time_products(executor: TritonExecutor, repeats: int) -> list[dict[str, Any]]:
+    """Bytes per second of each matrix shape, over all layers, so that none stays in the cache."""
+    by_shape: dict[tuple[int, int, int], list[Any]] = {}
     backend = executor.backend
     grouped = {weight for group in backend._groups for weight in group}
     single = [packed for weight, packed in backend._packed.items() if weight not in grouped]
     for packed in (*backend._groups.values(), *single):
         key = (packed.out_features, packed.in_features, packed.bits)
-        kinds.setdefault(key, []).append(packed)
-    found = []
-    for (out, width, bits), matrices in kinds.items():
+        by_shape.setdefault(key, []).append(packed)
+    results = []
+    for (out, width, bits), matrices in by_shape.items():
         size = sum(packed.num_bytes for packed in matrices)
         row: dict[str, Any] = {
             "out": out, "in": width, "bits": bits, "matrices": len(matrices), "bytes": size,
@@ -163,8 +166,8 @@ def products(executor: TritonExecutor, repeats: int) -> list[dict[str, Any]]:
             if executor.device.type == "cuda":
                 run = _graph(run)
             row[f"bytes_per_second_{count}"] = size / seconds(run, repeats)
-        found.append(row)
-    return found
+        results.append(row)
+    return results
 
 
 def _graph(run: Callable[[], None]) -> Callable[[], None]:
@@ -173,7 +176,7 @@ def _graph(run: Callable[[], None]) -> Callable[[], None]:
     return CudaGraphs().capture(run)
 
 
-def peer_steps(model: Any, args: argparse.Namespace) -> dict[str, float]:
+def time_baseline(model: Any, args: argparse.Namespace) -> dict[str, float]:
     """Seconds per greedy token of transformers' `generate`, and of its forward over 16 rows."""
     device = model.device
     prompt = torch.full((1, args.context), 5, device=device)
@@ -187,7 +190,7 @@ def peer_steps(model: Any, args: argparse.Namespace) -> dict[str, float]:
         return seconds(run, 1)
 
     with torch.no_grad():
-        found = {"token": (generate(steps + 1) - generate(1)) / steps}
+        times = {"token": (generate(steps + 1) - generate(1)) / steps}
         for count in (1, 16):
             past = model(prompt, use_cache=True).past_key_values
             more = torch.full((1, count), 5, device=device)
@@ -196,22 +199,22 @@ def peer_steps(model: Any, args: argparse.Namespace) -> dict[str, float]:
                 model(more, past_key_values=past, use_cache=True)
                 past.crop(-more.shape[1])
 
-            found[f"pass_{count}"] = seconds(run, args.repeats)
-    return found
+            times[f"pass_{count}"] = seconds(run, args.repeats)
+    return times
 
 
-def checks(model: Any, peer: Any) -> dict[str, Any]:
-    """Nearness to transformers, and the same bits alone and among sixteen."""
+def run_checks(model: Any, baseline: Any) -> dict[str, Any]:
+    """The divergence from transformers, and whether a row has the same bits alone and among 16."""
     layers, generator = model.spec.num_layers, np.random.default_rng(0)
     tokens = generator.integers(0, model.spec.vocab_size, 16).tolist()
     cache = model.new_cache(64)
-    together = model.run(rows_of(tokens, 0, layers), cache, want(16)).logits.clone()
+    together = model.run(rows_of(tokens, 0, layers), cache, all_logits(16)).logits.clone()
     with torch.no_grad():
-        other = peer(torch.tensor([tokens], device=peer.device)).logits[0].float()
+        other = baseline(torch.tensor([tokens], device=baseline.device)).logits[0].float()
     p, q = (values.double().log_softmax(-1) for values in (other, together))
     cache, alone = model.new_cache(64), []
     for position, token in enumerate(tokens):
-        row = model.run(rows_of([token], position, layers), cache, want(1)).logits
+        row = model.run(rows_of([token], position, layers), cache, all_logits(1)).logits
         alone.append(row.clone())
     return {
         "divergence_from_transformers": float((p.exp() * (p - q)).sum(-1).mean()),
@@ -222,13 +225,13 @@ def checks(model: Any, peer: Any) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(kernel_device())
     rate = bandwidth(device)
-    peer = random_model(args.shape, device)
-    model = own_model(peer, None if args.dtype == "bfloat16" else args.dtype)
+    baseline = random_model(args.shape, device)
+    model = own_model(baseline, None if args.dtype == "bfloat16" else args.dtype)
     executor = model.executor
     cache = model.new_cache(args.context + max(COUNTS))
     for tensor in (*cache.keys, *cache.values):
         tensor.normal_()
-    # Embeddings are looked up row by row; a pass reads every other weight once.
+    # A pass reads single rows of the embedding, and every other weight once.
     embedding = executor.backend.packed(executor._embedding).num_bytes
     size = executor.backend.num_bytes - embedding
     name = torch.cuda.get_device_name() if device.type == "cuda" else "interpreter"
@@ -236,15 +239,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "gpu": name, "torch": torch.__version__, "triton": triton.__version__,
         "transformers": transformers.__version__, "shape": args.shape, "dtype": args.dtype,
         "context": args.context, "copy_bytes_per_second": rate, "weight_bytes": size,
-        "bound": size / rate, "checks": checks(model, peer), "passes": passes(model, cache, args),
-        "following": following(model, cache, args), "products": products(executor, args.repeats),
+        "bound": size / rate, "checks": run_checks(model, baseline),
+        "passes": time_passes(model, cache, args),
+        "following": time_multi_step(model, cache, args),
+        "products": time_products(executor, args.repeats),
     }  # fmt: skip
     if not args.no_peer:
-        result["transformers_seconds"] = peer_steps(peer, args)
+        result["transformers_seconds"] = time_baseline(baseline, args)
     return result
 
 
-def show(result: dict[str, Any]) -> None:
+def print_results(result: dict[str, Any]) -> None:
     bound = result["bound"]
     print(
         f"{result['gpu']}, torch {result['torch']}, triton {result['triton']}: {result['shape']} in"
@@ -255,12 +260,12 @@ def show(result: dict[str, Any]) -> None:
         print(f"{name.replace('_', ' ')}: {value}")
     print("rows        ms   of one row   share of the bound")
     one = result["passes"][1]
-    for count, took in result["passes"].items():
-        print(f"{count:4d} {took * 1e3:9.3f} {took / one:9.2f}x {bound / took:16.0%}")
-    took = result["following"]
-    print(f"following: {took * 1e3:.3f} ms per token, {bound / took:.0%} of the bound")
-    for name, took in result.get("transformers_seconds", {}).items():
-        print(f"transformers {name.replace('_', ' over ')}: {took * 1e3:.3f} ms")
+    for count, duration in result["passes"].items():
+        print(f"{count:4d} {duration * 1e3:9.3f} {duration / one:9.2f}x {bound / duration:16.0%}")
+    duration = result["following"]
+    print(f"multi-step: {duration * 1e3:.3f} ms per token, {bound / duration:.0%} of the bound")
+    for name, duration in result.get("transformers_seconds", {}).items():
+        print(f"transformers {name.replace('_', ' over ')}: {duration * 1e3:.3f} ms")
     print("product (out x in)     bits  tile   GB/s of 1 row, of 16")
     for row in result["products"]:
         rates = (row[f"bytes_per_second_{count}"] / 1e9 for count in (1, 16))
@@ -274,14 +279,14 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "int8", "int4"), default="bfloat16")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
+    parser.add_argument("--no-peer", action="store_true", help="do not time transformers")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    problem = why_not()
+    problem = unavailable_reason()
     if problem is not None:
         raise SystemExit(f"the Triton kernels cannot run here: {problem}")
     result = measure(args)
-    print(json.dumps(result)) if args.json else show(result)
+    print(json.dumps(result)) if args.json else print_results(result)
 
 
 if __name__ == "__main__":

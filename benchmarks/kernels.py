@@ -1,4 +1,4 @@
-"""The cost of a pass over n new tokens, against what reading the weights once would take.
+"""Times passes over n new tokens, and compares them with the time to read the weights once.
 
 python benchmarks/kernels.py [model.gguf] [--threads N] [--context 256] [--json]
 """
@@ -16,7 +16,7 @@ import torch
 
 from anydecode.kernels.interface import OutputSpec, Rows
 from anydecode.kernels.native import NativeExecutor, physical_cores
-from anydecode.kernels.pages import anonymous
+from anydecode.kernels.pages import map_anonymous
 from anydecode.models.families import build_model
 from anydecode.models.loading import load_checkpoint
 
@@ -25,7 +25,7 @@ _CACHES = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch
 
 
 def rows_of(count: int, context: int, layers: int, table: np.ndarray) -> Rows:
-    """`count` new tokens of one sequence behind `context` old ones."""
+    """Rows of `count` new tokens of one sequence after a context of `context` tokens."""
     positions = np.arange(context, context + count, dtype=np.int32)
     zeros = np.zeros(count, np.int32)
     tokens, stops = np.full(count, 5, np.int32), np.full(count, layers, np.int32)
@@ -36,14 +36,15 @@ def rows_of(count: int, context: int, layers: int, table: np.ndarray) -> Rows:
 
 
 def seconds(run: Any) -> float:
-    began = time.perf_counter()
+    """Wall-clock time of one call."""
+    started = time.perf_counter()
     run()
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
 def read_bandwidth(executor: NativeExecutor, repeats: int = 15) -> float:
-    """Bytes per second that all threads read from memory, the best of several runs."""
-    words = torch.frombuffer(anonymous(1 << 27, huge=True), dtype=torch.int64)
+    """Read bandwidth of memory with all threads, in bytes per second, the best of several runs."""
+    words = torch.frombuffer(map_anonymous(1 << 27, huge=True), dtype=torch.int64)
     words.fill_(1)
     library = executor._library
     best = min(
@@ -54,21 +55,21 @@ def read_bandwidth(executor: NativeExecutor, repeats: int = 15) -> float:
 
 
 def measure(executor: NativeExecutor, spec: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Times in interleaved rounds, so that a busy moment hits every row count alike."""
+    """Time all row counts in interleaved rounds, so that background load affects them alike."""
     slots = max(8192, args.context + max(COUNTS))  # as many as an engine has
-    table = np.arange(slots, dtype=np.int32)  # as a fresh one hands them out
+    table = np.arange(slots, dtype=np.int32)  # in the order of a new pool
     cache = args.model.new_cache(slots, _CACHES[args.cache] if args.cache else executor.cache_dtype)
     for tensor in (*cache.keys, *cache.values):
         tensor.normal_()
     times: dict[int, list[float]] = {count: [] for count in COUNTS}
-    for turn in range(args.rounds):
+    for round_index in range(args.rounds):
         for count in COUNTS:
-            if count > 64 and turn % 8:
+            if count > 64 and round_index % 8:
                 continue
             rows = rows_of(count, args.context, spec.num_layers, table)
-            wanted = np.arange(count if count <= 64 else 1, dtype=np.int32)
-            output_spec = OutputSpec(wanted)
-            times[count].append(seconds(lambda r=rows, w=output_spec: executor.run(r, cache, w)))
+            logit_rows = np.arange(count if count <= 64 else 1, dtype=np.int32)
+            output_spec = OutputSpec(logit_rows)
+            times[count].append(seconds(lambda r=rows, o=output_spec: executor.run(r, cache, o)))
     bandwidth = read_bandwidth(executor)
     weights = executor.packer.num_bytes
     passes = [
@@ -82,14 +83,14 @@ def measure(executor: NativeExecutor, spec: Any, args: argparse.Namespace) -> di
     }  # fmt: skip
 
 
-def show(result: dict[str, Any]) -> None:
+def print_results(result: dict[str, Any]) -> None:
     bound = result["read_bound"]
     print(
         f"{result['variant']}, {result['threads']} threads, context {result['context']},"
         f" {result['cache']} cache; {result['weight_bytes'] / 1e6:.1f} MB of weights,"
         f" read at {result['read_bytes_per_second'] / 1e9:.1f} GB/s in {bound * 1e3:.2f} ms"
     )
-    print("    n  best ms  median ms   of n=1    GB/s  share of the reading bound")
+    print("    n  best ms  median ms   of n=1    GB/s  share of the read bound")
     for row in result["passes"]:
         rate = result["weight_bytes"] / row["best"] / 1e9
         print(
@@ -104,25 +105,25 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument(
-        "--cache", choices=sorted(_CACHES), help="the engine's own choice if absent"
+        "--cache", choices=sorted(_CACHES), help="format of the cache; default: that of the engine"
     )
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     args.model = build_model(load_checkpoint(args.model))
     network, spec = args.model.network, args.model.spec
-    began = time.perf_counter()
+    started = time.perf_counter()
     executor = NativeExecutor(
         network.weights.embedding, spec.vocab_size, spec.num_layers, network.layer, network.head,
         embedding_scale=spec.embedding_scale, threads=args.threads,
     )  # fmt: skip
-    packed = time.perf_counter() - began
-    result = measure(executor, spec, args) | {"seconds_to_pack": packed}
+    pack_seconds = time.perf_counter() - started
+    result = measure(executor, spec, args) | {"seconds_to_pack": pack_seconds}
     if args.json:
         print(json.dumps(result))
         return
-    show(result)
-    print(f"packed and recorded in {packed:.2f} s")
+    print_results(result)
+    print(f"packed and recorded in {pack_seconds:.2f} s")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Writes GGUF files of the shapes of well-known models, filled with random weights.
+"""Writes GGUF files with random weights in the shapes of well-known models.
 
 python benchmarks/shapes.py FOLDER [--shape 1b] [--format Q4_0] [--json]
 
-Speed depends on shapes and formats alone, so random weights do for timing, and nothing has to be
-downloaded. The files have a tokenizer of single bytes (and names for the other ids), and open in
-anydecode and in llama.cpp. One tensor at a time is in memory.
+Speed depends only on shapes and formats, so random weights suffice for timing without a download.
+The tokenizer has single bytes, and names for the other ids. The files can be opened with anydecode
+and llama.cpp. One tensor at a time is in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import gguf
 import numpy as np
 
 FORMATS = ("Q4_0", "Q4_K")
-_STD = 0.02  # of the weights, so that states neither vanish nor explode
+_STD = 0.02  # of the weights, so that hidden states neither vanish nor explode
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ SHAPES = {
 
 
 def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Every matrix's name and size `(out_features, in_features)`, in file order."""
+    """Name and size `(out_features, in_features)` of every matrix, in file order."""
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    found = {"token_embd": (shape.vocabulary, shape.hidden)}
+    sizes = {"token_embd": (shape.vocabulary, shape.hidden)}
     for layer in range(shape.layers):
-        found |= {
+        sizes |= {
             f"blk.{layer}.attn_q": (wide, shape.hidden),
             f"blk.{layer}.attn_k": (narrow, shape.hidden),
             f"blk.{layer}.attn_v": (narrow, shape.hidden),
@@ -57,11 +57,12 @@ def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
             f"blk.{layer}.ffn_down": (shape.hidden, shape.inner),
         }
     if not shape.tied:
-        found["output"] = (shape.vocabulary, shape.hidden)
-    return found
+        sizes["output"] = (shape.vocabulary, shape.hidden)
+    return sizes
 
 
 def norms(shape: Shape) -> list[str]:
+    """The names of all norm weights, in file order."""
     layers = range(shape.layers)
     names = [f"blk.{layer}.{name}" for layer in layers for name in ("attn_norm", "ffn_norm")]
     return [*names, "output_norm"]
@@ -70,10 +71,10 @@ def norms(shape: Shape) -> list[str]:
 def random_blocks(
     format: str, rows: int, columns: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """uint8 `[rows, bytes]`: random codes under scales that give weights of deviation `_STD`."""
+    """Blocks uint8 `[rows, bytes]` of random weights with standard deviation `_STD`."""
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[format]]
     data = generator.integers(0, 256, (rows, columns // values, size), np.uint8)
-    codes = 4.61  # the deviation of a uniform code of four bits
+    codes = 4.61  # the standard deviation of a uniform four-bit code
     if format == "Q4_0":
         _scale(data, 0, _STD / codes, generator)
     else:
@@ -90,7 +91,7 @@ def _scale(data: np.ndarray, position: int, size: float, generator: np.random.Ge
 
 
 def write(path: Path, shape: Shape, format: str, seed: int = 0) -> int:
-    """Write the file; returns the bytes of its weights."""
+    """Write the file; return the bytes of its weights."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name(path.stem)
     writer.add_block_count(shape.layers)
@@ -129,8 +130,9 @@ def write(path: Path, shape: Shape, format: str, seed: int = 0) -> int:
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
-    """A token for each byte, in GPT-2's letters for them, two for begin and end, one merge (readers
-    insist on one), and names."""
+    """Add a token per byte (GPT-2's byte letters), begin and end tokens, names for the other ids,
+    and one merge, which readers require.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable}
@@ -159,8 +161,8 @@ def main() -> None:
     path = args.folder / f"random-{args.shape}.{args.format}.gguf"
     size = write(path, SHAPES[args.shape], args.format)
     if args.json:
-        facts = {"path": str(path), "format": args.format, "weight_bytes": size}
-        print(json.dumps(facts | asdict(SHAPES[args.shape])))
+        result = {"path": str(path), "format": args.format, "weight_bytes": size}
+        print(json.dumps(result | asdict(SHAPES[args.shape])))
         return
     print(f"{path}: {size / 1e9:.2f} GB of weights")
 

@@ -1,4 +1,4 @@
-"""Weight formats against the `gguf` package's own arithmetic, bit for bit."""
+"""Weight formats against the arithmetic of the `gguf` package, bit by bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKED = [name for name in FORMATS if formats.is_packed(name)]
 
 
 def random_weight(format: str, rows: int = 37, blocks: int = 3, seed: int = 0) -> Weight:
-    """Random bytes, with every float16 in them made finite."""
+    """Random bytes, with finite float16 scales."""
     values, size = formats.BLOCKS[format]
     generator = np.random.default_rng(seed)
     data = generator.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
@@ -33,15 +33,15 @@ def reference(weight: Weight) -> np.ndarray:
 
 
 @pytest.mark.parametrize("format", PACKED)
-def test_dequantisation_equals_gguf_to_the_bit(format: str) -> None:
+def test_dequantisation_is_bit_equal_to_gguf(format: str) -> None:
     weight = random_weight(format)
     ours = formats.dequantize(weight).numpy()
     assert np.array_equal(ours.view(np.uint32), reference(weight).view(np.uint32))
 
 
 @pytest.mark.parametrize("format", PACKED)
-def test_a_changed_bit_is_noticed(format: str) -> None:
-    """The comparison above is sharp: flipping one bit of one code shows."""
+def test_a_changed_bit_is_detected(format: str) -> None:
+    """Flipping one bit of one code makes the comparison above fail."""
     weight = random_weight(format)
     expected = reference(weight).copy()
     weight.data[5, 17] ^= 16
@@ -56,14 +56,14 @@ def test_sizes_are_those_of_gguf(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", PACKED)
-def test_rows_equal_the_whole(format: str) -> None:
+def test_dequantised_rows_equal_the_whole(format: str) -> None:
     weight = random_weight(format)
     rows = [36, 0, 7, 7]
     assert torch.equal(formats.dequantize_rows(weight, rows), formats.dequantize(weight)[rows])
     assert formats.dequantize_rows(weight, np.array([], np.int32)).shape == (0, weight.in_features)
 
 
-def test_row_groups_join_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_in_row_groups_gives_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_weight("Q4_K", rows=11)
     whole = formats.dequantize(weight)
     packed = formats.quantize(whole, "Q8_0").data
@@ -92,7 +92,7 @@ def test_quantisation_error_is_within_half_a_step() -> None:
         assert error <= 0.52 * span / levels
 
 
-def test_odd_rows_stay_bfloat16() -> None:
+def test_rows_that_do_not_divide_into_blocks_become_bfloat16() -> None:
     weight = formats.quantize(torch.randn(4, 40), "Q4_0")
     assert weight.format == "BF16"
     assert weight.data.dtype == torch.bfloat16
@@ -107,7 +107,7 @@ def test_plain_formats_convert_exactly() -> None:
         assert torch.equal(formats.dequantize_rows(weight, [2, 0]), tensor.float()[[2, 0]])
 
 
-def test_mistaken_requests_are_refused() -> None:
+def test_unsupported_formats_and_shapes_are_rejected() -> None:
     with pytest.raises(ValueError, match="cannot quantise to Q4_K"):
         formats.quantize(torch.randn(2, 256), "Q4_K")
     with pytest.raises(ValueError, match="does not divide"):

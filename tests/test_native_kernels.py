@@ -1,4 +1,4 @@
-"""The compiled kernels against torch and numpy, and against themselves in other company."""
+"""The compiled kernels against torch and numpy, and their batch invariance."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from anydecode.kernels.interface import (
 from anydecode.kernels.library import (
     Library,
     argmax,
-    largest,
     load_library,
     logsumexp,
     sample_gumbel,
+    top_k,
 )
 from anydecode.kernels.native import NativeExecutor
 from anydecode.kernels.packing import Packer
@@ -52,13 +52,13 @@ few = settings(max_examples=25, deadline=None, suppress_health_check=list(Health
 def library() -> Library:
     if build.find_compiler() is None:
         pytest.skip("no C compiler")
-    found = load_library()
-    assert found is not None
-    return found
+    loaded = load_library()
+    assert loaded is not None
+    return loaded
 
 
 def random_weight(format: str, out: int, width: int, seed: int, name: str = "") -> Weight:
-    """Random bits where the format packs them, with scales below 2."""
+    """A random matrix; in block formats random bytes with scales below 2."""
     random = np.random.default_rng(seed)
     if formats.is_packed(format):
         shape = (out, formats.row_bytes(format, width))
@@ -73,25 +73,25 @@ def small_weight(out: int, width: int, seed: int, name: str = "") -> Weight:
 
 
 def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
-    """What block formats are multiplied with: multiples of amax / 127 in blocks of 32."""
+    """The activations of products with block formats: multiples of amax / 127 in blocks of 32."""
     blocks = x.view(x.shape[0], -1, 32)
-    most = blocks.abs().amax(-1, keepdim=True)
-    inverse = torch.where(most > 0, 127.0 / most, torch.zeros_like(most))
-    return (torch.round(blocks * inverse).double() * (most / 127.0).double()).view(x.shape)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    inverse = torch.where(amax > 0, 127.0 / amax, torch.zeros_like(amax))
+    return (torch.round(blocks * inverse).double() * (amax / 127.0).double()).view(x.shape)
 
 
 def product(library: Library, weight: Weight, x: torch.Tensor) -> torch.Tensor:
     packer = Packer(library, 1)
     matrix = packer.pack(weight)
     out = torch.full((len(x), weight.out_features), float("nan"))
-    room = torch.empty(x.numel() * 2 + 64, dtype=torch.uint8)
+    scratch = torch.empty(x.numel() * 2 + 64, dtype=torch.uint8)
     library.linear(
-        ctypes.byref(matrix), x.data_ptr(), len(x), None, out.data_ptr(), room.data_ptr()
+        ctypes.byref(matrix), x.data_ptr(), len(x), None, out.data_ptr(), scratch.data_ptr()
     )
     return out
 
 
-def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result.double() - expected.double()).norm() / expected.double().norm())
 
 
@@ -103,29 +103,29 @@ def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
     st.sampled_from(FORMATS), st.integers(1, 40), st.integers(1, 3), st.integers(1, 9),
     st.integers(0, 99),
 )  # fmt: skip
-def test_products_equal_float64(
+def test_products_match_float64(
     library: Library, format: str, out: int, blocks: int, n: int, seed: int
 ) -> None:
     weight = random_weight(format, out, 256 * blocks, seed)
     x = torch.from_numpy(np.random.default_rng(seed).standard_normal((n, 256 * blocks), np.float32))
     result = product(library, weight, x)
     dense = formats.dequantize(weight).double()
-    taken = rounded_to_int8(x) if formats.is_packed(format) else x.double()
-    assert relative(result, taken @ dense.T) < 1e-5
+    inputs = rounded_to_int8(x) if formats.is_packed(format) else x.double()
+    assert relative_error(result, inputs @ dense.T) < 1e-5
 
 
-def test_a_product_with_one_wrong_scale_would_be_seen(library: Library) -> None:
+def test_a_product_with_one_wrong_scale_is_detected(library: Library) -> None:
     weight = random_weight("Q4_1", 16, 256, 1)
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
     result = product(library, weight, x)
     weight.data = weight.data.clone()
     weight.data[3, 21] ^= 1
-    assert relative(result, rounded_to_int8(x) @ formats.dequantize(weight).double().T) > 1e-5
+    assert relative_error(result, rounded_to_int8(x) @ formats.dequantize(weight).double().T) > 1e-5
 
 
 @few
 @given(st.sampled_from(FORMATS), st.integers(1, 20), st.integers(1, 33), st.integers(0, 99))
-def test_a_row_is_the_same_in_any_company(
+def test_products_are_batch_invariant(
     library: Library, format: str, out: int, n: int, seed: int
 ) -> None:
     weight = random_weight(format, out, 512, seed)
@@ -137,7 +137,7 @@ def test_a_row_is_the_same_in_any_company(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_rows_unpack_to_the_stored_numbers(library: Library, format: str) -> None:
+def test_unpacked_rows_equal_the_dequantised_rows(library: Library, format: str) -> None:
     weight = random_weight(format, 13, 512, 3)
     packer = Packer(library, 2)
     matrix = packer.pack(weight)
@@ -149,7 +149,7 @@ def test_rows_unpack_to_the_stored_numbers(library: Library, format: str) -> Non
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_packing_hardly_adds_bytes(library: Library, format: str) -> None:
+def test_packed_weights_have_about_the_same_size(library: Library, format: str) -> None:
     weight = random_weight(format, 64, 512, 3)
     packer = Packer(library, 1)
     packer.pack(weight)
@@ -160,7 +160,7 @@ def test_packing_hardly_adds_bytes(library: Library, format: str) -> None:
 
 
 class Network:
-    """Two layers with every operation a transformer uses, and a capped head."""
+    """Two layers with every operation of a transformer, and a head with a soft cap."""
 
     def __init__(
         self, seed: int, format: str = "F32", experts: bool = False, vocab: int = 50, **shape: Any
@@ -228,7 +228,7 @@ def ints(values: Any) -> np.ndarray:
 
 
 def sequence_rows(tokens: Any, slots: Any, first: int = 0, layers: int = 2) -> Rows:
-    """A causal stretch of one sequence: positions from `first`, `slots` of all positions."""
+    """Rows of one sequence from position `first` on, with the `slots` of all positions."""
     n, table = len(tokens), ints(slots)
     positions = ints(np.arange(first, first + n))
     zeros = ints(np.zeros(n))
@@ -242,7 +242,7 @@ def all_logits(rows: Rows) -> OutputSpec:
     return OutputSpec(ints(np.arange(len(rows))))
 
 
-def by_reference(network: Network, rows: Rows, cache: KeyValues, adapters: Any = ()) -> Any:
+def run_reference(network: Network, rows: Rows, cache: KeyValues, adapters: Any = ()) -> Any:
     backend = ReferenceBackend()
     x = formats.dequantize_rows(network.embedding, rows.tokens) * 1.5
     backend.bind(rows, np.arange(len(rows)), cache, adapters)
@@ -264,45 +264,45 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_network_equals_the_reference(library: Library, shape: dict[str, Any]) -> None:
+def test_a_network_matches_the_reference(library: Library, shape: dict[str, Any]) -> None:
     network = Network(5, **shape)
     slots = np.random.default_rng(2).permutation(80)[:70]
     rows = sequence_rows(np.random.default_rng(1).integers(0, 50, 70), slots)
-    expected, states = by_reference(network, rows, network.cache(80))
+    expected, states = run_reference(network, rows, network.cache(80))
     output_spec = OutputSpec(ints([0, 3, 69]), {1: ints([5]), 2: ints(np.arange(70))})
     output = network.executor().run(rows, network.cache(80), output_spec)
-    assert relative(output.logits, expected[[0, 3, 69]]) < 1e-5
-    assert relative(output.hidden[2], states) < 1e-5
+    assert relative_error(output.logits, expected[[0, 3, 69]]) < 1e-5
+    assert relative_error(output.hidden[2], states) < 1e-5
     assert output.hidden[1].isfinite().all()
 
 
-def test_a_wrong_rotation_would_be_seen(library: Library) -> None:
+def test_a_wrong_rotation_is_detected(library: Library) -> None:
     network = Network(5)
     rows = sequence_rows(np.arange(40), np.arange(40))
-    expected, _ = by_reference(network, rows, network.cache(40))
+    expected, _ = run_reference(network, rows, network.cache(40))
     network.rope = Rope(network.rope.frequencies * 1.01, 1.1)
     output = network.executor().run(rows, network.cache(40), all_logits(rows))
-    assert relative(output.logits, expected) > 1e-5
+    assert relative_error(output.logits, expected) > 1e-5
 
 
 def tree_rows(tokens: Any, prefix: int, slots: Any, holes: Any = ()) -> Rows:
-    """Row i of a chain, its tail listed slot by slot instead of in the table."""
+    """Rows of a chain whose slots after `prefix` are listed in tails instead of the table."""
     n, table = len(tokens), ints(slots)
     zeros = ints(np.zeros(n))
     tails = np.concatenate([table[prefix : prefix + i + 1] for i in range(n)])
     lengths = ints(np.arange(1, n + 1))
-    shown = table.copy()
-    shown[list(holes)] = -1
+    visible = table.copy()
+    visible[list(holes)] = -1
     return Rows(
         ints(tokens), ints(prefix + np.arange(n)), table[prefix : prefix + n],
-        [shown[:prefix]], zeros, zeros + prefix, ints(tails),
+        [visible[:prefix]], zeros, zeros + prefix, ints(tails),
         ints(np.cumsum(lengths) - lengths), lengths, zeros, zeros + 2,
     )  # fmt: skip
 
 
 @few
 @given(st.integers(0, 300), st.integers(1, 12), st.booleans(), st.integers(1, 5), st.integers(0, 9))
-def test_slots_tails_threads_and_company_never_matter(
+def test_results_do_not_depend_on_slots_tails_threads_or_other_rows(
     library: Library, prefix: int, n: int, holes: bool, threads: int, seed: int
 ) -> None:
     network = Network(seed, "Q8_0" if seed % 2 else "BF16", window=40 if seed % 3 else None)
@@ -330,7 +330,7 @@ def test_slots_tails_threads_and_company_never_matter(
             assert torch.equal(alone, results[0][i])
 
 
-def test_a_neighbour_in_the_window_would_be_seen(library: Library) -> None:
+def test_an_extra_visible_position_is_detected(library: Library) -> None:
     network = Network(1)
     rows = sequence_rows(np.arange(12), np.arange(12))
     one = network.executor().run(rows, network.cache(12), all_logits(rows)).logits.clone()
@@ -341,13 +341,13 @@ def test_a_neighbour_in_the_window_would_be_seen(library: Library) -> None:
 
 
 def _by_head(stored: torch.Tensor) -> torch.Tensor:
-    """The same slots, in memory one key head after the other."""
+    """The same slots, with each key head contiguous in memory."""
     return stored.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 @pytest.mark.parametrize("format", CACHE_FORMATS)
 @pytest.mark.parametrize("head_dim", [16, 20, 64, 80])
-def test_caches_hold_what_the_reference_writes(
+def test_caches_hold_the_encoded_keys_and_values(
     library: Library, format: str, head_dim: int
 ) -> None:
     network = Network(7, head_dim=head_dim)
@@ -361,16 +361,16 @@ def test_caches_hold_what_the_reference_writes(
         assert torch.equal(
             stored[at].view(torch.uint8), encode(format, plain[at]).view(torch.uint8)
         )
-    # A row that stores nothing reads the same numbers from a cache that holds them in float32.
-    asking = sequence_rows([3], slots[:40], 39)
-    asking.slots[:], asking.prefix[:] = -1, 37
+    # A row that stores nothing gets the same result from a float32 cache with the decoded values.
+    reading = sequence_rows([3], slots[:40], 39)
+    reading.slots[:], reading.prefix[:] = -1, 37
     unpacked = KeyValues(
         [_by_head(decode(format, keys, head_dim)) for keys in packed.keys],
         [_by_head(decode(format, values, head_dim)) for values in packed.values],
     )
-    packed_answer = executor.run(asking, packed, all_logits(asking)).logits.clone()
-    assert torch.equal(executor.run(asking, unpacked, all_logits(asking)).logits, packed_answer)
-    other = relative(executor.run(asking, exact, all_logits(asking)).logits, packed_answer)
+    packed_logits = executor.run(reading, packed, all_logits(reading)).logits.clone()
+    assert torch.equal(executor.run(reading, unpacked, all_logits(reading)).logits, packed_logits)
+    other = relative_error(executor.run(reading, exact, all_logits(reading)).logits, packed_logits)
     assert (other == 0) == (format == "float32")
     assert other < 0.3
 
@@ -379,11 +379,11 @@ def test_caches_hold_what_the_reference_writes(
 def test_the_reference_reads_packed_caches_too(library: Library, format: str) -> None:
     network = Network(5, head_dim=32)
     rows = sequence_rows(np.random.default_rng(1).integers(0, 50, 70), np.arange(70))
-    expected, _ = by_reference(network, rows, network.cache(80, format))
+    expected, _ = run_reference(network, rows, network.cache(80, format))
     output = network.executor().run(rows, network.cache(80, format), all_logits(rows))
-    assert relative(output.logits, expected) < 5e-3  # a code may round the other way
-    exact, _ = by_reference(network, rows, network.cache(80))
-    assert relative(exact, expected) > 5e-3 or format == "int8"
+    assert relative_error(output.logits, expected) < 5e-3  # a code may round the other way
+    exact, _ = run_reference(network, rows, network.cache(80))
+    assert relative_error(exact, expected) > 5e-3 or format == "int8"
 
 
 def test_packed_caches_are_small() -> None:
@@ -393,7 +393,7 @@ def test_packed_caches_are_small() -> None:
     assert sizes == sizes | {"float32": 46080, "int8": 12240, "int4": 7200}
 
 
-def test_an_unknown_cache_format_is_refused() -> None:
+def test_an_unknown_cache_format_is_rejected() -> None:
     with pytest.raises(InvalidRequestError, match="int7"):
         new_cache("int7", 4, [Attention(2, 1, 16, 1.0)])
 
@@ -423,7 +423,7 @@ def delta(name: str, out: int, width: int, seed: int) -> tuple[str, LowRank]:
     return name, LowRank(small_weight(3, width, seed), small_weight(out, 3, seed + 1), 0.8)
 
 
-def test_adapters_add_their_product(library: Library) -> None:
+def test_adapters_match_the_reference(library: Library) -> None:
     network = Network(4)
     adapters = [
         dict([delta("0.q", 64, 64, 1), delta("1.down", 64, 96, 2)]),
@@ -434,14 +434,14 @@ def test_adapters_add_their_product(library: Library) -> None:
     plain = executor.run(rows, network.cache(6), all_logits(rows)).logits.clone()
     rows.adapters = ints([-1, 0, 1, 0, -1, 1])
     output = executor.run(rows, network.cache(6), all_logits(rows)).logits.clone()
-    expected, _ = by_reference(network, rows, network.cache(6), adapters)
-    assert relative(output, expected) < 1e-5
+    expected, _ = run_reference(network, rows, network.cache(6), adapters)
+    assert relative_error(output, expected) < 1e-5
     assert torch.equal(output[0], plain[0])
     assert not torch.equal(output[1], plain[1])
 
 
 def expert_adapters() -> list[dict[str, LowRank]]:
-    """One that changes all three matrices of some experts, and one with a few in common with it."""
+    """An adapter of all matrices of some experts, and one that shares a few targets with it."""
     sizes = {"gate": (96, 64), "up": (96, 64), "down": (64, 96)}
     first = [
         delta(f"{n}.{e}", *size, 20 * e + 3 * i)
@@ -452,8 +452,8 @@ def expert_adapters() -> list[dict[str, LowRank]]:
     return [dict(first), dict([*second, delta("up.3", 96, 64, 120), delta("0.q", 64, 64, 130)])]
 
 
-def test_adapters_change_single_experts(library: Library) -> None:
-    """As the reference, rows without an adapter as before, and each row the same alone."""
+def test_adapters_of_experts_match_the_reference(library: Library) -> None:
+    """Rows without an adapter do not change, and each row has the same bits alone."""
     network, adapters = Network(4, experts=True), expert_adapters()
     rows = sequence_rows(np.arange(12), np.arange(12))
     executor = network.executor(adapters=adapters)
@@ -461,8 +461,8 @@ def test_adapters_change_single_experts(library: Library) -> None:
     rows.adapters = ints([-1, *[0, 1, 1, 0, -1] * 2, 0])
     cache = network.cache(12)
     output = executor.run(rows, cache, all_logits(rows)).logits.clone()
-    expected, _ = by_reference(network, rows, network.cache(12), adapters)
-    assert relative(output, expected) < 1e-5
+    expected, _ = run_reference(network, rows, network.cache(12), adapters)
+    assert relative_error(output, expected) < 1e-5
     assert torch.equal(output[0], plain[0])
     assert all(not torch.equal(output[r], plain[r]) for r in range(1, 12))
     for row in range(12):
@@ -473,17 +473,17 @@ def test_adapters_change_single_experts(library: Library) -> None:
 
 
 @pytest.mark.parametrize("one, other", [("gate.1", "up.1"), ("up.0", "up.4"), ("down.1", "down.4")])
-def test_an_adapter_of_another_expert_would_be_seen(library: Library, one: str, other: str) -> None:
+def test_an_adapter_of_another_expert_is_detected(library: Library, one: str, other: str) -> None:
     network, adapters = Network(4, experts=True), expert_adapters()
     rows = sequence_rows(np.arange(12), np.arange(12))
     rows.adapters = ints([0] * 12)
-    expected, _ = by_reference(network, rows, network.cache(12), adapters)
+    expected, _ = run_reference(network, rows, network.cache(12), adapters)
     adapters[0][one], adapters[0][other] = adapters[0][other], adapters[0][one]
     output = network.executor(adapters=adapters).run(rows, network.cache(12), all_logits(rows))
-    assert relative(output.logits, expected) > 1e-4
+    assert relative_error(output.logits, expected) > 1e-4
 
 
-def test_inputs_out_of_range_are_refused(library: Library) -> None:
+def test_inputs_out_of_range_are_rejected(library: Library) -> None:
     executor = Network(4).executor()
     for name, value in (("tokens", 50), ("slots", 9), ("table", 1), ("prefix", 10)):
         rows = sequence_rows(np.arange(9), np.arange(9))
@@ -493,7 +493,7 @@ def test_inputs_out_of_range_are_refused(library: Library) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
-def test_a_forked_process_has_its_own_threads(library: Library) -> None:
+def test_a_forked_process_starts_its_own_threads(library: Library) -> None:
     network = Network(4)
     rows = sequence_rows(np.arange(9), np.arange(9))
     executor = network.executor(2)
@@ -507,7 +507,7 @@ def test_a_forked_process_has_its_own_threads(library: Library) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-# --- picks
+# --- sampling
 
 
 def philox(seed: int, counter: list[int]) -> list[int]:
@@ -521,7 +521,7 @@ def philox(seed: int, counter: list[int]) -> list[int]:
     return counter
 
 
-def test_philox_is_the_published_one() -> None:
+def test_philox_matches_the_published_vector() -> None:
     """The known answer of Random123 for a counter and key of zeros."""
     assert philox(0, [0, 0, 0, 0]) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
@@ -531,7 +531,7 @@ def test_philox_is_the_published_one() -> None:
     st.integers(1, 300), st.floats(0.01, 20), st.integers(0, 2**64 - 1), st.integers(0, 99),
     st.sampled_from([0.1, 3.0, 12.0]),
 )  # fmt: skip
-def test_gumbel_picks_equal_the_whole_sum(
+def test_gumbel_samples_equal_the_argmax_of_all_scores(
     library: Library, n: int, inverse: float, seed: int, position: int, spread: float
 ) -> None:
     random = np.random.default_rng(n)
@@ -553,73 +553,79 @@ def test_argmax_and_logsumexp(library: Library, n: int, seed: int) -> None:
 
 @few
 @given(st.integers(1, 4), st.integers(1, 3000), st.integers(1, 40), st.integers(0, 99))
-def test_the_largest_equal_a_stable_sort(
+def test_top_k_equals_a_stable_sort(
     library: Library, rows: int, n: int, count: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     logits = random.integers(-9, 9 + 999 * (seed % 2), (rows, n)).astype(np.float32)
     logits[random.random((rows, n)) < 0.1] = -np.inf
     order = np.argsort(-logits, axis=1, kind="stable")[:, :count]
-    ids, values = largest(logits, count)
+    ids, values = top_k(logits, count)
     assert np.array_equal(ids, order)
     assert np.array_equal(values, np.take_along_axis(logits, order, axis=1))
 
 
-def picked(
-    network: Network, threads: int, temperature: float, late: int = 0
+def sample_in_pass(
+    network: Network, threads: int, temperature: float, shift: int = 0
 ) -> tuple[list[int], list[int]]:
-    """What a pass picks for each of its rows, and what the whole sums say. Noise is asked for
-    `late` positions late."""
+    """The tokens that a pass samples for its rows, and the argmax of all scores.
+
+    `shift` is added to the position of the noise.
+    """
     rows, noise = sequence_rows(np.arange(9), np.arange(9)), Noise(2**64 - 5, 7)
     inverse = 1 / temperature if temperature else 0.0
-    choices = [
-        SampleSpec(row, inverse, noise.seed, noise.stream, row + 1 + late)
+    samples = [
+        SampleSpec(row, inverse, noise.seed, noise.stream, row + 1 + shift)
         for row in range(8, -1, -1)
     ]
-    output_spec = OutputSpec(ints(np.arange(9)), {}, choices)
+    output_spec = OutputSpec(ints(np.arange(9)), {}, samples)
     output = network.executor(threads).run(rows, network.cache(9), output_spec)
-    keys = output.logits.numpy().astype(np.float64)
+    scores = output.logits.numpy().astype(np.float64)
     if temperature:
-        keys = keys * inverse + [noise.gumbel(range(network.vocab), row + 1) for row in range(9)]
-    return output.sampled[::-1], keys.argmax(axis=1).tolist()
+        scores = scores * inverse + [
+            noise.gumbel(range(network.vocab), row + 1) for row in range(9)
+        ]
+    return output.sampled[::-1], scores.argmax(axis=1).tolist()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("temperature", [0.0, 0.1, 0.8, 9.0])
 @pytest.mark.parametrize("vocab", [50, 9001, 20000])
-def test_tokens_picked_within_a_pass_equal_the_whole_sums(
+def test_tokens_sampled_in_a_pass_equal_the_argmax_of_all_scores(
     library: Library, vocab: int, temperature: float, threads: int
 ) -> None:
-    found, expected = picked(Network(4, vocab=vocab), threads, temperature)
-    assert found == expected
+    sampled, expected = sample_in_pass(Network(4, vocab=vocab), threads, temperature)
+    assert sampled == expected
 
 
-def test_picks_with_noise_of_another_place_are_others(library: Library) -> None:
-    found, expected = picked(Network(4, vocab=9001), 2, 0.8, late=1)
-    assert found != expected
+def test_noise_of_another_position_gives_other_samples(library: Library) -> None:
+    sampled, expected = sample_in_pass(Network(4, vocab=9001), 2, 0.8, shift=1)
+    assert sampled != expected
 
 
-def test_the_lowest_of_equals_is_picked_across_parts(library: Library) -> None:
+def test_ties_go_to_the_lowest_id_across_parts(library: Library) -> None:
     network = Network(4, vocab=20000)
     network.embedding.data.zero_()
-    assert picked(network, 3, 0.0)[0] == [0] * 9
+    assert sample_in_pass(network, 3, 0.0)[0] == [0] * 9
 
 
-def said(
+def run_multi_step(
     network: Network,
     temperature: float,
     count: int,
-    ends: frozenset[int] = frozenset(),
-    late: int = 0,
+    end_tokens: frozenset[int] = frozenset(),
+    shift: int = 0,
 ) -> tuple[list[int], list[int], bool]:
-    """What one call says behind nine tokens, what one call for each token does, and whether the
-    last logits have the same bits. The second keep to the first's ends by hand."""
+    """The tokens of one multi-step call after nine tokens, those of one call per token, and whether
+    the last logits are bit-equal. The single calls stop at the end tokens here.
+    """
     executor, noise = network.executor(2), Noise(2**64 - 5, 7)
     inverse = 1 / temperature if temperature else 0.0
 
-    def run(rows: Rows, cache: KeyValues, position: int, said: int) -> Output:
-        choice = SampleSpec(0, inverse, noise.seed, noise.stream, position + 1 + late * (said > 1))
-        output_spec = OutputSpec(ints([len(rows) - 1]), {}, [choice], said, ends)
+    def run(rows: Rows, cache: KeyValues, position: int, num_steps: int) -> Output:
+        noise_position = position + 1 + shift * (num_steps > 1)
+        sample = SampleSpec(0, inverse, noise.seed, noise.stream, noise_position)
+        output_spec = OutputSpec(ints([len(rows) - 1]), {}, [sample], num_steps, end_tokens)
         return executor.run(rows, cache, output_spec)
 
     slots = np.random.default_rng(3).permutation(9 + count).astype(np.int32)
@@ -629,7 +635,7 @@ def said(
     cache = network.cache(9 + count)
     output = run(rows, cache, 8, 1)
     alone = list(output.sampled)
-    while len(alone) < count and alone[-1] not in ends:
+    while len(alone) < count and alone[-1] not in end_tokens:
         position = 8 + len(alone)
         output = run(sequence_rows(alone[-1:], slots, position), cache, position, 1)
         alone += output.sampled
@@ -638,23 +644,23 @@ def said(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("count", [2, 3, 8])
-def test_tokens_said_in_one_call_are_those_of_one_call_each(
+def test_a_multi_step_call_equals_single_steps(
     library: Library, count: int, temperature: float
 ) -> None:
     network = Network(4, vocab=9001)
-    together, alone, same = said(network, temperature, count)
+    together, alone, same = run_multi_step(network, temperature, count)
     assert together == alone and len(alone) == count and same
-    ends = frozenset({alone[1], 9000})
-    together, alone, same = said(network, temperature, count, ends)
+    end_tokens = frozenset({alone[1], 9000})
+    together, alone, same = run_multi_step(network, temperature, count, end_tokens)
     assert together == alone and len(alone) == 2 and same
 
 
-def test_tokens_said_with_noise_of_other_places_are_others(library: Library) -> None:
-    together, alone, same = said(Network(4, vocab=9001), 0.8, 8, late=1)
+def test_noise_of_other_positions_gives_other_multi_step_tokens(library: Library) -> None:
+    together, alone, same = run_multi_step(Network(4, vocab=9001), 0.8, 8, shift=1)
     assert together != alone and not same
 
 
-def test_saying_more_than_the_table_holds_is_refused(library: Library) -> None:
+def test_more_steps_than_the_table_holds_are_rejected(library: Library) -> None:
     network = Network(4, vocab=50)
     rows = sequence_rows(np.arange(9), np.arange(9))
     output_spec = OutputSpec(ints([8]), {}, [SampleSpec(0)], 2)
@@ -667,12 +673,12 @@ def test_saying_more_than_the_table_holds_is_refused(library: Library) -> None:
 # --- the build and the start-up check
 
 
-def test_a_wrong_kernel_is_caught_at_start(tmp_path: Path) -> None:
+def test_a_wrong_kernel_is_detected_at_start(tmp_path: Path) -> None:
     compiler = build.find_compiler()
     if compiler is None or platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("needs a C compiler and an x86-64 processor")
     sources = shutil.copytree(build.SOURCES, tmp_path / "cpu")
-    right = "_mm256_add_epi16(before, _mm256_maddubs_epi16(w, a))"
+    right = "_mm256_add_epi16(sum, _mm256_maddubs_epi16(w, a))"
     wrong = right.replace("add", "sub", 1)
     header = sources / "simd_avx2.h"
     text = header.read_text()
@@ -687,7 +693,7 @@ def test_a_wrong_kernel_is_caught_at_start(tmp_path: Path) -> None:
     assert Library(path, "scalar").variant == "scalar"
 
 
-def test_a_failing_compiler_says_why(tmp_path: Path) -> None:
+def test_a_compiler_error_names_the_command(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="false"):
         build.compile_library(tmp_path / "lib.so", ["false"])
     assert list(tmp_path.iterdir()) == []

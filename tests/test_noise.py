@@ -1,4 +1,4 @@
-"""The generator against published vectors and a plain implementation; noise that stays in place."""
+"""The noise generator against published vectors and a plain implementation, and its addressing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from anydecode.scoring.noise import PURPOSES, Noise, fresh_seed, philox4x32, stream_id
 
-# Counter, key and answer from the known-answer file of Random123.
-KNOWN = [
+# Counter, key and output from the known-answer file of Random123.
+KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     (
         (0xFFFFFFFF,) * 4,
@@ -42,8 +42,8 @@ def plain_philox(
     return c0, c1, c2, c3
 
 
-@pytest.mark.parametrize("counter, key, answer", KNOWN)
-def test_known_answers(counter, key, answer):
+@pytest.mark.parametrize("counter, key, answer", KNOWN_ANSWERS)
+def test_philox_matches_the_known_answers(counter, key, answer):
     words = philox4x32(np.array(counter[:1], np.uint64), *counter[1:], key[0] | key[1] << 32)
     assert tuple(words[:, 0].tolist()) == answer
     assert plain_philox(counter, key) == answer
@@ -54,7 +54,7 @@ word = st.integers(0, 2**32 - 1)
 
 
 @given(st.integers(0, 2**64 - 1), word, word, word, st.lists(st.integers(0, 2**31 - 1), max_size=9))
-def test_words_follow_the_layout(seed, stream, position, attempt, tokens):
+def test_words_have_the_documented_counters(seed, stream, position, attempt, tokens):
     words = Noise(seed, stream).words(np.array(tokens, np.int32), position, attempt)
     key = (seed & 0xFFFFFFFF, seed >> 32)
     expected = [
@@ -64,14 +64,14 @@ def test_words_follow_the_layout(seed, stream, position, attempt, tokens):
 
 
 @given(st.integers(0, 40), st.integers(0, 40))
-def test_ranges_are_the_same_as_arrays(start, length):
+def test_ranges_and_arrays_give_the_same_words(start, length):
     noise = Noise(3, 7)
     tokens = range(start, start + length)
     assert noise.words(tokens, 5).tolist() == noise.words(np.array(tokens, np.int64), 5).tolist()
 
 
 @pytest.mark.parametrize("size", [1, 7, 255, 300, 900])
-def test_a_token_has_its_noise_whatever_surrounds_it(size):
+def test_the_noise_of_a_token_does_not_depend_on_other_tokens(size):
     noise = Noise(12345, stream_id(2, 1, "target"))
     whole = noise.gumbel(range(1000), 9, 1)
     tokens = np.sort(np.random.default_rng(size).choice(1000, size, replace=False))
@@ -81,7 +81,7 @@ def test_a_token_has_its_noise_whatever_surrounds_it(size):
     assert not np.array_equal(part, noise.gumbel(tokens, 9, 2))
 
 
-def test_every_part_of_the_place_matters():
+def test_every_part_of_the_key_and_counter_changes_the_noise():
     noise = Noise(1, 0)
     draws = [
         noise.gumbel(range(8), 0),
@@ -96,25 +96,25 @@ def test_every_part_of_the_place_matters():
     assert len(np.unique(values)) == len(values)
 
 
-def test_uniform_is_uniform_and_gumbel_is_gumbel():
+def test_uniform_and_gumbel_have_their_distributions():
     noise = Noise(99)
     uniform = noise.uniform(range(100_000), 0)
     assert 0 < uniform.min() and uniform.max() < 1
     histogram = np.histogram(uniform, 100, (0, 1))[0]
-    assert ((histogram - 1000) ** 2 / 1000).sum() < 149  # chi-square, 99 degrees, one in 1000
+    assert ((histogram - 1000) ** 2 / 1000).sum() < 149  # chi-square, 99 degrees, p = 0.001
     gumbel = noise.gumbel(range(100_000), 0)
     assert abs(gumbel.mean() - 0.5772) < 4 * 1.2825 / 100_000**0.5
     assert abs(gumbel.std() - 1.2825) < 0.015
 
 
-def test_the_extreme_words_stay_finite(monkeypatch):
+def test_extreme_words_give_finite_noise(monkeypatch):
     extremes = np.array([0, 2**32 - 1], np.uint32)
     monkeypatch.setattr(Noise, "words", lambda *_: extremes)
     values = Noise(0).gumbel(range(2), 0)
     assert np.isfinite(values).all() and values[0] < values[1]
 
 
-def test_stream_packing():
+def test_stream_ids_pack_sample_fork_and_purpose():
     assert stream_id(0, 0, "target") == 0
     assert stream_id(65535, 4095, 15) == 2**32 - 1
     noise = Noise(0, stream_id(7, 5, "residual"))
@@ -126,7 +126,7 @@ def test_stream_packing():
             stream_id(*bad)
 
 
-def test_coins_have_places():
+def test_coins_differ_by_position_attempt_and_index():
     noise = Noise(4).with_purpose("coin")
     coins = {noise.coin(position, attempt, i) for position, attempt, i in np.ndindex(5, 3, 6)}
     assert len(coins) == 90

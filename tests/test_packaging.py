@@ -1,4 +1,4 @@
-"""What is shipped: a light import, one version, a wheel that holds what it should."""
+"""Packaging: fast import, version, dependencies, and the contents of wheels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from anydecode.memory.spill import _is_alive
 
 
 def build_hook_module(repository: Path) -> ModuleType:
-    """`hatch_build.py`, over a stand-in for hatchling, which tests need not have."""
+    """Load `hatch_build.py` with a stand-in for hatchling, which need not be installed."""
     parent = ModuleType("hatchling.builders.hooks.plugin.interface")
     parent.BuildHookInterface = object  # type: ignore[attr-defined]
     sys.modules.setdefault(parent.__name__, parent)
@@ -36,7 +36,7 @@ def build_hook_module(repository: Path) -> ModuleType:
 
 
 def run_hook(module: ModuleType, repository: Path, version: str = "standard") -> dict[str, Any]:
-    """What the hook adds to a wheel, and the warnings it gave."""
+    """The build data that the hook sets, and its warnings."""
     hook = module.KernelBuildHook()
     warnings: list[str] = []
     hook.root = str(repository)
@@ -47,7 +47,7 @@ def run_hook(module: ModuleType, repository: Path, version: str = "standard") ->
     return {**data, "warnings": warnings}
 
 
-def test_import_is_light_and_llm_is_lazy() -> None:
+def test_import_is_fast_and_llm_is_lazy() -> None:
     program = (
         "import sys, anydecode; print('torch' in sys.modules, 'numpy' in sys.modules);"
         "from anydecode import LLM; print('torch' in sys.modules, LLM.__module__)"
@@ -56,8 +56,8 @@ def test_import_is_light_and_llm_is_lazy() -> None:
     assert done.stdout.split("\n")[:2] == ["False False", "True anydecode.engine.llm"]
 
 
-def test_decoding_waits_for_no_package_it_does_not_need() -> None:
-    """Each takes from tenths of a second to several; what a model does need would be seen."""
+def test_decoding_imports_no_package_that_it_does_not_need() -> None:
+    """Each import takes from tenths of a second to several. `tokenizers` is a positive control."""
     others = {"fastapi", "jedi", "llguidance", "lm_eval", "pydantic", "ray", "transformers"}
     program = (
         "import sys; from anydecode import LLM;"
@@ -69,24 +69,24 @@ def test_decoding_waits_for_no_package_it_does_not_need() -> None:
 
 
 def core_distributions(repository: Path) -> set[str]:
-    """What `pip install anydecode` brings, without extras."""
+    """The distributions that `pip install anydecode` installs, without extras."""
     text = (repository / "pyproject.toml").read_text(encoding="utf-8")
-    listed = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
-    assert listed is not None
-    waiting = re.findall(r'^  "(.*)",$', listed[1], re.MULTILINE)
-    found: set[str] = set()
-    while waiting:
-        requirement = Requirement(waiting.pop())
+    match = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    assert match is not None
+    pending = re.findall(r'^  "(.*)",$', match[1], re.MULTILINE)
+    names: set[str] = set()
+    while pending:
+        requirement = Requirement(pending.pop())
         name = canonicalize_name(requirement.name)
-        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+        if name in names or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
             continue
         try:
-            needs = metadata.requires(name) or []
-        except metadata.PackageNotFoundError:  # another environment's alternative
+            requirements = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:  # required in other environments only
             continue
-        found.add(name)
-        waiting += needs
-    return found
+        names.add(name)
+        pending += requirements
+    return names
 
 
 BARE_INSTALL = """
@@ -120,8 +120,8 @@ with LLM("tiny-autoregressive", threads=1) as llm:
 """
 
 
-def test_constraints_and_the_server_come_with_a_bare_install(repository: Path) -> None:
-    """In a process that finds no other package than those of the core dependencies."""
+def test_constraints_and_the_server_need_no_extras(repository: Path) -> None:
+    """In a process that can import the core dependencies only."""
     core = core_distributions(repository)
     assert {"torch", "starlette"} <= core and not {"pytest", "xgrammar"} & core
     hidden = [
@@ -136,7 +136,7 @@ def test_constraints_and_the_server_come_with_a_bare_install(repository: Path) -
 
 WITHOUT_POSIX = """
 import sys, typing
-import torch, numpy, tokenizers, rich, typer  # their own needs are not in question
+import torch, numpy, tokenizers, rich, typer  # imported before the removal below
 import mmap, os, select, signal
 
 GONE = {
@@ -159,7 +159,7 @@ run(sys.argv[1:])
 
 
 def run_without_posix(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """A command in a process that lacks what Windows lacks."""
+    """Run a command in a process without the POSIX functions and modules."""
     program = [sys.executable, "-c", WITHOUT_POSIX, *arguments]
     return subprocess.run(program, capture_output=True, text=True, **settings)
 
@@ -173,33 +173,33 @@ def test_commands_start_without_posix(arguments: list[str]) -> None:
     assert len(done.stdout.splitlines()) > 5
 
 
-def test_a_machine_without_posix_and_compiler_decodes_with_torch_and_says_so() -> None:
+def test_without_posix_and_compiler_the_torch_kernels_are_used_with_a_notice() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "CC"}
-    asked = ["generate", "--model", "tiny-autoregressive", "--max-tokens", "4", "--json", "for"]
-    done = run_without_posix(*asked, env={**environment, "PATH": ""})
+    command = ["generate", "--model", "tiny-autoregressive", "--max-tokens", "4", "--json", "for"]
+    done = run_without_posix(*command, env={**environment, "PATH": ""})
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["num_tokens"] > 0
     (notice,) = [line for line in done.stderr.splitlines() if "C compiler" in line]
     assert notice.startswith("anydecode: no C compiler was found")
     assert notice.endswith("the slower torch kernels are used")
-    refused = run_without_posix(*asked, "--backend", "native", env={**environment, "PATH": ""})
-    assert refused.returncode == 2 and "native kernels are not available" in refused.stderr
+    rejected = run_without_posix(*command, "--backend", "native", env={**environment, "PATH": ""})
+    assert rejected.returncode == 2 and "native kernels are not available" in rejected.stderr
 
 
-def test_memory_is_found_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(pointer: Any) -> int:
+def test_physical_memory_is_read_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory_status(pointer: Any) -> int:
         status = pointer._obj
         assert status.length == 64  # the size of a MEMORYSTATUSEX
         status.total = 17 << 30
         return 1
 
-    api = SimpleNamespace(kernel32=SimpleNamespace(GlobalMemoryStatusEx=answer))
+    api = SimpleNamespace(kernel32=SimpleNamespace(GlobalMemoryStatusEx=memory_status))
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(pages.ctypes, "windll", api, raising=False)
     assert pages.memory_bytes() == 17 << 30
 
 
-def test_memory_that_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_physical_memory_is_none_where_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pages.memory_bytes()
     monkeypatch.delattr(os, "sysconf")
     assert pages.memory_bytes() is None
@@ -211,7 +211,7 @@ def test_no_process_is_signalled_on_windows(monkeypatch: pytest.MonkeyPatch) -> 
     assert not _is_alive(os.getpid())
 
 
-def test_kernels_that_cannot_be_loaded_are_done_without(
+def test_a_library_that_cannot_be_loaded_gives_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken.so"
@@ -229,7 +229,7 @@ def test_public_names_resolve() -> None:
         _ = anydecode.nonsense
 
 
-def test_one_logger_without_handlers_of_its_own() -> None:
+def test_the_logger_has_only_a_null_handler() -> None:
     handlers = logging.getLogger("anydecode").handlers
     assert [type(handler) for handler in handlers] == [logging.NullHandler]
 
@@ -242,16 +242,16 @@ def test_the_version_is_semantic_and_has_a_changelog_entry(repository: Path) -> 
     assert f"version: {release[1]}" in citation
 
 
-def test_the_package_says_that_it_is_typed(repository: Path) -> None:
+def test_the_package_is_marked_as_typed(repository: Path) -> None:
     assert (repository / "src" / "anydecode" / "py.typed").is_file()
 
 
 def test_readme_commands_are_targets_of_the_makefile(repository: Path) -> None:
     readme = (repository / "README.md").read_text(encoding="utf-8")
     makefile = (repository / "Makefile").read_text(encoding="utf-8")
-    named = set(re.findall(r"^make (\w+)", readme, re.MULTILINE))
-    assert {"demo", "test"} <= named
-    assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in named)
+    targets = set(re.findall(r"^make (\w+)", readme, re.MULTILINE))
+    assert {"demo", "test"} <= targets
+    assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in targets)
 
 
 def test_constraints_pin_torch_and_no_cuda_library(repository: Path) -> None:
@@ -268,9 +268,9 @@ def test_a_failed_build_leaves_a_pure_wheel(
     module = build_hook_module(repository)
     monkeypatch.setenv("ANYDECODE_BUILD", "auto")
     monkeypatch.setenv("CC", "/nonexistent/compiler")
-    found = run_hook(module, repository)
-    assert found["force_include"] == {} and "tag" not in found
-    assert len(found["warnings"]) == 1 and "torch reference" in found["warnings"][0]
+    data = run_hook(module, repository)
+    assert data["force_include"] == {} and "tag" not in data
+    assert len(data["warnings"]) == 1 and "torch reference" in data["warnings"][0]
     monkeypatch.setenv("ANYDECODE_BUILD", "always")
     with pytest.raises(OSError):
         run_hook(module, repository)
@@ -283,20 +283,20 @@ def test_a_built_library_makes_a_platform_wheel(
     monkeypatch.delenv("ANYDECODE_BUILD", raising=False)
     monkeypatch.setenv("ANYDECODE_PLATFORM", "manylinux_2_17_x86_64")
     monkeypatch.setattr(module, "build_library", lambda root, out_dir: out_dir / "libanydecode.so")
-    found = run_hook(module, repository)
-    assert found["tag"] == "py3-none-manylinux_2_17_x86_64" and found["pure_python"] is False
-    assert list(found["force_include"].values()) == ["anydecode/kernels/cpu/libanydecode.so"]
+    data = run_hook(module, repository)
+    assert data["tag"] == "py3-none-manylinux_2_17_x86_64" and data["pure_python"] is False
+    assert list(data["force_include"].values()) == ["anydecode/kernels/cpu/libanydecode.so"]
     assert run_hook(module, repository, "editable")["force_include"] == {}
 
 
-def test_the_kernels_look_where_the_wheel_puts_the_library(repository: Path) -> None:
+def test_the_kernels_use_the_library_path_of_the_wheel(repository: Path) -> None:
     from anydecode.kernels import build
 
     assert build.SOURCES == repository / "src" / "anydecode" / "kernels" / "cpu"
     assert callable(build.compile_library) and callable(build.find_compiler)
 
 
-def test_one_machine_builds_the_library_of_every_wheel(
+def test_every_platform_tag_is_cross_compiled(
     repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from anydecode.kernels import build
@@ -316,10 +316,10 @@ def test_one_machine_builds_the_library_of_every_wheel(
         names.append(build.compile_for(tag, tmp_path / tag).name)
         assert all(command[2:5] == ["ziglang", "cc", "-target"] for command in commands)
         assert {command[5] for command in commands} == {target}
-        words = {word for command in commands for word in command}
-        assert ("-DVARIANT=neon_dot" in words) == target.startswith("aarch64")
-        assert ("-pthread" in words) == ("windows" not in target)
-        link = commands[-1]  # what it links says nothing of the machine that built it
+        options = {option for command in commands for option in command}
+        assert ("-DVARIANT=neon_dot" in options) == target.startswith("aarch64")
+        assert ("-pthread" in options) == ("windows" not in target)
+        link = commands[-1]  # no paths of the build machine in the library
         assert "-s" in link and all("-g0" in command for command in commands[:-1])
         assert ("-Wl,-install_name,@rpath/libanydecode.dylib" in link) == ("macos" in target)
         commands.clear()

@@ -1,4 +1,4 @@
-"""The reference arithmetic: right against float64, and the same bits wherever a row stands."""
+"""The reference backend: results against float64, and batch invariance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from anydecode.kernels import elementary
 from anydecode.kernels.formats import plain_weight, quantize
 from anydecode.kernels.interface import KEY_BLOCK, Attention, KeyValues, LowRank, Rope, Rows, Weight
-from anydecode.kernels.reference import ReferenceBackend, routed
+from anydecode.kernels.reference import ReferenceBackend, expert_weights
 from anydecode.kernels.tiled import TILES, TiledProduct
 from tiny_models import make_rows
 
@@ -37,8 +37,8 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_product_is_invariant(shape: tuple[int, int]) -> None:
-    """A row alone, at every place of a tile, and among 3 to 150 others: equal bits."""
+def test_products_are_batch_invariant(shape: tuple[int, int]) -> None:
+    """A row has the same bits alone, at every index of a tile, and among up to 149 others."""
     product, weight = TiledProduct(), plain_weight(randn(*shape))
     row = randn(1, shape[1], seed=1)
     alone = product(row, weight)[0]
@@ -51,15 +51,15 @@ def test_product_is_invariant(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_product_is_right(shape: tuple[int, int]) -> None:
+def test_products_match_float64(shape: tuple[int, int]) -> None:
     x, matrix = randn(11, shape[1]), randn(*shape, seed=2)
     exact = x.double() @ matrix.double().T
     bound = 1e-6 * (x.abs().double() @ matrix.abs().double().T)
     assert ((TiledProduct()(x, plain_weight(matrix)) - exact).abs() <= bound).all()
 
 
-def test_plain_product_would_fail() -> None:
-    """Twin: the library's own product gives a row other bits among others than alone."""
+def test_a_plain_product_is_not_batch_invariant() -> None:
+    """Counterexample: the library's own product gives a row other bits among others than alone."""
     different = 0
     for out_features, in_features in SHAPES:
         matrix, x = randn(out_features, in_features), randn(33, in_features, seed=1)
@@ -67,30 +67,30 @@ def test_plain_product_would_fail() -> None:
     assert different > 0
 
 
-def test_probe_rejects_what_depends_on_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin: where a tile's rows differ by place, rows go one by one."""
+def test_tiles_that_depend_on_the_row_index_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where bits depend on the index in the tile, rows are multiplied one at a time."""
     real = torch.mm
 
-    def crooked(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    def position_dependent(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         real(a, b, out=out)
         if len(a) > 1:
             out[-1] = torch.nextafter(out[-1], torch.tensor(float("inf")))
         return out
 
-    monkeypatch.setattr(torch, "mm", crooked)
+    monkeypatch.setattr(torch, "mm", position_dependent)
     product, weight = TiledProduct(), plain_weight(randn(20, 32))
     assert product.tiles(weight.data) == (1,)
     x = randn(10, 32, seed=1)
     assert torch.equal(product(x, weight)[9], product(x[9:], weight)[0])
 
 
-def test_tiles_in_use() -> None:
-    """An ordinary shape gets a tile of several rows, so that weights are read once for them."""
+def test_an_ordinary_shape_uses_a_tile() -> None:
+    """An ordinary shape has a tile of several rows, so that weights are read once for them."""
     assert TiledProduct().tiles(randn(64, 64))[0] in TILES
 
 
 @pytest.mark.parametrize("format", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
-def test_packed_product(format: str) -> None:
+def test_products_with_packed_weights(format: str) -> None:
     from anydecode.kernels.formats import dequantize
 
     matrix = randn(70, 64)
@@ -105,7 +105,7 @@ def test_packed_product(format: str) -> None:
     assert torch.equal(product(x[3:4], weight)[0], y[3])
 
 
-def test_large_weights_are_unpacked_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_dequantised_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     from anydecode.kernels import tiled
 
     weight, x = quantize(randn(300, 64), "Q8_0"), randn(4, 64, seed=1)
@@ -132,20 +132,20 @@ def test_large_weights_are_unpacked_in_groups(monkeypatch: pytest.MonkeyPatch) -
         (elementary.silu, torch.nn.functional.silu, -30.0, 30.0, 1e-6),
     ],
 )
-def test_functions_are_right(ours, exact, low, high, margin) -> None:  # type: ignore[no-untyped-def]
+def test_functions_match_float64(ours, exact, low, high, margin) -> None:  # type: ignore[no-untyped-def]
     x = torch.linspace(low, high, 40001)
-    wanted = exact(x.double())
-    error = (ours(x) - wanted).abs() / wanted.abs().clamp(min=1e-30)
-    assert error[wanted != 0].max() < margin
+    expected = exact(x.double())
+    error = (ours(x) - expected).abs() / expected.abs().clamp(min=1e-30)
+    assert error[expected != 0].max() < margin
 
 
-def test_gelu_is_right() -> None:
+def test_gelu_matches_torch() -> None:
     x = torch.linspace(-12, 12, 10001)
-    wanted = torch.nn.functional.gelu(x.double(), approximate="tanh")
-    assert (elementary.gelu_tanh(x) - wanted).abs().max() < 2e-6
+    expected = torch.nn.functional.gelu(x.double(), approximate="tanh")
+    assert (elementary.gelu_tanh(x) - expected).abs().max() < 2e-6
 
 
-def test_exp_at_its_ends() -> None:
+def test_exp_at_its_limits() -> None:
     x = torch.tensor([-float("inf"), -1e9, -87.5, 0.0, 1000.0])
     y = elementary.exp(x)
     assert y[:4].tolist() == [0.0, 0.0, 0.0, 1.0]
@@ -154,7 +154,7 @@ def test_exp_at_its_ends() -> None:
 
 @given(st.integers(1, 70), st.integers(0, 60), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
-def test_functions_do_not_see_their_place(length: int, position: int, seed: int) -> None:
+def test_functions_do_not_depend_on_the_index(length: int, position: int, seed: int) -> None:
     position = position % length
     x = randn(length, seed=seed) * 3
     for function in (elementary.exp, elementary.tanh, elementary.silu, elementary.gelu_tanh):
@@ -163,7 +163,7 @@ def test_functions_do_not_see_their_place(length: int, position: int, seed: int)
 
 @given(st.integers(1, 200), st.integers(1, 40))
 @settings(max_examples=40, deadline=None)
-def test_tree_sum(width: int, rows: int) -> None:
+def test_tree_sum_matches_float64_and_is_invariant(width: int, rows: int) -> None:
     x = randn(rows, width)
     y = elementary.tree_sum(x)
     assert (y - x.double().sum(-1)).abs().max() < 1e-4
@@ -199,14 +199,16 @@ def simple_rows(positions: list[int]) -> Rows:
     )
 
 
-def test_rms_norm() -> None:
+def test_rms_norm_matches_float64() -> None:
     x, weight = randn(3, 24), randn(8, seed=1)
     parts = x.double().view(3, 3, 8)
-    wanted = parts / (parts.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-    assert (ReferenceBackend().rms_norm(x, weight, 1e-5, 3) - wanted.view(3, 24)).abs().max() < 1e-6
+    expected = parts / (parts.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    assert (
+        ReferenceBackend().rms_norm(x, weight, 1e-5, 3) - expected.view(3, 24)
+    ).abs().max() < 1e-6
     wide = randn(24, seed=2)
-    wanted = (wanted / weight).view(3, 24) * wide
-    assert (ReferenceBackend().rms_norm(x, wide, 1e-5, 3) - wanted).abs().max() < 2e-6
+    expected = (expected / weight).view(3, 24) * wide
+    assert (ReferenceBackend().rms_norm(x, wide, 1e-5, 3) - expected).abs().max() < 2e-6
 
 
 def test_rope_rotates_the_first_dimensions_only() -> None:
@@ -216,10 +218,10 @@ def test_rope_rotates_the_first_dimensions_only() -> None:
     heads = x.view(2, 2, 6)
     assert torch.equal(y[..., 4:], heads[..., 4:])
     assert torch.allclose(y[0, :, :4], heads[0, :, :4] * 2)
-    turned = torch.complex(heads[1, :, :2], heads[1, :, 2:4]) * torch.polar(
+    rotated = torch.complex(heads[1, :, :2], heads[1, :, 2:4]) * torch.polar(
         torch.tensor(2.0), torch.tensor([5.0, 0.5])
     )
-    assert torch.allclose(y[1, :, :4], torch.cat((turned.real, turned.imag), -1), atol=1e-5)
+    assert torch.allclose(y[1, :, :4], torch.cat((rotated.real, rotated.imag), -1), atol=1e-5)
 
 
 SHAPE = Attention(num_heads=4, num_kv_heads=2, head_dim=6, scale=0.4)
@@ -228,7 +230,7 @@ SHAPE = Attention(num_heads=4, num_kv_heads=2, head_dim=6, scale=0.4)
 def dense_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: list[int], shape: Attention
 ) -> torch.Tensor:
-    """One row in float64, straight from the definition."""
+    """Attention of one row in float64, by the definition."""
     group = shape.num_heads // shape.num_kv_heads
     k = keys[slots].double().repeat_interleave(group, 1)
     v = values[slots].double().repeat_interleave(group, 1)
@@ -240,36 +242,36 @@ def dense_attention(
 
 @pytest.mark.parametrize("length", [1, 5, 31, 32, 33, 64, 100])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 1.5), (7, 1.0)])
-def test_attention_is_right(length: int, window: int | None, softcap: float | None) -> None:
-    """With holes, a tail, a window, a soft cap; unseen slots hold infinities."""
+def test_attention_matches_float64(length: int, window: int | None, softcap: float | None) -> None:
+    """With masked positions, a tail, a window and a soft cap; other slots hold NaN and infinity."""
     shape = Attention(4, 2, 6, 0.4, window, softcap)
     generator = np.random.default_rng(length)
     slots = generator.permutation(200)[:length]
-    holes = generator.random(length) < 0.2
-    holes[-1] = False
-    seen = np.where(holes, -1, slots)
+    masked = generator.random(length) < 0.2
+    masked[-1] = False
+    table = np.where(masked, -1, slots)
     split = length // 2
     rows = make_rows(
         [0],
         [length - 1],
         [slots[-1]],
-        [seen[:split]],
+        [table[:split]],
         [0],
         [split],
-        [seen[split:].tolist()],
+        [table[split:].tolist()],
     )
     keys, values = randn(200, 2, 6, seed=3), randn(200, 2, 6, seed=4)
-    unseen = np.setdiff1d(np.arange(200), seen)
-    keys[unseen], values[unseen] = float("nan"), float("inf")
+    other_slots = np.setdiff1d(np.arange(200), table)
+    keys[other_slots], values[other_slots] = float("nan"), float("inf")
     q, k, v = randn(1, 24), randn(1, 12, seed=1), randn(1, 12, seed=2)
-    got = bound(rows, KeyValues([keys], [values])).attention(q, k, v, 0, shape)[0]
+    result = bound(rows, KeyValues([keys], [values])).attention(q, k, v, 0, shape)[0]
     first = 0 if window is None else max(0, length - window)
-    visible = [int(slot) for slot in seen[first:] if slot >= 0]
+    visible = [int(slot) for slot in table[first:] if slot >= 0]
     assert torch.equal(keys[slots[-1]], k.view(2, 6))
-    assert (got - dense_attention(q[0], keys, values, visible, shape)).abs().max() < 1e-5
+    assert (result - dense_attention(q[0], keys, values, visible, shape)).abs().max() < 1e-5
 
 
-def test_a_row_that_sees_nothing_gets_zeros() -> None:
+def test_a_fully_masked_row_gives_zeros() -> None:
     cache = KeyValues([randn(4, 2, 6)], [randn(4, 2, 6)])
     rows = simple_rows([0, 1])
     rows.tables, rows.prefix = [np.array([-1, -1], np.int32)], np.array([0, 2], np.int32)
@@ -279,9 +281,10 @@ def test_a_row_that_sees_nothing_gets_zeros() -> None:
 
 @given(st.data())
 @settings(max_examples=40, deadline=None)
-def test_attention_does_not_see_its_neighbours(data: st.DataObject) -> None:
-    """A row alone equals the row among others with other lengths, slots and split into table and
-    tail; only the tokens behind the positions count."""
+def test_attention_is_batch_invariant(data: st.DataObject) -> None:
+    """A row has the same bits alone and among rows of other lengths, with other slots and another
+    split into table and tail; only the contents of its positions matter.
+    """
     length = data.draw(st.integers(1, 90))
     others = data.draw(st.lists(st.integers(1, 150), max_size=6))
     position = data.draw(st.integers(0, len(others)))
@@ -315,22 +318,22 @@ def test_attention_does_not_see_its_neighbours(data: st.DataObject) -> None:
     assert torch.equal(run(mixed, position, prefix), alone)
 
 
-def test_attention_in_one_sum_would_fail() -> None:
-    """Twin: a sum over whatever columns there are changes with the padding a neighbour brings."""
+def test_a_sum_without_blocks_depends_on_padding() -> None:
+    """Counterexample: a sum over all columns changes with the padding that another row causes."""
     weights = randn(20, KEY_BLOCK + 5).abs()
     longer = torch.nn.functional.pad(weights, (0, 40))
     assert not torch.equal(elementary.tree_sum(weights), elementary.tree_sum(longer))
 
 
-def test_experts_tie_to_the_lower_id() -> None:
-    shares = routed(torch.tensor([[1.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0]]), 2, True)
+def test_ties_of_experts_go_to_the_lower_id() -> None:
+    shares = expert_weights(torch.tensor([[1.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0]]), 2, True)
     assert torch.equal(
         shares > 0, torch.tensor([[False, True, True, False], [True, True] + [False] * 2])
     )
     assert torch.allclose(shares.sum(-1), torch.ones(2))
 
 
-def test_experts_are_right_and_invariant() -> None:
+def test_experts_match_float64_and_are_batch_invariant() -> None:
     x, router = randn(9, 16), randn(9, 5, seed=1)
     gate = [plain_weight(randn(24, 16, seed=10 + e)) for e in range(5)]
     up = [plain_weight(randn(24, 16, seed=20 + e)) for e in range(5)]
@@ -339,19 +342,19 @@ def test_experts_are_right_and_invariant() -> None:
     y = backend.experts(x, router, gate, up, down, 2, False, "silu")
     shares = router.double().softmax(-1)
     top = shares.topk(2, -1)
-    wanted = torch.zeros(9, 16, dtype=torch.float64)
+    expected = torch.zeros(9, 16, dtype=torch.float64)
     for row in range(9):
         for share, e in zip(top.values[row], top.indices[row].tolist(), strict=True):
             inner = torch.nn.functional.silu(x[row].double() @ gate[e].data.double().T)
             inner = inner * (x[row].double() @ up[e].data.double().T)
-            wanted[row] += share * (inner @ down[e].data.double().T)
-    assert (y - wanted).abs().max() < 1e-3
+            expected[row] += share * (inner @ down[e].data.double().T)
+    assert (y - expected).abs().max() < 1e-3
     for row in range(9):
         alone = backend.experts(x[row:][:1], router[row:][:1], gate, up, down, 2, False, "silu")
         assert torch.equal(alone[0], y[row])
 
 
-def test_adapters_touch_their_rows_alone() -> None:
+def test_adapters_change_only_their_rows() -> None:
     weight = Weight("F32", 12, 16, randn(12, 16), "here")
     delta = LowRank(plain_weight(randn(3, 16, seed=1)), plain_weight(randn(12, 3, seed=2)), 0.5)
     rows = simple_rows([0, 1, 2, 3])
@@ -360,8 +363,8 @@ def test_adapters_touch_their_rows_alone() -> None:
     rows.adapters = np.array([-1, 1, 0, 1], np.int32)
     adapted = bound(rows, None, [{"elsewhere": delta}, {"here": delta}]).linear(x, weight)
     assert torch.equal(adapted[[0, 2]], plain[[0, 2]])
-    wanted = plain + x @ delta.down.data.T @ delta.up.data.T * 0.5
-    assert torch.allclose(adapted[[1, 3]], wanted[[1, 3]], atol=1e-5)
+    expected = plain + x @ delta.down.data.T @ delta.up.data.T * 0.5
+    assert torch.allclose(adapted[[1, 3]], expected[[1, 3]], atol=1e-5)
     rows = simple_rows([3])
     rows.adapters = np.array([1], np.int32)
     alone = bound(rows, None, [{}, {"here": delta}]).linear(x[3:], weight)

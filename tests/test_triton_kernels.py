@@ -1,5 +1,7 @@
-"""The Triton kernels: each op held against the torch reference, and the same bits wherever a row
-stands. Without a GPU they run in Triton's interpreter, and are compiled for one all the same."""
+"""The Triton kernels: each operation against the torch reference, and batch invariance.
+
+Without a GPU they run in Triton's interpreter, and are compiled for a GPU as well.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ pytest.importorskip("triton")
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.cuda import attention, packing, pointwise, sampling
-from anydecode.kernels.cuda.available import interpreted, kernel_device, why_not
+from anydecode.kernels.cuda.available import is_interpreted, kernel_device, unavailable_reason
 from anydecode.kernels.cuda.backend import TritonBackend
 from anydecode.kernels.cuda.executor import SampleState, TritonExecutor
 from anydecode.kernels.cuda.graphs import Launch, NoGraphs, Recorder
@@ -50,15 +52,15 @@ from anydecode.models.opening import choose_executor
 from anydecode.scoring.noise import Noise, stream_id
 from tiny_models import chain, hf_model, make_rows, own_model, whole
 
-problem = why_not()
+problem = unavailable_reason()
 pytestmark = pytest.mark.skipif(problem is not None, reason=str(problem))
 
 DEVICE = torch.device(kernel_device())
-#: Error of a product, in units of |x| @ |w|, that the number format allows: activations and
-#: dequantised weights are rounded to bfloat16, float16 weights meet tf32 inputs. The interpreter
-#: cuts where a GPU rounds, and leaves tf32 out.
-STEP = 2.0**-7 if interpreted() else 2.0**-8
-ALLOWED = {"F32": 1e-6, "F16": 1e-6 if interpreted() else 1.1e-3, "BF16": 1.02 * STEP}
+#: Error bound of a product, in units of |x| @ |w|, by weight format: activations and dequantised
+#: weights are rounded to bfloat16, and inputs of float16 weights to tf32. The interpreter truncates
+#: where a GPU rounds, and does not round to tf32.
+STEP = 2.0**-7 if is_interpreted() else 2.0**-8
+ALLOWED = {"F32": 1e-6, "F16": 1e-6 if is_interpreted() else 1.1e-3, "BF16": 1.02 * STEP}
 ROUNDED = 2.05 * STEP
 
 quick = settings(
@@ -68,9 +70,8 @@ quick = settings(
 
 @pytest.fixture(autouse=True, scope="module")
 def fast_interpreter() -> Iterator[None]:
-    """A program costs the interpreter the same whatever it multiplies, so there are few of them;
-    and it need not look for overflows of every addition."""
-    if not interpreted():
+    """Large tiles, because each program is slow in the interpreter, and no overflow checks."""
+    if not is_interpreted():
         yield
         return
     from triton.runtime.interpreter import interpreter_builder as builder
@@ -83,8 +84,8 @@ def fast_interpreter() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nobody has written to holds no number."""
+def poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill uninitialised memory with NaN or -99."""
     for name in ("empty", "empty_like"):
         real = getattr(torch, name)
 
@@ -100,7 +101,9 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def random_weight(format: str, rows: int, columns: int, seed: int = 0) -> Weight:
-    """A random matrix in any format; the K formats from random bytes under tame scales."""
+    """A random matrix in any format; those that `quantize` cannot write from random bytes and small
+    scales.
+    """
     values = randn(rows, columns, seed=seed).cpu()
     if format in ("F32", "F16", "BF16"):
         kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -117,9 +120,9 @@ def random_weight(format: str, rows: int, columns: int, seed: int = 0) -> Weight
     return Weight(format, rows, columns, data, f"{format}.{seed}")
 
 
-def width_of(format: str, least: int) -> int:
+def width_of(format: str, min_width: int) -> int:
     values = BLOCKS[format][0]
-    return -(-least // values) * values
+    return -(-min_width // values) * values
 
 
 def packed(format: str, rows: int, columns: int, seed: int = 0, **options: Any) -> Packed:
@@ -131,26 +134,26 @@ def packed(format: str, rows: int, columns: int, seed: int = 0, **options: Any) 
 
 @pytest.mark.parametrize("format", sorted(BLOCKS))
 def test_embeddings_are_the_dequantised_rows(format: str) -> None:
-    """Packing keeps every number; of the K formats' scales it keeps 11 bits."""
+    """Packing is exact, except for the scales of K formats, which have 11 bits."""
     weight = random_weight(format, 9, width_of(format, 96))
     tokens = torch.tensor([3, 0, 8, -1], dtype=torch.int32, device=DEVICE)
-    found = pointwise.embed(tokens, pack([weight], DEVICE), 2.0).cpu()
-    wanted = dequantize(weight)[[3, 0, 8, 0]] * 2
+    result = pointwise.embed(tokens, pack([weight], DEVICE), 2.0).cpu()
+    expected = dequantize(weight)[[3, 0, 8, 0]] * 2
     if format.endswith("_K"):
-        assert ((found - wanted).abs() <= 2.0**-10 * dequantize(weight).abs().max() * 2).all()
+        assert ((result - expected).abs() <= 2.0**-10 * dequantize(weight).abs().max() * 2).all()
     else:
-        assert torch.equal(found, wanted)
+        assert torch.equal(result, expected)
 
 
-def test_a_part_of_a_matrix_is_cut_like_the_whole() -> None:
+def test_a_part_of_a_matrix_has_the_tile_of_the_whole() -> None:
     whole_weight = packed("Q4_1", 300, 512)
     part, x = whole_weight.rows(37, 101), randn(3, 512)
     assert part.tile == whole_weight.tile
     assert torch.equal(product(x, part), product(x, whole_weight)[:, 37:101])
 
 
-def test_tiles_know_no_row_count() -> None:
-    """Large matrices are not split, small ones are; what decides is the weight's shape alone."""
+def test_tiles_depend_on_the_weight_shape_alone() -> None:
+    """Matrices with few rows are split, others are not."""
     columns = packing._COLUMNS
     packing._COLUMNS = ((64, 512), (32, 128), (16, 1))
     try:
@@ -179,7 +182,7 @@ def exact_product(
 @quick
 @given(st.data())
 @pytest.mark.parametrize("format", sorted(BLOCKS))
-def test_products(format: str, data: st.DataObject) -> None:
+def test_products_match_float64(format: str, data: st.DataObject) -> None:
     rows, out = data.draw(st.integers(1, 19)), data.draw(st.integers(1, 90))
     columns = width_of(format, data.draw(st.integers(1, 300)))
     seed = data.draw(st.integers(0, 99))
@@ -187,25 +190,25 @@ def test_products(format: str, data: st.DataObject) -> None:
     norm = randn(columns, seed=3) if data.draw(st.booleans()) else None
     bias = randn(out, seed=4) if data.draw(st.booleans()) else None
     residual = randn(rows, out, seed=5) if data.draw(st.booleans()) else None
-    ready = pack([weight], DEVICE)
-    if norm is not None and ready.tile.splits > 1:
+    device_rows = pack([weight], DEVICE)
+    if norm is not None and device_rows.tile.splits > 1:
         norm = None
-    wanted, size = exact_product(x, weight, norm, 1e-5)
+    expected, size = exact_product(x, weight, norm, 1e-5)
     for extra in (bias, residual):
         if extra is not None:
-            wanted = wanted + extra.double().cpu()
-    got = product(x, ready, norm=norm, eps=1e-5, bias=bias, residual=residual).cpu()
-    assert ((got - wanted).abs() <= ALLOWED.get(format, ROUNDED) * size + 1e-5).all()
+            expected = expected + extra.double().cpu()
+    result = product(x, device_rows, norm=norm, eps=1e-5, bias=bias, residual=residual).cpu()
+    assert ((result - expected).abs() <= ALLOWED.get(format, ROUNDED) * size + 1e-5).all()
 
 
 @pytest.mark.parametrize(
     ("format", "splits", "activation"),
     [("F32", 1, "gelu_tanh"), ("BF16", 3, "silu"), ("Q4_1", 1, "silu"), ("Q8_0", 3, "gelu_tanh")],
 )
-def test_gated_products(
+def test_gated_products_equal_two_products_and_a_gate(
     format: str, splits: int, activation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One kernel for gate and up gives the bits of two products and a gate."""
+    """One kernel for gate and up has the bits of two products and a gate."""
     monkeypatch.setattr(packing, "_PROGRAMS", splits)
     width = 1536 if splits > 1 else 256
     gate, up = (random_weight(format, 40, width, seed) for seed in (1, 2))
@@ -219,16 +222,18 @@ def test_gated_products(
     )
     assert torch.equal(fused, pointwise.gated(*parts, activation))
     exact = [exact_product(x, w, norm, 1e-6)[0].float() for w in (gate, up)]
-    wanted = ReferenceBackend().gated(*exact, activation)
-    assert (fused.cpu() - wanted).abs().max() < 0.03 * wanted.abs().max()
+    expected = ReferenceBackend().gated(*exact, activation)
+    assert (fused.cpu() - expected).abs().max() < 0.03 * expected.abs().max()
 
 
 @pytest.mark.parametrize(
     ("format", "splits"),
     [("F32", 1), ("F16", 4), ("BF16", 1), ("BF16", 4), ("Q4_0", 1), ("Q4_K", 4), ("Q8_0", 1)],
 )
-def test_products_are_invariant(format: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row alone, at every place of a tile and in the tile behind it: equal bits."""
+def test_products_are_batch_invariant(
+    format: str, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row has the same bits alone, at every index of a tile and in the next tile."""
     monkeypatch.setattr(packing, "_PROGRAMS", splits)
     width = 2048 if splits > 1 else 512
     weight = packed(format, 48, width)
@@ -238,24 +243,26 @@ def test_products_are_invariant(format: str, splits: int, monkeypatch: pytest.Mo
     alone = product(row, weight, **options)[0]
     same = product(row.expand(18, -1).contiguous(), weight, **options)
     assert torch.equal(same, alone.expand_as(same))
-    among = randn(18, width, seed=7)
-    among[17] = row[0]
-    assert torch.equal(product(among, weight, **options)[17], alone)
+    mixed = randn(18, width, seed=7)
+    mixed[17] = row[0]
+    assert torch.equal(product(mixed, weight, **options)[17], alone)
 
 
-def test_splits_by_row_count_would_fail() -> None:
-    """Twin: the same product cut into another number of parts has other bits."""
+def test_another_number_of_splits_changes_bits() -> None:
+    """Counterexample: the same product with another number of splits has other bits."""
     weight, x = packed("F32", 48, 2048), randn(1, 2048)
-    halves = dataclasses.replace(weight, tile=dataclasses.replace(weight.tile, splits=7))
-    assert not torch.equal(product(x, weight), product(x, halves))
+    resplit = dataclasses.replace(weight, tile=dataclasses.replace(weight.tile, splits=7))
+    assert not torch.equal(product(x, weight), product(x, resplit))
 
 
-# --- rows one by one
+# --- row-wise operations
 
 
 @quick
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 700), st.integers(0, 99))
-def test_pointwise(rows: int, groups: int, part: int, seed: int) -> None:
+def test_pointwise_operations_match_the_reference(
+    rows: int, groups: int, part: int, seed: int
+) -> None:
     width = groups * part
     x, y = randn(rows, width, seed=seed) * 3, randn(rows, width, seed=seed + 1)
     backend, reference = TritonBackend(DEVICE), ReferenceBackend()
@@ -271,8 +278,8 @@ def test_pointwise(rows: int, groups: int, part: int, seed: int) -> None:
     }.items():
         ours = getattr(backend, name)(x, *arguments).cpu()
         theirs = (a.cpu() if isinstance(a, torch.Tensor) else a for a in arguments)
-        wanted = getattr(reference, name)(x.cpu(), *theirs)
-        assert torch.allclose(ours, wanted, rtol=1e-5, atol=1e-6)
+        expected = getattr(reference, name)(x.cpu(), *theirs)
+        assert torch.allclose(ours, expected, rtol=1e-5, atol=1e-6)
     alone = backend.force(backend.rms_norm(x[-1:], None, 1e-5, groups))
     assert torch.equal(alone[0], backend.force(backend.rms_norm(x, None, 1e-5, groups))[-1])
 
@@ -284,46 +291,46 @@ def rows_at(positions: list[int], slots: list[int]) -> Rows:
     )
 
 
-@pytest.mark.parametrize(("heads", "head_dim", "turned"), [(3, 12, 8), (4, 16, 16), (1, 6, 2)])
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "head_dim", "rotary_dim"), [(3, 12, 8), (4, 16, 16), (1, 6, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotation_norm_and_cache_write(
-    heads: int, head_dim: int, turned: int, kind: torch.dtype, normed: bool
+def test_fused_rotation_norm_and_cache_write_match_the_reference(
+    heads: int, head_dim: int, rotary_dim: int, dtype: torch.dtype, normed: bool
 ) -> None:
-    """In one kernel, out of one product, into slots; a row without a slot writes nowhere."""
+    """From strided parts of one product into slots; a row without a slot stores nothing."""
     shape, width = Attention(2 * heads, heads, head_dim, 1.0), heads * head_dim
     q, k, v = randn(3, 4 * width).split([2 * width, width, width], 1)
-    rope = Rope(1.0 / 10000 ** (torch.arange(0, turned, 2) / turned), 1.2)
+    rope = Rope(1.0 / 10000 ** (torch.arange(0, rotary_dim, 2) / rotary_dim), 1.2)
     rows = rows_at([0, 7, 1200], [4, -1, 2])
     weights = [randn(head_dim, seed=2), randn(head_dim, seed=3)]
     keys, values = (
-        torch.full((6, heads, head_dim), 9.0, dtype=kind, device=DEVICE) for _ in range(2)
+        torch.full((6, heads, head_dim), 9.0, dtype=dtype, device=DEVICE) for _ in range(2)
     )
     backend, reference = TritonBackend(DEVICE), ReferenceBackend()
     for each in (backend, reference):
         each.bind(rows, np.arange(3), KeyValues([keys], [values]))
-    ready = backend.rows
-    assert ready is not None
+    device_rows = backend.rows
+    assert device_rows is not None
     norms = [(weight, 1e-6) if normed else None for weight in weights]
     tables = backend._rotary_table(rope)
-    found = attention.store(
-        q, k, v, keys, values, ready, shape, rope=tables, q_norm=norms[0], k_norm=norms[1]
+    queries = attention.store(
+        q, k, v, keys, values, device_rows, shape, rope=tables, q_norm=norms[0], k_norm=norms[1]
     )
-    wanted = []
+    expected = []
     for x, count, weight in ((q, 2 * heads, weights[0]), (k, heads, weights[1])):
         x = x.cpu().contiguous()
         if normed:
             x = reference.rms_norm(x, weight.cpu(), 1e-6, count)
-        wanted.append(reference.rope(x, count, rope))
-    assert (found.cpu() - wanted[0]).abs().max() < 1e-4
+        expected.append(reference.rope(x, count, rope))
+    assert (queries.cpu() - expected[0]).abs().max() < 1e-4
     if not normed:
         again = backend.force(backend.rope(q, 2 * heads, rope))
-        assert torch.equal(again, found)
-    margin = 1.01 * STEP if kind == torch.bfloat16 else 1e-4
-    for stored, expected in ((keys, wanted[1]), (values, v.cpu())):
+        assert torch.equal(again, queries)
+    margin = 1.01 * STEP if dtype == torch.bfloat16 else 1e-4
+    for stored, row_values in ((keys, expected[1]), (values, v.cpu())):
         for slot, row in ((4, 0), (2, 2)):
-            got = stored[slot].flatten().float().cpu()
-            assert torch.allclose(got, expected[row], rtol=margin, atol=1e-5)
+            result = stored[slot].flatten().float().cpu()
+            assert torch.allclose(result, row_values[row], rtol=margin, atol=1e-5)
         assert (stored[[0, 1, 3, 5]] == 9).all()
 
 
@@ -332,7 +339,7 @@ def test_rotation_norm_and_cache_write(
 
 @st.composite
 def visible_rows(draw: st.DrawFn) -> Rows:
-    """Rows with prefixes of two tables, tails, and holes in both."""
+    """Rows with prefixes of two tables, tails, and masked positions in both."""
     generator = np.random.default_rng(draw(st.integers(0, 999)))
     tables = [generator.integers(-1, 120, draw(st.integers(1, 100))) for _ in range(2)]
     count = draw(st.integers(1, 3))
@@ -343,8 +350,8 @@ def visible_rows(draw: st.DrawFn) -> Rows:
     return make_rows([0] * count, positions, [-1] * count, tables, which, prefix, tails)
 
 
-def one_cache(kind: torch.dtype, seed: int = 3) -> KeyValues:
-    keys, values = (randn(120, 2, 12, seed=seed + i).to(kind) for i in range(2))
+def one_cache(dtype: torch.dtype, seed: int = 3) -> KeyValues:
+    keys, values = (randn(120, 2, 12, seed=seed + i).to(dtype) for i in range(2))
     return KeyValues([keys], [values])
 
 
@@ -364,45 +371,52 @@ def attend(
     st.sampled_from([None, 1.5]),
     st.sampled_from([(torch.float32, 1e-5), (torch.bfloat16, 0.08), (torch.float16, 0.01)]),
 )
-def test_attention(
+def test_attention_matches_the_reference(
     rows: Rows, window: int | None, cap: float | None, cached: tuple[torch.dtype, float]
 ) -> None:
-    """Against the reference, with infinities in every slot that no row sees."""
+    """With NaN and infinity in every slot that no row attends to."""
     shape, cache = Attention(6, 2, 12, 0.3, window, cap), one_cache(torch.float32)
-    seen = np.concatenate([*rows.tables, rows.tails])
-    unseen = torch.from_numpy(np.setdiff1d(np.arange(120), seen)).to(DEVICE)
-    cache.keys[0][unseen], cache.values[0][unseen] = float("nan"), float("inf")
+    visible = np.concatenate([*rows.tables, rows.tails])
+    others = torch.from_numpy(np.setdiff1d(np.arange(120), visible)).to(DEVICE)
+    cache.keys[0][others], cache.values[0][others] = float("nan"), float("inf")
     q = randn(len(rows), 72, seed=1)
     reference = ReferenceBackend()
     on_cpu = KeyValues([cache.keys[0].cpu()], [cache.values[0].cpu()])
     reference.bind(rows, np.arange(len(rows)), on_cpu)
-    nothing = torch.zeros(len(rows), 24)
-    wanted = reference.attention(q.cpu(), nothing, nothing, 0, shape)
-    kind, margin = cached
-    rounded = KeyValues([cache.keys[0].to(kind)], [cache.values[0].to(kind)])
-    assert (attend(rows, rounded, q, shape).cpu() - wanted).abs().max() < margin
+    zeros = torch.zeros(len(rows), 24)
+    expected = reference.attention(q.cpu(), zeros, zeros, 0, shape)
+    dtype, margin = cached
+    rounded = KeyValues([cache.keys[0].to(dtype)], [cache.values[0].to(dtype)])
+    assert (attend(rows, rounded, q, shape).cpu() - expected).abs().max() < margin
 
 
 @quick
 @given(visible_rows(), st.integers(0, 99))
-def test_attention_does_not_see_its_neighbours(rows: Rows, seed: int) -> None:
-    """A row among others, and the row alone with all it sees in one table, elsewhere: equal bits.
-    Splitting prefix and tail anew, and moving slots, changes nothing."""
+def test_attention_is_batch_invariant(rows: Rows, seed: int) -> None:
+    """A row has the same bits among others and alone, with other slots and another split into table
+    and tail.
+    """
     shape, cache = Attention(4, 2, 12, 0.3, 50), one_cache(torch.float32)
     q, row = randn(len(rows), 48, seed=seed), len(rows) - 1
-    among = attend(rows, cache, q, shape)[row]
+    mixed = attend(rows, cache, q, shape)[row]
     start = int(rows.tail_start[row])
     tail = rows.tails[start : start + int(rows.tail_length[row])]
     visible = np.concatenate([rows.tables[rows.table[row]][: rows.prefix[row]], tail])
     order = np.random.default_rng(seed).permutation(120)
     moved = np.where(visible >= 0, order[visible], -1)
-    cut = len(moved) // 3
+    prefix = len(moved) // 3
     alone = make_rows(
-        [0], [int(rows.positions[row])], [-1], [moved[:cut]], [0], [cut], [moved[cut:].tolist()]
+        [0],
+        [int(rows.positions[row])],
+        [-1],
+        [moved[:prefix]],
+        [0],
+        [prefix],
+        [moved[prefix:].tolist()],
     )
-    at = torch.from_numpy(np.argsort(order)).to(DEVICE)
-    elsewhere = KeyValues([cache.keys[0][at]], [cache.values[0][at]])
-    assert torch.equal(attend(alone, elsewhere, q[row:], shape)[0], among)
+    index = torch.from_numpy(np.argsort(order)).to(DEVICE)
+    elsewhere = KeyValues([cache.keys[0][index]], [cache.values[0][index]])
+    assert torch.equal(attend(alone, elsewhere, q[row:], shape)[0], mixed)
 
 
 def test_attention_reads_the_layers_own_table() -> None:
@@ -416,22 +430,22 @@ def test_attention_reads_the_layers_own_table() -> None:
     assert torch.equal(attend(rows, both, q, shape, 1), attend(flat, both, q, shape, 1))
 
 
-def test_blocks_by_length_would_fail() -> None:
-    """Twin: were the number of splits a matter of the row's length, bits would change."""
+def test_another_number_of_attention_splits_changes_bits() -> None:
+    """Counterexample: a number of splits that depends on the row's length would change bits."""
     rows = make_rows([0], [99], [-1], [np.arange(100)], [0], [100])
     cache, shape, q = one_cache(torch.float32), Attention(2, 2, 12, 0.3), randn(1, 24)
-    ready = to_device(rows, np.arange(1), DEVICE)
+    device_rows = to_device(rows, np.arange(1), DEVICE)
     results = [
-        attention.attend(q, cache.keys[0], cache.values[0], ready, 0, shape, splits=splits)
+        attention.attend(q, cache.keys[0], cache.values[0], device_rows, 0, shape, splits=splits)
         for splits in (1, 4)
     ]
     assert not torch.equal(*results)
 
 
-# --- picks
+# --- sampling
 
 
-def test_the_largest_and_ties() -> None:
+def test_argmax_and_ties() -> None:
     logits = torch.zeros(4, 9001, device=DEVICE)
     logits[1, [7, 8000]] = 2.0
     logits[2, 9000] = 1.0
@@ -440,16 +454,16 @@ def test_the_largest_and_ties() -> None:
 
 
 @pytest.mark.parametrize(("size", "count"), [(5, 5), (300, 1), (9000, 3), (20000, 17)])
-def test_the_k_largest(size: int, count: int) -> None:
+def test_top_k_equals_a_stable_sort(size: int, count: int) -> None:
     scores = (randn(2, size) * 4).round()  # with many ties
     values, ids = sampling.top(scores, count)
-    wanted = torch.sort(scores, descending=True, stable=True)
-    assert torch.equal(ids.long(), wanted.indices[:, :count])
-    assert torch.equal(values, wanted.values[:, :count])
+    expected = torch.sort(scores, descending=True, stable=True)
+    assert torch.equal(ids.long(), expected.indices[:, :count])
+    assert torch.equal(values, expected.values[:, :count])
 
 
-def test_gumbel_picks_are_the_hosts() -> None:
-    """With the noise of `scoring.noise`, and none where the inverse temperature is 0."""
+def test_gumbel_samples_equal_those_of_the_host() -> None:
+    """With the noise of `scoring.noise`, and without noise where the inverse temperature is 0."""
     seeds = [5, 2**63 + 11, 7, 5]
     noises = [Noise(seed, stream_id(i, 0)) for i, seed in enumerate(seeds)]
     logits = randn(4, 5003) * 2
@@ -459,25 +473,25 @@ def test_gumbel_picks_are_the_hosts() -> None:
         positions[row] = np.array([noise.seed, noise.stream, 90 + row, row], np.uint64).view(
             np.int64
         )
-    got = sampling.gumbel(logits, inverse, torch.from_numpy(positions).to(DEVICE)).tolist()
+    result = sampling.gumbel(logits, inverse, torch.from_numpy(positions).to(DEVICE)).tolist()
     for row, noise in enumerate(noises):
         score = logits[row].double().cpu().numpy() * float(inverse[row])
         score += noise.gumbel(range(5003), 90 + row, row)
-        wanted = score.argmax() if row < 3 else int(logits[3].argmax())
-        assert got[row] == wanted
+        expected = score.argmax() if row < 3 else int(logits[3].argmax())
+        assert result[row] == expected
 
 
 # --- experts and adapters
 
 
-def test_experts() -> None:
+def test_experts_match_the_reference() -> None:
     x, router = randn(5, 32), randn(5, 4, seed=1)
     gate, up = ([random_weight("BF16", 24, 32, s + e) for e in range(4)] for s in (10, 20))
     down = [random_weight("BF16", 32, 24, 30 + e) for e in range(4)]
     arguments = (gate, up, down, 2, True, "silu")
     y = TritonBackend(DEVICE).experts(x, router, *arguments)
-    wanted = ReferenceBackend().experts(x.cpu(), router.cpu(), *arguments)
-    assert (y.cpu() - wanted).abs().max() < 0.02 * wanted.abs().max()
+    expected = ReferenceBackend().experts(x.cpu(), router.cpu(), *arguments)
+    assert (y.cpu() - expected).abs().max() < 0.02 * expected.abs().max()
     alone = TritonBackend(DEVICE).experts(x[3:4], router[3:4], *arguments)
     assert torch.equal(alone[0], y[3])
 
@@ -487,19 +501,19 @@ def test_experts() -> None:
 _MODELS: dict[str, Any] = {}
 
 
-class Recording:
-    """Stands for CUDA graphs: remembers what was captured and replays it by calling it again."""
+class CountingRecorder:
+    """A stand-in for CUDA graphs that counts captures and replays by calling the function."""
 
     def __init__(self) -> None:
-        self.captured = 0
-        self.replayed = 0
+        self.num_captured = 0
+        self.num_replayed = 0
 
     def capture(self, run: Launch) -> Launch:
-        self.captured += 1
+        self.num_captured += 1
         run()
 
         def replay() -> None:
-            self.replayed += 1
+            self.num_replayed += 1
             run()
 
         return replay
@@ -516,7 +530,7 @@ def executor(network: Network, recorder: Recorder | None = None) -> TritonExecut
         embedding_scale=network.spec.embedding_scale,
         adapters=network.adapters,
         backend=TritonBackend(DEVICE, splits=2),
-        recorder=recorder or (NoGraphs() if interpreted() else None),
+        recorder=recorder or (NoGraphs() if is_interpreted() else None),
     )
 
 
@@ -530,7 +544,7 @@ def tiny(family: str = "Llama", dtype: str | None = "bfloat16") -> tuple[Any, An
     return _MODELS[family, dtype]  # type: ignore[no-any-return]
 
 
-def scores(model: Any, rows: Rows, cache: Any = None) -> torch.Tensor:
+def all_logits(model: Any, rows: Rows, cache: Any = None) -> torch.Tensor:
     cache = cache if cache is not None else model.new_cache(64)
     output_spec = OutputSpec(np.arange(len(rows), dtype=np.int32))
     logits: torch.Tensor = model.run(whole(rows, model), cache, output_spec).logits
@@ -540,44 +554,45 @@ def scores(model: Any, rows: Rows, cache: Any = None) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "dtype"), [("Llama", "float32"), ("Qwen3", "float32"), ("Gemma2", "float32")]
 )
-def test_a_models_logits(family: str, dtype: str) -> None:
-    """Norms of heads, soft caps, windows and norms behind layers, in every fusion they allow."""
+def test_a_models_logits_match_the_reference(family: str, dtype: str) -> None:
+    """Norms of heads, soft caps, windows and norms after layers, in every possible fusion."""
     reference, ours = tiny(family, dtype)
     rows = chain([5, 9, 33, 7])
-    wanted = scores(reference, rows)
-    assert (scores(ours, rows) - wanted).abs().max() < 2e-5 * wanted.abs().max()
+    expected = all_logits(reference, rows)
+    assert (all_logits(ours, rows) - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
-def test_a_rounded_models_divergence(dtype: str) -> None:
-    """The distance from the same weights in float32, as a divergence of distributions."""
+def test_a_quantised_models_divergence_is_small(dtype: str) -> None:
+    """The Kullback-Leibler divergence from the reference with the same weights."""
     reference, ours = tiny("Llama", dtype)
     rows = chain([5, 9, 33, 7, 21])
-    wanted, got = (scores(m, rows).double().log_softmax(-1) for m in (reference, ours))
-    divergence = (wanted.exp() * (wanted - got)).sum(-1)
+    expected, result = (all_logits(m, rows).double().log_softmax(-1) for m in (reference, ours))
+    divergence = (expected.exp() * (expected - result)).sum(-1)
     assert divergence.max() < 0.01
 
 
-def test_greedy_text_a_batch_and_a_tree() -> None:
-    """Sixteen greedy tokens are the reference's; the same rows in one pass, beside another
-    sequence, and as a tree's path have the bits they had alone."""
+def test_single_rows_batches_and_trees_have_the_same_bits() -> None:
+    """Sixteen greedy tokens equal the reference's. The same rows in one pass, with another sequence
+    and as a path of a tree have the same bits.
+    """
     reference, ours = tiny("Llama", "float32")
     cache, theirs = ours.new_cache(64), reference.new_cache(64)
     text, alone = [5, 9, 33], []
     step, first = list(text), 0
     for _ in range(16):
         rows = chain(step, first)
-        row = scores(ours, rows, cache)[-1]
-        assert int(row.argmax()) == int(scores(reference, rows, theirs)[-1].argmax())
+        row = all_logits(ours, rows, cache)[-1]
+        assert int(row.argmax()) == int(all_logits(reference, rows, theirs)[-1].argmax())
         alone.append(row)
         first += len(step)
         step = [int(row.argmax())]
         text += step
-    at_once = scores(ours, chain(text[:-1]))
+    at_once = all_logits(ours, chain(text[:-1]))
     assert torch.equal(at_once[2:], torch.stack(alone))
-    # Two sequences side by side, of which the second is this text from position 2 on.
+    # Two sequences, of which the second is this text from position 2 on.
     cache = ours.new_cache(64)
-    scores(ours, chain(text[:2], 0, np.arange(32, 64)), cache)
+    all_logits(ours, chain(text[:2], 0, np.arange(32, 64)), cache)
     table = np.arange(32, 64, dtype=np.int32)
     rows = make_rows(
         [7, text[2], text[3]],
@@ -587,10 +602,10 @@ def test_greedy_text_a_batch_and_a_tree() -> None:
         [0, 1, 1],
         [1, 3, 4],
     )
-    assert torch.equal(scores(ours, rows, cache)[1:], torch.stack(alone[:2]))
-    # A tree behind three tokens: a wrong branch, and the right one twice as deep.
+    assert torch.equal(all_logits(ours, rows, cache)[1:], torch.stack(alone[:2]))
+    # A tree after three tokens: a wrong branch, and the right one with twice the depth.
     cache = ours.new_cache(64)
-    scores(ours, chain(text[:3]), cache)
+    all_logits(ours, chain(text[:3]), cache)
     wrong = (text[3] + 1) % 61
     tree = make_rows(
         [wrong, text[3], text[4]],
@@ -601,65 +616,67 @@ def test_greedy_text_a_batch_and_a_tree() -> None:
         [3, 3, 3],
         [[40], [50], [50, 45]],
     )
-    assert torch.equal(scores(ours, tree, cache)[1:], torch.stack(alone[1:3]))
+    assert torch.equal(all_logits(ours, tree, cache)[1:], torch.stack(alone[1:3]))
 
 
-def test_captured_passes_and_following() -> None:
-    """Padded passes are captured once for each size and replayed; following picks on the device
-    what the host would have picked, greedily and with noise."""
+def test_captured_passes_and_multi_step_passes() -> None:
+    """Captured passes are replayed per size; multi-step passes sample the host's tokens.
+
+    Padded passes are captured once per size. Multi-step passes are greedy and with noise.
+    """
     model = hf_model("Llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
-    recorder = Recording()
+    recorder = CountingRecorder()
     ours = own_model(model, "float32", executor=lambda network: executor(network, recorder))
     cache = ours.new_cache(64)
     eager = ours.executor
     assert isinstance(eager, TritonExecutor)
     prompt = chain([5, 9, 33])
-    padded = scores(ours, prompt, cache)
-    assert (recorder.captured, recorder.replayed) == (1, 0)
-    assert torch.equal(scores(ours, prompt, cache), padded)
-    assert (recorder.captured, recorder.replayed) == (1, 1)
-    # Layers in another grouping have graphs of their own.
+    padded = all_logits(ours, prompt, cache)
+    assert (recorder.num_captured, recorder.num_replayed) == (1, 0)
+    assert torch.equal(all_logits(ours, prompt, cache), padded)
+    assert (recorder.num_captured, recorder.num_replayed) == (1, 1)
+    # Regrouped layers have separate graphs.
     eager.regroup(lambda backend, x, index: x)
-    bare = scores(ours, prompt, cache)
+    bare = all_logits(ours, prompt, cache)
     eager.regroup(None)
     prompt.stop[:] = 0
     assert torch.equal(ours.run(prompt, cache, OutputSpec(np.arange(3))).logits.cpu(), bare)
-    assert torch.equal(scores(ours, prompt, cache), padded)
+    assert torch.equal(all_logits(ours, prompt, cache), padded)
     # The same rows without padding, layer by layer.
     output_spec = OutputSpec(np.arange(3, dtype=np.int32), {1: np.arange(3)})
     assert torch.equal(ours.run(prompt, cache, output_spec).logits.cpu(), padded)
 
     noise = Noise(77, stream_id(3, 0))
-    for pick in (SampleState(), SampleState(0.8, noise.seed, noise.stream)):
-        wanted: list[int] = []
+    for state in (SampleState(), SampleState(0.8, noise.seed, noise.stream)):
+        expected: list[int] = []
         step, first = [int(padded[-1].argmax())], 3
         for _ in range(5):
-            row = scores(ours, chain(step, first), cache)[-1].double().numpy()
-            if pick.inverse:
-                row = row * pick.inverse + noise.gumbel(range(len(row)), first + 1)
+            row = all_logits(ours, chain(step, first), cache)[-1].double().numpy()
+            if state.inverse_temperature:
+                row = row * state.inverse_temperature + noise.gumbel(range(len(row)), first + 1)
             first += 1
             step = [int(row.argmax())]
-            wanted += step
+            expected += step
         rows = whole(chain([int(padded[-1].argmax())], 3), ours)
         slots = np.arange(4, 8, dtype=np.int32)[None]
-        said = eager.follow(rows, cache, slots, [pick])
-        assert said.tolist() == [wanted]
+        tokens = eager.multi_step(rows, cache, slots, [state])
+        assert tokens.tolist() == [expected]
     two = make_rows(
         [int(padded[-1].argmax()), 9], [3, 1], [3, 60], [np.arange(4), np.array([0, 60])],
         [0, 1], [4, 2],
     )  # fmt: skip
     slots = np.array([[4, 5], [61, 62]], np.int32)
-    said = eager.follow(whole(two, ours), cache, slots, [pick, SampleState()])
-    assert said[0].tolist() == wanted[:3]
+    tokens = eager.multi_step(whole(two, ours), cache, slots, [state, SampleState()])
+    assert tokens[0].tolist() == expected[:3]
     two.positions[:] = 0
     with pytest.raises(InvalidRequestError, match="see all of their sequence"):
-        eager.follow(two, cache, slots, [pick, SampleState()])
+        eager.multi_step(two, cache, slots, [state, SampleState()])
 
 
-def test_rows_with_an_adapter_leave_the_others_alone() -> None:
+def test_an_adapter_does_not_change_other_rows() -> None:
     reference, ours = tiny("Llama", "float32")
     rows = whole(chain([5, 9, 33]), ours)
-    plain = scores(ours, rows)
+    plain = all_logits(ours, rows)
     names = [f"model.layers.0.{n}" for n in ("self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")]
     sizes = {"self_attn.v_proj": (24, 48), "mlp.up_proj": (80, 48), "mlp.down_proj": (48, 80)}
     adapter = {}
@@ -673,7 +690,7 @@ def test_rows_with_an_adapter_leave_the_others_alone() -> None:
     for model in (reference, ours):
         model.network.adapters.append(adapter)
         model.adapter_names.append("tiny")
-        results.append(scores(model, rows))
+        results.append(all_logits(model, rows))
         model.network.adapters.clear()
         model.adapter_names.clear()
     assert torch.equal(results[1][:2], plain[:2])
@@ -681,7 +698,7 @@ def test_rows_with_an_adapter_leave_the_others_alone() -> None:
     assert (results[0] - results[1]).abs().max() < 2e-5 * results[0].abs().max()
 
 
-# --- what users see
+# --- options
 
 
 def test_the_backend_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -697,7 +714,7 @@ def test_the_backend_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedCombinationError, match="torch finds no CUDA device"):
         choose_executor("triton")
-    assert choose_executor(device="cuda") is None  # the reference on the GPU, if there were one
+    assert choose_executor(device="cuda") is None  # the reference backend on the GPU
 
 
 _COMPILE = """
@@ -738,7 +755,7 @@ print(len(made))
 """
 
 
-def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
+def test_kernels_compile_without_a_gpu() -> None:
     """Machine code for compute capability 9.0, with tensor cores and asynchronous copies."""
     done = subprocess.run(
         [sys.executable, "-c", _COMPILE],
@@ -750,14 +767,14 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(interpreted(), reason="needs a CUDA device")
-def test_graphs_on_a_gpu() -> None:
-    """A replayed graph has the bits of the launches one by one, for one row and for sixteen."""
+@pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
+def test_graph_replays_equal_single_launches_on_a_gpu() -> None:
+    """A replayed graph has the bits of single launches, for one row and for sixteen."""
     _, ours = tiny("Llama", "bfloat16")
     tokens = list(range(3, 19))
-    replayed = [scores(ours, chain(tokens)) for _ in range(3)]
+    replayed = [all_logits(ours, chain(tokens)) for _ in range(3)]
     cache = ours.new_cache(64)
-    one_by_one = [scores(ours, chain([t], i), cache)[0] for i, t in enumerate(tokens)]
+    one_by_one = [all_logits(ours, chain([t], i), cache)[0] for i, t in enumerate(tokens)]
     output_spec = OutputSpec(np.arange(16, dtype=np.int32), {1: np.arange(16)})
     eager = ours.run(whole(chain(tokens), ours), ours.new_cache(64), output_spec).logits.cpu()
     for result in (*replayed, torch.stack(one_by_one)):

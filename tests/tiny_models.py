@@ -1,4 +1,4 @@
-"""Tiny random models of `transformers`, the same as our own, and rows to run them on."""
+"""Tiny random models of `transformers`, the same models in anydecode, and rows to run them on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model
 from anydecode.models.transformer import Transformer
 
-# On matrices this small, threads spend their time waiting for one another.
+# With matrices this small, synchronisation of threads takes longer than the work.
 torch.set_num_threads(1)
 
 BASE: dict[str, Any] = {
@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {
 def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
     """A random float32 model of `transformers`; `family` is the prefix of its classes.
 
-    Norm weights and biases are made random too: their initial ones and zeros would hide mistakes.
+    Norm weights and biases are random too: their initial ones and zeros would hide errors.
     """
     text = getattr(transformers, f"{family}TextConfig", None)
     config_class = text or getattr(transformers, f"{family}Config")
@@ -52,18 +52,19 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
 
 
 def checkpoint_of(model: Any, **config: Any) -> Checkpoint:
-    """What a loader would hand on: the model's config and state."""
+    """The checkpoint that a loader would return: the model's config and weights."""
     return Checkpoint(
         "tiny", Path("tiny"), {**model.config.to_dict(), **config}, dict(model.state_dict())
     )
 
 
 def own_model(model: Any, dtype: str | None = None, **options: Any) -> Transformer:
+    """The same model in anydecode."""
     return build_model(checkpoint_of(model), dtype, **options)
 
 
 def chain(tokens: list[int], first: int = 0, slots: np.ndarray | None = None) -> Rows:
-    """Rows of one sequence from position `first` on; `slots` maps all its positions."""
+    """Rows of one sequence from position `first` on; `slots` has the slots of all its positions."""
     count = len(tokens)
     table = np.arange(first + count, dtype=np.int32) if slots is None else slots.astype(np.int32)
     return make_rows(
@@ -86,8 +87,10 @@ def make_rows(
     tails: list[list[int]] | None = None,
     layers: tuple[int, int] | None = None,
 ) -> Rows:
-    """Rows from plain lists; `tails` has one list of slots per row. Without `layers`, rows run from
-    0 to a stop that `whole` fills in."""
+    """Rows from plain lists; `tails` has one list of slots per row.
+
+    Without `layers`, rows start at layer 0, and `whole` sets their last layer.
+    """
 
     def ints(values: Any) -> np.ndarray:
         return np.array(list(values), np.int32)
@@ -111,7 +114,7 @@ def make_rows(
 
 
 def whole(rows: Rows, model: Transformer) -> Rows:
-    """The rows, through all layers."""
+    """The rows, set to run through all layers."""
     rows.start[:] = 0
     rows.stop[:] = model.spec.num_layers
     return rows
@@ -125,7 +128,7 @@ def logits(model: Transformer, rows: Rows, cache: Any = None) -> torch.Tensor:
 
 
 def greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:
-    """`count` greedy tokens after `prompt`."""
+    """Generate `count` greedy tokens after `prompt`."""
     cache, tokens = model.new_cache(len(prompt) + count), list(prompt)
     step, first = prompt, 0
     for _ in range(count):

@@ -112,11 +112,11 @@ def cuda() -> str:
     """What `device="cuda"` would run, and why."""
     import torch
 
-    from anydecode.kernels.cuda.available import interpreted, why_not
+    from anydecode.kernels.cuda.available import is_interpreted, unavailable_reason
 
-    problem = why_not()
+    problem = unavailable_reason()
     if problem is None:
-        where = "in its interpreter, on the CPU" if interpreted() else "on the GPU"
+        where = "in its interpreter, on the CPU" if is_interpreted() else "on the GPU"
         return f"triton kernels, {where}"
     return f"torch reference: {problem}" if torch.cuda.is_available() else f"none: {problem}"
 

@@ -1,1 +1,1 @@
-"""Arithmetic on rows: a signature per operation, its torch reference, and faster backends."""
+"""Backends: the operations of a transformer, in torch (the reference), C and Triton."""

@@ -1,7 +1,7 @@
-"""Compiles the C kernels into one shared library, once per source, flags and compiler.
+"""Compiles the C kernels into a shared library, cached by sources, flags and compiler.
 
-`python -m anydecode.kernels.build [folder]` writes the library there (into the package, for a
-wheel, when no folder is given); otherwise it is built at first use into the user's cache folder.
+`python -m anydecode.kernels.build [folder]` writes the library into `folder`, or into the package
+(for a wheel) without one. Otherwise it is built at first use into the user's cache folder.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _VARIANTS: dict[str, dict[str, list[str]]] = {
         "neon": [],
     },
 }
-# What zig calls otherwise; and it adds symbols for a debugger unless told not to, to our objects
-# and to parts of the C library, with the paths of the machine that builds.
-_ZIG_WORDS = {"-march=armv8.2-a+dotprod": "-mcpu=generic+dotprod"}
+# zig has another name for one option. By default it adds debug symbols, with paths of the build
+# machine, to the objects and to parts of the C library; two flags prevent that.
+_ZIG_OPTIONS = {"-march=armv8.2-a+dotprod": "-mcpu=generic+dotprod"}
 _ZIG_FLAGS = ["-g0"]
 _ZIG_LINK_FLAGS = ["-s"]
 _MACHINES = {"x86_64": "x86_64", "AMD64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
@@ -63,8 +63,11 @@ def library_name(target: str = "") -> str:
 
 
 def compile_for(tag: str, folder: Path, sources: Path = SOURCES) -> Path:
-    """The library for the wheel with this tag of `TARGETS`, cross-compiled by the `ziglang`
-    package. Raises RuntimeError where it fails."""
+    """Cross-compile the library for a platform tag of `TARGETS` with the `ziglang` package.
+
+    Raises:
+        RuntimeError: The compiler fails.
+    """
     target = TARGETS[tag]
     compiler = [sys.executable, "-m", "ziglang", "cc", "-target", target]
     return compile_library(
@@ -73,7 +76,7 @@ def compile_for(tag: str, folder: Path, sources: Path = SOURCES) -> Path:
 
 
 def find_compiler() -> list[str] | None:
-    """The command of a C compiler: $CC, cc, gcc, clang, or that of the `ziglang` package."""
+    """The command of a C compiler ($CC, cc, gcc, clang, the `ziglang` package), or None."""
     if os.environ.get("CC"):
         return shlex.split(os.environ["CC"])
     for name in ("cc", "gcc", "clang"):
@@ -84,8 +87,8 @@ def find_compiler() -> list[str] | None:
 
 
 def cache_folder() -> Path:
-    """Where libraries built at first use are kept."""
-    # Imported late: a build hook runs this file by itself, before there is a package.
+    """The folder of libraries that are built at first use."""
+    # Imported here, because the build hook runs this file alone, before the package exists.
     from anydecode.folders import default_cache
 
     return default_cache() / "kernels"
@@ -96,26 +99,26 @@ def _machine() -> str:
 
 
 def local_variants() -> tuple[str, ...]:
-    """The variants that this processor may run; all of its kind where it does not tell."""
-    known = tuple(_VARIANTS.get(_machine(), {}))
+    """The variants that this processor supports; all of its architecture where that is unknown."""
+    available = tuple(_VARIANTS.get(_machine(), {}))
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return known
+        return available
     flags = set(text.split())
-    needs = {"avx512vnni": "avx512_vnni", "avxvnni": "avx_vnni", "neon_dot": "asimddp"}
-    return tuple(name for name in known if name not in needs or needs[name] in flags)
+    required = {"avx512vnni": "avx512_vnni", "avxvnni": "avx_vnni", "neon_dot": "asimddp"}
+    return tuple(name for name in available if name not in required or required[name] in flags)
 
 
 def _units(
     machine: str, sources: Path, variants: Collection[str] | None
 ) -> list[tuple[str, list[str]]]:
     """(source, extra flags) of every object file, the slowest to compile first."""
-    known = _VARIANTS.get(machine, {})
-    chosen = [name for name in known if variants is None or name in variants]
+    available = _VARIANTS.get(machine, {})
+    chosen = [name for name in available if variants is None or name in variants]
     variant = str(sources / "variant.c")
-    units = [(variant, [f"-DVARIANT={name}", *known[name]]) for name in chosen]
-    # gcc takes minutes over plain C at more than -O1, and nothing of it needs to be fast.
+    units = [(variant, [f"-DVARIANT={name}", *available[name]]) for name in chosen]
+    # Above -O1 gcc needs minutes for the plain C variant, which need not be fast.
     units.append((variant, ["-DVARIANT=scalar", "-DANYDECODE_SCALAR", "-O1"]))
     units.append((str(sources / "api.c"), [f"-DWITH_{name}" for name in chosen]))
     return [*units, *((str(sources / name), []) for name in ("check.c", "plan.c", "threads.c"))]
@@ -135,36 +138,44 @@ def compile_library(
     flags: Sequence[str] = _FLAGS,
     variants: Collection[str] | None = None,
 ) -> Path:
-    """Compile and link `target`, which appears whole or not at all. `variants`: which of the
-    machine's to include; all when None.
+    """Compile and link `target`. The file is created only if everything succeeds.
 
-    Raises RuntimeError with the compiler's words where it fails.
+    Args:
+        target: The library to write.
+        compiler: Command of the compiler.
+        sources: Folder of the C sources.
+        machine: Architecture to compile for; None: this machine's.
+        flags: Flags of every object file.
+        variants: Which of the architecture's variants to include; None: all.
+
+    Raises:
+        RuntimeError: The compiler fails; the error has its output.
     """
     machine = machine or _machine()
-    words = _ZIG_WORDS if "ziglang" in compiler else {}
+    renamed = _ZIG_OPTIONS if "ziglang" in compiler else {}
     flags = [*flags, *_ZIG_FLAGS] if "ziglang" in compiler else flags
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         commands, objects = [], []
         for index, (source, extra) in enumerate(_units(machine, sources, variants)):
             objects.append(str(Path(folder) / f"{index}.o"))
-            options = [words.get(word, word) for word in (*flags, *extra)]
+            options = [renamed.get(flag, flag) for flag in (*flags, *extra)]
             commands.append([*compiler, *options, "-c", source, "-o", objects[-1]])
         with ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
             list(pool.map(_run, commands))
         linked = Path(folder) / target.name
-        last = [] if target.suffix == ".dll" else ["-lm", "-pthread"]
+        libraries = [] if target.suffix == ".dll" else ["-lm", "-pthread"]
         if "ziglang" in compiler:
-            last += _ZIG_LINK_FLAGS
-        if target.suffix == ".dylib":  # which otherwise names itself by the folder it is linked in
-            last.append(f"-Wl,-install_name,@rpath/{target.name}")
-        _run([*compiler, "-shared", "-o", str(linked), *objects, *last])
+            libraries += _ZIG_LINK_FLAGS
+        if target.suffix == ".dylib":  # its default install name is the path of the build folder
+            libraries.append(f"-Wl,-install_name,@rpath/{target.name}")
+        _run([*compiler, "-shared", "-o", str(linked), *objects, *libraries])
         os.replace(linked, target)
     return target
 
 
 def _fingerprint(compiler: Sequence[str], sources: Path) -> str:
-    """A hash of everything the library depends on."""
+    """A hash of all inputs of the build."""
     digest = hashlib.sha256()
     for path in sorted(sources.iterdir()):
         if path.suffix in (".c", ".h"):
@@ -178,7 +189,7 @@ def _fingerprint(compiler: Sequence[str], sources: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Only one process at a time builds; where files cannot be locked, each builds its own."""
+    """Hold a file lock, so that one process builds at a time; no lock where fcntl is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         try:
@@ -191,13 +202,17 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def built_library(sources: Path = SOURCES) -> Path | None:
-    """The library of a wheel, or of the cache, built if need be; None where nothing compiles it.
+    """The library of the package, or that of the cache, built if it is missing.
 
-    Raises RuntimeError where a compiler is there but fails.
+    Returns:
+        Its path; None where there is no library and no compiler.
+
+    Raises:
+        RuntimeError: The compiler fails.
     """
-    shipped = sources / library_name()
-    if shipped.exists():
-        return shipped
+    packaged = sources / library_name()
+    if packaged.exists():
+        return packaged
     compiler = find_compiler()
     if compiler is None:
         return None
@@ -211,7 +226,7 @@ def built_library(sources: Path = SOURCES) -> Path | None:
 
 
 def main() -> None:
-    """Build into the folder named on the command line, or into the package."""
+    """Build into the folder given on the command line, or into the package."""
     compiler = find_compiler()
     if compiler is None:
         sys.exit("no C compiler was found (set CC, or install the ziglang package)")

@@ -1,8 +1,8 @@
-"""Formats of the key-value cache: what a position's key and value are kept as.
+"""Formats of the key-value cache, and conversion of keys and values to and from them.
 
-A head's vector stands by itself, so what a row sees of a position depends on that position alone.
-"int8" and "int4" keep blocks of 32 numbers with their own scale, in GGUF's layouts Q8_0 and Q4_1:
-34 and 20 bytes. Vectors that do not divide into blocks are padded with zeros.
+Each head's vector is stored separately, so the stored form of a position does not depend on other
+positions. "int8" and "int4" store blocks of 32 numbers with a scale per block, in GGUF's layouts
+Q8_0 and Q4_1: 34 and 20 bytes per block. Vectors are padded with zeros to whole blocks.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.formats import BLOCKS, dequantize
 from anydecode.kernels.interface import Attention, KeyValues, Weight
-from anydecode.kernels.pages import anonymous
+from anydecode.kernels.pages import map_anonymous
 
-#: name -> the weight format with the same bytes
+#: Cache format -> the weight format with the same layout.
 CACHE_FORMATS = {
     "float32": "F32",
     "float16": "F16",
@@ -34,11 +34,21 @@ def new_cache(
     shapes: Sequence[Attention],
     device: torch.device | str = "cpu",
 ) -> KeyValues:
-    """Zeroed keys and values of `num_slots` positions, one layer for each of `shapes`."""
+    """A key-value cache of zeros.
+
+    Args:
+        format: A name of `CACHE_FORMATS`, or the torch dtype of the same name.
+        num_slots: Number of positions.
+        shapes: The attention of each layer.
+        device: Where the tensors are allocated.
+
+    Raises:
+        InvalidRequestError: The format is unknown.
+    """
     name = format if isinstance(format, str) else str(format).removeprefix("torch.")
     if name not in CACHE_FORMATS:
         raise InvalidRequestError(
-            f"there is no cache format {name!r}; choose from {', '.join(CACHE_FORMATS)}"
+            f"there is no cache format {name!r}; allowed are {', '.join(CACHE_FORMATS)}"
         )
 
     def empty(shape: Attention) -> torch.Tensor:
@@ -47,23 +57,23 @@ def new_cache(
         if torch.device(device).type != "cpu":
             size = (num_slots, shape.num_kv_heads, width)
             return torch.zeros(size, dtype=dtype, device=device)
-        # A head's vectors stand together, so that neighbouring slots are read as one stream.
+        # Each head's slots are contiguous, so that consecutive slots are read sequentially.
         size = (shape.num_kv_heads, num_slots, width)
-        room = anonymous(max(1, math.prod(size) * dtype.itemsize))
-        flat = torch.frombuffer(room, dtype=dtype, count=math.prod(size))
+        buffer = map_anonymous(max(1, math.prod(size) * dtype.itemsize))
+        flat = torch.frombuffer(buffer, dtype=dtype, count=math.prod(size))
         return flat.view(size).transpose(0, 1)
 
     return KeyValues([empty(s) for s in shapes], [empty(s) for s in shapes], name)
 
 
 def bytes_per_position(cache: KeyValues) -> int:
-    """What one position takes in all layers."""
+    """Bytes of one position in all layers of a cache."""
     tensors = (*cache.keys, *cache.values)
     return sum(t[:1].numel() * t.element_size() for t in tensors)
 
 
 def encode(format: str, x: torch.Tensor) -> torch.Tensor:
-    """Vectors float32 `[..., head_dim]` as the cache keeps them."""
+    """Convert float32 vectors `[..., head_dim]` to a cache format, `[..., head_dim or bytes]`."""
     if format in _DTYPES:
         return x.to(_DTYPES[format])
     padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % 32))
@@ -72,7 +82,7 @@ def encode(format: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def decode(format: str, stored: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """float32 `[..., head_dim]`"""
+    """Convert vectors in a cache format back to float32 `[..., head_dim]`."""
     if format in _DTYPES:
         return stored.to(torch.float32)
     flat = stored.reshape(-1, stored.shape[-1])
@@ -91,10 +101,10 @@ def _half(x: torch.Tensor) -> torch.Tensor:
 
 
 def _int8_blocks(x: torch.Tensor) -> torch.Tensor:
-    most = x.abs().amax(1, keepdim=True)
-    inverse = torch.where(most > 0, 127.0 / most, torch.zeros_like(most))
+    amax = x.abs().amax(1, keepdim=True)
+    inverse = torch.where(amax > 0, 127.0 / amax, torch.zeros_like(amax))
     codes = torch.round(x * inverse).to(torch.int8).view(torch.uint8)
-    return torch.cat((_half(most / 127.0), codes), 1)
+    return torch.cat((_half(amax / 127.0), codes), 1)
 
 
 def _int4_blocks(x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Functions of one number, and sums, whose bits never depend on where a number stands.
+"""Elementwise functions and sums whose bits do not depend on a number's position in an array.
 
-Vectorised math libraries treat the tail of an array with other code than its body, and their sums
-choose an order by shape. Here everything is made of additions, multiplications, divisions and
-square roots, which IEEE 754 rounds the same way everywhere, in an order that is written down.
+Vectorised math libraries process the tail of an array with other code than its body, and choose the
+order of a sum by the shape. The functions here use only additions, multiplications, divisions and
+square roots, which IEEE 754 rounds in the same way everywhere, in a fixed order.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import math
 import torch
 
 _LOG2_E = 1.0 / math.log(2.0)
-# log(2) in two parts: the first has few enough bits that a product with a small integer is exact.
+# log(2) in two parts. The first has few bits, so that its product with a small integer is exact.
 _LN2_HIGH = 0.693359375
 _LN2_LOW = math.log(2.0) - _LN2_HIGH
 _EXP_TERMS = [1.0 / math.factorial(k) for k in range(8, 0, -1)]
-_LEAST_EXP, _MOST_EXP = -87.0, 88.0
+_MIN_EXP, _MAX_EXP = -87.0, 88.0
 
 
 def _expm1_small(r: torch.Tensor) -> torch.Tensor:
@@ -29,12 +29,12 @@ def _expm1_small(r: torch.Tensor) -> torch.Tensor:
 
 def exp(x: torch.Tensor) -> torch.Tensor:
     """e**x in float32, within 2 units in the last place; 0 below -87, and x is capped at 88."""
-    capped = x.clamp(_LEAST_EXP, _MOST_EXP)
+    capped = x.clamp(_MIN_EXP, _MAX_EXP)
     power = torch.round(capped * _LOG2_E)
     r = (capped - power * _LN2_HIGH) - power * _LN2_LOW
     two_to_power = ((power.to(torch.int32) + 127) << 23).view(torch.float32)
     value = (_expm1_small(r) + 1.0) * two_to_power
-    return torch.where(x < _LEAST_EXP, torch.zeros_like(value), value)
+    return torch.where(x < _MIN_EXP, torch.zeros_like(value), value)
 
 
 def tanh(x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))), the approximation most models mean."""
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))), the approximation most models use."""
     inner = (x * x * x * 0.044715 + x) * math.sqrt(2.0 / math.pi)
     return (tanh(inner) + 1.0) * x * 0.5
 
@@ -62,7 +62,7 @@ ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
 
 
 def tree_sum(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """The sum over one dimension, halves added to halves until one is left."""
+    """The sum over one dimension: the second half is added to the first until one entry is left."""
     size = x.shape[dim]
     while size > 1:
         half = size // 2
@@ -80,10 +80,10 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 
 
 class RotaryTable:
-    """Cosines and sines `[positions, half]` of one set of frequencies, grown as positions come.
+    """Cosines and sines `[positions, half]` of a set of frequencies, extended on demand.
 
-    Angles are float32 products, as the models were trained with; their cosines are taken one by
-    one in double precision, so that an entry does not depend on when it was made.
+    Angles are float32 products, as in training. Cosines and sines are computed one by one in double
+    precision, so that an entry does not depend on when it was computed.
     """
 
     def __init__(self, frequencies: torch.Tensor, factor: float, device: torch.device) -> None:
@@ -92,23 +92,23 @@ class RotaryTable:
         self._cos = torch.empty(0, len(frequencies), device=device)
         self._sin = torch.empty(0, len(frequencies), device=device)
 
-    def rows(self, positions: torch.Tensor, highest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine rows of `positions` (int64), none above `highest`."""
-        known = len(self._cos)
-        if highest >= known:
-            self._grow(max(highest + 1, known + 64, known * 5 // 4))
+    def rows(self, positions: torch.Tensor, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine rows of `positions` (int64), of which none exceeds `max_position`."""
+        length = len(self._cos)
+        if max_position >= length:
+            self._grow(max(max_position + 1, length + 64, length * 5 // 4))
         return self._cos[positions], self._sin[positions]
 
     @property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of all positions so far. Growing makes new tensors."""
+        """Cosines and sines of all positions so far. Growth replaces both tensors."""
         return self._cos, self._sin
 
     def _grow(self, length: int) -> None:
-        places = torch.arange(len(self._cos), length, dtype=torch.float32)
-        angles = (places[:, None] * self._frequencies[None, :]).flatten().tolist()
-        shape = (len(places), len(self._frequencies))
+        positions = torch.arange(len(self._cos), length, dtype=torch.float32)
+        angles = (positions[:, None] * self._frequencies[None, :]).flatten().tolist()
+        shape = (len(positions), len(self._frequencies))
         for name, function in (("_cos", math.cos), ("_sin", math.sin)):
-            fresh = torch.tensor([function(a) for a in angles], dtype=torch.float32).view(shape)
+            added = torch.tensor([function(a) for a in angles], dtype=torch.float32).view(shape)
             old = getattr(self, name)
-            setattr(self, name, torch.cat((old, (fresh * self._factor).to(old.device))))
+            setattr(self, name, torch.cat((old, (added * self._factor).to(old.device))))

@@ -1,8 +1,8 @@
 """Weight formats: sizes, dequantisation and quantisation, vectorised in torch.
 
-The byte layouts are those of GGUF. Each block of a row holds its scales first or last and its
-codes in between; the arithmetic here follows the order of operations of the reference, so that
-float32 results are equal to the bit.
+The byte layouts are those of GGUF: a row consists of blocks, each with its codes and scales. The
+arithmetic follows the order of operations of the `gguf` package, so that float32 results are
+bit-equal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
 
-#: format -> (values in one block, bytes of one block)
+#: Format -> (values per block, bytes per block).
 BLOCKS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
     "F16": (1, 2),
@@ -39,7 +39,7 @@ DTYPES: dict[str, torch.dtype] = {
 #: Formats that `quantize` writes.
 QUANTIZABLE = ("Q8_0", "Q4_0", "Q4_1")
 
-# Rows are converted in groups of about this many values, so that temporaries stay small.
+# Rows are converted in groups of about this many values, to limit the size of temporaries.
 _GROUP = 1 << 21
 
 
@@ -49,7 +49,11 @@ def is_packed(format: str) -> bool:
 
 
 def row_bytes(format: str, in_features: int) -> int:
-    """Bytes of one row of `in_features` values. Raises ValueError where blocks do not fit."""
+    """Bytes of one row of `in_features` values.
+
+    Raises:
+        ValueError: The row does not divide into blocks of the format.
+    """
     values, size = BLOCKS[format]
     if in_features % values:
         raise ValueError(f"a row of {in_features} values does not divide into {format} blocks")
@@ -57,15 +61,18 @@ def row_bytes(format: str, in_features: int) -> int:
 
 
 def check_weight(weight: Weight) -> None:
-    """Raise CheckpointError where a weight's data are not the rows that its format and shape say:
-    the kernels read them by address."""
+    """Check the dtype and shape of a weight's data, which the kernels read as raw memory.
+
+    Raises:
+        CheckpointError: They are not those of the weight's format and size.
+    """
     packed = is_packed(weight.format)
     values, size = BLOCKS[weight.format]
     columns = weight.in_features // values * size if packed else weight.in_features
     dtype = torch.uint8 if packed else DTYPES[weight.format]
     data = weight.data
-    right = data.dtype == dtype and tuple(data.shape) == (weight.out_features, columns)
-    if not right or weight.in_features % values or not data.numel():
+    is_valid = data.dtype == dtype and tuple(data.shape) == (weight.out_features, columns)
+    if not is_valid or weight.in_features % values or not data.numel():
         raise CheckpointError(
             f"{weight.name or 'a weight'} holds {data.dtype} of shape {tuple(data.shape)}, not a"
             f" {weight.format} matrix of {weight.out_features} by {weight.in_features}"
@@ -73,7 +80,11 @@ def check_weight(weight: Weight) -> None:
 
 
 def plain_weight(tensor: torch.Tensor, name: str = "") -> Weight:
-    """A `Weight` over a float32, float16 or bfloat16 matrix `[out, in]`, without a copy."""
+    """A `Weight` over a float matrix `[out_features, in_features]`, without a copy.
+
+    Raises:
+        ValueError: The tensor is no matrix in float32, float16 or bfloat16.
+    """
     format = next((f for f, dtype in DTYPES.items() if dtype == tensor.dtype), None)
     if format is None or tensor.dim() != 2:
         raise ValueError(f"no weight format for {tensor.dtype} of shape {tuple(tensor.shape)}")
@@ -86,18 +97,27 @@ def dequantize(weight: Weight) -> torch.Tensor:
 
 
 def dequantize_rows(weight: Weight, rows: Sequence[int] | np.ndarray) -> torch.Tensor:
-    """The named rows as float32 `[len(rows), in_features]`; the rest is not touched."""
+    """Some rows as float32 `[len(rows), in_features]`; no other row is converted."""
     index = torch.as_tensor(np.asarray(rows, dtype=np.int64), device=weight.data.device)
     return _to_float(weight.format, weight.data.index_select(0, index), weight.in_features)
 
 
 def quantize(tensor: torch.Tensor, format: str, name: str = "") -> Weight:
-    """A float matrix `[out, in]` in "Q8_0", "Q4_0" or "Q4_1".
+    """Quantise a float matrix by rounding to nearest, as GGUF's reference does.
 
-    Rows whose length is no multiple of 32 stay bfloat16.
+    Args:
+        tensor: `[out_features, in_features]`.
+        format: "Q8_0", "Q4_0" or "Q4_1".
+        name: Name of the weight.
+
+    Returns:
+        The weight; in bfloat16 where `in_features` is not a multiple of 32.
+
+    Raises:
+        ValueError: The format is another one.
     """
     if format not in QUANTIZABLE:
-        raise ValueError(f"cannot quantise to {format}; choose from {', '.join(QUANTIZABLE)}")
+        raise ValueError(f"cannot quantise to {format}; allowed are {', '.join(QUANTIZABLE)}")
     rows, columns = tensor.shape
     values, size = BLOCKS[format]
     if columns % values:
@@ -128,12 +148,12 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """`[..., width]` bytes to `[..., 2, width]` codes: the low nibbles, then the high ones."""
+    """Bytes `[..., width]` as codes `[..., 2, width]`: the low nibbles, then the high ones."""
     return torch.stack((codes & 15, codes >> 4), dim=-2)
 
 
 def _bits(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """`[..., n]` bytes to `[..., 8 // width, n]`: fields of `width` bits, lowest first."""
+    """Bytes `[..., n]` as fields of `width` bits `[..., 8 // width, n]`, lowest first."""
     mask = (1 << width) - 1
     return torch.stack([(codes >> shift) & mask for shift in range(0, 8, width)], dim=-2)
 
@@ -153,7 +173,7 @@ def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Codes of 5 bits: `high` has 4 bytes with one bit per value, `low` 16 bytes of nibbles."""
+    """Five-bit codes: 4 bytes `high` with the top bit of each value, 16 bytes `low` of nibbles."""
     top = _bits(high, 1).transpose(-1, -2).flatten(1)
     return (_nibbles(low).flatten(1) | (top << 4)).to(torch.float32)
 
@@ -220,11 +240,11 @@ def _join_nibbles(codes: torch.Tensor) -> torch.Tensor:
 def _make_q8_0(values: torch.Tensor) -> torch.Tensor:
     scale = values.abs().amax(1, keepdim=True) / 127
     scaled = values * _inverse(scale)
-    # Halves go away from zero, as in the reference; torch.round would send them to even.
-    size = scaled.abs()
-    whole = size.floor()
-    whole = whole + (2 * (size - whole)).floor()
-    codes = (whole * scaled.sign()).to(torch.int8).view(torch.uint8)
+    # Halves are rounded away from zero, as in the reference; torch.round rounds them to even.
+    magnitude = scaled.abs()
+    rounded = magnitude.floor()
+    rounded = rounded + (2 * (magnitude - rounded)).floor()
+    codes = (rounded * scaled.sign()).to(torch.int8).view(torch.uint8)
     return _pack(codes, scale)
 
 

@@ -1,4 +1,4 @@
-"""The compiled kernels as Python sees them: the ctypes structs, the variant, and picks."""
+"""ctypes bindings of the compiled kernels: structs, library loading, argmax, top-k and sampling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from anydecode.kernels.build import built_library
 from anydecode.kernels.interface import FORMATS
 
-#: The numbers of formats in C.
+#: Format name -> its code in C (`enum Format`).
 FORMAT_CODES = {
     name: code
     for code, name in enumerate(
@@ -26,7 +26,7 @@ assert set(FORMAT_CODES) == set(FORMATS)
 
 
 class Matrix(ctypes.Structure):
-    """A packed matrix."""
+    """A packed matrix (see `cpu/layout.h`)."""
 
     _fields_ = [
         ("data", pointer),
@@ -39,13 +39,13 @@ class Matrix(ctypes.Structure):
 
 
 class Lora(ctypes.Structure):
-    """One adapter's part for one matrix."""
+    """One adapter's low-rank update of one matrix."""
 
     _fields_ = [("down", pointer), ("up", pointer), ("rank", c_int32), ("reserved", c_int32)]
 
 
 class Op(ctypes.Structure):
-    """One step of a program."""
+    """One operation of a program."""
 
     _fields_ = [
         *((name, c_int32) for name in ("code", "barrier", "layer", "activation")),
@@ -60,20 +60,20 @@ class Op(ctypes.Structure):
     ]
 
 
-class Tap(ctypes.Structure):
-    """Rows whose state after `layer` layers is copied out."""
+class Capture(ctypes.Structure):
+    """Rows whose hidden states after `layer` layers are copied to `out`."""
 
     _fields_ = [("layer", c_int32), ("count", c_int32), ("rows", pointer), ("out", pointer)]
 
 
-class Choice(ctypes.Structure):
-    """A token to pick within a pass."""
+class SampleSpec(ctypes.Structure):
+    """A token to sample within a pass; `token` receives it."""
 
     _fields_ = [
         ("inverse_temperature", c_double),
         ("seed", c_uint64),
         *((name, c_uint32) for name in ("position", "stream", "attempt")),
-        *((name, c_int32) for name in ("row", "pick", "reserved")),
+        *((name, c_int32) for name in ("row", "token", "reserved")),
     ]
 
 
@@ -83,10 +83,13 @@ class Pass(ctypes.Structure):
     _fields_ = [
         ("ops", pointer),
         *((name, c_int32) for name in ("num_prologue", "first", "last", "head", "num_ops")),
-        *((name, c_int32) for name in ("num_rows", "num_logits", "num_taps", "num_layers")),
+        *((name, c_int32) for name in ("num_rows", "num_logits", "num_captures", "num_layers")),
         *((name, c_int32) for name in ("vocab_size", "hidden_size", "embed", "cache_format")),
         *((name, c_int32) for name in ("num_slots", "num_tables", "num_adapters")),
-        *((name, c_int32) for name in ("num_targets", "num_choices", "num_said", "num_ends")),
+        *(
+            (name, c_int32)
+            for name in ("num_targets", "num_samples", "num_steps", "num_end_tokens")
+        ),
         *((name, pointer) for name in ("tokens", "positions", "slots", "table", "prefix")),
         *((name, pointer) for name in ("tails", "tail_start", "tail_length")),
         *((name, pointer) for name in ("adapters", "logit_rows")),
@@ -95,11 +98,11 @@ class Pass(ctypes.Structure):
         *((name, pointer) for name in ("keys", "values", "inputs", "stream", "logits")),
         ("workspace", pointer),
         ("head_offset", c_int64),
-        ("taps", pointer),
+        ("captures", pointer),
         ("loras", pointer),
         ("attention_scratch", pointer),
         ("attention_scratch_floats", c_int64),
-        *((name, pointer) for name in ("choices", "said", "ends")),
+        *((name, pointer) for name in ("samples", "multi_step_tokens", "end_tokens")),
     ]
 
 
@@ -114,9 +117,9 @@ _SIGNATURES = {
     "run": (c_int, [pointer, c_int]),
     "read": (c_uint64, [pointer, c_int64, c_int]),
     "argmax": (c_int32, [pointer, c_int64]),
-    "largest": (None, [pointer, c_int64, c_int64, c_int, pointer, pointer]),
+    "top_k": (None, [pointer, c_int64, c_int64, c_int, pointer, pointer]),
     "logsumexp": (c_double, [pointer, c_int64]),
-    "pick_gumbel": (
+    "sample_gumbel": (
         c_int32,
         [pointer, c_int64, c_double, c_uint64, c_uint32, c_uint32, c_uint32],
     ),
@@ -124,7 +127,7 @@ _SIGNATURES = {
 
 
 class Library:
-    """The functions of one compiled library, and the name of the variant they run."""
+    """The functions of one compiled library, and the name of the variant in use."""
 
     def __init__(self, path: Path, variant: str | None = None) -> None:
         self._handle = ctypes.CDLL(str(path))
@@ -134,7 +137,7 @@ class Library:
             setattr(self, name, function)
         sizes = (ctypes.sizeof(Op), ctypes.sizeof(Pass))
         if (self.size(0), self.size(1)) != sizes:
-            raise RuntimeError(f"{path} does not belong to this version of anydecode")
+            raise RuntimeError(f"{path} was built for another version of anydecode")
         self.variant = self._choose(variant)
 
     def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
@@ -146,7 +149,7 @@ class Library:
         if failed.value:
             warnings.warn(
                 f"the {failed.value.decode()} kernels give wrong results on this machine; "
-                + (f"using the {name.decode()} ones" if name else "they were asked for by name"),
+                + (f"using the {name.decode()} ones" if name else "they were requested by name"),
                 stacklevel=4,
             )
         if name is None:
@@ -156,20 +159,20 @@ class Library:
 
 @functools.cache
 def load_library() -> Library | None:
-    """The kernels for this machine, or None (with a warning, once) where there are none."""
+    """The kernels for this machine, or None, with a single warning, where there are none."""
     try:
         path = built_library()
     except (RuntimeError, OSError) as error:
-        return _without(f"the native kernels could not be built: {error}")
+        return _warn_missing(f"the native kernels could not be built: {error}")
     if path is None:
-        return _without("no C compiler was found (install one, or the ziglang package)")
+        return _warn_missing("no C compiler was found (install one, or the ziglang package)")
     try:
         return Library(path, os.environ.get("ANYDECODE_VARIANT"))
     except OSError as error:
-        return _without(f"the native kernels could not be loaded: {error}")
+        return _warn_missing(f"the native kernels could not be loaded: {error}")
 
 
-def _without(reason: str) -> Library | None:
+def _warn_missing(reason: str) -> Library | None:
     warnings.warn(f"{reason}; the slower torch kernels are used", stacklevel=3)
     return None
 
@@ -193,9 +196,17 @@ def argmax(logits: np.ndarray) -> int:
     return int(_library().argmax(*_row(logits)))
 
 
-def largest(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids int32 and values float32 `[rows, min(count, vocab_size)]` of the largest logits of each
-    row of float32 `[rows, vocab_size]`, falling, the lowest id first among equals."""
+def top_k(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `count` largest logits of each row, in descending order.
+
+    Args:
+        logits: float32 `[rows, vocab_size]`.
+        count: How many to return per row; limited to `vocab_size`.
+
+    Returns:
+        Token ids int32 and logits float32, both `[rows, min(count, vocab_size)]`. Among equal
+        logits the lowest id comes first.
+    """
     rows, size = logits.shape
     count = min(count, size)
     library = load_library()
@@ -205,7 +216,7 @@ def largest(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     ids, values = np.empty((rows, count), np.int32), np.empty((rows, count), np.float32)
     if ids.size:
         flat = np.ascontiguousarray(logits)
-        library.largest(flat.ctypes.data, rows, size, count, ids.ctypes.data, values.ctypes.data)
+        library.top_k(flat.ctypes.data, rows, size, count, ids.ctypes.data, values.ctypes.data)
     return ids, values
 
 
@@ -222,14 +233,21 @@ def sample_gumbel(
     position: int,
     attempt: int,
 ) -> int:
-    """argmax over tokens of logit * inverse_temperature + Gumbel noise, ties to the lowest id.
+    """Sample a token: the argmax of logit * inverse_temperature + Gumbel noise.
 
-    The noise of token t is -log(-log((w + 0.5) / 2^32)) with w word `t & 3` of Philox4x32-10 at
-    key `seed` and counter (t >> 2, position, stream, attempt).
+    Ties go to the lowest id. The noise of token t is -log(-log((w + 0.5) / 2^32)) with w word `t &
+    3` of Philox4x32-10 at key `seed` and counter (t >> 2, position, stream, attempt) (Salmon et
+    al., 2011).
+
+    Args:
+        logits: float32 `[vocab_size]`.
+
+    Raises:
+        RuntimeError: The native kernels are not available.
     """
     address, count = _row(logits)
     return int(
-        _library().pick_gumbel(
+        _library().sample_gumbel(
             address, count, inverse_temperature, seed & (2**64 - 1), stream, position, attempt
         )
     )

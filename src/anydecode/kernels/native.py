@@ -1,4 +1,4 @@
-"""Runs a network through the compiled kernels: one call per pass over a recorded program."""
+"""Runs a network with the C kernels: one call per pass over a recorded program."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from anydecode.kernels.interface import (
     SampleSpec,
     Weight,
 )
-from anydecode.kernels.library import FORMAT_CODES, Library, Lora, Pass, Tap, load_library
-from anydecode.kernels.library import Choice as NativeChoice
+from anydecode.kernels.library import FORMAT_CODES, Capture, Library, Lora, Pass, load_library
+from anydecode.kernels.library import SampleSpec as NativeSampleSpec
 from anydecode.kernels.packing import Packer
 from anydecode.kernels.program import Program, record
 
-_CACHE_CODES = {name: FORMAT_CODES[same] for name, same in CACHE_FORMATS.items()}
-MAX_THREADS = 256  # of the pool in threads.c
+_CACHE_CODES = {name: FORMAT_CODES[format] for name, format in CACHE_FORMATS.items()}
+MAX_THREADS = 256  # of the pool in cpu/threads.c
 _INT_FIELDS = ("tokens", "positions", "slots", "table", "prefix", "tail_start", "tail_length")
-_PROBLEMS = {
-    1: "a token lies outside the vocabulary, or has no input",
-    2: "a slot lies outside the cache",
-    3: "a row names a table that is missing or too short",
-    4: "a row names an adapter that is not loaded",
+_ERRORS = {
+    1: "a token is outside the vocabulary, or a row without a token has no input",
+    2: "a slot is outside the cache",
+    3: "a row refers to a slot table that is missing or too short",
+    4: "a row refers to an adapter that is not loaded",
     5: "there is not enough memory for this pass",
 }
 
 
 def physical_cores() -> int:
-    """Cores this process may run on, hyper-threads counted once."""
+    """The number of physical cores this process may run on."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     allowed = os.sched_getaffinity(0)
@@ -56,7 +56,11 @@ def physical_cores() -> int:
 
 
 def thread_count(threads: int | None) -> int:
-    """Threads to use: those asked for, or one for each core. Raises InvalidRequestError."""
+    """The number of threads to use: `threads`, or one per physical core where it is None.
+
+    Raises:
+        InvalidRequestError: `threads` is not an integer from 1 to `MAX_THREADS`.
+    """
     if threads is None:
         return min(physical_cores(), MAX_THREADS)
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
@@ -72,7 +76,7 @@ def _address(array: np.ndarray) -> int:
 
 
 class _Buffers:
-    """The memory of a pass, grown to the largest one seen."""
+    """The memory of a pass, grown to the largest pass so far."""
 
     def __init__(self, scratch_floats: int) -> None:
         self.rows = self.logits = self.floats = 0
@@ -91,14 +95,28 @@ class _Buffers:
     def grow_logits(self, count: int, vocab_size: int) -> None:
         self.logits = count
         self.out = torch.empty(count, vocab_size, dtype=torch.float32)
-        self.views: dict[int, torch.Tensor] = {}  # of its first rows, by how many
+        self.views: dict[int, torch.Tensor] = {}  # number of rows -> view of the first rows
 
 
 class NativeExecutor:
-    """Runs passes of one network. Implements the transformer's `Executor`, and `run`: a whole pass
-    in one call. Outputs are views that the next pass overwrites. Not for concurrent use.
+    """Runs passes of one network with the C kernels.
 
-    `layer(backend, x, index)` and `head(backend, x)` are the network, written against `Backend`.
+    Implements the transformer's `Executor`, and `run`: a whole pass in one call. Outputs are views
+    that the next pass overwrites. Not safe for concurrent use.
+
+    Args:
+        embedding: The token embedding `[vocab_size, hidden_size]`.
+        vocab_size: Number of logits per row.
+        num_layers: Number of layers.
+        layer: `layer(backend, x, index)`, one layer written against `Backend`.
+        head: `head(backend, x)`, the final norm and the output projection.
+        embedding_scale: Factor of the embeddings.
+        adapters: The loaded LoRA adapters; may grow later.
+        threads: Number of threads; None: one per physical core.
+        library: The compiled kernels; None: those of this machine.
+
+    Raises:
+        UnsupportedCombinationError: The native kernels are not available.
     """
 
     device = torch.device("cpu")
@@ -117,22 +135,22 @@ class NativeExecutor:
         threads: int | None = None,
         library: Library | None = None,
     ) -> None:
-        found = library or load_library()
-        if found is None:
+        loaded = library or load_library()
+        if loaded is None:
             raise UnsupportedCombinationError("the native kernels are not available here")
-        self._library = found
+        self._library = loaded
         self.threads = thread_count(threads)
-        self.packer = Packer(found, self.threads)
+        self.packer = Packer(loaded, self.threads)
         self._network = (embedding, embedding_scale, num_layers, layer, head)
-        self._adapters, self._loaded = adapters, 0
+        self._adapters, self._num_loaded = adapters, 0
         self._hidden_size, self._vocab_size = embedding.in_features, vocab_size
         self._num_layers = num_layers
         self.program = record(self.packer, *self._network, ())
-        self._adapted: Program | None = None
-        self._others: dict[Callable[[Backend, Any, int], Any], Program] = {}
+        self._adapted: Program | None = None  # the program with the adapters
+        self._regrouped: dict[Callable[[Backend, Any, int], Any], Program] = {}
         self._plain = self.program
-        # Products of quantised weights round activations to eight bits anyway.
-        self.cache_dtype = torch.float16 if self.packer.quantised else torch.float32
+        # Products with quantised weights round activations to eight bits anyway.
+        self.cache_dtype = torch.float16 if self.packer.has_quantised else torch.float32
         self._cache: KeyValues | None = None
         self._cache_key: tuple[Any, ...] = ()
         self._rows: Rows | None = None
@@ -140,9 +158,9 @@ class NativeExecutor:
             num_layers=num_layers, vocab_size=vocab_size, hidden_size=self._hidden_size
         )
         self._pass_address = ctypes.addressof(self._pass)
-        self._choices: Any = ()
-        self._said = np.empty(0, np.int32)
-        self._ends: frozenset[int] | None = None
+        self._samples: Any = ()
+        self._multi_step_tokens = np.empty(0, np.int32)
+        self._end_tokens: frozenset[int] | None = None
         self._table_arrays: Any = ((), (), ())
         floats = self._scratch_floats()
         self._buffers = _Buffers(floats * self.threads)
@@ -161,10 +179,10 @@ class NativeExecutor:
         p.num_prologue, p.head = program.num_prologue, program.head
         p.head_offset = program.body_floats
 
-    # --- one call
+    # --- a whole pass
 
     def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
-        """One pass over all layers, from tokens to what is wanted."""
+        """Run a pass over all layers, from tokens to the outputs of `output_spec`."""
         count = len(rows)
         start, stop = int(rows.start[0]) if count else 0, int(rows.stop[0]) if count else 0
         if not count or (
@@ -174,86 +192,100 @@ class NativeExecutor:
         self._bind(rows, cache, None)
         self._pass.embed = 1
         self._set_inputs(rows, count)
-        taps, hidden = self._taps(output_spec, start, stop)
-        choices = self._choose(output_spec.samples)
-        said = output_spec.num_steps if rows.tables[-1].ndim == 1 else 1
-        if said > 1:
-            self._bind_said(said, output_spec.end_tokens)
-        self._call(start, stop, output_spec.logits, taps, len(output_spec.samples), said)
-        picks = [choices[i].pick for i in range(len(output_spec.samples))]
-        if said > 1:
-            picks = self._said[:said].tolist()
-            picks = picks[: picks.index(-1)] if -1 in picks else picks
-        return Output(self._logits(len(output_spec.logits)), hidden, picks)
+        captures, hidden = self._bind_captures(output_spec, start, stop)
+        specs = self._bind_samples(output_spec.samples)
+        num_steps = output_spec.num_steps if rows.tables[-1].ndim == 1 else 1
+        if num_steps > 1:
+            self._bind_multi_step(num_steps, output_spec.end_tokens)
+        self._call(start, stop, output_spec.logits, captures, len(output_spec.samples), num_steps)
+        sampled = [specs[i].token for i in range(len(output_spec.samples))]
+        if num_steps > 1:
+            sampled = self._multi_step_tokens[:num_steps].tolist()
+            sampled = sampled[: sampled.index(-1)] if -1 in sampled else sampled
+        return Output(self._logits(len(output_spec.logits)), hidden, sampled)
 
-    def _bind_said(self, said: int, ends: frozenset[int]) -> None:
+    def _bind_multi_step(self, num_steps: int, end_tokens: frozenset[int]) -> None:
         p = self._pass
-        if ends is not self._ends:
-            self._ends, self._end_array = ends, np.array(sorted(ends), np.int32)
-            p.ends, p.num_ends = _address(self._end_array), len(ends)
-        if said > len(self._said):
-            self._said = np.empty(2 * said, np.int32)
-            p.said = _address(self._said)
+        if end_tokens is not self._end_tokens:
+            self._end_tokens = end_tokens
+            self._end_token_array = np.array(sorted(end_tokens), np.int32)
+            p.end_tokens, p.num_end_tokens = _address(self._end_token_array), len(end_tokens)
+        if num_steps > len(self._multi_step_tokens):
+            self._multi_step_tokens = np.empty(2 * num_steps, np.int32)
+            p.multi_step_tokens = _address(self._multi_step_tokens)
 
     def _run_parts(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
-        """Rows with different layer ranges: one call per stretch of layers."""
-        x = self._start(rows)
+        """Run rows with different layer ranges: one call per range of layers."""
+        x = self._initial_states(rows)
         hidden: dict[int, torch.Tensor] = {}
         self.begin(rows, cache)
-        places = sorted({*rows.start.tolist(), *rows.stop.tolist(), *output_spec.hidden})
-        for place, after in zip(places, [*places[1:], None], strict=True):
-            if place in output_spec.hidden:
-                hidden[place] = x[torch.from_numpy(output_spec.hidden[place].astype(np.int64))]
-            active = np.flatnonzero((rows.start <= place) & (rows.stop >= (after or place)))
-            if after is not None and len(active):
-                at = torch.from_numpy(active)
-                x[at] = self.layers(x[at], active, place, after)
-        wanted = torch.from_numpy(output_spec.logits.astype(np.int64))
-        return Output(self.head(x[wanted]), hidden)
+        bounds = sorted({*rows.start.tolist(), *rows.stop.tolist(), *output_spec.hidden})
+        for first, last in zip(bounds, [*bounds[1:], None], strict=True):
+            if first in output_spec.hidden:
+                hidden[first] = x[torch.from_numpy(output_spec.hidden[first].astype(np.int64))]
+            active = np.flatnonzero((rows.start <= first) & (rows.stop >= (last or first)))
+            if last is not None and len(active):
+                index = torch.from_numpy(active)
+                x[index] = self.layers(x[index], active, first, last)
+        logit_rows = torch.from_numpy(output_spec.logits.astype(np.int64))
+        return Output(self.head(x[logit_rows]), hidden)
 
-    def _start(self, rows: Rows) -> torch.Tensor:
+    def _initial_states(self, rows: Rows) -> torch.Tensor:
         x = torch.zeros(len(rows), self._hidden_size)
-        named = np.flatnonzero(rows.tokens >= 0)
+        with_token = np.flatnonzero(rows.tokens >= 0)
         if rows.inputs is not None:
             x.copy_(rows.inputs)
-        elif len(named) < len(rows):
-            raise InvalidRequestError(_PROBLEMS[1])
-        if len(named):
-            x[torch.from_numpy(named)] = self.embed(rows.tokens[named])
+        elif len(with_token) < len(rows):
+            raise InvalidRequestError(_ERRORS[1])
+        if len(with_token):
+            x[torch.from_numpy(with_token)] = self.embed(rows.tokens[with_token])
         return x
 
-    # --- the transformer's seam
+    # --- the transformer's `Executor`
 
     def begin(self, rows: Rows, cache: KeyValues) -> None:
-        """A pass starts; the `layers` calls that follow belong to it."""
+        """Start a pass: the following `layers` calls belong to it."""
         self._rows, self._cache_in_use = rows, cache
 
     def embed(self, tokens: np.ndarray) -> torch.Tensor:
-        """Embeddings float32 `[m, hidden_size]`, scaled as the model wants them."""
+        """Scaled embeddings float32 `[m, hidden_size]` of int32 `tokens` `[m]`."""
         count = len(tokens)
-        self._ready(count, 0)
+        self._reserve(count, 0)
         self._buffers.ints[0, :count] = tokens
         self._pass.embed, self._pass.inputs = 1, None
-        self._pass.num_rows, self._pass.num_taps = count, 0
+        self._pass.num_rows, self._pass.num_captures = count, 0
         self._pass.adapters = None
         self._call(0, 0, None)
         return self._buffers.stream[:count].clone()
 
     def layers(self, x: torch.Tensor, active: np.ndarray, first: int, last: int) -> torch.Tensor:
-        """States after layer `last - 1` of the rows `active`, from their states before `first`."""
+        """Run layers [first, last) for some rows of the pass.
+
+        Args:
+            x: Hidden states before layer `first`, float32 `[m, hidden_size]`.
+            active: Indices of the rows, `[m]`.
+            first: The first layer.
+            last: One past the last layer.
+
+        Returns:
+            Hidden states after layer `last - 1`, float32 `[m, hidden_size]`.
+        """
         if self._rows is None:
-            raise RuntimeError("begin a pass before running its layers")
+            raise RuntimeError("`layers` was called before `begin`")
         self._bind(self._rows, self._cache_in_use, active)
-        self._pass.embed, self._pass.num_taps = 0, 0
+        self._pass.embed, self._pass.num_captures = 0, 0
         self._buffers.stream[: len(active)].copy_(x)
         self._call(first, last, None)
         return self._buffers.stream[: len(active)].clone()
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits float32 `[m, vocab_size]` of states, final norm included; the last pass's stay."""
+        """Logits float32 `[m, vocab_size]` of hidden states, through the final norm.
+
+        The logits of the last pass are not overwritten.
+        """
         count = len(x)
-        self._ready(count, count)
-        self._pass.embed, self._pass.num_taps, self._pass.num_rows = 0, 0, count
+        self._reserve(count, count)
+        self._pass.embed, self._pass.num_captures, self._pass.num_rows = 0, 0, count
         self._pass.adapters = None
         self._buffers.stream[:count].copy_(x)
         logits = torch.empty(count, self._vocab_size)
@@ -264,10 +296,10 @@ class NativeExecutor:
             self._pass.logits = self._buffers.out.data_ptr()
         return logits
 
-    # --- filling in the pass
+    # --- the arguments of a pass
 
-    def _ready(self, rows: int, logits: int) -> None:
-        """Room for this many rows and logits."""
+    def _reserve(self, rows: int, logits: int) -> None:
+        """Grow the buffers to this many rows and logits."""
         b, p = self._buffers, self._pass
         if rows > b.rows:
             b.grow_rows(rows, self._hidden_size)
@@ -284,10 +316,10 @@ class NativeExecutor:
             p.workspace = -(-b.workspace.data_ptr() // 64) * 64
 
     def _bind(self, rows: Rows, cache: KeyValues, active: np.ndarray | None) -> None:
-        """Put the rows (or those of index `active`), their tables and the cache into the pass."""
+        """Set the rows (or those of index `active`), their tables and the cache in the pass."""
         count = len(rows) if active is None else len(active)
-        self._choose_program(rows)
-        self._ready(count, 0)
+        self._select_program(rows)
+        self._reserve(count, 0)
         p, ints = self._pass, self._buffers.ints
         p.num_rows = count
         for index, name in enumerate(_INT_FIELDS):
@@ -308,8 +340,8 @@ class NativeExecutor:
         self._tails = np.ascontiguousarray(rows.tails, np.int32)
         p.num_tables = count
         if count > len(self._table_arrays[0]):
-            kinds = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
-            self._table_arrays = pointers, strides, lengths = [(one * count)() for one in kinds]
+            types = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
+            self._table_arrays = pointers, strides, lengths = [(ctype * count)() for ctype in types]
             p.tables = ctypes.addressof(pointers)
             p.table_stride, p.table_length = ctypes.addressof(strides), ctypes.addressof(lengths)
         pointers, strides, lengths = self._table_arrays
@@ -327,10 +359,14 @@ class NativeExecutor:
         tensors = [*cache.keys, *cache.values]
         if cache.format not in _CACHE_CODES or any(t.dtype != dtype for t in tensors):
             raise InvalidRequestError(
-                f"the cache has one of the formats {', '.join(CACHE_FORMATS)} throughout"
+                f"the cache's format is {cache.format!r} or differs between layers; allowed is one"
+                f" of {', '.join(CACHE_FORMATS)} for all layers"
             )
         if not all(t.transpose(0, 1).is_contiguous() and t.device.type == "cpu" for t in tensors):
-            raise InvalidRequestError("the cache lies head by head in main memory")
+            raise InvalidRequestError(
+                "the cache is not in main memory with each head's slots contiguous; make it with"
+                " `new_cache`"
+            )
         pointer_list = ctypes.c_void_p * self._num_layers
         keys = pointer_list(*(t.data_ptr() for t in cache.keys))
         values = pointer_list(*(t.data_ptr() for t in cache.values))
@@ -346,13 +382,13 @@ class NativeExecutor:
             return
         self._inputs = rows.inputs.to(torch.float32).contiguous()
         if self._inputs.shape != (count, self._hidden_size):
-            raise InvalidRequestError(_PROBLEMS[1])
+            raise InvalidRequestError(_ERRORS[1])
         self._pass.inputs = self._inputs.data_ptr()
 
-    def _taps(
+    def _bind_captures(
         self, output_spec: OutputSpec, first: int, last: int
     ) -> tuple[Any, dict[int, torch.Tensor]]:
-        self._pass.num_taps = len(output_spec.hidden)
+        self._pass.num_captures = len(output_spec.hidden)
         if not output_spec.hidden:
             return None, {}
         hidden = {
@@ -360,47 +396,55 @@ class NativeExecutor:
             for layer, index in output_spec.hidden.items()
         }
         if any(not first <= layer <= last for layer in hidden):
-            raise InvalidRequestError(f"rows run layers {first} to {last} have no other states")
+            raise InvalidRequestError(
+                f"hidden states were requested after layers {sorted(hidden)}; rows that run from"
+                f" layer {first} to {last} have only those in between"
+            )
         indices = [np.ascontiguousarray(index, np.int32) for index in output_spec.hidden.values()]
-        taps = (Tap * len(hidden))()
-        for tap, (layer, out), index in zip(taps, hidden.items(), indices, strict=True):
-            tap.layer, tap.count = layer, len(index)
-            tap.rows, tap.out = _address(index), out.data_ptr()
-        self._pass.taps = ctypes.addressof(taps)
-        return (taps, indices), hidden
+        captures = (Capture * len(hidden))()
+        for capture, (layer, out), index in zip(captures, hidden.items(), indices, strict=True):
+            capture.layer, capture.count = layer, len(index)
+            capture.rows, capture.out = _address(index), out.data_ptr()
+        self._pass.captures = ctypes.addressof(captures)
+        return (captures, indices), hidden
 
-    def _choose(self, choices: list[SampleSpec]) -> Any:
-        count = len(choices)
-        if count > len(self._choices):
-            self._choices = (NativeChoice * (2 * count))()
-            self._pass.choices = ctypes.addressof(self._choices)
-        for to, choice in zip(self._choices, choices, strict=False):
-            to.row, to.inverse_temperature, to.seed, to.stream, to.position = choice
-        return self._choices
+    def _bind_samples(self, specs: list[SampleSpec]) -> Any:
+        count = len(specs)
+        if count > len(self._samples):
+            self._samples = (NativeSampleSpec * (2 * count))()
+            self._pass.samples = ctypes.addressof(self._samples)
+        for native, spec in zip(self._samples, specs, strict=False):
+            native.row, native.inverse_temperature, native.seed, native.stream, native.position = (
+                spec
+            )
+        return self._samples
 
     def _call(
         self,
         first: int,
         last: int,
         logit_rows: np.ndarray | None,
-        keep: Any = None,
-        num_choices: int = 0,
-        said: int = 1,
+        keep_alive: Any = None,
+        num_samples: int = 0,
+        num_steps: int = 1,
     ) -> None:
-        """Run layers [first, last) and the head for `logit_rows`, and make the first `num_choices`
-        of the choices; say up to `said` tokens. `keep` lives until it is done."""
+        """Run layers [first, last) and the head for `logit_rows`, for up to `num_steps` steps.
+
+        The first `num_samples` of the bound samples are sampled. `keep_alive` is referenced until
+        the call returns.
+        """
         p, starts = self._pass, self._current.starts
         count = 0 if logit_rows is None else len(logit_rows)
-        self._ready(max(p.num_rows, count), count)
+        self._reserve(max(p.num_rows, count), count)
         if logit_rows is not None and count:
             self._buffers.ints[len(_INT_FIELDS) + 1, :count] = logit_rows
-        p.num_logits, p.num_choices, p.num_said = count, num_choices, said
+        p.num_logits, p.num_samples, p.num_steps = count, num_samples, num_steps
         p.first, p.last = starts[first], starts[last]
-        if p.num_taps or first < last:
+        if p.num_captures or first < last:
             p.last += 1
         problem = self._library.run(self._pass_address, self.threads)
         if problem:
-            raise InvalidRequestError(_PROBLEMS[problem])
+            raise InvalidRequestError(_ERRORS[problem])
 
     def _logits(self, count: int) -> torch.Tensor:
         if not count:
@@ -411,27 +455,30 @@ class NativeExecutor:
         return views[count]
 
     def regroup(self, layer: Callable[[Backend, Any, int], Any] | None) -> None:
-        """Run `layer` from now on in place of the network's own, over the same packed weights;
-        None: the network's own again."""
-        if layer is not None and layer not in self._others:
+        """Replace the network's `layer` from now on, over the same packed weights.
+
+        Args:
+            layer: The replacement; None: the network's own `layer` again.
+        """
+        if layer is not None and layer not in self._regrouped:
             embedding, scale, count, _, head = self._network
-            self._others[layer] = record(self.packer, embedding, scale, count, layer, head, ())
-        self._plain = self.program if layer is None else self._others[layer]
+            self._regrouped[layer] = record(self.packer, embedding, scale, count, layer, head, ())
+        self._plain = self.program if layer is None else self._regrouped[layer]
 
     # --- adapters
 
-    def _choose_program(self, rows: Rows) -> None:
+    def _select_program(self, rows: Rows) -> None:
         if rows.adapters is None:
             if self._current is not self._plain:
                 self._use(self._plain)
             return
-        if self._adapted is None or self._loaded != len(self._adapters):
+        if self._adapted is None or self._num_loaded != len(self._adapters):
             self._load_adapters()
         if self._adapted is not None and self._current is not self._adapted:
             self._use(self._adapted)
 
     def _load_adapters(self) -> None:
-        """Record the program anew with every matrix that any adapter changes."""
+        """Record the program again, with every matrix that any adapter targets."""
         names = {name for adapter in self._adapters for name in adapter}
         self._adapted = record(self.packer, *self._network, names)
         targets = self._adapted.targets
@@ -443,10 +490,10 @@ class NativeExecutor:
                     self._set_lora(self._loras[number * len(targets) + index], adapter[name])
         self._pass.loras = ctypes.addressof(self._loras)
         self._pass.num_adapters, self._pass.num_targets = len(self._adapters), len(targets)
-        self._loaded = len(self._adapters)
+        self._num_loaded = len(self._adapters)
 
-    def _set_lora(self, lora: Lora, delta: Any) -> None:
-        down = delta.down.data.to(torch.float32).contiguous()
-        up = (delta.up.data.to(torch.float32) * delta.scale).t().contiguous()
+    def _set_lora(self, lora: Lora, update: Any) -> None:
+        down = update.down.data.to(torch.float32).contiguous()
+        up = (update.up.data.to(torch.float32) * update.scale).t().contiguous()
         self._lora_data += [down, up]
         lora.down, lora.up, lora.rank = down.data_ptr(), up.data_ptr(), len(down)

@@ -1,4 +1,4 @@
-"""Main memory straight from the system, in pages of the size that suits its use."""
+"""Anonymous memory mappings, and the size of physical memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import os
 import sys
 
 
-def anonymous(size: int, huge: bool = False) -> mmap.mmap:
-    """`size` zeroed bytes that take room as they are first used. `huge`: in huge pages where the
-    system has them, which it gives to private memory alone; good for what is read from end to end,
-    and a waste for what is used here and there."""
+def map_anonymous(size: int, huge: bool = False) -> mmap.mmap:
+    """Map `size` zeroed bytes, which occupy physical memory from their first use.
+
+    Args:
+        size: Bytes.
+        huge: Whether to use huge pages where the system has them (for private mappings only). They
+            speed up sequential reads, and waste memory where the use is sparse.
+    """
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -32,11 +36,11 @@ class _MemoryStatus(ctypes.Structure):
 
 
 def memory_bytes() -> int | None:
-    """Physical memory in bytes; None where the system does not tell."""
+    """Physical memory in bytes; None where the system does not report it."""
     if sys.platform == "win32":
         status = _MemoryStatus(ctypes.sizeof(_MemoryStatus))
-        found = ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
-        return status.total if found else None
+        succeeded = ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
+        return status.total if succeeded else None
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

@@ -1,5 +1,4 @@
-"""Gives a program's values their buffers, and puts barriers only where one thread reads what
-another wrote."""
+"""Assigns buffers to a program's values, and barriers where a thread reads what another wrote."""
 
 from __future__ import annotations
 
@@ -9,9 +8,9 @@ from dataclasses import dataclass
 from anydecode.kernels.library import Op
 from anydecode.kernels.steps import NONE, Code, Step, Value
 
-# Ops of which a thread does the rows it owns; in all others threads split columns or heads.
+# Ops that are divided by rows; in all others threads split columns or heads.
 _BY_ROW = frozenset(Code) - {Code.LINEAR, Code.ATTEND, Code.EXPERTS}
-# Ops that may write over their first input.
+# Ops that may overwrite their first input.
 _IN_PLACE = frozenset({Code.NORM, Code.ROPE, Code.GATED, Code.ADD, Code.SCALE, Code.SOFTCAP})
 
 
@@ -24,14 +23,14 @@ def _last_uses(steps: Sequence[Step]) -> dict[Value, int]:
     return last
 
 
-class _Room:
-    """Places values in the fewest floats per row, first fit."""
+class _Workspace:
+    """Allocates ranges of floats per row, first fit."""
 
     def __init__(self) -> None:
         self._free: list[tuple[int, int]] = []
         self.size = 0
 
-    def take(self, width: int) -> int:
+    def allocate(self, width: int) -> int:
         width = -(-width // 16) * 16
         for index, (start, length) in enumerate(self._free):
             if length >= width:
@@ -41,7 +40,7 @@ class _Room:
         self.size += width
         return self.size - width
 
-    def give(self, start: int, width: int) -> None:
+    def free(self, start: int, width: int) -> None:
         merged: list[tuple[int, int]] = []
         for begin, length in sorted([*self._free, (start, -(-width // 16) * 16)]):
             if merged and merged[-1][0] + merged[-1][1] == begin:
@@ -51,35 +50,37 @@ class _Room:
         self._free = merged
 
 
-def place(steps: list[Step], result: Value, target: int, pinned: int) -> int:
-    """Give every value its buffer, `result` the place `target`; the floats per row now needed.
+def assign_offsets(steps: list[Step], result: Value, target: int, reserved: int) -> int:
+    """Assign a buffer to every value, and `target` to `result`; return the floats per row in use.
 
-    `pinned` floats per row are taken already. Values that have a place keep it.
+    The first `reserved` floats per row are in use already. Values that have an offset keep it.
     """
     last = _last_uses(steps)
-    _place_result(steps, result, target, last)
-    room = _Room()
+    _assign_result(steps, result, target, last)
+    workspace = _Workspace()
     for index, step in enumerate(steps):
         for value in (step.output, step.scratch):
-            if value is not None and value.place is None:
-                value.place = pinned + room.take(value.width)
+            if value is not None and value.offset is None:
+                value.offset = reserved + workspace.allocate(value.width)
         for value in {*step.inputs, step.output, step.scratch}:
-            if value is None or last.get(value) != index or value.place is None:
+            if value is None or last.get(value) != index or value.offset is None:
                 continue
-            if value.place >= pinned:
-                room.give(value.place - pinned, value.width)
-    return pinned + room.size
+            if value.offset >= reserved:
+                workspace.free(value.offset - reserved, value.width)
+    return reserved + workspace.size
 
 
-def _place_result(steps: list[Step], result: Value, target: int, last: dict[Value, int]) -> None:
-    """Let the last step write `target` directly, or copy the result there."""
-    maker = next((s for s in reversed(steps) if s.output is result and s.code != Code.LORA), None)
-    if maker is not None and result.place is None:
-        at = steps.index(maker)
-        old = [v for v in last if v.place == target]
-        free = all(last[v] < at or (last[v] == at and maker.code in _IN_PLACE) for v in old)
-        if free:
-            result.place = target
+def _assign_result(steps: list[Step], result: Value, target: int, last: dict[Value, int]) -> None:
+    """Let the step that computes `result` write to `target`, or append a copy to it."""
+    producer = next(
+        (s for s in reversed(steps) if s.output is result and s.code != Code.LORA), None
+    )
+    if producer is not None and result.offset is None:
+        index = steps.index(producer)
+        current = [v for v in last if v.offset == target]
+        in_place = producer.code in _IN_PLACE
+        if all(last[v] < index or (last[v] == index and in_place) for v in current):
+            result.offset = target
             return
     fields = {"width": result.width, "width_out": result.width}
     steps.append(Step(Code.COPY, (result,), Value(result.width, target), fields))
@@ -88,43 +89,44 @@ def _place_result(steps: list[Step], result: Value, target: int, last: dict[Valu
 
 @dataclass
 class _Access:
-    place: int
+    offset: int
     width: int
-    by_row: bool
-    write: bool
+    is_by_row: bool
+    is_write: bool
 
 
 def _accesses(step: Step) -> list[_Access]:
-    by_row = step.code in _BY_ROW
-    found = [_Access(v.place or 0, v.width, by_row, False) for v in step.inputs]
+    is_by_row = step.code in _BY_ROW
+    accesses = [_Access(v.offset or 0, v.width, is_by_row, False) for v in step.inputs]
     for value in (step.output, step.scratch):
         if value is not None:
-            found.append(_Access(value.place or 0, value.width, by_row, True))
+            accesses.append(_Access(value.offset or 0, value.width, is_by_row, True))
     if step.cache:
-        found.append(_Access(-9, 1, by_row, step.cache == "write"))
-    return found
+        accesses.append(_Access(-9, 1, is_by_row, step.cache == "write"))
+    return accesses
 
 
 def _conflict(one: _Access, other: _Access) -> bool:
-    if not (one.write or other.write):
+    if not (one.is_write or other.is_write):
         return False
-    same = (one.place, one.width) == (other.place, other.width)
-    if same or one.place < 0 or other.place < 0:
-        return one.place == other.place and not (one.by_row and other.by_row)
-    return one.place < other.place + other.width and other.place < one.place + one.width
+    same = (one.offset, one.width) == (other.offset, other.width)
+    if same or one.offset < 0 or other.offset < 0:
+        return one.offset == other.offset and not (one.is_by_row and other.is_by_row)
+    return one.offset < other.offset + other.width and other.offset < one.offset + one.width
 
 
 def to_ops(steps: Sequence[Step]) -> list[Op]:
-    """The C structs of placed steps, with barriers where threads meet."""
+    """The C structs of steps with assigned buffers, with the barriers that they need."""
     ops: list[Op] = []
-    since: list[_Access] = []
+    pending: list[_Access] = []
     for step in steps:
-        mine = _accesses(step)
-        barrier = any(_conflict(a, b) for a in mine for b in since)
-        since = mine if barrier else since + mine
-        places = [v.place for v in step.inputs] + [NONE, NONE]
-        op = Op(code=int(step.code), barrier=int(barrier), a=places[0], b=places[1], **step.fields)
-        op.c = NONE if step.scratch is None else step.scratch.place
-        op.out = NONE if step.output is None else step.output.place
+        accesses = _accesses(step)
+        barrier = any(_conflict(a, b) for a in accesses for b in pending)
+        pending = accesses if barrier else pending + accesses
+        offsets = [v.offset for v in step.inputs] + [NONE, NONE]
+        a, b = offsets[:2]
+        op = Op(code=int(step.code), barrier=int(barrier), a=a, b=b, **step.fields)
+        op.c = NONE if step.scratch is None else step.scratch.offset
+        op.out = NONE if step.output is None else step.output.offset
         ops.append(op)
     return ops

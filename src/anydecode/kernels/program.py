@@ -1,4 +1,4 @@
-"""Records a network as a program: one array of C structs for prologue, layers and head."""
+"""Records a network as a program: an array of C structs for the prologue, layers and head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from anydecode.kernels.interface import Attention, Backend, Rope, Weight
 from anydecode.kernels.library import Matrix, Op
 from anydecode.kernels.packing import FLOAT_FORMATS, Packer, float_vector
-from anydecode.kernels.placement import place, to_ops
+from anydecode.kernels.placement import assign_offsets, to_ops
 from anydecode.kernels.steps import LOGITS, STREAM, Code, Step, Value
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -20,7 +20,7 @@ _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
 
 
 class NativeBackend(Backend):
-    """Records what a network does. Values are symbols; nothing is computed."""
+    """Records the operations of a network. Values are symbolic; nothing is computed."""
 
     name = "native"
 
@@ -30,12 +30,12 @@ class NativeBackend(Backend):
         self.tables: dict[Rope, Value] = {}
         self.adapted: Collection[str] = ()
         self.targets: list[str] = []
-        self.kept: list[Any] = []  # what the ops point to
+        self.keepalive: list[Any] = []  # objects that the ops point to
         self.shapes: list[Attention] = []
         self._quantised: dict[Value, Value] = {}
 
     def begin(self) -> None:
-        """Start a new stretch of steps: nothing is carried over but the rotary tables."""
+        """Start a new list of steps. Only the rotary tables are shared between lists."""
         self.steps = []
         self._quantised = {}
 
@@ -45,13 +45,13 @@ class NativeBackend(Backend):
         self.steps.append(Step(code, inputs, out, fields))
         return out
 
-    def _keep(self, tensor: torch.Tensor) -> int:
+    def _keep_vector(self, tensor: torch.Tensor) -> int:
         vector = float_vector(tensor)
-        self.kept.append(vector)
+        self.keepalive.append(vector)
         return vector.data_ptr()
 
     def _input(self, x: Value, format: str) -> Value:
-        """x as a product with a weight of this format takes it."""
+        """x in the form that a product with a weight of this format reads."""
         if format in FLOAT_FORMATS:
             return x
         if x not in self._quantised:
@@ -62,25 +62,25 @@ class NativeBackend(Backend):
     def rms_norm(self, x: Value, weight: torch.Tensor | None, eps: float, groups: int = 1) -> Value:
         fields: dict[str, Any] = {"groups": groups, "x": eps}
         if weight is not None:
-            fields |= {"weight": self._keep(weight), "count": weight.numel()}
+            fields |= {"weight": self._keep_vector(weight), "count": weight.numel()}
         return self._record(Code.NORM, (x,), x.width, **fields)
 
     def linear(self, x: Value, weight: Weight, bias: torch.Tensor | None = None) -> Value:
         matrix = self._packer.pack(weight)
         fields: dict[str, Any] = {"matrix": ctypes.addressof(matrix)}
         if bias is not None:
-            fields["weight"] = self._keep(bias)
+            fields["weight"] = self._keep_vector(bias)
         y = self._record(
             Code.LINEAR, (self._input(x, weight.format),), weight.out_features, **fields
         )
         if weight.name in self.adapted:
-            step = Step(Code.LORA, (x, y), y, {"count": self._number([weight])})
+            step = Step(Code.LORA, (x, y), y, {"count": self._add_targets([weight])})
             step.fields |= {"width": x.width, "width_out": y.width}
             self.steps.append(step)
         return y
 
-    def _number(self, weights: list[Weight]) -> int:
-        """Number the weights, one after another, as targets of adapters; the first's number."""
+    def _add_targets(self, weights: list[Weight]) -> int:
+        """Append the weights to the adapters' targets; return the index of the first."""
         self.targets += [weight.name for weight in weights]
         return len(self.targets) - len(weights)
 
@@ -129,7 +129,7 @@ class NativeBackend(Backend):
         weights = [*gate, *up, *down]
         matrices = [self._packer.pack(weight) for weight in weights]
         pointers = (ctypes.c_void_p * len(matrices))(*map(ctypes.addressof, matrices))
-        self.kept.append(pointers)
+        self.keepalive.append(pointers)
         inner, width_out = gate[0].out_features, down[0].out_features
         quantised = max(x.width, inner) // 32 * _BLOCK_FLOATS
         per_slot = 4 + x.width + 2 * inner + width_out + quantised
@@ -137,7 +137,7 @@ class NativeBackend(Backend):
         fields["heads"] = int(any(w.format not in FLOAT_FORMATS for w in (*gate, *up)))
         fields["head_dim"] = int(any(w.format not in FLOAT_FORMATS for w in down))
         adapted = any(weight.name in self.adapted for weight in weights)
-        fields["layer"] = self._number(weights) if adapted else -1
+        fields["layer"] = self._add_targets(weights) if adapted else -1
         fields |= {"activation": _ACTIVATIONS[activation], "experts": ctypes.addressof(pointers)}
         out = self._record(Code.EXPERTS, (x, router), width_out, **fields)
         self.steps[-1].scratch = Value(top_k * per_slot + len(gate) + 16)
@@ -146,9 +146,13 @@ class NativeBackend(Backend):
 
 @dataclass(eq=False)
 class Program:
-    """Ops in one array: prologue, then layers, then head. `starts[l]` is the first op of layer l,
-    which copies the state after l layers to whoever wants it. `targets[i]` is the name of the
-    matrix that adapters change as number i; a matrix that is used twice has two numbers."""
+    """A recorded network: the ops of the prologue, the layers and the head in one array.
+
+    `starts[l]` is the index of the first op of layer l, which captures the hidden states after l
+    layers. `head` is the index of the head's first op. `body_floats` and `head_floats` are the
+    workspace floats per row. `targets[i]` is the name of the i-th matrix that adapters change; a
+    matrix that is used twice is listed twice.
+    """
 
     ops: Any
     num_ops: int
@@ -160,7 +164,7 @@ class Program:
     shapes: list[Attention]
     embedding: Matrix
     targets: list[str]
-    kept: list[Any]
+    keepalive: list[Any]
 
 
 def record(
@@ -174,52 +178,53 @@ def record(
 ) -> Program:
     """The program of a network whose `layer` and `head` are written against `Backend`.
 
-    `adapted` names the matrices that adapters change.
+    Args:
+        adapted: Names of the matrices that adapters change.
     """
     backend = NativeBackend(packer)
     backend.adapted = adapted
     width = embedding.in_features
     matrix = packer.pack(embedding)
-    stretches: list[tuple[list[Step], Value]] = []
+    layers: list[tuple[list[Step], Value]] = []
     for index in range(num_layers):
         backend.begin()
         result = layer(backend, Value(width, STREAM), index)
-        stretches.append((backend.steps, result))
+        layers.append((backend.steps, result))
     backend.begin()
     rows = Value(width)
     backend.steps.append(Step(Code.GATHER, (Value(width, STREAM),), rows, {"width": width}))
     logits = head(backend, rows)
-    prologue, pinned = _prologue(backend, matrix, embedding_scale, width)
-    steps, body, starts = list(prologue), pinned, []
-    for index, (stretch, result) in enumerate(stretches):
+    prologue, reserved = _prologue(backend, matrix, embedding_scale, width)
+    steps, body, starts = list(prologue), reserved, []
+    for index, (layer_steps, result) in enumerate(layers):
         starts.append(len(steps))
-        body = max(body, place(stretch, result, STREAM, pinned))
-        steps += [_tap(index, width), *stretch]
+        body = max(body, assign_offsets(layer_steps, result, STREAM, reserved))
+        steps += [_capture(index, width), *layer_steps]
     starts.append(len(steps))
-    steps.append(_tap(num_layers, width))
-    head_floats = place(backend.steps, logits, LOGITS, 0)
+    steps.append(_capture(num_layers, width))
+    head_floats = assign_offsets(backend.steps, logits, LOGITS, 0)
     ops = to_ops(steps) + to_ops(backend.steps)
     array = (Op * len(ops))(*ops)
     return Program(
         array, len(ops), len(prologue), starts, len(steps), body, head_floats, backend.shapes,
-        matrix, backend.targets, backend.kept,
+        matrix, backend.targets, backend.keepalive,
     )  # fmt: skip
 
 
-def _tap(layer: int, width: int) -> Step:
-    return Step(Code.TAP, (Value(width, STREAM),), None, {"layer": layer, "width": width})
+def _capture(layer: int, width: int) -> Step:
+    return Step(Code.CAPTURE, (Value(width, STREAM),), None, {"layer": layer, "width": width})
 
 
 def _prologue(
     backend: NativeBackend, matrix: Matrix, scale: float, width: int
 ) -> tuple[list[Step], int]:
-    """The embedding and the rotary tables, and the floats per row that stay taken."""
+    """The steps of the embedding and rotary tables, and the floats per row they reserve."""
     fields = {"width": width, "matrix": ctypes.addressof(matrix), "x": scale}
-    steps, pinned = [Step(Code.EMBED, (), Value(width, STREAM), fields)], 0
+    steps, reserved = [Step(Code.EMBED, (), Value(width, STREAM), fields)], 0
     for rope, table in backend.tables.items():
-        table.place = pinned
-        pinned += -(-table.width // 16) * 16
+        table.offset = reserved
+        reserved += -(-table.width // 16) * 16
         fields = {"count": table.width // 2, "x": rope.factor}
-        fields["weight"] = backend._keep(rope.frequencies)
+        fields["weight"] = backend._keep_vector(rope.frequencies)
         steps.append(Step(Code.ROPE_TABLE, (), table, fields))
-    return steps, pinned
+    return steps, reserved

@@ -1,8 +1,8 @@
-"""The reference arithmetic, in torch, on any device: plain, and batch-invariant to the bit.
+"""The reference backend, in torch, on any device: batch-invariant to the bit.
 
-A row's result never depends on the other rows of the pass, on their number or on its place among
-them. Matrix products go through tiles of constant shape; everything else is elementwise, with sums
-in an order that is written down.
+A row's result does not depend on the other rows of the pass, on their number or on its index among
+them. Matrix products use tiles of constant shape; all else is elementwise, with sums in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -26,27 +26,30 @@ from anydecode.kernels.interface import (
     Weight,
 )
 from anydecode.kernels.tiled import TiledProduct
-from anydecode.kernels.visibility import lengths, visible
+from anydecode.kernels.visibility import lengths, visible_slots
 
-# Attention forms products of queries and keys in groups of about this many numbers.
+# Attention processes rows in groups with about this many products of queries and keys.
 _GROUP = 1 << 18
 
 
 @dataclass(eq=False)
-class _Bound:
-    """The rows at work, and what they work on."""
+class _BoundRows:
+    """The bound rows of a pass, with its cache and adapters."""
 
     rows: Rows
-    index: np.ndarray  # int64 [m], which rows of the pass
+    index: np.ndarray  # int64 [m], indices of rows of the pass
     cache: KeyValues
     adapters: Sequence[Adapter]
     positions: torch.Tensor  # int64 [m]
-    highest: int
+    max_position: int
 
 
 class ReferenceBackend(Backend):
-    """Values are float32 tensors `[m, width]` on `device`. `bind` comes before the operations that
-    look at rows (`rope`, `attention`, and `linear` where there are adapters)."""
+    """Values are float32 tensors `[m, width]` on `device`.
+
+    `bind` must precede the operations that depend on rows: `rope`, `attention`, and `linear` with
+    adapters.
+    """
 
     name = "reference"
 
@@ -54,15 +57,15 @@ class ReferenceBackend(Backend):
         self.device = torch.device(device)
         self._product = TiledProduct()
         self._rotary: dict[Rope, elementary.RotaryTable] = {}
-        self._bound: _Bound | None = None
+        self._bound: _BoundRows | None = None
 
     def bind(
         self, rows: Rows, index: np.ndarray, cache: KeyValues, adapters: Sequence[Adapter] = ()
     ) -> None:
-        """The values that follow have one row for each of `index`, rows of the pass `rows`."""
+        """Set the rows of the values that follow: the rows `index` of the pass `rows`."""
         index = index.astype(np.int64)
         positions = rows.positions[index].astype(np.int64)
-        self._bound = _Bound(
+        self._bound = _BoundRows(
             rows,
             index,
             cache,
@@ -72,7 +75,7 @@ class ReferenceBackend(Backend):
         )
 
     def unbind(self) -> None:
-        """The values that follow belong to no pass: no adapters, no attention."""
+        """Detach the values that follow from any pass: no adapters, no attention."""
         self._bound = None
 
     def rms_norm(
@@ -104,11 +107,11 @@ class ReferenceBackend(Backend):
         if adapters is None or self._bound is None:
             return y
         for number in np.unique(adapters[adapters >= 0]):
-            delta = self._bound.adapters[number].get(weight.name)
-            if delta is not None:
-                at = torch.from_numpy(np.flatnonzero(adapters == number)).to(x.device)
-                low = self._product(x[at], delta.down)
-                y[at] = y[at] + self._product(low, delta.up) * delta.scale
+            update = self._bound.adapters[number].get(weight.name)
+            if update is not None:
+                index = torch.from_numpy(np.flatnonzero(adapters == number)).to(x.device)
+                low = self._product(x[index], update.down)
+                y[index] = y[index] + self._product(low, update.up) * update.scale
         return y
 
     def rope(self, x: torch.Tensor, num_heads: int, rope: Rope) -> torch.Tensor:
@@ -116,12 +119,12 @@ class ReferenceBackend(Backend):
         if rope not in self._rotary:
             table = elementary.RotaryTable(rope.frequencies, rope.factor, self.device)
             self._rotary[rope] = table
-        cos, sin = self._rotary[rope].rows(bound.positions, bound.highest)
+        cos, sin = self._rotary[rope].rows(bound.positions, bound.max_position)
         cos, sin, half = cos[:, None, :], sin[:, None, :], cos.shape[1]
         heads = x.view(len(x), num_heads, -1)
         first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
-        turned = (first * cos - second * sin, second * cos + first * sin, rest)
-        return torch.cat(turned, -1).flatten(-2)
+        rotated = (first * cos - second * sin, second * cos + first * sin, rest)
+        return torch.cat(rotated, -1).flatten(-2)
 
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, shape: Attention
@@ -129,19 +132,19 @@ class ReferenceBackend(Backend):
         bound = self._rows()
         keys, values = bound.cache.keys[layer], bound.cache.values[layer]
         slots = bound.rows.slots[bound.index]
-        kept = np.flatnonzero(slots >= 0)
-        at = torch.from_numpy(slots[kept].astype(np.int64)).to(self.device)
-        heads = (len(kept), shape.num_kv_heads, shape.head_dim)
-        picked = torch.from_numpy(kept).to(self.device)
+        stored = np.flatnonzero(slots >= 0)
+        target = torch.from_numpy(slots[stored].astype(np.int64)).to(self.device)
+        heads = (len(stored), shape.num_kv_heads, shape.head_dim)
+        stored_rows = torch.from_numpy(stored).to(self.device)
         format = bound.cache.format
-        keys[at] = encode(format, k[picked].view(heads))
-        values[at] = encode(format, v[picked].view(heads))
+        keys[target] = encode(format, k[stored_rows].view(heads))
+        values[target] = encode(format, v[stored_rows].view(heads))
         out = torch.empty_like(q)
         for group in _row_groups(bound, shape):
-            seen = visible(bound.rows, bound.index[group], layer, shape.window)
-            table = torch.from_numpy(seen.slots).to(self.device)
-            place = torch.from_numpy(group).to(self.device)
-            out[place] = _attend(q[place], keys, values, format, table, shape)
+            visible = visible_slots(bound.rows, bound.index[group], layer, shape.window)
+            table = torch.from_numpy(visible.slots).to(self.device)
+            index = torch.from_numpy(group).to(self.device)
+            out[index] = _attend(q[index], keys, values, format, table, shape)
         return out
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -167,22 +170,22 @@ class ReferenceBackend(Backend):
         normalise: bool,
         activation: str,
     ) -> torch.Tensor:
-        shares = routed(router, top_k, normalise)
+        shares = expert_weights(router, top_k, normalise)
         adapters = self._adapters()
         out = torch.zeros_like(x)
         for expert in range(len(gate)):
-            at = shares[:, expert].nonzero().squeeze(-1)
-            if not len(at):
+            index = shares[:, expert].nonzero().squeeze(-1)
+            if not len(index):
                 continue
-            own = None if adapters is None else adapters[at.cpu().numpy()]
-            rows = x[at]
+            expert_adapters = None if adapters is None else adapters[index.cpu().numpy()]
+            rows = x[index]
             inner = self.gated(
-                self._linear(rows, gate[expert], None, own),
-                self._linear(rows, up[expert], None, own),
+                self._linear(rows, gate[expert], None, expert_adapters),
+                self._linear(rows, up[expert], None, expert_adapters),
                 activation,
             )
-            y = self._linear(inner, down[expert], None, own)
-            out[at] = out[at] + y * shares[at, expert].unsqueeze(-1)
+            y = self._linear(inner, down[expert], None, expert_adapters)
+            out[index] = out[index] + y * shares[index, expert].unsqueeze(-1)
         return out
 
     def _adapters(self) -> np.ndarray | None:
@@ -192,14 +195,14 @@ class ReferenceBackend(Backend):
         chosen: np.ndarray = self._bound.rows.adapters[self._bound.index]
         return chosen
 
-    def _rows(self) -> _Bound:
+    def _rows(self) -> _BoundRows:
         if self._bound is None:
-            raise RuntimeError("bind the rows of the pass before its operations")
+            raise RuntimeError("`bind` must be called before the operations of a pass")
         return self._bound
 
 
-def routed(router: torch.Tensor, top_k: int, normalise: bool) -> torch.Tensor:
-    """Each expert's share of each row, float32 `[m, experts]`, 0 where it is not chosen."""
+def expert_weights(router: torch.Tensor, top_k: int, normalise: bool) -> torch.Tensor:
+    """The weight of each expert in each row, float32 `[m, experts]`; 0 where it is not chosen."""
     shares = elementary.softmax(router)
     order = torch.sort(shares, dim=-1, descending=True, stable=True).indices[:, :top_k]
     chosen = torch.zeros_like(shares).scatter(1, order, shares.gather(1, order))
@@ -208,8 +211,8 @@ def routed(router: torch.Tensor, top_k: int, normalise: bool) -> torch.Tensor:
     return chosen
 
 
-def _row_groups(bound: _Bound, shape: Attention) -> Iterator[np.ndarray]:
-    """Rows of similar length, few enough that a group's products fit a processor's cache."""
+def _row_groups(bound: _BoundRows, shape: Attention) -> Iterator[np.ndarray]:
+    """Groups of rows of similar length, whose products fit a processor's cache."""
     counts = lengths(bound.rows, bound.index)
     order = np.argsort(counts, kind="stable")
     per_position = shape.num_heads * shape.head_dim
@@ -233,29 +236,29 @@ def _attend(
     table: torch.Tensor,
     shape: Attention,
 ) -> torch.Tensor:
-    """Attention of q `[m, heads * head_dim]` over the slots in `table` `[m, width]`, -1 hidden.
+    """Attention of q `[m, heads * head_dim]` over the slots in `table` `[m, width]`; -1 is masked.
 
-    The largest score is found first; it depends on no order. Then each block of `KEY_BLOCK`
-    positions is summed by halves, and the blocks are added in the order of their positions, so
-    that blocks in which a row sees nothing add zeros.
+    The maximum score is computed first; it does not depend on an order. Then each block of
+    `KEY_BLOCK` positions is summed by halves, and the blocks are added in order of position, so
+    that fully masked blocks add zeros.
     """
     rows, group = q.shape[0], shape.num_heads // shape.num_kv_heads
-    seen = (table >= 0)[:, None, None, :]
+    mask = (table >= 0)[:, None, None, :]
     query = q.view(rows, shape.num_kv_heads, group, 1, shape.head_dim)
     slots = table.clamp(min=0)
     key = decode(format, keys[slots], shape.head_dim).transpose(1, 2).unsqueeze(2)
     scores = elementary.tree_sum(query * key) * shape.scale
     if shape.softcap is not None:
         scores = elementary.tanh(scores / shape.softcap) * shape.softcap
-    scores = scores.masked_fill(~seen, float("-inf"))
+    scores = scores.masked_fill(~mask, float("-inf"))
     if not scores.shape[-1]:
         return torch.zeros_like(q)
-    most = scores.amax(-1, keepdim=True)
-    most = most.masked_fill(most == float("-inf"), 0.0)
-    weights = elementary.exp(scores - most).masked_fill(~seen, 0.0)
+    maximum = scores.amax(-1, keepdim=True)
+    maximum = maximum.masked_fill(maximum == float("-inf"), 0.0)
+    weights = elementary.exp(scores - maximum).masked_fill(~mask, 0.0)
     value = decode(format, values[slots], shape.head_dim).transpose(1, 2).unsqueeze(2)
-    # A hidden slot may hold anything, and 0 times infinity is not 0.
-    value = value.masked_fill(~seen.unsqueeze(-1), 0.0)
+    # A masked slot may hold anything, and 0 times infinity is not 0.
+    value = value.masked_fill(~mask.unsqueeze(-1), 0.0)
     blocks = (*weights.shape[:-1], -1, KEY_BLOCK)
     sums = elementary.tree_sum(weights.view(blocks))
     parts = (weights.unsqueeze(-1) * value).view(*blocks, shape.head_dim)

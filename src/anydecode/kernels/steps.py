@@ -1,4 +1,4 @@
-"""The steps of a program before they become C structs."""
+"""The operations of a program, before they become C structs."""
 
 from __future__ import annotations
 
@@ -8,30 +8,34 @@ from typing import Any
 
 Code = IntEnum(
     "Code",
-    "EMBED TAP GATHER NORM QUANTISE LINEAR LORA ROPE_TABLE ROPE STORE ATTEND MERGE GATED ADD"
+    "EMBED CAPTURE GATHER NORM QUANTISE LINEAR LORA ROPE_TABLE ROPE STORE ATTEND MERGE GATED ADD"
     " SCALE SOFTCAP COPY EXPERTS",
     start=0,
 )
 
-#: Places outside the workspace.
+#: Offsets that name buffers outside the workspace.
 STREAM, LOGITS, NONE = -1, -2, -3
 
 
 @dataclass(eq=False)
 class Value:
-    """A matrix with one row of `width` floats per row of the pass."""
+    """A matrix with one row of `width` floats per row of the pass.
+
+    `offset` is its offset in the workspace in floats per row, one of `STREAM`, `LOGITS` and `NONE`,
+    or None before it is assigned.
+    """
 
     width: int
-    place: int | None = None
+    offset: int | None = None
 
 
 @dataclass(eq=False)
 class Step:
-    """An op before its buffers are placed. `fields` are those of the C struct."""
+    """An op before its buffers are assigned. `fields` are those of the C struct `Op`."""
 
     code: Code
     inputs: tuple[Value, ...]
     output: Value | None
     fields: dict[str, Any] = field(default_factory=dict)
     scratch: Value | None = None
-    cache: str = ""  # "write" or "read": what it does to the keys and values
+    cache: str = ""  # "write" or "read": its access to the key-value cache

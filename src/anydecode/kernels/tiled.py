@@ -1,9 +1,9 @@
-"""Matrix products whose rows do not depend on one another, from a library that does not promise it.
+"""Batch-invariant matrix products, made with a BLAS that does not guarantee them.
 
-A product with one row and a product with sixty take different code in every BLAS, and give
-different bits. So rows are multiplied in zero-padded tiles of a constant size, always through the
-same call. Whether a row's place inside the tile matters is found out once per shape, by putting
-the same row into every place; where it does, rows go one by one.
+Every BLAS computes a product of one row and a product of sixty rows with different code and
+different bits. So rows are multiplied in zero-padded tiles of constant size, always with the same
+call. Whether a row's index in the tile changes its bits is tested once per shape; where it does,
+rows are multiplied one at a time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
 
-#: Tile sizes tried, the smallest first. A larger one is used only where its bits are the same.
+#: Tile sizes to test, the smallest first. A larger one is used only if it gives the same bits.
 TILES = (8, 64)
 
-# Odd row lengths put rows at unaligned addresses, and then libraries pick kernels by address.
+# Odd row lengths lead to unaligned rows, for which libraries choose kernels by address.
 _ALIGN = 16
 
-# A weight is unpacked and multiplied in groups of about this many values, so that it stays packed.
+# A weight is dequantised and multiplied in groups of about this many values, to limit memory.
 _GROUP = 1 << 20
 
 
@@ -40,7 +40,7 @@ class TiledProduct:
         return out
 
     def tiles(self, matrix: torch.Tensor) -> tuple[int, ...]:
-        """Tile sizes that give one and the same bits for this shape; (1,) where none do."""
+        """Tile sizes that give the same bits for this shape; (1,) where none does."""
         key = (tuple(matrix.shape), matrix.device, matrix.data_ptr() % 64)
         if key not in self._tiles:
             self._tiles[key] = _probe(matrix)
@@ -58,7 +58,7 @@ class TiledProduct:
 
 
 def _tile(x: torch.Tensor, matrix: torch.Tensor, size: int) -> torch.Tensor:
-    """One call of constant shape, on buffers that start where the allocator starts them."""
+    """One call of constant shape, on buffers with the allocator's alignment."""
     buffer = x.new_zeros(size, x.shape[1])
     buffer[: x.shape[0]] = x
     out = x.new_empty(size, matrix.shape[0])
@@ -67,32 +67,32 @@ def _tile(x: torch.Tensor, matrix: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _probe(matrix: torch.Tensor) -> tuple[int, ...]:
-    """Which of `TILES` give a row the same bits in every place and among any others."""
+    """Which of `TILES` give a row the same bits at every index and with any other rows."""
     generator = torch.Generator().manual_seed(matrix.shape[0] * 31 + matrix.shape[1])
-    # Random data, at an address aligned alike, shows an order of summation that a model's own
-    # numbers might hide.
+    # Random data with the same alignment: a model's own numbers may hide a difference in the order
+    # of summation.
     offset = matrix.data_ptr() % 64 // matrix.element_size()
-    room = torch.empty(matrix.numel() + offset, device=matrix.device)
-    other = room[offset:].view(matrix.shape)
+    buffer = torch.empty(matrix.numel() + offset, device=matrix.device)
+    other = buffer[offset:].view(matrix.shape)
     other.copy_(torch.randn(matrix.shape, generator=generator))
     rows = torch.randn(TILES[-1], matrix.shape[1], generator=generator).to(matrix.device)
     expected = _tile(rows[: TILES[0]], other, TILES[0])
-    good: list[int] = []
+    invariant: list[int] = []
     for size in TILES:
         step = size // TILES[0]
         results = [
-            _tile(torch.roll(rows[:size], place, 0), other, size).roll(-place, 0)
-            for place in range(0, size, step)
+            _tile(torch.roll(rows[:size], shift, 0), other, size).roll(-shift, 0)
+            for shift in range(0, size, step)
         ]
         same = all(torch.equal(result, results[0]) for result in results)
         if not same or not torch.equal(results[0][: TILES[0]], expected):
             break
-        good.append(size)
-    return tuple(good) or (1,)
+        invariant.append(size)
+    return tuple(invariant) or (1,)
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
-    """Zeros on the right up to an aligned row length; they change no sum."""
+    """Pad rows with zeros to an aligned length; they change no sum."""
     missing = -x.shape[1] % _ALIGN
     return torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
 

@@ -1,4 +1,4 @@
-"""Which slots each row of a pass sees, as one rectangular array."""
+"""The slots that each row of a pass attends to, as a rectangular array."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from anydecode.kernels.interface import KEY_BLOCK, Rows
 
 
 @dataclass(eq=False)
-class Visible:
-    """`slots` int64 `[n, width]`: column i is the slot of position i, -1 where there is none or it
-    is hidden; `width` is a multiple of `KEY_BLOCK`."""
+class VisibleSlots:
+    """`slots` int64 `[n, width]`: column i is the slot of position i, or -1 where it has none or is
+    masked. `width` is a multiple of `KEY_BLOCK`.
+    """
 
     slots: np.ndarray
     width: int
 
 
 def lengths(rows: Rows, index: np.ndarray) -> np.ndarray:
-    """How many positions each of the rows `index` sees, holes included."""
+    """How many positions each of the rows `index` covers, including those without a slot."""
     total: np.ndarray = rows.prefix[index] + rows.tail_length[index]
     return total
 
 
-def visible(rows: Rows, index: np.ndarray, layer: int, window: int | None) -> Visible:
-    """The slots that the rows `index` see in `layer` under a sliding `window`."""
+def visible_slots(rows: Rows, index: np.ndarray, layer: int, window: int | None) -> VisibleSlots:
+    """The slots that the rows `index` attend to in `layer`, with an optional sliding `window`."""
     longest = int(lengths(rows, index).max(initial=0))
     width = -(-longest // KEY_BLOCK) * KEY_BLOCK
     slots = np.full((len(index), width), -1, np.int64)
-    for place, row in enumerate(index):
+    for i, row in enumerate(index):
         prefix, count = int(rows.prefix[row]), int(rows.tail_length[row])
         if prefix:
             table = rows.tables[rows.table[row]]
-            slots[place, :prefix] = (table[layer] if table.ndim == 2 else table)[:prefix]
+            slots[i, :prefix] = (table[layer] if table.ndim == 2 else table)[:prefix]
         if count:
             start = int(rows.tail_start[row])
-            slots[place, prefix : prefix + count] = rows.tails[start : start + count]
+            slots[i, prefix : prefix + count] = rows.tails[start : start + count]
     if window is not None:
         first = rows.positions[index].astype(np.int64) - window
         slots[np.arange(width)[None, :] <= first[:, None]] = -1
-    return Visible(slots, width)
+    return VisibleSlots(slots, width)

@@ -95,9 +95,9 @@ def choose_executor(
 
 
 def _triton_executor(requested: str | None) -> Callable[[Network], Executor] | None:
-    from anydecode.kernels.cuda.available import why_not
+    from anydecode.kernels.cuda.available import unavailable_reason
 
-    problem = why_not()
+    problem = unavailable_reason()
     if problem is not None:
         if requested:
             raise UnsupportedCombinationError(f"the Triton kernels cannot run here: {problem}")

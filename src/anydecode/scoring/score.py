@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from anydecode.kernels.interface import SampleSpec
-from anydecode.kernels.library import largest
+from anydecode.kernels.library import top_k
 from anydecode.scoring.span import ChainSpan, MultiStepSpan, Span, TreeSpan
 from anydecode.scoring.tree import ROOT
 
@@ -210,7 +210,7 @@ class Scores:
     def top(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32 and logits float32 `[rows, min(count, vocab_size)]`: the largest `logits` of
         each row, falling, the lowest id first among equals."""
-        return largest(self.logits, count)
+        return top_k(self.logits, count)
 
     def row(self, row: int) -> np.ndarray:
         """Logits float32 `[vocab_size]` that the policy works on."""

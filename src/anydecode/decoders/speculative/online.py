@@ -18,7 +18,7 @@ from anydecode.decoders.speculative.core import (
 )
 from anydecode.decoders.speculative.draft_model import DRAFT, fitted
 from anydecode.errors import InvalidRequestError
-from anydecode.kernels.library import largest
+from anydecode.kernels.library import top_k
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
@@ -152,7 +152,7 @@ class _Session(DraftSession):
         """The first wrong draft of a round is a lesson; the end of a request is time to study."""
         wrong = round.num_accepted
         if round.tree is self._drafted and wrong < len(round.tree):
-            tokens, best = largest(round.scores.logits[wrong : wrong + 1], TAUGHT)
+            tokens, best = top_k(round.scores.logits[wrong : wrong + 1], TAUGHT)
             hidden, row = self.rows[wrong]
             shares = torch.softmax(torch.from_numpy(best[0]), dim=0)
             taught = torch.from_numpy(tokens[0].astype(np.int64))

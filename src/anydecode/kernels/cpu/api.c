@@ -1,4 +1,4 @@
-/* What Python calls: the choice of a variant, and passes, products and picks through it. */
+/* The exported functions: selection of a variant, and passes, products and sampling with it. */
 #include "check.h"
 #include "plan.h"
 #include "threads.h"
@@ -11,7 +11,8 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-/* Each variant that was compiled (WITH_... is defined) with the test for the machine, best first. */
+/* The compiled variants (those whose WITH_... is defined), the fastest first, each with the check
+ * whether this machine supports it. */
 typedef struct {
   const Kernels *kernels;
   int (*is_supported)(void);
@@ -24,39 +25,41 @@ static int always(void) { return 1; }
 #include <cpuid.h>
 extern const Kernels kernels_avx512vnni, kernels_avxvnni, kernels_avx2;
 
-/* What processor and system together can do. The compilers' own tests are not there everywhere. */
+/* Words of CPUID and XGETBV. __builtin_cpu_supports is not available with every compiler. */
 typedef struct {
-  unsigned basic, wide, vector, vector1; /* 1: ecx; 7: ebx, ecx; 7, 1: eax */
-  uint64_t saved;                        /* registers that the system saves */
+  unsigned leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_1_eax;
+  uint64_t xcr0; /* registers that the operating system saves */
 } Features;
 
-static Features features(void) {
-  Features found = {0};
+static Features detect_features(void) {
+  Features cpu = {0};
   unsigned a, b, c, d, low, high;
-  if (!__get_cpuid(1, &a, &b, &found.basic, &d) || !(found.basic >> 27 & 1)) return found;
+  if (!__get_cpuid(1, &a, &b, &cpu.leaf1_ecx, &d) || !(cpu.leaf1_ecx >> 27 & 1)) return cpu;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  found.saved = (uint64_t)high << 32 | low;
+  cpu.xcr0 = (uint64_t)high << 32 | low;
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
-    found.wide = b;
-    found.vector = c;
+    cpu.leaf7_ebx = b;
+    cpu.leaf7_ecx = c;
   }
-  if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) found.vector1 = a;
-  return found;
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) cpu.leaf7_1_eax = a;
+  return cpu;
 }
 
 static int has_avx2(void) {
-  Features found = features();
-  return (found.basic >> 12 & found.basic >> 28 & found.basic >> 29 & found.wide >> 5 & 1) &&
-         (found.saved & 6) == 6;
+  Features cpu = detect_features();
+  return (cpu.leaf1_ecx >> 12 & cpu.leaf1_ecx >> 28 & cpu.leaf1_ecx >> 29 &
+          cpu.leaf7_ebx >> 5 & 1) &&
+         (cpu.xcr0 & 6) == 6;
 }
 #ifdef WITH_avxvnni
-static int has_avx_vnni(void) { return has_avx2() && (features().vector1 >> 4 & 1); }
+static int has_avx_vnni(void) { return has_avx2() && (detect_features().leaf7_1_eax >> 4 & 1); }
 #endif
 #ifdef WITH_avx512vnni
 static int has_avx512_vnni(void) {
-  Features found = features();
-  return has_avx2() && (found.saved & 0xe6) == 0xe6 &&
-         (found.wide >> 16 & found.wide >> 30 & found.wide >> 31 & found.vector >> 11 & 1);
+  Features cpu = detect_features();
+  return has_avx2() && (cpu.xcr0 & 0xe6) == 0xe6 &&
+         (cpu.leaf7_ebx >> 16 & cpu.leaf7_ebx >> 30 & cpu.leaf7_ebx >> 31 &
+          cpu.leaf7_ecx >> 11 & 1);
 }
 #endif
 #elif defined(__aarch64__)
@@ -66,7 +69,7 @@ extern const Kernels kernels_neon_dot, kernels_neon;
 #include <sys/auxv.h>
 static int has_dot(void) { return getauxval(AT_HWCAP) >> 20 & 1; }
 #else
-static int has_dot(void) { return 1; } /* Apple's machines all have it */
+static int has_dot(void) { return 1; } /* every Apple processor has it */
 #endif
 #endif
 #endif
@@ -92,8 +95,9 @@ static const Candidate candidates[] = {
 
 static const Kernels *chosen = &kernels_scalar;
 
-/* Choose `name`, or the best variant this machine has when NULL. Answers the variant's name;
- * `failed` receives the name of one that disagreed with plain C, or NULL. NULL: no such variant. */
+/* Select the variant `name`, or the fastest one that this machine supports where it is NULL.
+ * Returns the variant's name, or NULL where there is no such variant. `failed` receives the name of
+ * a variant whose results differ from plain C's, or NULL. */
 EXPORT const char *anydecode_choose(const char *name, const char **failed) {
   *failed = NULL;
   for (size_t i = 0; i < sizeof candidates / sizeof *candidates; i++) {
@@ -145,9 +149,9 @@ EXPORT int64_t anydecode_group_bytes(int format, int in_features) {
   return packed_group_bytes(format, in_features);
 }
 
-/* Floats of room that one thread needs for attention. */
+/* Floats of scratch memory that one thread needs for attention. */
 EXPORT int64_t anydecode_attention_floats(int head_dim, int group) {
-  return attention_room_floats(head_dim, group);
+  return attention_scratch_floats(head_dim, group);
 }
 
 EXPORT void anydecode_unpack_row(const Matrix *w, int row, float *out) {
@@ -165,7 +169,7 @@ static int check_table(const Pass *pass, int r) {
   return OK;
 }
 
-/* The longest prefix that any row reads of each table is checked once per layer. */
+/* Check each table once per layer, up to the longest prefix that any row reads of it. */
 static int check_tables(const Pass *pass) {
   for (int t = 0; t < pass->num_tables; t++) {
     int32_t longest = 0;
@@ -174,9 +178,9 @@ static int check_tables(const Pass *pass) {
     int layers = pass->table_stride[t] ? pass->num_layers : 1;
     for (int l = 0; l < layers; l++) {
       const int32_t *slots = pass->tables[t] + l * pass->table_stride[t];
-      int32_t most = -1;
-      for (int32_t i = 0; i < longest; i++) most = slots[i] > most ? slots[i] : most;
-      if (most >= pass->num_slots) return ERROR_SLOT;
+      int32_t max_slot = -1;
+      for (int32_t i = 0; i < longest; i++) max_slot = slots[i] > max_slot ? slots[i] : max_slot;
+      if (max_slot >= pass->num_slots) return ERROR_SLOT;
     }
   }
   return OK;
@@ -199,20 +203,20 @@ static void run_part(void *argument, int stage, int part, int thread) {
   chosen->run(argument, stage, part, thread);
 }
 
-static void expect_part(void *argument, int stage, int thread) {
-  chosen->expect(argument, stage, thread);
+static void prefetch_part(void *argument, int stage, int thread) {
+  chosen->prefetch(argument, stage, thread);
 }
 
-/* The picks from what the last stage's parts have found, which are in the order of tokens: the
- * first among equals stays. NaN gives way to anything. */
-static void settle(const Plan *plan) {
+/* Reduce the best tokens of the last stage's parts to one token per sample. Parts are in the order
+ * of token ids, so the lowest id wins a tie. NaN loses to everything. */
+static void reduce_samples(const Plan *plan) {
   const Pass *pass = plan->pass;
   int parts = plan->parts[plan->num_stages - 1];
-  for (int i = 0; i < pass->num_choices; i++) {
-    const Found *found = plan->found + i * parts, *best = found;
+  for (int i = 0; i < pass->num_samples; i++) {
+    const BestToken *candidates = plan->best_tokens + i * parts, *best = candidates;
     for (int j = 1; j < parts; j++)
-      if (found[j].value > best->value || best->value != best->value) best = found + j;
-    pass->choices[i].pick = (int32_t)best->id;
+      if (candidates[j].score > best->score || best->score != best->score) best = candidates + j;
+    pass->samples[i].token = (int32_t)best->token;
   }
 }
 
@@ -221,27 +225,28 @@ static int run_once(const Pass *pass, int threads) {
   Plan plan;
   if (problem) return problem;
   if (!make_plan(pass, threads, &plan)) return ERROR_MEMORY;
-  Job job = {run_part, expect_part, &plan, plan.parts, plan.num_stages};
+  Job job = {run_part, prefetch_part, &plan, plan.parts, plan.num_stages};
   pool_run(&job, threads);
-  if (plan.found) settle(&plan);
+  if (plan.best_tokens) reduce_samples(&plan);
   return OK;
 }
 
-static int is_end(const Pass *pass, int32_t token) {
-  for (int i = 0; i < pass->num_ends; i++)
-    if (pass->ends[i] == token) return 1;
+static int is_end_token(const Pass *pass, int32_t token) {
+  for (int i = 0; i < pass->num_end_tokens; i++)
+    if (pass->end_tokens[i] == token) return 1;
   return 0;
 }
 
-/* Say what `pass` has chosen, score it at the position behind the last row, and so on. */
-static int follow(const Pass *pass, int threads) {
+/* Go on after `pass`: run a pass over the sampled token at the next position, sample again, and so
+ * on, up to num_steps tokens. */
+static int multi_step(const Pass *pass, int threads) {
   static const int32_t zero = 0;
   int last = pass->num_rows - 1;
   int32_t token, slot, prefix, table = pass->table[last], position = pass->positions[last];
-  Choice *choice = pass->choices;
+  SampleSpec *spec = pass->samples;
   Pass next = *pass;
   next.num_rows = next.num_logits = 1;
-  next.num_taps = 0;
+  next.num_captures = 0;
   next.tokens = &token;
   next.positions = &position;
   next.slots = &slot;
@@ -250,28 +255,28 @@ static int follow(const Pass *pass, int threads) {
   next.tail_start = next.tail_length = next.logit_rows = &zero;
   next.inputs = NULL;
   if (pass->adapters) next.adapters = pass->adapters + last;
-  choice->row = 0;
-  for (int said = 0;;) {
-    pass->said[said++] = token = choice->pick;
-    if (said == pass->num_said) return OK;
-    if (is_end(pass, token)) {
-      pass->said[said] = -1;
+  spec->row = 0;
+  for (int step = 0;;) {
+    pass->multi_step_tokens[step++] = token = spec->token;
+    if (step == pass->num_steps) return OK;
+    if (is_end_token(pass, token)) {
+      pass->multi_step_tokens[step] = -1;
       return OK;
     }
     prefix = ++position + 1;
     if (prefix > pass->table_length[table]) return ERROR_TABLE;
     slot = pass->tables[table][position];
-    choice->place[0]++;
+    spec->counter[0]++;
     int problem = run_once(&next, threads);
     if (problem) return problem;
   }
 }
 
-/* One pass over a slice of a program, or several, one behind the other (Pass.said); 0, or which
- * input is out of range (enum Error). */
+/* Run one pass over a slice of a program, or num_steps passes in sequence (see
+ * Pass.multi_step_tokens). Returns OK, or the first problem (enum Error). */
 EXPORT int anydecode_run(const Pass *pass, int threads) {
   int problem = run_once(pass, threads);
-  return problem || pass->num_said < 2 ? problem : follow(pass, threads);
+  return problem || pass->num_steps < 2 ? problem : multi_step(pass, threads);
 }
 
 enum { READ_PARTS = 64 };
@@ -293,7 +298,7 @@ static void read_part(void *argument, int stage, int part, int thread) {
   job->sums[part] = sum[0];
 }
 
-/* The sum of `count` words, read by all threads: how fast memory can be read. */
+/* The sum of `count` words, read by all threads: measures the read bandwidth of memory. */
 EXPORT uint64_t anydecode_read(const uint64_t *words, int64_t count, int threads) {
   static const int32_t parts = READ_PARTS;
   Read read = {words, count, {0}};
@@ -308,22 +313,22 @@ EXPORT int32_t anydecode_argmax(const float *logits, int64_t n) {
   return chosen->argmax(logits, n);
 }
 
-/* Of each of `rows` rows the `count` largest, [rows, count]. */
-EXPORT void anydecode_largest(const float *logits, int64_t rows, int64_t n, int count, int32_t *ids,
+/* Ids and values [rows, count] of the `count` largest logits of each row. */
+EXPORT void anydecode_top_k(const float *logits, int64_t rows, int64_t n, int count, int32_t *ids,
                               float *values) {
   for (int64_t r = 0; r < rows; r++)
-    chosen->largest(logits + r * n, n, count, ids + r * count, values + r * count);
+    chosen->top_k(logits + r * n, n, count, ids + r * count, values + r * count);
 }
 
 EXPORT double anydecode_logsumexp(const float *logits, int64_t n) {
   return chosen->logsumexp(logits, n);
 }
 
-EXPORT int32_t anydecode_pick_gumbel(const float *logits, int64_t n, double inverse_temperature,
+EXPORT int32_t anydecode_sample_gumbel(const float *logits, int64_t n, double inverse_temperature,
                                      uint64_t seed, uint32_t stream, uint32_t position,
                                      uint32_t attempt) {
-  Choice choice = {inverse_temperature, seed, {position, stream, attempt}, 0, 0, 0};
-  Found found;
-  chosen->search(&choice, logits, 0, n, &found);
-  return (int32_t)found.id;
+  SampleSpec spec = {inverse_temperature, seed, {position, stream, attempt}, 0, 0, 0};
+  BestToken best;
+  chosen->sample(&spec, logits, 0, n, &best);
+  return (int32_t)best.token;
 }

@@ -1,31 +1,32 @@
-/* Attention over slot tables. Keys are taken in blocks of 32 absolute positions, in order, with a
- * running maximum; every `SEGMENT` positions the sums start anew, and those of the segments are
- * added in order. What a row sums depends on the positions it sees, not on slots or neighbours. */
+/* Attention over slot tables, by online softmax. Keys are processed in order, in blocks of 32
+ * absolute positions, with a running maximum. Each segment of `SEGMENT` positions has sums of its
+ * own, and the segments are added in order. A row's result depends on the positions that it attends
+ * to, not on their slots or on other rows. */
 #ifndef ANYDECODE_ATTENTION_H
 #define ANYDECODE_ATTENTION_H
 
 #include "plan.h"
 #include "pointwise.h"
 
-/* What is known of a stretch of keys, for each query head of a tile. */
+/* The online-softmax state over some keys, for each query head of a tile. */
 typedef struct {
   float *sums;  /* [heads, padded] */
-  float *total; /* [heads, 8]: sums of weights by lane */
-  float *most;  /* [heads]: running maxima */
+  float *total; /* [heads, 8]: sums of weights per lane */
+  float *max;   /* [heads]: running maximum scores */
 } State;
 
-/* One thread's room, in floats. */
+/* One thread's scratch memory. */
 typedef struct {
-  const char *key[KEY_BLOCK], *value[KEY_BLOCK]; /* where the vectors of one block are */
+  const char *key[KEY_BLOCK], *value[KEY_BLOCK]; /* the vectors of one block */
   int format;             /* of those vectors */
-  float *keys, *values;   /* [32, padded]: those that had to be converted */
-  const float *nothing;   /* [padded] zeros in every format, for positions without a slot */
+  float *keys, *values;   /* [32, padded]: vectors that had to be converted */
+  const float *zeros;     /* [padded], zero in every format: for positions without a slot */
   float *q;             /* [rows, group, padded] */
   float *scores;        /* [rows, group, 32] */
-  float *found;         /* [rows, group]: a block's largest scores */
-  float *shrink;        /* [rows, group, 8]: what older sums shrink by, in every lane */
+  float *block_max;     /* [rows, group]: maximum scores of a block */
+  float *rescale;       /* [rows, group, 8]: factor for the earlier sums, in every lane */
   State segment, all;
-} Room;
+} Scratch;
 
 typedef struct {
   int kv_head, head_dim, padded, group;
@@ -38,46 +39,48 @@ typedef struct {
 
 static State make_state(float *base, int padded, int heads) {
   State state = {base, base + (int64_t)heads * padded, 0};
-  state.most = state.total + heads * 8;
+  state.max = state.total + heads * 8;
   return state;
 }
 
-static Room make_room(float *base, int padded, int group) {
+static Scratch make_scratch(float *base, int padded, int group) {
   int heads = ATTENTION_ROWS * group;
-  Room room = {.keys = base, .values = base + KEY_BLOCK * padded};
-  room.q = room.values + KEY_BLOCK * padded + padded;
-  room.nothing = memset(room.q - padded, 0, (size_t)padded * 4);
-  for (int j = 0; j < KEY_BLOCK; j++) room.key[j] = room.value[j] = (const char *)room.nothing;
-  room.scores = room.q + (int64_t)heads * padded;
-  room.shrink = room.scores + heads * KEY_BLOCK;
-  room.found = room.shrink + heads * 8;
-  float *states = room.found + heads;
-  room.segment = make_state(states, padded, heads);
-  room.all = make_state(states + attention_state_floats(padded, heads), padded, heads);
-  return room;
+  Scratch scratch = {.keys = base, .values = base + KEY_BLOCK * padded};
+  scratch.q = scratch.values + KEY_BLOCK * padded + padded;
+  scratch.zeros = memset(scratch.q - padded, 0, (size_t)padded * 4);
+  for (int j = 0; j < KEY_BLOCK; j++)
+    scratch.key[j] = scratch.value[j] = (const char *)scratch.zeros;
+  scratch.scores = scratch.q + (int64_t)heads * padded;
+  scratch.rescale = scratch.scores + heads * KEY_BLOCK;
+  scratch.block_max = scratch.rescale + heads * 8;
+  float *states = scratch.block_max + heads;
+  scratch.segment = make_state(states, padded, heads);
+  scratch.all = make_state(states + attention_state_floats(padded, heads), padded, heads);
+  return scratch;
 }
 
-/* Blocks as the cache keeps them, into their place in the room. */
-INLINE void widen_blocks(int format, const uint8_t *from, int padded, float *to) {
+/* Convert a vector of the cache's blocks to `padded` floats. */
+INLINE void decode_blocks(int format, const uint8_t *from, int padded, float *to) {
   for (int i = 0; i < padded; i += 8, to += 8) {
-    int at = i % QUANT_BLOCK;
+    int in_block = i % QUANT_BLOCK;
     const uint8_t *block = from + i / QUANT_BLOCK * (format == Q8_0 ? 34 : 20);
     f8 scale = f8_set_f16(block);
     if (format == Q8_0) {
-      f8_store(to, f8_mul(f8_load_s8(block + 2 + at), scale));
+      f8_store(to, f8_mul(f8_load_s8(block + 2 + in_block), scale));
     } else {
       uint64_t codes;
-      memcpy(&codes, block + 4 + at % 16, 8);
-      codes = (at < 16 ? codes : codes >> 4) & 0x0f0f0f0f0f0f0f0fu;
-      f8_store(to, f8_add(f8_mul(f8_load_u8((const uint8_t *)&codes), scale), f8_set_f16(block + 2)));
+      memcpy(&codes, block + 4 + in_block % 16, 8);
+      codes = (in_block < 16 ? codes : codes >> 4) & 0x0f0f0f0f0f0f0f0fu;
+      f8_store(to, f8_add(f8_mul(f8_load_u8((const uint8_t *)&codes), scale),
+                          f8_set_f16(block + 2)));
     }
   }
 }
 
-/* One slot's vector into its place in the room; the padding of plain numbers stays zero. */
-INLINE void widen(int format, const char *from, int count, int padded, float *to) {
+/* Convert one head's vector in the cache to `padded` floats; the padding is zero. */
+INLINE void decode_vector(int format, const char *from, int count, int padded, float *to) {
   if (!is_float(format)) {
-    widen_blocks(format, (const uint8_t *)from, padded, to);
+    decode_blocks(format, (const uint8_t *)from, padded, to);
     return;
   }
   if (count == padded) {
@@ -96,24 +99,24 @@ INLINE void widen(int format, const char *from, int count, int padded, float *to
   }
 }
 
-/* 32 numbers as a block of the cache. */
-static void narrow_block(int format, const float *from, uint8_t *to) {
-  f8 most = f8_load(from), least = f8_sub(f8_set(0.0f), most), size = f8_abs(most);
+/* Convert 32 floats to a block of the cache. */
+static void encode_block(int format, const float *from, uint8_t *to) {
+  f8 max = f8_load(from), negated_min = f8_sub(f8_set(0.0f), max), size = f8_abs(max);
   for (int i = 8; i < QUANT_BLOCK; i += 8) {
     f8 x = f8_load(from + i);
-    most = f8_max(x, most);
-    least = f8_max(f8_sub(f8_set(0.0f), x), least);
+    max = f8_max(x, max);
+    negated_min = f8_max(f8_sub(f8_set(0.0f), x), negated_min);
     size = f8_max(f8_abs(x), size);
   }
   if (format == Q8_0) {
-    float amax = f8_largest(size);
+    float amax = f8_reduce_max(size);
     uint16_t scale = float_to_f16(amax / 127.0f);
     int32_t low, high;
     memcpy(to, &scale, 2);
     round_block(from, amax > 0 ? 127.0f / amax : 0.0f, (int8_t *)to + 2, &low, &high);
     return;
   }
-  float low = -f8_largest(least), step = (f8_largest(most) - low) / 15.0f;
+  float low = -f8_reduce_max(negated_min), step = (f8_reduce_max(max) - low) / 15.0f;
   float inverse = step > 0 ? 1.0f / step : 0.0f, codes[QUANT_BLOCK];
   uint16_t halves[2] = {float_to_f16(step), float_to_f16(low)};
   memcpy(to, halves, 4);
@@ -124,8 +127,8 @@ static void narrow_block(int format, const float *from, uint8_t *to) {
   for (int i = 0; i < 16; i++) to[4 + i] = (uint8_t)((int)codes[i] | (int)codes[16 + i] << 4);
 }
 
-/* One head's vector as the cache keeps it. */
-INLINE void narrow(int format, const float *from, int count, char *to) {
+/* Convert one head's vector to the cache's format. */
+INLINE void encode_vector(int format, const float *from, int count, char *to) {
   int i = 0;
   uint16_t *half = (uint16_t *)to;
   if (format == F32) {
@@ -139,48 +142,48 @@ INLINE void narrow(int format, const float *from, int count, char *to) {
     for (; i < count; i += QUANT_BLOCK, to += format == Q8_0 ? 34 : 20) {
       float part[QUANT_BLOCK] = {0};
       memcpy(part, from + i, (size_t)(count - i < QUANT_BLOCK ? count - i : QUANT_BLOCK) * 4);
-      narrow_block(format, part, (uint8_t *)to);
+      encode_block(format, part, (uint8_t *)to);
     }
   }
 }
 
 INLINE uint32_t gather_as(int format, int padded, const Heads *h, const int32_t *slots, int count,
-                          Room *room, int at) {
+                          Scratch *scratch, int at) {
   uint32_t present = 0;
   for (int j = at; j < at + count; j++, slots++) {
-    room->key[j] = room->value[j] = (const char *)room->nothing;
+    scratch->key[j] = scratch->value[j] = (const char *)scratch->zeros;
     if (*slots < 0) continue;
     const char *key = h->keys + *slots * h->bytes, *value = h->values + *slots * h->bytes;
     present |= 1u << j;
-    if (room->format == format && h->head_dim == padded) {
-      room->key[j] = key;
-      room->value[j] = value;
+    if (scratch->format == format && h->head_dim == padded) {
+      scratch->key[j] = key;
+      scratch->value[j] = value;
       continue;
     }
-    widen(format, key, h->head_dim, padded, room->keys + j * padded);
-    widen(format, value, h->head_dim, padded, room->values + j * padded);
-    room->key[j] = (const char *)(room->keys + j * padded);
-    room->value[j] = (const char *)(room->values + j * padded);
+    decode_vector(format, key, h->head_dim, padded, scratch->keys + j * padded);
+    decode_vector(format, value, h->head_dim, padded, scratch->values + j * padded);
+    scratch->key[j] = (const char *)(scratch->keys + j * padded);
+    scratch->value[j] = (const char *)(scratch->values + j * padded);
   }
   return present;
 }
 
-/* Find the slots of `count` positions; bit j of the answer: position j exists. */
-static uint32_t gather(const Heads *h, const int32_t *slots, int count, Room *room, int at) {
+/* Find the keys and values of `count` positions. Bit j of the result: position j has a slot. */
+static uint32_t gather(const Heads *h, const int32_t *slots, int count, Scratch *scratch, int at) {
   switch (h->format) {
-    case F32: return gather_as(F32, h->padded, h, slots, count, room, at);
-    case F16: return gather_as(F16, h->padded, h, slots, count, room, at);
-    case Q8_0: return gather_as(Q8_0, h->padded, h, slots, count, room, at);
-    case Q4_1: return gather_as(Q4_1, h->padded, h, slots, count, room, at);
-    default: return gather_as(BF16, h->padded, h, slots, count, room, at);
+    case F32: return gather_as(F32, h->padded, h, slots, count, scratch, at);
+    case F16: return gather_as(F16, h->padded, h, slots, count, scratch, at);
+    case Q8_0: return gather_as(Q8_0, h->padded, h, slots, count, scratch, at);
+    case Q4_1: return gather_as(Q4_1, h->padded, h, slots, count, scratch, at);
+    default: return gather_as(BF16, h->padded, h, slots, count, scratch, at);
   }
 }
 
 enum { BLOCKS_AHEAD = 4 };
 
-/* Ask for slots a few blocks before they are summed: their lines may be too scattered for the
- * processor to foresee. */
-static void expect_slots(const Heads *h, const int32_t *slots, int count) {
+/* Prefetch slots a few blocks before they are used: they may be too scattered for the processor's
+ * own prefetcher. */
+static void prefetch_slots(const Heads *h, const int32_t *slots, int count) {
   for (int j = 0; j < count; j++) {
     if (slots[j] < 0) continue;
     for (int b = 0; b < h->bytes; b += 64) {
@@ -190,8 +193,8 @@ static void expect_slots(const Heads *h, const int32_t *slots, int count) {
   }
 }
 
-/* Heads, and keys or vectors of values: what is loaded serves several sums, and those fit the
- * registers, of which some machines have 32. */
+/* Tile sizes in heads and in keys (or vectors of a value), so that each load serves several sums
+ * and the sums fit the registers; AVX-512 has 32 of them. */
 enum { FEW_HEADS = 3, TILE = 4 };
 #if defined(__AVX512VL__)
 enum { HEADS_AT_ONCE = 6 };
@@ -205,7 +208,7 @@ INLINE f8 load_as(int format, const char *vector, int at) {
   return f8_load((const float *)vector + at);
 }
 
-/* Four keys against each of a few queries, as f8_fours leaves them. */
+/* Dot products of four keys with each of a few queries, in the order of f8_fours. */
 INLINE void four_scores(int format, int heads, const float *q, const char *const *key, int padded,
                         f8 *scores) {
   f8 sum[HEADS_AT_ONCE * TILE];
@@ -226,16 +229,17 @@ INLINE void four_scores(int format, int heads, const float *q, const char *const
   for (int i = 0; i < heads; i++) scores[i] = f8_fours(sum + TILE * i);
 }
 
-/* Raw scores of the block for a few heads, -inf where not visible; the largest of each. */
-INLINE void block_scores(int format, int heads, const Op *op, const float *q, const Room *room,
-                         int padded, uint32_t seen, float *scores, float *found) {
-  f8 most[HEADS_AT_ONCE], low[HEADS_AT_ONCE], high[HEADS_AT_ONCE];
-  for (int i = 0; i < heads; i++) most[i] = f8_set(-INFINITY);
+/* Scaled scores of the block for a few heads, -inf where not visible, and each head's maximum. */
+INLINE void block_scores(int format, int heads, const Op *op, const float *q,
+                         const Scratch *scratch, int padded, uint32_t mask, float *scores,
+                         float *block_max) {
+  f8 max[HEADS_AT_ONCE], low[HEADS_AT_ONCE], high[HEADS_AT_ONCE];
+  for (int i = 0; i < heads; i++) max[i] = f8_set(-INFINITY);
   for (int j = 0; j < KEY_BLOCK; j += 8) {
-    uint32_t eight = (seen >> j) & 255;
+    uint32_t eight = (mask >> j) & 255;
     if (eight) {
-      four_scores(format, heads, q, room->key + j, padded, low);
-      four_scores(format, heads, q, room->key + j + TILE, padded, high);
+      four_scores(format, heads, q, scratch->key + j, padded, low);
+      four_scores(format, heads, q, scratch->key + j + TILE, padded, high);
     }
     for (int i = 0; i < heads; i++) {
       float *to = scores + i * KEY_BLOCK + j;
@@ -251,36 +255,37 @@ INLINE void block_scores(int format, int heads, const Op *op, const float *q, co
           if (!((eight >> k) & 1)) to[k] = -INFINITY;
         s = f8_load(to);
       }
-      most[i] = f8_max(s, most[i]);
+      max[i] = f8_max(s, max[i]);
     }
   }
-  for (int i = 0; i < heads; i++) found[i] = f8_largest(most[i]);
+  for (int i = 0; i < heads; i++) block_max[i] = f8_reduce_max(max[i]);
 }
 
-/* Scores become weights relative to the new maximum; finds what older sums shrink by. */
-INLINE void block_weights(const State *state, int at, float found, float *scores, float *shrinks) {
-  float most = found > state->most[at] ? found : state->most[at];
-  f8 shrink = f8_exp(f8_set(state->most[at] - most)), sum = f8_set(0.0f);
+/* Turn scores into weights relative to the new maximum, and compute the factor for earlier sums. */
+INLINE void block_weights(const State *state, int at, float block_max, float *scores,
+                          float *rescale) {
+  float max = block_max > state->max[at] ? block_max : state->max[at];
+  f8 factor = f8_exp(f8_set(state->max[at] - max)), sum = f8_set(0.0f);
   for (int i = 0; i < KEY_BLOCK; i += 8) {
-    f8 weight = f8_exp(f8_sub(f8_load(scores + i), f8_set(most)));
+    f8 weight = f8_exp(f8_sub(f8_load(scores + i), f8_set(max)));
     f8_store(scores + i, weight);
     sum = f8_add(sum, weight);
   }
-  state->most[at] = most;
-  f8_store(state->total + 8 * at, f8_fma(f8_load(state->total + 8 * at), shrink, sum));
-  f8_store(shrinks, shrink);
+  state->max[at] = max;
+  f8_store(state->total + 8 * at, f8_fma(f8_load(state->total + 8 * at), factor, sum));
+  f8_store(rescale, factor);
 }
 
-/* sums[d] = sums[d] * shrink + the block's weighted values, for `vectors` lanes of d from `at` on. */
+/* sums[d] = sums[d] * rescale + the block's weighted values, for `vectors` vectors of d. */
 INLINE void weigh_values(int format, int heads, const float *weights, const char *const *value,
-                         int at, int lo, int hi, const float *shrink, int vectors, int padded,
+                         int at, int lo, int hi, const float *rescale, int vectors, int padded,
                          float *sums) {
   f8 sum[HEADS_AT_ONCE * TILE];
 #pragma GCC unroll 6
   for (int i = 0; i < heads; i++)
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++)
-      sum[TILE * i + v] = f8_mul(f8_load(sums + i * padded + 8 * v), f8_load(shrink + 8 * i));
+      sum[TILE * i + v] = f8_mul(f8_load(sums + i * padded + 8 * v), f8_load(rescale + 8 * i));
   for (int j = lo; j < hi; j++) {
     f8 weight[HEADS_AT_ONCE];
 #pragma GCC unroll 6
@@ -289,7 +294,8 @@ INLINE void weigh_values(int format, int heads, const float *weights, const char
     for (int v = 0; v < vectors; v++) {
       f8 part = load_as(format, value[j], at + 8 * v);
 #pragma GCC unroll 6
-      for (int i = 0; i < heads; i++) sum[TILE * i + v] = f8_fma(weight[i], part, sum[TILE * i + v]);
+      for (int i = 0; i < heads; i++)
+        sum[TILE * i + v] = f8_fma(weight[i], part, sum[TILE * i + v]);
     }
   }
 #pragma GCC unroll 6
@@ -298,59 +304,63 @@ INLINE void weigh_values(int format, int heads, const float *weights, const char
     for (int v = 0; v < vectors; v++) f8_store(sums + i * padded + 8 * v, sum[TILE * i + v]);
 }
 
-INLINE void fold_scores(int format, int heads, const Heads *h, const Room *room, int at,
-                        uint32_t seen) {
-  block_scores(format, heads, h->op, room->q + (int64_t)at * h->padded, room, h->padded, seen,
-               room->scores + at * KEY_BLOCK, room->found + at);
+INLINE void fold_scores(int format, int heads, const Heads *h, const Scratch *scratch, int at,
+                        uint32_t mask) {
+  block_scores(format, heads, h->op, scratch->q + (int64_t)at * h->padded, scratch, h->padded, mask,
+               scratch->scores + at * KEY_BLOCK, scratch->block_max + at);
 }
 
-INLINE void fold_values(int format, int heads, const Heads *h, const Room *room, int at,
-                        uint32_t seen) {
-  int padded = h->padded, lo = __builtin_ctz(seen), hi = 32 - __builtin_clz(seen), d = 0;
-  const float *weights = room->scores + at * KEY_BLOCK, *shrink = room->shrink + 8 * at;
-  float *sums = room->segment.sums + (int64_t)at * padded;
+INLINE void fold_values(int format, int heads, const Heads *h, const Scratch *scratch, int at,
+                        uint32_t mask) {
+  int padded = h->padded, lo = __builtin_ctz(mask), hi = 32 - __builtin_clz(mask), d = 0;
+  const float *weights = scratch->scores + at * KEY_BLOCK, *rescale = scratch->rescale + 8 * at;
+  float *sums = scratch->segment.sums + (int64_t)at * padded;
   for (; d + 8 * TILE <= padded; d += 8 * TILE)
-    weigh_values(format, heads, weights, room->value, d, lo, hi, shrink, TILE, padded, sums + d);
+    weigh_values(format, heads, weights, scratch->value, d, lo, hi, rescale, TILE, padded,
+                 sums + d);
   for (; d < padded; d += 8)
-    weigh_values(format, heads, weights, room->value, d, lo, hi, shrink, 1, padded, sums + d);
+    weigh_values(format, heads, weights, scratch->value, d, lo, hi, rescale, 1, padded, sums + d);
 }
 
-/* `fold` (of scores or of values) for the heads [first, last), as many at once as there are. */
-#define FOLD_HEADS(fold, format, h, room, first, last, seen)                                    \
+/* Call `fold` (fold_scores or fold_values) for the heads [first, last), several at once. */
+#define FOLD_HEADS(fold, format, h, scratch, first, last, mask)                                \
   do {                                                                                         \
     int at = first;                                                                            \
     for (; at + HEADS_AT_ONCE <= last; at += HEADS_AT_ONCE)                                    \
-      fold(format, HEADS_AT_ONCE, h, room, at, seen);                                          \
-    for (; at + FEW_HEADS <= last; at += FEW_HEADS) fold(format, FEW_HEADS, h, room, at, seen); \
-    for (; at < last; at++) fold(format, 1, h, room, at, seen);                                \
+      fold(format, HEADS_AT_ONCE, h, scratch, at, mask);                                       \
+    for (; at + FEW_HEADS <= last; at += FEW_HEADS)                                            \
+      fold(format, FEW_HEADS, h, scratch, at, mask);                                           \
+    for (; at < last; at++) fold(format, 1, h, scratch, at, mask);                             \
   } while (0)
 
-/* Neighbouring rows that see the same positions are taken together. */
-INLINE void fold_as(int format, const Heads *h, const Room *room, int first, int last,
-                    const uint32_t *seen) {
+/* Consecutive rows that attend to the same positions are processed together. */
+INLINE void fold_as(int format, const Heads *h, const Scratch *scratch, int first, int last,
+                    const uint32_t *masks) {
   for (int row = first, next; row < last; row = next) {
-    for (next = row + 1; next < last && seen[next] == seen[row]; next++) {}
-    if (!seen[row]) continue;
+    for (next = row + 1; next < last && masks[next] == masks[row]; next++) {}
+    if (!masks[row]) continue;
     int start = row * h->group, end = next * h->group;
-    FOLD_HEADS(fold_scores, format, h, room, start, end, seen[row]);
+    FOLD_HEADS(fold_scores, format, h, scratch, start, end, masks[row]);
     for (int at = start; at < end; at++)
-      block_weights(&room->segment, at, room->found[at], room->scores + at * KEY_BLOCK,
-                    room->shrink + at * 8);
-    FOLD_HEADS(fold_values, format, h, room, start, end, seen[row]);
+      block_weights(&scratch->segment, at, scratch->block_max[at], scratch->scores + at * KEY_BLOCK,
+                    scratch->rescale + at * 8);
+    FOLD_HEADS(fold_values, format, h, scratch, start, end, masks[row]);
   }
 }
 
-/* Fold one block into the states of rows, for the positions that each sees: a stage at a time, so that
- * one head's exponentials and waits hide behind its neighbours' products. */
-static void fold_block(const Heads *h, const Room *room, int first, int last, const uint32_t *seen) {
-  switch (room->format) {
-    case F16: fold_as(F16, h, room, first, last, seen); return;
-    case BF16: fold_as(BF16, h, room, first, last, seen); return;
-    default: fold_as(F32, h, room, first, last, seen);
+/* Fold one block into the states of rows, each for the positions in its mask. All heads go through
+ * one step at a time, so that the latency of one head's exponentials is hidden by other heads'
+ * products. */
+static void fold_block(const Heads *h, const Scratch *scratch, int first, int last,
+                       const uint32_t *masks) {
+  switch (scratch->format) {
+    case F16: fold_as(F16, h, scratch, first, last, masks); return;
+    case BF16: fold_as(BF16, h, scratch, first, last, masks); return;
+    default: fold_as(F32, h, scratch, first, last, masks);
   }
 }
 
-/* Bits of the block's positions that row r sees. */
+/* The mask of the block's positions that row r attends to. */
 INLINE uint32_t visible(const Pass *pass, const Op *op, int r, int start) {
   int32_t end = pass->prefix[r] + pass->tail_length[r] - start;
   int32_t begin = op->window ? pass->positions[r] - op->window + 1 - start : 0;
@@ -359,113 +369,116 @@ INLINE uint32_t visible(const Pass *pass, const Op *op, int r, int start) {
   return begin > 0 ? bits & ~((1u << begin) - 1) : bits;
 }
 
-/* Rows of a tile whose positions in the block all come from the shared table, then the others. */
+/* Fold one block into the rows of a tile: first the rows whose positions in the block all come from
+ * the shared table, together; then each of the others with its tail. */
 static void attend_block(const Pass *pass, const Heads *h, int row, int rows, int start,
-                         Room *room) {
-  uint32_t seen[ATTENTION_ROWS];
-  int shared = 0, own = 0;
+                         Scratch *scratch) {
+  uint32_t masks[ATTENTION_ROWS];
+  int shared = 0, has_tail = 0;
   for (int i = 0; i < rows; i++) {
     int32_t prefix = pass->prefix[row + i], end = prefix + pass->tail_length[row + i];
-    seen[i] = visible(pass, h->op, row + i, start);
+    masks[i] = visible(pass, h->op, row + i, start);
     if (end > start + KEY_BLOCK) end = start + KEY_BLOCK;
-    if (!seen[i]) continue;
+    if (!masks[i]) continue;
     if (end <= prefix) shared = end > shared ? end : shared;
-    else own |= 1 << i;
+    else has_tail |= 1 << i;
   }
   if (shared) {
     int next = start + BLOCKS_AHEAD * KEY_BLOCK, left = pass->prefix[row] - next;
-    if (left > 0) expect_slots(h, h->table + next, left < KEY_BLOCK ? left : KEY_BLOCK);
-    uint32_t present = gather(h, h->table + start, shared - start, room, 0), both[ATTENTION_ROWS];
-    for (int i = 0; i < rows; i++) both[i] = (own >> i) & 1 ? 0 : seen[i] & present;
-    fold_block(h, room, 0, rows, both);
+    if (left > 0) prefetch_slots(h, h->table + next, left < KEY_BLOCK ? left : KEY_BLOCK);
+    uint32_t present = gather(h, h->table + start, shared - start, scratch, 0);
+    uint32_t present_masks[ATTENTION_ROWS];
+    for (int i = 0; i < rows; i++) present_masks[i] = (has_tail >> i) & 1 ? 0 : masks[i] & present;
+    fold_block(h, scratch, 0, rows, present_masks);
   }
   for (int i = 0; i < rows; i++) {
-    if (!((own >> i) & 1)) continue;
+    if (!((has_tail >> i) & 1)) continue;
     int32_t prefix = pass->prefix[row + i], end = prefix + pass->tail_length[row + i];
     int from_table = prefix > start ? prefix - start : 0;
     if (end > start + KEY_BLOCK) end = start + KEY_BLOCK;
     const int32_t *tail = pass->tails + pass->tail_start[row + i] + start + from_table - prefix;
-    uint32_t present = gather(h, h->table + start, from_table, room, 0);
-    present |= gather(h, tail, end - start - from_table, room, from_table);
-    seen[i] &= present;
-    fold_block(h, room, i, i + 1, seen);
+    uint32_t present = gather(h, h->table + start, from_table, scratch, 0);
+    present |= gather(h, tail, end - start - from_table, scratch, from_table);
+    masks[i] &= present;
+    fold_block(h, scratch, i, i + 1, masks);
   }
 }
 
 static void clear(const State *state, int padded, int heads) {
   memset(state->sums, 0, (size_t)heads * padded * 4);
   memset(state->total, 0, (size_t)heads * 8 * 4);
-  for (int i = 0; i < heads; i++) state->most[i] = -INFINITY;
+  for (int i = 0; i < heads; i++) state->max[i] = -INFINITY;
 }
 
-static void load_queries(const Heads *h, int row, int rows, const float *q, Room *room) {
+static void load_queries(const Heads *h, int row, int rows, const float *q, Scratch *scratch) {
   int64_t width = (int64_t)h->op->heads * h->head_dim;
-  if (h->padded > h->head_dim) memset(room->q, 0, (size_t)rows * h->group * h->padded * 4);
+  if (h->padded > h->head_dim) memset(scratch->q, 0, (size_t)rows * h->group * h->padded * 4);
   for (int i = 0; i < rows * h->group; i++) {
     int64_t head = (int64_t)h->kv_head * h->group + i % h->group;
-    memcpy(room->q + (int64_t)i * h->padded, q + (row + i / h->group) * width + head * h->head_dim,
-           (size_t)h->head_dim * 4);
+    memcpy(scratch->q + (int64_t)i * h->padded,
+           q + (row + i / h->group) * width + head * h->head_dim, (size_t)h->head_dim * 4);
   }
 }
 
-/* The sums of one segment alone, into the room. */
+/* Compute the state of one segment in the scratch memory. */
 static void attend_segment(const Pass *pass, const Heads *h, int row, int rows, int segment,
-                           Room *room) {
+                           Scratch *scratch) {
   int32_t end = 0, start = segment * SEGMENT;
-  clear(&room->segment, h->padded, rows * h->group);
-  /* Plain numbers are widened where they are summed, blocks beforehand. */
-  room->format = is_float(h->format) && h->padded == h->head_dim ? h->format : F32;
+  clear(&scratch->segment, h->padded, rows * h->group);
+  /* Plain numbers are converted to float32 as they are loaded, blocks beforehand. */
+  scratch->format = is_float(h->format) && h->padded == h->head_dim ? h->format : F32;
   for (int i = 0; i < rows; i++) {
     int32_t last = pass->prefix[row + i] + pass->tail_length[row + i];
     end = last > end ? last : end;
   }
   if (end > start + SEGMENT) end = start + SEGMENT;
-  for (; start < end; start += KEY_BLOCK) attend_block(pass, h, row, rows, start, room);
+  for (; start < end; start += KEY_BLOCK) attend_block(pass, h, row, rows, start, scratch);
 }
 
-/* Head `at` of `to` goes on with head `from_at` of the segment behind it. */
+/* Add head `from_at` of the next segment's state to head `at` of `to`. */
 INLINE void add_segment(const State *to, int at, const State *from, int from_at, int padded) {
   float *sums = to->sums + (int64_t)at * padded, *total = to->total + 8 * at;
   const float *more = from->sums + (int64_t)from_at * padded, *added = from->total + 8 * from_at;
-  float before = to->most[at], found = from->most[from_at];
-  if (found == -INFINITY) return;
-  if (before == -INFINITY) {
+  float old_max = to->max[at], new_max = from->max[from_at];
+  if (new_max == -INFINITY) return;
+  if (old_max == -INFINITY) {
     memcpy(sums, more, (size_t)padded * 4);
     memcpy(total, added, 8 * 4);
-    to->most[at] = found;
+    to->max[at] = new_max;
     return;
   }
-  float most = found > before ? found : before;
-  f8 old = f8_exp(f8_set(before - most)), fresh = f8_exp(f8_set(found - most));
+  float max = new_max > old_max ? new_max : old_max;
+  f8 old_factor = f8_exp(f8_set(old_max - max)), new_factor = f8_exp(f8_set(new_max - max));
   for (int i = 0; i < padded; i += 8)
-    f8_store(sums + i, f8_fma(f8_load(sums + i), old, f8_mul(f8_load(more + i), fresh)));
-  f8_store(total, f8_fma(f8_load(total), old, f8_mul(f8_load(added), fresh)));
-  to->most[at] = most;
+    f8_store(sums + i,
+             f8_fma(f8_load(sums + i), old_factor, f8_mul(f8_load(more + i), new_factor)));
+  f8_store(total, f8_fma(f8_load(total), old_factor, f8_mul(f8_load(added), new_factor)));
+  to->max[at] = max;
 }
 
-/* Head `at` of a state is complete. */
+/* Write the normalised result of head `at` of a complete state. */
 INLINE void finish_head(const State *state, int at, int padded, int head_dim, float *out) {
   float total = f8_sum(f8_load(state->total + 8 * at));
   scale_row(state->sums + (int64_t)at * padded, head_dim, total > 0 ? 1.0f / total : 0.0f, out);
 }
 
 static void attend_tile(const Plan *plan, const Heads *h, int tile, const float *q, float *out,
-                        Room *room) {
+                        Scratch *scratch) {
   int row = plan->tile_start[tile], rows = plan->tile_start[tile + 1] - row;
   int heads = rows * h->group, first, last;
   tile_segments(plan, h->op, tile, &first, &last);
   int soon = plan->pass->prefix[row] - first * SEGMENT;
-  expect_slots(h, h->table + first * SEGMENT,
+  prefetch_slots(h, h->table + first * SEGMENT,
                soon < BLOCKS_AHEAD * KEY_BLOCK ? soon : BLOCKS_AHEAD * KEY_BLOCK);
-  load_queries(h, row, rows, q, room);
-  clear(&room->all, h->padded, heads);
+  load_queries(h, row, rows, q, scratch);
+  clear(&scratch->all, h->padded, heads);
   for (int segment = first; segment < last; segment++) {
-    attend_segment(plan->pass, h, row, rows, segment, room);
-    for (int i = 0; i < heads; i++) add_segment(&room->all, i, &room->segment, i, h->padded);
+    attend_segment(plan->pass, h, row, rows, segment, scratch);
+    for (int i = 0; i < heads; i++) add_segment(&scratch->all, i, &scratch->segment, i, h->padded);
   }
   for (int i = 0; i < heads; i++) {
     int64_t head = h->kv_head * h->group + i % h->group;
-    finish_head(&room->all, i, h->padded, h->head_dim,
+    finish_head(&scratch->all, i, h->padded, h->head_dim,
                 out + ((int64_t)(row + i / h->group) * h->op->heads + head) * h->head_dim);
   }
 }
@@ -481,7 +494,7 @@ static Heads tile_heads(const Plan *plan, const Op *op, int tile, int kv_head) {
                  (const char *)pass->values[op->layer] + offset, slots, pass->cache_format};
 }
 
-/* Where a part of a divided attention leaves its sums. Parts: by tile, then key head, then segment. */
+/* The state of one part of split attention. Parts are in order of tile, key head and segment. */
 INLINE float *part_state(const Plan *plan, const Op *op, int part) {
   int padded = (op->head_dim + 7) / 8 * 8, heads = ATTENTION_ROWS * (op->heads / op->kv_heads);
   return plan->states + part * attention_state_floats(padded, heads);
@@ -491,15 +504,15 @@ static void attend(const Plan *plan, const Op *op, const float *q, float *out, i
                    int thread) {
   const Pass *pass = plan->pass;
   int padded = (op->head_dim + 7) / 8 * 8, group = op->heads / op->kv_heads;
-  Room room = make_room(pass->attention_scratch + thread * pass->attention_scratch_floats, padded,
-                        group);
-  if (!is_divided(plan, op)) {
+  Scratch scratch = make_scratch(
+      pass->attention_scratch + thread * pass->attention_scratch_floats, padded, group);
+  if (!is_split(plan, op)) {
     int tile = part % plan->num_tiles;
     Heads h = tile_heads(plan, op, tile, part / plan->num_tiles);
-    attend_tile(plan, &h, tile, q, out, &room);
+    attend_tile(plan, &h, tile, q, out, &scratch);
     return;
   }
-  room.segment = make_state(part_state(plan, op, part), padded, ATTENTION_ROWS * group);
+  scratch.segment = make_state(part_state(plan, op, part), padded, ATTENTION_ROWS * group);
   for (int tile = 0;; tile++) {
     int row = plan->tile_start[tile], rows = plan->tile_start[tile + 1] - row, first, last;
     tile_segments(plan, op, tile, &first, &last);
@@ -510,16 +523,16 @@ static void attend(const Plan *plan, const Op *op, const float *q, float *out, i
     }
     int segment = first + part % (last - first), left = pass->prefix[row] - segment * SEGMENT;
     Heads h = tile_heads(plan, op, tile, part / (last - first));
-    expect_slots(&h, h.table + segment * SEGMENT, left < SEGMENT ? left : SEGMENT);
-    load_queries(&h, row, rows, q, &room);
-    attend_segment(pass, &h, row, rows, segment, &room);
+    prefetch_slots(&h, h.table + segment * SEGMENT, left < SEGMENT ? left : SEGMENT);
+    load_queries(&h, row, rows, q, &scratch);
+    attend_segment(pass, &h, row, rows, segment, &scratch);
     return;
   }
 }
 
-/* The segments of a divided attention become one row of its result. */
+/* Add the segments of split attention to one row of the result. */
 static void merge_row(const Plan *plan, const Op *op, int row, float *out) {
-  if (!is_divided(plan, op)) return;
+  if (!is_split(plan, op)) return;
   int padded = (op->head_dim + 7) / 8 * 8, group = op->heads / op->kv_heads, part = 0;
   int tile = 0, first, last;
   for (;; tile++) {
@@ -532,7 +545,8 @@ static void merge_row(const Plan *plan, const Op *op, int row, float *out) {
     int start = part + head / group * (last - first), at = from + head % group;
     State all = make_state(part_state(plan, op, start), padded, ATTENTION_ROWS * group);
     for (int segment = 1; segment < last - first; segment++) {
-      State more = make_state(part_state(plan, op, start + segment), padded, ATTENTION_ROWS * group);
+      State more =
+          make_state(part_state(plan, op, start + segment), padded, ATTENTION_ROWS * group);
       add_segment(&all, at, &more, at, padded);
     }
     float *to = out + (int64_t)head * op->head_dim;
@@ -546,8 +560,8 @@ static void store_row(const Pass *pass, const Op *op, int row, const float *k, c
   int64_t bytes = cache_head_bytes(pass->cache_format, op->head_dim);
   int64_t at = pass->slots[row] * bytes, next = pass->num_slots * bytes;
   for (int h = 0; h < op->kv_heads; h++, at += next, k += op->head_dim, v += op->head_dim) {
-    narrow(pass->cache_format, k, op->head_dim, (char *)pass->keys[op->layer] + at);
-    narrow(pass->cache_format, v, op->head_dim, (char *)pass->values[op->layer] + at);
+    encode_vector(pass->cache_format, k, op->head_dim, (char *)pass->keys[op->layer] + at);
+    encode_vector(pass->cache_format, v, op->head_dim, (char *)pass->values[op->layer] + at);
   }
 }
 

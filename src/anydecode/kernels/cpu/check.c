@@ -1,4 +1,5 @@
-/* The start-up check: small random matrices in every format, compared to the bit. */
+/* The start-up check: products of small random matrices in every format, argmax, sampling and
+ * logsumexp, compared bit by bit. */
 #include "check.h"
 
 #include <stdlib.h>
@@ -14,7 +15,7 @@ static uint32_t next_random(uint32_t *state) {
   return *state >> 8;
 }
 
-/* Random bytes are numbers of any size; a small exponent keeps products finite. */
+/* Fill with random bytes. Their exponents are set to a small one, so that products are finite. */
 static void fill(int format, uint8_t *stored, uint32_t *state) {
   int bytes = stored_row_bytes[format] * OUT;
   for (int i = 0; i < bytes; i++) stored[i] = (uint8_t)next_random(state);
@@ -51,11 +52,11 @@ int variants_agree(const Kernels *candidate, const Kernels *plain) {
   for (int i = 0; i < 1000; i++) logits[i] = (float)next_random(&state) * 0x1p-20f;
   if (candidate->argmax(logits, 999) != plain->argmax(logits, 999)) return 0;
   for (uint32_t i = 0; i < 16; i++) {
-    Choice choice = {0.1, 5, {3, i, 1}, 0, 0, 0};
-    Found found[2];
-    candidate->search(&choice, logits, 0, 999, found);
-    plain->search(&choice, logits, 0, 999, found + 1);
-    if (found[0].id != found[1].id || found[0].value != found[1].value) return 0;
+    SampleSpec spec = {0.1, 5, {3, i, 1}, 0, 0, 0};
+    BestToken best[2];
+    candidate->sample(&spec, logits, 0, 999, best);
+    plain->sample(&spec, logits, 0, 999, best + 1);
+    if (best[0].token != best[1].token || best[0].score != best[1].score) return 0;
   }
   return candidate->logsumexp(logits, 999) == plain->logsumexp(logits, 999);
 }

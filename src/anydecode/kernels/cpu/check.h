@@ -4,7 +4,7 @@
 
 #include "layout.h"
 
-/* 1 where both give the same bits on small random products of every format. */
+/* Return 1 where both variants give the same bits on small random inputs of every format. */
 int variants_agree(const Kernels *candidate, const Kernels *plain);
 
 #endif

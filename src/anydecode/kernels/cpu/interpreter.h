@@ -1,29 +1,29 @@
-/* Runs the parts of a pass. */
+/* Runs the ops of a pass, part by part. */
 #ifndef ANYDECODE_INTERPRETER_H
 #define ANYDECODE_INTERPRETER_H
 
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
-#include "picks.h"
+#include "sample.h"
 #include "plan.h"
 #include "pointwise.h"
 #include "repack.h"
 #include "threads.h"
 
-/* An op over the rows [first, last) of the n that it has. */
+/* An op over the rows [first, last) of its n rows. */
 typedef struct {
   const Plan *plan;
   const Pass *pass;
   const Op *op;
   int n, first, last;
-  int64_t base; /* floats per row before this stretch's buffers */
+  int64_t base; /* floats in the workspace before this stage's buffers */
 } Step;
 
-INLINE float *buffer(const Step *s, int64_t at) {
-  if (at == BUFFER_STREAM) return s->pass->stream;
-  if (at == BUFFER_LOGITS) return s->pass->logits;
-  return s->pass->workspace + s->base + at * s->n;
+INLINE float *buffer(const Step *s, int64_t offset) {
+  if (offset == BUFFER_STREAM) return s->pass->stream;
+  if (offset == BUFFER_LOGITS) return s->pass->logits;
+  return s->pass->workspace + s->base + offset * s->n;
 }
 
 static void run_embed(const Step *s) {
@@ -38,19 +38,19 @@ static void run_embed(const Step *s) {
   }
 }
 
-static void run_tap(const Step *s) {
+static void run_capture(const Step *s) {
   int width = s->pass->hidden_size;
-  for (int t = 0; t < s->pass->num_taps; t++) {
-    const Tap *tap = s->pass->taps + t;
-    if (tap->layer != s->op->layer) continue;
-    for (int i = 0; i < tap->count; i++)
-      if (tap->rows[i] >= s->first && tap->rows[i] < s->last)
-        memcpy(tap->out + (int64_t)i * width, s->pass->stream + (int64_t)tap->rows[i] * width,
-               (size_t)width * 4);
+  for (int t = 0; t < s->pass->num_captures; t++) {
+    const Capture *capture = s->pass->captures + t;
+    if (capture->layer != s->op->layer) continue;
+    for (int i = 0; i < capture->count; i++)
+      if (capture->rows[i] >= s->first && capture->rows[i] < s->last)
+        memcpy(capture->out + (int64_t)i * width,
+               s->pass->stream + (int64_t)capture->rows[i] * width, (size_t)width * 4);
   }
 }
 
-/* Part `part` of a product: some pairs of column groups. */
+/* Part `part` of a product: a range of pairs of column groups. */
 static void run_linear(const Step *s, int part) {
   const Matrix *w = s->op->matrix;
   int each = 2 * pairs_per_part(w, s->n, s->plan->threads), groups = (w->out_features + 7) / 8;
@@ -67,7 +67,7 @@ static void run_lora(const Step *s, int r) {
            buffer(s, s->op->out) + (int64_t)r * s->op->width_out);
 }
 
-/* Ops that act on one row. */
+/* Run an op that works row by row on row r. */
 static void run_row(const Step *s, int r) {
   const Op *op = s->op;
   int64_t wide = op->width, from = r * wide, to = (int64_t)r * op->width_out;
@@ -108,8 +108,8 @@ static void run_row(const Step *s, int r) {
 static void run_rows(const Step *s) {
   if (s->op->code == OP_EMBED) {
     if (s->pass->embed) run_embed(s);
-  } else if (s->op->code == OP_TAP) {
-    run_tap(s);
+  } else if (s->op->code == OP_CAPTURE) {
+    run_capture(s);
   } else {
     for (int r = s->first; r < s->last; r++) run_row(s, r);
   }
@@ -120,21 +120,22 @@ static void run_experts(const Step *s, int phase, int part, int parts) {
           buffer(s, s->op->out), phase, part, parts);
 }
 
-static void run_search(const Plan *plan, int part, int parts) {
+static void run_sample(const Plan *plan, int part, int parts) {
   const Pass *pass = plan->pass;
   int64_t n = pass->vocab_size, first = n * part / parts & ~(int64_t)15, last = n;
   if (part + 1 < parts) last = n * (part + 1) / parts & ~(int64_t)15;
-  for (int i = 0; i < pass->num_choices; i++) {
-    const Choice *choice = pass->choices + i;
-    search(choice, pass->logits + choice->row * n, first, last, plan->found + i * parts + part);
+  for (int i = 0; i < pass->num_samples; i++) {
+    const SampleSpec *spec = pass->samples + i;
+    sample_token(spec, pass->logits + spec->row * n, first, last,
+                 plan->best_tokens + i * parts + part);
   }
 }
 
-/* Rows first, then the parts of each op that is divided otherwise. */
+/* Run one part of a stage: a range of rows, or a part of an op that is divided in another way. */
 static void run(const Plan *plan, int number, int part, int thread) {
   const Stage *stage = plan->stages + number;
-  if (plan->found && number == plan->num_stages - 1) {
-    run_search(plan, part, plan->parts[number]);
+  if (plan->best_tokens && number == plan->num_stages - 1) {
+    run_sample(plan, part, plan->parts[number]);
     return;
   }
   Step s = {plan, plan->pass, NULL, stage->rows, 0, 0, stage->base};
@@ -146,7 +147,7 @@ static void run(const Plan *plan, int number, int part, int thread) {
   part -= stage->row_parts;
   for (int i = stage->first; i < stage->last; i++) {
     s.op = plan->pass->ops + i;
-    if (by_row(s.op->code)) {
+    if (is_row_op(s.op->code)) {
       if (rows) run_rows(&s);
       continue;
     }
@@ -164,8 +165,8 @@ static void run(const Plan *plan, int number, int part, int thread) {
   }
 }
 
-/* Ask for the first weights that a thread reads in the next product. */
-static void expect(const Plan *plan, int number, int thread) {
+/* Prefetch the first weights that a thread reads in the next product. */
+static void prefetch(const Plan *plan, int number, int thread) {
   for (int next = number + 1; next < plan->num_stages && next < number + 4; next++) {
     const Stage *stage = plan->stages + next;
     int part = first_part(plan->parts[next], thread, plan->threads) - stage->row_parts;
@@ -185,7 +186,7 @@ static void expect(const Plan *plan, int number, int thread) {
   }
 }
 
-/* A whole product on one thread; `scratch` holds the quantised rows. */
+/* A whole product on one thread; `scratch` takes the quantised rows. */
 static void linear(const Matrix *w, const float *x, int n, const float *bias, float *out,
                    uint8_t *scratch) {
   int64_t blocks = w->in_features / QUANT_BLOCK;

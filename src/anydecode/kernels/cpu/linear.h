@@ -1,11 +1,11 @@
-/* Products of rows with packed matrices. A tile of rows shares unpacked weights; each output sums k in
- * order, whatever the tile. */
+/* Products of rows with packed matrices. The rows of a tile share the unpacked weights; each output
+ * is summed in the same order of inputs in every tile size. */
 #ifndef ANYDECODE_LINEAR_H
 #define ANYDECODE_LINEAR_H
 
 #include "quant.h"
 
-/* The integer sums of a tile and its totals stay in registers, of which some machines have 32. */
+/* The integer sums and totals of a tile stay in registers; AVX-512 has 32 of them. */
 #if defined(__AVX512VNNI__)
 enum { TILE_ROWS = 8 };
 #else
@@ -13,22 +13,23 @@ enum { TILE_ROWS = 4 };
 #endif
 
 /* Integer sums of one block of a format with nibbles, for `rows` rows and two groups of columns.
- * Two steps at a time, so that weights and sums of a whole tile stay in registers. Sums of `parts`
- * are widened before they could overflow; Q6_K's halves have scales of their own. */
+ * Two steps at a time, so that weights and sums of a whole tile stay in registers. Partial sums are
+ * widened to int32 before they can overflow. The halves of a Q6_K block have separate scales. */
 INLINE void nibble_sums(int format, int rows, const uint8_t *const *p, const Activations *const *a,
-                        int b, int half, i8 (*whole)[2]) {
-  parts dot[TILE_ROWS][2];
+                        int b, int half, i8 (*sum)[2]) {
+  partial_sums dot[TILE_ROWS][2];
   int first = format == Q6_K ? 2 * half : 0, last = format == Q6_K ? first + 2 : 4;
-  int span = format == Q6_K ? 1 : five_bits(format) ? 2 : 4;
+  int span = format == Q6_K ? 1 : is_five_bit(format) ? 2 : 4;
 #pragma GCC unroll 4
   for (int j = first; j < last; j++) {
-    int fresh = j % span == 0, full = (j + 1) % span == 0, again = j - first >= span;
+    int starts_span = j % span == 0, ends_span = (j + 1) % span == 0;
+    int has_sum = j - first >= span;
     int step[2] = {format == Q6_K ? 2 * j : j, format == Q6_K ? 2 * j + 1 : j + 4};
     b32 w[2][2];
 #pragma GCC unroll 2
     for (int g = 0; g < 2; g++)
 #pragma GCC unroll 2
-      for (int t = 0; t < 2; t++) w[t][g] = settled_bytes(unpack_step(format, p[g], step[t]));
+      for (int t = 0; t < 2; t++) w[t][g] = pin_bytes(unpack_step(format, p[g], step[t]));
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
 #pragma GCC unroll 2
@@ -36,41 +37,41 @@ INLINE void nibble_sums(int format, int rows, const uint8_t *const *p, const Act
         quad x = quad_load(a[r][b].q + 4 * step[t]);
 #pragma GCC unroll 2
         for (int g = 0; g < 2; g++)
-          dot[r][g] = settled(fresh && t == 0 ? parts_of(w[t][g], x)
-                                              : more_parts(dot[r][g], w[t][g], x));
+          dot[r][g] = pin(starts_span && t == 0 ? partial_dot(w[t][g], x)
+                                              : add_partial_dot(dot[r][g], w[t][g], x));
       }
 #pragma GCC unroll 2
-      for (int g = 0; g < 2 && full; g++)
-        whole[r][g] = again ? settled(i8_add(whole[r][g], whole_of(dot[r][g])))
-                            : whole_of(dot[r][g]);
+      for (int g = 0; g < 2 && ends_span; g++)
+        sum[r][g] = has_sum ? pin(i8_add(sum[r][g], widen_partial(dot[r][g])))
+                            : widen_partial(dot[r][g]);
     }
   }
 }
 
 INLINE void byte_sums(int rows, const uint8_t *const *p, const Activations *const *a, int b,
-                      i8 (*whole)[2]) {
+                      i8 (*sum)[2]) {
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
-    bytes w[2];
+    byte_vector w[2];
 #pragma GCC unroll 2
-    for (int g = 0; g < 2; g++) w[g] = bytes_of(b32_load(p[g] + 16 + 32 * i));
+    for (int g = 0; g < 2; g++) w[g] = byte_weights(b32_load(p[g] + 16 + 32 * i));
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
       quad x = quad_load(a[r][b].q + 4 * i);
 #pragma GCC unroll 2
       for (int g = 0; g < 2; g++)
-        whole[r][g] = settled(more_bytes(i ? whole[r][g] : first_bytes(&a[r][b]), w[g], x));
+        sum[r][g] = pin(add_byte_dot(i ? sum[r][g] : initial_byte_sum(&a[r][b]), w[g], x));
     }
   }
 }
 
-/* Adds one block, or half a block of Q6_K, to the totals of a tile. */
+/* Add one block, or half a block of Q6_K, to the totals of a tile. */
 INLINE void add_blocks(int format, int rows, const uint8_t *const *p, const Activations *const *a,
                        int b, int half, const f8 *super, const f8 *super_min, f8 (*total)[2]) {
   f8 first[2], second[2];
-  i8 whole[TILE_ROWS][2];
-  if (format == Q8_0) byte_sums(rows, p, a, b, whole);
-  else nibble_sums(format, rows, p, a, b, half, whole);
+  i8 sum[TILE_ROWS][2];
+  if (format == Q8_0) byte_sums(rows, p, a, b, sum);
+  else nibble_sums(format, rows, p, a, b, half, sum);
 #pragma GCC unroll 2
   for (int g = 0; g < 2; g++)
     load_scales(format, p[g], super[g], super_min[g], &first[g], &second[g]);
@@ -78,12 +79,12 @@ INLINE void add_blocks(int format, int rows, const uint8_t *const *p, const Acti
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
     for (int g = 0; g < 2; g++)
-      total[r][g] = add_block(format, half, total[r][g], whole[r][g], a[r] + b,
+      total[r][g] = add_block(format, half, total[r][g], sum[r][g], a[r] + b,
                               half ? second[g] : first[g], second[g]);
 }
 
 /* Two groups of columns at a time, so that each broadcast of activations is used twice. `next`:
- * weights to ask for meanwhile, or NULL; the processor's own prefetching rests with the reads. */
+ * weights to prefetch meanwhile, or NULL; the processor's own prefetcher follows the reads. */
 INLINE void quant_tile(int format, int rows, const uint8_t *const *groups, int blocks,
                        const Activations *const *rows_of, const uint8_t *next, f8 (*total)[2]) {
   const uint8_t *p[2] = {groups[0], groups[1]};
@@ -151,7 +152,7 @@ INLINE void write_group(const Matrix *w, int group, f8 total, const float *bias,
   for (int i = 0; i < left; i++) out[column + i] = bias ? lanes[i] + bias[column + i] : lanes[i];
 }
 
-/* Rows of the next tile. */
+/* How many rows the next tile has. */
 INLINE int tile_rows(int left) {
   if (left >= TILE_ROWS) return TILE_ROWS;
   return left >= 4 ? 4 : left;
@@ -176,7 +177,7 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
         case 2: quant_tile(format, 2, p, blocks, a, next, total); break;
         case 3: quant_tile(format, 3, p, blocks, a, next, total); break;
         case 4: quant_tile(format, 4, p, blocks, a, next, total); break;
-        default: /* compiled only where tiles are larger than that */
+        default: /* used only where TILE_ROWS is larger */
           if (TILE_ROWS > 4) quant_tile(format, TILE_ROWS, p, blocks, a, next, total);
       }
       for (int i = 0; i < rows; i++)
@@ -237,7 +238,8 @@ static const Columns columns_of[NUM_FORMATS] = {
     columns_F32,  columns_F16,  columns_BF16, columns_Q8_0, columns_Q4_0, columns_Q4_1,
     columns_Q5_0, columns_Q5_1, columns_Q4_K, columns_Q5_K, columns_Q6_K};
 
-/* One of `threads` shares of the groups of columns: whole pairs, but for the last. */
+/* The range of column groups of share `thread` of `threads`: whole pairs, except for the last
+ * group. */
 static void split_groups(const Matrix *w, int thread, int threads, int *first, int *last) {
   int64_t groups = (w->out_features + 7) / 8, pairs = (groups + 1) / 2;
   *first = (int)(pairs * thread / threads * 2);
@@ -246,7 +248,7 @@ static void split_groups(const Matrix *w, int thread, int threads, int *first, i
 }
 
 /* Columns [8 * first, 8 * last) of x @ w.T + bias. x: float rows, or `Activations` for block
- * formats. Rows are taken in chunks that stay in the first-level cache. */
+ * formats. Rows are processed in chunks that fit the first-level cache. */
 static void linear_columns(const Matrix *w, const void *x, int n, const float *bias, float *out,
                            int64_t stride, int first, int last) {
   int64_t row_bytes = is_float(w->format)

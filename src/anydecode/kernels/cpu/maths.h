@@ -1,10 +1,10 @@
-/* exp and tanh over eight lanes, the same bits on every machine. */
+/* exp and tanh over eight lanes, with the same bits on every machine. */
 #ifndef ANYDECODE_MATHS_H
 #define ANYDECODE_MATHS_H
 
 #include "simd.h"
 
-/* e^x within 2 units in the last place; 0 below -87.3, infinity clipped to e^88. */
+/* e^x within 2 units in the last place; 0 below -87.3, x is capped at 88. */
 INLINE f8 f8_exp(f8 x) {
   f8 tiny = f8_set(-87.33f);
   f8 clipped = f8_min(f8_max(x, tiny), f8_set(88.0f));
@@ -18,7 +18,7 @@ INLINE f8 f8_exp(f8 x) {
   p = f8_fma(p, r, f8_set(1.0f / 6));
   p = f8_fma(p, r, f8_set(0.5f));
   p = f8_fma(p, f8_mul(r, r), f8_add(r, f8_set(1.0f)));
-  return f8_pick_below(x, tiny, f8_set(0.0f), f8_scale2(p, n));
+  return f8_select_below(x, tiny, f8_set(0.0f), f8_scale2(p, n));
 }
 
 /* 1 / (1 + e^-x) */
@@ -38,7 +38,7 @@ INLINE f8 f8_tanh(f8 x) {
   p = f8_fma(p, s, f8_set(0.133333333333333f)); /* 2/15 */
   p = f8_fma(p, s, f8_set(-0.333333333333333f));
   f8 near = f8_fma(f8_mul(p, s), x, x);
-  return f8_pick_below(f8_abs(x), f8_set(0.3f), near, far);
+  return f8_select_below(f8_abs(x), f8_set(0.3f), near, far);
 }
 
 #endif

@@ -1,4 +1,4 @@
-/* Divides a pass. Each calling thread keeps its arrays from one pass to the next. */
+/* Divides a pass into stages and parts. Each calling thread reuses its arrays for the next pass. */
 #include "plan.h"
 
 #include <stdlib.h>
@@ -8,14 +8,14 @@ enum { EXPERT_PHASES = 6 };
 typedef struct {
   void *data;
   size_t size;
-} Store;
+} Buffer;
 
-static int grow(Store *store, size_t size) {
-  if (size <= store->size) return 1;
-  void *data = realloc(store->data, 2 * size);
+static int grow(Buffer *buffer, size_t size) {
+  if (size <= buffer->size) return 1;
+  void *data = realloc(buffer->data, 2 * size);
   if (!data) return 0;
-  store->data = data;
-  store->size = 2 * size;
+  buffer->data = data;
+  buffer->size = 2 * size;
   return 1;
 }
 
@@ -32,7 +32,7 @@ static void plan_tiles(Plan *plan) {
 }
 
 static int attention_parts(const Plan *plan, const Op *op) {
-  if (!is_divided(plan, op)) return plan->num_tiles * op->kv_heads;
+  if (!is_split(plan, op)) return plan->num_tiles * op->kv_heads;
   int parts = 0;
   for (int tile = 0; tile < plan->num_tiles; tile++) {
     int first, last;
@@ -43,7 +43,7 @@ static int attention_parts(const Plan *plan, const Op *op) {
 }
 
 static int64_t state_floats(const Plan *plan, const Op *op) {
-  if (!is_divided(plan, op)) return 0;
+  if (!is_split(plan, op)) return 0;
   int padded = (op->head_dim + 7) / 8 * 8, heads = ATTENTION_ROWS * (op->heads / op->kv_heads);
   return attention_parts(plan, op) * attention_state_floats(padded, heads);
 }
@@ -54,7 +54,7 @@ static void close_stage(Plan *plan) {
   int parts = 0, rows = 0;
   for (int i = stage->first; i < stage->last; i++) {
     const Op *op = plan->pass->ops + i;
-    if (by_row(op->code)) rows = stage->rows;
+    if (is_row_op(op->code)) rows = stage->rows;
     if (op->code == OP_LINEAR) parts += linear_parts(op->matrix, stage->rows, plan->threads);
     if (op->code == OP_ATTEND) parts += attention_parts(plan, op);
     if (op->code == OP_EXPERTS) parts += stage->phase ? 8 * plan->threads : 1;
@@ -69,24 +69,24 @@ static void open_stage(Plan *plan, int op, int rows, int64_t base, int phase) {
 }
 
 static void plan_ops(Plan *plan, int first, int last, int rows, int64_t base) {
-  int alone = 1;
+  int starts_stage = 1;
   for (int i = first; i < last; i++) {
     const Op *op = plan->pass->ops + i;
     int experts = op->code == OP_EXPERTS;
     for (int phase = 0; phase < (experts ? EXPERT_PHASES : 1); phase++) {
-      if (experts || alone || op->barrier) open_stage(plan, i, rows, base, phase);
+      if (experts || starts_stage || op->barrier) open_stage(plan, i, rows, base, phase);
       plan->stages[plan->num_stages - 1].last = i + 1;
     }
-    alone = experts;
+    starts_stage = experts;
   }
 }
 
 int make_plan(const Pass *pass, int threads, Plan *plan) {
-  static _Thread_local Store stages, parts, tile_start, tile_of, states, found;
+  static _Thread_local Buffer stages, parts, tile_start, tile_of, states, best_tokens;
   size_t ops = (size_t)(pass->num_prologue + pass->last - pass->first + pass->num_ops - pass->head);
-  size_t most = EXPERT_PHASES * ops + 3, rows = (size_t)pass->num_rows;
+  size_t max_stages = EXPERT_PHASES * ops + 3, rows = (size_t)pass->num_rows;
   int64_t floats = 0;
-  if (!grow(&stages, most * sizeof(Stage)) || !grow(&parts, most * 4) ||
+  if (!grow(&stages, max_stages * sizeof(Stage)) || !grow(&parts, max_stages * 4) ||
       !grow(&tile_start, (rows + 1) * 4) || !grow(&tile_of, rows * 4))
     return 0;
   *plan = (Plan){.pass = pass, .stages = stages.data, .parts = parts.data, .threads = threads,
@@ -106,11 +106,11 @@ int make_plan(const Pass *pass, int threads, Plan *plan) {
     plan_ops(plan, pass->head, pass->num_ops, pass->num_logits, base);
   }
   close_stage(plan);
-  if (!pass->num_logits || !pass->num_choices) return 1;
-  int searches = search_parts(pass->vocab_size, threads);
-  if (!grow(&found, (size_t)(searches * pass->num_choices) * sizeof(Found))) return 0;
-  plan->found = found.data;
+  if (!pass->num_logits || !pass->num_samples) return 1;
+  int num_parts = sample_parts(pass->vocab_size, threads);
+  if (!grow(&best_tokens, (size_t)(num_parts * pass->num_samples) * sizeof(BestToken))) return 0;
+  plan->best_tokens = best_tokens.data;
   plan->stages[plan->num_stages] = (Stage){0};
-  plan->parts[plan->num_stages++] = searches;
+  plan->parts[plan->num_stages++] = num_parts;
   return 1;
 }

@@ -4,16 +4,19 @@
 
 #include "layout.h"
 
-INLINE int by_row(int code) { return code != OP_LINEAR && code != OP_ATTEND && code != OP_EXPERTS; }
+/* Whether an op works row by row. */
+INLINE int is_row_op(int code) {
+  return code != OP_LINEAR && code != OP_ATTEND && code != OP_EXPERTS;
+}
 
 INLINE int column_pairs(const Matrix *w) { return (w->out_features + 2 * LANES - 1) / (2 * LANES); }
 
-/* Pairs of column groups in one part of a product: enough work to be worth a claim. Many rows are
- * taken through more columns at once, so that the rows are not read too often. */
+/* Pairs of column groups in one part of a product: enough work to pay for claiming it. With
+ * many rows a part has more columns, so that the rows are read fewer times. */
 INLINE int pairs_per_part(const Matrix *w, int rows, int threads) {
   int64_t each = 12000 / (2 * w->group_bytes), pairs = column_pairs(w);
-  int64_t most = rows > 16 ? 4 : 64;
-  if (each < pairs / (most * threads)) each = pairs / (most * threads);
+  int64_t max_parts = rows > 16 ? 4 : 64; /* per thread */
+  if (each < pairs / (max_parts * threads)) each = pairs / (max_parts * threads);
   return each < 1 ? 1 : (int)each;
 }
 
@@ -22,15 +25,15 @@ INLINE int linear_parts(const Matrix *w, int rows, int threads) {
   return (column_pairs(w) + each - 1) / each;
 }
 
-/* Stretches of a row of logits in which tokens are picked side by side: much the ones that each
- * thread has just written. */
-INLINE int search_parts(int vocab_size, int threads) {
-  int most = vocab_size / 2048;
-  if (threads == 1 || most < 2) return 1;
-  return most < 2 * threads ? most : 2 * threads;
+/* Parts of a row of logits that are sampled in parallel: about the ranges that the threads have
+ * just written. */
+INLINE int sample_parts(int vocab_size, int threads) {
+  int max_parts = vocab_size / 2048;
+  if (threads == 1 || max_parts < 2) return 1;
+  return max_parts < 2 * threads ? max_parts : 2 * threads;
 }
 
-/* Segments that the rows of a tile see: [first, last). */
+/* The range [first, last) of segments that the rows of a tile attend to. */
 INLINE void tile_segments(const Plan *plan, const Op *op, int tile, int *first, int *last) {
   int32_t end = 0, begin = INT32_MAX;
   for (int r = plan->tile_start[tile]; r < plan->tile_start[tile + 1]; r++) {
@@ -44,13 +47,13 @@ INLINE void tile_segments(const Plan *plan, const Op *op, int tile, int *first, 
   if (*last < *first) *last = *first;
 }
 
-/* Whether segments are parts of their own: where there are too few tiles for the threads. */
-INLINE int is_divided(const Plan *plan, const Op *op) {
+/* Whether each segment is a separate part: where there are too few tiles for the threads. */
+INLINE int is_split(const Plan *plan, const Op *op) {
   return plan->threads > 1 && plan->num_tiles * op->kv_heads < 2 * plan->threads;
 }
 
-/* Stages of the pass for up to `threads` threads; 0 where memory is short. Valid until the calling
- * thread's next call. */
+/* Divide the pass into stages for up to `threads` threads. Returns 0 where memory is short. The
+ * plan is valid until the calling thread's next call. */
 int make_plan(const Pass *pass, int threads, Plan *plan);
 
 #endif

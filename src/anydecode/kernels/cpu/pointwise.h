@@ -1,4 +1,4 @@
-/* What acts on each row alone: norms, rotations, activations, sums. */
+/* Ops that work row by row: norms, rotations, activations, sums. */
 #ifndef ANYDECODE_POINTWISE_H
 #define ANYDECODE_POINTWISE_H
 
@@ -20,23 +20,24 @@ INLINE float sum_of_squares(const float *x, int width) {
   return f8_sum(f8_add(even, odd));
 }
 
-/* `period`: length of `weight`, which repeats along the row; 0: none. */
+/* RMS norm of each group. `period`: the length of `weight`, one group or the whole row; 0: no
+ * weight. */
 static void rms_norm(const float *x, int width, int groups, const float *weight, int period,
                      float eps, float *out) {
   int part = width / groups;
   for (int g = 0; g < groups; g++, x += part, out += part) {
     float mean = sum_of_squares(x, part) / (float)part;
     f8 factor = f8_set(1.0f / sqrtf(mean + eps));
-    const float *by = period == part ? weight : weight + g * part;
+    const float *group_weight = period == part ? weight : weight + g * part;
     for (int i = 0; i < part; i += 8) {
       f8 y = f8_mul(f8_load_part(x + i, part - i), factor);
-      if (period) y = f8_mul(y, f8_load_part(by + i, part - i));
+      if (period) y = f8_mul(y, f8_load_part(group_weight + i, part - i));
       f8_store_part(out + i, y, part - i);
     }
   }
 }
 
-/* cos then sin of position * frequency, times `factor`. */
+/* The cosines and then the sines of position * frequency, times `factor`. */
 static void rope_table(int32_t position, const float *frequencies, int half, float factor,
                        float *out) {
   for (int i = 0; i < half; i++) {

@@ -1,10 +1,11 @@
-/* From GGUF's rows of blocks, or plain rows, to groups of eight columns (see quant.h). */
+/* Packs GGUF's rows of blocks, or rows of plain numbers, into groups of eight columns (see
+ * quant.h). */
 #ifndef ANYDECODE_REPACK_H
 #define ANYDECODE_REPACK_H
 
 #include "quant.h"
 
-/* A block of 32 weights of one row: quants as stored, float16 or integer scales. */
+/* A block of 32 weights of one row: codes as stored, float16 or integer scales. */
 typedef struct {
   uint16_t d, m;
   uint8_t first, second;
@@ -54,7 +55,7 @@ static void read_small(int format, const uint8_t *p, Block *out) {
     return;
   }
   uint32_t high = 0;
-  if (five_bits(format)) {
+  if (is_five_bit(format)) {
     memcpy(&high, p, 4);
     p += 4;
   }
@@ -91,8 +92,8 @@ static void read_block(int format, const uint8_t *row, int b, Block *out) {
     read_k4(format, p, b % 8, out);
 }
 
-/* Quants of one column into its place in a block. */
-static void place_column(int format, const Block *from, int c, uint8_t *q) {
+/* Write the codes of one column into a packed block. */
+static void write_column(int format, const Block *from, int c, uint8_t *q) {
   for (int i = 0; i < 8; i++) {
     const uint8_t *step = from->q + 4 * i;
     if (format == Q8_0) {
@@ -101,19 +102,19 @@ static void place_column(int format, const Block *from, int c, uint8_t *q) {
     }
     for (int j = 0; j < 4; j++) {
       uint8_t value = step[j], low = value & 15, high = value >> 4;
-      int at = 4 * c + j;
+      int offset = 4 * c + j;
       if (i < 4)
-        q[32 * i + at] = low;
+        q[32 * i + offset] = low;
       else
-        q[32 * (i - 4) + at] |= (uint8_t)(low << 4);
-      if (five_bits(format)) q[128 + at] |= (uint8_t)(high << i);
-      if (format == Q6_K) q[128 + 32 * (i / 4) + at] |= (uint8_t)(high << (i % 4 * 2));
+        q[32 * (i - 4) + offset] |= (uint8_t)(low << 4);
+      if (is_five_bit(format)) q[128 + offset] |= (uint8_t)(high << i);
+      if (format == Q6_K) q[128 + 32 * (i / 4) + offset] |= (uint8_t)(high << (i % 4 * 2));
     }
   }
 }
 
-/* Four-bit formats of 32 store a block in our nibble order: whole words move. */
-static void place_words(int format, const uint8_t *stored, int c, uint8_t *block) {
+/* Q4_0 and Q4_1 store nibbles in the packed order already, so whole words are copied. */
+static void write_words(int format, const uint8_t *stored, int c, uint8_t *block) {
   int scales = has_min(format) ? 2 : 1;
   memcpy(block + 2 * c, stored, 2);
   if (scales == 2) memcpy(block + 16 + 2 * c, stored + 2, 2);
@@ -121,14 +122,14 @@ static void place_words(int format, const uint8_t *stored, int c, uint8_t *block
   for (int i = 0; i < 4; i++) memcpy(block + 16 * scales + 32 * i + 4 * c, q + 4 * i, 4);
 }
 
-static void place_block(int format, const Block *from, int c, uint8_t *header, uint8_t *block) {
+static void write_block(int format, const Block *from, int c, uint8_t *header, uint8_t *block) {
   memcpy(header + 2 * c, &from->d, 2);
   if (has_min(format)) memcpy(header + 16 + 2 * c, &from->m, 2);
   if (is_super(format)) {
     block[c] = from->first;
     block[8 + c] = from->second;
   }
-  place_column(format, from, c, block + scales_bytes(format));
+  write_column(format, from, c, block + scales_bytes(format));
 }
 
 static void repack_blocks(const Matrix *to, const uint8_t *from, int64_t row_bytes, int group) {
@@ -145,11 +146,11 @@ static void repack_blocks(const Matrix *to, const uint8_t *from, int64_t row_byt
     for (int c = 0; c < LANES && group * LANES + c < to->out_features; c++) {
       const uint8_t *row = from + (int64_t)(group * LANES + c) * row_bytes;
       if (format == Q4_0 || format == Q4_1) {
-        place_words(format, row + (int64_t)b * stored_bytes(format), c, p);
+        write_words(format, row + (int64_t)b * stored_bytes(format), c, p);
       } else {
         Block block;
         read_block(format, row, b, &block);
-        place_block(format, &block, c, header, p);
+        write_block(format, &block, c, header, p);
       }
     }
     p += block_bytes(format);
@@ -167,7 +168,7 @@ static void repack_floats(const Matrix *to, const uint8_t *from, int64_t row_byt
   }
 }
 
-/* Groups [first, last) of `to` from rows that are `row_bytes` apart. */
+/* Pack groups [first, last) of `to` from rows that are `row_bytes` apart. */
 static void repack(const Matrix *to, const uint8_t *from, int64_t row_bytes, int first, int last) {
   for (int g = first; g < last; g++) {
     if (is_float(to->format))
@@ -177,12 +178,13 @@ static void repack(const Matrix *to, const uint8_t *from, int64_t row_bytes, int
   }
 }
 
-static int quant_at(int format, const uint8_t *q, int c, int k) {
-  int i = k / 4, at = 4 * c + k % 4;
-  if (format == Q8_0) return (int)q[32 * i + at] - 128;
-  int value = i < 4 ? q[32 * i + at] & 15 : q[32 * (i - 4) + at] >> 4;
-  if (five_bits(format)) value |= ((q[128 + at] >> i) & 1) << 4;
-  if (format == Q6_K) value |= ((q[128 + 32 * (i / 4) + at] >> (i % 4 * 2)) & 3) << 4;
+/* The code of column c at input k, as a signed number where the format has no minimum. */
+static int code_at(int format, const uint8_t *q, int c, int k) {
+  int i = k / 4, offset = 4 * c + k % 4;
+  if (format == Q8_0) return (int)q[32 * i + offset] - 128;
+  int value = i < 4 ? q[32 * i + offset] & 15 : q[32 * (i - 4) + offset] >> 4;
+  if (is_five_bit(format)) value |= ((q[128 + offset] >> i) & 1) << 4;
+  if (format == Q6_K) value |= ((q[128 + 32 * (i / 4) + offset] >> (i % 4 * 2)) & 3) << 4;
   if (format == Q4_0) value -= 8;
   if (format == Q5_0) value -= 16;
   if (format == Q6_K) value -= 32;
@@ -205,10 +207,10 @@ static void unpack_block(int format, const uint8_t *block, int c, float super, f
   }
   const uint8_t *q = block + scales_bytes(format);
   for (int k = 0; k < QUANT_BLOCK; k++)
-    out[k] = scale[k / 16] * (float)quant_at(format, q, c, k) + min;
+    out[k] = scale[k / 16] * (float)code_at(format, q, c, k) + min;
 }
 
-/* One row of the matrix in float32: an embedding. */
+/* One row of the matrix in float32, such as an embedding. */
 static void unpack_row(const Matrix *w, int row, float *out) {
   int c = row % LANES;
   const uint8_t *p = w->data + row / LANES * w->group_bytes;

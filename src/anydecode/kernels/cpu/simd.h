@@ -1,5 +1,5 @@
-/* Eight lanes of float or int32 and 32 bytes of weights: the only instruction-specific part.
- * Every variant rounds alike: products are fused only where f8_fma says so. */
+/* Vectors of eight floats or int32 and of 32 bytes: the only code specific to an instruction set.
+ * Every variant rounds in the same way: only f8_fma fuses a product and a sum. */
 #ifndef ANYDECODE_SIMD_H
 #define ANYDECODE_SIMD_H
 
@@ -33,7 +33,7 @@ INLINE uint16_t float_to_f16(float x) {
   if (rest < 0x38800000u) {
     float magnitude;
     memcpy(&magnitude, &rest, 4);
-    magnitude += 0.5f; /* 0.5 has the spacing of the smallest half: this addition rounds */
+    magnitude += 0.5f; /* 0.5 has the spacing of the smallest float16, so this addition rounds */
     memcpy(&rest, &magnitude, 4);
     return (uint16_t)(sign | (rest - 0x3f000000u));
   }
@@ -72,7 +72,7 @@ INLINE float f8_sum(f8 x) {
   return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
 }
 
-/* The first `left` floats, zeros behind them. */
+/* The first `left` floats, followed by zeros. */
 INLINE f8 f8_load_part(const float *p, int left) {
   if (left >= 8) return f8_load(p);
   float v[8] = {0};

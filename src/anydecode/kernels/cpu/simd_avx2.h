@@ -1,4 +1,4 @@
-/* AVX2, FMA and F16C; with VNNI where the compiler was told of it. */
+/* AVX2, FMA and F16C; with VNNI where the compiler targets it. */
 #include <immintrin.h>
 
 typedef __m256 f8;
@@ -20,8 +20,8 @@ INLINE f8 f8_abs(f8 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 INLINE f8 f8_round(f8 x) {
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-/* where limit > x: a, else b */
-INLINE f8 f8_pick_below(f8 x, f8 limit, f8 a, f8 b) {
+/* a where x < limit, else b */
+INLINE f8 f8_select_below(f8 x, f8 limit, f8 a, f8 b) {
   return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, limit, _CMP_LT_OQ));
 }
 INLINE int f8_any_above(f8 x, f8 limit) {
@@ -31,12 +31,12 @@ INLINE int f8_any_above(f8 x, f8 limit) {
 INLINE f8 f8_fours(const f8 *x) {
   return _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
 }
-/* Both fours of each lane added: those of `low`, then those of `high`. */
+/* Lower lane i plus upper lane i, of `low` in lanes 0 to 3 and of `high` in lanes 4 to 7. */
 INLINE f8 f8_join(f8 low, f8 high) {
   return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20),
                        _mm256_permute2f128_ps(low, high, 0x31));
 }
-INLINE float f8_largest(f8 x) {
+INLINE float f8_reduce_max(f8 x) {
   __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   m = _mm_max_ps(m, _mm_movehl_ps(m, m));
   return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
@@ -75,8 +75,8 @@ INLINE i8 i8_sub(i8 x, i8 y) { return _mm256_sub_epi32(x, y); }
 INLINE i8 i8_load(const uint32_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 /* Each lane as unsigned, shifted by a constant. */
 #define i8_right(x, n) _mm256_srli_epi32(x, n)
-/* Eight unsigned numbers, each the lower half of 64 bits: what stands in the upper halves is of no
- * account, so that products need no shuffling. */
+/* Eight unsigned numbers, each in the lower half of 64 bits. The upper halves are ignored, so
+ * products need no shuffles. */
 typedef struct { __m256i even, odd; } n8;
 INLINE n8 n8_set(uint32_t x) {
   __m256i all = _mm256_set1_epi32((int32_t)x);
@@ -91,7 +91,7 @@ INLINE n8 n8_count(uint32_t from) {
 INLINE n8 n8_xor(n8 x, n8 y) {
   return (n8){_mm256_xor_si256(x.even, y.even), _mm256_xor_si256(x.odd, y.odd)};
 }
-/* Both halves of the products with one number. */
+/* The upper and lower 32 bits of the products with one number. */
 INLINE void n8_multiply(n8 x, uint32_t by, n8 *high, n8 *low) {
   __m256i factor = _mm256_set1_epi32((int32_t)by);
   *low = (n8){_mm256_mul_epu32(x.even, factor), _mm256_mul_epu32(x.odd, factor)};
@@ -115,16 +115,17 @@ INLINE b32 b32_and(b32 x, int mask) {
   return _mm256_and_si256(x, _mm256_set1_epi8((char)mask));
 }
 INLINE b32 b32_or(b32 x, b32 y) { return _mm256_or_si256(x, y); }
-/* Each byte shifted by a constant; the caller masks what a neighbour shifted in. */
+/* Each byte shifted by a constant; the caller masks bits shifted in from the neighbouring byte. */
 #define b32_right(x, n) _mm256_srli_epi16(x, n)
 #define b32_left(x, n) _mm256_slli_epi16(x, n)
 
-/* Keeps gcc from putting a sum off until every product of a tile has been spilled. */
-INLINE i8 settled(i8 x) {
+/* Forces a value into a register now: gcc would delay sums until a tile's
+ * products are spilled. */
+INLINE i8 pin(i8 x) {
   __asm__ volatile("" : "+x"(x));
   return x;
 }
-INLINE b32 settled_bytes(b32 x) { return settled(x); }
+INLINE b32 pin_bytes(b32 x) { return pin(x); }
 INLINE __m256i rounded8(const float *x, f8 by) {
   return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x), by));
 }
@@ -132,7 +133,7 @@ INLINE int32_t sum4(__m128i x) {
   x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
 }
-/* 32 values times `inverse`, rounded half to even; sums of the first and the second 16. */
+/* 32 values times `inverse`, rounded half to even, and the sums of the first and the last 16. */
 INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t *low, int32_t *high) {
   f8 by = _mm256_set1_ps(inverse);
   __m256i ab = _mm256_packs_epi32(rounded8(x, by), rounded8(x + 8, by));
@@ -146,7 +147,7 @@ INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t *low, 
   *high = sum4(_mm256_extracti128_si256(fours, 1));
 }
 
-/* Four activations in every lane. */
+/* The same four activations in every lane. */
 typedef __m256i quad;
 INLINE quad quad_load(const int8_t *a) {
   int32_t four;
@@ -161,36 +162,36 @@ INLINE quad quad_load(const int8_t *a) {
 #endif
 
 #ifdef DOT
-typedef i8 parts; /* lane c: sums of w[4c..4c+3] * a[0..3] */
-INLINE parts parts_of(b32 w, quad a) { return DOT(_mm256_setzero_si256(), w, a); }
-INLINE parts more_parts(parts before, b32 w, quad a) { return DOT(before, w, a); }
-INLINE i8 whole_of(parts x) { return x; }
-typedef b32 bytes;
-INLINE bytes bytes_of(b32 w) { return w; }
-/* Bytes stand for themselves less 128. */
-INLINE i8 first_bytes(const Activations *a) { return i8_set(-128 * (a->low + a->high)); }
-INLINE i8 more_bytes(i8 before, bytes w, quad a) { return DOT(before, w, a); }
+typedef i8 partial_sums; /* lane c: sum of w[4c..4c+3] * a[0..3] */
+INLINE partial_sums partial_dot(b32 w, quad a) { return DOT(_mm256_setzero_si256(), w, a); }
+INLINE partial_sums add_partial_dot(partial_sums sum, b32 w, quad a) { return DOT(sum, w, a); }
+INLINE i8 widen_partial(partial_sums x) { return x; }
+typedef b32 byte_vector;
+INLINE byte_vector byte_weights(b32 w) { return w; }
+/* Stored bytes are offset by 128. */
+INLINE i8 initial_byte_sum(const Activations *a) { return i8_set(-128 * (a->low + a->high)); }
+INLINE i8 add_byte_dot(i8 sum, byte_vector w, quad a) { return DOT(sum, w, a); }
 #else
 /* int16: sums of two products. Eight steps of at most 2 * 15 * 127 stay below 2^15, as do four of
  * 2 * 31 * 127 and two of 2 * 63 * 127. */
-typedef __m256i parts;
-INLINE parts parts_of(b32 w, quad a) { return _mm256_maddubs_epi16(w, a); }
-INLINE parts more_parts(parts before, b32 w, quad a) {
-  return _mm256_add_epi16(before, _mm256_maddubs_epi16(w, a));
+typedef __m256i partial_sums;
+INLINE partial_sums partial_dot(b32 w, quad a) { return _mm256_maddubs_epi16(w, a); }
+INLINE partial_sums add_partial_dot(partial_sums sum, b32 w, quad a) {
+  return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, a));
 }
-INLINE i8 whole_of(parts x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
-typedef struct { b32 value, size; } bytes;
-INLINE bytes bytes_of(b32 w) {
+INLINE i8 widen_partial(partial_sums x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
+typedef struct { b32 value, size; } byte_vector;
+INLINE byte_vector byte_weights(b32 w) {
   b32 value = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
-  return (bytes){value, settled(_mm256_abs_epi8(value))};
+  return (byte_vector){value, pin(_mm256_abs_epi8(value))};
 }
-INLINE i8 first_bytes(const Activations *a) {
+INLINE i8 initial_byte_sum(const Activations *a) {
   (void)a;
   return _mm256_setzero_si256();
 }
 /* |w| * (a with w's sign): two products stay below 2^15. */
-INLINE i8 more_bytes(i8 before, bytes w, quad a) {
+INLINE i8 add_byte_dot(i8 sum, byte_vector w, quad a) {
   __m256i pairs = _mm256_maddubs_epi16(w.size, _mm256_sign_epi8(a, w.value));
-  return _mm256_add_epi32(before, whole_of(pairs));
+  return _mm256_add_epi32(sum, widen_partial(pairs));
 }
 #endif

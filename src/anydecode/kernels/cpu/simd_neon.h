@@ -1,4 +1,4 @@
-/* Two 128-bit registers a value; with the dot-product instructions where the target has them. */
+/* NEON: two 128-bit registers per value; dot-product instructions where the target has them. */
 #include <arm_neon.h>
 
 typedef struct { float32x4_t a, b; } f8;
@@ -16,7 +16,7 @@ INLINE f8 f8_add(f8 x, f8 y) { return F8(vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b
 INLINE f8 f8_sub(f8 x, f8 y) { return F8(vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)); }
 INLINE f8 f8_mul(f8 x, f8 y) { return F8(vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b)); }
 INLINE f8 f8_div(f8 x, f8 y) { return F8(vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)); }
-/* y where either is NaN, as on the other machines */
+/* y where either is NaN, as in the other variants */
 INLINE f8 f8_max(f8 x, f8 y) {
   return F8(vbslq_f32(vcgtq_f32(x.a, y.a), x.a, y.a), vbslq_f32(vcgtq_f32(x.b, y.b), x.b, y.b));
 }
@@ -28,7 +28,7 @@ INLINE f8 f8_fma(f8 x, f8 y, f8 z) {
 }
 INLINE f8 f8_abs(f8 x) { return F8(vabsq_f32(x.a), vabsq_f32(x.b)); }
 INLINE f8 f8_round(f8 x) { return F8(vrndnq_f32(x.a), vrndnq_f32(x.b)); }
-INLINE f8 f8_pick_below(f8 x, f8 limit, f8 a, f8 b) {
+INLINE f8 f8_select_below(f8 x, f8 limit, f8 a, f8 b) {
   return F8(vbslq_f32(vcltq_f32(x.a, limit.a), a.a, b.a),
             vbslq_f32(vcltq_f32(x.b, limit.b), a.b, b.b));
 }
@@ -40,11 +40,11 @@ INLINE f8 f8_fours(const f8 *x) {
   return F8(vpaddq_f32(vpaddq_f32(x[0].a, x[1].a), vpaddq_f32(x[2].a, x[3].a)),
             vpaddq_f32(vpaddq_f32(x[0].b, x[1].b), vpaddq_f32(x[2].b, x[3].b)));
 }
-/* Both fours of each lane added: those of `low`, then those of `high`. */
+/* Lower lane i plus upper lane i, of `low` in lanes 0 to 3 and of `high` in lanes 4 to 7. */
 INLINE f8 f8_join(f8 low, f8 high) {
   return F8(vaddq_f32(low.a, low.b), vaddq_f32(high.a, high.b));
 }
-INLINE float f8_largest(f8 x) { return vmaxvq_f32(vmaxq_f32(x.a, x.b)); }
+INLINE float f8_reduce_max(f8 x) { return vmaxvq_f32(vmaxq_f32(x.a, x.b)); }
 INLINE f8 f8_from_i8(i8 x) { return F8(vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b)); }
 INLINE float32x4_t power_of_two(float32x4_t n) {
   return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127)), 23));
@@ -102,7 +102,7 @@ INLINE void multiply4(uint32x4_t x, uint32_t by, uint32x4_t *high, uint32x4_t *l
   *high = vuzp2q_u32(first, second);
   *low = vuzp1q_u32(first, second);
 }
-/* Both halves of the products with one number. */
+/* The upper and lower 32 bits of the products with one number. */
 INLINE void n8_multiply(n8 x, uint32_t by, n8 *high, n8 *low) {
   multiply4(x.a, by, &high->a, &low->a);
   multiply4(x.b, by, &high->b, &low->b);
@@ -131,8 +131,8 @@ INLINE b32 b32_left(b32 x, int n) {
   return B32(vshlq_u8(x.a, by), vshlq_u8(x.b, by));
 }
 
-INLINE i8 settled(i8 x) { return x; }
-INLINE b32 settled_bytes(b32 x) { return x; }
+INLINE i8 pin(i8 x) { return x; }
+INLINE b32 pin_bytes(b32 x) { return x; }
 INLINE int8x16_t rounded16(const float *x, float inverse) {
   int16x8_t half[2];
   for (int i = 0; i < 2; i++) {
@@ -142,7 +142,7 @@ INLINE int8x16_t rounded16(const float *x, float inverse) {
   }
   return vcombine_s8(vqmovn_s16(half[0]), vqmovn_s16(half[1]));
 }
-/* 32 values times `inverse`, rounded half to even; sums of the first and the second 16. */
+/* 32 values times `inverse`, rounded half to even, and the sums of the first and the last 16. */
 INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t *low, int32_t *high) {
   int8x16_t first = rounded16(x, inverse), second = rounded16(x + 16, inverse);
   vst1q_s8(q, first);
@@ -161,26 +161,26 @@ INLINE int32x4_t dot_quad(int32x4_t total, uint8x16_t w, int8x16_t a) {
   return vaddq_s32(total, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 #endif
 }
-/* Four activations in every lane. */
+/* The same four activations in every lane. */
 typedef int8x16_t quad;
 INLINE quad quad_load(const int8_t *a) {
   int32_t four;
   memcpy(&four, a, 4);
   return vreinterpretq_s8_s32(vdupq_n_s32(four));
 }
-typedef i8 parts; /* lane c: sums of w[4c..4c+3] * a[0..3] */
-INLINE parts more_parts(parts before, b32 w, quad a) {
-  return I8(dot_quad(before.a, w.a, a), dot_quad(before.b, w.b, a));
+typedef i8 partial_sums; /* lane c: sum of w[4c..4c+3] * a[0..3] */
+INLINE partial_sums add_partial_dot(partial_sums sum, b32 w, quad a) {
+  return I8(dot_quad(sum.a, w.a, a), dot_quad(sum.b, w.b, a));
 }
-INLINE parts parts_of(b32 w, quad a) { return more_parts(i8_set(0), w, a); }
-INLINE i8 whole_of(parts x) { return x; }
-typedef b32 bytes;
-INLINE bytes bytes_of(b32 w) {
+INLINE partial_sums partial_dot(b32 w, quad a) { return add_partial_dot(i8_set(0), w, a); }
+INLINE i8 widen_partial(partial_sums x) { return x; }
+typedef b32 byte_vector;
+INLINE byte_vector byte_weights(b32 w) {
   uint8x16_t flip = vdupq_n_u8(0x80);
   return B32(veorq_u8(w.a, flip), veorq_u8(w.b, flip));
 }
-INLINE i8 first_bytes(const Activations *a) {
+INLINE i8 initial_byte_sum(const Activations *a) {
   (void)a;
   return i8_set(0);
 }
-INLINE i8 more_bytes(i8 before, bytes w, quad a) { return more_parts(before, w, a); }
+INLINE i8 add_byte_dot(i8 sum, byte_vector w, quad a) { return add_partial_dot(sum, w, a); }

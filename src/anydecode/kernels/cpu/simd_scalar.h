@@ -1,4 +1,4 @@
-/* Plain C with the same lanes and the same rounding: what the other variants are checked against. */
+/* Plain C with the same lanes and rounding. The other variants are checked against it. */
 
 typedef struct { float v[8]; } f8;
 typedef struct { int32_t v[8]; } i8;
@@ -21,25 +21,25 @@ INLINE f8 f8_min(f8 x, f8 y) { EACH(f8, x.v[i] < y.v[i] ? x.v[i] : y.v[i]); }
 INLINE f8 f8_fma(f8 x, f8 y, f8 z) { EACH(f8, fmaf(x.v[i], y.v[i], z.v[i])); }
 INLINE f8 f8_abs(f8 x) { EACH(f8, fabsf(x.v[i])); }
 INLINE f8 f8_round(f8 x) { EACH(f8, rintf(x.v[i])); }
-INLINE f8 f8_pick_below(f8 x, f8 limit, f8 a, f8 b) {
+INLINE f8 f8_select_below(f8 x, f8 limit, f8 a, f8 b) {
   EACH(f8, x.v[i] < limit.v[i] ? a.v[i] : b.v[i]);
 }
 INLINE int f8_any_above(f8 x, f8 limit) {
-  int found = 0;
-  for (int i = 0; i < 8; i++) found |= x.v[i] > limit.v[i];
-  return found;
+  int any = 0;
+  for (int i = 0; i < 8; i++) any |= x.v[i] > limit.v[i];
+  return any;
 }
 INLINE float four_of(const float *v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 /* Lane i: (0+1)+(2+3) of x[i]; lane i + 4: (4+5)+(6+7). */
 INLINE f8 f8_fours(const f8 *x) { EACH(f8, four_of(x[i % 4].v + i / 4 * 4)); }
-/* Both fours of each lane added: those of `low`, then those of `high`. */
+/* Lower lane i plus upper lane i, of `low` in lanes 0 to 3 and of `high` in lanes 4 to 7. */
 INLINE f8 f8_join(f8 low, f8 high) {
   EACH(f8, i < 4 ? low.v[i] + low.v[i + 4] : high.v[i - 4] + high.v[i]);
 }
-INLINE float f8_largest(f8 x) {
-  float best = x.v[0];
-  for (int i = 1; i < 8; i++) best = x.v[i] > best ? x.v[i] : best;
-  return best;
+INLINE float f8_reduce_max(f8 x) {
+  float max = x.v[0];
+  for (int i = 1; i < 8; i++) max = x.v[i] > max ? x.v[i] : max;
+  return max;
 }
 INLINE f8 f8_from_i8(i8 x) { EACH(f8, (float)x.v[i]); }
 INLINE f8 f8_scale2(f8 x, f8 n) { EACH(f8, x.v[i] * ldexpf(1.0f, (int)n.v[i])); }
@@ -67,7 +67,7 @@ INLINE n8 n8_set(uint32_t x) { EACH(n8, x); }
 /* from + 0, 1, ... 7 */
 INLINE n8 n8_count(uint32_t from) { EACH(n8, from + (uint32_t)i); }
 INLINE n8 n8_xor(n8 x, n8 y) { EACH(n8, x.v[i] ^ y.v[i]); }
-/* Both halves of the products with one number. */
+/* The upper and lower 32 bits of the products with one number. */
 INLINE void n8_multiply(n8 x, uint32_t by, n8 *high, n8 *low) {
   for (int i = 0; i < 8; i++) {
     uint64_t product = (uint64_t)x.v[i] * by;
@@ -92,8 +92,8 @@ INLINE b32 b32_or(b32 x, b32 y) { EACH_BYTE(x.v[i] | y.v[i]); }
 INLINE b32 b32_right(b32 x, int n) { EACH_BYTE(x.v[i] >> n); }
 INLINE b32 b32_left(b32 x, int n) { EACH_BYTE(x.v[i] << n); }
 
-INLINE i8 settled(i8 x) { return x; }
-INLINE b32 settled_bytes(b32 x) { return x; }
+INLINE i8 pin(i8 x) { return x; }
+INLINE b32 pin_bytes(b32 x) { return x; }
 INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t *low, int32_t *high) {
   int32_t sums[2] = {0, 0};
   for (int i = 0; i < 32; i++) {
@@ -106,15 +106,15 @@ INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t *low, 
 
 typedef const int8_t *quad;
 INLINE quad quad_load(const int8_t *a) { return a; }
-typedef i8 parts; /* lane c: sums of w[4c..4c+3] * a[0..3] */
-INLINE parts more_parts(parts before, b32 w, quad a) {
-  for (int i = 0; i < 32; i++) before.v[i / 4] += (int32_t)w.v[i] * a[i % 4];
-  return before;
+typedef i8 partial_sums; /* lane c: sum of w[4c..4c+3] * a[0..3] */
+INLINE partial_sums add_partial_dot(partial_sums sum, b32 w, quad a) {
+  for (int i = 0; i < 32; i++) sum.v[i / 4] += (int32_t)w.v[i] * a[i % 4];
+  return sum;
 }
-INLINE parts parts_of(b32 w, quad a) { return more_parts(i8_set(0), w, a); }
-INLINE i8 whole_of(parts x) { return x; }
-typedef b32 bytes;
-INLINE bytes bytes_of(b32 w) { return w; }
-/* Bytes stand for themselves less 128. */
-INLINE i8 first_bytes(const Activations *a) { return i8_set(-128 * (a->low + a->high)); }
-INLINE i8 more_bytes(i8 before, bytes w, quad a) { return more_parts(before, w, a); }
+INLINE partial_sums partial_dot(b32 w, quad a) { return add_partial_dot(i8_set(0), w, a); }
+INLINE i8 widen_partial(partial_sums x) { return x; }
+typedef b32 byte_vector;
+INLINE byte_vector byte_weights(b32 w) { return w; }
+/* Stored bytes are offset by 128. */
+INLINE i8 initial_byte_sum(const Activations *a) { return i8_set(-128 * (a->low + a->high)); }
+INLINE i8 add_byte_dot(i8 sum, byte_vector w, quad a) { return add_partial_dot(sum, w, a); }

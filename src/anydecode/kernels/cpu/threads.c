@@ -1,6 +1,6 @@
-/* The pool. Every thread has a share of each stage, and helps others when it is through with its
- * own, so that a thread that loses its core delays one part and no more. Waiting threads spin for a
- * moment and then sleep: whoever they wait for may need their core. */
+/* The thread pool. Every thread has a share of the parts of each stage, and takes parts of other
+ * shares when its own is done, so a thread that loses its core delays one part only. Waiting
+ * threads spin for a moment and then sleep, because the threads they wait for may need the core. */
 #define _GNU_SOURCE
 #include "threads.h"
 
@@ -32,27 +32,27 @@ static void wake_all(Signal *s) { pthread_cond_broadcast(s); }
 
 enum { MAX_THREADS = 256, SPINS_INSIDE = 200, SPINS_FOR_STAGE = 2000, SPINS_FOR_JOB = 20000 };
 
-/* Threads that sleep until something changes. */
+/* Threads that sleep until they are woken. */
 typedef struct {
   Signal signal;
   atomic_int count;
 } Sleepers;
 
 static struct {
-  /* The job's number, and its threads in the lower 16 bits; no threads: it is closed. */
+  /* The job's number; in the lower 16 bits its number of threads, 0 when the job is closed. */
   _Alignas(64) atomic_uint_least64_t ticket;
-  /* Workers that may look at the job. The caller returns, and the job goes, when none is left: one
-   * that waits is not among them. */
+  /* The number of workers that may read the job; sleeping ones are not counted. The caller returns,
+   * and the job becomes invalid, when it is 0. */
   _Alignas(64) atomic_int inside;
   _Alignas(64) atomic_uint_least64_t done; /* parts, over all stages */
   struct {
-    _Alignas(64) atomic_uint_least64_t next; /* stage + 1, and in the lower half its next part */
+    _Alignas(64) atomic_uint_least64_t next; /* stage + 1, and in the lower 32 bits its next part */
   } shares[MAX_THREADS];
   Job job;
   Lock callers, sleeping;
   Sleepers idle, stalled;
   int started;
-  uint64_t seen_at_start[MAX_THREADS];
+  uint64_t ticket_at_start[MAX_THREADS];
 } pool = {.callers = LOCK_INITIALIZER,
           .sleeping = LOCK_INITIALIZER,
           .idle = {.signal = SIGNAL_INITIALIZER},
@@ -73,7 +73,7 @@ static void wake(Sleepers *sleepers) {
   unlock(&pool.sleeping);
 }
 
-/* Whether `parts` parts are done, or the job of this ticket is over. */
+/* Whether `parts` parts are done, or the job of this ticket is closed. */
 static int has_reached(uint64_t parts, uint64_t ticket) {
   return atomic_load(&pool.done) >= parts || atomic_load(&pool.ticket) != ticket;
 }
@@ -99,20 +99,21 @@ static int enter(uint64_t ticket) {
 
 static void leave(void) { atomic_fetch_sub(&pool.inside, 1); }
 
-/* The next part of a share of `size` parts, or -1. */
+/* Claim the next part of a share of `size` parts; -1 where none is left. */
 static int claim(int share, int stage, int size) {
   atomic_uint_least64_t *next = &pool.shares[share].next;
-  uint64_t seen = atomic_load_explicit(next, memory_order_relaxed), mine = (uint64_t)stage + 1;
+  uint64_t seen = atomic_load_explicit(next, memory_order_relaxed), current = (uint64_t)stage + 1;
   for (;;) {
-    int part = seen >> 32 == mine ? (int)(uint32_t)seen : 0;
-    if (seen >> 32 > mine || part >= size) return -1;
-    if (atomic_compare_exchange_weak_explicit(next, &seen, mine << 32 | (uint32_t)(part + 1),
+    int part = seen >> 32 == current ? (int)(uint32_t)seen : 0;
+    if (seen >> 32 > current || part >= size) return -1;
+    if (atomic_compare_exchange_weak_explicit(next, &seen, current << 32 | (uint32_t)(part + 1),
                                               memory_order_relaxed, memory_order_relaxed))
       return part;
   }
 }
 
-/* Run what is left of a stage, the thread's own share first; `target`: parts of all stages so far. */
+/* Run the remaining parts of a stage, the thread's own share first. `target`: the number of parts
+ * of all stages up to this one. */
 static void run_stage(int stage, int thread, int threads, uint64_t target) {
   const Job *job = &pool.job;
   int parts = job->parts[stage], count = 0;
@@ -128,8 +129,8 @@ static void run_stage(int stage, int thread, int threads, uint64_t target) {
     wake(&pool.stalled);
 }
 
-/* The stages of a job as a worker sees them: it may come late to any of them. */
-static void take_part(uint64_t ticket, int thread) {
+/* Run the stages of a job as a worker, which may arrive late at any of them. */
+static void work_on_job(uint64_t ticket, int thread) {
   int threads = (int)(ticket & 0xffff);
   uint64_t target = 0;
   if (!enter(ticket)) return;
@@ -148,24 +149,25 @@ static void take_part(uint64_t ticket, int thread) {
   leave();
 }
 
-static uint64_t next_ticket(uint64_t seen) {
+/* Wait for a ticket other than `last`, and return it. */
+static uint64_t next_ticket(uint64_t last) {
   for (int spins = 0; spins < SPINS_FOR_JOB; spins++) {
-    if (atomic_load(&pool.ticket) != seen) return atomic_load(&pool.ticket);
+    if (atomic_load(&pool.ticket) != last) return atomic_load(&pool.ticket);
     pause_briefly();
   }
   lock(&pool.sleeping);
   atomic_fetch_add(&pool.idle.count, 1);
-  while (atomic_load(&pool.ticket) == seen) wait_for(&pool.idle.signal, &pool.sleeping);
+  while (atomic_load(&pool.ticket) == last) wait_for(&pool.idle.signal, &pool.sleeping);
   atomic_fetch_sub(&pool.idle.count, 1);
   unlock(&pool.sleeping);
   return atomic_load(&pool.ticket);
 }
 
 static void work(int thread) {
-  uint64_t ticket = pool.seen_at_start[thread];
+  uint64_t ticket = pool.ticket_at_start[thread];
   for (;;) {
     ticket = next_ticket(ticket);
-    if (thread < (int)(ticket & 0xffff)) take_part(ticket, thread);
+    if (thread < (int)(ticket & 0xffff)) work_on_job(ticket, thread);
   }
 }
 
@@ -180,7 +182,7 @@ static int start_worker(int thread) {
   return handle && CloseHandle(handle);
 }
 
-static void watch_forks(void) {}
+static void register_fork_handler(void) {}
 #else
 static void *start(void *number) {
   work((int)(intptr_t)number);
@@ -192,8 +194,8 @@ static int start_worker(int thread) {
   return pthread_create(&id, NULL, start, (void *)(intptr_t)thread) == 0 && pthread_detach(id) == 0;
 }
 
-/* In the child of a fork only the forking thread is left. */
-static void forget_workers(void) {
+/* In the child of a fork only the forking thread exists. */
+static void reset_after_fork(void) {
   pool.started = 0;
   atomic_store(&pool.inside, 0);
   atomic_store(&pool.idle.count, 0);
@@ -204,18 +206,18 @@ static void forget_workers(void) {
   pthread_cond_init(&pool.stalled.signal, NULL);
 }
 
-static void watch_forks(void) {
-  static int watched;
-  if (!watched) watched = pthread_atfork(NULL, NULL, forget_workers) == 0;
+static void register_fork_handler(void) {
+  static int registered;
+  if (!registered) registered = pthread_atfork(NULL, NULL, reset_after_fork) == 0;
 }
 #endif
 
-/* As many workers as can be had; answers the number of threads to use. */
+/* Start up to `threads` - 1 workers. Returns the number of threads to use. */
 static int start_workers(int threads) {
-  watch_forks();
+  register_fork_handler();
   if (threads > MAX_THREADS) threads = MAX_THREADS;
   while (pool.started < threads - 1) {
-    pool.seen_at_start[pool.started + 1] = atomic_load(&pool.ticket);
+    pool.ticket_at_start[pool.started + 1] = atomic_load(&pool.ticket);
     if (!start_worker(pool.started + 1)) break;
     pool.started++;
   }

@@ -7,5 +7,5 @@
 #define TEXT(variant) TEXT2(variant)
 
 const Kernels NAME(VARIANT);
-const Kernels NAME(VARIANT) = {TEXT(VARIANT), run,    expect,  repack,    linear,
-                               unpack_row,    argmax, largest, logsumexp, search};
+const Kernels NAME(VARIANT) = {TEXT(VARIANT), run,    prefetch, repack,    linear,
+                               unpack_row,    argmax, top_k,    logsumexp, sample_token};

@@ -1,8 +1,7 @@
-"""CUDA kernels in Triton, with the signatures of the torch reference.
+"""CUDA kernels in Triton, with the interface of the torch reference.
 
-Every result row is the same bits whatever else is in the pass: each product's tile, order of
-summation and number of splits are fixed by its weight, a tile always has 16 rows, keys are summed
-in blocks fixed by absolute position over a fixed number of splits, nothing is atomic and nothing
-is tuned at run time. Without a GPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1),
-for tests.
+The bits of a result row do not depend on the rest of the pass. Each product's tile, order of
+summation and number of splits are fixed by its weight. A tile always has 16 rows. Keys are summed
+in blocks fixed by absolute position, over a fixed number of splits. There are no atomics and no
+autotuning. Without a GPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1), for tests.
 """

@@ -1,4 +1,4 @@
-"""Whether the Triton kernels can run here. Imports nothing heavy, so that anyone may ask."""
+"""Whether the Triton kernels can run on this machine. Importing this module is fast."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import importlib.util
 import os
 from typing import Any
 
-#: How every kernel is compiled: a multiplication and an addition are two roundings, fused into what
-#: stands around them or not.
+#: Options of every kernel. Without fusion, a multiplication and an addition always round twice, so
+#: that bits do not depend on the surrounding code.
 COMPILED: dict[str, Any] = {"enable_fp_fusion": False}
 
 
-def interpreted() -> bool:
+def is_interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
-def why_not() -> str | None:
-    """What stands in the way of the Triton kernels; None where they can run."""
+def unavailable_reason() -> str | None:
+    """Why the Triton kernels cannot run; None where they can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    if interpreted():
+    if is_interpreted():
         return None
     import torch
 
@@ -32,14 +32,17 @@ def why_not() -> str | None:
 
 
 def kernel_device() -> str:
-    """Where the kernels' tensors lie: "cpu" in the interpreter, else "cuda"."""
-    return "cpu" if interpreted() else "cuda"
+    """The device of the kernels' tensors: "cpu" in the interpreter, else "cuda"."""
+    return "cpu" if is_interpreted() else "cuda"
 
 
 def part_of_kernel(function: Any) -> Any:
-    """Decorates what kernels call: compiled with them, or plain Python in the interpreter, which
-    takes milliseconds to enter a function of its own."""
-    if interpreted():
+    """Decorator of functions that kernels call.
+
+    They are compiled with the kernel. In the interpreter they stay plain Python, because a call of
+    a jitted function takes milliseconds there.
+    """
+    if is_interpreted():
         return function
     import triton
 

@@ -1,9 +1,9 @@
-"""The operations of a transformer in Triton.
+"""The operations of a transformer in Triton, fused where possible.
 
-Norms, products and rotations are values that are computed late: whatever needs one may take it in.
-So a norm becomes part of the product behind it, three products of one input become one launch, a
-gate and its product one kernel, a residual the end of a product, and the rotation, the norm of
-heads and the cache write one kernel. What is fused depends on the network alone, never on the rows.
+Norms, products and rotations are lazy values, which the operation that needs them may fuse. A norm
+is fused into the product after it, three products of one input into one launch, a gate and its
+product into one kernel, a residual into the end of a product, and the rotation, the norm of heads
+and the cache write into one kernel. The fusion depends on the network alone, not on the rows.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from anydecode.kernels.elementary import RotaryTable
 from anydecode.kernels.interface import Adapter, Attention, KeyValues, Rope, Rows, Weight
 from anydecode.kernels.reference import ReferenceBackend
 
-_LEAST_POSITIONS = 1024
+_MIN_POSITIONS = 1024
 
 
 @dataclass(eq=False)
 class LazyValue:
-    """A value that is computed when it is needed."""
+    """A value that is computed when it is needed; `result` is None until then."""
 
     result: torch.Tensor | None = None
 
 
 @dataclass(eq=False, kw_only=True)
 class Norm(LazyValue):
+    """The RMS norm of x."""
+
     x: Any
     weight: torch.Tensor | None
     eps: float
@@ -45,6 +47,8 @@ class Norm(LazyValue):
 
 @dataclass(eq=False, kw_only=True)
 class Product(LazyValue):
+    """x @ weight.T + bias."""
+
     x: Any
     weight: Weight
     bias: torch.Tensor | None
@@ -52,19 +56,25 @@ class Product(LazyValue):
 
 @dataclass(eq=False, kw_only=True)
 class Rotate(LazyValue):
+    """x with the rotary embedding applied to its heads."""
+
     x: Any
     heads: int
     rope: Rope
 
 
 class TritonBackend(ReferenceBackend):
-    """Values are float32 tensors `[m, width]` on the kernels' device, or `LazyValue`; `force`
-    makes a
-    tensor of either. Weights and vectors are moved to the device and packed at their first use.
+    """Values are float32 tensors `[m, width]` on the kernels' device, or `LazyValue`s.
 
-    Routing of experts is the reference's, in front of these products; it waits for the host, so
-    passes of such models are not captured. `narrow`: the type in which what only a product reads
-    is handed on (bfloat16 where all products take that).
+    `force` turns either into a tensor. Weights and vectors are has_moved to the device and packed
+    at their first use. Experts are routed by the reference, which synchronises with the host, so
+    passes
+    of such models are not captured. `product_dtype` is the dtype of values that only products read:
+    bfloat16 where all products round to it.
+
+    Args:
+        device: Of the values; None: the kernels' device.
+        splits: Number of splits of attention keys.
     """
 
     name = "triton"
@@ -74,16 +84,16 @@ class TritonBackend(ReferenceBackend):
     ) -> None:
         super().__init__(device or kernel_device())
         self.splits = splits
-        self.narrow = torch.float32
+        self.product_dtype = torch.float32
         self.rows: DeviceRows | None = None
         self.num_bytes = 0
-        self.routes = False  # whether experts have been routed, on the host
+        self.has_routed = False  # whether experts were routed, on the host
         self._cache: KeyValues | None = None
         self._packed: dict[Weight, Packed] = {}
         self._groups: dict[tuple[Weight, ...], Packed] = {}
         self._vectors: dict[torch.Tensor, torch.Tensor] = {}
 
-    # --- what the values stand for
+    # --- the rows of the values
 
     def bind(
         self, rows: Rows, index: np.ndarray, cache: KeyValues, adapters: Sequence[Adapter] = ()
@@ -93,26 +103,28 @@ class TritonBackend(ReferenceBackend):
         self.bind_device(to_device(rows, index, self.device), cache)
 
     def bind_device(self, rows: DeviceRows, cache: KeyValues) -> None:
-        """Rows that already lie on the device, none of them with an adapter."""
+        """Set rows that are on the device already; none has an adapter."""
         self.rows, self._cache = rows, cache
 
     def unbind(self) -> None:
         super().unbind()
         self.rows = None
 
-    def grow_tables(self, highest: int) -> bool:
-        """Make all rotary tables reach position `highest`; whether any of them has moved. They are
-        doubled, since captured passes have to be captured again."""
-        moved = False
+    def grow_tables(self, max_position: int) -> bool:
+        """Extend all rotary tables to position `max_position`; return whether any was reallocated.
+
+        Lengths are doubled, because captured passes must be captured again after a reallocation.
+        """
+        has_moved = False
         for table in self._rotary.values():
-            if highest >= len(table.tables[0]):
-                place = torch.zeros(1, dtype=torch.int64, device=self.device)
-                table.rows(place, triton.next_power_of_2(highest + 1) - 1)
-                moved = True
-        return moved
+            if max_position >= len(table.tables[0]):
+                position = torch.zeros(1, dtype=torch.int64, device=self.device)
+                table.rows(position, triton.next_power_of_2(max_position + 1) - 1)
+                has_moved = True
+        return has_moved
 
     def force(self, value: Any) -> torch.Tensor:
-        """The tensor a value stands for."""
+        """The tensor of a value, computed if it is lazy."""
         if not isinstance(value, LazyValue):
             tensor: torch.Tensor = value
             return tensor
@@ -128,19 +140,19 @@ class TritonBackend(ReferenceBackend):
             return self._product_of(value, self.packed(value.weight), value.bias)
         assert isinstance(value, Rotate)
         x, rows = self.force(value.x), self._device_rows()
-        return attention.turn(x, value.heads, rows, self._rotary_table(value.rope))
+        return attention.rotate(x, value.heads, rows, self._rotary_table(value.rope))
 
     # --- weights
 
     def packed(self, weight: Weight) -> Packed:
-        """A weight as the kernels read it."""
+        """A weight in the layout of the kernels."""
         if weight not in self._packed:
             self._packed[weight] = pack([weight], self.device)
             self.num_bytes += self._packed[weight].num_bytes
         return self._packed[weight]
 
     def group(self, weights: tuple[Weight, ...], gated: bool = False) -> Packed | None:
-        """Weights of one input as one matrix; None where they have different formats."""
+        """Weights with the same input as one matrix; None where their formats or widths differ."""
         if weights not in self._groups:
             first = weights[0]
             if any((w.format, w.in_features) != (first.format, first.in_features) for w in weights):
@@ -176,18 +188,18 @@ class TritonBackend(ReferenceBackend):
     def attention(self, q: Any, k: Any, v: Any, layer: int, shape: Attention) -> torch.Tensor:
         rows, cache = self._device_rows(), self._cache
         assert cache is not None
-        self._together([q, k, v])
+        self._fuse_products([q, k, v])
         keys, values = cache.keys[layer], cache.values[layer]
         rope = q.rope if isinstance(q, Rotate) else None
         if not isinstance(k, Rotate) or k.rope is not rope:
             rope = None
-        (q, q_norm), (k, k_norm) = self._heads(q, rope), self._heads(k, rope)
-        turned = attention.store(
+        (q, q_norm), (k, k_norm) = self._strip_head_ops(q, rope), self._strip_head_ops(k, rope)
+        rotated = attention.store(
             q, k, self.force(v), keys, values, rows, shape,
             rope=None if rope is None else self._rotary_table(rope), q_norm=q_norm, k_norm=k_norm,
         )  # fmt: skip
         return attention.attend(
-            turned, keys, values, rows, layer, shape, splits=self.splits, dtype=self.narrow
+            rotated, keys, values, rows, layer, shape, splits=self.splits, dtype=self.product_dtype
         )
 
     def gated(self, gate: Any, up: Any, activation: str) -> torch.Tensor:
@@ -196,7 +208,7 @@ class TritonBackend(ReferenceBackend):
             fusable = self._fusable(gate) and self._fusable(up)
             if packed is not None and fusable and gate.bias is None and up.bias is None:
                 return self._product_of(gate, packed, None, activation=activation)
-        return pointwise.gated(self.force(gate), self.force(up), activation, self.narrow)
+        return pointwise.gated(self.force(gate), self.force(up), activation, self.product_dtype)
 
     def add(self, x: Any, y: Any) -> torch.Tensor:
         if self._fusable(y):
@@ -221,31 +233,32 @@ class TritonBackend(ReferenceBackend):
         normalise: bool,
         activation: str,
     ) -> torch.Tensor:
-        self.routes = True
+        self.has_routed = True
         for weight in (*gate, *up, *down):
             self.packed(weight)
-        # Only the reference's own arithmetic between the products remains; it is bitwise so too.
-        narrow, self.narrow = self.narrow, torch.float32
+        # What remains is the reference's arithmetic between the products, which is batch-invariant
+        # too.
+        product_dtype, self.product_dtype = self.product_dtype, torch.float32
         try:
             return super().experts(
                 self.force(x), self.force(router), gate, up, down, top_k, normalise, activation
             )
         finally:
-            self.narrow = narrow
+            self.product_dtype = product_dtype
 
     def embed(self, tokens: torch.Tensor, weight: Weight, factor: float) -> torch.Tensor:
-        """Rows float32 of int32 `tokens` on the device, times `factor`."""
+        """float32 embeddings of int32 `tokens` on the device, times `factor`."""
         return pointwise.embed(tokens, self.packed(weight), factor)
 
-    # --- how they are computed
+    # --- lazy values
 
     def _device_rows(self) -> DeviceRows:
         if self.rows is None:
-            raise RuntimeError("bind the rows of the pass before its operations")
+            raise RuntimeError("`bind` must be called before the operations of a pass")
         return self.rows
 
     def _fusable(self, value: Any) -> bool:
-        """Whether a value is a product that nobody has needed yet and that no adapter changes."""
+        """Whether a value is a product that is not computed yet and that no adapter changes."""
         return isinstance(value, Product) and value.result is None and self._adapters() is None
 
     def _linear(
@@ -255,16 +268,16 @@ class TritonBackend(ReferenceBackend):
         bias: torch.Tensor | None,
         adapters: np.ndarray | None,
     ) -> torch.Tensor:
-        """The product with each row's adapter; the delta in the reference's order."""
+        """The product plus each row's adapter update, in the reference's order of operations."""
         y = self._with_norm(x, self.packed(weight), bias)
         if adapters is None or self._bound is None:
             return y
         for number in np.unique(adapters[adapters >= 0]):
-            delta = self._bound.adapters[number].get(weight.name)
-            if delta is not None:
-                at = torch.from_numpy(np.flatnonzero(adapters == number)).to(self.device)
-                low = product(self.force(x)[at], self.packed(delta.down))
-                y[at] = y[at] + product(low, self.packed(delta.up)) * delta.scale
+            update = self._bound.adapters[number].get(weight.name)
+            if update is not None:
+                index = torch.from_numpy(np.flatnonzero(adapters == number)).to(self.device)
+                low = product(self.force(x)[index], self.packed(update.down))
+                y[index] = y[index] + product(low, self.packed(update.up)) * update.scale
         return y
 
     def _product_of(
@@ -274,7 +287,7 @@ class TritonBackend(ReferenceBackend):
         if adapters is not None:
             return self._linear(value.x, value.weight, bias, adapters)
         if options.get("activation"):
-            options["dtype"] = self.narrow
+            options["dtype"] = self.product_dtype
         return self._with_norm(value.x, packed, bias, **options)
 
     def _with_norm(
@@ -282,14 +295,16 @@ class TritonBackend(ReferenceBackend):
     ) -> torch.Tensor:
         if bias is not None:
             options["bias"] = self._vector(bias)
-        late = isinstance(x, Norm) and x.result is None and x.groups == 1 and x.weight is not None
-        if late and packed.tile.splits == 1:
+        is_fusable = (
+            isinstance(x, Norm) and x.result is None and x.groups == 1 and x.weight is not None
+        )
+        if is_fusable and packed.tile.splits == 1:
             weight = self._vector(x.weight)
             return product(self.force(x.x), packed, norm=weight, eps=x.eps, **options)
         return product(self.force(x), packed, **options)
 
-    def _together(self, values: list[Any]) -> None:
-        """Compute the products that values start from in one launch, where they share an input."""
+    def _fuse_products(self, values: list[Any]) -> None:
+        """Compute the products under the values in one launch, where they share an input."""
         bases = []
         for value in values:
             while isinstance(value, Rotate) or (isinstance(value, Norm) and value.groups > 1):
@@ -307,10 +322,10 @@ class TritonBackend(ReferenceBackend):
             for base, part in zip(bases, parts, strict=True):
                 base.result = part
 
-    def _heads(
+    def _strip_head_ops(
         self, value: Any, rope: Rope | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, float] | None]:
-        """What a value is before the rotation `rope` and the norm of its heads, and that norm."""
+        """A value before the rotation `rope` and the norm of its heads; that norm (weight, eps)."""
         if rope is not None:
             value = value.x
         if isinstance(value, Norm) and value.result is None and value.groups > 1:
@@ -322,13 +337,13 @@ class TritonBackend(ReferenceBackend):
     def _rotary_table(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         if rope not in self._rotary:
             table = RotaryTable(rope.frequencies, rope.factor, self.device)
-            highest = 0 if self._bound is None else self._bound.highest
-            place = torch.zeros(1, dtype=torch.int64, device=self.device)
-            table.rows(place, max(_LEAST_POSITIONS - 1, highest))
+            max_position = 0 if self._bound is None else self._bound.max_position
+            first = torch.zeros(1, dtype=torch.int64, device=self.device)
+            table.rows(first, max(_MIN_POSITIONS - 1, max_position))
             self._rotary[rope] = table
         return self._rotary[rope].tables
 
 
-def is_narrow(weights: Sequence[Weight]) -> bool:
-    """Whether all products with these weights take their inputs as bfloat16."""
+def all_take_bfloat16(weights: Sequence[Weight]) -> bool:
+    """Whether all products with these weights round their inputs to bfloat16."""
     return all(w.format not in ("F32", "F16") for w in weights)

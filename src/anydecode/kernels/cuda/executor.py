@@ -1,9 +1,9 @@
-"""Runs a network through the Triton kernels: captured passes over padded rows, and following.
+"""Runs a network with the Triton kernels: captured passes over padded rows, and multi-step passes.
 
-A pass of few rows is all launches. So it is padded to one of a few sizes, its integers are copied
-into fixed memory, and the launches of the whole pass are replayed as one CUDA graph. Rows that pad
-store nowhere and see nothing. `follow` goes further: pick, append and score again are captured too,
-and the host comes back after several tokens.
+The time of a pass of few rows is launch overhead. So the pass is padded to one of a few sizes, its
+integers are copied into fixed memory, and its launches are replayed as one CUDA graph. Padding rows
+store nothing and attend to nothing. `multi_step` also captures sampling and appending the token, so
+the host waits once for several tokens.
 """
 
 # Kernels are typed by Triton.
@@ -23,7 +23,7 @@ import triton.language as tl
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.cuda import sampling
 from anydecode.kernels.cuda.available import COMPILED
-from anydecode.kernels.cuda.backend import TritonBackend, is_narrow
+from anydecode.kernels.cuda.backend import TritonBackend, all_take_bfloat16
 from anydecode.kernels.cuda.graphs import CudaGraphs, Launch, NoGraphs, Recorder
 from anydecode.kernels.cuda.rows import FIELDS, DeviceRows, layout
 from anydecode.kernels.interface import (
@@ -37,73 +37,87 @@ from anydecode.kernels.interface import (
     Weight,
 )
 
-#: Passes of up to the last of these many rows are padded to one of them and captured. Larger ones
-#: compute for longer than the host takes to launch them.
+#: Numbers of rows to which captured passes are padded. Larger passes are not captured: they compute
+#: for longer than the host needs to launch them.
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
-_FEWEST_SEEN = 1 << 14
-_MOST_STEPS = 64
+_MIN_VISIBLE = 1 << 14
+_MAX_STEPS = 64
 
 
 @dataclass(frozen=True)
 class SampleState:
-    """How one sequence picks while it is followed: `inverse` of the temperature (0: greedy), and
-    the noise's seed and stream. The noise's position is that of the token picked."""
+    """How a sequence samples in a multi-step pass.
 
-    inverse: float = 0.0
+    `inverse_temperature` 0 is greedy. `seed` and `stream` select the noise, whose position is that
+    of the sampled token.
+    """
+
+    inverse_temperature: float = 0.0
     seed: int = 0
     stream: int = 0
 
 
 @triton.jit(do_not_specialize=["size"])
 def _advance_kernel(
-    picked_ptr, ints_ptr, noise_ptr, slots_ptr, said_ptr, step_ptr, size, width, most,
+    sampled_ptr, ints_ptr, noise_ptr, slots_ptr, tokens_ptr, step_ptr, size, width, max_steps,
     TOKENS: tl.constexpr, POSITIONS: tl.constexpr, SLOTS: tl.constexpr, PREFIX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every row goes on with the token picked for it, one position further."""
+    """Set every row to its sampled token, at the next position."""
     row = tl.arange(0, BLOCK)
-    there = row < size
+    inside = row < size
     step = tl.load(step_ptr)
-    token = tl.load(picked_ptr + row, mask=there, other=0)
-    tl.store(said_ptr + row * most + step, token, mask=there)
-    tl.store(ints_ptr + TOKENS * width + row, token, mask=there)
-    place = tl.load(ints_ptr + POSITIONS * width + row, mask=there, other=0)
-    prefix = tl.load(ints_ptr + PREFIX * width + row, mask=there, other=0)
-    real = there & (prefix > 0)  # rows that pad stay where they are
-    tl.store(ints_ptr + POSITIONS * width + row, place + 1, mask=real)
-    tl.store(ints_ptr + PREFIX * width + row, prefix + 1, mask=real)
-    noise = tl.load(noise_ptr + row * 4 + 2, mask=there, other=0)
-    tl.store(noise_ptr + row * 4 + 2, noise + 1, mask=there)
-    further = there & (row * 0 + step + 1 < most)
-    slot = tl.load(slots_ptr + row * most + step + 1, mask=further, other=-1)
-    tl.store(ints_ptr + SLOTS * width + row, slot, mask=there)
+    token = tl.load(sampled_ptr + row, mask=inside, other=0)
+    tl.store(tokens_ptr + row * max_steps + step, token, mask=inside)
+    tl.store(ints_ptr + TOKENS * width + row, token, mask=inside)
+    position = tl.load(ints_ptr + POSITIONS * width + row, mask=inside, other=0)
+    prefix = tl.load(ints_ptr + PREFIX * width + row, mask=inside, other=0)
+    is_real = inside & (prefix > 0)  # padding rows do not move
+    tl.store(ints_ptr + POSITIONS * width + row, position + 1, mask=is_real)
+    tl.store(ints_ptr + PREFIX * width + row, prefix + 1, mask=is_real)
+    noise = tl.load(noise_ptr + row * 4 + 2, mask=inside, other=0)
+    tl.store(noise_ptr + row * 4 + 2, noise + 1, mask=inside)
+    has_next = inside & (row * 0 + step + 1 < max_steps)
+    slot = tl.load(slots_ptr + row * max_steps + step + 1, mask=has_next, other=-1)
+    tl.store(ints_ptr + SLOTS * width + row, slot, mask=inside)
     tl.store(step_ptr, step + 1)
 
 
 class StaticBuffers:
-    """The memory that captured passes read and write."""
+    """The fixed memory that captured passes read and write."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        most = SIZES[-1]
-        self.ints = torch.zeros(len(FIELDS), most, dtype=torch.int32, device=device)
-        self.wanted = torch.zeros(most, dtype=torch.int64, device=device)
-        self.logits = torch.empty(most, vocab_size, dtype=torch.float32, device=device)
-        self.inverse = torch.zeros(most, dtype=torch.float64, device=device)
-        self.noise = torch.zeros(most, 4, dtype=torch.int64, device=device)
-        self.slots = torch.full((most, _MOST_STEPS), -1, dtype=torch.int32, device=device)
-        self.said = torch.zeros(most, _MOST_STEPS, dtype=torch.int32, device=device)
+        max_rows = SIZES[-1]
+        self.ints = torch.zeros(len(FIELDS), max_rows, dtype=torch.int32, device=device)
+        self.logit_rows = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.logits = torch.empty(max_rows, vocab_size, dtype=torch.float32, device=device)
+        self.inverse_temperature = torch.zeros(max_rows, dtype=torch.float64, device=device)
+        self.noise = torch.zeros(max_rows, 4, dtype=torch.int64, device=device)
+        self.slots = torch.full((max_rows, _MAX_STEPS), -1, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(max_rows, _MAX_STEPS, dtype=torch.int32, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
-        self.seen = torch.full((_FEWEST_SEEN,), -1, dtype=torch.int32, device=device)
+        self.visible = torch.full((_MIN_VISIBLE,), -1, dtype=torch.int32, device=device)
 
 
 class TritonExecutor:
-    """Runs passes of one network. Implements the transformer's `Executor`, and `run` for passes
-    that can be captured. Outputs are views that the next pass overwrites. Not for concurrent use.
+    """Runs passes of one network with the Triton kernels.
 
-    `layer(backend, x, index)` and `head(backend, x)` are the network, written against `Backend`;
-    `shapes` are its layers' attention and `matrices` all its weights. Everything is packed here,
-    once, in one pass of one row. `cache_dtype`: what its attention is fastest with.
+    Implements the transformer's `Executor`, and `run` for passes that can be captured. Outputs are
+    views that the next pass overwrites. Not safe for concurrent use. Weights are packed once, by a
+    pass of one row in the constructor. `cache_dtype` is the dtype of the fastest cache.
+
+    Args:
+        embedding: The token embedding `[vocab_size, hidden_size]`.
+        vocab_size: Number of logits per row.
+        layer: `layer(backend, x, index)`, one layer written against `Backend`.
+        head: `head(backend, x)`, the final norm and the output projection.
+        shapes: The attention of each layer.
+        matrices: All weights of the network.
+        embedding_scale: Factor of the embeddings.
+        adapters: The loaded LoRA adapters.
+        backend: The operations; None: a new `TritonBackend`.
+        recorder: Captures launches; None: CUDA graphs on a GPU.
     """
 
     def __init__(
@@ -126,11 +140,11 @@ class TritonExecutor:
         self._num_layers, self._layer, self._head = len(shapes), layer, head
         self._plain_layer = layer
         self._adapters = adapters
-        narrow = torch.bfloat16 if is_narrow(list(matrices)) else torch.float32
-        self.backend.narrow = self.cache_dtype = narrow
+        dtype = torch.bfloat16 if all_take_bfloat16(list(matrices)) else torch.float32
+        self.backend.product_dtype = self.cache_dtype = dtype
         on_gpu = self.device.type == "cuda"
         self._recorder: Recorder = recorder or (CudaGraphs() if on_gpu else NoGraphs())
-        self._fixed = StaticBuffers(vocab_size, self.device)
+        self._buffers = StaticBuffers(vocab_size, self.device)
         self._graphs: dict[tuple[Any, ...], Launch] = {}
         self._cache: KeyValues | None = None
         self._pass: tuple[Rows, KeyValues] | None = None
@@ -138,53 +152,53 @@ class TritonExecutor:
 
     @torch.no_grad()
     def _pack(self, shapes: Sequence[Attention]) -> None:
-        """A pass of one row that stores nowhere: it packs every weight as passes use it."""
+        """Run a pass of one row that stores nothing, which packs every weight as passes use it."""
         slots = [
             torch.zeros(1, s.num_kv_heads, s.head_dim, dtype=self.cache_dtype, device=self.device)
             for s in shapes
         ]
         cache = KeyValues(slots, slots)
         size = SIZES[0]
-        rows = DeviceRows(self._fixed.ints[:, :size], self._fixed.seen)
+        rows = DeviceRows(self._buffers.ints[:, :size], self._buffers.visible)
         rows.slots.fill_(-1)
         self.backend.bind_device(rows, cache)
         self._forward(rows, 0, self._num_layers, None)
         self.backend.unbind()
 
     def regroup(self, layer: Callable[[Backend, Any, int], Any] | None) -> None:
-        """Run `layer` from now on in place of the network's own; None: that again."""
+        """Replace the network's `layer` from now on; None: the network's own again."""
         self._layer = layer or self._plain_layer
 
     def _forward(
-        self, rows: DeviceRows, first: int, last: int, wanted: torch.Tensor | None
+        self, rows: DeviceRows, first: int, last: int, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
         x: Any = self.backend.embed(rows.tokens, self._embedding, self._scale)
         for index in range(first, last):
             x = self._layer(self.backend, x, index)
         x = self.backend.force(x)
-        if wanted is not None:
-            x = x.index_select(0, wanted)
+        if logit_rows is not None:
+            x = x.index_select(0, logit_rows)
         return self.backend.force(self._head(self.backend, x))
 
     # --- captured passes
 
     def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output | None:
-        """A pass from tokens to logits as one replay; None where this pass cannot be one."""
+        """Run a pass from tokens to logits as a graph replay; None where it cannot be captured."""
         if not self._can_replay(rows, output_spec):
             return None
-        size, wanted = _size(len(rows)), _size(len(output_spec.logits))
+        size, num_logits = _size(len(rows)), _size(len(output_spec.logits))
         self._use(cache)
         self._load(rows, size)
-        self._fixed.wanted[: len(output_spec.logits)].copy_(
+        self._buffers.logit_rows[: len(output_spec.logits)].copy_(
             torch.from_numpy(output_spec.logits.astype(np.int64))
         )
         stop = int(rows.stop[0])
-        key = (self._layer, size, wanted, stop)
+        key = (self._layer, size, num_logits, stop)
         if key in self._graphs:
             self._graphs[key]()
         else:
-            self._graphs[key] = self._capture(lambda: self._score(size, wanted, stop))
-        return Output(self._fixed.logits[: len(output_spec.logits)], {})
+            self._graphs[key] = self._capture(lambda: self._run_logits(size, num_logits, stop))
+        return Output(self._buffers.logits[: len(output_spec.logits)], {})
 
     def _can_replay(self, rows: Rows, output_spec: OutputSpec) -> bool:
         count = len(rows)
@@ -192,7 +206,7 @@ class TritonExecutor:
             0 < count <= SIZES[-1]
             and 0 < len(output_spec.logits) <= count
             and not output_spec.hidden
-            and not self.backend.routes
+            and not self.backend.has_routed
             and rows.inputs is None
             and (rows.adapters is None or bool((rows.adapters < 0).all()))
             and bool((rows.start == 0).all() and (rows.stop == rows.stop[0]).all())
@@ -205,18 +219,18 @@ class TritonExecutor:
 
     def _load(self, rows: Rows, size: int) -> None:
         """Copy a pass into the fixed memory, padded to `size` rows."""
-        ints, seen = layout(rows)
+        ints, visible = layout(rows)
         padded = np.zeros((len(FIELDS), size), np.int32)
         padded[FIELDS.index("slots")] = -1
         padded[:, : len(rows)] = ints
-        if len(seen) > len(self._fixed.seen):
-            length = triton.next_power_of_2(len(seen))
-            self._fixed.seen = torch.full((length,), -1, dtype=torch.int32, device=self.device)
+        if len(visible) > len(self._buffers.visible):
+            length = triton.next_power_of_2(len(visible))
+            self._buffers.visible = torch.full((length,), -1, dtype=torch.int32, device=self.device)
             self._graphs.clear()
-        if self.backend.grow_tables(int(rows.positions.max()) + _MOST_STEPS):
+        if self.backend.grow_tables(int(rows.positions.max()) + _MAX_STEPS):
             self._graphs.clear()
-        self._fixed.ints[:, :size].copy_(torch.from_numpy(padded))
-        self._fixed.seen[: len(seen)].copy_(torch.from_numpy(seen))
+        self._buffers.ints[:, :size].copy_(torch.from_numpy(padded))
+        self._buffers.visible[: len(visible)].copy_(torch.from_numpy(visible))
 
     def _capture(self, run: Launch) -> Launch:
         self.backend.unbind()
@@ -225,94 +239,116 @@ class TritonExecutor:
         finally:
             self.backend.unbind()
 
-    def _score(self, size: int, wanted: int, stop: int) -> None:
-        """Logits of the wanted rows, from fixed memory to fixed memory."""
+    def _run_logits(self, size: int, num_logits: int, stop: int) -> None:
+        """Compute the logits of the first `num_logits` `logit_rows`, within the fixed memory."""
         assert self._cache is not None
-        rows = DeviceRows(self._fixed.ints[:, :size], self._fixed.seen)
+        rows = DeviceRows(self._buffers.ints[:, :size], self._buffers.visible)
         self.backend.bind_device(rows, self._cache)
-        logits = self._forward(rows, 0, stop, self._fixed.wanted[:wanted])
-        self._fixed.logits[:wanted].copy_(logits)
+        logits = self._forward(rows, 0, stop, self._buffers.logit_rows[:num_logits])
+        self._buffers.logits[:num_logits].copy_(logits)
 
-    # --- following
+    # --- multi-step passes
 
-    def follow(
-        self, rows: Rows, cache: KeyValues, slots: np.ndarray, pick: Sequence[SampleState]
+    def multi_step(
+        self, rows: Rows, cache: KeyValues, slots: np.ndarray, states: Sequence[SampleState]
     ) -> np.ndarray:
-        """Pick and score `count` tokens of each row's sequence on the device: int32 `[n, count]`.
+        """Sample several tokens of each row's sequence on the device.
 
-        Each row is the last token of a sequence, sees a table and no tail, and lies at position
-        prefix - 1. `slots` int32 `[n, count - 1]`: where the picked tokens but the last are stored.
-        The last token's key is not computed. Raises InvalidRequestError for other rows.
+        Args:
+            rows: The last token of each sequence. Each attends to a table without a tail and is at
+                position prefix - 1.
+            cache: The key-value cache. The last sampled token is not stored in it.
+            slots: int32 `[n, steps - 1]`, where all sampled tokens but the last are stored.
+            states: How each sequence samples.
+
+        Returns:
+            The sampled tokens, int32 `[n, steps]`.
+
+        Raises:
+            InvalidRequestError: The rows are not as above, or there are too many steps.
+            UnsupportedCombinationError: The pass cannot be captured.
         """
         count, steps = len(rows), slots.shape[1] + 1
         if (rows.tail_length != 0).any() or (rows.positions != rows.prefix - 1).any():
-            raise InvalidRequestError("followed rows see all of their sequence and no tail")
-        if steps > _MOST_STEPS or slots.shape[0] != count or len(pick) != count:
-            raise InvalidRequestError(f"at most {_MOST_STEPS} tokens are followed at once")
+            raise InvalidRequestError(
+                "rows of a multi-step pass must see all of their sequence and have no tail"
+            )
+        if steps > _MAX_STEPS or slots.shape[0] != count or len(states) != count:
+            raise InvalidRequestError(
+                f"slots have shape {slots.shape} and there are {len(states)} states; a multi-step"
+                f" pass of {count} rows needs {count} of each, for at most {_MAX_STEPS} steps"
+            )
         if not self._can_replay(rows, OutputSpec(np.arange(count, dtype=np.int32))):
-            raise UnsupportedCombinationError("these rows cannot be followed on the device")
+            raise UnsupportedCombinationError(
+                "these rows cannot run as a multi-step pass: their pass cannot be captured"
+            )
         size, stop = _size(count), int(rows.stop[0])
         self._use(cache)
-        self._load(_with_room(rows, slots), size)
-        self._load_picks(rows, slots, pick, size)
+        self._load(_with_slots(rows, slots), size)
+        self._load_states(rows, slots, states, size)
         key = (self._layer, size, -1, stop)
         if key not in self._graphs:
-            # Capturing runs steps of its own, so the rows are loaded again behind it.
+            # Capturing runs steps itself, so the rows are loaded again after it.
             self._graphs[key] = self._capture(lambda: self._step(size, stop))
-            self._load(_with_room(rows, slots), size)
-            self._load_picks(rows, slots, pick, size)
+            self._load(_with_slots(rows, slots), size)
+            self._load_states(rows, slots, states, size)
         for _ in range(steps):
             self._graphs[key]()
-        said: np.ndarray = self._fixed.said[:count, :steps].cpu().numpy()
-        return said
+        tokens: np.ndarray = self._buffers.tokens[:count, :steps].cpu().numpy()
+        return tokens
 
-    def _load_picks(
-        self, rows: Rows, slots: np.ndarray, pick: Sequence[SampleState], size: int
+    def _load_states(
+        self, rows: Rows, slots: np.ndarray, states: Sequence[SampleState], size: int
     ) -> None:
-        fixed, count = self._fixed, len(rows)
-        later = np.full((size, _MOST_STEPS), -1, np.int32)
-        later[:count, 1 : slots.shape[1] + 1] = slots
+        buffers, count = self._buffers, len(rows)
+        step_slots = np.full((size, _MAX_STEPS), -1, np.int32)
+        step_slots[:count, 1 : slots.shape[1] + 1] = slots
         noise = np.zeros((size, 4), np.int64)
-        noise[:count, 0] = np.array([p.seed & (1 << 64) - 1 for p in pick], np.uint64).view(
+        noise[:count, 0] = np.array([s.seed & (1 << 64) - 1 for s in states], np.uint64).view(
             np.int64
         )
-        noise[:count, 1] = [p.stream for p in pick]
+        noise[:count, 1] = [s.stream for s in states]
         noise[:count, 2] = rows.positions + 1
-        inverse = np.zeros(size, np.float64)
-        inverse[:count] = [p.inverse for p in pick]
-        fixed.slots[:size].copy_(torch.from_numpy(later))
-        fixed.noise[:size].copy_(torch.from_numpy(noise))
-        fixed.inverse[:size].copy_(torch.from_numpy(inverse))
-        fixed.wanted[:size].copy_(torch.arange(size))
-        fixed.step.zero_()
+        inverse_temperature = np.zeros(size, np.float64)
+        inverse_temperature[:count] = [s.inverse_temperature for s in states]
+        buffers.slots[:size].copy_(torch.from_numpy(step_slots))
+        buffers.noise[:size].copy_(torch.from_numpy(noise))
+        buffers.inverse_temperature[:size].copy_(torch.from_numpy(inverse_temperature))
+        buffers.logit_rows[:size].copy_(torch.arange(size))
+        buffers.step.zero_()
 
     def _step(self, size: int, stop: int) -> None:
-        """Score every row, pick, and put the picks in the rows' place."""
-        fixed = self._fixed
-        self._score(size, size, stop)
-        picked = sampling.gumbel(fixed.logits[:size], fixed.inverse[:size], fixed.noise[:size])
+        """Compute the logits of every row, sample, and replace the rows by the sampled tokens."""
+        buffers = self._buffers
+        self._run_logits(size, size, stop)
+        sampled = sampling.gumbel(
+            buffers.logits[:size], buffers.inverse_temperature[:size], buffers.noise[:size]
+        )
         _advance_kernel[(1,)](
-            picked.contiguous(), fixed.ints, fixed.noise, fixed.slots, fixed.said, fixed.step,
-            size, fixed.ints.shape[1], _MOST_STEPS, TOKENS=FIELDS.index("tokens"),
+            sampled.contiguous(), buffers.ints, buffers.noise, buffers.slots, buffers.tokens,
+            buffers.step, size, buffers.ints.shape[1], _MAX_STEPS, TOKENS=FIELDS.index("tokens"),
             POSITIONS=FIELDS.index("positions"), SLOTS=FIELDS.index("slots"),
             PREFIX=FIELDS.index("prefix"), BLOCK=SIZES[-1], **COMPILED,
         )  # fmt: skip
 
-    # --- the transformer's seam
+    # --- the transformer's `Executor`
 
     def begin(self, rows: Rows, cache: KeyValues) -> None:
-        """A pass starts; the `layers` calls that follow belong to it."""
+        """Start a pass: the following `layers` calls belong to it."""
         self._pass = rows, cache
 
     def embed(self, tokens: np.ndarray) -> torch.Tensor:
-        """Embeddings float32 `[m, hidden_size]`, scaled as the model wants them."""
+        """Scaled embeddings float32 `[m, hidden_size]` of int32 `tokens` `[m]`."""
         ids = torch.from_numpy(np.ascontiguousarray(tokens, np.int32)).to(self.device)
         return self.backend.embed(ids, self._embedding, self._scale)
 
     def layers(self, x: torch.Tensor, active: np.ndarray, first: int, last: int) -> torch.Tensor:
-        """States after layer `last - 1` of the rows `active`, from their states before `first`."""
+        """Run layers [first, last) for the rows `active` of the pass.
+
+        `x` and the result are hidden states float32 `[m, hidden_size]`.
+        """
         if self._pass is None:
-            raise RuntimeError("begin a pass before running its layers")
+            raise RuntimeError("`layers` was called before `begin`")
         rows, cache = self._pass
         self.backend.bind(rows, active, cache, self._adapters)
         state: Any = x
@@ -321,7 +357,7 @@ class TritonExecutor:
         return self.backend.force(state)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits float32 `[m, vocab_size]` of states, final norm included."""
+        """Logits float32 `[m, vocab_size]` of hidden states, through the final norm."""
         self.backend.unbind()
         return self.backend.force(self._head(self.backend, x.contiguous()))
 
@@ -330,16 +366,16 @@ def _size(count: int) -> int:
     return next(size for size in SIZES if size >= count)
 
 
-def _with_room(rows: Rows, slots: np.ndarray) -> Rows:
-    """The rows with a table each that has the slots of the tokens to come."""
+def _with_slots(rows: Rows, slots: np.ndarray) -> Rows:
+    """The rows, each with a table of its own that also lists the slots of the next tokens."""
     tables: list[np.ndarray] = []
     for row in range(len(rows)):
         table, prefix = rows.tables[rows.table[row]], int(rows.prefix[row])
         old = table[..., :prefix]
         new = np.broadcast_to(slots[row], (*old.shape[:-1], slots.shape[1]))
         tables.append(np.ascontiguousarray(np.concatenate((old, new), -1), np.int32))
-    places = np.arange(len(rows), dtype=np.int32)
+    table_ids = np.arange(len(rows), dtype=np.int32)
     return Rows(
-        rows.tokens, rows.positions, rows.slots, tables, places, rows.prefix, rows.tails,
+        rows.tokens, rows.positions, rows.slots, tables, table_ids, rows.prefix, rows.tails,
         rows.tail_start, rows.tail_length, rows.start, rows.stop,
     )  # fmt: skip

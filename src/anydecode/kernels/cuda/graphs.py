@@ -1,4 +1,4 @@
-"""CUDA graphs, behind one small class: everything else here runs without them."""
+"""Capture and replay of kernel launches: CUDA graphs, and a stand-in without them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ Launch = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """Makes of a function that only launches kernels on fixed memory one that replays them."""
+    """Turns a function that only launches kernels on fixed memory into one that replays them."""
 
     def capture(self, run: Launch) -> Launch:
-        """`run` is called at least once; every call of the result does the same again."""
+        """Call `run` at least once; return a function that repeats its launches."""
         ...
 
 
 class CudaGraphs:
-    """Captures launches into graphs that share one pool of memory for what they make."""
+    """Captures launches into CUDA graphs that share one memory pool."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Launch) -> Launch:
-        # The first call compiles kernels and fills caches, which a capture must not.
+        # The first call compiles kernels and fills caches, which is not allowed during a capture.
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -38,7 +38,7 @@ class CudaGraphs:
 
 
 class NoGraphs:
-    """Calls the function again: for the interpreter."""
+    """Calls the function again instead of replaying a graph; for the interpreter."""
 
     def capture(self, run: Launch) -> Launch:
         run()

@@ -1,9 +1,9 @@
-"""Weights as the Triton kernels read them: plain numbers, or codes with scales beside them.
+"""Weights in the layout of the Triton kernels: plain numbers, or codes with separate scales.
 
 A block format becomes an array of codes and arrays of scales and offsets per group, so that a tile
-of codes is one aligned load. Nibbles stand in chunks: byte j of a chunk of `CHUNK` values holds
-value j in its low half and value j + CHUNK / 2 in its high half; so a kernel multiplies the two
-halves one after the other and never interleaves.
+of codes is one aligned load. Nibbles are stored in chunks: byte j of a chunk of `CHUNK` values has
+value j in its low half and value j + CHUNK / 2 in its high half. So a kernel multiplies the two
+halves one after the other and does not interleave them.
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ from anydecode.kernels.interface import Weight
 CHUNK = 128
 
 _GROUP = 1 << 22  # matrices are converted in groups of about this many values
-_LARGEST = 2.0**14  # scales are stored as float16 numbers up to this
+_MAX_SCALE = 2.0**14  # scales are stored as float16 up to this value
 
 
-# A matrix is split until it makes about this many programs, one for each multiprocessor of the
-# largest GPUs now. The number is fixed, so that a weight's splits do not depend on the GPU at hand.
+# A matrix is split into about this many programs, one per multiprocessor of the largest current
+# GPUs. The number is fixed, so that a weight's splits do not depend on the GPU.
 _PROGRAMS = 128
-#: Rows of a weight per program, and how many tiles of them a matrix must have to get them.
+#: (rows of a weight per program, the minimum number of such tiles that a matrix must have).
 _COLUMNS = ((64, 4 * _PROGRAMS), (32, _PROGRAMS), (16, 1))
-_MOST_SPLITS = 8
+_MAX_SPLITS = 8
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How products cut one weight: rows of it per program, columns per step, splits of the
-    columns. Nothing else decides in which order a product is summed."""
+    """How products divide a weight. It alone determines the order of summation.
+
+    `columns` is the number of the weight's rows (columns of the result) per program, `step` the
+    number of inputs per step, `splits` the number of splits of the inputs.
+    """
 
     columns: int
     step: int
@@ -50,22 +53,22 @@ class Tile:
 
     @staticmethod
     def of(out_features: int, padded: int, bits: int) -> Tile:
-        """The tile of a matrix, by its shape alone."""
-        columns = next(c for c, least in _COLUMNS if out_features > c * (least - 1))
+        """The tile of a matrix; it depends on the shape and bits of a code only."""
+        columns = next(c for c, min_tiles in _COLUMNS if out_features > c * (min_tiles - 1))
         step = CHUNK if bits < 32 else CHUNK // 2
         programs, steps = -(-out_features // columns), -(-padded // step)
-        return Tile(columns, step, max(1, min(_MOST_SPLITS, _PROGRAMS // programs, steps // 4)))
+        return Tile(columns, step, max(1, min(_MAX_SPLITS, _PROGRAMS // programs, steps // 4)))
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
     """A matrix `[out_features, in_features]` on the kernels' device.
 
-    `bits` 32 or 16: `codes` holds the numbers. `bits` 8 or 4: a value is
+    With `bits` 32 or 16, `codes` holds the numbers. With `bits` 8 or 4, a value is
     `((code - zero) * scale + offset) * unit` with `codes` int8 `[out, padded]` or uint8
     `[out, padded / 2]`, `scale` and `offset` float16 `[out, padded / group]` and `unit` a power of
-    two that lets float16 hold every scale a K format can have (to 11 bits; the simple formats'
-    own are kept exactly).
+    two with which float16 can represent every scale of a K format (to 11 bits; the scales of the
+    other formats are exact).
     """
 
     out_features: int
@@ -81,22 +84,26 @@ class Packed:
 
     @property
     def padded(self) -> int:
-        """Values per stored row."""
+        """Values per stored row, with padding."""
         return self.codes.shape[1] * (2 if self.bits == 4 else 1)
 
     @property
-    def rounds(self) -> bool:
-        """Whether products take their inputs as bfloat16."""
+    def takes_bfloat16(self) -> bool:
+        """Whether products round their inputs to bfloat16."""
         return self.bits < 16 or self.codes.dtype == torch.bfloat16
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of codes, scales and offsets."""
         parts = (self.codes, self.scale, self.offset)
         return sum(p.numel() * p.element_size() for p in parts if p is not None)
 
     def rows(self, start: int, stop: int) -> Packed:
-        """Some rows, without a copy, cut as the whole is: a product with a part of a matrix and the
-        part of the product with the whole are the same bits."""
+        """The rows [start, stop), without a copy.
+
+        They have the tile of the whole matrix, so a product with them has the same bits as that
+        part of the product with the whole matrix.
+        """
         return replace(
             self,
             out_features=stop - start,
@@ -107,21 +114,26 @@ class Packed:
 
 
 def pack(weights: Sequence[Weight], device: torch.device, gated: bool = False) -> Packed:
-    """One matrix of the rows of all `weights`, which have one format and width. `gated`: a gate
-    and what it gates, multiplied side by side."""
+    """Pack `weights` of the same format and width as one matrix.
+
+    Args:
+        weights: The matrices, whose rows are concatenated.
+        device: Where the packed matrix is stored.
+        gated: Whether the weights are a gate and an up projection that one product computes.
+    """
     first = weights[0]
     rows, columns = sum(w.out_features for w in weights), first.in_features
-    cut = rows // 2 if gated else rows
+    tile_rows = rows // 2 if gated else rows
     if first.format in DTYPES:
         parts = [w.data.to(device) for w in weights]
         data = (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
         bits = 8 * data.element_size()
-        return Packed(rows, columns, bits, data, Tile.of(cut, columns, bits))
-    return _pack_blocks(weights, rows, columns, cut, device)
+        return Packed(rows, columns, bits, data, Tile.of(tile_rows, columns, bits))
+    return _pack_blocks(weights, rows, columns, tile_rows, device)
 
 
 def _pack_blocks(
-    weights: Sequence[Weight], rows: int, columns: int, cut: int, device: torch.device
+    weights: Sequence[Weight], rows: int, columns: int, tile_rows: int, device: torch.device
 ) -> Packed:
     split, bits, group, zero = _LAYOUTS[weights[0].format]
     padded = -(-columns // CHUNK) * CHUNK
@@ -130,44 +142,45 @@ def _pack_blocks(
     codes = torch.zeros(rows, width, dtype=dtype, device=device)
     scale = torch.zeros(rows, padded // group, dtype=torch.float32, device=device)
     offset: torch.Tensor | None = None
-    step, at = max(1, _GROUP // columns), 0
+    step, row = max(1, _GROUP // columns), 0
     for weight in weights:
         for start in range(0, weight.out_features, step):
             part = weight.data[start : start + step].to(device)
             count = len(part)
             blocks = part.reshape(-1, BLOCKS[weight.format][1])
-            found, scales, offsets = split(blocks)
+            values, scales, offsets = split(blocks)
             target = torch.zeros(count, padded, dtype=torch.int16, device=device)
-            target[:, :columns] = found.reshape(count, columns)
-            codes[at : at + count] = _join(target) if bits == 4 else target.to(torch.int8)
-            scale[at : at + count, : columns // group] = scales.reshape(count, -1)
+            target[:, :columns] = values.reshape(count, columns)
+            codes[row : row + count] = _pack_nibbles(target) if bits == 4 else target.to(torch.int8)
+            scale[row : row + count, : columns // group] = scales.reshape(count, -1)
             if offsets is not None:
                 if offset is None:
                     offset = torch.zeros_like(scale)
-                offset[at : at + count, : columns // group] = offsets.reshape(count, -1)
-            at += count
+                offset[row : row + count, : columns // group] = offsets.reshape(count, -1)
+            row += count
     unit = _unit(scale, offset)
     return Packed(
-        rows, columns, bits, codes, Tile.of(cut, padded, bits), (scale / unit).to(torch.float16),
+        rows, columns, bits, codes, Tile.of(tile_rows, padded, bits),
+        (scale / unit).to(torch.float16),
         None if offset is None else (offset / unit).to(torch.float16), group, zero, unit,
     )  # fmt: skip
 
 
-def _join(codes: torch.Tensor) -> torch.Tensor:
-    """int16 `[rows, padded]` of values below 16 to bytes, chunk by chunk."""
+def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Pack int16 `[rows, padded]` codes below 16 into bytes, chunk by chunk."""
     halves = codes.view(len(codes), -1, 2, CHUNK // 2)
     return (halves[:, :, 0] | (halves[:, :, 1] << 4)).to(torch.uint8).flatten(1)
 
 
 def _unit(scale: torch.Tensor, offset: torch.Tensor | None) -> float:
-    """The power of two that brings the largest scale or offset to `_LARGEST` at most."""
+    """The power of two by which the largest scale or offset is at most `_MAX_SCALE`."""
     largest = float(scale.abs().max()) if scale.numel() else 0.0
     if offset is not None:
         largest = max(largest, float(offset.abs().max()))
     unit = 1.0
-    while largest > _LARGEST * unit:
+    while largest > _MAX_SCALE * unit:
         unit *= 2
-    while 0 < 2 * largest <= _LARGEST * unit:
+    while 0 < 2 * largest <= _MAX_SCALE * unit:
         unit /= 2
     return unit
 
@@ -217,7 +230,8 @@ def _q6_k(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return (low | (top << 4)).to(torch.int16) - 32, scale, None
 
 
-#: format -> how its blocks come apart, bits of a code here, values per scale, what code means 0
+#: Format -> (function that unpacks its blocks, bits per packed code, values per scale, code of
+#: zero).
 _LAYOUTS: dict[str, tuple[_Split, int, int, int]] = {
     "Q4_0": (_q4_0, 4, 32, 8),
     "Q4_1": (_q4_1, 4, 32, 0),

@@ -1,4 +1,4 @@
-"""What works on one row at a time: norms, gates, sums of rows, embeddings."""
+"""Row-wise operations: norms, gates, sums of rows, embeddings."""
 
 # Kernels are typed by Triton.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -22,7 +22,7 @@ def _norm_kernel(
     x_ptr, weight_ptr, out_ptr, width, eps, groups,
     WEIGHT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One group of one row."""
+    """RMS norm of one group of one row."""
     group = tl.program_id(1)
     start = (tl.program_id(0).to(tl.int64) * groups + group) * width
     squares = tl.full((BLOCK,), 0.0, tl.float32)
@@ -35,14 +35,14 @@ def _norm_kernel(
         at = first + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + start + at, mask=at < width, other=0.0) * factor
         if WEIGHT:
-            place = at + group * width if WIDE else at
-            x = x * tl.load(weight_ptr + place, mask=at < width, other=0.0)
+            weight_at = at + group * width if WIDE else at
+            x = x * tl.load(weight_ptr + weight_at, mask=at < width, other=0.0)
         tl.store(out_ptr + start + at, x, mask=at < width)
 
 
 @part_of_kernel
 def _tanh(x):
-    """tanh by way of exp of a number not above 0, so that nothing overflows."""
+    """tanh from exp of a number that is at most 0, which cannot overflow."""
     small = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - small) / (1.0 + small)
     return tl.where(x < 0, -size, size)
@@ -53,7 +53,7 @@ def _pointwise_kernel(
     x_ptr, y_ptr, out_ptr, count, number,
     OPERATION: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """gated, add, scale or softcap of flat float32 arrays."""
+    """gated, add, scale or softcap of flat float arrays, computed in float32."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
     if OPERATION == "scale":
@@ -75,7 +75,7 @@ def _embed_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of the row of one token, in float32."""
+    """Dequantise one block of the row of one token to float32."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.maximum(tl.load(tokens_ptr + row), 0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -84,8 +84,8 @@ def _embed_kernel(
         x = tl.load(codes_ptr + token * width + k, mask=inside, other=0.0).to(tl.float32)
     else:
         if BITS == 4:
-            place = k // (2 * _HALF) * _HALF + k % _HALF
-            byte = tl.load(codes_ptr + token * (padded // 2) + place, mask=inside, other=0)
+            byte_index = k // (2 * _HALF) * _HALF + k % _HALF
+            byte = tl.load(codes_ptr + token * (padded // 2) + byte_index, mask=inside, other=0)
             code = tl.where(k % (2 * _HALF) < _HALF, byte & 15, byte >> 4)
         else:
             code = tl.load(codes_ptr + token * padded + k, mask=inside, other=0)
@@ -100,7 +100,7 @@ def _embed_kernel(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, groups: int = 1
 ) -> torch.Tensor:
-    """RMS norm of each of `groups` parts of float32 rows."""
+    """RMS norm of each of `groups` equal parts of float32 rows `[n, width]`."""
     out = torch.empty_like(x)
     width = x.shape[1] // groups
     if len(x):

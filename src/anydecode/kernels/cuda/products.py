@@ -1,15 +1,14 @@
-"""Matrix products: x @ w.T for packed weights, with what stands before and behind them fused in.
+"""Matrix products x @ w.T with packed weights, fused with a norm, bias, gate and residual.
 
-A program multiplies 16 rows of x with a fixed number of rows of w, walking the columns in steps of
-a fixed size. A pass of one row and one of sixteen run the same instructions in the same order; more
-rows are more programs. The tile and the number of splits depend on the weight alone. Where a matrix
-has too few rows to keep a GPU busy, its columns are split, and the parts are added in their order
-by a second kernel.
+A program multiplies 16 rows of x with a fixed number of rows of w, in steps of a fixed number of
+inputs. Passes of one and of sixteen rows run the same instructions in the same order; more rows are
+more programs. The tile and the number of splits depend on the weight alone. Where a matrix has too
+few rows to occupy a GPU, its inputs are split, and a second kernel adds the parts in order.
 
-A one-row product only reads, and what counts is bytes in flight: at 4.3 TB/s and 0.7 us of latency,
-3 MB, or 23 KB on each of 132 multiprocessors. A tile of 32 rows times 128 columns of bfloat16 is
-8 KiB, of which a program keeps three in flight; so one program for each multiprocessor is enough,
-and only matrices with fewer rows are split.
+A one-row product is bound by memory reads, so it needs enough bytes in flight: at 4.3 TB/s and 0.7
+us of latency, 3 MB, or 23 KB on each of 132 multiprocessors. A tile of 32 rows times 128 columns of
+bfloat16 is 8 KiB, and a program has three of them in flight. So one program per multiprocessor is
+enough, and only matrices with fewer rows are split.
 """
 
 # Kernels are typed by Triton.
@@ -21,22 +20,22 @@ import torch
 import triton
 import triton.language as tl
 
-from anydecode.kernels.cuda.available import COMPILED, interpreted, part_of_kernel
+from anydecode.kernels.cuda.available import COMPILED, is_interpreted, part_of_kernel
 from anydecode.kernels.cuda.packing import CHUNK, Packed
 
-#: Rows of x in a program: the least a tensor core takes, so that 1 and 16 rows are one kernel.
+#: Rows of x in a program: the minimum of a tensor core, so that 1 and 16 rows use the same kernel.
 ROWS = tl.constexpr(16)
 
-_INTERPRETED = tl.constexpr(interpreted())
+_INTERPRETED = tl.constexpr(is_interpreted())
 _HALF = tl.constexpr(CHUNK // 2)
 
 
 @part_of_kernel
 def dot(x, w, acc, PRECISION: tl.constexpr):
-    """acc + x @ w for float32 x; "bf16" and "tf32" are tensor cores, "ieee" is not."""
+    """acc + x @ w for float32 x. "bf16" and "tf32" use tensor cores, "ieee" does not."""
     if _INTERPRETED:
-        # The interpreter multiplies bfloat16 as the integers it keeps them in, and its product of
-        # matrices is a library's, whose bits depend on a row's place.
+        # The interpreter multiplies the integers in which it stores bfloat16, and its matrix
+        # product is a library's, whose bits depend on the row index.
         if PRECISION == "bf16":
             x = x.to(tl.bfloat16)
             w = w.to(tl.bfloat16)
@@ -65,10 +64,10 @@ def _inputs(
     x_ptr, stride, row, rows, k, width, norm_ptr, squares,
     NORM: tl.constexpr,
 ):  # fmt: skip
-    """Columns k of 16 rows of x in float32, times the norm's weight, and the squares so far."""
-    seen = (row < rows)[:, None] & (k < width)[None, :]
+    """Columns k of 16 rows of x in float32 times the norm's weight; the sum of squares so far."""
+    mask = (row < rows)[:, None] & (k < width)[None, :]
     at = row.to(tl.int64)[:, None] * stride + k[None, :]
-    x = tl.load(x_ptr + at, mask=seen, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         squares += tl.sum(x * x, 1)
         x = x * tl.load(norm_ptr + k, mask=k < width, other=0.0)[None, :]
@@ -80,7 +79,7 @@ def _scaled(
     codes, scale_ptr, offset_ptr, groups, ZERO: tl.constexpr,
     OFFSET: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Codes `[COLUMNS, WIDTH]` as float32 numbers; `groups` are where their scales lie."""
+    """Codes `[COLUMNS, WIDTH]` as float32 numbers; `groups` are the offsets of their scales."""
     values = (codes.to(tl.int32) - ZERO).to(tl.float32)
     values = tl.reshape(values, (COLUMNS, WIDTH // GROUP, GROUP))
     scale = tl.load(scale_ptr + groups).to(tl.float32)
@@ -90,7 +89,7 @@ def _scaled(
     return tl.reshape(values, (COLUMNS, WIDTH))
 
 
-# Nothing is compiled for a number of rows: one row and sixteen are the same machine code.
+# `rows` is not specialised: one row and sixteen run the same machine code.
 @triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
     x_ptr, x_stride, rows, norm_ptr, eps,
@@ -101,19 +100,19 @@ def _product_kernel(
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the result. With SPLITS > 1, one part of it, to be added by `_reduce_kernel`.
+    """One tile of the result. With SPLITS > 1, one part of it, which `_reduce_kernel` adds.
 
-    With GATED, w is two matrices of `out_features` rows, one behind the other, and the result
-    is activation(first) * second.
+    With GATED, w is two concatenated matrices of `out_features` rows, and the result is
+    activation(first) * second.
     """
-    # Tiles of rows come first, so that programs that read the same weights run side by side.
+    # Tiles of rows are the first axis, so that programs with the same weights run concurrently.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2)
     first = tl.minimum(column, out_features - 1).to(tl.int64)
     second = first + out_features
     acc = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
-    more = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    acc_up = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     squares = tl.full((ROWS,), 0.0, tl.float32)
     steps = (padded + STEP - 1) // STEP
     share = (steps + SPLITS - 1) // SPLITS
@@ -122,9 +121,9 @@ def _product_kernel(
         if BITS == 4:
             byte = tl.arange(0, STEP // 2)
             low = start + byte // _HALF * (2 * _HALF) + byte % _HALF
-            some = tl.arange(0, STEP // 2 // GROUP)
+            group = tl.arange(0, STEP // 2 // GROUP)
             per_half: tl.constexpr = _HALF // GROUP
-            groups = start // GROUP + some // per_half * (2 * per_half) + some % per_half
+            groups = start // GROUP + group // per_half * (2 * per_half) + group % per_half
             x_low, squares = _inputs(
                 x_ptr, x_stride, row, rows, low, width, norm_ptr, squares, NORM
             )
@@ -133,45 +132,47 @@ def _product_kernel(
             )
             at = start // 2 + byte
             codes = tl.load(codes_ptr + first[:, None] * (padded // 2) + at[None, :])
-            place = first[:, None] * (padded // GROUP) + groups[None, :]
+            offset = first[:, None] * (padded // GROUP) + groups[None, :]
             w = _scaled(
-                codes & 15, scale_ptr, offset_ptr, place, ZERO, OFFSET, COLUMNS, STEP // 2, GROUP
+                codes & 15, scale_ptr, offset_ptr, offset, ZERO, OFFSET, COLUMNS, STEP // 2, GROUP
             )
             acc = dot(x_low, tl.trans(w), acc, PRECISION)
             w = _scaled(
-                codes >> 4, scale_ptr, offset_ptr, place + per_half, ZERO, OFFSET, COLUMNS,
+                codes >> 4, scale_ptr, offset_ptr, offset + per_half, ZERO, OFFSET, COLUMNS,
                 STEP // 2, GROUP,
             )  # fmt: skip
             acc = dot(x_high, tl.trans(w), acc, PRECISION)
             if GATED:
                 codes = tl.load(codes_ptr + second[:, None] * (padded // 2) + at[None, :])
-                place = second[:, None] * (padded // GROUP) + groups[None, :]
+                offset = second[:, None] * (padded // GROUP) + groups[None, :]
                 w = _scaled(
-                    codes & 15, scale_ptr, offset_ptr, place, ZERO, OFFSET, COLUMNS, STEP // 2,
+                    codes & 15, scale_ptr, offset_ptr, offset, ZERO, OFFSET, COLUMNS, STEP // 2,
                     GROUP,
                 )  # fmt: skip
-                more = dot(x_low, tl.trans(w), more, PRECISION)
+                acc_up = dot(x_low, tl.trans(w), acc_up, PRECISION)
                 w = _scaled(
-                    codes >> 4, scale_ptr, offset_ptr, place + per_half, ZERO, OFFSET, COLUMNS,
+                    codes >> 4, scale_ptr, offset_ptr, offset + per_half, ZERO, OFFSET, COLUMNS,
                     STEP // 2, GROUP,
                 )  # fmt: skip
-                more = dot(x_high, tl.trans(w), more, PRECISION)
+                acc_up = dot(x_high, tl.trans(w), acc_up, PRECISION)
         else:
             k = start + tl.arange(0, STEP)
             x, squares = _inputs(x_ptr, x_stride, row, rows, k, width, norm_ptr, squares, NORM)
             if BITS == 8:
                 groups = start // GROUP + tl.arange(0, STEP // GROUP)
                 codes = tl.load(codes_ptr + first[:, None] * padded + k[None, :])
-                place = first[:, None] * (padded // GROUP) + groups[None, :]
-                w = _scaled(codes, scale_ptr, offset_ptr, place, ZERO, OFFSET, COLUMNS, STEP, GROUP)
+                offset = first[:, None] * (padded // GROUP) + groups[None, :]
+                w = _scaled(
+                    codes, scale_ptr, offset_ptr, offset, ZERO, OFFSET, COLUMNS, STEP, GROUP
+                )
                 acc = dot(x, tl.trans(w), acc, PRECISION)
                 if GATED:
                     codes = tl.load(codes_ptr + second[:, None] * padded + k[None, :])
-                    place = second[:, None] * (padded // GROUP) + groups[None, :]
+                    offset = second[:, None] * (padded // GROUP) + groups[None, :]
                     w = _scaled(
-                        codes, scale_ptr, offset_ptr, place, ZERO, OFFSET, COLUMNS, STEP, GROUP
+                        codes, scale_ptr, offset_ptr, offset, ZERO, OFFSET, COLUMNS, STEP, GROUP
                     )
-                    more = dot(x, tl.trans(w), more, PRECISION)
+                    acc_up = dot(x, tl.trans(w), acc_up, PRECISION)
             else:
                 inside = (k < width)[None, :]
                 w = tl.load(codes_ptr + first[:, None] * width + k[None, :], mask=inside, other=0.0)
@@ -179,28 +180,28 @@ def _product_kernel(
                 if GATED:
                     at_up = second[:, None] * width + k[None, :]
                     w = tl.load(codes_ptr + at_up, mask=inside, other=0.0)
-                    more = dot(x, tl.trans(w), more, PRECISION)
-    seen = (row < rows)[:, None] & (column < out_features)[None, :]
-    place = row.to(tl.int64)[:, None] * out_features + column[None, :]
+                    acc_up = dot(x, tl.trans(w), acc_up, PRECISION)
+    mask = (row < rows)[:, None] & (column < out_features)[None, :]
+    offset = row.to(tl.int64)[:, None] * out_features + column[None, :]
     if SPLITS > 1:
         planes: tl.constexpr = 2 if GATED else 1
         size = rows.to(tl.int64) * out_features
-        tl.store(out_ptr + split * planes * size + place, acc, mask=seen)
+        tl.store(out_ptr + split * planes * size + offset, acc, mask=mask)
         if GATED:
-            tl.store(out_ptr + (split * planes + 1) * size + place, more, mask=seen)
+            tl.store(out_ptr + (split * planes + 1) * size + offset, acc_up, mask=mask)
     else:
         acc = acc * unit
         if NORM:
             factor = 1.0 / tl.sqrt(squares / width + eps)
             acc = acc * factor[:, None]
-            more = more * factor[:, None]
+            acc_up = acc_up * factor[:, None]
         if BIAS:
             acc = acc + tl.load(bias_ptr + column, mask=column < out_features, other=0.0)[None, :]
         if GATED:
-            acc = activate(acc, ACTIVATION) * (more * unit)
+            acc = activate(acc, ACTIVATION) * (acc_up * unit)
         if RESIDUAL:
-            acc = tl.load(residual_ptr + place, mask=seen, other=0.0) + acc
-        tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=seen)
+            acc = tl.load(residual_ptr + offset, mask=mask, other=0.0) + acc
+        tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -209,32 +210,36 @@ def _reduce_kernel(
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the parts of a split product in their order, and does what comes behind it."""
+    """Add the parts of a split product in order, then apply bias, gate and residual."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    seen = column < out_features
-    place = tl.program_id(0).to(tl.int64) * out_features + column
+    mask = column < out_features
+    offset = tl.program_id(0).to(tl.int64) * out_features + column
     size = rows.to(tl.int64) * out_features
     planes: tl.constexpr = 2 if GATED else 1
     acc = tl.full((BLOCK,), 0.0, tl.float32)
-    more = tl.full((BLOCK,), 0.0, tl.float32)
+    acc_up = tl.full((BLOCK,), 0.0, tl.float32)
     for split in tl.static_range(SPLITS):
-        acc += tl.load(parts_ptr + split * planes * size + place, mask=seen, other=0.0)
+        acc += tl.load(parts_ptr + split * planes * size + offset, mask=mask, other=0.0)
         if GATED:
-            more += tl.load(parts_ptr + (split * planes + 1) * size + place, mask=seen, other=0.0)
+            acc_up += tl.load(
+                parts_ptr + (split * planes + 1) * size + offset, mask=mask, other=0.0
+            )
     acc = acc * unit
     if BIAS:
-        acc = acc + tl.load(bias_ptr + column, mask=seen, other=0.0)
+        acc = acc + tl.load(bias_ptr + column, mask=mask, other=0.0)
     if GATED:
-        acc = activate(acc, ACTIVATION) * (more * unit)
+        acc = activate(acc, ACTIVATION) * (acc_up * unit)
     if RESIDUAL:
-        acc = tl.load(residual_ptr + place, mask=seen, other=0.0) + acc
-    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=seen)
+        acc = tl.load(residual_ptr + offset, mask=mask, other=0.0) + acc
+    tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def precision(packed: Packed) -> str:
-    """The arithmetic a weight is multiplied in: the fastest that rounds no weight of plain numbers.
-    A float16 is a tf32; dequantised codes are rounded to bfloat16, as activations are."""
-    if packed.rounds:
+    """The arithmetic of products with a weight: the fastest that does not round plain weights.
+
+    tf32 represents every float16. Dequantised codes are rounded to bfloat16, as activations are.
+    """
+    if packed.takes_bfloat16:
         return "bf16"
     return "tf32" if packed.codes.dtype == torch.float16 else "ieee"
 
@@ -250,15 +255,29 @@ def product(
     activation: str = "",
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """x @ w.T `[rows, out_features]` of x `[rows, in_features]`, float32 or bfloat16.
+    """x @ w.T, optionally with a norm before it and bias, gate and residual after it.
 
-    `norm`: the weight of an RMS norm of x over its whole width, taken before. `residual` float32 is
-    added. `activation`: w is two matrices, gate over up, and the result activation(gate) * up.
+    Args:
+        x: `[rows, in_features]`, float32 or bfloat16.
+        packed: The weight w.
+        norm: Weight of an RMS norm of x over its whole width, applied first.
+        eps: Of that norm.
+        bias: float32 `[out_features]`, added to the product.
+        residual: float32 `[rows, out_features]`, added to the result.
+        activation: Where given, w is two matrices, gate and then up, and the result is
+            activation(gate) * up.
+        dtype: Of the result.
+
+    Returns:
+        `[rows, out_features]` in `dtype`.
+
+    Raises:
+        ValueError: A norm is given with a weight that is split.
     """
     gated = bool(activation)
     tile = packed.tile
     if norm is not None and tile.splits > 1:
-        raise ValueError("a split product takes no norm")
+        raise ValueError("a split product cannot include a norm; apply `rms_norm` to x first")
     rows, out_features = len(x), packed.out_features // (2 if gated else 1)
     out = torch.empty(rows, out_features, dtype=dtype, device=x.device)
     if not rows:
@@ -288,13 +307,13 @@ def product(
 
 
 def _stages(packed: Packed, gated: bool) -> int:
-    """Depth of the pipeline: about 40 KB of weights in flight for each multiprocessor, whether one
-    deep program has it or several shallow ones."""
+    """Depth of the software pipeline: about 40 KB of weights in flight per multiprocessor, in one
+    program with many stages or several with few."""
     if packed.bits == 32:
         return 2
     return 3 if gated else 6 if packed.tile.columns == 32 else 4
 
 
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    """A pointer for an argument that is not read."""
+    """`tensor`, or another pointer for an argument that is not read."""
     return other if tensor is None else tensor

@@ -1,4 +1,4 @@
-"""The rows of a pass on the device: small arrays of integers, and one array of visible slots."""
+"""The rows of a pass on the device: integers per row, and one array of visible slots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from anydecode.kernels.interface import Rows
 
-#: The integers kept per row, in this order.
+#: The integers of each row, in this order.
 FIELDS = (
     "tokens",
     "positions",
@@ -24,14 +24,14 @@ FIELDS = (
 
 @dataclass(eq=False)
 class DeviceRows:
-    """`ints` int32 `[len(FIELDS), n]`; `seen` int32: all tables, then the tails.
+    """`ints` is int32 `[len(FIELDS), n]`; `visible` is int32: all tables, then the tails.
 
-    Row r sees `seen[table_start + layer * table_stride:][:prefix]`, then
-    `seen[tail_start:][:tail_length]`.
+    Row r attends to `visible[table_start + layer * table_stride:][:prefix]`, then
+    `visible[tail_start:][:tail_length]`.
     """
 
     ints: torch.Tensor
-    seen: torch.Tensor
+    visible: torch.Tensor
 
     def __len__(self) -> int:
         return self.ints.shape[1]
@@ -43,28 +43,28 @@ class DeviceRows:
 
 
 def layout(rows: Rows, index: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The arrays of `DeviceRows` for the rows of a pass, or for those of `index`."""
+    """The arrays of `DeviceRows` for all rows of a pass, or for the rows `index`."""
     sizes = np.array([table.size for table in rows.tables] + [0], np.int64)
     starts = np.concatenate(([0], np.cumsum(sizes)))
     strides = np.array([t.shape[1] if t.ndim == 2 else 0 for t in rows.tables] + [0], np.int64)
-    where: slice | np.ndarray = slice(None) if index is None else index
-    table = rows.table[where]
+    selected: slice | np.ndarray = slice(None) if index is None else index
+    table = rows.table[selected]
     columns = (
-        rows.tokens[where],
-        rows.positions[where],
-        rows.slots[where],
-        rows.prefix[where],
-        rows.tail_length[where],
-        rows.tail_start[where] + starts[-1],
+        rows.tokens[selected],
+        rows.positions[selected],
+        rows.slots[selected],
+        rows.prefix[selected],
+        rows.tail_length[selected],
+        rows.tail_start[selected] + starts[-1],
         starts[table],
         strides[table],
     )
     ints = np.stack([np.asarray(column, np.int32) for column in columns])
-    seen = np.concatenate([*(table.reshape(-1) for table in rows.tables), rows.tails])
-    return ints, np.ascontiguousarray(seen, np.int32)
+    visible = np.concatenate([*(table.reshape(-1) for table in rows.tables), rows.tails])
+    return ints, np.ascontiguousarray(visible, np.int32)
 
 
 def to_device(rows: Rows, index: np.ndarray, device: torch.device) -> DeviceRows:
-    """The rows of `index`, copied to the device."""
-    ints, seen = layout(rows, index)
-    return DeviceRows(torch.from_numpy(ints).to(device), torch.from_numpy(seen).to(device))
+    """Copy the rows `index` of a pass to the device."""
+    ints, visible = layout(rows, index)
+    return DeviceRows(torch.from_numpy(ints).to(device), torch.from_numpy(visible).to(device))
