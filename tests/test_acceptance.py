@@ -1,4 +1,4 @@
-"""Acceptance rules: exact where they say so, and tests that notice when they are not."""
+"""Acceptance rules: exact rules follow the target's distribution; broken ones fail the tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from anydecode import catalogue
 from anydecode.catalogue import Card
 from anydecode.decoders.speculative.acceptance import TopMAcceptance, TypicalAcceptance
 from anydecode.decoders.speculative.core import Speculative
-from anydecode.decoders.speculative.rejection import RejectionSampling, ladder, rule
+from anydecode.decoders.speculative.rejection import (
+    RejectionSampling,
+    acceptance_rule,
+    rejection_steps,
+)
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation import certify as certifying
 from anydecode.evaluation.certify import Check, certify_one, measure
@@ -38,34 +42,34 @@ def passed(checks: Iterator[Check]) -> bool:
     return True
 
 
-def off(kind: str, width: int, rungs: object) -> float:
-    return max(float(abs(outcome(p, q, kind, width, rungs) - p).sum()) for p, q in cases())
+def total_error(kind: str, width: int, steps: object) -> float:
+    return max(float(abs(outcome(p, q, kind, width, steps) - p).sum()) for p, q in cases())
 
 
-def test_mechanisms_hold() -> None:
+def test_oracle_tests_pass() -> None:
     for checks in (mechanisms.lenient, mechanisms.typical, mechanisms.top_m):
         assert passed(checks())
 
 
 @pytest.mark.parametrize("kind", ["wor", "iid", "point"])
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_all_outcomes_sum_to_the_target(kind: str, width: int) -> None:
-    assert off(kind, width, ladder) < 1e-12
+def test_outcome_probabilities_equal_the_target(kind: str, width: int) -> None:
+    assert total_error(kind, width, rejection_steps) < 1e-12
 
 
 def unconditional(p, q, kind, tokens):
-    """Broken: siblings without replacement are held against the whole q."""
-    return ladder(p, q, "iid", tokens)
+    """Broken: siblings drawn without replacement are compared with the whole q."""
+    return rejection_steps(p, q, "iid", tokens)
 
 
 def no_residual(p, q, kind, tokens):
-    """Broken: after a rejection the token is drawn from p itself."""
-    return ((chance, p) for chance, _ in ladder(p, q, kind, tokens))
+    """Broken: after a rejection the token is sampled from p itself."""
+    return ((probability, p) for probability, _ in rejection_steps(p, q, kind, tokens))
 
 
 def by_draft_probability(p, q, kind, tokens):
-    """Broken: chosen siblings are treated as if they had been drawn."""
-    return ladder(p, q, "wor", tokens)
+    """Broken: chosen siblings are treated as drawn ones."""
+    return rejection_steps(p, q, "wor", tokens)
 
 
 @pytest.mark.parametrize(
@@ -77,30 +81,30 @@ def by_draft_probability(p, q, kind, tokens):
         ("point", by_draft_probability),
     ],
 )
-def test_broken_rules_are_noticed_over_all_outcomes(kind: str, broken: object) -> None:
-    assert off(kind, 2, broken) > 1e-2
+def test_broken_rules_fail_over_all_outcomes(kind: str, broken: object) -> None:
+    assert total_error(kind, 2, broken) > 1e-2
 
 
-def test_unconditional_q_is_noticed_by_chi_square() -> None:
+def test_unconditional_q_fails_chi_square() -> None:
     p, q = np.array([0.05, 0.15, 0.3, 0.5]), np.array([0.5, 0.3, 0.15, 0.05])
     random = np.random.default_rng(3)
 
-    def say(rungs) -> int:
+    def draw(steps) -> int:
         drawn = random.choice(4, 3, replace=False, p=q)
         rest = p
-        for token, (chance, left) in zip(drawn, rungs(p, q, "wor", drawn), strict=True):
+        for token, (probability, left) in zip(drawn, steps(p, q, "wor", drawn), strict=True):
             rest = left
-            if random.random() < chance:
+            if random.random() < probability:
                 return int(token)
         return int(random.choice(4, p=rest))
 
     wanted = {(token,): float(p[token]) for token in range(4)}
-    assert fit([(say(ladder),) for _ in range(4000)], wanted).passed
-    assert not fit([(say(unconditional),) for _ in range(4000)], wanted).passed
+    assert fit([(draw(rejection_steps),) for _ in range(4000)], wanted).passed
+    assert not fit([(draw(unconditional),) for _ in range(4000)], wanted).passed
 
 
 class Broken(RejectionSampling):
-    def rungs(self, p, q, kind, tokens):
+    def steps(self, p, q, kind, tokens):
         return no_residual(p, q, kind, tokens)
 
 
@@ -126,11 +130,11 @@ def test_trees_through_the_engine_follow_the_target(kind: str) -> None:
             assert not fit(sampled(llm, decoder, options, 300), expected(options)).passed
 
 
-def test_a_draft_that_skips_the_processors_is_noticed() -> None:
-    """q must come from the same policy as p: here the drafter ignores the temperature."""
+def test_draft_distribution_without_processors_fails() -> None:
+    """q must come from the same sampler as p: here the drafter ignores the temperature."""
     from anydecode.sampling.sampler import Sampler
 
-    class Unwarped(TableTrees):
+    class IgnoresTemperature(TableTrees):
         def open(self, sequence):
             session = super().open(sequence)
             tables = session.propose
@@ -145,14 +149,14 @@ def test_a_draft_that_skips_the_processors_is_noticed() -> None:
             return session
 
     options = {"temperature": 0.3}
-    for drafter, right in ((TableTrees("wor", 1), True), (Unwarped("wor", 1), False)):
+    for drafter, right in ((TableTrees("wor", 1), True), (IgnoresTemperature("wor", 1), False)):
         with small_llm() as llm:
             decoder = Speculative(drafter, acceptance=RejectionSampling())
             found = fit(sampled(llm, decoder, options, 300), expected(options))
         assert found.passed is right, found
 
 
-def test_each_sample_gets_its_own_constraint() -> None:
+def test_samples_have_separate_constraint_states() -> None:
     with small_llm() as llm:
         texts = sampled(llm, catalogue.build("autoregressive"), SAMPLING_OPTIONS["a grammar"], 40)
     for text in texts:
@@ -164,12 +168,12 @@ def test_each_sample_gets_its_own_constraint() -> None:
 
 def test_equal_distributions_always_accept() -> None:
     p = np.array([0.25, 0.75])
-    (chance, rest), *_ = ladder(p, p, "wor", [1])
-    assert chance == 1.0
-    assert np.array_equal(rest, p)  # nothing is left of p - q, so p stands in
+    (probability, rest), *_ = rejection_steps(p, p, "wor", [1])
+    assert probability == 1.0
+    assert np.array_equal(rest, p)  # p - q is zero everywhere, so p is used
 
 
-def test_greedy_rejection_is_plain_greedy_decoding() -> None:
+def test_greedy_rejection_equals_plain_greedy_decoding() -> None:
     with small_llm() as llm:
         plain = llm.generate(PROMPT, max_tokens=40, decoder="autoregressive")
         drafted = llm.generate(PROMPT, max_tokens=40, decoder="rejection-sampling")
@@ -177,7 +181,7 @@ def test_greedy_rejection_is_plain_greedy_decoding() -> None:
     assert drafted.stats.passes < plain.stats.passes
 
 
-def test_log_probabilities_are_there_under_every_rule() -> None:
+def test_every_rule_returns_log_probabilities() -> None:
     with small_llm() as llm:
         for name in ("rejection", "typical", "top-m", "token-exact"):
             decoder = f"speculative-sampling:acceptance={name}"
@@ -187,32 +191,34 @@ def test_log_probabilities_are_there_under_every_rule() -> None:
             assert None not in answer.logprobs
 
 
-def test_bad_parameters_are_refused_in_one_line() -> None:
+def test_invalid_parameters_have_one_line_errors() -> None:
     for make in (
         lambda: RejectionSampling(0),
         lambda: TypicalAcceptance(epsilon=1.5),
         lambda: TopMAcceptance(0),
-        lambda: rule("majority"),
+        lambda: acceptance_rule("majority"),
     ):
         with pytest.raises(InvalidRequestError) as error:
             make()
         assert "\n" not in str(error.value)
 
 
-def test_the_gamma_function_behind_the_test() -> None:
+def test_upper_gamma_matches_chi_square_tables() -> None:
     # chi-square's 5% points for 1, 5 and 30 degrees of freedom, from any table
     for degrees, point in ((1, 3.841459), (5, 11.070498), (30, 43.772972)):
         assert upper_gamma(degrees / 2, point / 2) == pytest.approx(0.05, abs=1e-7)
     assert upper_gamma(2.0, 0.0) == 1.0
 
 
-def test_an_impossible_outcome_fails_the_fit() -> None:
+def test_impossible_outcome_fails_the_fit() -> None:
     assert fit([(0,)] * 50 + [(1,)] * 50, {(0,): 0.5, (1,): 0.5}).passed
     assert not fit([(0,)] * 50 + [(2,)], {(0,): 0.5, (1,): 0.5}).passed
     assert not fit([(0,)] * 80 + [(1,)] * 20, {(0,): 0.5, (1,): 0.5}).passed
 
 
-def test_a_lossy_card_needs_a_measure_within_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lossy_certificate_requires_a_measure_within_its_margin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(certifying, "_measures", {})
     monkeypatch.setattr(certifying, "claim", lambda card, make: iter(()))
     monkeypatch.setattr(certifying, "load_oracle_tests", lambda: {"typical-acceptance": lambda: []})
@@ -223,7 +229,7 @@ def test_a_lossy_card_needs_a_measure_within_its_margin(monkeypatch: pytest.Monk
     assert not certify_one("typical-acceptance").passed
 
 
-def test_a_wrong_claim_of_exactness_fails_its_certificate(
+def test_wrong_claim_of_exactness_fails_the_certificate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("T=1", "penalties", "T=0.7 with top-p"):

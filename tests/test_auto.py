@@ -1,4 +1,4 @@
-"""The default decoder: right whatever it drafts, and never a fool about what drafts cost."""
+"""The default decoder: token-exact, and drafts only when they pay."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 
 from anydecode.decoders.speculative import auto as module
 from anydecode.decoders.speculative.auto import (
+    AcceptanceRates,
     Auto,
-    Growth,
-    Guesser,
-    Rates,
-    Source,
+    CandidateTree,
+    CopySource,
+    SuccessorPredictor,
     best_count,
-    grown,
-    needed,
+    grow_tree,
+    min_useful_probability,
 )
 from anydecode.decoders.speculative.copies import SEPARATOR, MatchCursor, TokenHistory
-from anydecode.decoders.speculative.successors import WIDTH, Successors
+from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
 from anydecode.engine import costs
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
@@ -33,27 +33,27 @@ from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT
 
 
-def test_the_certificate() -> None:
+def test_certificate_passes() -> None:
     certificate = certify_one("auto")
     assert certificate.passed, [check for check in certificate.checks if not check.passed]
 
 
-def test_a_careless_acceptance_breaks_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepting_all_drafts_fails_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
     from anydecode.decoders.speculative.acceptance import AcceptanceResult, TokenExact
 
-    def careless(self, tree, scores):
+    def accept_all(self, tree, scores):
         path = tree.path(len(tree) - 1) if len(tree) else []
         return AcceptanceResult(
             path, [tree.tokens[n] for n in path] + [scores.sample(len(path) and path[-1] + 1)]
         )
 
-    monkeypatch.setattr(TokenExact, "walk", careless)
-    monkeypatch.setattr(module, "LEAST_GAIN", 0.0)
+    monkeypatch.setattr(TokenExact, "walk", accept_all)
+    monkeypatch.setattr(module, "MIN_GAIN", 0.0)
     checks = {check.name: check.passed for check in certify_one("auto").checks}
     assert not checks["equals plain decoding, scripted, T=0.0"]
 
 
-def test_a_greedy_budget_breaks_the_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafting_everything_fails_the_oracle_test(monkeypatch: pytest.MonkeyPatch) -> None:
     from anydecode.evaluation.mechanisms import auto as checks
 
     everything = lambda chances, costs, others, drafting: len(chances)  # noqa: E731
@@ -61,12 +61,12 @@ def test_a_greedy_budget_breaks_the_mechanism(monkeypatch: pytest.MonkeyPatch) -
     assert not all(check.passed for check in checks.auto())
 
 
-def test_dear_rows_are_never_drafted_for() -> None:
+def test_no_drafts_when_rows_are_expensive() -> None:
     assert passes(lambda n: float(n)) == 60
     assert passes(lambda n: 1.0) < 15
 
 
-def test_what_earlier_answers_said_is_drafted_and_can_be_forgotten() -> None:
+def test_earlier_answers_are_drafted_until_clear() -> None:
     random = np.random.default_rng(2)
     text = random.permutation(60).tolist()
     following = dict(zip(text, [*text[1:], 0], strict=True))
@@ -88,7 +88,7 @@ def test_what_earlier_answers_said_is_drafted_and_can_be_forgotten() -> None:
     assert all(record["verify_seconds"] >= 0 for record in again.trace)
 
 
-def test_memory_is_bounded() -> None:
+def test_stored_answers_are_bounded() -> None:
     decoder = Auto(memory=50)
     for _ in range(20):
         decoder._learn(list(range(9)))
@@ -97,113 +97,121 @@ def test_memory_is_bounded() -> None:
     assert len(decoder.past) <= 50
 
 
-def test_old_guesses_fade() -> None:
-    rates = Rates(module.PRIORS[True])
+def test_old_observations_decay() -> None:
+    rates = AcceptanceRates(module.PRIORS[True])
     for _ in range(500):
-        rates.note(3, True)
+        rates.record(3, True)
     for _ in range(120):
-        rates.note(3, False)
+        rates.record(3, False)
     assert rates[3] < 0.2
-    assert rates.shares()[0] == pytest.approx(module.PRIORS[True][0])
+    assert rates.rates()[0] == pytest.approx(module.PRIORS[True][0])
 
 
-def test_little_evidence_counts_for_less() -> None:
-    few, many = Rates([0.5], weight=4.0), Rates([0.5], weight=400.0)
+def test_lower_bound_rises_with_observations() -> None:
+    few, many = AcceptanceRates([0.5], weight=4.0), AcceptanceRates([0.5], weight=400.0)
     assert few[0] < many[0] < 0.5
 
 
-def test_chains_go_round_where_the_text_repeats_itself() -> None:
-    corpus, follower = TokenHistory(), None
-    follower = MatchCursor(corpus)
+def test_chains_repeat_the_period_of_the_text() -> None:
+    corpus = TokenHistory()
+    cursor = MatchCursor(corpus)
     for token in [5, 1, 2, 3, 1, 2, 3]:
         corpus.append(token)
-        follower.step(corpus.tokens)
-    assert follower.chain(7) == [1, 2, 3, 1, 2, 3, 1]
+        cursor.step(corpus.tokens)
+    assert cursor.chain(7) == [1, 2, 3, 1, 2, 3, 1]
 
 
-def test_chains_end_between_texts() -> None:
+def test_chains_end_at_the_separator() -> None:
     corpus = TokenHistory()
     for token in [1, 2, 3, SEPARATOR, 9]:
         corpus.append(token)
-    follower = MatchCursor(corpus)
-    follower.step([1, 2])
-    assert follower.chain(5) == [3]
+    cursor = MatchCursor(corpus)
+    cursor.step([1, 2])
+    assert cursor.chain(5) == [3]
 
 
-def test_a_match_is_as_long_as_the_texts_agree() -> None:
+def test_match_length_is_the_common_suffix() -> None:
     corpus = TokenHistory()
     for token in [9, 1, 2, 3, 4, 5, 6, 7, 8, SEPARATOR]:
         corpus.append(token)
-    follower = MatchCursor(corpus)
-    follower.step([0, 1, 2, 3, 4, 5, 6])
-    assert (follower.at, follower.length) == (7, 6)
-    assert follower.ahead([5, 6], [7]).chain(3) == [8]
-    assert (follower.at, follower.length) == (7, 6)
+    cursor = MatchCursor(corpus)
+    cursor.step([0, 1, 2, 3, 4, 5, 6])
+    assert (cursor.position, cursor.length) == (7, 6)
+    assert cursor.advanced([5, 6], [7]).chain(3) == [8]
+    assert (cursor.position, cursor.length) == (7, 6)
 
 
-def sources(*texts: list[int], rate: float = 0.6) -> list[Source]:
+def sources(*texts: list[int], rate: float = 0.6) -> list[CopySource]:
     found = []
     for number, text in enumerate(texts):
         corpus = TokenHistory()
         for token in text:
             corpus.append(token)
-        source = Source(f"s{number}", corpus, Rates([rate - 0.1 * number] * len(module.CLASSES)))
-        source.follower.step(text[:1])
+        source = CopySource(
+            f"s{number}", corpus, AcceptanceRates([rate - 0.1 * number] * len(module.MATCH_LENGTHS))
+        )
+        source.cursor.step(text[:1])
         found.append(source)
     return found
 
 
-def no_guesses() -> Guesser:
-    return Guesser(Successors(), Rates([0.5] * 2 * WIDTH))
+def no_predictions() -> SuccessorPredictor:
+    return SuccessorPredictor(Successors(), AcceptanceRates([0.5] * 2 * NUM_SUCCESSORS))
 
 
-def test_two_sources_share_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CAUTION", 0.0)
-    tree = grown([7], sources([7, 1, 2, SEPARATOR], [7, 1, 3, SEPARATOR]), no_guesses(), 3, 0.0)
+def test_two_sources_grow_one_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NUM_STANDARD_ERRORS", 0.0)
+    tree = grow_tree(
+        [7], sources([7, 1, 2, SEPARATOR], [7, 1, 3, SEPARATOR]), no_predictions(), 3, 0.0
+    )
     assert tree.tokens == [1, 2, 3]
     assert tree.parents == [ROOT, 0, 0]
     assert tree.sources == ["s0", "s0", "s1"]
-    assert tree.chances[0] == pytest.approx(0.6)
-    assert tree.chances[1] == pytest.approx(0.36)
-    assert tree.chances[2] == pytest.approx(0.6 * 0.5 * 0.4)
+    assert tree.probabilities[0] == pytest.approx(0.6)
+    assert tree.probabilities[1] == pytest.approx(0.36)
+    assert tree.probabilities[2] == pytest.approx(0.6 * 0.5 * 0.4)
 
 
-def test_what_is_forced_stands_before_what_sources_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CAUTION", 0.0)
+def test_forced_tokens_precede_copied_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NUM_STANDARD_ERRORS", 0.0)
     forced = [5, 6]
-    tree = grown([7], sources([7, 1, SEPARATOR], [7, 2, SEPARATOR]), no_guesses(), 2, 0.0, forced)
+    tree = grow_tree(
+        [7], sources([7, 1, SEPARATOR], [7, 2, SEPARATOR]), no_predictions(), 2, 0.0, forced
+    )
     assert tree.tokens == [5, 6, 1, 2]
     assert tree.parents == [ROOT, 0, 1, 1]
-    assert tree.chances == pytest.approx([1, 1, 0.6, 0.2])
+    assert tree.probabilities == pytest.approx([1, 1, 0.6, 0.2])
 
 
-def test_what_the_model_thought_likely_fills_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the copied 1 stand the successors of the pair (7, 1), behind 4 those of 4 alone."""
-    monkeypatch.setattr(module, "CAUTION", 0.0)
+def test_successors_extend_copied_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the copied 1 come the successors of the pair (7, 1), after 4 those of the single token
+    4.
+    """
+    monkeypatch.setattr(module, "NUM_STANDARD_ERRORS", 0.0)
     known = Successors()
     known.learn(9, 4, [8, 5])
     known.learn(7, 1, [4, 2])
-    guesser = Guesser(known, Rates([0.5, 0.1, 0.4, 0.3]))
-    tree = grown([0, 7], sources([7, 1, SEPARATOR]), guesser, 3, 0.0)
+    predictor = SuccessorPredictor(known, AcceptanceRates([0.5, 0.1, 0.4, 0.3]))
+    tree = grow_tree([0, 7], sources([7, 1, SEPARATOR]), predictor, 3, 0.0)
     assert tree.tokens == [1, 4, 8]
     assert tree.parents == [ROOT, 0, 1]
     assert tree.sources == ["s0", "recycled", "recycled"]
-    assert tree.chances == pytest.approx([0.6, 0.3, 0.12])
-    assert grown([0, 7], sources([7, 1, SEPARATOR]), guesser, 3, 0.2).tokens == [1, 4]
+    assert tree.probabilities == pytest.approx([0.6, 0.3, 0.12])
+    assert grow_tree([0, 7], sources([7, 1, SEPARATOR]), predictor, 3, 0.2).tokens == [1, 4]
 
 
-def test_guesses_of_a_pair_and_of_a_token_are_told_apart() -> None:
+def test_successors_of_pairs_and_tokens_are_separate() -> None:
     known = Successors()
     known.learn(1, 2, [3, 4])
     assert known.find(1, 2) == (0, [3, 4])
-    assert known.find(9, 2) == (WIDTH, [3, 4])
-    assert known.find(1, 7) == (WIDTH, [])
-    assert list(known.notes(9, 2, 4)) == [(WIDTH, False), (WIDTH + 1, True)]
+    assert known.find(9, 2) == (NUM_SUCCESSORS, [3, 4])
+    assert known.find(1, 7) == (NUM_SUCCESSORS, [])
+    assert list(known.outcomes(9, 2, 4)) == [(NUM_SUCCESSORS, False), (NUM_SUCCESSORS + 1, True)]
 
 
-def test_what_was_scored_once_is_guessed_again() -> None:
-    """The text repeats no pair, but the model thinks the same behind each token, whatever stood
-    before: drafts come from what it thought, and none of the text is copied."""
+def test_recorded_successors_are_drafted() -> None:
+    """The text repeats no token pair, but the model's top tokens after each token are the same:
+    they are drafted, and nothing is copied."""
     order = [0, 1, 2, 0, 3, 4, 0, 5, 6, 0, 7, 8, 0, 9, 10, 0, 11, 12]
 
     def script(seen: tuple[int, ...]) -> np.ndarray:
@@ -220,44 +228,44 @@ def test_what_was_scored_once_is_guessed_again() -> None:
     assert "recycled" in drafted
 
 
-def test_a_part_keeps_the_shape() -> None:
-    growth = Growth([4, 5, 6], [ROOT, 0, 0], ["a", "b", "c"], [0.9, 0.5, 0.1])
+def test_prefix_of_a_candidate_tree_is_a_tree() -> None:
+    growth = CandidateTree([4, 5, 6], [ROOT, 0, 0], ["a", "b", "c"], [0.9, 0.5, 0.1])
     kept = growth.first(2)
     assert (kept.tokens, kept.parents, kept.sources) == ([4, 5], [ROOT, 0], ["a", "b"])
 
 
-def test_one_source_grows_what_it_would_beside_one_that_knows_nothing() -> None:
+def test_chain_equals_tree_beside_an_empty_source() -> None:
     (alone,) = sources([7, 1, 2, 3, 4, SEPARATOR], rate=0.7)
-    silent = Source("silent", TokenHistory(), Rates([0.5] * len(module.CLASSES)))
+    empty = CopySource("silent", TokenHistory(), AcceptanceRates([0.5] * len(module.MATCH_LENGTHS)))
     for count, least in ((4, 0.0), (2, 0.0), (4, 0.3)):
-        found = grown([7], [alone], no_guesses(), count, least, [7])
-        assert found == grown([7], [alone, silent], no_guesses(), count, least, [7])
+        found = grow_tree([7], [alone], no_predictions(), count, least, [7])
+        assert found == grow_tree([7], [alone, empty], no_predictions(), count, least, [7])
     assert 1 < len(found.tokens) < 5
 
 
-def test_no_draft_where_the_gain_is_nothing() -> None:
+def test_no_draft_without_gain() -> None:
     assert best_count([0.1, 0.05], [1.0, 1.1, 1.2], 0, 0.0) == 0
     assert best_count([0.1, 0.05], [1.0, 1.0, 1.0], 0, 0.0) == 2
     assert best_count([0.1, 0.05], [1.0, 1.0, 1.0], 0, 0.2) == 0  # drafting takes time as well
 
 
-def test_no_draft_of_less_likely_nodes_than_needed_pays() -> None:
+def test_min_useful_probability_is_the_threshold() -> None:
     random = np.random.default_rng(5)
     pays = 0
     for _ in range(300):
         costs = [1.0, *(1 + np.cumsum(random.random(6) * 2))]
         others = int(random.integers(0, 5))
-        bound = needed(costs, others)
+        bound = min_useful_probability(costs, others)
         assert best_count([0.999 * bound] * 6, costs, others, 0.0) == 0
         if bound < 1.0:
             pays += 1
             assert best_count([1.001 * bound] * 6, costs, others, 0.0) > 0
     assert 50 < pays < 250
-    assert needed([1.0, 2.0, 3.0], 0) > 1.0
+    assert min_useful_probability([1.0, 2.0, 3.0], 0) > 1.0
 
 
-class Company(FixedCosts):
-    """Costs as given, among as many as really run."""
+class BatchCosts(FixedCosts):
+    """Fixed costs, with the true number of running sequences."""
 
     def __init__(self, cost, llm: LLM) -> None:
         super().__init__(cost)
@@ -267,12 +275,12 @@ class Company(FixedCosts):
         return max(0, len(self.engine.running) - 1)
 
 
-def in_company(decoder: str, cost, temperature: float = 0.0):
-    """Four repetitive texts together: their tokens, how many rows each pass had, and how many
-    drafts were scored."""
+def run_batch(decoder: str, cost, temperature: float = 0.0):
+    """Decode four repetitive texts together. Returns their tokens, the rows of each pass, and the
+    number of drafts scored."""
     rows = []
     with LLM(ScriptedModel(cyclic, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
-        llm.cost_model = Company(cost, llm)
+        llm.cost_model = BatchCosts(cost, llm)
         llm.engine.on_pass = lambda plan, seconds: rows.append(len(plan.rows))
         prompts = [[0, 1, 2, *range(first)] for first in range(1, 5)]
         options = {"max_tokens": 40, "temperature": temperature, "seed": 7, "ignore_eos": True}
@@ -283,58 +291,60 @@ def in_company(decoder: str, cost, temperature: float = 0.0):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_company_that_drafts_do_not_pay_for_is_decoded_as_following_does(
+def test_batch_without_useful_drafts_decodes_multi_step(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No draft is scored, no logits are searched, no text is looked through, and each token comes
-    as soon as its pass is done."""
-    looked, searched, emitted = [], [], []
-    surest, top, emit = module._Session._surest, Scores.top, Sequence.emit
+    """No draft is scored, no logits are searched, no text is looked through, and each token is
+    emitted when its pass is done."""
+    draft_checks, top_searches, emitted = [], [], []
+    max_probability, top, emit = module._Session._max_probability, Scores.top, Sequence.emit
 
     def emitting(self, tokens, *rest):
         emitted.append(len(tokens))
         return emit(self, tokens, *rest)
 
-    monkeypatch.setattr(module._Session, "_surest", lambda s: looked.append(s) or surest(s))
-    monkeypatch.setattr(Scores, "top", lambda s, n: searched.append(s) or top(s, n))
-    dear = lambda n: 0.003 * n  # noqa: E731
-    following = in_company("following", dear, temperature)
+    monkeypatch.setattr(
+        module._Session, "_max_probability", lambda s: draft_checks.append(s) or max_probability(s)
+    )
+    monkeypatch.setattr(Scores, "top", lambda s, n: top_searches.append(s) or top(s, n))
+    expensive = lambda n: 0.003 * n  # noqa: E731
+    following = run_batch("following", expensive, temperature)
     monkeypatch.setattr(Sequence, "emit", emitting)
-    assert in_company("auto", dear, temperature) == following
+    assert run_batch("auto", expensive, temperature) == following
     assert following[2] == 0 and len(following[1]) == 40
-    assert (looked, searched) == ([], [])
+    assert (draft_checks, top_searches) == ([], [])
     assert set(emitted) == {1}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_company_drafts_where_that_pays(temperature: float) -> None:
-    plain, _, _ = in_company("autoregressive", lambda n: 0.003, temperature)
-    tokens, rows, drafts = in_company("auto", lambda n: 0.003 * (1 + 0.01 * n), temperature)
+def test_batch_drafts_when_drafts_pay(temperature: float) -> None:
+    plain, _, _ = run_batch("autoregressive", lambda n: 0.003, temperature)
+    tokens, rows, drafts = run_batch("auto", lambda n: 0.003 * (1 + 0.01 * n), temperature)
     assert tokens == plain
     assert drafts > 20
     assert len(rows) < 30
 
 
-def test_passes_are_noted_with_the_rows_of_all() -> None:
-    noted = []
+def test_pass_costs_are_recorded_with_all_rows() -> None:
+    recorded = []
     with LLM(ScriptedModel(cyclic, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
-        llm.cost_model.record = lambda rows, context, seconds: noted.append((rows, context))
+        llm.cost_model.record = lambda rows, context, seconds: recorded.append((rows, context))
         llm.generate([[0, 1], [0, 1, 2], [0, 1, 2, 3]], decoder="following", max_tokens=9)
-    assert noted == [(3, 3 + n) for n in range(1, 9)]  # the prompts' pass asks for fewer logits
+    assert recorded == [(3, 3 + n) for n in range(1, 9)]  # the prefill pass needs fewer logits
 
 
-def test_the_answer_may_be_one_token_long() -> None:
+def test_one_token_answer() -> None:
     with LLM(ScriptedModel(cyclic, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
         llm.cost_model = FixedCosts(lambda n: 1.0)
         assert len(llm.generate([0, 1, 0, 1, 0], decoder="auto", max_tokens=1).tokens) == 1
 
 
-def test_bad_parameters_are_refused() -> None:
+def test_invalid_parameters_are_rejected() -> None:
     with pytest.raises(InvalidRequestError):
         Auto(most=0)
 
 
-def test_costs_between_and_beyond_what_was_measured() -> None:
+def test_cost_table_interpolates_and_extrapolates() -> None:
     table = CostTable({100: {1: 1.0, 3: 2.0}, 200: {1: 2.0, 3: 4.0}})
     assert table.seconds(1, 100) == 1.0
     assert table.seconds(2, 100) == 1.5
@@ -347,14 +357,14 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
         CostTable({})
 
 
-def test_costs_never_fall_with_rows() -> None:
+def test_costs_are_monotonic_in_rows() -> None:
     table = CostTable({0: {1: 2.0, 2: 1.5, 4: 3.0}})
     assert table.seconds(2, 0) == 2.0
     assert default_table().seconds(11, 5) == pytest.approx(2.0)
 
 
-class Timed(ScriptedModel):
-    """A scripted model that pretends to come from a file."""
+class FileModel(ScriptedModel):
+    """A scripted model that has a file path."""
 
     def __init__(self, path) -> None:
         super().__init__(cyclic, vocab_size=32)
@@ -362,25 +372,23 @@ class Timed(ScriptedModel):
         self.executor = object()
 
 
-def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_measured_once_and_cached(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "_is_busy", lambda: False)
     times = iter(range(1, 10_000))
     monkeypatch.setattr(costs, "_time", lambda model, cache, count, context: 1.0 * next(times))
     file = tmp_path / "model.gguf"
     file.write_bytes(b"x")
-    first = costs.load(Timed(file), tmp_path)
+    first = costs.load(FileModel(file), tmp_path)
     assert next(times) > 1
     position = next(times)
-    assert costs.load(Timed(file), tmp_path) == first
-    assert next(times) == position + 1  # nothing was timed again
+    assert costs.load(FileModel(file), tmp_path) == first
+    assert next(times) == position + 1  # nothing was measured again
     file.write_bytes(b"another model")
-    assert costs.load(Timed(file), tmp_path) != first
+    assert costs.load(FileModel(file), tmp_path) != first
 
 
-def test_costs_are_measured_where_no_pass_is_disturbed(
-    tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By whoever runs the passes, between two of them: a model has one set of buffers."""
+def test_costs_are_measured_between_passes(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that runs the passes also measures, between two of them: buffers are shared."""
     file = tmp_path / "model.gguf"
     file.write_bytes(b"x")
     measured = []
@@ -390,7 +398,7 @@ def test_costs_are_measured_where_no_pass_is_disturbed(
         return default_table(0.001)
 
     monkeypatch.setattr(costs, "_stored", lambda model, folder: measure(model))
-    with LLM(Timed(file), tokenizer=ByteTokenizer()) as llm:
+    with LLM(FileModel(file), tokenizer=ByteTokenizer()) as llm:
         plain = llm.request([0, 1], decoder="autoregressive", max_tokens=300)
         llm.start(plain)
         found = llm.request([0, 1, 2], decoder="auto", max_tokens=9)
@@ -402,7 +410,7 @@ def test_costs_are_measured_where_no_pass_is_disturbed(
     assert measured == [("anydecode", True)]
 
 
-def test_what_a_busy_machine_costs_is_kept_until_it_is_idle(
+def test_costs_of_a_busy_machine_are_replaced_when_idle(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "model.gguf"
@@ -411,16 +419,16 @@ def test_what_a_busy_machine_costs_is_kept_until_it_is_idle(
     def cost(load: float, factor: float) -> float:
         monkeypatch.setattr(costs.os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
         monkeypatch.setattr(costs, "_time", lambda model, cache, count, context: factor * count)
-        return costs.load(Timed(file), tmp_path).seconds(4, 256)
+        return costs.load(FileModel(file), tmp_path).seconds(4, 256)
 
     assert cost(1e6, 1.0) == 4.0
-    assert cost(1e6, 2.0) == 4.0  # as kept
+    assert cost(1e6, 2.0) == 4.0  # as cached
     assert cost(0.0, 3.0) == 12.0
     assert cost(0.0, 4.0) == cost(1e6, 5.0) == 12.0
 
 
-def test_time_of_other_processes_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that has to wait for the cores: by the clock it takes a second more."""
+def test_time_of_other_processes_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that waits for the cores takes a second longer in wall time."""
     now = {"clock": 0.0, "work": 0.0}
     monkeypatch.setattr(costs, "perf_counter", lambda: now["clock"])
     monkeypatch.setattr(costs, "process_time", lambda: now["work"])
@@ -440,41 +448,41 @@ def test_time_of_other_processes_does_not_count(monkeypatch: pytest.MonkeyPatch)
     assert costs.measure(waiting, rows=(1, 4), contexts=(16,)).seconds(4, 16) == 1.0
 
 
-def test_a_broken_cost_file_is_measured_anew(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_cost_file_is_measured_again(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "_is_busy", lambda: False)
     monkeypatch.setattr(costs, "_time", lambda model, cache, count, context: 1.0 * count)
     file = tmp_path / "model.gguf"
     file.write_bytes(b"x")
-    costs.load(Timed(file), tmp_path)
+    costs.load(FileModel(file), tmp_path)
     for stored in (tmp_path / "costs").iterdir():
         stored.write_text("{}")
-    assert costs.load(Timed(file), tmp_path).seconds(4, 256) == 4.0
+    assert costs.load(FileModel(file), tmp_path).seconds(4, 256) == 4.0
 
 
-def test_models_without_a_file_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_without_a_file_use_the_default_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "_time", lambda *_: 1 / 0)
     assert costs.load(ScriptedModel(cyclic, vocab_size=32)) == default_table()
 
 
-def test_measuring_times_every_size_behind_every_context() -> None:
+def test_measure_times_all_row_counts_and_contexts() -> None:
     model = ScriptedModel(lambda seen: np.zeros(32, np.float32), vocab_size=32, max_positions=64)
-    asked = []
+    passes_run = []
 
     class Recording:
         spec = model.spec
         new_cache = model.new_cache
 
         def run(self, rows, cache, want):
-            asked.append((len(rows), int(rows.prefix[0])))
+            passes_run.append((len(rows), int(rows.prefix[0])))
             assert rows.prefix[-1] == rows.positions[-1] + 1
             return type("Output", (), {"logits": __import__("torch").zeros(len(rows), 32)})()
 
     table = costs.measure(Recording(), rows=(1, 4), contexts=(16, 1024), rounds=2)
-    assert set(asked) == {(1, 17), (4, 17), (1, 61), (4, 61)}
+    assert set(passes_run) == {(1, 17), (4, 17), (1, 61), (4, 61)}
     assert table.seconds(4, 16) >= table.seconds(1, 16) > 0
 
 
-def test_a_wrong_table_mends_itself() -> None:
+def test_cost_correction_converges() -> None:
     correction = CostCorrection()
     assert correction(8) == 1.0
     for _ in range(1000):
@@ -487,7 +495,7 @@ def test_a_wrong_table_mends_itself() -> None:
     assert correction(1) < 1.2
 
 
-def test_sizes_rarely_run_keep_up_with_the_machine() -> None:
+def test_cost_correction_of_rare_row_counts_follows() -> None:
     correction = CostCorrection()
     correction.record(8, 1.0)
     for _ in range(300):
@@ -496,7 +504,7 @@ def test_sizes_rarely_run_keep_up_with_the_machine() -> None:
     assert 1.6 < correction(8) < 2.0
 
 
-def test_a_machine_that_is_slow_throughout_changes_no_choice() -> None:
+def test_uniformly_slow_machine_scales_all_costs() -> None:
     with LLM(ScriptedModel(cyclic, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
         cost_model = llm.cost_model
         cost_model.seconds(1, 0)

@@ -290,7 +290,7 @@ def test_an_interrupted_certification_resumes_by_default(
     monkeypatch.setattr(certify_module, "certify_one", one)
     keys = ["autoregressive", "beam", "following"]
     assert certify_by_command(*keys) == 1  # one failed
-    assert "stopped: 2 of 3" in capsys.readouterr().err
+    assert "interrupted: 2 of 3" in capsys.readouterr().err
     assert certify_by_command(*keys) == 1
     assert tried[3:] == ["beam", "following"]  # failed methods are tested again
     assert capsys.readouterr().out.splitlines()[0] == "passed  autoregressive"

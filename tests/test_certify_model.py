@@ -14,7 +14,7 @@ import torch
 from anydecode import catalogue
 from anydecode.catalogue import Card, Entry
 from anydecode.cli import main
-from anydecode.cli.certify import _drafting
+from anydecode.cli.certify import _drafting_keys
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError, MissingPackageError
 from anydecode.evaluation import certify_model
@@ -246,7 +246,7 @@ def test_an_interrupted_run_prints_its_results(
     assert ended.value.code == main.INTERRUPTED
     out, err = capsys.readouterr()
     assert "4 prompts, 16 tokens" in out and "2 prompts, 8 tokens" in out
-    assert "2 of 8: all prompts" in err and "stopped: 3 of 8 trials were made" in err
+    assert "2 of 8: all prompts" in err and "interrupted: 3 of 8 trials were run" in err
     (log,) = cache_folder.iterdir()
     assert len(log.read_text().splitlines()) == 1 + 3
     monkeypatch.setattr(certify_model, "outcomes", outcomes)
@@ -257,7 +257,7 @@ def test_an_interrupted_run_prints_its_results(
 
 
 def test_the_default_methods_can_draft_for_any_model() -> None:
-    keys = _drafting()
+    keys = _drafting_keys()
     assert {"auto", "opt-tree", "pearl", "layer-draft"} <= set(keys)
     assert not {"deer", "rejection-sampling", "typical-acceptance"} & set(keys)
 

@@ -1,4 +1,4 @@
-"""The command line, over a scripted model: what it prints, and how it fails."""
+"""The command line with a scripted model: its output, and its errors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 
 from anydecode import LLM
 from anydecode.cli import bench, main, options
-from anydecode.cli.chat import obey
-from anydecode.cli.generate import figures
+from anydecode.cli.chat import run_command
+from anydecode.cli.generate import summary
 from anydecode.cli.output import to_plain
 from anydecode.engine.generation import Generation, Stats
 from anydecode.errors import InvalidRequestError
@@ -27,7 +27,7 @@ HEAVY = ("torch", "numpy", "transformers", "rich", "tokenizers", "huggingface_hu
 
 
 class ChatTokenizer(ByteTokenizer):
-    """Bytes, and a chat template."""
+    """A byte tokenizer with a chat template."""
 
     chat_template = "{{ messages }}"
 
@@ -37,7 +37,7 @@ class ChatTokenizer(ByteTokenizer):
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every name loads a scripted model; the cache folder is a fresh one."""
+    """Every model name loads a scripted model; the cache folder is empty."""
 
     def load(model: str, *rest: Any) -> LLM:
         return LLM(ScriptedModel(seed=1), tokenizer=ChatTokenizer(), cache_positions=2048)
@@ -55,7 +55,7 @@ def invoke(*arguments: str) -> int:
 
 
 def child(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """`anydecode ARGUMENTS` in a process of its own."""
+    """Run `anydecode ARGUMENTS` in a child process."""
     command = [sys.executable, "-m", "anydecode", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **settings)
 
@@ -77,11 +77,11 @@ def test_help_imports_nothing_heavy(command: list[str]) -> None:
     assert not loaded & set(HEAVY)
 
 
-def test_the_import_check_sees_a_heavy_import() -> None:
+def test_import_check_detects_a_heavy_import() -> None:
     assert "numpy" in modules_imported("from anydecode.cli.main import run; import numpy")
 
 
-def test_every_command_teaches_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     names = ["generate", "chat", "pull", "methods", "certify", "score", "doctor", "bench"]
     for name in names:
         assert invoke(name, "--help") == 0
@@ -93,12 +93,20 @@ def test_generate_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     found = json.loads(out)
     assert code == 0 and out.count("\n") == 1
-    wanted = {"text", "tokens", "passes", "seconds", "tokens_per_second", "finish_reason", "seed"}
-    assert wanted <= found.keys()
+    expected_keys = {
+        "text",
+        "tokens",
+        "passes",
+        "seconds",
+        "tokens_per_second",
+        "finish_reason",
+        "seed",
+    }
+    assert expected_keys <= found.keys()
     assert len(found["tokens"]) <= 8 and found["seed"] == 7
 
 
-def test_generate_streams_the_text_that_json_gives(capsys: pytest.CaptureFixture[str]) -> None:
+def test_streamed_text_equals_json_text(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", "abc", "--max-tokens", "8", "--temperature", "0.9", "--seed", "3"]
     invoke(*arguments, "--json")
     text = json.loads(capsys.readouterr().out)["text"]
@@ -117,7 +125,7 @@ SPEED = re.compile(
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_the_printed_speed_is_that_of_the_tokens_and_seconds_beside_it(
+def test_printed_speed_matches_printed_tokens_and_seconds(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [command, "--prompt", "one two one two", "--max-tokens", "32", "--seed", "1"]
@@ -126,22 +134,22 @@ def test_the_printed_speed_is_that_of_the_tokens_and_seconds_beside_it(
     tokens, seconds, speed, first = map(float, found)
     assert f"{tokens / seconds:.1f}" == f"{speed:.1f}" and 0 <= first <= seconds
     assert invoke(*arguments, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["num_tokens"] == len(told["tokens"]) == tokens
-    assert told["tokens_per_second"] == pytest.approx(told["num_tokens"] / told["seconds"])
-    assert 0 < told["time_to_first_token"] <= told["seconds"]
+    values = json.loads(capsys.readouterr().out)
+    assert values["num_tokens"] == len(values["tokens"]) == tokens
+    assert values["tokens_per_second"] == pytest.approx(values["num_tokens"] / values["seconds"])
+    assert 0 < values["time_to_first_token"] <= values["seconds"]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.0004, 0.0016, 0.84149, 12.3456, 1000.0004])
-def test_the_printed_speed_can_be_recomputed_at_any_length(seconds: float) -> None:
+def test_printed_speed_can_be_recomputed(seconds: float) -> None:
     stats = Stats(passes=3, num_tokens=128, num_prompt_tokens=2, seconds=seconds,
                   time_to_first_token=seconds)  # fmt: skip
-    line = figures(Generation("", [0] * 128, "length", 1, stats, "auto"))
+    line = summary(Generation("", [0] * 128, "length", 1, stats, "auto"))
     (found,) = SPEED.findall(line)
     assert f"{float(found[0]) / float(found[1]):.1f}" == found[2]
 
 
-def test_prompt_comes_from_stdin(
+def test_prompt_is_read_from_stdin(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     invoke("generate", "--prompt", "abc", "--max-tokens", "4", "--json")
@@ -151,7 +159,7 @@ def test_prompt_comes_from_stdin(
     assert json.loads(capsys.readouterr().out)["tokens"] == direct
 
 
-def test_the_hint_at_chat_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_hint_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     hints = []
     for _ in range(2):
         invoke("generate", "abc", "--max-tokens", "2")
@@ -168,7 +176,7 @@ def test_chat_answers_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["tokens"] == expected
 
 
-def test_conversation_ends_with_quit(
+def test_quit_ends_the_conversation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n/retry\n/help\n/quit\nnever reached\n"))
@@ -180,14 +188,14 @@ def test_conversation_ends_with_quit(
 
 def test_chat_commands_change_the_messages() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert obey("/system be kind", messages)
+    assert run_command("/system be kind", messages)
     assert messages[0] == {"role": "system", "content": "be kind"}
-    assert obey("/retry", messages) and messages[-1]["role"] == "user"
-    assert obey("/clear", messages) and [m["role"] for m in messages] == ["system"]
-    assert not obey("/quit", messages)
+    assert run_command("/retry", messages) and messages[-1]["role"] == "user"
+    assert run_command("/clear", messages) and [m["role"] for m in messages] == ["system"]
+    assert not run_command("/quit", messages)
 
 
-def test_score_gives_the_log_likelihood(capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_prints_the_log_likelihood(capsys: pytest.CaptureFixture[str]) -> None:
     code = invoke("score", "--prompt", "abc", "--continuation", "de", "--json")
     found = json.loads(capsys.readouterr().out)
     assert code == 0
@@ -221,18 +229,18 @@ def test_certify_exit_code_follows_the_certificates(
         assert ("not certified: following" in captured.err) is not passed
 
 
-def test_doctor_tells_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke("doctor", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    wanted = {"python", "torch", "backend", "why", "instruction_set", "compiler", "threads"}
-    assert wanted | {"cores", "memory", "gpu", "cache", "models", "packages"} <= found.keys()
+    expected_keys = {"python", "torch", "backend", "why", "instruction_set", "compiler", "threads"}
+    assert expected_keys | {"cores", "memory", "gpu", "cache", "models", "packages"} <= found.keys()
     assert found["models"] == []
     assert invoke("doctor") == 0
     assert "instruction set" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["generate"], "no prompt"),
         (["generate", "--prompt", ""], "no prompt"),
@@ -246,21 +254,21 @@ def test_doctor_tells_what_was_found(capsys: pytest.CaptureFixture[str]) -> None
         (["pull", "nonsense"], "nonsense"),
     ],
 )
-def test_bad_input_is_one_clear_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_input_has_one_line_errors(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert invoke(*arguments) == main.USAGE_ERROR
     captured = capsys.readouterr()
-    assert said in captured.err
+    assert message in captured.err
     assert captured.err.strip().count("\n") == 0 and captured.out == ""
 
 
-def test_unknown_model_in_a_real_process(tmp_path: Path) -> None:
+def test_unknown_model_error_in_a_child_process(tmp_path: Path) -> None:
     done = child("generate", "x", "--model", "nonsense", env={**os.environ, "HOME": str(tmp_path)})
     assert done.returncode == main.USAGE_ERROR
     assert "nonsense" in done.stderr and "Traceback" not in done.stderr
-    loud = child("generate", "x", "--model", "nonsense", "--debug")
-    assert "Traceback" in loud.stderr and loud.returncode != 0
+    with_debug = child("generate", "x", "--model", "nonsense", "--debug")
+    assert "Traceback" in with_debug.stderr and with_debug.returncode != 0
 
 
 def test_unexpected_errors_show_a_traceback_only_with_debug(
@@ -304,7 +312,7 @@ def test_interrupt_of_a_waiting_chat_is_clean(tmp_path: Path) -> None:
     assert process.returncode == main.INTERRUPTED and "Traceback" not in errors
 
 
-def test_closed_pipe_is_quiet() -> None:
+def test_closed_pipe_prints_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "anydecode", "--version"]
@@ -320,12 +328,12 @@ def test_every_benchmark_can_be_run() -> None:
         assert caught.value.code == 0
 
 
-def test_an_unknown_benchmark_is_named() -> None:
+def test_unknown_benchmark_is_named_in_the_error() -> None:
     with pytest.raises(InvalidRequestError, match="nonsense"):
         bench.run_bench("nonsense", [])
 
 
-def test_plain_values_for_json() -> None:
+def test_to_plain_converts_to_json_types() -> None:
     import numpy as np
 
     mixed = {"a": (np.float32(0.5), np.int64(3)), "b": float("nan"), "c": {2, 1}, "d": Path("x")}

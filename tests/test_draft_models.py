@@ -1,4 +1,4 @@
-"""Methods with a draft model: mechanisms, equality with plain decoding, and refusals."""
+"""Methods with a draft model: oracle tests, equality with plain decoding, and rejected requests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from anydecode import catalogue
-from anydecode.decoders.speculative.draft_model import fitted
+from anydecode.decoders.speculative.draft_model import fit_vocab
 from anydecode.decoders.speculative.omnidraft import Translation
 from anydecode.decoders.speculative.saguaro import fan_out
 from anydecode.decoders.speculative.stand import NgramProbabilities
-from anydecode.decoders.speculative.windows import follow, retrieved
+from anydecode.decoders.speculative.windows import retrieve_chunks, truncate_to_prefix
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.evaluation.certify import load_oracle_tests
@@ -43,7 +43,7 @@ KEYS = (
     "eqspec",
     "exspec",
 )
-IMPOSTORS = {
+SIMPLER_METHODS = {
     "parallel-draft": "speculative-sampling",
     "omnidraft": "speculative-sampling",
     "specdec++": "speculative-sampling",
@@ -58,16 +58,16 @@ TARGET, DRAFT = wordy(), blurred(wordy())
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_mechanism(key: str) -> None:
+def test_oracle_test_passes(key: str) -> None:
     checks = list(load_oracle_tests()[key]())
     assert checks and [check for check in checks if not check.passed] == []
 
 
-@pytest.mark.parametrize("key", IMPOSTORS)
-def test_a_simpler_method_does_not_pass(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", SIMPLER_METHODS)
+def test_simpler_method_fails_the_oracle_test(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = catalogue.entries()[key]
-    impostor = replace(entry, build=lambda **_: catalogue.build(IMPOSTORS[key]))
-    monkeypatch.setitem(catalogue.entries(), key, impostor)
+    replacement = replace(entry, build=lambda **_: catalogue.build(SIMPLER_METHODS[key]))
+    monkeypatch.setitem(catalogue.entries(), key, replacement)
     try:
         passed = all(check.passed for check in load_oracle_tests()[key]())
     except (KeyError, TypeError, ValueError):
@@ -81,23 +81,23 @@ def _failed(key: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("key", "position", "wrong", "told"),
+    ("key", "attribute", "wrong", "expected"),
     [
         ("s2d", "s2d.NestedDrafter.layers", lambda self, depth: [3, 6], "first confident exit"),
-        ("rapid", "windows.retrieved", lambda p, chunk, n, query: p[-query:], "the oracle"),
+        ("rapid", "windows.retrieve_chunks", lambda p, chunk, n, query: p[-query:], "the oracle"),
         ("omnidraft", "omnidraft.Translation.learn", lambda *_: None, "drafts equal the oracle"),
-        ("online-sd", "online.OnlineDrafter.study", lambda self: None, "after training"),
-        ("specdiff-2", "specdiff.Sampler", lambda heat: Sampler(1.0), "equal the oracle"),
+        ("online-sd", "online.OnlineDrafter.train", lambda self: None, "after training"),
+        ("specdiff-2", "specdiff.Sampler", lambda temperature: Sampler(1.0), "equal the oracle"),
         ("stand", "stand.NgramProbabilities", lambda _: NgramProbabilities(3), "the oracle"),
-        ("saguaro", "saguaro._outcome", lambda verdict: (0, 0), "equals the oracle"),
+        ("saguaro", "saguaro._outcome", lambda result: (0, 0), "equals the oracle"),
     ],
 )
-def test_a_mistake_is_found_out(
-    key: str, position: str, wrong: Any, told: str, monkeypatch: pytest.MonkeyPatch
+def test_broken_method_fails_a_named_check(
+    key: str, attribute: str, wrong: Any, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load_oracle_tests()  # their own imports stay right
-    monkeypatch.setattr(f"anydecode.decoders.speculative.{position}", wrong)
-    assert told in _failed(key)
+    load_oracle_tests()  # what they have imported is not replaced
+    monkeypatch.setattr(f"anydecode.decoders.speculative.{attribute}", wrong)
+    assert expected in _failed(key)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -115,26 +115,26 @@ def test_tokens_equal_plain_decoding_in_a_batch(key: str, temperature: float) ->
         llm.engine.check_integrity()
 
 
-def test_drafting_first_does_not_overlap() -> None:
-    """The clock that shows overlap shows none where there is none."""
+def test_sequential_drafting_has_no_overlap() -> None:
+    """The clock that measures overlap measures none for sequential drafting."""
     with scripted(TARGET, DRAFT) as llm:
         clock = VirtualClock(llm, target=4.0, draft=1.0)
         rounds(llm, "speculative-sampling", "abc")
     assert len(clock.passes) > 10 and clock.overlap == 0
 
 
-def test_fan_out_spends_its_budget_where_outcomes_are_likely() -> None:
+def test_fan_out_follows_the_acceptance_rate() -> None:
     low, high = fan_out(4, 20, 0.3, 0.5), fan_out(4, 20, 0.95, 0.5)
     assert low[0] > low[3] and high[-1] > high[0] and min(low + high) >= 1
 
 
-def test_rows_of_padded_vocabularies_are_fitted() -> None:
+def test_rows_are_fitted_to_the_target_vocabulary() -> None:
     with scripted(TARGET, DRAFT) as llm:
         sequence = llm.request("ab").jobs[0].sequence
         wide, narrow = np.arange(300, dtype=np.float32), np.arange(200, dtype=np.float32)
-        assert fitted(sequence, wide).tolist() == list(range(259))
-        assert fitted(sequence, narrow)[:200].tolist() == list(range(200))
-        assert np.isneginf(fitted(sequence, narrow)[200:]).all()
+        assert fit_vocab(sequence, wide).tolist() == list(range(259))
+        assert fit_vocab(sequence, narrow)[:200].tolist() == list(range(200))
+        assert np.isneginf(fit_vocab(sequence, narrow)[200:]).all()
 
 
 def test_translation_prefers_the_longest_run() -> None:
@@ -149,18 +149,18 @@ def test_translation_prefers_the_longest_run() -> None:
     assert translation.translate([10, 13], [b"a", b"?"]) == [1]
 
 
-def test_retrieval_keeps_the_question_last() -> None:
-    assert retrieved([1, 2, 3], 4, 2, 8) == [1, 2, 3]
-    assert retrieved(list(range(20)), 5, 1, 3)[-3:] == [17, 18, 19]
+def test_retrieved_prompt_ends_with_the_query() -> None:
+    assert retrieve_chunks([1, 2, 3], 4, 2, 8) == [1, 2, 3]
+    assert retrieve_chunks(list(range(20)), 5, 1, 3)[-3:] == [17, 18, 19]
 
 
-def test_follow_keeps_the_common_prefix_and_leaves_one_token_to_score() -> None:
+def test_truncate_to_prefix_leaves_one_token_to_score() -> None:
     context = SequenceCache(KVPool(ScriptedModel(TARGET, vocab_size=259), 16))
     context.append(4)
     context.tokens += [1, 2, 3, 4]
-    follow(context, [1, 2, 9, 9, 9])
+    truncate_to_prefix(context, [1, 2, 9, 9, 9])
     assert context.length == 2
-    follow(context, [1, 2])
+    truncate_to_prefix(context, [1, 2])
     assert context.length == 1
 
 
@@ -182,14 +182,14 @@ def test_follow_keeps_the_common_prefix_and_leaves_one_token_to_score() -> None:
         "online-sd:rate=0",
     ],
 )
-def test_bad_parameters_are_refused_in_one_line(decoder: str) -> None:
+def test_invalid_parameters_have_one_line_errors(decoder: str) -> None:
     with scripted(TARGET, DRAFT) as llm, pytest.raises(InvalidRequestError) as refusal:
         llm.generate("abc", decoder=decoder)
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("key", ["pearl", "s2d", "longspec", "omnidraft", "online-sd"])
-def test_a_missing_draft_model_is_refused(key: str) -> None:
+def test_missing_draft_model_is_rejected(key: str) -> None:
     with scripted(TARGET) as llm, pytest.raises(UnsupportedCombinationError, match="draft model"):
         llm.generate("abc", decoder=key)
 
@@ -199,7 +199,7 @@ class _Reversed(ByteTokenizer):
         return bytes([255 - token]) if token < 256 else b""
 
 
-def test_another_vocabulary_is_refused_where_nothing_translates() -> None:
+def test_different_vocabulary_requires_translation() -> None:
     draft = ScriptedModel(DRAFT, vocab_size=259)
     draft.tokenizer = _Reversed()  # type: ignore[attr-defined]
     target = ScriptedModel(TARGET, vocab_size=259)

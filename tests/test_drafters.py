@@ -1,4 +1,4 @@
-"""Drafters that need no model: mechanisms, the bugs their cards name, and refusals."""
+"""Drafters without a model: oracle tests, the errors their cards name, and rejected requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anydecode.decoders.speculative.aded import Search
 from anydecode.decoders.speculative.aggressive import InputPointer
 from anydecode.decoders.speculative.copyspec import RollingIndex
 from anydecode.decoders.speculative.core import Speculative
-from anydecode.decoders.speculative.static_trees import Shape, worthwhile
+from anydecode.decoders.speculative.static_trees import TreeShape, worthwhile
 from anydecode.decoders.speculative.suffix import SuffixAutomaton, SuffixDrafter, likely_tree
 from anydecode.decoders.speculative.token_recycling import TokenRecyclingDrafter
 from anydecode.errors import InvalidRequestError
@@ -39,23 +39,23 @@ CHAINS = ("copyspec", "aggressive", "suffix", "token-recycling", "stand", "aded"
 
 
 @pytest.mark.parametrize("key", MODEL_FREE)
-def test_mechanism(key: str) -> None:
+def test_oracle_test_passes(key: str) -> None:
     checks = list(load_oracle_tests()[key]())
     assert checks and [check for check in checks if not check.passed] == []
 
 
 @pytest.mark.parametrize("key", CHAINS)
-def test_prompt_lookup_does_not_pass_as_another_method(
+def test_prompt_lookup_fails_the_oracle_tests_of_other_methods(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = catalogue.entries()[key]
-    impostor = replace(entry, build=lambda **_: catalogue.build("prompt-lookup"))
-    monkeypatch.setitem(catalogue.entries(), key, impostor)
+    replacement = replace(entry, build=lambda **_: catalogue.build("prompt-lookup"))
+    monkeypatch.setitem(catalogue.entries(), key, replacement)
     assert not all(check.passed for check in load_oracle_tests()[key]())
 
 
-class _Gullible(Acceptance):
-    """A deliberate mistake: keeps the first draft unseen."""
+class _AcceptsUnverified(Acceptance):
+    """Broken: accepts the first draft without comparing it."""
 
     exactness = "token-exact"
 
@@ -77,22 +77,22 @@ def test_tokens_equal_plain_decoding_in_a_batch(key: str, temperature: float) ->
         llm.engine.check_integrity()
 
 
-def test_the_comparison_catches_an_unverified_draft() -> None:
+def test_unverified_draft_changes_the_output() -> None:
     method = catalogue.build("prompt-lookup")
-    wrong = Speculative(method.drafter, 7, _Gullible())
+    wrong = Speculative(method.drafter, 7, _AcceptsUnverified())
     with scripted(wordy()) as llm:
         plain = llm.generate("abcabcabd", max_tokens=40, ignore_eos=True).tokens
         assert llm.generate("abcabcabd", decoder=wrong, max_tokens=40).tokens != plain
 
 
 @pytest.mark.parametrize(
-    ("key", "most"),
+    ("key", "max_drafts"),
     [("prompt-lookup", 7), ("copyspec", 10), ("token-recycling:tree=published", 80), ("aded", 6)],
 )
-def test_drafts_stay_within_their_size(key: str, most: int) -> None:
+def test_drafts_have_at_most_the_given_size(key: str, max_drafts: int) -> None:
     with scripted(wordy()) as llm:
         found = rounds(llm, key, "abcabcabd", 60)
-    assert 0 < max(len(one.tokens) for one in found) <= most
+    assert 0 < max(len(one.tokens) for one in found) <= max_drafts
 
 
 @pytest.mark.parametrize(
@@ -125,33 +125,33 @@ def test_drafts_stay_within_their_size(key: str, most: int) -> None:
         "taps:route=5",
     ],
 )
-def test_bad_parameters_are_refused_in_one_line(decoder: str) -> None:
+def test_invalid_parameters_have_one_line_errors(decoder: str) -> None:
     with scripted(wordy()) as llm, pytest.raises(InvalidRequestError) as refusal:
         llm.generate("abc", decoder=decoder)
     assert "\n" not in str(refusal.value)
 
 
-def test_shapes_keep_parents_before_children() -> None:
-    shape = Shape.of([(0, 0), (1,), (0,), (0, 1)])
+def test_shapes_order_parents_before_children() -> None:
+    shape = TreeShape.of([(0, 0), (1,), (0,), (0, 1)])
     assert shape.parents == (ROOT, ROOT, 0, 0) and shape.ranks == (0, 1, 0, 1)
     with pytest.raises(ValueError, match="hangs on"):
-        Shape.of([(0, 0)])
+        TreeShape.of([(0, 0)])
 
 
-def test_a_missing_guess_leaves_out_what_hangs_on_it() -> None:
-    shape = Shape.of([(0,), (1,), (0, 0), (1, 0), (0, 0, 0)])
+def test_missing_candidate_removes_its_subtree() -> None:
+    shape = TreeShape.of([(0,), (1,), (0, 0), (1, 0), (0, 0, 0)])
     guesses = {ROOT: [5], 0: [6], 1: [7]}
     tree = shape.fill(lambda tree, node: guesses.get(node, []), 5)
     assert (tree.tokens, tree.parents) == ([5, 6, 7], [ROOT, 0, 1])
 
 
-def test_worthwhile_takes_more_nodes_where_rows_are_cheap() -> None:
+def test_worthwhile_keeps_more_nodes_when_rows_are_cheap() -> None:
     paths = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
-    dear, fair, cheap = (len(worthwhile(paths, (0.5, 0.2), cost)) for cost in (0.6, 0.1, 1e-6))
-    assert (dear, cheap) == (1, 5) and dear < fair < cheap
+    expensive, fair, cheap = (len(worthwhile(paths, (0.5, 0.2), cost)) for cost in (0.6, 0.1, 1e-6))
+    assert (expensive, cheap) == (1, 5) and expensive < fair < cheap
 
 
-def test_copyspec_keeps_its_gram_and_finds_first_places() -> None:
+def test_copyspec_finds_the_first_occurrence_of_its_gram() -> None:
     index = RollingIndex(3)
     index.extend([1, 2, 3, 9, 1, 2, 3, 8, 1, 2])
     assert index.match() is None
@@ -159,8 +159,8 @@ def test_copyspec_keeps_its_gram_and_finds_first_places() -> None:
     assert index.match() == 0
 
 
-def test_copyspec_takes_nothing_behind_a_rejected_last_token() -> None:
-    """When the last copied token is wrong, the bonus must follow what was accepted."""
+def test_copyspec_bonus_token_follows_the_accepted_tokens() -> None:
+    """When the last copied token is wrong, the bonus token must follow the accepted ones."""
     options = {"temperature": 0.8, "seed": 5, "ignore_eos": True}
     with scripted(wordy()) as llm:
         found = rounds(llm, "copyspec:size=2,gram=1", "the cab had a bad cab", 40, **options)
@@ -169,23 +169,23 @@ def test_copyspec_takes_nothing_behind_a_rejected_last_token() -> None:
     assert [token for one in found for token in one.generated][:40] == plain
 
 
-def test_the_input_pointer_waits_for_a_unique_suffix() -> None:
+def test_input_pointer_restarts_at_a_unique_suffix() -> None:
     pointer = InputPointer([1, 2, 3, 1, 2, 4])
     positions = []
     for token in (2, 1, 2, 4, 9, 3):
         pointer.advance(token)
         positions.append(pointer.position)
-    # 2 is ambiguous, as are 1 and "1 2"; "2 1 2" never stood there; 4 and 3 stand there once.
+    # 2 is ambiguous, as are 1 and "1 2"; "2 1 2" does not occur; 4 and 3 occur once.
     assert positions == [None, None, None, 6, None, 3]
 
 
 def test_token_recycling_keeps_the_last_of_equal_tokens() -> None:
-    drafter = TokenRecyclingDrafter(Shape.chain(3))
+    drafter = TokenRecyclingDrafter(TreeShape.chain(3))
     drafter.successors.update(zip([4, 4], [[1], [2]], strict=True))
     assert drafter.successors[4] == [2]
 
 
-def test_the_automaton_counts_and_drafts_by_frequency() -> None:
+def test_suffix_automaton_drafts_by_frequency() -> None:
     automaton = SuffixAutomaton()
     for token in [1, 2, 3, 1, 2, 4, 1, 2, 4, 1]:
         automaton.extend(token)
@@ -195,7 +195,7 @@ def test_the_automaton_counts_and_drafts_by_frequency() -> None:
     assert tree.tokens == [4, 1] and total == pytest.approx(2 / 3 + 2 / 3)
 
 
-def test_the_suffix_memory_is_bounded() -> None:
+def test_suffix_memory_is_bounded() -> None:
     drafter = SuffixDrafter(memory=10)
     for _ in range(5):
         drafter.learn([1, 2, 3, 4])
@@ -204,12 +204,12 @@ def test_the_suffix_memory_is_bounded() -> None:
     assert drafter.past_tokens == 0 and len(drafter.past.next) == 1
 
 
-def test_search_stops_without_continuations() -> None:
+def test_search_stops_without_successors() -> None:
     assert len(Search(4).run({}, lambda tree, node: {}, 6)) == 0
     assert Search(4).run({3: 1.0}, lambda tree, node: {}, 6).tokens == [3]
 
 
-def test_warm_memories_are_forgotten_by_clear() -> None:
+def test_clear_resets_learned_drafts() -> None:
     with scripted(wordy()) as llm:
         cold, warm = (accepted(rounds(llm, "token-recycling", "hbhb")) for _ in range(2))
         llm.clear()

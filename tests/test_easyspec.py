@@ -1,4 +1,5 @@
-"""Layer-parallel drafting: as published, in any company, and refused where it cannot be done."""
+"""Layer-parallel drafting: follows the paper, equals single requests in batches, and rejects
+unsupported requests."""
 
 from __future__ import annotations
 
@@ -18,20 +19,20 @@ PROMPTS = ["the cat sat on the cat", "a", "zq zq zq zq"]
 BACKENDS = ["torch", "native"] if load_library() is not None else ["torch"]
 
 
-def test_the_certificate() -> None:
+def test_certificate_passes() -> None:
     certificate = certify_one("easyspec")
     assert certificate.passed, [check for check in certificate.checks if not check.passed]
 
 
-def test_without_calibration_the_mechanism_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Forgetful(module._Session):
+def test_missing_calibration_fails_the_oracle_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithoutCalibration(module._Session):
         exact = property(lambda self: 1 << 30, lambda self, length: None)
 
-    monkeypatch.setattr(module, "_Session", Forgetful)
+    monkeypatch.setattr(module, "_Session", WithoutCalibration)
     assert not all(check.passed for check in easyspec())
 
 
-def test_attention_that_reads_the_state_of_its_own_layer_fails(
+def test_attention_on_sequential_states_fails_the_oracle_test(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Network, "parallel_layers", lambda self, size: self.layer)
@@ -39,8 +40,8 @@ def test_attention_that_reads_the_state_of_its_own_layer_fails(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_batch_says_what_each_says_alone(backend: str) -> None:
-    """One sequence drafts while another reads its prompt: rows of both kinds share passes."""
+def test_batch_equals_single_requests(backend: str) -> None:
+    """One sequence drafts while another is prefilled: rows of both kinds share passes."""
     models = [tiny_model(layers=5, seed=seed, backend=backend) for seed in (3, 3)]
     options = {"max_tokens": 20, "temperature": 0.8, "seed": 4, "ignore_eos": True}
     with LLM(models[0], tokenizer=ByteTokenizer(), draft=models[1], cache_positions=512) as llm:
@@ -51,7 +52,7 @@ def test_a_batch_says_what_each_says_alone(backend: str) -> None:
     assert [answer.tokens for answer in batch] == alone == plain
 
 
-def test_what_cannot_be_done_is_refused() -> None:
+def test_unsupported_requests_are_rejected() -> None:
     with pytest.raises(InvalidRequestError, match="at least two layers"):
         LLM(ScriptedModel(), tokenizer=ByteTokenizer()).decoder("easyspec:group=1")
     with (

@@ -170,7 +170,7 @@ def test_no_room_is_taken_ahead_in_company(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_auto_lets_a_model_go_on_where_nothing_repeats(temperature, monkeypatch) -> None:
-    monkeypatch.setattr("anydecode.decoders.speculative.auto.LEAST_PASS", 2.0)
+    monkeypatch.setattr("anydecode.decoders.speculative.auto.MIN_PASS_SECONDS", 2.0)
     expected = alone(["a prompt"], temperature=temperature, max_tokens=80)
     model = _GoingOn(seed=1)
     assert gone_on(model, temperature=temperature, max_tokens=80, decoder="auto") == expected

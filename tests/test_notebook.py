@@ -1,4 +1,4 @@
-"""The notebook in docs/ runs from its first cell to its last, and shows what it showed."""
+"""The notebook in docs/ runs from its first cell to its last and was saved with its outputs."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.sampling import autodeco, dola, dry, mirostat, momentum, top_w, truncation, xtc
 from anydecode.sampling.autodeco import Heads
 from anydecode.sampling.params import SamplingParams
-from anydecode.training.autodeco import Learner, Recipe, train_autodeco
+from anydecode.training.autodeco import AutoDecoRecipe, HeadsModule, train_autodeco
 from anydecode.training.autodeco import measure as held_out_gain
 
 KEYS = (
@@ -141,7 +141,7 @@ def test_xtc_that_spares_none_fails_its_measure(monkeypatch: pytest.MonkeyPatch)
 def test_heads_that_learned_nothing_fail_their_measure() -> None:
     (measure,) = _measures["autodeco"]
     model = states.Mixed()
-    gain = held_out_gain(model, model.rows(500, 2), Learner(7, 8))
+    gain = held_out_gain(model, model.rows(500, 2), HeadsModule(7, 8))
     assert gain.heads - gain.fixed > measure.margin
 
 
@@ -288,7 +288,7 @@ class TestHeads:
 
     def test_the_learner_and_the_engine_agree(self) -> None:
         torch.manual_seed(1)
-        learner = Learner(6, 9)
+        learner = HeadsModule(6, 9)
         for part in learner.parameters():
             torch.nn.init.normal_(part, std=0.5)
         rows, logits = torch.randn(5, 6), 3 * torch.randn(5, 40)
@@ -300,16 +300,16 @@ class TestHeads:
             assert found == pytest.approx((heat[row].item(), edges[row].item()), abs=1e-5)
 
     def test_heads_are_trained_on_a_models_own_text(self, tmp_path: Path) -> None:
-        recipe = Recipe(prompts=6, samples=2, tokens=6, width=3, epochs=2, batch=8)
+        recipe = AutoDecoRecipe(prompts=6, samples=2, tokens=6, width=3, epochs=2, batch=8)
         with toy_llm() as llm:
             learner, gain = train_autodeco(llm, recipe)
             given, _ = train_autodeco(llm, recipe, ["abc", "de"])
             learner.heads().save(tmp_path / "heads.safetensors")
             named = f"autodeco:heads={tmp_path / 'heads.safetensors'}"
             said = llm.generate(PROMPTS, decoder=named, max_tokens=5, seed=1)
-            with pytest.raises(InvalidRequestError, match="two prompts at least"):
+            with pytest.raises(InvalidRequestError, match="at least two prompts"):
                 train_autodeco(llm, recipe, ["abc"])
-        assert gain.rows > 0 and np.isfinite(gain.heads) and "held-out" in gain.told()
+        assert gain.rows > 0 and np.isfinite(gain.heads) and "held-out" in gain.summary()
         assert given.heads().temperature.inner.shape == (3, 4)
         assert all(answer.tokens for answer in said)
 

@@ -1,4 +1,6 @@
-"""What cannot be done with drafts is told in one line, and nothing else is done instead."""
+"""Unsupported drafting requests are rejected with a one-line error, and nothing else is run
+instead.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def llm(**options: Any) -> LLM:
     return LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer(), **options)
 
 
-def refusal(decoder: Any, **options: Any) -> str:
+def error_message(decoder: Any, **options: Any) -> str:
     with llm(**options) as engine, pytest.raises(AnydecodeError) as error:
         engine.generate("abcabc", decoder=decoder, max_tokens=8)
     message = str(error.value)
@@ -27,7 +29,7 @@ def refusal(decoder: Any, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("decoder", "told"),
+    ("decoder", "expected"),
     [
         ("speculative-sampling", "draft model"),
         ("prompt-lookup:size=0", "at least one draft"),
@@ -42,19 +44,19 @@ def refusal(decoder: Any, **options: Any) -> str:
         ("no-such-method", "no-such-method"),
     ],
 )
-def test_budgets_of_nothing_and_pairs_that_do_not_go(decoder: str, told: str) -> None:
-    assert told in refusal(decoder)
+def test_invalid_decoders_are_rejected(decoder: str, expected: str) -> None:
+    assert expected in error_message(decoder)
 
 
-def test_a_draft_model_that_cannot_be_loaded() -> None:
+def test_unloadable_draft_model_is_rejected() -> None:
     for draft in ("/no/such/file.gguf", "self:layers=many", "self:int4"):
         with pytest.raises(AnydecodeError) as error:
             llm(draft=draft)
         assert "\n" not in str(error.value)
 
 
-class Bold(Drafter):
-    """As many nodes as it may draft: one path, or all of them side by side."""
+class MaximalDrafter(Drafter):
+    """Drafts as many nodes as allowed: one path, or all of them as siblings."""
 
     def __init__(self, chain: bool) -> None:
         self.chain = chain
@@ -71,16 +73,16 @@ class Bold(Drafter):
 
 
 @pytest.mark.parametrize("chain", [True, False])
-def test_a_tree_that_is_larger_than_the_cache(chain: bool) -> None:
+def test_draft_larger_than_the_cache_is_rejected(chain: bool) -> None:
     with llm(cache_positions=32) as engine:
         with pytest.raises(OutOfMemoryError, match="too few") as error:
-            engine.generate("abcabc", decoder=Speculative(Bold(chain), 40), max_tokens=8)
+            engine.generate("abcabc", decoder=Speculative(MaximalDrafter(chain), 40), max_tokens=8)
         assert "\n" not in str(error.value)
         engine.engine.check_integrity()
         assert len(engine.generate("abcabc", max_tokens=8, ignore_eos=True).tokens) == 8
 
 
-def test_nothing_is_done_instead() -> None:
+def test_requested_decoder_is_not_replaced() -> None:
     with llm() as engine:
         answer = engine.generate("abcabc", decoder="prompt-lookup", max_tokens=8)
         assert answer.decoder == "prompt-lookup"

@@ -1,4 +1,6 @@
-"""Training the small models: data, objectives, checkpoints that the engine opens, interruption."""
+"""Training of the small models: data, objectives, checkpoints that the engine loads, and resumed
+runs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from anydecode.models.loading import resolve
 from anydecode.models.loading.names import base_model_name
 from anydecode.training import checkpoint, curve, denoising, objectives
 from anydecode.training.data import PADDING_WEIGHT, Batch, batches
-from anydecode.training.diffusion import STAGES, Recipe, Run
+from anydecode.training.diffusion import STAGES, DiffusionRecipe, DiffusionRun
 from anydecode.training.tokenizer import EOS_ID, MASK_ID, PAD_ID, build_tokenizer
 from anydecode.training.transformer import Shape, Transformer
 
@@ -30,7 +32,7 @@ SHAPE = Shape(TOKENIZER.get_vocab_size(), width=32, layers=2, heads=2, hidden=48
 def _model(seed: int = 0) -> Transformer:
     torch.manual_seed(seed)
     model = Transformer(SHAPE)
-    for weight in model.parameters():  # larger than it begins with, so that picks differ
+    for weight in model.parameters():  # larger than at initialisation, so that predictions differ
         if weight.dim() == 2:
             torch.nn.init.normal_(weight, std=0.3)
     return model.eval()
@@ -49,12 +51,12 @@ def test_every_name_digit_and_separator_is_one_token_and_the_tokenizer_is_reprod
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_round_trips(text: str) -> None:
     if "<|" not in text:
         assert TOKENIZER.decode(TOKENIZER.encode(text).ids) == text
 
 
-def test_batches_depend_on_seed_and_step_and_weigh_what_is_learned() -> None:
+def test_batches_depend_on_seed_and_step_and_weight_answers() -> None:
     first, again, other = (batches(TOKENIZER, 20, 5, step) for step in (1, 1, 2))
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(first, again, strict=True))
     assert not all(
@@ -76,15 +78,15 @@ def test_masks_are_complementary_in_the_answer() -> None:
     first, second = objectives.complementary_masks(answer, torch.Generator().manual_seed(0))
     assert not (first & ~answer).any() and not (second & ~answer).any()
     whole = (first ^ second).eq(answer).all(-1)
-    assert 0.6 < whole.float().mean() < 0.9  # the rest is masked block by block
+    assert 0.6 < whole.float().mean() < 0.9  # the others are masked block by block
     for one, two in zip(first[~whole][:, 10:], second[~whole][:, 10:], strict=True):
-        kinds = (one.int() + two.int()).tolist()  # 0 before the block, 1 in it, 2 behind it
+        kinds = (one.int() + two.int()).tolist()  # 0 before the block, 1 in it, 2 after it
         assert kinds == sorted(kinds)
     rates = first[whole][:, 10:].float().mean(-1)
     assert rates.mean() == pytest.approx(0.5, abs=0.05) and rates.std() > 0.2
 
 
-def test_losses_are_weighted_means_over_what_is_predicted() -> None:
+def test_losses_are_weighted_means_over_predicted_tokens() -> None:
     model = _model()
     tokens = torch.tensor([[5, 6, 7, 8, EOS_ID, EOS_ID]])
     weights = torch.tensor([[0.0, 0.0, 1.0, 1.0, 1.0, 0.1]])
@@ -109,7 +111,7 @@ def test_losses_are_weighted_means_over_what_is_predicted() -> None:
     assert math.isinf(float(objectives.without_mask(torch.zeros(SHAPE.vocab))[MASK_ID]))
 
 
-def test_a_causal_model_sees_no_later_token_and_a_full_one_does() -> None:
+def test_causal_attention_excludes_later_tokens() -> None:
     model, tokens = _model(), torch.randint(3, SHAPE.vocab, (1, 12))
     changed = tokens.clone()
     changed[0, 8] = 3 if tokens[0, 8] != 3 else 4
@@ -118,7 +120,7 @@ def test_a_causal_model_sees_no_later_token_and_a_full_one_does() -> None:
     assert not torch.allclose(model(tokens)[0, :8], model(changed)[0, :8], atol=1e-3)
 
 
-def test_denoising_takes_a_pass_per_token_or_one_pass() -> None:
+def test_threshold_sets_the_passes_of_denoising() -> None:
     model, prompts = _model(), [[7, 8, 9], [10, 11]]
     slow, passes = denoising.denoise(model, prompts, 6, 1.1)
     assert passes == 6 and all(len(answer) == 6 and MASK_ID not in answer for answer in slow)
@@ -128,7 +130,7 @@ def test_denoising_takes_a_pass_per_token_or_one_pass() -> None:
     assert fast[0] == logits[0, 3:].argmax(-1).tolist()
 
 
-def test_the_engine_opens_an_autoregressive_checkpoint(tmp_path: Path) -> None:
+def test_engine_loads_an_autoregressive_checkpoint(tmp_path: Path) -> None:
     model = _model()
     checkpoint.save_llama(tmp_path, model.state_dict(), SHAPE, TOKENIZER)
     rounded = {name: w.bfloat16().float() for name, w in model.state_dict().items()}
@@ -140,7 +142,7 @@ def test_the_engine_opens_an_autoregressive_checkpoint(tmp_path: Path) -> None:
     assert found.tokens == expected[: len(found.tokens)] and found.tokens
 
 
-def test_the_engine_opens_a_diffusion_checkpoint_and_decodes_the_same(tmp_path: Path) -> None:
+def test_engine_loads_a_diffusion_checkpoint_and_decodes_the_same(tmp_path: Path) -> None:
     model = _model()
     checkpoint.save_llada(tmp_path, model.state_dict(), SHAPE, TOKENIZER)
     model, tokenizer = checkpoint.load_llada(tmp_path)
@@ -153,19 +155,19 @@ def test_the_engine_opens_a_diffusion_checkpoint_and_decodes_the_same(tmp_path: 
     assert [answer.stats.passes for answer in found] == [passes, passes]
 
 
-def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
-    recipe = Recipe(steps=8, batch=6, warmup=2, checks=0)
-    whole = Run(tmp_path / "whole", recipe, SHAPE)
+def test_resumed_run_reaches_the_same_weights(tmp_path: Path) -> None:
+    recipe = DiffusionRecipe(steps=8, batch=6, warmup=2, checks=0)
+    whole = DiffusionRun(tmp_path / "whole", recipe, SHAPE)
     whole.train()
     assert whole.stage == 1 and whole.step == 8
 
-    def stop(run: Run) -> None:
+    def stop(run: DiffusionRun) -> None:
         if run.step == 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Run(tmp_path / "cut", recipe, SHAPE).train(stop)
-    again = Run(tmp_path / "cut", recipe, SHAPE)
+        DiffusionRun(tmp_path / "cut", recipe, SHAPE).train(stop)
+    again = DiffusionRun(tmp_path / "cut", recipe, SHAPE)
     assert again.step == 5 and again.stage == 1
     again.train()
     for name, weight in whole.model.state_dict().items():
@@ -177,32 +179,34 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     svg = curve.to_svg(json.loads((tmp_path / "cut" / "log.json").read_text()))
     assert svg.count("<polyline") == 4 and "nan" not in svg
     with pytest.raises(InvalidRequestError, match="another shape"):
-        Run(tmp_path / "cut", recipe)
+        DiffusionRun(tmp_path / "cut", recipe)
 
 
-def test_a_run_learns(tmp_path: Path) -> None:
-    run = Run(tmp_path, Recipe(steps=24, batch=8, warmup=2, rate=1e-2, checks=0), SHAPE)
+def test_training_reduces_the_loss(tmp_path: Path) -> None:
+    run = DiffusionRun(
+        tmp_path, DiffusionRecipe(steps=24, batch=8, warmup=2, rate=1e-2, checks=0), SHAPE
+    )
     losses: list[float] = []
     run.train(lambda run: losses.append(float(run.model.transformer["ff_out"].weight.std())))
-    noted = [entry["loss"] for entry in run.history if "loss" in entry]
-    assert noted and noted[-1] < math.log(SHAPE.vocab) - 0.5
+    recorded = [entry["loss"] for entry in run.history if "loss" in entry]
+    assert recorded and recorded[-1] < math.log(SHAPE.vocab) - 0.5
     assert losses[-1] != losses[0]
 
 
 @pytest.mark.parametrize("budget", [{}, {"minutes": 1.0, "steps": 1}, {"steps": 0}])
-def test_a_budget_is_either_minutes_or_steps(budget: dict[str, float]) -> None:
+def test_budget_is_either_minutes_or_steps(budget: dict[str, float]) -> None:
     with pytest.raises(InvalidRequestError, match="minutes or steps"):
-        Recipe(**budget)  # type: ignore[arg-type]
+        DiffusionRecipe(**budget)  # type: ignore[arg-type]
 
 
-def test_accuracy_reads_answers_up_to_their_end() -> None:
-    asked = list(examples("copy", 2, length=3))
-    answers = [TOKENIZER.encode(example.answer).ids for example in asked]
+def test_accuracy_reads_answers_up_to_eos() -> None:
+    questions = list(examples("copy", 2, length=3))
+    answers = [TOKENIZER.encode(example.answer).ids for example in questions]
     padded = [answers[0] + [EOS_ID, 50, EOS_ID], answers[1][:-1]]
-    assert denoising.accuracy(asked, padded, TOKENIZER) == 0.5
+    assert denoising.accuracy(questions, padded, TOKENIZER) == 0.5
 
 
-def test_the_command_trains_and_draws_its_curve(
+def test_command_trains_and_writes_the_curve(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from anydecode.cli.main import run
@@ -221,30 +225,30 @@ def test_the_command_trains_and_draws_its_curve(
 
 
 @pytest.mark.model
-def test_the_shipped_adapter_denoises(default_model_path: Path, tmp_path: Path) -> None:
+def test_bundled_adapter_denoises(default_model_path: Path, tmp_path: Path) -> None:
     folder = resolve("smollm2-135m-blocks")
     assert (folder / "README.md").is_file() and base_model_name(folder) == "smollm2-135m-instruct"
-    here = shutil.copytree(folder, tmp_path / "adapter")
-    config = json.loads((here / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = str(default_model_path)  # wherever that lies
-    (here / "adapter_config.json").write_text(json.dumps(config))
-    asked = list(examples("replace-random", 6, seed=5, length=3))
-    with LLM(here, threads=1) as llm:
+    copy = shutil.copytree(folder, tmp_path / "adapter")
+    config = json.loads((copy / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(default_model_path)  # the path differs between machines
+    (copy / "adapter_config.json").write_text(json.dumps(config))
+    questions = list(examples("replace-random", 6, seed=5, length=3))
+    with LLM(copy, threads=1) as llm:
         assert not llm.model.spec.causal
-        answers = llm.generate([e.prompt for e in asked], max_tokens=32, decoder="sdar")
-    right = [e.is_right(answer.text) for e, answer in zip(asked, answers, strict=True)]
+        answers = llm.generate([e.prompt for e in questions], max_tokens=32, decoder="sdar")
+    right = [e.is_right(answer.text) for e, answer in zip(questions, answers, strict=True)]
     assert sum(right) >= 1
 
 
 @pytest.mark.parametrize("name", ["tiny-diffusion", "tiny-autoregressive", "tiny-blocks"])
-def test_the_shipped_models_open_by_name_and_answer(name: str) -> None:
+def test_bundled_models_load_by_name_and_answer(name: str) -> None:
     folder = resolve(name)
     assert "assets" in folder.parts and (folder / "README.md").is_file()
     assert sum(file.stat().st_size for file in folder.parent.rglob("*.*")) < 12_000_000
     decoder = {"tiny-diffusion": "fast-dllm", "tiny-blocks": "sdar"}.get(name, "autoregressive")
-    asked = list(examples("copy", 12, seed=5))
+    questions = list(examples("copy", 12, seed=5))
     with LLM(name, threads=1) as llm:
-        answers = llm.generate([e.prompt for e in asked], max_tokens=32, decoder=decoder)
+        answers = llm.generate([e.prompt for e in questions], max_tokens=32, decoder=decoder)
         assert llm.model.spec.causal == (name == "tiny-autoregressive")
-    right = [e.is_right(answer.text) for e, answer in zip(asked, answers, strict=True)]
+    right = [e.is_right(answer.text) for e, answer in zip(questions, answers, strict=True)]
     assert sum(right) >= 10

@@ -1,4 +1,4 @@
-"""The block-diffusion adapter: what sees what, the loss, and that the engine loads the result."""
+"""The block-diffusion adapter: attention mask, loss, and loading by the engine."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def test_a_masked_block_sees_itself_and_the_clean_blocks_before() -> None:
+def test_masked_block_attends_to_itself_and_earlier_clean_blocks() -> None:
     streams = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
     positions = torch.tensor([0, 1, 2, 1, 2, 3, 1, 2, 3])
-    seen = block_adapter.visibility(streams, positions, 2).int().tolist()
+    seen = block_adapter.attention_mask(streams, positions, 2).int().tolist()
     assert seen[:3] == [[1, 1, 0] + [0] * 6] * 2 + [[1, 1, 1] + [0] * 6]
     assert seen[3:6] == [
         [0, 0, 0, 1, 0, 0, 0, 0, 0],
@@ -47,10 +47,10 @@ def test_a_masked_block_sees_itself_and_the_clean_blocks_before() -> None:
     assert seen[6:] == [[*row[:3], *[0] * 3, *row[3:6]] for row in seen[3:6]]
 
 
-def loss_alone(
+def loss_block_by_block(
     model: Transformer, text: list[int], masked: list[int], block: int, shift: int
 ) -> float:
-    """The summed loss of the masked places, each block in a pass of its own over the clean text
+    """The summed loss of the masked positions, each block in its own pass over the clean text
     before it."""
     total = 0.0
     for start in range(0, len(text), block):
@@ -66,11 +66,11 @@ def loss_alone(
 
 
 @pytest.mark.parametrize("shift", [False, True])
-def test_all_streams_together_lose_what_blocks_alone_would(
+def test_loss_of_one_pass_equals_loss_block_by_block(
     folder: Path, shift: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = block_adapter.open_llama(load_checkpoint(folder))
-    texts = block_adapter.Texts(
+    texts = block_adapter.TextBatch(
         torch.randint(3, SHAPE.vocab, (2, 12)), torch.arange(12).repeat(2, 1) > 4
     )
     recipe = AdapterRecipe(steps=1, block=4, copies=2, shift=shift)
@@ -88,22 +88,22 @@ def test_all_streams_together_lose_what_blocks_alone_would(
             assert row[:8] == text[:8]
             for copy in (row[8:16], row[16:]):
                 masked = [4 + at for at, token in enumerate(copy) if token == MASK_ID]
-                expected += loss_alone(model, text, masked, 4, int(shift))
-                wrong += loss_alone(model, text, masked, 4, int(not shift))
+                expected += loss_block_by_block(model, text, masked, 4, int(shift))
+                wrong += loss_block_by_block(model, text, masked, 4, int(not shift))
     assert count == int((rows == MASK_ID).sum()) > 8
     assert float(found) == pytest.approx(expected, rel=1e-4)
     assert float(found) != pytest.approx(wrong, rel=1e-2)
 
 
-def test_an_adapter_begins_as_nothing_and_learns(folder: Path, tmp_path: Path) -> None:
+def test_adapter_starts_at_zero_and_trains(folder: Path, tmp_path: Path) -> None:
     source = load_checkpoint(folder)
     model = block_adapter.open_llama(source)
     tokens = torch.randint(3, SHAPE.vocab, (1, 6))
     before = model(tokens, causal=True)
-    learned = block_adapter.add_low_rank(model, 4)
+    trainable = block_adapter.add_low_rank(model, 4)
     assert torch.allclose(model(tokens, causal=True), before, atol=1e-6)
-    assert len(learned) == 2 * 7 * SHAPE.layers
-    assert all(p.requires_grad == any(p is q for q in learned) for p in model.parameters())
+    assert len(trainable) == 2 * 7 * SHAPE.layers
+    assert all(p.requires_grad == any(p is q for q in trainable) for p in model.parameters())
 
     recipe = AdapterRecipe(steps=60, block=4, rank=4, batch=4, rate=2e-2, longest=64)
     run = block_adapter.train_block_adapter(
@@ -111,7 +111,7 @@ def test_an_adapter_begins_as_nothing_and_learns(folder: Path, tmp_path: Path) -
     )
     first, last = (entry["held_out"]["tasks"] for entry in run.history if "held_out" in entry)
     assert run.step == 60 and last < first - 0.5
-    svg = curve.of_held_out(run.log())
+    svg = curve.held_out_svg(run.log())
     assert svg.count("<polyline") == 2 and "held-out tasks" in svg and "nan" not in svg
     with LLM(folder, dtype="float32", threads=1) as llm:
         llm.add_adapter("blocks", tmp_path / "adapter")
@@ -119,7 +119,7 @@ def test_an_adapter_begins_as_nothing_and_learns(folder: Path, tmp_path: Path) -
         adapted = llm.generate("copy Ada Ben:", max_tokens=6, ignore_eos=True, adapter="blocks")
     assert plain.tokens != adapted.tokens
 
-    with run.holding(run.kept) as best:
+    with run.using_weights(run.best_weights) as best:
         whole = block_adapter.merged_weights(best)
     assert whole.keys() == Transformer(SHAPE).state_dict().keys()
     merged = load_file(str(tmp_path / "merged" / "model.safetensors"))
@@ -130,8 +130,9 @@ def test_an_adapter_begins_as_nothing_and_learns(folder: Path, tmp_path: Path) -
     assert torch.equal(merged[norm], source.tensors[norm])
 
 
-def test_an_adapter_is_a_model_of_its_own(folder: Path, tmp_path: Path) -> None:
-    """Its folder, opened as a model, has the adapter in its weights and masks as it was trained."""
+def test_adapter_folder_opens_as_a_model(folder: Path, tmp_path: Path) -> None:
+    """Its folder, opened as a model, has merged weights and the attention mask that it was trained
+    with."""
     source = load_checkpoint(folder)
     recipe = AdapterRecipe(steps=8, block=4, rank=4, batch=4, rate=2e-2, longest=64, shift=True)
     merged = tmp_path / "merged"
@@ -158,7 +159,7 @@ def test_an_adapter_is_a_model_of_its_own(folder: Path, tmp_path: Path) -> None:
         ("block.json", {"block_size": 0, "mask_token_id": 1}, "no block-diffusion model"),
     ],
 )
-def test_broken_adapters(
+def test_broken_adapters_are_rejected(
     folder: Path, tmp_path: Path, file: str, content: dict[str, int], problem: str
 ) -> None:
     recipe = AdapterRecipe(steps=1, block=4, rank=4, batch=1)
@@ -168,7 +169,7 @@ def test_broken_adapters(
         load_checkpoint(tmp_path / "a")
 
 
-def test_a_run_goes_on_as_if_it_had_not_been_interrupted(folder: Path, tmp_path: Path) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
     source = load_checkpoint(folder)
     recipe = AdapterRecipe(steps=6, block=4, rank=2, batch=3, copies=2)
     whole = block_adapter.train_block_adapter(source, tmp_path / "whole", recipe)
@@ -179,22 +180,22 @@ def test_a_run_goes_on_as_if_it_had_not_been_interrupted(folder: Path, tmp_path:
 
     with pytest.raises(KeyboardInterrupt):
         block_adapter.train_block_adapter(source, tmp_path / "cut", recipe, report=interrupt)
-    run = block_adapter.Run(source, tmp_path / "cut", recipe)
+    run = block_adapter.AdapterRun(source, tmp_path / "cut", recipe)
     assert run.step == 3
     run.train()
     assert run.step == 6 and run.history[-1]["held_out"] == whole.history[-1]["held_out"]
-    for one, other in zip(run.learned, whole.learned, strict=True):
+    for one, other in zip(run.trainable, whole.trainable, strict=True):
         assert torch.equal(one, other)
     with pytest.raises(InvalidRequestError, match="another rank"):
-        block_adapter.Run(source, tmp_path / "cut", replace(recipe, rank=3))
+        block_adapter.AdapterRun(source, tmp_path / "cut", replace(recipe, rank=3))
 
 
 @pytest.mark.parametrize("shift", [False, True])
-def test_the_engine_denoises_blocks_as_the_objective_sees_them(
+def test_engine_denoises_as_the_training_transformer(
     folder: Path, tmp_path: Path, shift: bool
 ) -> None:
-    """Greedy, one token a pass: the engine's choice is that of the training transformer, which sees
-    the prompt's blocks and the block itself."""
+    """Greedy, one token per pass: the engine chooses as the training transformer, which attends to
+    the blocks of the prompt and to the block itself."""
     source = load_checkpoint(folder)
     recipe = AdapterRecipe(steps=3, block=4, rank=4, batch=4, rate=1e-2, longest=64, shift=shift)
     block_adapter.train_block_adapter(source, tmp_path / "a", recipe, merged=tmp_path / "merged")
@@ -209,21 +210,21 @@ def test_the_engine_denoises_blocks_as_the_objective_sees_them(
         with torch.no_grad():
             logits = model(torch.tensor([tokens]), visible=own[:, None] >= own)[0]
         logits[:, MASK_ID] = float("-inf")
-        sure, picks = logits.softmax(-1).max(-1)
+        confidence, predictions = logits.softmax(-1).max(-1)
         block = tokens.index(MASK_ID) // 4
         masked = [at for at, token in enumerate(tokens) if token == MASK_ID and at // 4 == block]
-        best = max(masked, key=lambda position: float(sure[position - shift]))
-        tokens[best] = int(picks[best - shift])
+        best = max(masked, key=lambda position: float(confidence[position - shift]))
+        tokens[best] = int(predictions[best - shift])
     with LLM(tmp_path / "merged", dtype="float32", threads=1) as llm:
         assert llm.model.spec.block_size == 4 and not llm.model.spec.causal
         found = llm.generate(prompt, max_tokens=7, ignore_eos=True, decoder="sdar:remasking=static")
     assert found.tokens == tokens[5:]
 
 
-def test_texts_are_whole_blocks_and_prompts_are_never_learned() -> None:
+def test_texts_are_whole_blocks_and_prompts_are_not_trained() -> None:
     pairs = [([5, 6, 7], [8, 9]), ([5], [6, 7, 8, 9, 10]), ([1] * 29, [2])]
     recipe = AdapterRecipe(steps=1, block=4)
-    first, second = block_adapter.parts(pairs, recipe, EOS_ID)
+    first, second = block_adapter.micro_batches(pairs, recipe, EOS_ID)
     assert first.tokens.tolist()[0] == [5, 6, 7, 8, 9, EOS_ID, EOS_ID, EOS_ID]
     assert first.tokens.tolist()[1] == [5, 6, 7, 8, 9, 10, EOS_ID, EOS_ID]
     assert first.answer[0].tolist() == [False] * 3 + [True] * 5
@@ -242,7 +243,7 @@ def test_own_answers_are_mixed_with_tasks() -> None:
     assert all(wrapped.decode(one)[-1] in ":=" for one, _ in pairs if one != own[0][0])
 
 
-def test_the_command_trains_an_adapter_and_tells_its_loss(
+def test_command_trains_an_adapter_and_prints_its_loss(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from anydecode.cli.main import run
@@ -252,14 +253,14 @@ def test_the_command_trains_an_adapter_and_tells_its_loss(
     with pytest.raises(SystemExit) as ended:
         run([*arguments, "--shift", "--copies", "2", "--out", str(out), "--plot", str(plot)])
     assert not ended.value.code
-    told = capsys.readouterr()
-    assert told.out.strip() == str(out) and "nats per masked token" in told.err
+    captured = capsys.readouterr()
+    assert captured.out.strip() == str(out) and "nats per masked token" in captured.err
     assert plot.read_text().startswith("<svg")
     assert json.loads((out / "adapter_config.json").read_text())["r"] == 16
     assert json.loads((out / "block.json").read_text())["right_shift_logits"] is True
 
 
-def test_bad_requests(folder: Path, tmp_path: Path) -> None:
+def test_invalid_requests_are_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="minutes or steps"):
         AdapterRecipe()
     with pytest.raises(InvalidRequestError, match="more than 0"):

@@ -1,4 +1,4 @@
-"""Trees over a draft model: mechanisms, equality with plain decoding, and the memory they use."""
+"""Draft trees of a draft model: oracle tests, equality with plain decoding, and cache use."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ TARGET, DRAFT = wordy(), blurred(wordy())
 
 
 @pytest.mark.parametrize("key", TREES)
-def test_mechanism(key: str) -> None:
+def test_oracle_test_passes(key: str) -> None:
     checks = list(load_oracle_tests()[key]())
     assert checks and [check for check in checks if not check.passed] == []
 
 
 @pytest.mark.parametrize("key", ["opt-tree", "dyspec", "rsd", "fixed-tree"])
-def test_a_chain_does_not_pass_as_a_tree(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chain_fails_the_oracle_tests_of_trees(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = catalogue.entries()[key]
-    impostor = replace(entry, build=lambda **_: catalogue.build("speculative-sampling"))
-    monkeypatch.setitem(catalogue.entries(), key, impostor)
+    replacement = replace(entry, build=lambda **_: catalogue.build("speculative-sampling"))
+    monkeypatch.setitem(catalogue.entries(), key, replacement)
     assert not all(check.passed for check in load_oracle_tests()[key]())
 
 
@@ -49,8 +49,8 @@ def test_tokens_equal_plain_decoding_in_a_batch(key: str, temperature: float) ->
         llm.engine.check_integrity()
 
 
-def test_a_tree_hides_its_branches_from_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same rounds with every node hung on the root must draft something else."""
+def test_branches_do_not_attend_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every node attached to the root, the same rounds must draft something else."""
     with scripted(TARGET, DRAFT) as llm:
         right = rounds(llm, "fixed-tree", "abcabc", 20)
     expand = GrowingTree.expand
@@ -67,7 +67,7 @@ def test_a_tree_hides_its_branches_from_each_other(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("key", ["dyspec", "rsd", "rsd:branching=3-2"])
-def test_siblings_are_distinct_and_come_with_their_distribution(key: str) -> None:
+def test_siblings_are_distinct_and_have_distributions(key: str) -> None:
     trees = []
     join = "," if ":" in key else ":"
     method = f"{key}{join}with_probabilities=true"
@@ -93,34 +93,34 @@ def test_first_draws_follow_the_draft_distribution() -> None:
     with scripted(TARGET, DRAFT) as llm:
         for seed in range(400):
             decoder = llm.decoder("rsd:branching=2-1,with_probabilities=true")
-            kept = []
-            decoder.acceptance.walk = _watch(decoder, kept)
+            trees_seen = []
+            decoder.acceptance.walk = _record_trees(decoder, trees_seen)
             llm.generate("ab", decoder=decoder, max_tokens=1, temperature=0.8, seed=seed)
             llm.clear()
-            q = kept[0].probabilities[ROOT]
-            counts[kept[0].tokens[0]] = counts.get(kept[0].tokens[0], 0) + 1
+            q = trees_seen[0].probabilities[ROOT]
+            counts[trees_seen[0].tokens[0]] = counts.get(trees_seen[0].tokens[0], 0) + 1
     assert q is not None
-    often = np.flatnonzero(400 * q >= 5)
-    seen = np.array([counts.get(int(token), 0) for token in often])
-    expected = 400 * q[often]
+    frequent = np.flatnonzero(400 * q >= 5)
+    seen = np.array([counts.get(int(token), 0) for token in frequent])
+    expected = 400 * q[frequent]
     rest, rest_expected = 400 - seen.sum(), 400 - expected.sum()
     statistic = ((seen - expected) ** 2 / expected).sum()
     statistic += (rest - rest_expected) ** 2 / max(rest_expected, 1.0)
-    freedom = len(often)
+    freedom = len(frequent)
     assert statistic < freedom + 2.6 * np.sqrt(2 * freedom) + 4
 
 
-def _watch(decoder: object, kept: list) -> object:
+def _record_trees(decoder: object, trees_seen: list) -> object:
     from anydecode.decoders.speculative.acceptance import TokenExact
 
     def walk(tree: object, scores: object) -> object:
-        kept.append(tree)
+        trees_seen.append(tree)
         return TokenExact().walk(tree, scores)  # type: ignore[arg-type]
 
     return walk
 
 
-def test_a_pending_tree_grows_and_keeps_a_path() -> None:
+def test_pending_tree_grows_and_retains_a_path() -> None:
     context = SequenceCache(KVPool(ScriptedModel(TARGET, vocab_size=259), 16))
     context.append(2)
     context.tokens += [1, 2]
@@ -143,19 +143,19 @@ def test_a_pending_tree_grows_and_keeps_a_path() -> None:
         "dyspec:size=0",
     ],
 )
-def test_bad_parameters_are_refused_in_one_line(decoder: str) -> None:
+def test_invalid_parameters_have_one_line_errors(decoder: str) -> None:
     with scripted(TARGET, DRAFT) as llm, pytest.raises(InvalidRequestError) as refusal:
         llm.generate("abc", decoder=decoder)
     assert "\n" not in str(refusal.value)
 
 
-def test_trees_without_a_draft_model_are_refused() -> None:
+def test_trees_without_a_draft_model_are_rejected() -> None:
     with scripted(TARGET) as llm, pytest.raises(InvalidRequestError, match="needs a draft model"):
         llm.generate("abc", decoder="dyspec")
 
 
-def test_narrow_vocabularies_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_trees, "WIDTH", 4)
+def test_cut_distributions_keep_token_exactness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_trees, "NUM_CANDIDATES", 4)
     with scripted(TARGET, DRAFT) as llm:
         found = rounds(llm, "fixed-tree", "abcabc", 20, temperature=0.8)
         plain = llm.generate("abcabc", max_tokens=20, temperature=0.8, seed=5, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""`anydecode bench`: measurements, each imported only when it is run.
+"""`anydecode bench`: benchmarks, each imported only when it runs.
 
 A benchmark is a function whose parameters are typer options. To add one, add a line to `BENCHES`.
 """
@@ -14,7 +14,7 @@ from anydecode.errors import InvalidRequestError
 
 
 class Bench(NamedTuple):
-    """Where a benchmark lives (`module:function`) and what it measures."""
+    """The function of a benchmark (`module:function`) and its help text."""
 
     target: str
     help: str
@@ -23,38 +23,39 @@ class Bench(NamedTuple):
 BENCHES = {
     "constrained": Bench(
         "anydecode.evaluation.constrained_bench:bench_constrained",
-        "What constraints accept, get wrong and cost, on JSONSchemaBench and the test suite.",
+        "Constrained decoding: coverage, errors and cost on JSONSchemaBench and the JSON Schema"
+        " test suite.",
     ),
     "parallelbench": Bench(
         "anydecode.evaluation.parallelbench.bench:bench_parallelbench",
-        "Diffusion methods: accuracy against passes per token, on tasks that can be checked.",
+        "Diffusion methods: accuracy against passes per token, on tasks with checkable answers.",
     ),
     "peers": Bench(
         "anydecode.evaluation.baselines:bench_baselines",
-        "Against transformers, llama.cpp and OpenVINO GenAI, in one run.",
+        "anydecode against transformers, llama.cpp and OpenVINO GenAI, in one run.",
     ),
     "cost": Bench(
-        "anydecode.evaluation.cost:bench_cost", "What a pass over n rows costs on this machine."
+        "anydecode.evaluation.cost:bench_cost", "The cost of a pass over n rows on this machine."
     ),
     "speculative": Bench(
         "anydecode.evaluation.speculative_bench:bench_speculative",
-        "Drafting methods against plain decoding, prompt by prompt.",
+        "Speculative methods against plain decoding, per prompt.",
     ),
     "quantization": Bench(
         "anydecode.evaluation.quantization:bench_quantization",
-        "What a diffusion model loses in fewer bits, at the same number of passes.",
+        "Accuracy lost by a diffusion model in quantised formats, at the same number of passes.",
     ),
     "serving": Bench(
         "anydecode.evaluation.serving.bench:bench_serving",
-        "A trace replayed against a server: latencies and goodput under an objective.",
+        "A request trace replayed against a server: latencies and goodput under an SLO.",
     ),
     "overhead": Bench(
         "anydecode.evaluation.serving.overhead:bench_overhead",
-        "What the server adds to the engine's time, per request and per streamed token.",
+        "Time that the server adds to the engine's, per request and per streamed token.",
     ),
     "soak": Bench(
         "anydecode.evaluation.serving.soak:bench_soak",
-        "Thousands of requests by unreliable clients: no leak, no wrong text, no hang.",
+        "Thousands of requests from unreliable clients: checks for leaks, wrong text and hangs.",
     ),
 }
 
@@ -66,22 +67,29 @@ app = typer.Typer(
 
 
 def run_bench(name: str, arguments: list[str] | None = None) -> None:
-    """Run one benchmark of `BENCHES` with command-line `arguments` (default: the process's own)."""
+    """Run one benchmark of `BENCHES` with these command-line arguments (default: the process's
+    own).
+    """
     if name not in BENCHES:
-        raise InvalidRequestError(f"no benchmark {name!r}: there are {', '.join(BENCHES)}")
+        raise InvalidRequestError(f"no benchmark {name!r}: choose from {', '.join(BENCHES)}")
     module, _, function = BENCHES[name].target.partition(":")
-    single = typer.Typer(add_completion=False, rich_markup_mode=None)
-    single.command(name)(getattr(importlib.import_module(module), function))
-    result = single(arguments, prog_name=f"anydecode bench {name}", standalone_mode=False)
+    command = typer.Typer(add_completion=False, rich_markup_mode=None)
+    command.command(name)(getattr(importlib.import_module(module), function))
+    result = command(arguments, prog_name=f"anydecode bench {name}", standalone_mode=False)
     if isinstance(result, int) and result:
         raise typer.Exit(result)
 
 
 def _register(name: str, help_line: str) -> None:
-    """A command that hands its arguments on, `--help` too, so that listing it imports nothing."""
-    handed_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    """Add a command that passes its arguments on, including `--help`, so that listing it imports
+    nothing."""
+    pass_through = {
+        "ignore_unknown_options": True,
+        "allow_extra_args": True,
+        "help_option_names": [],
+    }
 
-    @app.command(name, help=help_line, context_settings=handed_on)
+    @app.command(name, help=help_line, context_settings=pass_through)
     def forward(context: typer.Context) -> None:
         run_bench(name, context.args)
 

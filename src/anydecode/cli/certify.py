@@ -1,4 +1,4 @@
-"""`anydecode certify`: prove what the cards claim."""
+"""`anydecode certify`: check what the catalogue cards claim."""
 
 from __future__ import annotations
 
@@ -23,107 +23,136 @@ if TYPE_CHECKING:
 def certify_methods(
     keys: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY]...", help="Keys, or package:Class; all if absent."),
+        typer.Argument(
+            metavar="[KEY]...", help="Method keys, or package:Class. Default: all methods."
+        ),
     ] = None,
     json: options.Json = False,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="Token-exactness on this model instead, at length."),
+        typer.Option(
+            "--model",
+            "-m",
+            help="Instead, compare long answers of this model with its plain decoding.",
+        ),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option("--data", help="With --model: a folder with Spec-Bench's question.jsonl."),
+        typer.Option(
+            "--data",
+            help="With --model: folder with Spec-Bench's question.jsonl. Default: built-in.",
+        ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Prompts per category; all if absent.")
+        int | None,
+        typer.Option("--limit", min=1, help="With --model: prompts per category. Default: all."),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens per answer.")] = 128,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts decoded together.")] = 8,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0)] = 0.8,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, help="With --model: tokens per answer.")
+    ] = 128,
+    batch: Annotated[
+        int, typer.Option("--batch", min=1, help="With --model: batch size, in prompts.")
+    ] = 8,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            "--temperature", "-t", min=0.0, help="With --model: temperature of the sampled runs."
+        ),
+    ] = 0.8,
     sample: Annotated[
-        int, typer.Option("--sample", min=0, help="Prompts tried in every --dtypes; 0: none.")
+        int,
+        typer.Option(
+            "--sample",
+            min=0,
+            help="With --model: prompts in the sample that is run in every dtype; 0: none.",
+        ),
     ] = 24,
     sample_tokens: Annotated[
         int | None,
         typer.Option(
-            "--sample-tokens", min=1, help="Tokens per answer of the sample; --tokens, at most 64."
+            "--sample-tokens",
+            min=1,
+            help="With --model: tokens per answer of the sample. Default: --tokens, at most 64.",
         ),
     ] = None,
     dtypes: Annotated[
-        str, typer.Option("--dtypes", help="Formats of the sample, separated by commas.")
+        str,
+        typer.Option("--dtypes", help="With --model: dtypes of the sample, separated by commas."),
     ] = "as stored,bfloat16,float32",
     keep: Annotated[
         Path | None,
         typer.Option(
             "--keep",
             metavar="FILE",
-            help="Write results here as they come, and go on from there. If absent, a file of the"
-            " cache folder does that until the run is complete.",
+            help=(
+                "Append results to this file and resume from it. Default: a file in"
+                " the cache folder, deleted when the run is complete."
+            ),
         ),
     ] = None,
     draft: options.Draft = "self:int4",
     threads: options.Threads = None,
 ) -> None:
-    """Run the proofs of methods; exits 1 when one does not hold. A check that needs a package which
-    is not installed is not run, and listed as such.
+    """Check the claims of methods; exits with 1 if a check fails. A check that needs a missing
+    package is skipped and listed as not run.
 
-    With --model, answers of that model are held against its plain decoding: every prompt in
-    batches, and a sample in every format, greedy and sampled, alone and restarted at random.
+    With --model, answers of that model are compared with its plain decoding: all prompts in
+    batches, and a sample in every dtype, greedy and sampled, alone and restarted at random.
 
-    Results are kept as they come. A run that was stopped or killed goes on when it is started
-    again; what failed or was not run is tried again.
+    Results are saved as they arrive. An interrupted run resumes when it is started again; checks
+    that failed or were not run are repeated.
 
     Example: anydecode certify prompt-lookup --json
     """
     settings: dict[str, Any] = {"anydecode": anydecode.__version__}
     if model is None:
-        log = _log(keep, settings)
-        certificates, stopped = _by_proof(keys or [], log, json)
+        log = _open_log(keep, settings)
+        certificates, stopped = _run_checks(keys or [], log, json)
     else:
         from anydecode.evaluation.certify_model import Trials
         from anydecode.evaluation.speculative_bench import questions
 
         formats = tuple(part.strip() for part in dtypes.split(",") if part.strip())
-        asked = questions(data, limit)
+        prompts = questions(data, limit)
         sample_tokens = sample_tokens or min(tokens, 64)
-        trials = Trials(asked, tokens, batch, temperature, sample, sample_tokens, formats)
-        log = _log(keep, {**settings, "model": model, "draft": draft})
-        certificates, stopped = _on_model(keys or [], model, trials, draft, threads, log)
+        trials = Trials(prompts, tokens, batch, temperature, sample, sample_tokens, formats)
+        log = _open_log(keep, {**settings, "model": model, "draft": draft})
+        certificates, stopped = _run_on_model(keys or [], model, trials, draft, threads, log)
         if not json:
             for certificate in certificates:
-                _show(certificate, certificate.checks)
+                _print_certificate(certificate, certificate.checks)
     if json:
         print_json(certificates)
     if log is not None and keep is None and not stopped:
         log.clear()
-    _end(certificates, stopped)
+    _exit(certificates, stopped)
 
 
-def _end(certificates: list[Certificate], stopped: bool) -> None:
-    """What did not pass, and the exit code."""
-    named = {
+def _exit(certificates: list[Certificate], stopped: bool) -> None:
+    """Print which methods did not pass, and exit with the matching code."""
+    by_status = {
         status: [one.key for one in certificates if one.status == status]
         for status in ("not run", "failed")
     }
-    if named["not run"]:
-        note(f"not run in full: {', '.join(named['not run'])}")
-    if named["failed"]:
-        note(f"not certified: {', '.join(named['failed'])}")
+    if by_status["not run"]:
+        note(f"not run in full: {', '.join(by_status['not run'])}")
+    if by_status["failed"]:
+        note(f"not certified: {', '.join(by_status['failed'])}")
         raise typer.Exit(1)
     if stopped:
         raise KeyboardInterrupt
 
 
-def _show(certificate: Certificate, checks: Iterable[Check]) -> None:
-    """One certificate, at once, with some of its checks."""
-    word = "FAILED" if certificate.status == "failed" else certificate.status
+def _print_certificate(certificate: Certificate, checks: Iterable[Check]) -> None:
+    """Print one certificate with some of its checks."""
+    label = "FAILED" if certificate.status == "failed" else certificate.status
     lines = [f"        {check.name}: {check.detail}" for check in checks]
-    print("\n".join([f"{word}  {certificate.key}", *lines]), flush=True)
+    print("\n".join([f"{label}  {certificate.key}", *lines]), flush=True)
 
 
-def _log(keep: Path | None, settings: dict[str, Any]) -> ResultsLog | None:
-    """Where results are kept: the file the user named; else one of the cache folder that belongs to
-    these settings and this code, or none where that cannot be written."""
+def _open_log(keep: Path | None, settings: dict[str, Any]) -> ResultsLog | None:
+    """Open the results log: the user's file, else one in the cache folder that belongs to these
+    settings and this code; None if that cannot be written."""
     from anydecode.evaluation.results_log import ResultsLog
     from anydecode.folders import default_cache
 
@@ -142,46 +171,49 @@ def _log(keep: Path | None, settings: dict[str, Any]) -> ResultsLog | None:
         file.parent.mkdir(parents=True, exist_ok=True)
         return ResultsLog(file, settings)
     except OSError as error:
-        note(f"results are not kept: {error}")
+        note(f"results are not saved: {error}")
         return None
 
 
 def _fingerprint(root: Path, patterns: Iterable[str], contents: bool = True) -> str:
-    """A hash of files below `root`, or of that file; without `contents` of their size and time."""
+    """A hash of the files below `root`, or of the file `root`; without `contents`, of their sizes
+    and modification times."""
     digest = hashlib.sha256()
-    found = {path for pattern in patterns for path in root.rglob(pattern)} or {root}
-    for path in sorted(path for path in found if path.is_file()):
+    files = {path for pattern in patterns for path in root.rglob(pattern)} or {root}
+    for path in sorted(path for path in files if path.is_file()):
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes() if contents else str(path.stat().st_mtime_ns).encode())
     return digest.hexdigest()[:16]
 
 
-def _by_proof(
+def _run_checks(
     keys: list[str], log: ResultsLog | None, json: bool
 ) -> tuple[list[Certificate], bool]:
-    """Certificates of what was tried, and whether the user stopped it before all was."""
+    """Run the checks of methods. Returns the certificates, and whether the user interrupted."""
     from anydecode.catalogue import cards
     from anydecode.evaluation.certify import certify
 
-    wanted = keys or sorted(card.key for card in cards())
+    selected = keys or sorted(card.key for card in cards())
     done: list[Certificate] = []
     with progress() as bar:
-        task = bar.add_task("certifying", total=len(wanted))
+        task = bar.add_task("certifying", total=len(selected))
 
         def report(certificate: Certificate) -> None:
             done.append(certificate)
             bar.update(task, description=certificate.key, advance=1)
             if not json:
-                _show(certificate, [one for one in certificate.checks if not one.passed])
+                _print_certificate(
+                    certificate, [one for one in certificate.checks if not one.passed]
+                )
 
         try:
-            certify(wanted, on_done=report, results_log=log)
+            certify(selected, on_done=report, results_log=log)
         except KeyboardInterrupt:
-            note(f"stopped: {len(done)} of {len(wanted)} methods were tried")
-    return done, len(done) < len(wanted)
+            note(f"interrupted: {len(done)} of {len(selected)} methods were checked")
+    return done, len(done) < len(selected)
 
 
-def _on_model(
+def _run_on_model(
     keys: list[str],
     model: str,
     trials: Trials,
@@ -189,31 +221,31 @@ def _on_model(
     threads: int | None,
     log: ResultsLog | None,
 ) -> tuple[list[Certificate], bool]:
-    """Certificates of what was tried, and whether the user stopped it before all was."""
+    """Run methods on a model. Returns the certificates, and whether the user interrupted."""
     from anydecode.evaluation.certify_model import certificates, outcomes
 
-    wanted = keys or _drafting()
-    total = len(wanted) * sum(map(len, trials.batches().values()))
-    found: list[BatchOutcome] = []
+    selected = keys or _drafting_keys()
+    total = len(selected) * sum(map(len, trials.batches().values()))
+    results: list[BatchOutcome] = []
     with progress() as bar:
         task = bar.add_task("certifying", total=total)
         try:
-            for one in outcomes(
-                model, wanted, trials, draft=draft, threads=threads, results_log=log
+            for outcome in outcomes(
+                model, selected, trials, draft=draft, threads=threads, results_log=log
             ):
-                found.append(one)
-                bar.update(task, description=one.key, advance=1)
-                if one.differ:
-                    note(f"FAILED  {one.key}: {one.check}: {one.detail}")
-                if bar.disable and len(found) % len(wanted) == 0:
-                    note(f"{len(found)} of {total}: {one.check}")
+                results.append(outcome)
+                bar.update(task, description=outcome.key, advance=1)
+                if outcome.differ:
+                    note(f"FAILED  {outcome.key}: {outcome.check}: {outcome.detail}")
+                if bar.disable and len(results) % len(selected) == 0:
+                    note(f"{len(results)} of {total}: {outcome.check}")
         except KeyboardInterrupt:
-            note(f"stopped: {len(found)} of {total} trials were made")
-    return certificates(found), len(found) < total
+            note(f"interrupted: {len(results)} of {total} trials were run")
+    return certificates(results), len(results) < total
 
 
-def _drafting() -> list[str]:
-    """Token-exact methods that draft, and whose draft a model can have of itself."""
+def _drafting_keys() -> list[str]:
+    """Keys of the token-exact methods that draft without a model, or with a copy of the target."""
     from anydecode.catalogue import cards
 
     return sorted(

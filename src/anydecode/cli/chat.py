@@ -1,4 +1,4 @@
-"""`anydecode chat`: talk with a model, once or in turns."""
+"""`anydecode chat`: chat with a model, in one turn or many."""
 
 from __future__ import annotations
 
@@ -14,17 +14,26 @@ from anydecode.cli.output import note, print_json
 if TYPE_CHECKING:
     from anydecode import LLM
 
-COMMANDS = "/system TEXT sets the instruction, /retry answers anew, /clear starts over, /quit ends."
+COMMANDS = (
+    "/system TEXT sets the system message, /retry regenerates the answer, /clear starts over,"
+    " /quit ends."
+)
 Messages = list[dict[str, Any]]
 
 
 def chat(
-    text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="One message.")] = None,
+    text: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PROMPT]", help="Message to answer. Default: start a conversation."
+        ),
+    ] = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="One message, one answer; - for stdin.")
+        str | None,
+        typer.Option("--prompt", "-p", help="The same as PROMPT; - reads standard input."),
     ] = None,
     system: Annotated[
-        str | None, typer.Option("--system", help="An instruction ahead of all.")
+        str | None, typer.Option("--system", help="System message. Default: none.")
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     decoder: options.Decoder = None,
@@ -42,7 +51,7 @@ def chat(
     backend: options.Backend = None,
     json: options.Json = False,
 ) -> None:
-    """Talk with a model; /help lists what you can type besides messages.
+    """Chat with a model; /help lists the commands of a conversation.
 
     Example: anydecode chat --prompt "Why is the sky blue?"
     """
@@ -52,7 +61,7 @@ def chat(
     if message is not None:
         message = options.read_text(message, "prompt")
     llm = options.load(model, dtype, threads, backend, None, cache)
-    settings = options.given(
+    settings = options.without_none(
         decoder=decoder,
         sampler=sampler or None,
         max_tokens=max_tokens,
@@ -80,12 +89,13 @@ def answer(llm: LLM, messages: Messages, settings: dict[str, Any]) -> str:
 
 
 def converse(llm: LLM, messages: Messages, settings: dict[str, Any]) -> None:
-    """Read messages until end of input or /quit. Ctrl-C ends an answer, not the conversation."""
+    """Read and answer messages until the end of input or /quit. Ctrl-C ends an answer, not the
+    conversation."""
     if sys.stdin.isatty():
         note(f"Type a message. {COMMANDS}")
     while (line := read_line()) is not None:
         if line.startswith("/"):
-            if not obey(line, messages):
+            if not run_command(line, messages):
                 return
             if line != "/retry" or not messages or messages[-1]["role"] != "user":
                 continue
@@ -103,15 +113,15 @@ def converse(llm: LLM, messages: Messages, settings: dict[str, Any]) -> None:
 
 
 def read_line() -> str | None:
-    """The next line; None at the end of input."""
+    """The next line of input; None at the end."""
     try:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:
         return None
 
 
-def obey(line: str, messages: Messages) -> bool:
-    """Carry out a /command on `messages`; False for /quit."""
+def run_command(line: str, messages: Messages) -> bool:
+    """Apply a /command to `messages`; False for /quit."""
     command, _, rest = line.partition(" ")
     first_is_system = bool(messages) and messages[0]["role"] == "system"
     if command == "/quit":

@@ -1,4 +1,4 @@
-"""`anydecode doctor`: what was found on this machine."""
+"""`anydecode doctor`: a report on this machine and installation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from anydecode.cli.output import print_json
 from anydecode.evaluation.machine_info import cpu_name, usable_cores
 from anydecode.kernels.pages import memory_bytes
 
-OPTIONAL = (
+OPTIONAL_PACKAGES = (
     "transformers",
     "xgrammar",
     "jedi",
@@ -34,23 +34,23 @@ COMPILERS = ("cc", "gcc", "clang", "cl")
 
 
 def doctor(json: options.Json = False) -> None:
-    """Show what was found: kernels, compiler, threads, memory, GPU, cache folder, models.
+    """Show the kernels, compiler, threads, memory, GPU, cache folder and models of this machine.
 
     Example: anydecode doctor --json
     """
-    found = examine()
+    report = collect_report()
     if json:
-        print_json(found)
+        print_json(report)
         return
-    width = max(map(len, found))
-    if found["memory"] is not None:
-        found["memory"] = f"{found['memory'] / 2**30:.1f} GiB"
-    for name, value in found.items():
+    width = max(map(len, report))
+    if report["memory"] is not None:
+        report["memory"] = f"{report['memory'] / 2**30:.1f} GiB"
+    for name, value in report.items():
         print(f"{name.replace('_', ' '):<{width}}  {_as_line(value)}")
 
 
-def examine() -> dict[str, Any]:
-    """Everything `doctor` prints, as plain data. Memory is in bytes."""
+def collect_report() -> dict[str, Any]:
+    """All that `doctor` prints, as plain data. Memory is in bytes."""
     return {
         "anydecode": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -68,17 +68,17 @@ def examine() -> dict[str, Any]:
 
 
 def compiler() -> str | None:
-    """The C compiler that a build from source would use."""
-    named = os.environ.get("CC")
-    candidates = (named, *COMPILERS) if named else COMPILERS
-    found = (shutil.which(candidate.split()[0]) for candidate in candidates)
-    return next((path for path in found if path), None)
+    """The C compiler that a build from source would use; None if there is none."""
+    from_environment = os.environ.get("CC")
+    candidates = (from_environment, *COMPILERS) if from_environment else COMPILERS
+    paths = (shutil.which(candidate.split()[0]) for candidate in candidates)
+    return next((path for path in paths if path), None)
 
 
 def packages() -> dict[str, str | None]:
-    """Versions of the optional packages; None where one is missing."""
+    """Versions of the optional packages; None for a missing one."""
     versions: dict[str, str | None] = {}
-    for name in OPTIONAL:
+    for name in OPTIONAL_PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -98,18 +98,18 @@ def _torch() -> dict[str, Any]:
 def _kernels() -> dict[str, Any]:
     from anydecode.kernels.library import load_library
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         library = load_library()
     if library is None:
-        why = "; ".join(str(warning.message) for warning in told) or "no native kernels"
-        return {"backend": "reference", "why": why, "instruction_set": None}
-    why = "the fastest of the compiled kernels that this processor runs and that pass their checks"
-    return {"backend": "native", "why": why, "instruction_set": library.variant}
+        reason = "; ".join(str(warning.message) for warning in caught) or "no native kernels"
+        return {"backend": "reference", "why": reason, "instruction_set": None}
+    reason = "the fastest compiled kernels that this processor supports and that pass their checks"
+    return {"backend": "native", "why": reason, "instruction_set": library.variant}
 
 
 def cuda() -> str:
-    """What `device="cuda"` would run, and why."""
+    """The kernels that `device="cuda"` would use, and why."""
     import torch
 
     from anydecode.kernels.cuda.available import is_interpreted, unavailable_reason

@@ -24,7 +24,8 @@ HINT_MARKER = ".chat-hint-given"
 def generate(
     text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt.")] = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="The prompt; - for stdin.")
+        str | None,
+        typer.Option("--prompt", "-p", help="The same as PROMPT; - reads standard input."),
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     decoder: options.Decoder = None,
@@ -44,27 +45,31 @@ def generate(
     draft: options.Draft = None,
     schema: Annotated[
         Path | None,
-        typer.Option("--schema", metavar="FILE", help="Answer in JSON that this schema allows."),
+        typer.Option("--schema", metavar="FILE", help="Constrain the answer to this JSON schema."),
     ] = None,
     grammar: Annotated[
         Path | None,
         typer.Option(
             "--grammar",
             metavar="FILE",
-            help="Answer in a text of this Lark grammar (.gbnf: of this GBNF grammar).",
+            help="Constrain the answer to this Lark grammar (a .gbnf file: GBNF grammar).",
         ),
     ] = None,
     regex: Annotated[
         str | None,
-        typer.Option("--regex", help="Answer in a text that this regular expression matches."),
+        typer.Option("--regex", help="Constrain the answer to this regular expression."),
     ] = None,
     constraint: Annotated[
         str | None,
-        typer.Option("--constraint", help="A constraint of `anydecode methods`, as monitors."),
+        typer.Option(
+            "--constraint", help="Constraint key of `anydecode methods`, such as monitors."
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="FILE", help="Write every pass into this HTML page."),
+        typer.Option(
+            "--trace", metavar="FILE", help="Write a trace of all passes to this HTML file."
+        ),
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -73,21 +78,26 @@ def generate(
     Example: anydecode generate --prompt "Once upon a time" --temperature 0.8 --seed 7
     """
     prompt = options.read_text(prompt if prompt is not None else text, "prompt")
-    given = {"--schema": schema, "--grammar": grammar, "--regex": regex, "--constraint": constraint}
-    named = [option for option, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise InvalidRequestError(f"{named[0]} and {named[1]} are both constraints; give one")
-    told: Any = constraint
+    constraint_options = {
+        "--schema": schema,
+        "--grammar": grammar,
+        "--regex": regex,
+        "--constraint": constraint,
+    }
+    used = [option for option, value in constraint_options.items() if value is not None]
+    if len(used) > 1:
+        raise InvalidRequestError(f"{used[0]} and {used[1]} are both constraints: give only one")
+    request_constraint: Any = constraint
     if schema is not None:
-        told = read_schema(schema)
+        request_constraint = read_schema(schema)
     elif grammar is not None:
-        told = read_grammar(grammar)
+        request_constraint = read_grammar(grammar)
     elif regex is not None:
         from anydecode import Regex
 
-        told = Regex(regex)
+        request_constraint = Regex(regex)
     llm = options.load(model, dtype, threads, backend, draft, cache)
-    settings = options.given(
+    settings = options.without_none(
         decoder=decoder,
         sampler=sampler or None,
         max_tokens=max_tokens,
@@ -99,21 +109,21 @@ def generate(
         stop=stop or None,
         ignore_eos=ignore_eos or None,
         trace=trace is not None or None,
-        constraint=told,
+        constraint=request_constraint,
     )
     if json:
         generation = llm.generate(prompt, **settings)
         print_json(describe(generation, model))
     else:
-        pieces = llm.stream(prompt, **settings)
+        chunks = llm.stream(prompt, **settings)
         hint_at_chat(llm, model)
-        generation = stream(pieces)
+        generation = stream(chunks)
     if trace is not None:
         write_trace(generation, trace)
 
 
 def read_schema(file: Path) -> Constraint:
-    """The constraint of a JSON schema in a file."""
+    """Read a JSON schema constraint from a file. Raises `InvalidRequestError` if that fails."""
     from anydecode import JsonSchema
 
     try:
@@ -123,7 +133,7 @@ def read_schema(file: Path) -> Constraint:
 
 
 def read_grammar(file: Path) -> Constraint:
-    """The constraint of a grammar in a file."""
+    """Read a grammar constraint from a file. Raises `InvalidRequestError` if that fails."""
     from anydecode import Grammar
 
     try:
@@ -134,7 +144,7 @@ def read_grammar(file: Path) -> Constraint:
 
 
 def write_trace(generation: Generation, file: Path) -> None:
-    """The generation's passes as an HTML page."""
+    """Write the generation's passes to an HTML file."""
     from anydecode.evaluation.trace_html import page
 
     try:
@@ -143,21 +153,22 @@ def write_trace(generation: Generation, file: Path) -> None:
         raise InvalidRequestError(f"cannot write the trace: {error}") from None
 
 
-def stream(pieces: Iterable[StreamChunk]) -> Generation:
-    """Write the pieces as they come, then a line of figures on stderr; returns the Generation."""
+def stream(chunks: Iterable[StreamChunk]) -> Generation:
+    """Write chunks to stdout as they arrive, then a summary to stderr; returns the Generation."""
     generation = None
-    for piece in pieces:
-        write_now(piece.text)
-        generation = piece.generation
+    for chunk in chunks:
+        write_now(chunk.text)
+        generation = chunk.generation
     write_now("\n")
     if generation is None:
         raise RuntimeError("the stream ended without its generation")
-    note(figures(generation))
+    note(summary(generation))
     return generation
 
 
-def figures(generation: Generation) -> str:
-    """The line of figures; its speed is that of the tokens and seconds as printed.
+def summary(generation: Generation) -> str:
+    """The summary line of a generation; its speed is computed from the tokens and seconds as
+    printed:
 
     `128 tokens in 0.841 s: 152.2 tokens/s (prompt included; first token after 0.020 s), 40 passes,
     length`
@@ -173,12 +184,12 @@ def figures(generation: Generation) -> str:
 
 
 def describe(generation: Generation, model: str) -> dict[str, Any]:
-    """The object `--json` prints."""
+    """The object that `--json` prints."""
     return {"model": model, **generation.to_dict()}
 
 
 def hint_at_chat(llm: LLM, model: str) -> None:
-    """Point at `chat` when an instruct model is given bare text; once per cache folder."""
+    """Suggest `chat` if the model is instruction-tuned; once per cache folder."""
     from anydecode.folders import default_cache
 
     if llm.tokenizer.chat_template is None:
@@ -186,7 +197,7 @@ def hint_at_chat(llm: LLM, model: str) -> None:
     marker = default_cache() / HINT_MARKER
     if marker.exists():
         return
-    note(f"{model} is tuned for conversation: `anydecode chat` talks with it. (Said once.)")
+    note(f"{model} is a chat model: use `anydecode chat` to chat with it. (Shown once.)")
     try:
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()

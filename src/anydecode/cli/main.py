@@ -1,4 +1,6 @@
-"""The commands in their order, and what an error, Ctrl-C or a closed pipe looks like to a user."""
+"""The command line: registers all commands and turns errors, Ctrl-C and closed pipes into exit
+codes.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,12 @@ for name, function in (
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
 
-#: What typer raises for wrong usage; the base of these is not among its public names.
+#: The exceptions that typer raises for wrong usage; their base class is not public.
 _USAGE_ERRORS: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"anydecode {__version__}")
         raise typer.Exit
 
@@ -49,26 +51,27 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version)
     ] = False,
 ) -> None:
     """One engine for every way of decoding a language model.
 
     Example: anydecode generate --prompt "Once upon a time" --max-tokens 64
 
-    Any command takes --debug, which shows the traceback of an error.
+    All commands accept --debug, which shows the traceback of an error.
     """
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
-    """The `anydecode` command. Exits 0; 1 when something failed; 2 for what the user can mend."""
+    """Run the `anydecode` command line. Exit codes: 0; 1 for a failure; 2 for an error the user can
+    fix; 130 for Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     if not debug:
         warnings.formatwarning = _one_line_warning
     try:
-        code = _code(app(arguments, prog_name="anydecode", standalone_mode=False))
+        code = _exit_code(app(arguments, prog_name="anydecode", standalone_mode=False))
         sys.stdout.flush()
     except BrokenPipeError:
         _silence_stdout()
@@ -81,17 +84,21 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     except (AnydecodeError, OSError) as error:
         if debug:
             raise
-        code = _complain(_one_line(error), USAGE_ERROR)
+        code = _print_error(_one_line(error), USAGE_ERROR)
     except Exception as error:
         if debug:
             raise
-        message = f"unexpected {type(error).__name__}: {_one_line(error)} (--debug shows where)"
-        code = _complain(message, FAILURE)
+        message = (
+            f"unexpected {type(error).__name__}: {_one_line(error)} (use --debug for the traceback)"
+        )
+        code = _print_error(message, FAILURE)
     raise SystemExit(code)
 
 
-def _code(result: object) -> int:
-    """Commands return nothing; `typer.Exit` comes back as its code."""
+def _exit_code(result: object) -> int:
+    """The exit code of a command's result: `typer.Exit` returns its code, other commands return
+    None.
+    """
     return result if isinstance(result, int) else 0
 
 
@@ -106,16 +113,17 @@ def _one_line_warning(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    """A warning without the place in the code that gave it."""
+    """A warning on one line, without its source location."""
     return f"anydecode: {message}\n"
 
 
-def _complain(message: str, code: int) -> int:
+def _print_error(message: str, code: int) -> int:
     print(f"anydecode: {message}", file=sys.stderr)
     return code
 
 
 def _silence_stdout() -> None:
-    """Keep the interpreter's last flush from complaining about the reader that left."""
+    """Redirect stdout to the null device, so that the interpreter's last flush to a closed pipe
+    raises no error."""
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they become arguments of the Python API."""
+"""Options shared by several commands, and their conversion to arguments of the Python API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Model = Annotated[
         "--model",
         "-m",
         envvar="ANYDECODE_MODEL",
-        help="A name, a Hugging Face repo id, a folder or a .gguf file.",
+        help="Model name, Hugging Face repo id, folder or .gguf file.",
     ),
 ]
 Decoder = Annotated[
@@ -28,49 +28,96 @@ Decoder = Annotated[
     typer.Option(
         "--decoder",
         "-d",
-        help="A key of `anydecode methods`; key:name=value,... sets it up. Default: auto, or what a"
-        " diffusion model was made for.",
+        help=(
+            "Decoder key of `anydecode methods`, with options as key:name=value,..."
+            " Default: auto, or the method a diffusion model was trained for."
+        ),
     ),
 ]
 Sampler = Annotated[
     list[str] | None,
     typer.Option(
-        "--sampler", help="A sampling rule of `anydecode methods`, as mirostat:tau=4; repeatable."
+        "--sampler",
+        help=(
+            "Sampling key of `anydecode methods`, such as"
+            " mirostat:tau=4; repeatable. Default: none."
+        ),
     ),
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="At most this many new tokens.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.")]
 Temperature = Annotated[
-    float | None, typer.Option("--temperature", "-t", help="0 always takes the likeliest token.")
+    float | None,
+    typer.Option(
+        "--temperature",
+        "-t",
+        help="Sampling temperature; 0 is greedy. Default: 0, unless a sampler sets it.",
+    ),
 ]
-TopK = Annotated[int | None, typer.Option("--top-k", help="Keep the k likeliest tokens.")]
-TopP = Annotated[float | None, typer.Option("--top-p", help="Keep the likeliest tokens up to p.")]
+TopK = Annotated[
+    int | None,
+    typer.Option("--top-k", help="Sample from the k most probable tokens. Default: all."),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p", help="Sample from the smallest set of tokens with probability p. Default: all."
+    ),
+]
 MinP = Annotated[
-    float | None, typer.Option("--min-p", help="Keep tokens at least p times the likeliest.")
+    float | None,
+    typer.Option(
+        "--min-p",
+        help="Sample from tokens at least p times as probable as the top one. Default: all.",
+    ),
 ]
-Seed = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same text.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="End before this text; repeatable.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed", help="Random seed; the same seed gives the same text. Default: a new one."
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", help="End the answer before this text; repeatable. Default: none."),
+]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")
+]
 Dtype = Annotated[
     str | None,
-    typer.Option("--dtype", help="float32, bfloat16, int8 or int4; as stored if absent."),
+    typer.Option(
+        "--dtype", help="Weight format: float32, bfloat16, int8 or int4. Default: as stored."
+    ),
 ]
 Cache = Annotated[
     str | None,
-    typer.Option("--cache", help="Keys and values as float32, float16, bfloat16, int8 or int4."),
+    typer.Option(
+        "--cache",
+        help=(
+            "Format of the key-value cache: float32, float16,"
+            " bfloat16, int8 or int4. Default: the backend's."
+        ),
+    ),
 ]
-Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", help="Number of CPU threads. Default: chosen for the machine."),
+]
 Backend = Annotated[
-    str | None, typer.Option("--backend", help="Which kernels to use; the best found if absent.")
+    str | None, typer.Option("--backend", help="Kernel backend. Default: the fastest available.")
 ]
 Draft = Annotated[
     str | None,
-    typer.Option("--draft", help="A smaller model for methods that want one; self:int4 thins it."),
+    typer.Option(
+        "--draft",
+        help="Draft model for methods that need one; self:int4 quantises the model itself.",
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, on one line.")]
 
 
-def given(**values: Any) -> dict[str, Any]:
-    """Only what the user gave, so that the API's own defaults hold for the rest."""
+def without_none(**values: Any) -> dict[str, Any]:
+    """The arguments that are not None, so that the Python API's defaults apply to the others."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -82,19 +129,23 @@ def load(
     draft: str | None = None,
     cache: str | None = None,
 ) -> LLM:
-    """The model, with a note on stderr while it loads."""
+    """Load the model, with a status line on stderr."""
     from anydecode import LLM
     from anydecode.cli.output import status
 
     with status(f"loading {model}"):
-        chosen = given(dtype=dtype, threads=threads, backend=backend, draft=draft, cache=cache)
-        return LLM(model, **chosen)
+        arguments = without_none(
+            dtype=dtype, threads=threads, backend=backend, draft=draft, cache=cache
+        )
+        return LLM(model, **arguments)
 
 
 def read_text(value: str | None, what: str) -> str:
-    """`-` stands for standard input. Raises InvalidRequestError where there is nothing to read."""
+    """Return `value`, or standard input for `-`. Raises `InvalidRequestError` if it is empty."""
     if value == "-":
         value = sys.stdin.read()
     if not value:
-        raise InvalidRequestError(f"no {what}: give one with --{what}, or --{what} - for stdin")
+        raise InvalidRequestError(
+            f"no {what}: give one with --{what}, or --{what} - for standard input"
+        )
     return value

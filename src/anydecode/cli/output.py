@@ -1,4 +1,4 @@
-"""What goes to stdout (results, JSON) and to stderr (notes, progress)."""
+"""Output to stdout (results, JSON) and to stderr (notes, progress)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on stdout, on one line."""
+    """Print one JSON value on one line of stdout."""
     print(json.dumps(to_plain(value), ensure_ascii=False, allow_nan=False))
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses, tuples, sets, paths and numpy numbers as JSON's own kinds."""
+    """Convert dataclasses, tuples, sets, paths and numpy numbers to JSON types."""
     if hasattr(value, "to_dict"):
         return to_plain(value.to_dict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -42,12 +42,12 @@ def to_plain(value: Any) -> Any:
 
 
 def note(message: str) -> None:
-    """A line on stderr."""
+    """Print a line to stderr."""
     print(message, file=sys.stderr)
 
 
 def write_now(text: str) -> None:
-    """A piece of streamed text, on stdout at once."""
+    """Write streamed text to stdout and flush."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -60,7 +60,7 @@ def stderr_console() -> Console:
 
 @contextmanager
 def status(message: str) -> Iterator[None]:
-    """A spinner on stderr, where that is a terminal."""
+    """Show a spinner on stderr, if it is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -70,7 +70,9 @@ def status(message: str) -> Iterator[None]:
 
 @contextmanager
 def progress(*, of_bytes: bool = False) -> Iterator[Progress]:
-    """A progress bar on stderr; invisible where that is no terminal."""
+    """Show a progress bar on stderr, if it is a terminal. `of_bytes` shows sizes and transfer
+    speed.
+    """
     from rich import progress as rich_progress
 
     columns: list[Any] = ["{task.description}", rich_progress.BarColumn()]
@@ -83,6 +85,6 @@ def progress(*, of_bytes: bool = False) -> Iterator[Progress]:
         *columns,
         console=console,
         disable=not console.is_terminal,
-        redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays out of the terminal
+        redirect_stdout=sys.stdout.isatty(),  # redirected output must not appear in the terminal
     ) as bar:
         yield bar

@@ -1,4 +1,4 @@
-"""`anydecode pull`: fetch a model into the cache folder."""
+"""`anydecode pull`: download a model into the cache folder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from anydecode.cli.output import print_json, progress
 
 
 def pull_model(
-    name: Annotated[str, typer.Argument(help="A name or a Hugging Face repo id.")] = (
+    name: Annotated[str, typer.Argument(help="Model name or Hugging Face repo id.")] = (
         options.DEFAULT_MODEL
     ),
     json: options.Json = False,
 ) -> None:
-    """Fetch a model into the cache folder, once; prints where it lies.
+    """Download a model into the cache folder, unless it is there; prints its path.
 
     Example: anydecode pull smollm2-135m-instruct
     """

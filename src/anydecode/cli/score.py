@@ -1,4 +1,4 @@
-"""`anydecode score`: how likely a model finds a continuation."""
+"""`anydecode score`: the log-likelihood of a continuation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from anydecode.cli.output import print_json, to_plain
 
 
 def score(
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What stands before; - for stdin.")],
-    continuation: Annotated[str, typer.Option("--continuation", "-c", help="What is scored.")],
+    prompt: Annotated[
+        str,
+        typer.Option(
+            "--prompt", "-p", help="Text before the continuation; - reads standard input."
+        ),
+    ],
+    continuation: Annotated[
+        str,
+        typer.Option("--continuation", "-c", help="Text that is scored; - reads standard input."),
+    ],
     model: options.Model = options.DEFAULT_MODEL,
     dtype: options.Dtype = None,
     cache: options.Cache = None,

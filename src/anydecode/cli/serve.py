@@ -1,4 +1,4 @@
-"""`anydecode serve`: the engine over HTTP."""
+"""`anydecode serve`: an HTTP server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from anydecode.cli import options
 from anydecode.errors import InvalidRequestError
 
 
-def known_as(model: str) -> str:
-    """A model's name to clients: a path's last part says enough, and no more."""
+def served_name(model: str) -> str:
+    """The model's name for clients: only the last part of a path."""
     path = Path(model)
     return path.stem if path.is_file() else path.name if path.is_dir() else model
 
@@ -23,87 +23,128 @@ def serve(
         typer.Argument(
             metavar="[MODEL]",
             envvar="ANYDECODE_MODEL",
-            help="A name, a Hugging Face repo id, a folder or a .gguf file.",
+            help="Model name, Hugging Face repo id, folder or .gguf file.",
         ),
     ] = options.DEFAULT_MODEL,
     host: Annotated[
-        str, typer.Option("--host", help="Where to listen; others reach 0.0.0.0.")
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 accepts other machines.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="The port.")] = 8000,
+    port: Annotated[
+        int,
+        typer.Option("--port", "-p", min=0, max=65535, help="Port to listen on; 0: a free one."),
+    ] = 8000,
     name: Annotated[
-        str | None, typer.Option("--name", help="The model's name to clients; MODEL if absent.")
+        str | None,
+        typer.Option("--name", help="Model name for clients. Default: MODEL, without its folder."),
     ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
             "--api-key",
             envvar="ANYDECODE_API_KEYS",
-            help="Ask for this key; repeatable. Each key has a cache of its own.",
+            help=(
+                "Require this API key; repeatable. Each key has its own prefix cache."
+                " Default: no key."
+            ),
         ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option("--allow-host", help="A further name to answer to; repeatable; *: any."),
+        typer.Option(
+            "--allow-host", help="Accept this Host header too; repeatable; *: any. Default: none."
+        ),
     ] = None,
     open_metrics: Annotated[
-        bool, typer.Option("--open-metrics", help="/metrics and /live without a key.")
+        bool, typer.Option("--open-metrics", help="Serve /metrics and /live without a key.")
     ] = False,
     decoder: options.Decoder = None,
     schedule: Annotated[
-        str | None, typer.Option("--schedule", help="A serving key of `anydecode methods`.")
+        str | None,
+        typer.Option(
+            "--schedule",
+            help=(
+                "Scheduler key of `anydecode"
+                " methods` (family serving)."
+                " Default: decodes before"
+                " prefills."
+            ),
+        ),
     ] = None,
     drafting: Annotated[
         str | None,
-        typer.Option("--drafting", help="Who says how much all may draft: smartspec-server."),
+        typer.Option(
+            "--drafting",
+            help="Draft policy for all requests: smartspec-server. Default: each decoder's own.",
+        ),
     ] = None,
     draft: Annotated[
-        str | None, typer.Option("--draft", help="A smaller model, for methods that want one.")
+        str | None, typer.Option("--draft", help="Draft model. Default: none.")
     ] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option("--adapter", metavar="NAME=FOLDER", help="A LoRA adapter; repeatable."),
+        typer.Option(
+            "--adapter",
+            metavar="NAME=FOLDER",
+            help="LoRA adapter to serve as model NAME; repeatable. Default: none.",
+        ),
     ] = None,
     max_requests: Annotated[
-        int, typer.Option("--max-requests", min=1, help="Requests at work at a time.")
+        int, typer.Option("--max-requests", min=1, help="Maximum number of concurrent requests.")
     ] = 256,
     max_prompt: Annotated[
-        int, typer.Option("--max-prompt", min=0, help="Longest prompt in tokens; 0: what fits.")
+        int,
+        typer.Option(
+            "--max-prompt", min=0, help="Maximum prompt length in tokens; 0: the model's limit."
+        ),
     ] = 0,
     max_body: Annotated[
-        int, typer.Option("--max-body", min=1024, help="Largest body in bytes.")
+        int, typer.Option("--max-body", min=1024, help="Maximum size of a request body in bytes.")
     ] = 4 << 20,
     drain: Annotated[
-        float, typer.Option("--drain", min=0, help="Seconds a shutdown waits for answers.")
+        float,
+        typer.Option("--drain", min=0, help="Seconds that a shutdown waits for running answers."),
     ] = 10.0,
     cache_positions: Annotated[
-        int | None, typer.Option("--cache-positions", min=1, help="Size of the key-value cache.")
+        int | None,
+        typer.Option(
+            "--cache-positions",
+            min=1,
+            help="Size of the key-value cache in positions. Default: chosen for the model.",
+        ),
     ] = None,
     prefix_spill: Annotated[
         str | None,
         typer.Option(
             "--prefix-spill",
             metavar="DIR",
-            help="Keep evicted prefixes in this folder (or in 'memory').",
+            help="Store evicted prefixes in this folder, or in 'memory'. Default: not stored.",
         ),
     ] = None,
     spill_limit: Annotated[
-        str, typer.Option("--spill-limit", help="Most bytes of them: 512MiB, 4g.")
+        str,
+        typer.Option(
+            "--spill-limit", help="Maximum size of the stored prefixes, such as 512MiB or 4g."
+        ),
     ] = "4GiB",
     row_budget: Annotated[
-        int, typer.Option("--row-budget", min=1, help="Most rows of a pass.")
+        int, typer.Option("--row-budget", min=1, help="Maximum number of rows per pass.")
     ] = 512,
     tool_parser: Annotated[
-        str, typer.Option("--tool-parser", help="auto, hermes, mistral, llama or none.")
+        str,
+        typer.Option(
+            "--tool-parser", help="Format of tool calls: auto, hermes, mistral, llama or none."
+        ),
     ] = "auto",
     reasoning_parser: Annotated[
-        str, typer.Option("--reasoning-parser", help="auto, think, seed or none.")
+        str,
+        typer.Option("--reasoning-parser", help="Format of reasoning: auto, think, seed or none."),
     ] = "auto",
     dtype: options.Dtype = None,
     cache: options.Cache = None,
     threads: options.Threads = None,
     backend: options.Backend = None,
 ) -> None:
-    """Serve a model in OpenAI's API, with a page to try it at /.
+    """Serve a model with OpenAI's API, and a web page at / to try it.
 
     Example: anydecode serve smollm2-135m-instruct --port 8000
     """
@@ -113,7 +154,7 @@ def serve(
     from anydecode.server.settings import Settings
 
     settings = Settings(
-        name=name or known_as(model),
+        name=name or served_name(model),
         host=host,
         port=port,
         api_keys=tuple(api_key or ()),
@@ -127,7 +168,7 @@ def serve(
         allowed_hosts=tuple(name.lower() for name in allow_host or ()),
         open_metrics=open_metrics,
     )
-    engine = options.given(
+    engine = options.without_none(
         dtype=dtype,
         cache=cache,
         threads=threads,
@@ -143,8 +184,8 @@ def serve(
         llm = LLM(model, row_budget=row_budget, **engine)
         llm.methods.find(decoder or llm.default_decoder)
         for entry in adapter or ():
-            called, equals, folder = entry.partition("=")
+            adapter_name, equals, folder = entry.partition("=")
             if not equals:
-                raise InvalidRequestError(f"--adapter wants NAME=FOLDER, not {entry!r}")
-            llm.add_adapter(called, folder)
+                raise InvalidRequestError(f"--adapter {entry!r} must have the form NAME=FOLDER")
+            llm.add_adapter(adapter_name, folder)
     run(llm, settings)

@@ -1,4 +1,4 @@
-"""`anydecode train`: small models, distillation and adapters, trained on this machine."""
+"""`anydecode train`: train small models, distilled models and adapters on this machine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,22 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Minutes = Annotated[float | None, typer.Option("--minutes", help="How long to train.")]
-Steps = Annotated[int | None, typer.Option("--steps", help="Instead: how many steps to train.")]
-Out = Annotated[Path, typer.Option("--out", help="A new folder, or one to go on from.")]
-Seed = Annotated[int, typer.Option("--seed", help="Of the data and the weights.")]
-Threads = Annotated[int, typer.Option("--threads", min=0, help="0: every core.")]
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        "--minutes", help="Training time in minutes. Default: 60, unless --steps is given."
+    ),
+]
+Steps = Annotated[
+    int | None, typer.Option("--steps", help="Number of training steps, instead of --minutes.")
+]
+Out = Annotated[
+    Path, typer.Option("--out", help="New output folder, or one of an interrupted run to resume.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Random seed of data and weights.")]
+Threads = Annotated[
+    int, typer.Option("--threads", min=0, help="Number of CPU threads; 0: torch's default.")
+]
 
 
 @app.command("diffusion")
@@ -31,29 +42,32 @@ def train_diffusion(
     batch: Annotated[int, typer.Option("--batch", min=1, help="Examples per step.")] = 64,
     seed: Seed = 0,
     threads: Threads = 0,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Write the curve as SVG.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Write the training curve to this SVG file.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
-    """Train the small model: next tokens first, then masked diffusion. Begun again, it goes on.
+    """Train the small model: next-token prediction first, then masked diffusion. A run with the
+    same --out is resumed.
 
     Example: anydecode train diffusion --minutes 60 --threads 2 --out my-model --plot curve.svg
     """
     from anydecode.training import curve
-    from anydecode.training.diffusion import STAGES, Recipe, Run, limit_threads
+    from anydecode.training.diffusion import STAGES, DiffusionRecipe, DiffusionRun, limit_threads
 
     if minutes is None and steps is None:
         minutes = 60.0
     limit_threads(threads)
-    run = Run(out, Recipe(minutes=minutes, steps=steps, batch=batch, seed=seed))
+    run = DiffusionRun(out, DiffusionRecipe(minutes=minutes, steps=steps, batch=batch, seed=seed))
     if run.step:
-        note(f"going on from step {run.step} in {out}")
+        note(f"resuming from step {run.step} in {out}")
     with progress() as bar:
         task = bar.add_task(STAGES[run.stage], total=100)
 
-        def show(run: Run) -> None:
+        def show(run: DiffusionRun) -> None:
             loss = next((e["loss"] for e in reversed(run.history) if "loss" in e), None)
-            told = STAGES[run.stage] + ("" if loss is None else f", loss {loss:.3f}")
-            bar.update(task, completed=int(100 * run.progress), description=told)
+            description = STAGES[run.stage] + ("" if loss is None else f", loss {loss:.3f}")
+            bar.update(task, completed=int(100 * run.progress), description=description)
 
         run.train(show)
     log = run.log()
@@ -63,24 +77,28 @@ def train_diffusion(
     if json:
         print_json({"path": str(run.checkpoint), "accuracy": accuracy, **log})
         return
-    for name, share in accuracy.items():
-        note(f"{name:16} {share:.2f}")
+    for name, accuracy_of_task in accuracy.items():
+        note(f"{name:16} {accuracy_of_task:.2f}")
     print(run.checkpoint)
 
 
 @app.command("distil")
 def train_distilled(
-    method: Annotated[str, typer.Option("--method", help="cd4lm or dparallel.")],
-    model: Annotated[str, typer.Option("--model", "-m", help="A masked-diffusion model.")] = (
-        "tiny-diffusion"
-    ),
+    method: Annotated[
+        str, typer.Option("--method", help="Distillation method: cd4lm or dparallel.")
+    ],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Masked-diffusion model to start from.")
+    ] = ("tiny-diffusion"),
     out: Annotated[Path, typer.Option("--out", help="Folder of the new model.")] = Path(
         "distilled"
     ),
-    steps: Annotated[int, typer.Option("--steps", min=1)] = 200,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Questions per step.")] = 32,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 200,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Examples per step.")] = 32,
     rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 1e-4,
-    block: Annotated[int, typer.Option("--block", min=1, help="Block size (dparallel).")] = 8,
+    block: Annotated[
+        int, typer.Option("--block", min=1, help="Block size in tokens (dparallel).")
+    ] = 8,
     seed: Seed = 0,
     threads: Threads = 0,
     json: options.Json = False,
@@ -91,16 +109,16 @@ def train_distilled(
     """
     from anydecode.models.loading import resolve
     from anydecode.training.diffusion import limit_threads
-    from anydecode.training.distillation import Plan, distil
+    from anydecode.training.distillation import DistillationRecipe, distil
 
-    plan = Plan(method, steps=steps, batch=batch, rate=rate, block=block, seed=seed)
+    recipe = DistillationRecipe(method, steps=steps, batch=batch, rate=rate, block=block, seed=seed)
     limit_threads(threads)
     with progress() as bar:
         task = bar.add_task(method, total=steps)
         losses = distil(
             resolve(model),
             out,
-            plan,
+            recipe,
             lambda step, loss: bar.update(
                 task, completed=step, description=f"{method}, loss {loss:.3f}"
             ),
@@ -113,16 +131,21 @@ def train_distilled(
 
 @app.command("filter")
 def train_commit_filter(
-    model: Annotated[str, typer.Option("--model", "-m", help="A masked-diffusion model.")] = (
-        "tiny-diffusion"
-    ),
-    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path(
-        "learn2pd.safetensors"
-    ),
-    prompts: Annotated[int, typer.Option("--prompts", help="Questions to learn from.")] = 600,
-    canvas: Annotated[int, typer.Option("--canvas", min=1, help="Tokens of an answer.")] = 32,
-    block: Annotated[int, typer.Option("--block", min=1, help="The block it is for.")] = 32,
-    epochs: Annotated[int, typer.Option("--epochs", min=1)] = 4000,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Masked-diffusion model to start from.")
+    ] = ("tiny-diffusion"),
+    out: Annotated[Path, typer.Option("--out", help="Output file.")] = Path("learn2pd.safetensors"),
+    prompts: Annotated[
+        int, typer.Option("--prompts", help="Number of prompts to learn from.")
+    ] = 600,
+    canvas: Annotated[int, typer.Option("--canvas", min=1, help="Canvas size in tokens.")] = 32,
+    block: Annotated[
+        int,
+        typer.Option(
+            "--block", min=1, help="Block size that the filter is for; it must divide the canvas."
+        ),
+    ] = 32,
+    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Training epochs.")] = 4000,
     seed: Seed = 0,
     threads: Threads = 0,
     json: options.Json = False,
@@ -138,7 +161,7 @@ def train_commit_filter(
     limit_threads(threads)
     with progress() as bar:
         task = bar.add_task("decoding", total=epochs)
-        found = train_filter(
+        results = train_filter(
             resolve(model),
             out,
             prompts=prompts,
@@ -151,50 +174,69 @@ def train_commit_filter(
             ),
         )
     if json:
-        print_json({"path": str(out), **found})
+        print_json({"path": str(out), **results})
         return
-    for name, value in found.items():
+    for name, value in results.items():
         note(f"{name:10} {value:.3f}" if isinstance(value, float) else f"{name:10} {value}")
     print(out)
 
 
 @app.command("block-adapter")
 def train_adapter(
-    model: Annotated[str, typer.Option("--model", "-m", help="A Llama-shaped model.")] = (
-        options.DEFAULT_MODEL
-    ),
-    out: Annotated[Path, typer.Option("--out", help="Folder of the adapter.")] = Path(
-        "block-adapter"
-    ),
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Model of the Llama family to adapt.")
+    ] = (options.DEFAULT_MODEL),
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", help="Output folder of the adapter, or one of an interrupted run to resume."
+        ),
+    ] = Path("block-adapter"),
     merged: Annotated[
-        Path | None, typer.Option("--merged", help="Write a block-diffusion model here.")
+        Path | None,
+        typer.Option(
+            "--merged",
+            help=(
+                "Also write a block-diffusion model"
+                " with merged weights to this"
+                " folder. Default: not written."
+            ),
+        ),
     ] = None,
     minutes: Minutes = None,
     steps: Steps = None,
-    block: Annotated[int, typer.Option("--block", min=1, help="Tokens of a block.")] = 8,
-    rank: Annotated[int, typer.Option("--rank", min=1)] = 16,
+    block: Annotated[int, typer.Option("--block", min=1, help="Block size in tokens.")] = 8,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 16,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 8,
     rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 1e-3,
     mask: Annotated[
-        int | None, typer.Option("--mask", help="The token that stands for a mask.")
+        int | None,
+        typer.Option("--mask", help="Id of the mask token. Default: an unused special token."),
     ] = None,
     own: Annotated[
-        int, typer.Option("--own", min=0, help="Also learn so many answers of the model's own.")
+        int,
+        typer.Option("--own", min=0, help="Number of the model's own answers to train on as well."),
     ] = 0,
-    copies: Annotated[int, typer.Option("--copies", min=1, help="Noisings of a text.")] = 1,
+    copies: Annotated[int, typer.Option("--copies", min=1, help="Masked copies per text.")] = 1,
     shift: Annotated[
-        bool, typer.Option("--shift/--in-place", help="Row i predicts token i + 1, or token i.")
+        bool,
+        typer.Option(
+            "--shift/--in-place",
+            help="Row i predicts token i + 1 (--shift) or token i (--in-place).",
+        ),
     ] = False,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="Of the passes: float32 or bfloat16.")
+        str, typer.Option("--dtype", help="Dtype of weights and passes: float32 or bfloat16.")
     ] = "float32",
-    plot: Annotated[Path | None, typer.Option("--plot", help="Write the curve as SVG.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Write the training curve to this SVG file.")
+    ] = None,
     seed: Seed = 0,
     threads: Threads = 0,
     json: options.Json = False,
 ) -> None:
-    """Train a low-rank adapter with which an autoregressive model denoises blocks. Begun again, it
-    goes on.
+    """Train a low-rank adapter with which an autoregressive model denoises blocks. A run with the
+    same --out is resumed.
 
     Example: anydecode train block-adapter --minutes 60 --own 100 --shift --out smollm2-blocks
     """
@@ -233,7 +275,7 @@ def train_adapter(
             model,
         )
     if plot is not None:
-        plot.write_text(curve.of_held_out(run.log()), encoding="utf-8")
+        plot.write_text(curve.held_out_svg(run.log()), encoding="utf-8")
     if json:
         print_json({"path": str(out), **run.log()})
         return
@@ -246,38 +288,51 @@ def train_adapter(
 
 @app.command("autodeco")
 def train_autodeco_heads(
-    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path(
-        "autodeco.safetensors"
-    ),
+    out: Annotated[Path, typer.Option("--out", help="Output file.")] = Path("autodeco.safetensors"),
     model: options.Model = options.DEFAULT_MODEL,
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", metavar="FILE", help="One a line; else the model asks itself."),
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help="File with one prompt per line. Default: the model generates them.",
+        ),
     ] = None,
-    count: Annotated[int, typer.Option("--count", min=2, help="Prompts it asks itself.")] = 160,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Answers per prompt.")] = 4,
+    count: Annotated[
+        int, typer.Option("--count", min=2, help="Number of prompts that the model generates.")
+    ] = 160,
+    samples: Annotated[
+        int,
+        typer.Option(
+            "--samples", min=1, help="Answers sampled per prompt; the most probable one is kept."
+        ),
+    ] = 4,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens per answer.")] = 64,
-    width: Annotated[int, typer.Option("--width", min=1, help="Of the heads.")] = 64,
-    epochs: Annotated[int, typer.Option("--epochs", min=1)] = 12,
-    rate: Annotated[float, typer.Option("--rate", help="The learning rate.")] = 5e-4,
+    width: Annotated[int, typer.Option("--width", min=1, help="Hidden width of the heads.")] = 64,
+    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Training epochs.")] = 12,
+    rate: Annotated[float, typer.Option("--rate", help="Learning rate.")] = 5e-4,
     weighted: Annotated[
-        bool, typer.Option("--weighted", help="Weigh tokens as the authors do.")
+        bool,
+        typer.Option(
+            "--weighted",
+            help="Weight tokens by their probability and drop most easy ones, as the paper does.",
+        ),
     ] = False,
     seed: Seed = 0,
     threads: Threads = 0,
     json: options.Json = False,
 ) -> None:
-    """Train heads that say temperature and top-p for every token, on the model's own text.
+    """Train heads that predict temperature and top-p for every token, on the model's own text.
 
     Example: anydecode train autodeco --count 40 --out my-heads.safetensors
     """
     from dataclasses import asdict
 
-    from anydecode.training.autodeco import Recipe, train_autodeco
+    from anydecode.training.autodeco import AutoDecoRecipe, train_autodeco
     from anydecode.training.diffusion import limit_threads
 
     limit_threads(threads)
-    recipe = Recipe(
+    recipe = AutoDecoRecipe(
         prompts=count,
         samples=samples,
         tokens=tokens,
@@ -301,5 +356,5 @@ def train_autodeco_heads(
     if json:
         print_json({"path": str(out), **asdict(gain)})
         return
-    note(gain.told())
+    note(gain.summary())
     print(out)

@@ -1,1 +1,1 @@
-"""Training small models with torch alone, on data that the package makes itself."""
+"""Training of small models with torch alone, on data that the package generates."""

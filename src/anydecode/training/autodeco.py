@@ -1,9 +1,9 @@
-"""Heads that say temperature and top-p for every token, trained on a model's own text (AutoDeco,
-arXiv 2510.26697).
+"""AutoDeco: heads that predict temperature and top-p for every token (arXiv:2510.26697), trained on
+the model's own text.
 
-The model stays as it is: its states and logits are computed once. The temperature head learns from
-the likelihood of the text at its temperatures; the top-p head from the likelihood under a soft
-nucleus, whose edge has a slope, so that the gradient reaches the head.
+The model is frozen: its states and logits are computed once. The temperature head is trained on the
+likelihood of the text at its temperatures. The top-p head is trained on the likelihood under a soft
+nucleus, whose edge is sloped so that the gradient reaches the head.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ from anydecode.sampling.autodeco import COLDEST, HOTTEST, NUM_FIGURES, Heads
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
-#: How steeply a token's weight falls beyond the nucleus: exp(-SLOPE * (mass up to it - top_p)).
-SLOPE = 30.0
-#: How many of a row's tokens are put in order; the others hold next to nothing.
-SORTED = 1024
-#: Of the tokens that the model says anyway (its likeliest ones) this share is left out.
-LEFT_OUT = 0.6
-#: Rows asked for at a time.
+#: Slope of a token's weight beyond the nucleus: exp(-NUCLEUS_SLOPE * (mass up to it - top_p)).
+NUCLEUS_SLOPE = 30.0
+#: Number of tokens per row that are sorted; the others have almost no probability.
+NUM_SORTED = 1024
+#: Fraction of the easy rows (the label is the model's most probable token) that are dropped.
+EASY_DROP_RATE = 0.6
+#: Rows scored per pass.
 CHUNK = 128
 
 Answer = tuple[list[int], list[int]]
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """`samples` answers are drawn per prompt and the likeliest kept; `width` is the heads'. With
-    `weighted`, as the authors train, a token counts by the model's own probability of it and most
-    of the easy ones are left out; without, every token counts alike and temperatures fit the
-    text's likelihood."""
+class AutoDecoRecipe:
+    """How the heads are trained.
+
+    `samples` answers are sampled per prompt and the most probable one is kept; `width` is the
+    hidden width of the heads. With `weighted`, as the authors train, a token is weighted by the
+    model's own probability of it, and most of the easy ones are dropped. Without it, all tokens
+    have the same weight and temperatures fit the likelihood of the text.
+    """
 
     prompts: int = 160
     samples: int = 4
@@ -57,9 +60,14 @@ class Recipe:
 
 
 @dataclass(eq=False)
-class Rows:
-    """The model where it said the tokens of some texts: `states` float32 `[rows, hidden_size]`
-    before the final norm, `labels` int64 `[rows]`, `texts` `[rows]` the number of the text."""
+class TrainingRows:
+    """The model's states before the tokens of some texts.
+
+    Attributes:
+        states: float32 `[rows, hidden_size]`, before the final norm.
+        labels: int64 `[rows]`, the next tokens.
+        texts: `[rows]`, the index of the text of each row.
+    """
 
     states: torch.Tensor
     labels: torch.Tensor
@@ -68,20 +76,20 @@ class Rows:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def at(self, index: torch.Tensor) -> Rows:
-        """Some of the rows."""
-        return Rows(self.states[index], self.labels[index], self.texts[index])
+    def select(self, index: torch.Tensor) -> TrainingRows:
+        """The rows at these indices."""
+        return TrainingRows(self.states[index], self.labels[index], self.texts[index])
 
 
-class _Read(Decoder):
-    """Says nothing; keeps the last layer's states over a text."""
+class _StateReader(Decoder):
+    """Generates nothing; stores the last layer's states of the prompt."""
 
     def __init__(self) -> None:
         self.parts: list[torch.Tensor] = []
 
     def decode(self, sequence: Sequence) -> Decoding:
         context = sequence.context()
-        context.truncate(0)  # a shared prefix has keys and values, but no states
+        context.truncate(0)  # a cached prefix has keys and values, but no states
         depth = context.pool.model.spec.num_layers
         self.parts = []
         for start in range(0, len(sequence.prompt), CHUNK):
@@ -92,98 +100,101 @@ class _Read(Decoder):
             self.parts.append(scores.hidden[depth].clone())
 
 
-def own_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
-    """What the model itself would be asked: user turns that it writes behind the opening of its
+def generate_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
+    """Prompts written by the model itself: user turns that it generates after the opening of its
     chat template, each rendered as a conversation."""
     tokenizer = llm.tokenizer
     marker = "\0"
     if tokenizer.chat_template is None:
         raise InvalidRequestError("this model has no chat template: give prompts")
-    whole = tokenizer.render_chat([{"role": "user", "content": marker}])
-    opening, _, closing = whole.partition(marker)
+    template = tokenizer.render_chat([{"role": "user", "content": marker}])
+    opening, _, closing = template.partition(marker)
     end = closing.split("\n")[0] or "\n"
     options: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 48}
     options["stop"] = [end, "\n"]
     openings = [tokenizer.encode(opening, special=False)] * count
-    turns = [llm.request(one, seed=seed + number, **options) for number, one in enumerate(openings)]
-    found = dict.fromkeys(answer.text.strip() for answer in _finish(llm, turns))
+    turns = [llm.request(one, seed=seed + index, **options) for index, one in enumerate(openings)]
+    texts = dict.fromkeys(answer.text.strip() for answer in _run_requests(llm, turns))
     return [
         tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": text}]), special=False)
-        for text in found
+        for text in texts
         if len(text) > 8
     ]
 
 
-def own_answers(llm: LLM, prompts: Seq[list[int]], recipe: Recipe) -> list[Answer]:
-    """Of several answers to each prompt, drawn at temperature 1, the one with the highest
-    likelihood per token."""
+def generate_answers(llm: LLM, prompts: Seq[list[int]], recipe: AutoDecoRecipe) -> list[Answer]:
+    """For each prompt, the most probable of several answers sampled at temperature 1, by mean
+    log-probability per token."""
     options: dict[str, Any] = {"temperature": 1.0, "n": recipe.samples, "logprobs": 0}
     options["max_tokens"] = recipe.tokens
     requests = [
-        llm.request(prompt, seed=recipe.seed + number, **options)
-        for number, prompt in enumerate(prompts)
+        llm.request(prompt, seed=recipe.seed + index, **options)
+        for index, prompt in enumerate(prompts)
     ]
-    kept = []
-    for prompt, answer in zip(prompts, _finish(llm, requests), strict=True):
+    answers = []
+    for prompt, answer in zip(prompts, _run_requests(llm, requests), strict=True):
         best = max(answer.samples, key=lambda one: np.mean([t.logprob for t in one.logprobs]))
-        kept.append((prompt, best.tokens))
-    return kept
+        answers.append((prompt, best.tokens))
+    return answers
 
 
-def _finish(llm: LLM, requests: list[Any]) -> list[Any]:
+def _run_requests(llm: LLM, requests: list[Any]) -> list[Any]:
     for request in requests:
         llm.start(request, background=False)
     llm.driver.advance(lambda: all(request.done for request in requests))
     return [request.generation() for request in requests]
 
 
-def read(llm: LLM, answers: Iterable[Answer]) -> Rows:
-    """The rows from which the tokens of the answers were said."""
+def collect_rows(llm: LLM, answers: Iterable[Answer]) -> TrainingRows:
+    """The rows that predicted the tokens of the answers. Raises `UnsupportedCombinationError` if
+    the model does not expose its last states."""
     if getattr(llm.model, "normed", None) is None:
-        raise UnsupportedCombinationError("autodeco needs a model whose last states can be read")
+        raise UnsupportedCombinationError(
+            "autodeco needs a model that exposes its last hidden states"
+        )
     states, labels, texts = [], [], []
-    for number, (prompt, said) in enumerate(answers):
-        reader = _Read()
-        llm.generate([*prompt, *said], decoder=reader, max_tokens=1)
+    for index, (prompt, tokens) in enumerate(answers):
+        reader = _StateReader()
+        llm.generate([*prompt, *tokens], decoder=reader, max_tokens=1)
         rows = torch.cat(reader.parts)[len(prompt) - 1 : -1]
         states.append(rows)
-        labels += said
-        texts += [number] * len(said)
-    return Rows(torch.cat(states), torch.tensor(labels), torch.tensor(texts))
+        labels += tokens
+        texts += [index] * len(tokens)
+    return TrainingRows(torch.cat(states), torch.tensor(labels), torch.tensor(texts))
 
 
-class Learner(nn.Module):
-    """The heads while they learn, by the authors' names."""
+class HeadsModule(nn.Module):
+    """The heads during training. Parameter names are the authors'."""
 
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
         self.temp_head: Any = _network(hidden_size, width)
         self.top_p_head: Any = _network(hidden_size + NUM_FIGURES, width)
-        with torch.no_grad():  # begin at temperature 1 and a top-p of about 0.98
+        with torch.no_grad():  # start at temperature 1 and a top-p of about 0.98
             for network, offset in ((self.temp_head, 0.0), (self.top_p_head, 4.0)):
                 last: Any = list(network.modules())[-1]
                 last.weight.zero_()
                 last.bias.fill_(offset)
 
     def temperature(self, states: torch.Tensor) -> torch.Tensor:
-        """`[rows, 1]` of states after the final norm."""
-        found: torch.Tensor = self.temp_head.mlp(states)
-        return (HOTTEST * torch.sigmoid(found)).clamp_min(COLDEST)
+        """Temperatures `[rows, 1]` from states after the final norm."""
+        output: torch.Tensor = self.temp_head.mlp(states)
+        return (HOTTEST * torch.sigmoid(output)).clamp_min(COLDEST)
 
     def top_p(
         self, states: torch.Tensor, logits: torch.Tensor, temperature: torch.Tensor
     ) -> torch.Tensor:
-        """`[rows, 1]`; what it sees of the temperature carries no gradient."""
-        heat = temperature.detach()
-        p = torch.softmax(logits / heat, -1)
+        """Top-p values `[rows, 1]`; no gradient flows into the temperature."""
+        detached = temperature.detach()
+        p = torch.softmax(logits / detached, -1)
         entropy = -(p * p.clamp_min(1e-30).log()).sum(-1, keepdim=True)
-        figures = (heat, p.amax(-1, True), entropy, p.var(-1, keepdim=True),
+        features = (detached, p.amax(-1, True), entropy, p.var(-1, keepdim=True),
                    p.topk(min(5, p.shape[-1])).values.sum(-1, True))  # fmt: skip
-        found: torch.Tensor = self.top_p_head.mlp(torch.cat([states, *figures], -1))
-        return torch.sigmoid(found)
+        output: torch.Tensor = self.top_p_head.mlp(torch.cat([states, *features], -1))
+        return torch.sigmoid(output)
 
     def heads(self) -> Heads:
-        """As the engine takes them."""
+        """The trained heads in the engine's format."""
         return Heads.of({name: part.numpy() for name, part in self.state_dict().items()})
 
 
@@ -193,90 +204,103 @@ def _network(inputs: int, width: int) -> nn.ModuleDict:
 
 
 def soft_nucleus(logits: torch.Tensor, labels: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """ln q of `labels`, `[rows]`: q is softmax of `logits` with each token weighed by
-    exp(-SLOPE * relu(c - top_p)), c the mass up to and with it in falling order, renormalised.
-    Beyond the `SORTED` likeliest tokens c counts as 1."""
+    """ln q of `labels`, `[rows]`, under the soft nucleus of `top_p`.
+
+    q is the softmax of `logits` with each token weighted by exp(-NUCLEUS_SLOPE * relu(c - top_p)),
+    renormalised. c is the probability mass up to and including the token, in falling order. Beyond
+    the `NUM_SORTED` most probable tokens c counts as 1.
+    """
     log_p = torch.log_softmax(logits, -1)
-    ordered = log_p.topk(min(SORTED, log_p.shape[-1])).values
+    ordered = log_p.topk(min(NUM_SORTED, log_p.shape[-1])).values
     mass = ordered.exp().cumsum(-1)
-    tail = -SLOPE * torch.relu(1 - top_p)
+    tail = -NUCLEUS_SLOPE * torch.relu(1 - top_p)
     rest = (1 - mass[:, -1:]).clamp_min(1e-9).log() + tail
-    weighed = ordered - SLOPE * torch.relu(mass - top_p)
-    total = torch.logsumexp(torch.cat([weighed, rest], -1), -1)
-    own = log_p.gather(-1, labels[:, None])
-    ahead = (log_p > own).sum(-1, keepdim=True)
-    position = ahead.clamp_max(ordered.shape[-1] - 1)
-    found = torch.where(ahead == position, weighed.gather(-1, position), own + tail)
-    return found[:, 0] - total
+    weighted = ordered - NUCLEUS_SLOPE * torch.relu(mass - top_p)
+    total = torch.logsumexp(torch.cat([weighted, rest], -1), -1)
+    label_log_p = log_p.gather(-1, labels[:, None])
+    rank = (log_p > label_log_p).sum(-1, keepdim=True)
+    position = rank.clamp_max(ordered.shape[-1] - 1)
+    log_weight = torch.where(rank == position, weighted.gather(-1, position), label_log_p + tail)
+    return log_weight[:, 0] - total
 
 
 def losses(
-    learner: Learner, states: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor
+    learner: HeadsModule, states: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two heads' losses, per row `[rows]`: -ln of the label's probability at the temperature,
-    and under the soft nucleus at that temperature (which the second loss does not move)."""
+    """The losses of the two heads, per row `[rows]`: -ln of the label's probability at the
+    temperature, and under the soft nucleus at that temperature. The second loss has no gradient
+    into the temperature."""
     temperature = learner.temperature(states)
     at = labels[:, None]
-    first = -torch.log_softmax(logits / temperature, -1).gather(-1, at)[:, 0]
+    temperature_loss = -torch.log_softmax(logits / temperature, -1).gather(-1, at)[:, 0]
     top_p = learner.top_p(states, logits, temperature)
-    second = -soft_nucleus(logits / temperature.detach(), labels, top_p)
-    return first, second
+    top_p_loss = -soft_nucleus(logits / temperature.detach(), labels, top_p)
+    return temperature_loss, top_p_loss
 
 
-def chosen(logits: torch.Tensor, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Weights `[rows]`: the model's own probability of the label, 0 for most of the rows where the
-    label is its likeliest token."""
+def row_weights(
+    logits: torch.Tensor, labels: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """Weights `[rows]`: the model's own probability of the label, 0 for most of the rows whose
+    label is the most probable token."""
     p = torch.softmax(logits, -1).gather(-1, labels[:, None])[:, 0]
-    easy = logits.argmax(-1) == labels
-    left_out = torch.rand(len(labels), generator=generator) < LEFT_OUT
-    return torch.where(easy & left_out, 0.0, p)
+    is_easy = logits.argmax(-1) == labels
+    is_dropped = torch.rand(len(labels), generator=generator) < EASY_DROP_RATE
+    return torch.where(is_easy & is_dropped, 0.0, p)
 
 
 def train(
-    model: Any, rows: Rows, recipe: Recipe, on_epoch: Callable[[int, float], None] | None = None
-) -> Learner:
-    """Heads for `model` from `rows`. `on_epoch` is told the number and the mean loss."""
+    model: Any,
+    rows: TrainingRows,
+    recipe: AutoDecoRecipe,
+    on_epoch: Callable[[int, float], None] | None = None,
+) -> HeadsModule:
+    """Train heads for `model` on `rows`. `on_epoch` is called with the epoch and the mean loss."""
     generator = torch.Generator().manual_seed(recipe.seed)
     torch.manual_seed(recipe.seed)
-    learner = Learner(rows.states.shape[1], recipe.width)
+    learner = HeadsModule(rows.states.shape[1], recipe.width)
     optimizer = torch.optim.AdamW(learner.parameters(), recipe.rate, weight_decay=recipe.decay)
     steps = recipe.epochs * -(-len(rows) // recipe.batch)
-    plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, total_steps=steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, total_steps=steps)
     for epoch in range(recipe.epochs):
         total, count = 0.0, 0
-        for index in _parts(torch.randperm(len(rows), generator=generator), recipe.batch):
-            part = rows.at(index)
-            logits = model.head(part.states).clone()
+        for index in _batches(torch.randperm(len(rows), generator=generator), recipe.batch):
+            batch = rows.select(index)
+            logits = model.head(batch.states).clone()
             if recipe.weighted:
-                weights = chosen(logits, part.labels, generator)
+                weights = row_weights(logits, batch.labels, generator)
             else:
-                weights = torch.ones(len(part))
+                weights = torch.ones(len(batch))
             used = weights > 0
             if used.any():
-                states = model.normed(part.states[used])
-                first, second = losses(learner, states, logits[used], part.labels[used])
+                states = model.normed(batch.states[used])
+                first, second = losses(learner, states, logits[used], batch.labels[used])
                 loss = ((first + second) * weights[used]).mean()
                 optimizer.zero_grad()
                 torch.autograd.backward(loss)
                 optimizer.step()
                 total += loss.item() * int(used.sum())
                 count += int(used.sum())
-            plan.step()
+            schedule.step()
         if on_epoch is not None:
             on_epoch(epoch, total / max(1, count))
     return learner
 
 
-#: What a user could set by hand instead; the best of them is what the heads are held against.
-FIXED = tuple(round(0.4 + 0.05 * step, 2) for step in range(25))
-FIXED_P = (0.8, 0.9, 0.95, 0.98, 1.0)
+#: Fixed settings that the heads are compared with; the best of them counts.
+FIXED_TEMPERATURES = tuple(round(0.4 + 0.05 * step, 2) for step in range(25))
+FIXED_TOP_P = (0.8, 0.9, 0.95, 0.98, 1.0)
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Nats per token on texts that the heads have not seen: `plain` at temperature 1, `fixed` at
-    the best single one, `heads` at the heads'; `error` is the standard error of fixed - heads,
-    texts being independent. The same for the soft nucleus, behind the heads' temperatures."""
+    """Nats per token on held-out texts.
+
+    `plain` is at temperature 1, `fixed` at the best fixed temperature `best`, `heads` at the
+    predicted temperatures. `error` is the standard error of fixed - heads, with texts as
+    independent samples. The fields with `nucleus` and `p` are the same for the soft nucleus after
+    the predicted temperatures.
+    """
 
     rows: int
     plain: float
@@ -289,8 +313,8 @@ class Gain:
     heads_nucleus: float
     error_nucleus: float
 
-    def told(self) -> str:
-        """In a line."""
+    def summary(self) -> str:
+        """A one-line summary."""
         return (
             f"{self.rows} held-out tokens, nats per token: {self.plain:.4f} at temperature 1,"
             f" {self.fixed:.4f} at the best fixed one ({self.best}), {self.heads:.4f} at the heads'"
@@ -299,78 +323,82 @@ class Gain:
 
 
 @torch.no_grad()
-def measure(model: Any, rows: Rows, learner: Learner) -> Gain:
-    """How well the heads do against what could be fixed by hand, on every row alike."""
+def measure(model: Any, rows: TrainingRows, learner: HeadsModule) -> Gain:
+    """Compare the heads with fixed settings on all rows."""
     fixed, nuclei, heads, heads_p = [], [], [], []
-    for index in _parts(torch.arange(len(rows)), CHUNK):
-        part = rows.at(index)
-        logits = model.head(part.states).clone()
-        at = part.labels[:, None]
-        states = model.normed(part.states)
+    for index in _batches(torch.arange(len(rows)), CHUNK):
+        batch = rows.select(index)
+        logits = model.head(batch.states).clone()
+        at = batch.labels[:, None]
+        states = model.normed(batch.states)
         label = logits.gather(-1, at)[:, 0]
-        by_hand = [torch.logsumexp(logits / t, -1) - label / t for t in FIXED]
-        fixed.append(torch.stack(by_hand, -1))
-        first, second = losses(learner, states, logits, part.labels)
+        fixed_losses = [torch.logsumexp(logits / t, -1) - label / t for t in FIXED_TEMPERATURES]
+        fixed.append(torch.stack(fixed_losses, -1))
+        first, second = losses(learner, states, logits, batch.labels)
         heads.append(first)
         heads_p.append(second)
-        cool = logits / learner.temperature(states)
-        edges = [soft_nucleus(cool, part.labels, torch.full((1, 1), p)) for p in FIXED_P]
-        nuclei.append(-torch.stack(edges, -1))
-    table, own = torch.cat(fixed).double(), torch.cat(heads).double()
-    edges_table, own_p = torch.cat(nuclei).double(), torch.cat(heads_p).double()
-    best, best_p = int(table.mean(0).argmin()), int(edges_table.mean(0).argmin())
+        scaled = logits / learner.temperature(states)
+        nucleus_losses = [
+            soft_nucleus(scaled, batch.labels, torch.full((1, 1), p)) for p in FIXED_TOP_P
+        ]
+        nuclei.append(-torch.stack(nucleus_losses, -1))
+    table, head_losses = torch.cat(fixed).double(), torch.cat(heads).double()
+    nucleus_table, top_p_losses = torch.cat(nuclei).double(), torch.cat(heads_p).double()
+    best, best_p = int(table.mean(0).argmin()), int(nucleus_table.mean(0).argmin())
     return Gain(
         rows=len(rows),
-        plain=float(table[:, FIXED.index(1.0)].mean()),
+        plain=float(table[:, FIXED_TEMPERATURES.index(1.0)].mean()),
         fixed=float(table[:, best].mean()),
-        best=FIXED[best],
-        heads=float(own.mean()),
-        error=_error(table[:, best] - own, rows.texts),
-        fixed_nucleus=float(edges_table[:, best_p].mean()),
-        best_p=FIXED_P[best_p],
-        heads_nucleus=float(own_p.mean()),
-        error_nucleus=_error(edges_table[:, best_p] - own_p, rows.texts),
+        best=FIXED_TEMPERATURES[best],
+        heads=float(head_losses.mean()),
+        error=_standard_error(table[:, best] - head_losses, rows.texts),
+        fixed_nucleus=float(nucleus_table[:, best_p].mean()),
+        best_p=FIXED_TOP_P[best_p],
+        heads_nucleus=float(top_p_losses.mean()),
+        error_nucleus=_standard_error(nucleus_table[:, best_p] - top_p_losses, rows.texts),
     )
 
 
-def _parts(index: torch.Tensor, size: int) -> list[torch.Tensor]:
+def _batches(index: torch.Tensor, size: int) -> list[torch.Tensor]:
     return [index[start : start + size] for start in range(0, len(index), size)]
 
 
-def _error(differences: torch.Tensor, texts: torch.Tensor) -> float:
-    """Standard error of the mean, texts being what is drawn."""
-    off = torch.zeros(int(texts.max()) + 1, dtype=torch.float64)
-    off.index_add_(0, texts, differences - differences.mean())
-    return float((off**2).sum().sqrt()) / len(differences)
+def _standard_error(differences: torch.Tensor, texts: torch.Tensor) -> float:
+    """Standard error of the mean, with texts as independent samples."""
+    totals = torch.zeros(int(texts.max()) + 1, dtype=torch.float64)
+    totals.index_add_(0, texts, differences - differences.mean())
+    return float((totals**2).sum().sqrt()) / len(differences)
 
 
-def split(rows: Rows, share: float) -> tuple[Rows, Rows]:
-    """To learn from, and the last texts, that `share` of them, to measure on."""
+def split(rows: TrainingRows, share: float) -> tuple[TrainingRows, TrainingRows]:
+    """Split rows by text: the training rows, and those of the last texts, a fraction `share` of
+    them.
+    """
     count = int(rows.texts.max()) + 1
     first = count - max(1, round(share * count))
-    seen = rows.texts < first
-    return rows.at(seen.nonzero()[:, 0]), rows.at((~seen).nonzero()[:, 0])
+    is_training = rows.texts < first
+    return rows.select(is_training.nonzero()[:, 0]), rows.select((~is_training).nonzero()[:, 0])
 
 
 def train_autodeco(
     llm: LLM,
-    recipe: Recipe,
+    recipe: AutoDecoRecipe,
     prompts: Seq[str] = (),
     on_epoch: Callable[[int, float], None] | None = None,
-) -> tuple[Learner, Gain]:
-    """Heads for the model of `llm`, from its own answers to `prompts` (by default what it asks
-    itself), and what they are worth on held-out texts."""
-    asked = [llm.encode(_asked(llm, text)) for text in prompts]
-    asked = asked or own_prompts(llm, recipe.prompts, recipe.seed)
-    if len(asked) < 2:
-        raise InvalidRequestError("autodeco needs two prompts at least: one is held out")
-    rows = read(llm, [one for one in own_answers(llm, asked, recipe) if one[1]])
-    seen, unseen = split(rows, recipe.held_out)
-    learner = train(llm.model, seen, recipe, on_epoch)
-    return learner, measure(llm.model, unseen, learner)
+) -> tuple[HeadsModule, Gain]:
+    """Train heads for the model of `llm` on its own answers to `prompts`, and measure them on
+    held-out texts. Without `prompts`, the model generates them."""
+    encoded = [llm.encode(_render_prompt(llm, text)) for text in prompts]
+    encoded = encoded or generate_prompts(llm, recipe.prompts, recipe.seed)
+    if len(encoded) < 2:
+        raise InvalidRequestError("autodeco needs at least two prompts: one is held out")
+    rows = collect_rows(llm, [one for one in generate_answers(llm, encoded, recipe) if one[1]])
+    training_rows, held_out_rows = split(rows, recipe.held_out)
+    learner = train(llm.model, training_rows, recipe, on_epoch)
+    return learner, measure(llm.model, held_out_rows, learner)
 
 
-def _asked(llm: LLM, text: str) -> list[int]:
+def _render_prompt(llm: LLM, text: str) -> list[int]:
     tokenizer = llm.tokenizer
     if tokenizer.chat_template is not None:
         text = tokenizer.render_chat([{"role": "user", "content": text}])

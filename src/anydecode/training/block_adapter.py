@@ -1,10 +1,10 @@
-"""A low-rank adapter that makes an autoregressive model denoise blocks.
+"""A low-rank adapter with which an autoregressive model denoises blocks.
 
-The objective is block diffusion's (Arriola et al., BD3-LM, arXiv:2503.09573): the masked text and
-the clean one go through together, a masked block sees itself and the clean blocks before it. Only
-LoRA matrices learn (Hu et al., arXiv:2106.09685): without the adapter the model is what it was.
-Row i predicts token i, or, with `shift`, token i + 1, as it did before; the first token of a block
-is then predicted by the clean block before. A token that texts do not use stands for the mask.
+The objective is that of block diffusion (Arriola et al., BD3-LM, arXiv:2503.09573): masked and
+clean text share one pass; a masked block attends to itself and to the clean blocks before it. Only
+LoRA matrices are trained (Hu et al., arXiv:2106.09685): without the adapter the model is unchanged.
+Row i predicts token i or, with `shift`, token i + 1 as before; the first token of a block is then
+predicted by the clean block before it. A token that texts do not use is the mask token.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from anydecode.training.checkpoint import (
 )
 from anydecode.training.transformer import Shape, Transformer
 
-#: Mask rates are drawn from here: at the ends little is learned (BD3-LM's clipped schedules).
-RATES = (0.3, 0.8)
-#: How many of a step's texts are answers of the model itself, where there are any.
-OWN_SHARE = 0.25
-#: Texts that go through the model together: few, so that they are of like lengths.
-_PART = 8
+#: Range of the mask rates: near 0 and 1 little is learned (BD3-LM's clipped schedules).
+MASK_RATES = (0.3, 0.8)
+#: Fraction of a step's texts that are answers of the model itself, if there are any.
+OWN_FRACTION = 0.25
+#: Maximum number of texts per forward pass: few, so that their lengths are similar.
+_MICRO_BATCH = 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Pair = tuple[list[int], list[int]]
 
 
 @dataclass(frozen=True)
 class AdapterRecipe:
-    """How an adapter is trained. One of `minutes` and `steps` is the budget; `dtype` is what the
-    frozen weights and the passes are computed in."""
+    """How an adapter is trained. One of `minutes` and `steps` is the budget; `dtype` is the format
+    of the frozen weights and of the computation."""
 
     minutes: float | None = None
     steps: int | None = None
@@ -76,21 +76,26 @@ class AdapterRecipe:
             raise InvalidRequestError("training takes either minutes or steps")
         sizes = (self.rank, self.block, self.batch, self.copies)
         if (self.minutes or self.steps or 0) <= 0 or min(sizes) < 1:
-            raise InvalidRequestError("minutes or steps, rank, block, ... must be more than 0")
+            raise InvalidRequestError(
+                "minutes or steps, rank, block, batch and copies must be more than 0"
+            )
         if self.dtype not in DTYPES:
-            raise InvalidRequestError(f"no dtype {self.dtype!r} here: {', '.join(DTYPES)}")
+            raise InvalidRequestError(
+                f"no dtype {self.dtype!r} for training: choose from {', '.join(DTYPES)}"
+            )
 
 
 @dataclass(frozen=True)
-class Texts:
-    """`tokens[count, length]`, whole blocks; `answer` says which of them may be masked."""
+class TextBatch:
+    """`tokens[count, length]`, whole blocks; `answer`, of the same shape, is True where tokens may
+    be masked."""
 
     tokens: torch.Tensor
     answer: torch.Tensor
 
 
 class LowRankLinear(nn.Module):
-    """A frozen matrix and what is added to it: x A^T B^T, scaled by alpha / rank = 2."""
+    """A frozen matrix with a trainable low-rank update: x A^T B^T, scaled by alpha / rank = 2."""
 
     def __init__(self, frozen: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -100,23 +105,25 @@ class LowRankLinear(nn.Module):
 
     @property
     def merged(self) -> torch.Tensor:
-        """The matrix with what is added to it."""
+        """The matrix with the update added."""
         return (self.frozen.weight + 2.0 * self.up @ self.down).detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         down, up = self.down.to(x), self.up.to(x)
-        changed: torch.Tensor = self.frozen(x) + 2.0 * ((x @ down.T) @ up.T)
-        return changed
+        output: torch.Tensor = self.frozen(x) + 2.0 * ((x @ down.T) @ up.T)
+        return output
 
 
 def open_llama(checkpoint: Checkpoint) -> Transformer:
-    """A checkpoint of Llama's family, in whatever format its weights are, in float32 for training.
+    """Load a checkpoint of the Llama family, in any weight format, as float32 for training.
 
     Raises `CheckpointError` for other families.
     """
     config = text_config(checkpoint.config)
     if config["model_type"] != "llama" or config.get("rope_scaling"):
-        raise CheckpointError(f"{checkpoint.name}: adapters are trained for plain Llama models")
+        raise CheckpointError(
+            f"{checkpoint.name}: adapters can be trained for plain Llama models only"
+        )
     shape = Shape(
         vocab=int(config["vocab_size"]),
         width=int(config["hidden_size"]),
@@ -134,75 +141,82 @@ def open_llama(checkpoint: Checkpoint) -> Transformer:
         stored = llama_name(name)
         if stored not in checkpoint.tensors and stored == "lm_head.weight":
             stored = "model.embed_tokens.weight"
-        found = checkpoint.tensors[stored]
-        values = dequantize(found) if isinstance(found, Weight) else found
+        tensor = checkpoint.tensors[stored]
+        values = dequantize(tensor) if isinstance(tensor, Weight) else tensor
         parameter.data.copy_(values.float())
         parameter.requires_grad_(False)
     return model.eval()
 
 
 def add_low_rank(model: Transformer, rank: int) -> list[nn.Parameter]:
-    """Put an adapter beside every matrix of the layers; returns what learns."""
-    learned: list[nn.Parameter] = []
+    """Add an adapter to every matrix of the layers; returns the trainable parameters."""
+    trainable: list[nn.Parameter] = []
     for layer in model.blocks:
         for name in INNER_NAMES:
             if not name.endswith("norm"):
                 adapted = LowRankLinear(getattr(layer, name), rank)
                 setattr(layer, name, adapted)
-                learned += [adapted.down, adapted.up]
-    return learned
+                trainable += [adapted.down, adapted.up]
+    return trainable
 
 
-def visibility(streams: torch.Tensor, positions: torch.Tensor, block: int) -> torch.Tensor:
-    """bool `[rows, rows]`: what each row sees, by its stream (0: the clean text, else a masked
-    copy) and its place. A masked block sees itself and the clean blocks before; a clean block, the
-    clean ones up to it."""
-    own = positions // block
-    before, same = own[:, None] > own, own[:, None] == own
-    one = streams[:, None] == streams
-    return torch.where(streams == 0, before | (same & one), same & one)
+def attention_mask(streams: torch.Tensor, positions: torch.Tensor, block: int) -> torch.Tensor:
+    """bool `[rows, rows]`: which rows (columns) each row attends to, by stream (0: the clean text,
+    else a masked copy) and position. A masked block attends to itself and to the clean blocks
+    before it; a clean block to the clean blocks up to itself."""
+    blocks = positions // block
+    is_earlier, same_block = blocks[:, None] > blocks, blocks[:, None] == blocks
+    same_stream = streams[:, None] == streams
+    return torch.where(
+        streams == 0, is_earlier | (same_block & same_stream), same_block & same_stream
+    )
 
 
 def block_loss(
     model: Transformer,
-    texts: Texts,
+    texts: TextBatch,
     recipe: AdapterRecipe,
     mask: int,
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, int]:
-    """The summed loss of the masked tokens of `texts`, and their number: each block is masked at a
-    rate of its own, in each of `recipe.copies` noisings, which share one pass over the clean text.
+    """The summed loss of the masked tokens of `texts`, and their number.
 
-    Only rows that matter are computed: no masked ones before the answers, and no clean ones of the
-    last block, which nobody sees.
+    Each block is masked at its own rate, in each of `recipe.copies` masked copies, which share one
+    pass over the clean text. Rows that do not matter are not computed: masked ones before the
+    answers, and clean ones of the last block, which no row attends to.
     """
     block, tokens, answer = recipe.block, texts.tokens, texts.answer
     count, length = tokens.shape
     begin = int(answer.any(0).int().argmax()) // block * block
     position = torch.arange(begin, length)
-    low, high = RATES
+    low, high = MASK_RATES
     rates = torch.rand(recipe.copies, count, (length - begin) // block, generator=generator)
-    spread = (low + (high - low) * rates).repeat_interleave(block, dim=-1)
-    masked = texts.answer[:, begin:] & (torch.rand(spread.shape, generator=generator) < spread)
+    token_rates = (low + (high - low) * rates).repeat_interleave(block, dim=-1)
+    masked = texts.answer[:, begin:] & (
+        torch.rand(token_rates.shape, generator=generator) < token_rates
+    )
     if not masked.any():
         masked = answer[:, begin:].expand_as(masked)
     noised = tokens[:, begin:].masked_fill(masked, mask)
-    shown = length - block
+    num_clean = length - block
     streams = torch.cat(
-        [torch.zeros(shown), torch.arange(1, recipe.copies + 1).repeat_interleave(len(position))]
+        [
+            torch.zeros(num_clean),
+            torch.arange(1, recipe.copies + 1).repeat_interleave(len(position)),
+        ]
     ).long()
-    positions = torch.cat([torch.arange(shown), position.repeat(recipe.copies)])
+    positions = torch.cat([torch.arange(num_clean), position.repeat(recipe.copies)])
     copy, row, at = masked.nonzero(as_tuple=True)
-    said = shown + copy * len(position) + at
-    if recipe.shift:  # what predicts the first of a block stands in the clean block before
+    columns = num_clean + copy * len(position) + at
+    if recipe.shift:  # the first token of a block is predicted by the clean block before it
         first = (at + begin) % block == 0
-        said = torch.where(first, at + begin - 1, said - 1)
-    with sdpa_kernel(SDPBackend.MATH):  # the fused one is slow backwards on so few rows
+        columns = torch.where(first, at + begin - 1, columns - 1)
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel has a slow backward pass on so few rows
         logits = model(
-            torch.cat([tokens[:, :shown], *noised], dim=1),
-            chosen=(row, said),
+            torch.cat([tokens[:, :num_clean], *noised], dim=1),
+            output_rows=(row, columns),
             positions=positions,
-            visible=visibility(streams, positions, block),
+            visible=attention_mask(streams, positions, block),
         ).float()
     logits[:, mask] = float("-inf")
     targets = tokens[:, begin:].expand_as(masked)[masked]
@@ -215,71 +229,73 @@ def task_pair(tokenizer: Tokenizer, random: Random) -> Pair:
         task = random.choice(list(TASKS))
         example = make_example(task, random.choice(lengths(task)), random)
         if not example.is_held_out:
-            return _encoded(tokenizer, example.prompt, example.answer)
+            return _encode_pair(tokenizer, example.prompt, example.answer)
 
 
 def step_pairs(
     tokenizer: Tokenizer, own: Sequence[Pair], recipe: AdapterRecipe, step: int
 ) -> list[Pair]:
-    """The texts of a step, shortest first; they depend on the seed and the step only."""
+    """The texts of a step, shortest first; they depend only on the seed and the step."""
     random = Random(f"{recipe.seed}/adapter/{step}")
     pairs: list[Pair] = []
     while len(pairs) < recipe.batch:
-        is_own = bool(own) and len(pairs) < OWN_SHARE * recipe.batch
+        is_own = bool(own) and len(pairs) < OWN_FRACTION * recipe.batch
         prompt, answer = random.choice(own) if is_own else task_pair(tokenizer, random)
         if len(prompt) + len(answer) < recipe.longest:
             pairs.append((prompt, answer))
     return sorted(pairs, key=_length)
 
 
-def own_pairs(checkpoint: Checkpoint, count: int, seed: int, tokens: int = 48) -> list[Pair]:
-    """What the model itself says, greedily, to what it itself asks behind its chat template."""
+def self_pairs(checkpoint: Checkpoint, count: int, seed: int, tokens: int = 48) -> list[Pair]:
+    """The model's own greedy answers to prompts that it generates after its chat template."""
     from anydecode.engine.llm import LLM
-    from anydecode.training.autodeco import own_prompts
+    from anydecode.training.autodeco import generate_prompts
 
     with LLM(checkpoint.path, threads=torch.get_num_threads()) as llm:
-        return _answered(llm, own_prompts(llm, count, seed), tokens)
+        return _greedy_answers(llm, generate_prompts(llm, count, seed), tokens)
 
 
-def shipped_pairs(checkpoint: Checkpoint, tokens: int = 48) -> list[Pair]:
-    """What the model says, greedily, to every second prompt of the package: held out."""
+def bundled_prompt_pairs(checkpoint: Checkpoint, tokens: int = 48) -> list[Pair]:
+    """The model's greedy answers to every second prompt of the package, for evaluation."""
     from anydecode.engine.llm import LLM
     from anydecode.evaluation.prompts import PROMPTS
 
     with LLM(checkpoint.path, threads=torch.get_num_threads()) as llm:
         chat = llm.tokenizer.render_chat
-        asked = [chat([{"role": "user", "content": prompt.text}]) for prompt in PROMPTS[::2]]
-        return _answered(llm, [llm.encode(text, special=False) for text in asked], tokens)
+        prompts = [chat([{"role": "user", "content": prompt.text}]) for prompt in PROMPTS[::2]]
+        return _greedy_answers(llm, [llm.encode(text, special=False) for text in prompts], tokens)
 
 
-def _answered(llm: Any, prompts: Sequence[list[int]], tokens: int) -> list[Pair]:
+def _greedy_answers(llm: Any, prompts: Sequence[list[int]], tokens: int) -> list[Pair]:
     pairs: list[Pair] = []
     for start in range(0, len(prompts), 8):
-        asked = [list(prompt) for prompt in prompts[start : start + 8]]
-        said = llm.generate(asked, max_tokens=tokens, decoder="autoregressive")
-        pairs += [(prompt, answer.tokens) for prompt, answer in zip(asked, said, strict=True)]
+        batch = [list(prompt) for prompt in prompts[start : start + 8]]
+        answers = llm.generate(batch, max_tokens=tokens, decoder="autoregressive")
+        pairs += [(prompt, answer.tokens) for prompt, answer in zip(batch, answers, strict=True)]
     return pairs
 
 
-def _encoded(tokenizer: Tokenizer, prompt: str, answer: str) -> Pair:
+def _encode_pair(tokenizer: Tokenizer, prompt: str, answer: str) -> Pair:
     return tokenizer.encode(prompt), tokenizer.encode(answer, special=False)
 
 
-def parts(pairs: Sequence[Pair], recipe: AdapterRecipe, end: int) -> list[Texts]:
-    """Texts that go through the model together: a few of like lengths, if `pairs` are in order."""
+def micro_batches(pairs: Sequence[Pair], recipe: AdapterRecipe, end: int) -> list[TextBatch]:
+    """Texts grouped for the forward passes: few per group, of similar lengths if `pairs` are
+    sorted.
+    """
     groups: list[list[Pair]] = []
     for pair in pairs:
         group = groups[-1] if groups else []
-        if group and len(group) < _PART and _length(pair) <= 2 * _length(group[0]):
+        if group and len(group) < _MICRO_BATCH and _length(pair) <= 2 * _length(group[0]):
             group.append(pair)
         else:
             groups.append([pair])
     return [_padded(group, recipe.block, end) for group in groups]
 
 
-def _padded(pairs: Sequence[Pair], block: int, end: int) -> Texts:
-    """Each text is ended by `end` up to a common number of blocks. A few ends behind the first are
-    learned, as many as the text's last block has."""
+def _padded(pairs: Sequence[Pair], block: int, end: int) -> TextBatch:
+    """Pad each text with `end` tokens to a common number of blocks. The end tokens up to the end of
+    the text's last block are trained on."""
     length = -(-(max(map(_length, pairs)) + 1) // block) * block
     tokens = torch.full((len(pairs), length), end)
     answers = torch.zeros(len(pairs), length, dtype=torch.bool)
@@ -287,19 +303,19 @@ def _padded(pairs: Sequence[Pair], block: int, end: int) -> Texts:
         text = prompt + answer
         tokens[row, : len(text)] = torch.tensor(text)
         answers[row, len(prompt) : -(-(len(text) + 1) // block) * block] = True
-    return Texts(tokens, answers)
+    return TextBatch(tokens, answers)
 
 
 def _length(pair: Pair) -> int:
     return len(pair[0]) + len(pair[1])
 
 
-class Run:
-    """The training of an adapter in a folder, which it can be taken up from again. It learns from
-    the tasks, and from `own` answers of the model itself; `base` is what its model is called.
+class AdapterRun:
+    """A training run of an adapter in a folder, from which it can be resumed.
 
-    `state.pt` is what is needed to go on, `log.json` the history; the adapter in the folder has the
-    averaged weights that did best on held-out texts so far.
+    It trains on the tasks, and on `own` answers of the model itself; `base` is the name of the
+    model. `state.pt` is the state to resume from, `log.json` the history. The adapter in the folder
+    has the averaged weights that were best on held-out texts so far.
     """
 
     def __init__(
@@ -318,23 +334,23 @@ class Run:
             )
         self.tokenizer, self.folder, self.recipe = tokenizer, folder, recipe
         self.base, self.end = base or str(checkpoint.path), min(tokenizer.eos_ids)
-        self.mask = spare_token(tokenizer) if mask is None else mask
+        self.mask = choose_mask_token(tokenizer) if mask is None else mask
         state = load_state(folder / "state.pt")
         if state is None:
-            self.own = own_pairs(checkpoint, own, recipe.seed) if own else []
+            self.own = self_pairs(checkpoint, own, recipe.seed) if own else []
             self.held_out = {"tasks": held_out_pairs(tokenizer, recipe.seed)}
             if own:
-                self.held_out["shipped prompts"] = shipped_pairs(checkpoint)
+                self.held_out["shipped prompts"] = bundled_prompt_pairs(checkpoint)
         torch.manual_seed(recipe.seed)
         self.model = open_llama(checkpoint)
-        self.learned = add_low_rank(self.model, recipe.rank)
+        self.trainable = add_low_rank(self.model, recipe.rank)
         for name, buffer in [*self.model.named_buffers(), *self.model.named_parameters()]:
             if not name.endswith((".down", ".up")):
                 buffer.data = buffer.data.to(DTYPES[recipe.dtype])
-        self.average = [weight.detach().clone() for weight in self.learned]
-        self.kept = self.average
+        self.average = [weight.detach().clone() for weight in self.trainable]
+        self.best_weights = self.average
         self.optimizer = torch.optim.AdamW(
-            self.learned, recipe.rate, (0.9, 0.98), weight_decay=0.01
+            self.trainable, recipe.rate, (0.9, 0.98), weight_decay=0.01
         )
         self.step, self.seconds, self.best = 0, 0.0, math.inf
         self.history: list[dict[str, Any]] = []
@@ -343,28 +359,28 @@ class Run:
 
     @property
     def progress(self) -> float:
-        """The share of the budget that is spent."""
+        """The fraction of the budget that is spent."""
         if self.recipe.minutes is not None:
             return min(1.0, self.seconds / (60 * self.recipe.minutes))
         return min(1.0, self.step / (self.recipe.steps or 1))
 
     def train(self, report: Callable[[float, float], None] = lambda *_: None) -> None:
-        """Train until the budget is spent; `report(share of the budget, loss)` after every step.
-        Ctrl-C saves too."""
+        """Train until the budget is spent; calls `report(fraction of the budget, loss)` after every
+        step. Ctrl-C saves too."""
         if not self.step:
             self.save()
-        mark, saved = time.monotonic(), self.seconds
+        last, saved = time.monotonic(), self.seconds
         losses: list[float] = []
         try:
             while self.progress < 1.0:
                 losses.append(self._update())
                 now = time.monotonic()
-                self.seconds, mark = self.seconds + now - mark, now
+                self.seconds, last = self.seconds + now - last, now
                 if self.step % 10 == 0:
-                    self._note(loss=_mean(losses[-10:]))
+                    self._record(loss=_mean(losses[-10:]))
                 if self.seconds - saved > self.recipe.save_seconds:
                     self.save()
-                    mark, saved = time.monotonic(), self.seconds
+                    last, saved = time.monotonic(), self.seconds
                 report(self.progress, losses[-1])
         finally:
             self.save()
@@ -373,78 +389,80 @@ class Run:
         recipe = self.recipe
         generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + self.step)
         pairs = step_pairs(self.tokenizer, self.own, recipe, self.step)
-        total, number = 0.0, 0
+        total, num_masked = 0.0, 0
         self.optimizer.zero_grad(set_to_none=True)
-        for texts in parts(pairs, recipe, self.end):
+        for texts in micro_batches(pairs, recipe, self.end):
             loss, count = block_loss(self.model, texts, recipe, self.mask, generator)
             loss.backward()  # type: ignore[no-untyped-call]
-            total, number = total + float(loss.detach()), number + count
-        for weight in self.learned:
+            total, num_masked = total + float(loss.detach()), num_masked + count
+        for weight in self.trainable:
             assert weight.grad is not None
-            weight.grad /= number
-        nn.utils.clip_grad_norm_(self.learned, 1.0)
+            weight.grad /= num_masked
+        nn.utils.clip_grad_norm_(self.trainable, 1.0)
         for group in self.optimizer.param_groups:
-            warm = min(1.0, (self.step + 1) / 20)
-            falling = 0.02 + 0.49 * (1 + math.cos(math.pi * self.progress))
-            group["lr"] = recipe.rate * warm * falling
+            warmup = min(1.0, (self.step + 1) / 20)
+            schedule = 0.02 + 0.49 * (1 + math.cos(math.pi * self.progress))
+            group["lr"] = recipe.rate * warmup * schedule
         self.optimizer.step()
         self.step += 1
-        kept = min(recipe.average, self.step / (self.step + 10))
-        for average, weight in zip(self.average, self.learned, strict=True):
-            average.lerp_(weight.detach(), 1 - kept)
-        return total / number
+        best_weights = min(recipe.average, self.step / (self.step + 10))
+        for average, weight in zip(self.average, self.trainable, strict=True):
+            average.lerp_(weight.detach(), 1 - best_weights)
+        return total / num_masked
 
-    def _note(self, **values: Any) -> None:
+    def _record(self, **values: Any) -> None:
         self.history.append({"step": self.step, "seconds": round(self.seconds, 1), **values})
 
     @torch.no_grad()
-    def look(self) -> dict[str, float]:
-        """The loss per masked token of held-out texts, always with the same masks."""
-        found, recipe = {}, replace(self.recipe, copies=1)
+    def evaluate(self) -> dict[str, float]:
+        """The loss per masked token of the held-out texts, always with the same masks."""
+        losses, recipe = {}, replace(self.recipe, copies=1)
         for name, pairs in self.held_out.items():
             generator = torch.Generator().manual_seed(0)
-            chosen = sorted((p for p in pairs if _length(p) < recipe.longest), key=_length)
+            usable = sorted((p for p in pairs if _length(p) < recipe.longest), key=_length)
             sums = [
                 block_loss(self.model, texts, recipe, self.mask, generator)
-                for texts in parts(chosen, recipe, self.end)
+                for texts in micro_batches(usable, recipe, self.end)
             ]
-            found[name] = sum(float(one) for one, _ in sums) / sum(number for _, number in sums)
-        return found
+            losses[name] = sum(float(one) for one, _ in sums) / sum(
+                num_masked for _, num_masked in sums
+            )
+        return losses
 
     def save(self) -> None:
-        """Look at the averaged weights, write them if they are the best, and the state."""
-        with self.holding(self.average):
-            found = self.look()
-            self._note(held_out=found)
-            if _mean([*found.values()]) < self.best:
-                self.best = _mean([*found.values()])
-                self.kept = [weight.clone() for weight in self.average]
+        """Evaluate the averaged weights, write them if they are the best, and save the state."""
+        with self.using_weights(self.average):
+            losses = self.evaluate()
+            self._record(held_out=losses)
+            if _mean([*losses.values()]) < self.best:
+                self.best = _mean([*losses.values()])
+                self.best_weights = [weight.clone() for weight in self.average]
                 save_adapter(self.folder, self.model, self.recipe, self.mask, self.base)
         save_json(self.folder / "log.json", self.log())
         tensors = {
-            "learned": [weight.data for weight in self.learned],
+            "learned": [weight.data for weight in self.trainable],
             "average": self.average,
-            "kept": self.kept,
+            "kept": self.best_weights,
         }
-        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        numbers = {name: getattr(self, name) for name in _STATE_FIELDS}
         state = {**tensors, "optimizer": self.optimizer.state_dict(), **numbers}
         save_state(self.folder / "state.pt", state)
 
     @contextmanager
-    def holding(self, weights: Sequence[torch.Tensor]) -> Iterator[Transformer]:
-        """The model with these weights in place of those that learn."""
-        present = [weight.data for weight in self.learned]
+    def using_weights(self, weights: Sequence[torch.Tensor]) -> Iterator[Transformer]:
+        """The model with these weights in place of the trainable ones."""
+        current = [weight.data for weight in self.trainable]
         try:
-            for weight, other in zip(self.learned, weights, strict=True):
+            for weight, other in zip(self.trainable, weights, strict=True):
                 weight.data = other
             yield self.model
         finally:
-            for weight, own in zip(self.learned, present, strict=True):
+            for weight, own in zip(self.trainable, current, strict=True):
                 weight.data = own
 
     def log(self) -> dict[str, Any]:
         """Recipe, size and history as plain JSON."""
-        size = sum(weight.numel() for weight in self.learned)
+        size = sum(weight.numel() for weight in self.trainable)
         return {
             "model": self.base,
             "recipe": asdict(self.recipe),
@@ -454,17 +472,19 @@ class Run:
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
-        if [one.shape for one in state["learned"]] != [one.shape for one in self.learned]:
-            raise InvalidRequestError(f"{self.folder} holds a run of another rank or model")
-        for name in _NUMBERS:
+        if [one.shape for one in state["learned"]] != [one.shape for one in self.trainable]:
+            raise InvalidRequestError(
+                f"{self.folder} holds a run of another rank or model: give another folder"
+            )
+        for name in _STATE_FIELDS:
             setattr(self, name, state[name])
-        for weight, stored in zip(self.learned, state["learned"], strict=True):
+        for weight, stored in zip(self.trainable, state["learned"], strict=True):
             weight.data.copy_(stored)
-        self.average, self.kept = state["average"], state["kept"]
+        self.average, self.best_weights = state["average"], state["kept"]
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-_NUMBERS = ("step", "seconds", "best", "history", "own", "held_out", "mask")
+_STATE_FIELDS = ("step", "seconds", "best", "history", "own", "held_out", "mask")
 
 
 def train_block_adapter(
@@ -476,16 +496,16 @@ def train_block_adapter(
     report: Callable[[float, float], None] = lambda *_: None,
     merged: Path | None = None,
     base: str | None = None,
-) -> Run:
-    """Train an adapter for `checkpoint`, or go on training the one in the folder `out`; write to
-    `merged`, if given, a block-diffusion model that has the best one in its weights."""
+) -> AdapterRun:
+    """Train an adapter for `checkpoint`, or resume the run in the folder `out`. With `merged`, also
+    write a block-diffusion model with the best adapter merged into its weights."""
     tokenizer = checkpoint.tokenizer
     if merged is not None and not isinstance(tokenizer, HFTokenizer):
-        raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
-    run = Run(checkpoint, out, recipe, mask, own, base)
+        raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be saved; leave out merged")
+    run = AdapterRun(checkpoint, out, recipe, mask, own, base)
     run.train(report)
     if merged is not None and isinstance(tokenizer, HFTokenizer):
-        with run.holding(run.kept) as model:
+        with run.using_weights(run.best_weights) as model:
             weights = merged_weights(model)
         block = {"block_size": recipe.block, "right_shift_logits": recipe.shift}
         save_block_llama(merged, weights, model.shape, tokenizer, run.mask, block)
@@ -493,16 +513,16 @@ def train_block_adapter(
 
 
 def held_out_pairs(tokenizer: Tokenizer, seed: int, count: int = 2) -> list[Pair]:
-    """So many examples of every task that training does not see."""
+    """`count` examples of every task that are never trained on."""
     return [
-        _encoded(tokenizer, one.prompt, one.answer)
+        _encode_pair(tokenizer, one.prompt, one.answer)
         for task in TASKS
         for one in examples(task, count, seed=seed + 1)
     ]
 
 
 def merged_weights(model: Transformer) -> dict[str, torch.Tensor]:
-    """A state dict as `Transformer` has it without adapters."""
+    """The state dict of a `Transformer` with the adapters merged."""
     adapted = {name: m for name, m in model.named_modules() if isinstance(m, LowRankLinear)}
     weights = {
         name: weight
@@ -512,32 +532,33 @@ def merged_weights(model: Transformer) -> dict[str, torch.Tensor]:
     return weights | {f"{name}.weight": module.merged for name, module in adapted.items()}
 
 
-def spare_token(tokenizer: Tokenizer) -> int:
-    """The tokenizer's mask, or the last special token that ends nothing and begins nothing."""
+def choose_mask_token(tokenizer: Tokenizer) -> int:
+    """The tokenizer's mask token, or the last special token that is neither an end nor a beginning
+    of text."""
     if tokenizer.mask_id is not None:
         return tokenizer.mask_id
-    taken = {*tokenizer.eos_ids, tokenizer.bos_id}
+    reserved = {*tokenizer.eos_ids, tokenizer.bos_id}
     for token in reversed(range(tokenizer.vocab_size)):
-        if tokenizer.is_special(token) and token not in taken:
+        if tokenizer.is_special(token) and token not in reserved:
             return token
-    raise InvalidRequestError("this tokenizer has no special token to spare: give a mask token")
+    raise InvalidRequestError("this tokenizer has no unused special token: give a mask token")
 
 
 def save_adapter(
     out: Path, model: Transformer, recipe: AdapterRecipe, mask: int, base: str
 ) -> None:
-    """`adapter_config.json` and `adapter_model.safetensors` in PEFT's layout, in bfloat16;
-    `block.json` has what a block-diffusion model's config says besides."""
+    """Write `adapter_config.json` and `adapter_model.safetensors` in PEFT's layout, in bfloat16,
+    and `block.json` with the settings of a block-diffusion model's config."""
     out.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
-    for number, layer in enumerate(model.blocks):
+    for index, layer in enumerate(model.blocks):
         for name, target in INNER_NAMES.items():
             if not name.endswith("norm"):
                 adapted = getattr(layer, name)
-                stem = f"base_model.model.model.layers.{number}.{target}"
+                stem = f"base_model.model.model.layers.{index}.{target}"
                 for part, weight in (("A", adapted.down), ("B", adapted.up)):
-                    kept = weight.detach().to(torch.bfloat16).contiguous()
-                    tensors[f"{stem}.lora_{part}.weight"] = kept
+                    tensor = weight.detach().to(torch.bfloat16).contiguous()
+                    tensors[f"{stem}.lora_{part}.weight"] = tensor
     save_file(tensors, str(out / "adapter_model.safetensors"), metadata={"format": "pt"})
     modules = [target.split(".")[1] for name, target in INNER_NAMES.items() if "norm" not in name]
     config = {

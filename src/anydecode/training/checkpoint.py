@@ -1,7 +1,7 @@
-"""Checkpoints in published layouts, and the state from which a training run goes on.
+"""Checkpoints in published layouts, and the saved state of a training run.
 
-A diffusion model is written as LLaDA's are (GSAI-ML/LLaDA-8B-Instruct), an autoregressive one as
-Llama's: the loader of the engine opens both.
+A diffusion model is written in LLaDA's layout (GSAI-ML/LLaDA-8B-Instruct), an autoregressive one in
+Llama's; the engine's loader opens both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from anydecode.training.transformer import Shape, Transformer
 def save_llada(
     folder: Path, weights: dict[str, torch.Tensor], shape: Shape, tokenizer: tokenizers.Tokenizer
 ) -> None:
-    """`weights`, a state dict of `Transformer`, as a masked-diffusion checkpoint."""
+    """Write `weights`, a state dict of `Transformer`, as a masked-diffusion checkpoint."""
     config = {
         "architectures": ["LLaDAModelLM"],
         "model_type": "llada",
@@ -61,9 +61,9 @@ def save_llada(
 
 
 def load_llada(folder: Path) -> tuple[Transformer, tokenizers.Tokenizer]:
-    """A checkpoint that `save_llada` wrote, or one of that shape, to train further.
+    """Load a checkpoint written by `save_llada`, or one of the same layout, for training.
 
-    Raises `CheckpointError` where the folder holds something else.
+    Raises `CheckpointError` if the folder holds something else.
     """
     config = read_json(folder / "config.json")
     try:
@@ -78,7 +78,9 @@ def load_llada(folder: Path) -> tuple[Transformer, tokenizers.Tokenizer]:
             norm_eps=config["rms_norm_eps"],
         )
         if config["mask_token_id"] != MASK_ID or config["eos_token_id"] != EOS_ID:
-            raise CheckpointError(f"{folder}: not trained by this package: other special tokens")
+            raise CheckpointError(
+                f"{folder}: not trained by this package: it has other special tokens"
+            )
         model = Transformer(shape)
         stored = load_file(str(folder / "model.safetensors"))
         model.load_state_dict(
@@ -93,8 +95,8 @@ def load_llada(folder: Path) -> tuple[Transformer, tokenizers.Tokenizer]:
 def save_llama(
     folder: Path, weights: dict[str, torch.Tensor], shape: Shape, tokenizer: tokenizers.Tokenizer
 ) -> None:
-    """`weights`, a state dict of `Transformer`, as an autoregressive checkpoint."""
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_llama(shape)}
+    """Write `weights`, a state dict of `Transformer`, as an autoregressive checkpoint."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_llama_config(shape)}
     config |= {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     _save(folder, config, {llama_name(name): weights[name] for name in weights}, tokenizer)
 
@@ -107,17 +109,22 @@ def save_block_llama(
     mask: int,
     block: dict[str, Any],
 ) -> None:
-    """`weights`, a state dict of `Transformer`, as a block-diffusion checkpoint: Llama's layout,
-    the model type that the dLLM library gives to models made bidirectional, and what `block` says
-    of its blocks."""
-    config = {"architectures": ["A2DLlamaLMHeadModel"], "model_type": "a2d-llama", **_llama(shape)}
+    """Write `weights`, a state dict of `Transformer`, as a block-diffusion checkpoint: Llama's
+    layout, the dLLM library's model type for models made bidirectional, and the config entries of
+    `block`.
+    """
+    config = {
+        "architectures": ["A2DLlamaLMHeadModel"],
+        "model_type": "a2d-llama",
+        **_llama_config(shape),
+    }
     config |= {**block, "mask_token_id": mask, "eos_token_id": [*tokenizer.eos_ids]}
     special = {**tokenizer.special_texts, "mask_token": tokenizer.token_text(mask)}
     tensors = {llama_name(name): weights[name] for name in weights}
     _save(folder, config, tensors, tokenizer.backend, special)
 
 
-def _llama(shape: Shape) -> dict[str, Any]:
+def _llama_config(shape: Shape) -> dict[str, Any]:
     return {
         "hidden_act": "silu",
         "hidden_size": shape.width,
@@ -136,7 +143,7 @@ def _llama(shape: Shape) -> dict[str, Any]:
 
 
 def llama_name(name: str) -> str:
-    """What Llama's layout calls a parameter of `Transformer`."""
+    """The name of a `Transformer` parameter in Llama's layout."""
     parts = name.removeprefix("transformer.").split(".")
     if parts[0] == "blocks":
         return f"model.layers.{parts[1]}.{INNER_NAMES[parts[2]]}.weight"
@@ -154,7 +161,7 @@ def _save(
     folder.mkdir(parents=True, exist_ok=True)
     if special is None:
         special = {"eos_token": EOS, "pad_token": PAD, "mask_token": MASK}
-        tensors = _silenced(tensors, tokenizer)
+        tensors = _suppress_special_tokens(tensors, tokenizer)
     rounded = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
     save_file(rounded, str(folder / "model.safetensors"), metadata={"format": "pt"})
     settings = {**special, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -163,11 +170,12 @@ def _save(
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def _silenced(
+def _suppress_special_tokens(
     tensors: dict[str, torch.Tensor], tokenizer: tokenizers.Tokenizer
 ) -> dict[str, torch.Tensor]:
-    """The same, the mask and the padding made as unlikely as "!". Training never lets them be
-    predicted, so nothing pushed their logits down; no text of the tasks has "!", so all did."""
+    """The tensors with the output rows of the mask and padding tokens replaced by that of "!".
+    Training never predicts these tokens, so their logits were never lowered; no task text contains
+    "!", so its logit was."""
     names = ("model.transformer.ff_out.weight", "lm_head.weight")
     name = next(name for name in names if name in tensors)
     head = tensors[name].clone()
@@ -176,20 +184,20 @@ def _silenced(
 
 
 def save_json(path: Path, content: Any) -> None:
-    """Write `content` so that people can read it."""
+    """Write `content` as indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
-    """Write a run's state so that an interrupted write leaves the one before."""
+    """Write a run's state atomically: an interrupted write leaves the previous state."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".part")
-    torch.save(state, beside)
-    beside.replace(path)
+    temporary = path.with_suffix(".part")
+    torch.save(state, temporary)
+    temporary.replace(path)
 
 
 def load_state(path: Path) -> dict[str, Any] | None:
-    """The state in `path`, tensors and numbers only; None where there is none."""
+    """Load a state of tensors and numbers; None if there is no file."""
     if not path.is_file():
         return None
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)

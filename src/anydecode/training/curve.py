@@ -1,5 +1,5 @@
-"""The course of a training run as a picture: loss above, accuracy on held-out questions below; or
-the loss on what is learned from and on what is held out."""
+"""Training curves as SVG: loss and accuracy of a training run, or training and held-out loss of an
+adapter run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 640, 170, 52, 40, 44
 
 
 def to_svg(log: dict[str, Any]) -> str:
-    """`log` is what a run writes to `log.json`: its shape and its history."""
+    """The SVG of a training run: loss above, accuracy on held-out questions below. `log` is the
+    content of `log.json`."""
     history: list[dict[str, Any]] = log["history"]
     minutes: float = max([entry["seconds"] / 60 for entry in history] + [1e-9])
     stages = list(dict.fromkeys(entry["stage"] for entry in history))
@@ -33,34 +34,37 @@ def to_svg(log: dict[str, Any]) -> str:
     def x(entry: dict[str, Any]) -> float:
         return _LEFT + _WIDTH * float(entry["seconds"]) / 60 / minutes
 
-    def of_loss(entry: dict[str, Any]) -> float:
-        share = (math.log10(max(entry["loss"], 1e-4)) - low) / (high - low)
-        return _TOP + _HEIGHT * (1 - share)
+    def loss_y(entry: dict[str, Any]) -> float:
+        fraction = (math.log10(max(entry["loss"], 1e-4)) - low) / (high - low)
+        return _TOP + _HEIGHT * (1 - fraction)
 
-    def of_accuracy(entry: dict[str, Any]) -> float:
+    def accuracy_y(entry: dict[str, Any]) -> float:
         return second + _HEIGHT * (1 - float(entry["accuracy"]["all"]))
 
-    parts = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 20}'
         f' {second + _HEIGHT + 60}" role="img" aria-label="Training"><style>{_STYLE}</style>',
         f'<text x="{_LEFT}" y="16">loss per token (logarithmic)</text>',
         f'<text x="{_LEFT}" y="{second - 10}">accuracy on held-out questions, mean of tasks</text>',
     ]
     ticks = [low + 0.5 * step for step in range(round((high - low) * 2) + 1)]
-    parts += _grid(_TOP, [(f"{10**tick:.2g}", (tick - low) / (high - low)) for tick in ticks])
-    parts += _grid(second, [(f"{share:g}", share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)])
-    parts += _minutes(minutes, second + _HEIGHT)
+    elements += _grid(_TOP, [(f"{10**tick:.2g}", (tick - low) / (high - low)) for tick in ticks])
+    elements += _grid(
+        second, [(f"{fraction:g}", fraction) for fraction in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    )
+    elements += _minute_axis(minutes, second + _HEIGHT)
     for position, stage in enumerate(stages):
-        for entries, y in ((losses, of_loss), (checks, of_accuracy)):
-            parts.append(
+        for entries, y in ((losses, loss_y), (checks, accuracy_y)):
+            elements.append(
                 _line([e for e in entries if e["stage"] == stage], x, y, COLOURS[position])
             )
-    parts += _legend(stages, second + _HEIGHT + 50)
-    return "\n".join([*parts, "</svg>\n"])
+    elements += _legend(stages, second + _HEIGHT + 50)
+    return "\n".join([*elements, "</svg>\n"])
 
 
-def of_held_out(log: dict[str, Any]) -> str:
-    """`log` is that of an adapter's run: the loss of its steps, and of held-out texts by kind."""
+def held_out_svg(log: dict[str, Any]) -> str:
+    """The SVG of an adapter run: training loss, and held-out loss by kind of text. `log` is the
+    content of `log.json`."""
     history: list[dict[str, Any]] = log["history"]
     series = {
         "training": [(entry["seconds"], entry["loss"]) for entry in history if "loss" in entry]
@@ -71,52 +75,55 @@ def of_held_out(log: dict[str, Any]) -> str:
     highest = math.ceil(max(loss for points in series.values() for _, loss in points))
     minutes = max(entry["seconds"] / 60 for entry in history) or 1e-9
     bottom = _TOP + _HEIGHT
-    parts = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 20} {bottom + 60}"'
         f' role="img" aria-label="Training of an adapter"><style>{_STYLE}</style>',
         f'<text x="{_LEFT}" y="16">nats per masked token</text>',
-        *_grid(_TOP, [(f"{highest * share:g}", share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]),
-        *_minutes(minutes, bottom),
+        *_grid(
+            _TOP,
+            [(f"{highest * fraction:g}", fraction) for fraction in (0.0, 0.25, 0.5, 0.75, 1.0)],
+        ),
+        *_minute_axis(minutes, bottom),
     ]
     for colour, points in zip(COLOURS, series.values(), strict=False):
-        told = " ".join(
+        coordinates = " ".join(
             f"{_LEFT + _WIDTH * seconds / 60 / minutes:.1f},{bottom - _HEIGHT * loss / highest:.1f}"
             for seconds, loss in points
         )
-        parts.append(f'<polyline class="line" stroke="{colour}" points="{told}"/>')
-    return "\n".join([*parts, *_legend([*series], bottom + 50), "</svg>\n"])
+        elements.append(f'<polyline class="line" stroke="{colour}" points="{coordinates}"/>')
+    return "\n".join([*elements, *_legend([*series], bottom + 50), "</svg>\n"])
 
 
-def _minutes(minutes: float, bottom: float) -> list[str]:
-    parts = [
+def _minute_axis(minutes: float, bottom: float) -> list[str]:
+    elements = [
         f'<text x="{_LEFT + _WIDTH * minute / minutes:.1f}" y="{bottom + 16}" text-anchor="middle">'
         f"{minute}</text>"
         for minute in range(0, int(minutes) + 1, max(1, round(minutes / 8)))
     ]
     middle = _LEFT + _WIDTH / 2
-    return [*parts, f'<text x="{middle}" y="{bottom + 32}" text-anchor="middle">minutes</text>']
+    return [*elements, f'<text x="{middle}" y="{bottom + 32}" text-anchor="middle">minutes</text>']
 
 
 def _legend(names: Sequence[str], bottom: float) -> list[str]:
-    parts = []
+    elements = []
     for position, name in enumerate(names):
         at = _LEFT + 200 * position
-        parts.append(
+        elements.append(
             f'<rect x="{at}" y="{bottom - 9}" width="10" height="10" fill="{COLOURS[position]}"/>'
             f'<text x="{at + 14}" y="{bottom}">{escape(name)}</text>'
         )
-    return parts
+    return elements
 
 
 def _grid(top: float, ticks: Sequence[tuple[str, float]]) -> list[str]:
-    parts = []
-    for label, share in ticks:
-        y, kind = top + _HEIGHT * (1 - share), "grid" if share else "axis"
-        parts.append(
+    elements = []
+    for label, fraction in ticks:
+        y, kind = top + _HEIGHT * (1 - fraction), "grid" if fraction else "axis"
+        elements.append(
             f'<line class="{kind}" x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
         )
-    return parts
+    return elements
 
 
 def _line(

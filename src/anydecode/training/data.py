@@ -1,7 +1,7 @@
-"""Batches of task examples: a prompt, its answer, and EOS up to a common length.
+"""Batches of task examples: a prompt, its answer, and EOS padding up to a common length.
 
-The padding is part of the answer, as LLaDA trains it, so that an answer shorter than its canvas
-ends itself; how much of it there is varies, or the model would learn one length.
+The padding is part of the answer, as in LLaDA, so that an answer shorter than its canvas ends
+itself. The amount of padding varies, so that the model does not learn one fixed length.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from anydecode.evaluation.parallelbench.tasks import TASKS, lengths, make_example
 from anydecode.training.tokenizer import EOS_ID
 
-#: How much an EOS behind the first one counts; the first one counts as any token.
+#: Loss weight of an EOS after the first one; the first one has weight 1.
 PADDING_WEIGHT = 0.1
-_TAILS = (1, 1, 1, 1, 4, 8, 24)
-#: How often a task comes compared with the others: some are learned more slowly.
-_SHARES = {
+_PADDING_LENGTHS = (1, 1, 1, 1, 4, 8, 24)
+#: Relative sampling weights of the tasks, default 1: some are learned more slowly.
+_TASK_WEIGHTS = {
     "shuffle": 6,
     "sort": 4,
     "replace-random": 4,
@@ -33,8 +33,8 @@ _SHARES = {
 
 @dataclass
 class Batch:
-    """`tokens[batch, length]`; `weights`, of the same shape: 0 in the prompt, 1 in the answer and
-    at its first EOS, `PADDING_WEIGHT` behind."""
+    """`tokens[batch, length]`, and `weights` of the same shape: 0 in the prompt, 1 in the answer
+    and at its first EOS, `PADDING_WEIGHT` after it."""
 
     tokens: torch.Tensor
     weights: torch.Tensor
@@ -44,23 +44,22 @@ def batches(
     tokenizer: tokenizers.Tokenizer, size: int, seed: int, step: int, parts: int = 3
 ) -> list[Batch]:
     """The examples of one optimiser step: `size` of them over all tasks, sorted by length into
-    `parts` batches, so that little is padding. A step's examples depend on `seed` and `step` only.
-    """
+    `parts` batches, so that there is little padding. They depend only on `seed` and `step`."""
     random = Random(f"{seed}/{step}")
-    pairs = drawn(tokenizer, random, size)
+    pairs = sample_pairs(tokenizer, random, size)
     pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
-    share = -(-len(pairs) // parts)
+    part_size = -(-len(pairs) // parts)
     return [
-        _padded(pairs[start : start + share], random.choice(_TAILS))
-        for start in range(0, len(pairs), share)
+        _padded(pairs[start : start + part_size], random.choice(_PADDING_LENGTHS))
+        for start in range(0, len(pairs), part_size)
     ]
 
 
-def drawn(
+def sample_pairs(
     tokenizer: tokenizers.Tokenizer, random: Random, size: int
 ) -> list[tuple[list[int], list[int]]]:
-    """`size` training examples over all tasks alike: prompt and answer as tokens."""
-    names = [task for task in TASKS for _ in range(_SHARES.get(task, 1))]
+    """Sample `size` training examples by task weight: prompt and answer as tokens."""
+    names = [task for task in TASKS for _ in range(_TASK_WEIGHTS.get(task, 1))]
     pairs: list[tuple[list[int], list[int]]] = []
     while len(pairs) < size:
         task = random.choice(names)

@@ -1,8 +1,8 @@
-"""Training the small models: an autoregressive stage, then masked diffusion from its weights.
+"""Training of the small models: an autoregressive stage, then masked diffusion from its weights.
 
-Starting from next-token prediction is worth more than as many steps of diffusion (Gong et al.,
-DiffuLLaMA, arXiv:2410.17891). At this size neither their logit shift nor annealing the mask helps,
-so the stage switches to full attention at once and logits stay in place, as in LLaDA.
+Starting from next-token prediction is worth more than the same number of diffusion steps (Gong et
+al., DiffuLLaMA, arXiv:2410.17891). At this size neither their logit shift nor annealing the mask
+helps, so the stage switches to full attention at once and logits are not shifted, as in LLaDA.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from anydecode.training.tokenizer import build_tokenizer
 from anydecode.training.transformer import Shape, Transformer
 
 STAGES = ("autoregressive", "diffusion")
-#: The share of the budget that the autoregressive stage has.
-FIRST_SHARE = 0.3
+#: Fraction of the budget for the autoregressive stage.
+FIRST_STAGE_FRACTION = 0.3
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How long and how a run trains. One of `minutes` and `steps` is the budget."""
+class DiffusionRecipe:
+    """How a run trains. One of `minutes` and `steps` is the budget."""
 
     minutes: float | None = None
     steps: int | None = None
@@ -45,26 +45,30 @@ class Recipe:
     clip: float = 1.0
     average: float = 0.998
     save_seconds: float = 180.0
-    checks: int = 4  # held-out examples of each task when progress is looked at
+    checks: int = 4  # held-out examples per task in an evaluation
 
     def __post_init__(self) -> None:
         if (self.minutes is None) == (self.steps is None):
             raise InvalidRequestError("a training run takes either minutes or steps")
         if (self.minutes or self.steps or 0) <= 0:
-            raise InvalidRequestError("a training run takes some minutes or steps, more than 0")
+            raise InvalidRequestError("minutes or steps of a training run must be more than 0")
 
 
-class Run:
-    """A training run in a folder, which it can be taken up from again.
+class DiffusionRun:
+    """A training run in a folder, from which it can be resumed.
 
-    `state.pt` is what is needed to go on, `log.json` the history, `diffusion/` and
-    `autoregressive/` the checkpoints of the averaged weights.
+    `state.pt` is the state to resume from, `log.json` the history; `diffusion/` and
+    `autoregressive/` hold the checkpoints of the averaged weights.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe, shape: Shape | None = None) -> None:
+    def __init__(self, folder: Path, recipe: DiffusionRecipe, shape: Shape | None = None) -> None:
         self.folder, self.recipe = folder, recipe
-        kept = folder / "tokenizer.json"
-        self.tokenizer = Tokenizer.from_file(str(kept)) if kept.is_file() else build_tokenizer()
+        tokenizer_file = folder / "tokenizer.json"
+        self.tokenizer = (
+            Tokenizer.from_file(str(tokenizer_file))
+            if tokenizer_file.is_file()
+            else build_tokenizer()
+        )
         self.shape = shape or Shape(vocab=self.tokenizer.get_vocab_size())
         torch.manual_seed(recipe.seed)
         self.model = Transformer(self.shape)
@@ -88,33 +92,33 @@ class Run:
 
     @property
     def progress(self) -> float:
-        """The share of the budget that is spent."""
+        """The fraction of the budget that is spent."""
         if self.recipe.minutes is not None:
             return min(1.0, self.seconds / (60 * self.recipe.minutes))
         return min(1.0, self.step / (self.recipe.steps or 1))
 
-    def train(self, report: Callable[[Run], None] = lambda run: None) -> None:
-        """Train until the budget is spent, calling `report` after every step. Ctrl-C saves too."""
+    def train(self, report: Callable[[DiffusionRun], None] = lambda run: None) -> None:
+        """Train until the budget is spent; calls `report` after every step. Ctrl-C saves too."""
         try:
             self._train(report)
         finally:
             self.save()
 
-    def _train(self, report: Callable[[Run], None]) -> None:
-        mark, saved = time.monotonic(), self.seconds
+    def _train(self, report: Callable[[DiffusionRun], None]) -> None:
+        last, saved = time.monotonic(), self.seconds
         losses: list[float] = []
         while self.progress < 1.0:
-            if self.stage == 0 and self.progress >= FIRST_SHARE:
+            if self.stage == 0 and self.progress >= FIRST_STAGE_FRACTION:
                 self._end_first_stage()
             losses.append(self._update())
             now = time.monotonic()
-            self.seconds, mark = self.seconds + now - mark, now
+            self.seconds, last = self.seconds + now - last, now
             if self.step % 20 == 0:
-                self._note(loss=sum(losses) / len(losses))
+                self._record(loss=sum(losses) / len(losses))
                 losses.clear()
             if self.seconds - saved > self.recipe.save_seconds:
                 self.save()
-                mark, saved = time.monotonic(), self.seconds
+                last, saved = time.monotonic(), self.seconds
             report(self)
 
     def _end_first_stage(self) -> None:
@@ -148,39 +152,39 @@ class Run:
         self.optimizer.step()
         self.step += 1
         self.stage_step += 1
-        kept = min(recipe.average, self.stage_step / (self.stage_step + 10))
+        decay = min(recipe.average, self.stage_step / (self.stage_step + 10))
         for name, weight in self.model.state_dict().items():
-            self.average[name].lerp_(weight, 1 - kept)
+            self.average[name].lerp_(weight, 1 - decay)
         return sum(sums) / float(total)
 
     def _rate(self) -> float:
-        """The learning rate: a warm-up, then a half cosine, in each stage."""
-        begin, end = ((0.0, FIRST_SHARE), (FIRST_SHARE, 1.0))[self.stage]
-        done = min(1.0, (self.progress - begin) / (end - begin))
-        falling = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))
-        return self.recipe.rate * falling * min(1.0, (self.stage_step + 1) / self.recipe.warmup)
+        """The learning rate: in each stage a warm-up, then a half cosine."""
+        begin, end = ((0.0, FIRST_STAGE_FRACTION), (FIRST_STAGE_FRACTION, 1.0))[self.stage]
+        stage_progress = min(1.0, (self.progress - begin) / (end - begin))
+        schedule = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * stage_progress))
+        return self.recipe.rate * schedule * min(1.0, (self.stage_step + 1) / self.recipe.warmup)
 
-    def _note(self, **values: Any) -> None:
+    def _record(self, **values: Any) -> None:
         entry = {"step": self.step, "seconds": round(self.seconds, 1), "stage": STAGES[self.stage]}
         self.history.append({**entry, **values})
 
     def save(self) -> None:
-        """Look at the averaged weights, then write them, the history and the state."""
+        """Evaluate the averaged weights, then write them, the history and the state."""
         model = Transformer(self.shape)
         model.load_state_dict(self.average)
-        self._note(accuracy=self.look(model.eval()))
+        self._record(accuracy=self.evaluate(model.eval()))
         write = (checkpoint.save_llama, checkpoint.save_llada)[self.stage]
         write(self.checkpoint, self.average, self.shape, self.tokenizer)
         self.tokenizer.save(str(self.folder / "tokenizer.json"))
         checkpoint.save_json(self.folder / "log.json", self.log())
         state = {"model": self.model.state_dict(), "average": self.average}
-        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        numbers = {name: getattr(self, name) for name in _STATE_FIELDS}
         state |= {"optimizer": self.optimizer.state_dict(), "shape": asdict(self.shape), **numbers}
         checkpoint.save_state(self.folder / "state.pt", state)
 
     @property
     def checkpoint(self) -> Path:
-        """The folder of the model of the present stage."""
+        """The folder of the current stage's model."""
         return self.folder / STAGES[self.stage]
 
     def log(self) -> dict[str, Any]:
@@ -190,39 +194,41 @@ class Run:
 
     @property
     def size(self) -> int:
-        """How many parameters the model has."""
+        """The number of parameters of the model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def _restore(self, state: dict[str, Any]) -> None:
         if state["shape"] != asdict(self.shape):
-            raise InvalidRequestError(f"{self.folder} holds a run of another shape")
-        for name in _NUMBERS:
+            raise InvalidRequestError(
+                f"{self.folder} holds a run of another shape: give another folder"
+            )
+        for name in _STATE_FIELDS:
             setattr(self, name, state[name])
         self.model.load_state_dict(state["model"])
         self.average = state["average"]
         self.optimizer.load_state_dict(state["optimizer"])
 
-    def look(self, model: Transformer) -> dict[str, float]:
-        """Accuracy on a few held-out examples of every task, and of all."""
+    def evaluate(self, model: Transformer) -> dict[str, float]:
+        """Accuracy on a few held-out examples of every task, and the mean over tasks."""
         recipe = self.recipe
-        asked = {task: [*examples(task, recipe.checks, seed=recipe.seed + 1)] for task in TASKS}
-        every = [example for group in asked.values() for example in group]
-        prompts = [self.tokenizer.encode(example.prompt).ids for example in every]
+        by_task = {task: [*examples(task, recipe.checks, seed=recipe.seed + 1)] for task in TASKS}
+        all_examples = [example for group in by_task.values() for example in group]
+        prompts = [self.tokenizer.encode(example.prompt).ids for example in all_examples]
         if self.stage == 0:
             answers = denoising.continue_greedily(model, prompts, 32)
         else:
             answers, _ = denoising.denoise(model, prompts, 32, 0.9)
-        found: dict[str, float] = {}
-        for task, group in asked.items():
-            said, answers = answers[: len(group)], answers[len(group) :]
-            found[task] = denoising.accuracy(group, said, self.tokenizer)
-        return {**found, "all": sum(found.values()) / len(found)}
+        results: dict[str, float] = {}
+        for task, group in by_task.items():
+            task_answers, answers = answers[: len(group)], answers[len(group) :]
+            results[task] = denoising.accuracy(group, task_answers, self.tokenizer)
+        return {**results, "all": sum(results.values()) / len(results)}
 
 
-_NUMBERS = ("step", "seconds", "stage", "stage_step", "history")
+_STATE_FIELDS = ("step", "seconds", "stage", "stage_step", "history")
 
 
 def limit_threads(threads: int) -> None:
-    """Let torch use so many threads; 0: as many as it likes."""
+    """Set torch's number of threads; 0 leaves its default."""
     if threads:
         torch.set_num_threads(threads)

@@ -1,9 +1,9 @@
-"""Distillation of a diffusion model for fewer passes, from data that the package makes.
+"""Distillation of a diffusion model for fewer passes, on data that the package generates.
 
-`dscd` (Liang et al., CD4LM, arXiv:2601.02236) teaches the student, which sees less, to agree with
-the teacher, which sees more: of two nested masks the teacher has the smaller. `certainty` (Chen et
-al., dParallel, arXiv:2509.26488) makes the model certain of what it already has right, on its own
-answers. Both change all weights instead of a low-rank adapter; at this size nothing else is needed.
+`dscd` (Liang et al., CD4LM, arXiv:2601.02236) trains the student to agree with the teacher under
+nested masks: the teacher's mask is a subset of the student's. `certainty` (Chen et al., dParallel,
+arXiv:2509.26488) lowers the model's entropy where it is right, on its own answers. Both train all
+weights instead of a low-rank adapter, which is enough at this size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from anydecode.errors import InvalidRequestError
 from anydecode.training import checkpoint
-from anydecode.training.data import drawn
+from anydecode.training.data import sample_pairs
 from anydecode.training.denoising import denoise
 from anydecode.training.objectives import without_mask
 from anydecode.training.tokenizer import EOS_ID, MASK_ID
@@ -32,7 +32,7 @@ METHODS = ("cd4lm", "dparallel")
 
 
 @dataclass(frozen=True)
-class Plan:
+class DistillationRecipe:
     """How a distillation runs; the other constants are the papers'."""
 
     method: str
@@ -43,32 +43,40 @@ class Plan:
     block: int = 8
     seed: int = 0
     temperature: float = 2.0  # cd4lm
-    certainty: float = 2.0  # dparallel: what the entropy weighs
+    certainty: float = 2.0  # dparallel: weight of the entropy
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise InvalidRequestError(f"no distillation {self.method!r}: {', '.join(METHODS)}")
+            raise InvalidRequestError(
+                f"no distillation {self.method!r}: choose from {', '.join(METHODS)}"
+            )
         if self.steps < 1 or self.batch < 1 or not 1 <= self.block <= self.canvas:
-            raise InvalidRequestError("distillation takes steps, and a block within the canvas")
+            raise InvalidRequestError(
+                "distillation needs steps >= 1, batch >= 1 and a block within the canvas"
+            )
 
 
 def distil(
-    folder: Path, out: Path, plan: Plan, report: Callable[[int, float], None] = lambda *_: None
+    folder: Path,
+    out: Path,
+    recipe: DistillationRecipe,
+    report: Callable[[int, float], None] = lambda *_: None,
 ) -> list[float]:
-    """Distil the checkpoint in `folder` into `out`; returns the losses. `report(step, loss)`."""
+    """Distil the checkpoint in `folder` into `out`; returns the losses. Calls `report(step, loss)`
+    after every step."""
     teacher, tokenizer = checkpoint.load_llada(folder)
     student = copy.deepcopy(teacher).train()
-    optimizer = torch.optim.AdamW(student.parameters(), plan.rate, (0.9, 0.98), weight_decay=0.01)
-    generator = torch.Generator().manual_seed(plan.seed)
+    optimizer = torch.optim.AdamW(student.parameters(), recipe.rate, (0.9, 0.98), weight_decay=0.01)
+    generator = torch.Generator().manual_seed(recipe.seed)
     losses = []
-    for step in range(plan.steps):
+    for step in range(recipe.steps):
         for group in optimizer.param_groups:
-            group["lr"] = plan.rate * 0.5 * (1 + math.cos(math.pi * step / plan.steps))
-        canvases = _canvases(teacher, tokenizer, plan, step)
-        if plan.method == "cd4lm":
-            loss = dscd(student, teacher, canvases, step / plan.steps, plan, generator)
+            group["lr"] = recipe.rate * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+        canvases = _canvases(teacher, tokenizer, recipe, step)
+        if recipe.method == "cd4lm":
+            loss = dscd(student, teacher, canvases, step / recipe.steps, recipe, generator)
         else:
-            loss = certainty(student, canvases, plan, generator)
+            loss = certainty(student, canvases, recipe, generator)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -81,8 +89,8 @@ def distil(
 
 @dataclass(frozen=True)
 class Canvases:
-    """Prompts of one length, each with its answer behind: `tokens[batch, start + canvas]`;
-    `lengths[batch]` are those of the answers, first EOS included."""
+    """Prompts of one length, each followed by its answer: `tokens[batch, start + canvas]`.
+    `lengths[batch]` are the lengths of the answers, including the first EOS."""
 
     tokens: torch.Tensor
     start: int
@@ -90,26 +98,26 @@ class Canvases:
 
 
 def _canvases(
-    teacher: Transformer, tokenizer: tokenizers.Tokenizer, plan: Plan, step: int
+    teacher: Transformer, tokenizer: tokenizers.Tokenizer, recipe: DistillationRecipe, step: int
 ) -> list[Canvases]:
-    """A step's questions, with reference answers (cd4lm) or the model's own (dparallel)."""
-    pairs = drawn(tokenizer, Random(f"{plan.seed}/{plan.method}/{step}"), plan.batch)
+    """The examples of a step, with reference answers (cd4lm) or the model's own (dparallel)."""
+    pairs = sample_pairs(tokenizer, Random(f"{recipe.seed}/{recipe.method}/{step}"), recipe.batch)
     groups: dict[int, list[list[int]]] = {}
     for prompt, answer in pairs:
         groups.setdefault(len(prompt), []).append(prompt + answer)
-    found = []
+    canvases = []
     for start, rows in sorted(groups.items()):
-        if plan.method == "dparallel":
+        if recipe.method == "dparallel":
             prompts = [row[:start] for row in rows]
-            answers, _ = denoise(teacher, prompts, plan.canvas, 1.1)
+            answers, _ = denoise(teacher, prompts, recipe.canvas, 1.1)
             rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        width = start + plan.canvas
+        width = start + recipe.canvas
         padded = [(row + [EOS_ID] * width)[:width] for row in rows]
         tokens = torch.tensor(padded)
         ended = (tokens[:, start:] == EOS_ID).int()
-        lengths = torch.where(ended.any(-1), ended.argmax(-1) + 1, plan.canvas)
-        found.append(Canvases(tokens, start, lengths))
-    return found
+        lengths = torch.where(ended.any(-1), ended.argmax(-1) + 1, recipe.canvas)
+        canvases.append(Canvases(tokens, start, lengths))
+    return canvases
 
 
 def dscd(
@@ -117,63 +125,79 @@ def dscd(
     teacher: Transformer,
     canvases: list[Canvases],
     progress: float,
-    plan: Plan,
+    recipe: DistillationRecipe,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """The discrete-space consistency loss: KL of the student from the teacher where both have
-    masks, cross entropy with the reference on all that the student has masked."""
-    share = 0.9 if progress < 0.1 else _cosine(0.9, 0.5, (progress - 0.1) / 0.9)
-    heat, total = plan.temperature, torch.zeros(())
+    """The discrete-space consistency loss: KL divergence of the student from the teacher where both
+    are masked, and cross-entropy with the reference on all tokens masked for the student."""
+    teacher_weight = 0.9 if progress < 0.1 else _cosine(0.9, 0.5, (progress - 0.1) / 0.9)
+    temperature, total = recipe.temperature, torch.zeros(())
     for part in canvases:
-        wide, narrow = nested_masks(part, generator)
-        guess = without_mask(student(part.tokens.masked_fill(wide, MASK_ID), chosen=wide))
-        target = part.tokens[wide]
-        entropy = functional.cross_entropy(guess, target)
+        student_mask, teacher_mask = nested_masks(part, generator)
+        student_logits = without_mask(
+            student(part.tokens.masked_fill(student_mask, MASK_ID), output_rows=student_mask)
+        )
+        target = part.tokens[student_mask]
+        cross_entropy = functional.cross_entropy(student_logits, target)
         with torch.no_grad():
-            known = without_mask(teacher(part.tokens.masked_fill(narrow, MASK_ID), chosen=narrow))
-        both = narrow[wide]
-        distance = _divergence(known / heat, guess[both] / heat)
-        loss = share * heat**2 * distance.clamp(max=5.0) + (1 - share) * entropy.clamp(max=5.0)
+            teacher_logits = without_mask(
+                teacher(part.tokens.masked_fill(teacher_mask, MASK_ID), output_rows=teacher_mask)
+            )
+        is_shared = teacher_mask[student_mask]
+        distance = _divergence(
+            teacher_logits / temperature, student_logits[is_shared] / temperature
+        )
+        loss = teacher_weight * temperature**2 * distance.clamp(max=5.0) + (
+            1 - teacher_weight
+        ) * cross_entropy.clamp(max=5.0)
         total = total + loss * len(part.tokens)
     return total / sum(len(part.tokens) for part in canvases)
 
 
 def nested_masks(part: Canvases, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """The student's mask and the teacher's within it, over the answers of `part`. The student has
-    40 to 90 % of an answer masked, the teacher 30 to 70 % of that (of the whole, 10 to 60 %);
-    answers under 20 tokens at most half, and of up to 10 tokens the two have two and one."""
-    wide = torch.zeros(part.tokens.shape, dtype=torch.bool)
-    narrow = wide.clone()
+    """The student's mask and the teacher's mask within it, over the answers of `part`.
+
+    The student has 40 to 90 % of an answer masked, the teacher 30 to 70 % of that (10 to 60 % of
+    the answer). Answers under 20 tokens have at most half masked; answers of up to 10 tokens have
+    two tokens masked for the student and one for the teacher.
+    """
+    student_mask = torch.zeros(part.tokens.shape, dtype=torch.bool)
+    teacher_mask = student_mask.clone()
     for row, length in enumerate(part.lengths.tolist()):
         draw = torch.rand(2, generator=generator).tolist()
-        student = 0.4 + 0.5 * draw[0]
-        teacher = min(max(student * (0.3 + 0.4 * draw[1]), 0.1), 0.6)
+        student_rate = 0.4 + 0.5 * draw[0]
+        teacher_rate = min(max(student_rate * (0.3 + 0.4 * draw[1]), 0.1), 0.6)
         if length < 20:
-            student, teacher = min(student, 0.5), min(teacher, 0.4)
-        most = min(length, max(2, math.ceil(0.1 * length), round(student * length)))
-        least = max(1, min(most - 1, round(teacher * length)))
+            student_rate, teacher_rate = min(student_rate, 0.5), min(teacher_rate, 0.4)
+        num_student = min(length, max(2, math.ceil(0.1 * length), round(student_rate * length)))
+        num_teacher = max(1, min(num_student - 1, round(teacher_rate * length)))
         if length <= 10:
-            most, least = min(length, 2), 1
-        positions = part.start + torch.randperm(length, generator=generator)[:most]
-        wide[row, positions] = True
-        narrow[row, positions[:least]] = True
-    return wide, narrow
+            num_student, num_teacher = min(length, 2), 1
+        positions = part.start + torch.randperm(length, generator=generator)[:num_student]
+        student_mask[row, positions] = True
+        teacher_mask[row, positions[:num_teacher]] = True
+    return student_mask, teacher_mask
 
 
 def certainty(
-    student: Transformer, canvases: list[Canvases], plan: Plan, generator: torch.Generator
+    student: Transformer,
+    canvases: list[Canvases],
+    recipe: DistillationRecipe,
+    generator: torch.Generator,
 ) -> torch.Tensor:
-    """Certainty-forcing: cross entropy with the model's own answer on half of a block and on the
-    other half, and the entropy (at temperature 0.5) where the guess is right."""
+    """Certainty-forcing: cross-entropy with the model's own answer on each half of a block, and the
+    entropy (at temperature 0.5) where the prediction is right."""
     total = torch.zeros(())
     for part in canvases:
-        for masked, counted in block_halves(part, plan.block, generator):
-            logits = without_mask(student(part.tokens.masked_fill(masked, MASK_ID), chosen=counted))
-            target = part.tokens[counted]
+        for masked, learned in block_halves(part, recipe.block, generator):
+            logits = without_mask(
+                student(part.tokens.masked_fill(masked, MASK_ID), output_rows=learned)
+            )
+            target = part.tokens[learned]
             loss = functional.cross_entropy(logits, target)
-            right = logits.argmax(-1) == target
-            if right.any():
-                loss = loss + plan.certainty * _entropy(logits[right] / 0.5).mean()
+            is_right = logits.argmax(-1) == target
+            if is_right.any():
+                loss = loss + recipe.certainty * _entropy(logits[is_right] / 0.5).mean()
             total = total + loss * len(part.tokens)
     return total / sum(len(part.tokens) for part in canvases)
 
@@ -181,31 +205,31 @@ def certainty(
 def block_halves(
     part: Canvases, block: int, generator: torch.Generator
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Two masks, and what of each is learned from: a block of every answer (its own), half of it
-    masked, the other half in the second; all behind it masked, all before it known."""
+    """Two masks, each with the positions that it is trained on: one half of a random block of every
+    answer. All positions after the block are masked; all before it are visible."""
     count, width = part.tokens.shape
     positions = torch.arange(width) - part.start
     blocks = (part.lengths + block - 1) // block
-    chosen = (torch.rand(count, generator=generator) * blocks).long()[:, None]
-    inside = (positions // block == chosen) & (positions >= 0)
-    behind = positions >= (chosen + 1) * block
-    order = torch.rand(count, width, generator=generator).masked_fill(~inside, 2.0)
+    block_index = (torch.rand(count, generator=generator) * blocks).long()[:, None]
+    is_inside = (positions // block == block_index) & (positions >= 0)
+    is_after = positions >= (block_index + 1) * block
+    order = torch.rand(count, width, generator=generator).masked_fill(~is_inside, 2.0)
     rank = order.argsort(-1).argsort(-1)
-    first = inside & (rank < (inside.sum(-1, keepdim=True) + 1) // 2)
-    second = inside & ~first
-    return [(half | behind, half) for half in (first, second) if half.any()]
+    first = is_inside & (rank < (is_inside.sum(-1, keepdim=True) + 1) // 2)
+    second = is_inside & ~first
+    return [(half | is_after, half) for half in (first, second) if half.any()]
 
 
 def _divergence(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
     """Mean KL(teacher || student) of rows of logits in which the same tokens are impossible."""
-    known = teacher.softmax(-1)
-    gap = teacher.log_softmax(-1) - student.log_softmax(-1)
-    return (known * gap.nan_to_num(0.0)).sum(-1).mean()
+    probabilities = teacher.softmax(-1)
+    difference = teacher.log_softmax(-1) - student.log_softmax(-1)
+    return (probabilities * difference.nan_to_num(0.0)).sum(-1).mean()
 
 
 def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    shares = logits.log_softmax(-1)
-    return -(shares.exp() * shares.clamp(min=-1e4)).sum(-1)
+    log_probabilities = logits.log_softmax(-1)
+    return -(log_probabilities.exp() * log_probabilities.clamp(min=-1e4)).sum(-1)
 
 
 def _cosine(begin: float, end: float, done: float) -> float:

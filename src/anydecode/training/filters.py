@@ -1,8 +1,9 @@
-"""The commit filter of Learn2PD (Bao et al., arXiv:2509.25188): from the confidences of a block,
-which of its guesses are final.
+"""The commit filter of Learn2PD (Bao et al., arXiv:2509.25188): predicts from the confidences of a
+block which predictions are final.
 
-Reference answers are decoded one token a pass. Decoding again, every guess that agrees with the
-reference is committed; what the confidences were, and which guesses agreed, is the filter's lesson.
+Reference answers are decoded one token per pass. In a second decoding every prediction that agrees
+with the reference is committed. The filter is trained on the confidences of that decoding and on
+which predictions agreed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.nn import functional
 
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.training import checkpoint
-from anydecode.training.data import drawn
+from anydecode.training.data import sample_pairs
 from anydecode.training.denoising import by_length, denoise
 from anydecode.training.objectives import without_mask
 from anydecode.training.tokenizer import MASK_ID
@@ -31,9 +32,9 @@ FILE = "learn2pd.safetensors"
 
 
 @dataclass(frozen=True)
-class Lessons:
-    """What was seen, a row per block and pass: `confidences[rows, block]` (1 where committed),
-    `agrees[rows, block]`, and `masked[rows, block]`, which alone are learned from."""
+class FilterExamples:
+    """Training data, one row per block and pass: `confidences[rows, block]` (1 where committed),
+    `agrees[rows, block]`, and `masked[rows, block]`, the only positions that are trained on."""
 
     confidences: torch.Tensor
     agrees: torch.Tensor
@@ -41,7 +42,7 @@ class Lessons:
 
 
 class Filter(nn.Module):
-    """Two layers: `[rows, block]` confidences to as many logits of being final."""
+    """Two layers, from `[rows, block]` confidences to `[rows, block]` logits of being final."""
 
     def __init__(self, block: int) -> None:
         super().__init__()
@@ -54,32 +55,36 @@ class Filter(nn.Module):
 
 
 @torch.inference_mode()
-def lessons(model: Transformer, prompts: list[list[int]], canvas: int, block: int) -> Lessons:
-    """Decode `prompts` once for reference, then block by block with an oracle that commits all that
-    agrees, and the reference itself where a pass changes nothing."""
+def collect_examples(
+    model: Transformer, prompts: list[list[int]], canvas: int, block: int
+) -> FilterExamples:
+    """Decode `prompts` once for reference, then block by block with an oracle. The oracle commits
+    all predictions that agree with the reference, and the reference itself when a pass changes
+    nothing.
+    """
     reference, _ = denoise(model, prompts, canvas, 1.1)
     rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for positions in by_length(prompts):
         head = torch.tensor([prompts[position] for position in positions])
-        goal = torch.tensor([reference[position] for position in positions])
+        reference_tokens = torch.tensor([reference[position] for position in positions])
         tokens = functional.pad(head, (0, canvas), value=MASK_ID)
         for start in range(0, canvas, block):
             part = slice(head.shape[1] + start, head.shape[1] + start + block)
-            wanted, before = goal[:, start : start + block], None
+            target, previous = reference_tokens[:, start : start + block], None
             while (masked := tokens[:, part] == MASK_ID).any():
                 logits = without_mask(model(tokens))[:, part]
-                sure, guesses = logits.softmax(-1).max(-1)
-                agrees = guesses == wanted
-                live = masked.any(-1)
-                seen = torch.where(masked, sure, 1.0)
-                rows.append((seen[live], agrees[live], masked[live]))
-                stuck = ~(masked & agrees).any(-1, keepdim=True)
-                if before is not None:
-                    stuck |= (guesses == before).all(-1, keepdim=True)
-                tokens[:, part] = torch.where(masked & (agrees | stuck), wanted, tokens[:, part])
-                before = guesses
+                confidence, predictions = logits.softmax(-1).max(-1)
+                agrees = predictions == target
+                is_active = masked.any(-1)
+                block_confidences = torch.where(masked, confidence, 1.0)
+                rows.append((block_confidences[is_active], agrees[is_active], masked[is_active]))
+                is_stuck = ~(masked & agrees).any(-1, keepdim=True)
+                if previous is not None:
+                    is_stuck |= (predictions == previous).all(-1, keepdim=True)
+                tokens[:, part] = torch.where(masked & (agrees | is_stuck), target, tokens[:, part])
+                previous = predictions
     confidences, agreed, masks = (torch.cat(column) for column in zip(*rows, strict=True))
-    return Lessons(confidences.clone(), agreed.float(), masks.float())
+    return FilterExamples(confidences.clone(), agreed.float(), masks.float())
 
 
 def train_filter(
@@ -94,40 +99,47 @@ def train_filter(
     seed: int = 0,
     report: Callable[[int, float], None] = lambda *_: None,
 ) -> dict[str, Any]:
-    """Train a filter for the checkpoint in `folder`, write it to `out`, and say how it does on a
-    tenth of the lessons that it has not seen: `precision` and `recall` at 0.96, and the share of
-    guesses that agree at all."""
+    """Train a filter for the checkpoint in `folder` and write it to `out`.
+
+    Returns:
+        The number of training rows and, on a held-out tenth: `precision` and `recall` at threshold
+            0.96, and `agreeing`, the fraction of predictions that agree with the reference.
+    """
     if not 1 <= block <= canvas or canvas % block:
         raise InvalidRequestError(f"blocks of {block} do not divide a canvas of {canvas}")
     if prompts < 10 or epochs < 1:
-        raise InvalidRequestError("a filter is trained on ten prompts or more, an epoch or more")
+        raise InvalidRequestError("a filter needs prompts >= 10 and epochs >= 1")
     model, tokenizer = checkpoint.load_llada(folder)
-    asked = [prompt for prompt, _ in drawn(tokenizer, Random(f"{seed}/filter"), prompts)]
-    seen = lessons(model, asked, canvas, block)
-    order = torch.randperm(len(seen.confidences), generator=torch.Generator().manual_seed(seed))
-    held, used = order[: len(order) // 10], order[len(order) // 10 :]
-    network = fit(seen, used, epochs, rate, seed, report)
+    questions = [prompt for prompt, _ in sample_pairs(tokenizer, Random(f"{seed}/filter"), prompts)]
+    examples = collect_examples(model, questions, canvas, block)
+    order = torch.randperm(len(examples.confidences), generator=torch.Generator().manual_seed(seed))
+    held_out, training_rows = order[: len(order) // 10], order[len(order) // 10 :]
+    network = fit(examples, training_rows, epochs, rate, seed, report)
     save_filter(out, network)
-    return {"rows": len(used), **_judged(network, seen, held)}
+    return {"rows": len(training_rows), **_evaluate(network, examples, held_out)}
 
 
 def fit(
-    seen: Lessons,
-    used: torch.Tensor,
+    examples: FilterExamples,
+    training_rows: torch.Tensor,
     epochs: int,
     rate: float,
     seed: int,
     report: Callable[[int, float], None] = lambda *_: None,
 ) -> Filter:
-    """A filter that has learned the rows `used`, all of them in every epoch."""
+    """Train a filter on `training_rows`, all of them in every epoch."""
     torch.manual_seed(seed)
-    network = Filter(seen.confidences.shape[1])
+    network = Filter(examples.confidences.shape[1])
     optimizer = torch.optim.AdamW(network.parameters(), rate)
     for epoch in range(epochs):
         losses = functional.binary_cross_entropy_with_logits(
-            network(seen.confidences[used]), seen.agrees[used], reduction="none"
+            network(examples.confidences[training_rows]),
+            examples.agrees[training_rows],
+            reduction="none",
         )
-        loss = (losses * seen.masked[used]).sum() / seen.masked[used].sum()
+        loss = (losses * examples.masked[training_rows]).sum() / examples.masked[
+            training_rows
+        ].sum()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -136,19 +148,21 @@ def fit(
 
 
 @torch.inference_mode()
-def _judged(network: Filter, seen: Lessons, held: torch.Tensor) -> dict[str, float]:
-    masked, agrees = seen.masked[held] > 0, seen.agrees[held] > 0
-    accepted = (network(seen.confidences[held]).sigmoid() > 0.96) & masked
-    right = float((accepted & agrees).sum())
+def _evaluate(
+    network: Filter, examples: FilterExamples, held_out: torch.Tensor
+) -> dict[str, float]:
+    masked, agrees = examples.masked[held_out] > 0, examples.agrees[held_out] > 0
+    accepted = (network(examples.confidences[held_out]).sigmoid() > 0.96) & masked
+    num_right = float((accepted & agrees).sum())
     return {
-        "precision": right / max(1.0, float(accepted.sum())),
-        "recall": right / max(1.0, float((agrees & masked).sum())),
+        "precision": num_right / max(1.0, float(accepted.sum())),
+        "recall": num_right / max(1.0, float((agrees & masked).sum())),
         "agreeing": float((agrees & masked).sum()) / max(1.0, float(masked.sum())),
     }
 
 
 def save_filter(path: Path, network: Filter) -> None:
-    """Write a filter: float32 `hidden` and `output`, weight and bias, and its block size."""
+    """Write a filter: float32 weights and biases of `hidden` and `output`, and its block size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     block = network.hidden.in_features
     weights = {name: weight.contiguous() for name, weight in network.state_dict().items()}
@@ -156,12 +170,12 @@ def save_filter(path: Path, network: Filter) -> None:
 
 
 def load_filter(path: Path) -> Filter:
-    """The filter in `path`. Raises `CheckpointError`."""
+    """Load the filter in `path`. Raises `CheckpointError` if there is none."""
     try:
         weights = load_file(str(path))
         network = Filter(weights["hidden.weight"].shape[0])
         network.load_state_dict(weights)
-    except Exception as error:  # the library raises its own kinds
+    except Exception as error:  # the library raises several exception types
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path}: no Learn2PD filter: {reason}") from None
     return network.eval()

@@ -1,8 +1,8 @@
-"""What the two stages minimise: next-token prediction, then masked diffusion.
+"""The losses of the two training stages: next-token prediction, then masked diffusion.
 
-The diffusion loss is LLaDA's (Nie et al., arXiv:2502.09992) without its 1/t weight, that is the
-mean over masked tokens, which learns better at this size. Its variance is lowered by mask rates
-spread evenly over a batch and by showing each example twice, with complementary masks.
+The diffusion loss is LLaDA's (Nie et al., arXiv:2502.09992) without its 1/t weight, that is, the
+mean over masked tokens, which trains better at this size. Its variance is reduced by mask rates
+spread evenly over a batch, and by using each example twice with complementary masks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from anydecode.training.tokenizer import MASK_ID, PAD_ID
 from anydecode.training.transformer import Transformer
 
 MIN_RATE = 1e-3
-#: Of every batch, the share whose masks lie as in semi-autoregressive decoding.
-BLOCK_SHARE = 0.25
+#: Fraction of a batch that is masked as in semi-autoregressive decoding.
+BLOCK_FRACTION = 0.25
 
 
 def causal_loss(model: Transformer, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """The summed weighted loss of the next tokens, and the sum of the weights."""
     targets, weights = batch.tokens[:, 1:], batch.weights[:, 1:]
-    logits = model(batch.tokens[:, :-1], causal=True, chosen=weights > 0)
+    logits = model(batch.tokens[:, :-1], causal=True, output_rows=weights > 0)
     return _weighted(logits, targets[weights > 0], weights[weights > 0])
 
 
@@ -33,16 +33,16 @@ def diffusion_loss(
     first, second = complementary_masks(batch.weights > 0, generator)
     tokens, weights = batch.tokens.repeat(2, 1), batch.weights.repeat(2, 1)
     masked = torch.cat([first, second])
-    logits = model(tokens.masked_fill(masked, MASK_ID), chosen=masked)
+    logits = model(tokens.masked_fill(masked, MASK_ID), output_rows=masked)
     return _weighted(logits, tokens[masked], weights[masked])
 
 
 def complementary_masks(
     answer: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two masks over `answer[batch, length]` that share no position of it and leave none out,
-    except in the rows masked block by block: there what follows the block is masked in both and
-    what precedes it in neither."""
+    """Two masks over `answer[batch, length]` that are disjoint and together cover it. Rows masked
+    block by block are an exception: there the positions after the block are masked in both, and
+    those before it in neither."""
     count, length = answer.shape
     rates = (torch.rand(1, generator=generator) + torch.arange(count) / count) % 1.0
     rates = rates[torch.randperm(count, generator=generator)].clamp(MIN_RATE, 1 - MIN_RATE)
@@ -51,14 +51,14 @@ def complementary_masks(
     starts, ends = (
         torch.randint(0, length + 1, (2, count, 1), generator=generator).sort(dim=0).values
     )
-    by_block = torch.rand(count, 1, generator=generator) < BLOCK_SHARE
-    shown, hidden = by_block & (positions < starts), by_block & (positions >= ends)
-    candidates = answer & ~shown
-    return candidates & (first | hidden), candidates & (~first | hidden)
+    by_block = torch.rand(count, 1, generator=generator) < BLOCK_FRACTION
+    is_shown, is_hidden = by_block & (positions < starts), by_block & (positions >= ends)
+    candidates = answer & ~is_shown
+    return candidates & (first | is_hidden), candidates & (~first | is_hidden)
 
 
 def without_mask(logits: torch.Tensor) -> torch.Tensor:
-    """Logits in which the mask and the padding token cannot be predicted."""
+    """Logits with -inf for the mask and padding tokens."""
     forbidden = torch.zeros(logits.shape[-1])
     forbidden[[MASK_ID, PAD_ID]] = float("-inf")
     return logits + forbidden.to(logits)

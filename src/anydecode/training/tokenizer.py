@@ -1,5 +1,5 @@
 """The tokenizer of the small models: byte-level BPE in which every word, digit and separator of the
-tasks is one token, and any other text is still spelled exactly."""
+tasks is one token, and any other text can be encoded exactly."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from anydecode.evaluation.parallelbench.tasks import TASKS, examples, lengths
 PAD, EOS, MASK = "<|pad|>", "<|endoftext|>", "<|mdm_mask|>"
 PAD_ID, EOS_ID, MASK_ID = 0, 1, 2
 
-#: A word, a digit or a run of signs, each with the space before it; or other white space.
-_PIECE = r" ?[A-Za-z_]+| ?[0-9]| ?[^A-Za-z0-9_\s]+(?: [^A-Za-z0-9_\s]+)*|\s"
+#: A word, a digit or a run of symbols, each with the space before it; or other white space.
+_TOKEN_PATTERN = r" ?[A-Za-z_]+| ?[0-9]| ?[^A-Za-z0-9_\s]+(?: [^A-Za-z0-9_\s]+)*|\s"
 
 
 @cache
 def build_tokenizer(per_length: int = 200) -> tokenizers.Tokenizer:
-    """The tokenizer learned from `per_length` training examples of every task and length."""
+    """Train the tokenizer on `per_length` training examples of every task and length."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(tokenizers.Regex(_PIECE), behavior="isolated"),
+            pre_tokenizers.Split(tokenizers.Regex(_TOKEN_PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

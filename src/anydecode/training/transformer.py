@@ -1,7 +1,7 @@
-"""The network that is trained: a Llama-shaped transformer whose attention is causal or full.
+"""The network that is trained: a Llama-style transformer with causal or full attention.
 
-Modules are named as LLaDA's are (Nie et al., arXiv:2502.09992), so that a state dict under the
-prefix `model.` is a checkpoint in its layout. The engine runs the result; this class only learns.
+Modules are named as in LLaDA (Nie et al., arXiv:2502.09992), so that a state dict under the prefix
+`model.` is a checkpoint in its layout. The class is for training; the engine runs the result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the network; `hidden` is that of the gated MLP."""
+    """Sizes of the network; `hidden` is the width of the gated MLP."""
 
     vocab: int
     width: int = 128
@@ -30,7 +30,7 @@ class Shape:
 
     @property
     def head_width(self) -> int:
-        """Dimensions of a head."""
+        """Dimensions per head."""
         return self.head_size or self.width // self.heads
 
 
@@ -47,7 +47,7 @@ class Norm(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a gated MLP, each behind a norm. `ff_proj` is the gate."""
+    """Attention and a gated MLP, each after a norm. `ff_proj` is the gate."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -71,12 +71,12 @@ class Block(nn.Module):
         causal: bool,
         visible: torch.Tensor | None,
     ) -> torch.Tensor:
-        seen = self.attn_norm(x)
+        normed = self.attn_norm(x)
         q, k, v = (
-            projection(seen).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            projection(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        mixed = functional.scaled_dot_product_attention(
+        attended = functional.scaled_dot_product_attention(
             _rotate(q, rope),
             _rotate(k, rope),
             v,
@@ -84,14 +84,16 @@ class Block(nn.Module):
             is_causal=causal,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        x = x + self.attn_out(mixed.transpose(1, 2).flatten(-2))
-        seen = self.ff_norm(x)
-        added: torch.Tensor = self.ff_out(functional.silu(self.ff_proj(seen)) * self.up_proj(seen))
-        return x + added
+        x = x + self.attn_out(attended.transpose(1, 2).flatten(-2))
+        normed = self.ff_norm(x)
+        mlp: torch.Tensor = self.ff_out(
+            functional.silu(self.ff_proj(normed)) * self.up_proj(normed)
+        )
+        return x + mlp
 
 
 class Transformer(nn.Module):
-    """Logits of every position: `[batch, length]` tokens to `[batch, length, vocab]`."""
+    """A transformer that returns logits: `[batch, length]` tokens to `[batch, length, vocab]`."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -129,19 +131,26 @@ class Transformer(nn.Module):
         tokens: torch.Tensor,
         *,
         causal: bool = False,
-        chosen: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        output_rows: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         positions: torch.Tensor | None = None,
         visible: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """With `chosen[batch, length]`, or rows and columns, only the logits of those positions:
-        `[chosen, vocab]`. `positions[length]` are 0, 1, ... if not given; `visible[length, length]`
-        says which positions (columns) each one sees."""
-        at = torch.arange(tokens.shape[1]) if positions is None else positions
-        rope = self.cos[at], self.sin[at]
+        """Return the logits of all positions, or of selected ones.
+
+        Args:
+            tokens: `[batch, length]`.
+            causal: Whether attention is causal.
+            output_rows: A bool mask `[batch, length]`, or row and column indices: only these
+                positions' logits are returned, `[selected, vocab]`.
+            positions: `[length]`; 0, 1, ... by default.
+            visible: bool `[length, length]`: which positions (columns) each position attends to.
+        """
+        indices = torch.arange(tokens.shape[1]) if positions is None else positions
+        rope = self.cos[indices], self.sin[indices]
         x = self.transformer["wte"](tokens)
         for block in self.blocks:
             x = block(x, rope, causal, visible)
-        x = x if chosen is None else x[chosen]
+        x = x if output_rows is None else x[output_rows]
         logits: torch.Tensor = self.transformer["ff_out"](self.transformer["ln_f"](x))
         return logits
 

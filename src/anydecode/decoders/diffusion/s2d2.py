@@ -22,7 +22,7 @@ from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.sdar import BlockSchedule
 from anydecode.decoders.diffusion.unmasking import ThresholdOrSchedule
-from anydecode.decoders.speculative.rejection import ladder
+from anydecode.decoders.speculative.rejection import rejection_steps
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.interface import Rows
 from anydecode.memory.sequence_cache import SequenceCache
@@ -178,7 +178,7 @@ class SelfVerified(Denoiser):
                 predictions.sampler.distribution(row).dense(len(row)) for row in rows
             )
             acceptance_probability, residual_distribution = next(
-                ladder(target_distribution, draft_distribution, "iid", [draft])
+                rejection_steps(target_distribution, draft_distribution, "iid", [draft])
             )
             if coins.coin(position, predictions.step) < acceptance_probability:
                 tokens.append(draft)

@@ -1,1 +1,1 @@
-"""Decoding methods, one file each."""
+"""Speculative decoding methods, one file each, and the code they share."""

@@ -1,4 +1,4 @@
-"""Rules that walk a scored draft tree."""
+"""Acceptance rules: which nodes of a scored draft tree are kept."""
 
 from __future__ import annotations
 
@@ -15,23 +15,31 @@ from anydecode.scoring.tree import ROOT, TokenTree
 
 @dataclass(eq=False)
 class AcceptanceResult:
-    """The nodes kept, from the first level down, and the tokens to say: theirs and one more."""
+    """The accepted nodes, from the first level down, and the tokens to emit: those of the accepted
+    nodes and one more (the bonus token)."""
 
     path: list[int]
     tokens: list[int]
 
 
 class Acceptance(ABC):
-    """Row 0 of the scores answers for the tree's root, row i + 1 for node i."""
+    """Base class of acceptance rules. `exactness` is the guarantee that the rule gives."""
 
     exactness: str
 
     @abstractmethod
-    def walk(self, tree: TokenTree, scores: Scores) -> AcceptanceResult: ...
+    def walk(self, tree: TokenTree, scores: Scores) -> AcceptanceResult:
+        """Return the accepted path of `tree` and the tokens to emit.
+
+        Args:
+            tree: The draft tree.
+            scores: The target's scores: row 0 belongs to the root, row i + 1 to node i.
+        """
 
 
 class TokenExact(Acceptance):
-    """Follow what plain decoding would pick, with the same noise, as far as the tree goes."""
+    """Sample each token as plain decoding does, with the same noise, and accept a draft if it
+    equals that token. The output equals plain decoding, token by token."""
 
     exactness = "token-exact"
 
@@ -50,41 +58,47 @@ class TokenExact(Acceptance):
 
 
 class ThresholdAcceptance(Acceptance):
-    """A lossy rule that judges each draft by the target's probability of it. The longest path of
-    drafts that pass is kept, the likeliest among equals, and one picked token follows it."""
+    """A lossy rule that accepts each draft by the target's probability of it. The longest path of
+    accepted drafts is kept, the most probable one among equals, and one sampled token follows it.
+    """
 
     exactness = "lossy"
 
     @abstractmethod
     def passes(self, p: np.ndarray, tokens: list[int], depth: int) -> list[bool]:
-        """Whether each of `tokens` is good enough under `p`, float64 `[vocab_size]`. `depth` is 1
-        for the first drafts."""
+        """Return whether each of `tokens` is accepted.
 
-    def judged(self, scores: Scores, row: int) -> np.ndarray:
-        """The distribution that drafts behind `row` are judged by, float64 `[vocab_size]`."""
+        Args:
+            p: The target's distribution, float64 `[vocab_size]`.
+            tokens: The drafts of one parent.
+            depth: Depth of the drafts in the tree; 1 on the first level.
+        """
+
+    def target_distribution(self, scores: Scores, row: int) -> np.ndarray:
+        """The distribution that judges the drafts after `row`, float64 `[vocab_size]`."""
         return scores.distribution(row).dense(scores.logits.shape[1])
 
     def walk(self, tree: TokenTree, scores: Scores) -> AcceptanceResult:
         best: tuple[int, float, list[int]] = (0, 0.0, [])
         open_paths: list[tuple[int, float, list[int]]] = [(ROOT, 0.0, [])]
         while open_paths:
-            node, weight, path = open_paths.pop()
-            if path and (len(path), weight) > best[:2] or len(path) > best[0]:
-                best = (len(path), weight, path)
+            node, log_probability, path = open_paths.pop()
+            if path and (len(path), log_probability) > best[:2] or len(path) > best[0]:
+                best = (len(path), log_probability, path)
             children = tree.children(node)
             if not children:
                 continue
-            p = self.judged(scores, node + 1)
-            drafted = [tree.tokens[child] for child in children]
-            passed = self.passes(p, drafted, len(path) + 1)
-            for child, token, good in zip(children, drafted, passed, strict=True):
-                if good and tree.child(node, token) == child:
+            p = self.target_distribution(scores, node + 1)
+            draft_tokens = [tree.tokens[child] for child in children]
+            passed = self.passes(p, draft_tokens, len(path) + 1)
+            for child, token, is_accepted in zip(children, draft_tokens, passed, strict=True):
+                if is_accepted and tree.child(node, token) == child:
                     gain = float(np.log(max(p[token], 1e-300)))
-                    open_paths.append((child, weight + gain, [*path, child]))
-        return self._verdict(tree, scores, best[2])
+                    open_paths.append((child, log_probability + gain, [*path, child]))
+        return self._accept_path(tree, scores, best[2])
 
     @staticmethod
-    def _verdict(tree: TokenTree, scores: Scores, path: list[int]) -> AcceptanceResult:
+    def _accept_path(tree: TokenTree, scores: Scores, path: list[int]) -> AcceptanceResult:
         tokens, row = [], 0
         for node in path:
             token, position = tree.tokens[node], int(scores.positions[row]) + 1
@@ -97,8 +111,8 @@ class ThresholdAcceptance(Acceptance):
 
 
 class TypicalAcceptance(ThresholdAcceptance):
-    """Keep a draft more likely than min(`epsilon`, `delta` exp(-H)), H the entropy of the target's
-    distribution in nats (Cai et al., Medusa, arXiv:2401.10774)."""
+    """Accept a draft if its probability is above min(`epsilon`, `delta` exp(-H)), where H is the
+    entropy of the target's distribution in nats (Cai et al., Medusa, arXiv:2401.10774)."""
 
     def __init__(self, epsilon: float = 0.3, delta: float = 0.09) -> None:
         if not (0 < epsilon < 1 and delta > 0):
@@ -107,17 +121,17 @@ class TypicalAcceptance(ThresholdAcceptance):
         self.delta = delta
 
     def passes(self, p: np.ndarray, tokens: list[int], depth: int) -> list[bool]:
-        held = p[p > 0]
-        entropy = -float((held * np.log(held)).sum())
+        positive = p[p > 0]
+        entropy = -float((positive * np.log(positive)).sum())
         bound = min(self.epsilon, self.delta * float(np.exp(-entropy)))
         return [bool(p[token] > bound) for token in tokens]
 
 
 class TopMAcceptance(ThresholdAcceptance):
-    """Keep a draft among the target's `count` likeliest tokens (ties to the lower id), the first
-    `block` - 1 drafts whatever they are, if they are allowed (Stern et al., arXiv:1811.03115). With
-    `gap`, it must also be within that many nats of the likeliest (Xia et al., arXiv:2203.16487).
-    Temperature and truncations play no part."""
+    """Accept a draft if it is among the target's `count` most probable tokens; ties go to the lower
+    id (Stern et al., arXiv:1811.03115). The first `block` - 1 drafts are accepted whenever their
+    probability is above 0. With `gap`, a draft must also be within that many nats of the most
+    probable token (Xia et al., arXiv:2203.16487). Temperature and truncation are ignored."""
 
     def __init__(self, count: int = 2, gap: float | None = None, block: int = 1) -> None:
         if count < 1 or block < 1 or (gap is not None and gap < 0):
@@ -126,7 +140,7 @@ class TopMAcceptance(ThresholdAcceptance):
         self.gap = gap
         self.block = block
 
-    def judged(self, scores: Scores, row: int) -> np.ndarray:
+    def target_distribution(self, scores: Scores, row: int) -> np.ndarray:
         state = scores.sampler_after(row)
         raw = Sampler(1.0, state.pre_temperature, combiner=state.combiner)
         return raw.distribution(scores.row(row)).dense(scores.logits.shape[1])
@@ -140,5 +154,5 @@ class TopMAcceptance(ThresholdAcceptance):
 
 
 def _rank(p: np.ndarray, token: int) -> int:
-    """How many tokens stand before `token`."""
+    """The number of tokens that rank before `token`."""
     return int((p > p[token]).sum() + (p[:token] == p[token]).sum())

@@ -1,5 +1,10 @@
-"""Drafts searched in a tri-gram table that follows the target (Liu et al., "Adaptive
-Draft-Verification for Efficient Large Language Model Decoding", arXiv:2407.12021)."""
+"""ADED: drafts searched in a tri-gram table (Liu et al., "Adaptive Draft-Verification for Efficient
+Large Language Model Decoding", arXiv:2407.12021).
+
+A Monte-Carlo tree search over tri-gram probabilities builds the draft tree. The probabilities are
+counted in the prompt at first. After each verification, the target's own probabilities replace
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
-#: The constants of the search's exploration term (Schrittwieser et al., MuZero, arXiv:1911.08265).
+#: Constants of the search's exploration term (Schrittwieser et al., MuZero, arXiv:1911.08265).
 C1, C2 = 1.25, 19652.0
 
 Row = dict[int, float]
@@ -28,15 +33,17 @@ RowOf = Callable[[TokenTree, int], Row]
 
 
 class TrigramTable:
-    """P(w3 | w1, w2): counted in the prompt at first, the target's own once it scored a pair."""
+    """P(w3 | w1, w2): counted in the prompt at first, the target's own probabilities once it has
+    scored the pair (w1, w2)."""
 
     def __init__(self, width: int = 8) -> None:
         self.width = width
-        self.known: dict[tuple[int, int], Row] = {}
+        self.rows: dict[tuple[int, int], Row] = {}
 
     def row(self, pair: tuple[int, int], counts: dict[tuple[int, int], Row]) -> Row:
-        """The likeliest followers of `pair` by falling probability; empty if it never stood."""
-        row = self.known.get(pair)
+        """The most probable successors of `pair`, by falling probability; empty if the pair has not
+        occurred."""
+        row = self.rows.get(pair)
         if row is not None:
             return row
         counted = counts.get(pair, {})
@@ -46,8 +53,8 @@ class TrigramTable:
 
 
 class Search:
-    """Monte-Carlo tree search: every simulation follows the branch with the best Q + exploration
-    and ends in a node that is new, or at the depth limit. Its value is its path's probability."""
+    """Monte-Carlo tree search. Each simulation follows the branch with the best Q + exploration
+    term. It ends at a new node or at the depth limit. Its value is the probability of its path."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -56,7 +63,7 @@ class Search:
         self.totals: list[float] = []
 
     def run(self, first: Row, row: RowOf, size: int) -> TokenTree:
-        """The tree of up to `size` nodes after at most twice as many simulations."""
+        """Return a tree of up to `size` nodes, after at most 2 * `size` simulations."""
         rows = {ROOT: first}
         for _ in range(2 * size):
             node, value = ROOT, 1.0
@@ -85,11 +92,11 @@ class Search:
         total = sum(self.visits[child] for child in children)
         scale = sqrt(max(total, 1)) * (C1 + log((total + C2 + 1) / C2))
         best, best_score = None, -1.0
-        for token, share in row.items():
+        for token, probability in row.items():
             child = self.tree.child(node, token)
             visits = 0 if child is None else self.visits[child]
-            worth = 0.0 if child is None else self.totals[child] / visits
-            score = worth + share * scale / (1 + visits)
+            value = 0.0 if child is None else self.totals[child] / visits
+            score = value + probability * scale / (1 + visits)
             if score > best_score:
                 best, best_score = token, score
         return best
@@ -101,11 +108,12 @@ class Search:
 
 
 class AdedDrafter(Drafter):
-    """One table for all requests; what the prompts count is each request's own."""
+    """Drafts by tree search. The table is shared by all requests; the counts of a prompt belong to
+    its request."""
 
     def __init__(self, depth: int = 4, width: int = 8) -> None:
         if depth < 1 or width < 1:
-            raise InvalidRequestError("aded needs depth and width of at least 1")
+            raise InvalidRequestError("aded needs depth >= 1 and width >= 1")
         self.depth = depth
         self.table = TrigramTable(width)
 
@@ -113,7 +121,7 @@ class AdedDrafter(Drafter):
         return _Session(sequence, self)
 
     def clear(self) -> None:
-        self.table.known.clear()
+        self.table.rows.clear()
 
 
 class _Session(TextDraftSession):
@@ -136,26 +144,28 @@ class _Session(TextDraftSession):
 
         def row(tree: TokenTree, node: int) -> Row:
             parent = tree.parents[node]
-            above = last if parent == ROOT else tree.tokens[parent]
-            return table.row((above, tree.tokens[node]), counts)
+            previous = last if parent == ROOT else tree.tokens[parent]
+            return table.row((previous, tree.tokens[node]), counts)
 
         search = Search(self.drafter.depth)
         return search.run(table.row((before, last), counts), row, size)
 
     def observe(self, round: SpeculationRound) -> None:
-        """Rows of the pairs that were scored become the target's own, rejected nodes' too."""
+        """Replace the rows of all scored pairs, accepted or not, by the target's probabilities."""
         scores, position = round.scores, int(round.scores.positions[0])
         if position < 1:
             return
-        best, found = scores.top(self.drafter.table.width)
-        logits = found.astype(np.float64)
+        best, top_logits = scores.top(self.drafter.table.width)
+        logits = top_logits.astype(np.float64)
         weights = np.exp(logits - logits[:, :1])
-        shares = (weights / weights.sum(axis=1, keepdims=True)).tolist()
-        before = round.sequence.all_tokens[position - 1]
+        probabilities = (weights / weights.sum(axis=1, keepdims=True)).tolist()
+        previous_token = round.sequence.all_tokens[position - 1]
         for row, tokens in enumerate(best.tolist()):
-            above = before if row == 0 else scores.tokens[round.tree.parents[row - 1] + 1]
-            pair = (above, scores.tokens[row])
-            self.drafter.table.known[pair] = dict(zip(tokens, shares[row], strict=True))
+            previous = (
+                previous_token if row == 0 else scores.tokens[round.tree.parents[row - 1] + 1]
+            )
+            pair = (previous, scores.tokens[row])
+            self.drafter.table.rows[pair] = dict(zip(tokens, probabilities[row], strict=True))
 
 
 @register(
@@ -164,17 +174,23 @@ class _Session(TextDraftSession):
         "speculative",
         paper="Adaptive Draft-Verification (arXiv:2407.12021)",
         exactness="token-exact",
-        summary="Monte-Carlo search in a tri-gram table that follows the target's probabilities.",
+        summary="Drafts come from a tree search in a tri-gram table of the target's probabilities.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "the table is seeded from the prompt, not from a corpus",
-            "a row keeps its `width` likeliest followers, normalised over them",
-            "a scored pair's row becomes the target's own at once",
-            "sizes (6 nodes, 4 deep, 8 followers) are ours",
-            "the search's constants are MuZero's; the paper's are not known to us",
+            "the table starts with counts of the prompt, not of a corpus",
+            "a row keeps the `width` most probable successors, normalised over them",
+            "the row of a scored pair is replaced by the target's probabilities at once",
+            "the default sizes (6 nodes, depth 4, 8 successors) are not the paper's",
+            "the constants of the search are MuZero's, since the paper does not state its own",
         ),
     )
 )
 def aded(size: int = 6, depth: int = 4, width: int = 8) -> Speculative:
-    """ADED with trees of up to `size` nodes, `depth` deep."""
+    """ADED: tree search in a tri-gram table.
+
+    Args:
+        size: Maximum number of nodes of a draft tree.
+        depth: Maximum depth of a draft tree.
+        width: Successors stored per token pair.
+    """
     return Speculative(AdedDrafter(depth, width), size)

@@ -1,5 +1,10 @@
-"""Drafts copied from the input in order (Ge et al., "Lossless Acceleration for Seq2seq Generation
-with Aggressive Decoding", arXiv:2205.10350; Sun et al., arXiv:2106.04970)."""
+"""Input-guided aggressive decoding: drafts copied from the input in order (Ge et al., "Lossless
+Acceleration for Seq2seq Generation with Aggressive Decoding", arXiv:2205.10350; Sun et al.,
+arXiv:2106.04970).
+
+The draft is the part of the input that follows the current position. After a mismatch, copying
+restarts where a suffix of the output occurs exactly once in the input.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,8 @@ from anydecode.scoring.tree import TokenTree
 
 
 class InputPointer:
-    """Where in `source` the output is being copied from; `position` is None while it is not."""
+    """The position in `source` from which the output is being copied; `position` is None while it
+    is not copied."""
 
     def __init__(self, source: list[int], position: int | None = None) -> None:
         self.source = source
@@ -22,17 +28,18 @@ class InputPointer:
             self._positions.setdefault(token, []).append(index)
 
     def advance(self, token: int) -> None:
-        """The output goes on with `token`. Copying goes on while it is what the source says, and
-        begins again behind the shortest suffix of the output that stands in the source once."""
+        """Append `token` to the output. Copying continues if the token is the next one of the
+        source. Otherwise it restarts after the shortest suffix of the output that occurs in the
+        source exactly once."""
         self._output.append(token)
         if self.position is not None:
-            follows = self.position < len(self.source) and self.source[self.position] == token
-            self.position = self.position + 1 if follows else None
-            if follows:
+            matches = self.position < len(self.source) and self.source[self.position] == token
+            self.position = self.position + 1 if matches else None
+            if matches:
                 return
-        self.position = self._unique()
+        self.position = self._find_unique_suffix()
 
-    def _unique(self) -> int | None:
+    def _find_unique_suffix(self) -> int | None:
         ends = self._positions.get(self._output[-1], [])
         length = 1
         while len(ends) > 1 and length < len(self._output):
@@ -62,17 +69,17 @@ class _Session(TextDraftSession):
 
 
 class AggressiveDrafter(Drafter):
-    """Copies the prompt from the place where the answer has got to; from `start` at first."""
+    """Drafts the prompt's tokens that follow the copied position, which is `start` at first."""
 
     def __init__(self, start: int | None = None) -> None:
         if start is not None and start < 0:
-            raise InvalidRequestError("aggressive needs a start of at least 0")
+            raise InvalidRequestError("aggressive needs start >= 0")
         self.start = start
 
     def prepare(self, sequence: Sequence) -> None:
         if self.start is not None and self.start >= len(sequence.prompt):
             raise InvalidRequestError(
-                f"start={self.start} is behind the prompt, which has {len(sequence.prompt)} tokens"
+                f"start={self.start} must be below the prompt's {len(sequence.prompt)} tokens"
             )
 
     def open(self, sequence: Sequence) -> DraftSession:
@@ -85,15 +92,23 @@ class AggressiveDrafter(Drafter):
         "speculative",
         paper="Input-guided Aggressive Decoding (arXiv:2205.10350)",
         exactness="token-exact",
-        summary="The input is the draft; after an edit, copying restarts at a unique suffix.",
+        summary=(
+            "The draft is copied from the input; after an edit, copying restarts"
+            " at a unique suffix."
+        ),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
             "the source is the whole prompt of a decoder-only model; copying begins at `start` if"
-            " given, else once a suffix of the answer stands in it exactly once",
-            "at most `size` tokens are drafted at a time, not all the rest of the input",
+            " given, else once a suffix of the answer occurs in it exactly once",
+            "at most `size` tokens are drafted at a time, not the whole rest of the input",
         ),
     )
 )
 def aggressive(size: int = 16, start: int | None = None) -> Speculative:
-    """Input-guided aggressive decoding; `start` is the prompt position where the source begins."""
+    """Input-guided aggressive decoding.
+
+    Args:
+        size: Maximum number of drafts per pass.
+        start: Prompt position where the source begins; by default it is found by matching.
+    """
     return Speculative(AggressiveDrafter(start), size)

@@ -1,110 +1,115 @@
-"""An index of repetitions: where the last few tokens stood before, and what followed them there.
+"""An n-gram index of a token history: finds earlier occurrences of the last tokens and what
+followed them.
 
-It costs about a microsecond per token, so that it can be kept whether or not anybody drafts from
-it.
+It costs about a microsecond per token, so it can be kept even when nothing is drafted from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-#: The n-grams looked up, longest first. A match is as long as the texts agree, up to `LONGEST`.
-GRAMS = (4, 2, 1)
-LONGEST = 20
-#: Stands between texts; no token has this id.
+#: The n-gram sizes looked up, longest first. A match is extended up to `MAX_MATCH_LENGTH` tokens.
+NGRAM_SIZES = (4, 2, 1)
+MAX_MATCH_LENGTH = 20
+#: Separates texts; no token has this id.
 SEPARATOR = -1
 
 
 class TokenHistory:
-    """A growing text and where each n-gram of `GRAMS` last ended in it. An n-gram counts once
-    something follows it."""
+    """A growing token sequence and the last end of each n-gram of `NGRAM_SIZES` in it. An n-gram is
+    indexed once a token follows it."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._four: dict[tuple[int, int, int, int], int] = {}
-        self._two: dict[tuple[int, int], int] = {}
-        self._one: dict[int, int] = {}
+        self._fourgrams: dict[tuple[int, int, int, int], int] = {}
+        self._bigrams: dict[tuple[int, int], int] = {}
+        self._unigrams: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def append(self, token: int) -> None:
-        """Lengthen the text by one token."""
+        """Append one token."""
         tokens = self.tokens
         end = len(tokens)
         if end:
             last = tokens[-1]
-            self._one[last] = end
+            self._unigrams[last] = end
             if end > 1:
                 before = tokens[-2]
-                self._two[before, last] = end
+                self._bigrams[before, last] = end
                 if end > 3:
-                    self._four[tokens[-4], tokens[-3], before, last] = end
+                    self._fourgrams[tokens[-4], tokens[-3], before, last] = end
         tokens.append(token)
 
     def find(self, text: Seq[int]) -> tuple[int, int]:
-        """Behind the latest place of the longest n-gram that ends `text`, and for how many tokens
-        the text before that place is the end of `text`. (0, 0): none."""
+        """Find the latest occurrence of the longest n-gram that ends `text`.
+
+        Returns:
+            The position after the occurrence, and the number of tokens before that position that
+                equal the end of `text`; (0, 0) if there is none.
+        """
         size = len(text)
-        one = self._one.get(text[-1]) if size else None
-        if one is None:
+        unigram_end = self._unigrams.get(text[-1]) if size else None
+        if unigram_end is None:
             return 0, 0
-        end = self._two.get((text[-2], text[-1])) if size > 1 else None
+        end = self._bigrams.get((text[-2], text[-1])) if size > 1 else None
         if end is None:
-            return one, 1
+            return unigram_end, 1
         if size > 3:
-            end = self._four.get((text[-4], text[-3], text[-2], text[-1]), end)
+            end = self._fourgrams.get((text[-4], text[-3], text[-2], text[-1]), end)
         tokens, length = self.tokens, 2
-        most = min(end, size, LONGEST)
-        while length < most and tokens[end - 1 - length] == text[-1 - length]:
+        max_length = min(end, size, MAX_MATCH_LENGTH)
+        while length < max_length and tokens[end - 1 - length] == text[-1 - length]:
             length += 1
         return end, length
 
 
 class MatchCursor:
-    """Follows one text through a corpus: `length` of its last tokens stand right before `at`."""
+    """Follows one text through a history: the last `length` tokens of the text equal the tokens
+    right before `position` in the history."""
 
-    def __init__(self, corpus: TokenHistory) -> None:
-        self.corpus = corpus
-        self.at = 0
+    def __init__(self, history: TokenHistory) -> None:
+        self.history = history
+        self.position = 0
         self.length = 0
 
     @property
-    def guess(self) -> int:
-        """What followed there; `SEPARATOR` if nothing matches."""
-        tokens = self.corpus.tokens
-        return tokens[self.at] if self.length and self.at < len(tokens) else SEPARATOR
+    def prediction(self) -> int:
+        """The token of the history that follows the match; `SEPARATOR` if nothing matches."""
+        tokens = self.history.tokens
+        return tokens[self.position] if self.length and self.position < len(tokens) else SEPARATOR
 
     def step(self, text: Seq[int]) -> None:
-        """The text has gone on: `text` with its last token is what it is now."""
-        if self.guess == text[-1]:
-            self.at += 1
+        """Move on by one token: `text` is the text with its new last token."""
+        if self.prediction == text[-1]:
+            self.position += 1
             self.length += 1
-            if self.length >= GRAMS[0]:
+            if self.length >= NGRAM_SIZES[0]:
                 return
         else:
             self.length = 0
-        at, length = self.corpus.find(text)
+        position, length = self.history.find(text)
         if length > self.length:
-            self.at, self.length = at, length
+            self.position, self.length = position, length
 
-    def ahead(self, text: Seq[int], tokens: Seq[int]) -> MatchCursor:
-        """Where this follower would be if `text` went on with `tokens`."""
-        other = MatchCursor(self.corpus)
-        other.at, other.length = self.at, self.length
-        text = list(text[-LONGEST:])
+    def advanced(self, text: Seq[int], tokens: Seq[int]) -> MatchCursor:
+        """A cursor that has moved on as if `text` were followed by `tokens`."""
+        other = MatchCursor(self.history)
+        other.position, other.length = self.position, self.length
+        text = list(text[-MAX_MATCH_LENGTH:])
         for token in tokens:
             text.append(token)
             other.step(text)
         return other
 
     def chain(self, count: int) -> list[int]:
-        """Up to `count` tokens that followed. Where the match reaches to the end of the corpus the
-        text repeats itself, and so does the chain."""
+        """Return up to `count` tokens that followed the match. If the match reaches the end of the
+        history, the text is periodic and the chain repeats the period."""
         if not self.length:
             return []
-        found = self.corpus.tokens[self.at : self.at + count]
-        period = len(found)
-        while 0 < len(found) < count:
-            found.append(found[len(found) - period])
-        return found[: found.index(SEPARATOR)] if SEPARATOR in found else found
+        tokens = self.history.tokens[self.position : self.position + count]
+        period = len(tokens)
+        while 0 < len(tokens) < count:
+            tokens.append(tokens[len(tokens) - period])
+        return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens

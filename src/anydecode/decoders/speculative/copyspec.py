@@ -1,5 +1,9 @@
-"""Drafts copied from the context, found by the hash of the last few tokens (Dumitru et al.,
-"CopySpec: Accelerating LLMs with Speculative Copy-and-Paste", arXiv:2502.08923)."""
+"""CopySpec: drafts copied from the context, found by a rolling hash (Dumitru et al., "CopySpec:
+Accelerating LLMs with Speculative Copy-and-Paste", arXiv:2502.08923).
+
+The last `gram` tokens are looked up in the context by hash. The tokens that followed their first
+occurrence are the draft.
+"""
 
 from __future__ import annotations
 
@@ -14,50 +18,50 @@ _MODULUS = (1 << 61) - 1
 
 
 class RollingIndex:
-    """Where each run of `gram` tokens of a growing text first stood. Runs are found by a rolling
-    hash and compared token for token, so that equal hashes mislead nobody."""
+    """The first position of each run of `gram` tokens of a growing text. Runs are found by a
+    rolling hash and then compared token by token, so hash collisions do no harm."""
 
     def __init__(self, gram: int, modulus: int = _MODULUS) -> None:
         self.gram = gram
         self.tokens: list[int] = []
         self._modulus = modulus
-        self._leaving = pow(_BASE, gram, modulus)
+        self._leading_factor = pow(_BASE, gram, modulus)
         self._hash = 0
         self._starts: dict[int, int | list[int]] = {}
 
     def extend(self, tokens: list[int]) -> None:
-        """Add what came behind the text. A run counts once something follows it."""
+        """Append `tokens` to the text. A run is indexed once a token follows it."""
         gram, modulus = self.gram, self._modulus
         for token in tokens:
             start = len(self.tokens) - gram
             if start >= 0:
-                self._enter(self._hash, start)
+                self._add_run(self._hash, start)
             self.tokens.append(token)
             value = self._hash * _BASE + token + 1
             if start >= 0:
-                value -= (self.tokens[start] + 1) * self._leaving
+                value -= (self.tokens[start] + 1) * self._leading_factor
             self._hash = value % modulus
 
     def match(self) -> int | None:
-        """Where the text's last `gram` tokens first stood before, if they did."""
+        """The first earlier start of the text's last `gram` tokens, or None."""
         last = self.tokens[-self.gram :]
         if len(last) < self.gram:
             return None
-        held = self._starts.get(self._hash)
-        for start in [held] if isinstance(held, int) else held or []:
+        stored = self._starts.get(self._hash)
+        for start in [stored] if isinstance(stored, int) else stored or []:
             if self.tokens[start : start + self.gram] == last:
                 return start
         return None
 
-    def _enter(self, key: int, start: int) -> None:
-        held = self._starts.get(key)
-        if held is None:
+    def _add_run(self, key: int, start: int) -> None:
+        stored = self._starts.get(key)
+        if stored is None:
             self._starts[key] = start
             return
         run = self.tokens[start : start + self.gram]
-        known = [held] if isinstance(held, int) else held
-        if all(self.tokens[other : other + self.gram] != run for other in known):
-            self._starts[key] = [*known, start]
+        starts = [stored] if isinstance(stored, int) else stored
+        if all(self.tokens[other : other + self.gram] != run for other in starts):
+            self._starts[key] = [*starts, start]
 
 
 class _Session(TextDraftSession):
@@ -72,16 +76,16 @@ class _Session(TextDraftSession):
         start = self.index.match()
         if start is None:
             return TokenTree()
-        behind = start + self.index.gram
-        return TokenTree.chain(self.text[behind : behind + size])
+        end = start + self.index.gram
+        return TokenTree.chain(self.text[end : end + size])
 
 
 class CopySpecDrafter(Drafter):
-    """Copies what followed the first place of the last `gram` tokens."""
+    """Drafts the tokens that followed the first occurrence of the last `gram` tokens."""
 
     def __init__(self, gram: int = 3) -> None:
         if gram < 1:
-            raise InvalidRequestError("copyspec needs gram of at least 1")
+            raise InvalidRequestError("copyspec needs gram >= 1")
         self.gram = gram
 
     def open(self, sequence: Sequence) -> DraftSession:
@@ -94,15 +98,20 @@ class CopySpecDrafter(Drafter):
         "speculative",
         paper="CopySpec (arXiv:2502.08923)",
         exactness="token-exact",
-        summary="A rolling hash of the last tokens finds where to copy from.",
+        summary="A rolling hash of the last tokens finds the earlier text to copy from.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "runs with equal hashes are compared token for token",
-            "at most 10 tokens are copied (the released script: 100)",
-            "where nothing matches there is no draft; no draft model steps in",
+            "runs with equal hashes are compared token by token",
+            "at most 10 tokens are copied by default (the released script: 100)",
+            "without a match there is no draft; no draft model is used instead",
         ),
     )
 )
 def copyspec(size: int = 10, gram: int = 3) -> Speculative:
-    """CopySpec with runs of `gram` tokens and up to `size` copied tokens."""
+    """CopySpec.
+
+    Args:
+        size: Maximum number of copied tokens per pass.
+        gram: Length of the token run that is looked up.
+    """
     return Speculative(CopySpecDrafter(gram), size)

@@ -1,4 +1,6 @@
-"""Draft anything, score once, walk: the loop all speculative methods share."""
+"""The loop that all speculative methods share: propose a draft, verify it in one pass, accept a
+path.
+"""
 
 from __future__ import annotations
 
@@ -16,57 +18,57 @@ from anydecode.scoring.score import DecoderAction, Decoding, Scores
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
-#: Most tokens that a constraint forces and one round takes.
+#: Maximum number of tokens forced by a constraint that one round drafts.
 MAX_FORCED = 64
 
-#: A generator that may ask for scores of its own and returns the draft.
+#: A generator that may yield score requests and returns the draft tree.
 Proposal = Generator[DecoderAction, Any, TokenTree]
 
 
 @dataclass(eq=False)
 class SpeculationRound:
-    """One draft and its verification, as drafters and budgets observe it. `scores` is valid during
-    the call only."""
+    """One draft and its verification, as passed to drafters and budgets. `scores` is valid only
+    during the call. Times are in seconds."""
 
     sequence: Sequence
     tree: TokenTree
     scores: Scores
-    verdict: AcceptanceResult
+    result: AcceptanceResult
     draft_seconds: float
     verify_seconds: float
 
     @property
     def num_accepted(self) -> int:
-        return len(self.verdict.path)
+        return len(self.result.path)
 
 
-def verified(
+def verify_tree(
     sequence: Sequence, tree: TokenTree, acceptance: Acceptance, draft_seconds: float = 0.0
 ) -> Generator[DecoderAction, Any, SpeculationRound]:
-    """Have `tree` scored, say what `acceptance` keeps of it, and note it all in the trace."""
-    began = perf_counter()
+    """Verify `tree` in one pass, emit the accepted tokens and record the round in the trace."""
+    start = perf_counter()
     scores = yield sequence.verify(tree)
-    seconds = perf_counter() - began
-    verdict = acceptance.walk(tree, scores)
-    path, tokens = verdict.path, verdict.tokens
+    seconds = perf_counter() - start
+    result = acceptance.walk(tree, scores)
+    path, tokens = result.path, result.tokens
     sequence.record(tree, path, tokens, draft_seconds=draft_seconds, verify_seconds=seconds)
     sequence.accept(path, tokens, scores)
-    return SpeculationRound(sequence, tree, scores, verdict, draft_seconds, seconds)
+    return SpeculationRound(sequence, tree, scores, result, draft_seconds, seconds)
 
 
 class DraftSession(ABC):
-    """A drafter at work on one sequence."""
+    """The state of a drafter for one sequence."""
 
     @abstractmethod
     def propose(self, size: int) -> Proposal:
-        """Draft up to `size` nodes behind `sequence.all_tokens`; an empty tree means none."""
+        """Draft up to `size` nodes after `sequence.all_tokens`; an empty tree means no draft."""
 
     def observe(self, round: SpeculationRound) -> None:
-        """Told after each round, once the tokens have been said."""
+        """Called after each round, once its tokens have been emitted."""
 
 
 class TextDraftSession(DraftSession):
-    """A drafter at work that needs only the text: `draft` may be called without an engine."""
+    """The state of a drafter that needs only the text: `draft` can be called without an engine."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
@@ -77,74 +79,83 @@ class TextDraftSession(DraftSession):
         yield
 
     def draft(self, size: int) -> TokenTree:
-        """Up to `size` nodes behind everything said so far."""
+        """Draft up to `size` nodes after all tokens so far."""
         self.catch_up()
         return self.tree(size) if size > 0 else TokenTree()
 
     def catch_up(self) -> None:
-        """Read the tokens that came since the last call."""
-        prompt = len(self.sequence.prompt)
-        known = len(self.text) - prompt
-        news = self.sequence.tokens[known:] if known >= 0 else self.sequence.all_tokens
-        if news:
-            self.text += news
-            self.read(news)
+        """Read the tokens added since the last call."""
+        prompt_length = len(self.sequence.prompt)
+        num_read = len(self.text) - prompt_length
+        new_tokens = self.sequence.tokens[num_read:] if num_read >= 0 else self.sequence.all_tokens
+        if new_tokens:
+            self.text += new_tokens
+            self.read(new_tokens)
 
     def read(self, tokens: list[int]) -> None:
-        """`text` has just been lengthened by `tokens`."""
+        """Called when `tokens` have been appended to `text`."""
 
     @abstractmethod
     def tree(self, size: int) -> TokenTree:
-        """Up to `size` (at least 1) nodes behind `text`."""
+        """Draft up to `size` (at least 1) nodes after `text`."""
 
 
 class Drafter(ABC):
-    """Proposes token trees. What it learns across requests lives here; `clear` forgets it."""
+    """Proposes token trees. State learned across requests is kept here; `clear` resets it."""
 
     runners: tuple[str, ...] = ()
-    #: Whether the draft model may have a vocabulary of its own.
+    #: Whether the draft model may have a different vocabulary.
     can_translate_vocab: bool = False
-    #: Whether the draft model is a causal one, or a diffusion model.
+    #: True for a causal draft model, False for a diffusion model.
     draft_causal: bool = True
-    #: Whether it learns from rows of its own tree, so that a constraint must not thin that out.
+    #: Whether it learns from all rows of its own tree, so that a constraint must not prune the
+    #: tree.
     needs_every_row: bool = False
-    #: Whether it drafts by itself what a constraint forces.
+    #: Whether it drafts the tokens forced by a constraint itself.
     drafts_forced: bool = False
 
     def prepare(self, sequence: Sequence) -> None:
-        """Refuse a request this drafter cannot serve (`UnsupportedCombinationError`)."""
+        """Raise `UnsupportedCombinationError` for a request that this drafter cannot serve."""
 
     @abstractmethod
-    def open(self, sequence: Sequence) -> DraftSession: ...
+    def open(self, sequence: Sequence) -> DraftSession:
+        """Start drafting for `sequence`."""
 
     def clear(self) -> None:
-        """Forget everything learned from earlier requests."""
+        """Reset everything learned from earlier requests."""
 
 
 class DraftBudget(ABC):
-    """How much to draft now. It never looks at this round's target scores."""
+    """Chooses the draft size before each round. It must not depend on the target's scores of that
+    round."""
 
     @abstractmethod
     def size(self, sequence: Sequence) -> int:
-        """Most nodes to draft in the next round; 0: none."""
+        """Maximum number of nodes to draft in the next round; 0 means no draft."""
 
     def observe(self, round: SpeculationRound) -> None:
-        """Told after each round."""
+        """Called after each round."""
 
 
 @dataclass
 class FixedBudget(DraftBudget):
-    """Always the same size."""
+    """A constant draft size."""
 
-    count: int
+    num_nodes: int
 
     def size(self, sequence: Sequence) -> int:
-        return self.count
+        return self.num_nodes
 
 
 class Speculative(Decoder):
-    """A drafter, a budget and an acceptance rule. `budget(sequence)`, if given, makes the budget of
-    each sequence; else every round drafts up to `size` nodes."""
+    """A speculative decoder: a drafter, a draft budget and an acceptance rule.
+
+    Args:
+        drafter: Proposes the draft trees.
+        size: Maximum number of nodes per round, if `budget` is not given.
+        acceptance: The acceptance rule; `TokenExact` by default.
+        budget: A function that makes the draft budget of a sequence.
+    """
 
     def __init__(
         self,
@@ -162,11 +173,11 @@ class Speculative(Decoder):
         self.can_translate_vocab = drafter.can_translate_vocab
         self.draft_causal = drafter.draft_causal
         self._budget = budget
-        # Rules that weigh draws against the draft's distribution must see every draw.
-        self._exact = isinstance(self.acceptance, TokenExact)
+        # Rules that compare samples with the draft distribution must see every draft.
+        self._is_token_exact = isinstance(self.acceptance, TokenExact)
 
     def budget(self, sequence: Sequence) -> DraftBudget:
-        """The budget of one sequence."""
+        """The draft budget of one sequence."""
         return self._budget(sequence) if self._budget else FixedBudget(self.size)
 
     def prepare(self, sequence: Sequence) -> None:
@@ -175,27 +186,33 @@ class Speculative(Decoder):
     def decode(self, sequence: Sequence) -> Decoding:
         session, budget = self.drafter.open(sequence), self.budget(sequence)
         while not sequence.finished:
-            began = perf_counter()
+            start = perf_counter()
             tree = self._forced(sequence)
-            free = bool(len(tree))
-            if not free:
+            is_forced = bool(len(tree))
+            if not is_forced:
                 tree = yield from session.propose(budget.size(sequence))
-                tree = self._allowed(sequence, tree)
-            drafted = perf_counter() - began
-            round = yield from verified(sequence, tree, self.acceptance, drafted)
-            if not free:
+                tree = self._without_forbidden(sequence, tree)
+            draft_seconds = perf_counter() - start
+            round = yield from verify_tree(sequence, tree, self.acceptance, draft_seconds)
+            if not is_forced:
                 budget.observe(round)
             session.observe(round)
 
     def _forced(self, sequence: Sequence) -> TokenTree:
-        """What the request's constraint forces: a draft that costs nothing and is always right."""
-        if not self._exact or self.drafter.drafts_forced:
+        """The tokens that the request's constraint forces: a draft that costs nothing and is always
+        accepted."""
+        if not self._is_token_exact or self.drafter.drafts_forced:
             return TokenTree()
         return forced_draft(sequence.sampler, min(MAX_FORCED, sequence.remaining - 1))
 
-    def _allowed(self, sequence: Sequence, tree: TokenTree) -> TokenTree:
-        """`tree` without what the request's constraint forbids."""
+    def _without_forbidden(self, sequence: Sequence, tree: TokenTree) -> TokenTree:
+        """`tree` without the nodes that the request's constraint forbids."""
         state = constraint_state(sequence.sampler)
-        if state is None or not len(tree) or not self._exact or self.drafter.needs_every_row:
+        if (
+            state is None
+            or not len(tree)
+            or not self._is_token_exact
+            or self.drafter.needs_every_row
+        ):
             return tree
         return pruned([], tree, state)

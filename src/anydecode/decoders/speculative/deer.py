@@ -1,5 +1,9 @@
-"""A block of drafts in one denoising pass, each token drawn for itself (Cheng et al., "DEER: Draft
-with Diffusion, Verify with Autoregressive Models", arXiv:2512.15176)."""
+"""DEER: a block of drafts from one denoising pass (Cheng et al., "DEER: Draft with Diffusion,
+Verify with Autoregressive Models", arXiv:2512.15176).
+
+The draft model fills a block of masks in one pass. Each draft is sampled independently from the
+distribution of its mask.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.acceptance import Acceptance
 from anydecode.decoders.speculative.core import DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.diffusion_draft import DiffusionDrafter, DiffusionSession
-from anydecode.decoders.speculative.rejection import RejectionSampling, rule
+from anydecode.decoders.speculative.rejection import RejectionSampling, acceptance_rule
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
 
 class BlockDrafter(DiffusionDrafter):
-    """A chain of tokens drawn from the masks' distributions."""
+    """Drafts a chain of tokens sampled from the distributions of the masks."""
 
     def __init__(self, with_probabilities: bool = False) -> None:
         self.with_probabilities = with_probabilities
@@ -30,15 +34,15 @@ class _Session(DiffusionSession):
     def propose(self, size: int) -> Proposal:
         sequence = self.sequence
         rows = yield from self.marginals(size)
-        sampler, drafts, drawn = sequence.sampler.fork(), [], {}
-        for ahead, row in enumerate(rows):
-            token = sequence.sample(sampler, row, sequence.length + ahead)
+        sampler, drafts, distributions = sequence.sampler.fork(), [], {}
+        for offset, row in enumerate(rows):
+            token = sequence.sample(sampler, row, sequence.length + offset)
             if self.with_probabilities:
-                drawn[ahead - 1] = sampler.distribution(row).dense(len(row))
+                distributions[offset - 1] = sampler.distribution(row).dense(len(row))
             sampler.advance(token)
             drafts.append(token)
         kind = "wor" if self.with_probabilities else "point"
-        return TokenTree.chain(drafts, probabilities=drawn, kind=kind)
+        return TokenTree.chain(drafts, probabilities=distributions, kind=kind)
 
 
 @register(
@@ -47,18 +51,25 @@ class _Session(DiffusionSession):
         "speculative",
         paper="DEER (arXiv:2512.15176)",
         exactness="token-exact",
-        summary="A diffusion model drafts a block in one pass.",
+        summary="A diffusion model drafts a block of tokens in one pass.",
         needs=("diffusion draft model",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
             "verified token-exactly with shared noise; acceptance='rejection' is the paper's rule",
-            "verification ends at the first reject; the printed algorithm goes on behind it",
+            "verification ends at the first rejection; the paper's printed algorithm continues"
+            " after it",
             "16 drafts by default (the paper: up to 32)",
-            "any diffusion model drafts; the paper's figures need its two-stage alignment",
+            "any diffusion model can draft; the paper's results need its two-stage alignment"
+            " training",
         ),
     )
 )
 def deer(size: int = 16, acceptance: str | Acceptance = "token-exact") -> Speculative:
-    """Blocks of `size` drafts (the paper: up to 32)."""
-    chosen = rule(acceptance)
-    return Speculative(BlockDrafter(isinstance(chosen, RejectionSampling)), size, chosen)
+    """DEER: block drafts from a diffusion model.
+
+    Args:
+        size: Number of drafts per block (the paper: up to 32).
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+    """
+    rule = acceptance_rule(acceptance)
+    return Speculative(BlockDrafter(isinstance(rule, RejectionSampling)), size, rule)

@@ -1,5 +1,5 @@
-"""Drafts from a diffusion model: masks behind the text, filled in one pass. What its methods share;
-they differ in what they make of the masks' distributions."""
+"""Drafts from a diffusion model: masks after the text, predicted in one pass. Shared by the methods
+that draft this way; they differ in how they use the distributions of the masks."""
 
 from __future__ import annotations
 
@@ -10,54 +10,57 @@ import numpy as np
 
 from anydecode.decoders.diffusion.canvas_spans import canvas_span, score_canvas
 from anydecode.decoders.speculative.core import Drafter, DraftSession
-from anydecode.decoders.speculative.draft_model import DRAFT, fitted
+from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 
 
 class DiffusionDrafter(Drafter):
-    """Needs a model in the lane "draft" whose rows see both ways, and its mask token."""
+    """Base class of drafters with a bidirectional model as runner "draft". Its tokenizer must have
+    a mask token."""
 
     runners = (DRAFT,)
     draft_causal = False
 
     def prepare(self, sequence: Sequence) -> None:
-        mask_of(sequence)
+        draft_mask_token(sequence)
 
 
 class DiffusionSession(DraftSession):
-    """One pass of the draft model per round."""
+    """Runs one pass of the draft model per round."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
 
     def marginals(self, count: int) -> Generator[DecoderAction, Any, list[np.ndarray]]:
-        """Logits float32 `[vocab_size]` of each of the next `count` positions, the mask token's
-        -inf. Every row is computed anew: what a diffusion model remembers of a text changes with
-        what stands behind it."""
+        """Return the logits of each of the next `count` positions, float32 `[vocab_size]`.
+
+        The mask token has logit -inf. All rows are recomputed, since a diffusion model's keys and
+        values of a text depend on the tokens after it.
+        """
         sequence = self.sequence
         context = sequence.context(DRAFT)
         context.truncate(0)
-        spec, mask = context.pool.model.spec, mask_of(sequence)
-        known = sequence.all_tokens
-        canvas = np.array(known + [mask] * count, np.int32)
+        spec, mask = context.pool.model.spec, draft_mask_token(sequence)
+        tokens = sequence.all_tokens
+        canvas = np.array(tokens + [mask] * count, np.int32)
         positions = np.arange(len(canvas), dtype=np.int32)
         size = spec.block_size or len(canvas)
         visible = np.minimum((positions // size + 1) * size, len(canvas)).astype(np.int32)
-        wanted = np.arange(len(known), len(canvas))
+        output_rows = np.arange(len(tokens), len(canvas))
         span = canvas_span(context, positions, canvas, visible)
-        scores = yield score_canvas(sequence, DRAFT, [span], 1, wanted, spec.logit_shift)
+        scores = yield score_canvas(sequence, DRAFT, [span], 1, output_rows, spec.logit_shift)
         rows = []
         for row in scores.logits:
             masked = row.copy()
             masked[mask] = -np.inf
-            rows.append(fitted(sequence, masked))
+            rows.append(fit_vocab(sequence, masked))
         return rows
 
 
-def mask_of(sequence: Sequence) -> int:
-    """The draft model's mask token. Raises `InvalidRequestError` where it has none."""
+def draft_mask_token(sequence: Sequence) -> int:
+    """The draft model's mask token. Raises `InvalidRequestError` if it has none."""
     mask: int | None = getattr(sequence.tokenizers.get(DRAFT), "mask_id", None)
     if mask is None:
         raise InvalidRequestError("the draft model's tokenizer has no mask token")

@@ -1,5 +1,10 @@
-"""The best causal path through a diffusion model's proposals, of adaptive length (Li et al.,
-"DiffuSpec: Unlocking Diffusion Language Models for Speculative Decoding", arXiv:2510.02358)."""
+"""DiffuSpec: the best causal path through a diffusion model's predictions (Li et al., "DiffuSpec:
+Unlocking Diffusion Language Models for Speculative Decoding", arXiv:2510.02358).
+
+The draft model predicts all positions of the draft in one pass. A beam search combines these
+predictions with a 3-gram model into one path. The draft length adapts to the recent accepted
+lengths.
+"""
 
 from __future__ import annotations
 
@@ -24,109 +29,129 @@ from anydecode.scoring.tree import TokenTree
 
 
 class Trigrams:
-    """Counts of the text so far; p(token | two before), backing off by Witten and Bell."""
+    """A 3-gram model of the text so far: p(token | two tokens before), with Witten-Bell backoff."""
 
     def __init__(self) -> None:
         self.text: list[int] = []
         self._counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
 
     def read(self, tokens: Seq[int]) -> None:
-        """The text goes on with `tokens`."""
+        """Append `tokens` to the text."""
         for token in tokens:
             for order in range(3):
                 if len(self.text) >= order:
                     self._counts[tuple(self.text[len(self.text) - order :])][token] += 1
             self.text.append(token)
 
-    def log_probability(self, token: int, before: Seq[int], vocab_size: int) -> float:
-        """Natural logarithm."""
+    def log_probability(self, token: int, context: Seq[int], vocab_size: int) -> float:
+        """Natural logarithm of p(token | context)."""
         p = 1.0 / vocab_size
         for order in range(3):
-            counts = self._counts.get(tuple(before[len(before) - order :] if order else ()))
-            if counts and len(before) >= order:
-                total, kinds = sum(counts.values()), len(counts)
-                p = (counts.get(token, 0) + kinds * p) / (total + kinds)
+            counts = self._counts.get(tuple(context[len(context) - order :] if order else ()))
+            if counts and len(context) >= order:
+                total, num_types = sum(counts.values()), len(counts)
+                p = (counts.get(token, 0) + num_types * p) / (total + num_types)
         return math.log(p)
 
 
-def candidates(row: np.ndarray, mass: float, most: int, ends: Seq[int]) -> list[tuple[int, float]]:
-    """The smallest set of tokens with probability `mass` together, at most `most`, and every end of
-    text; each with log p, likeliest first."""
+def candidates(
+    row: np.ndarray, mass: float, max_candidates: int, end_tokens: Seq[int]
+) -> list[tuple[int, float]]:
+    """The candidate tokens of one position, most probable first.
+
+    Returns:
+        Pairs of token and log-probability: the smallest set with total probability `mass`, at most
+            `max_candidates`, and every token of `end_tokens` with probability above 0.
+    """
     weights = np.exp(row.astype(np.float64) - float(row.max()))
     p = weights / weights.sum()
-    order = np.argsort(-p, kind="stable")[:most]
+    order = np.argsort(-p, kind="stable")[:max_candidates]
     count = min(int(np.searchsorted(np.cumsum(p[order]), mass)) + 1, len(order))
     tokens = order[:count].tolist()
-    tokens += [end for end in ends if end < len(p) and end not in tokens and p[end] > 0]
+    tokens += [end for end in end_tokens if end < len(p) and end not in tokens and p[end] > 0]
     return [(token, math.log(p[token])) for token in tokens]
 
 
 def best_path(
     rows: Seq[np.ndarray],
-    model: Trigrams,
+    trigrams: Trigrams,
     *,
     mass: float,
-    most: int,
+    max_candidates: int,
     beams: int,
     weight: float,
-    ends: Seq[int],
+    end_tokens: Seq[int],
 ) -> list[int]:
-    """Beam search over the positions' candidates by `weight` log q + (1 - `weight`) log p of the
-    trigrams, summed; it ends behind the first position whose candidates by mass hold an end."""
-    before = model.text[-2:]
-    held: list[tuple[float, list[int]]] = [(0.0, [])]
+    """Beam search over the candidates of the positions.
+
+    A path's score is the sum of `weight` log q + (1 - `weight`) log p, where q is the diffusion
+    model's probability and p that of the 3-gram model. The search ends after the first position
+    whose candidates by mass contain an end token.
+    """
+    context = trigrams.text[-2:]
+    hypotheses: list[tuple[float, list[int]]] = [(0.0, [])]
     for row in rows:
-        options = candidates(row, mass, most, ends)
-        grown = [
+        options = candidates(row, mass, max_candidates, end_tokens)
+        extended = [
             (
                 score
                 + weight * q
-                + (1 - weight) * model.log_probability(token, [*before, *path][-2:], len(row)),
+                + (1 - weight) * trigrams.log_probability(token, [*context, *path][-2:], len(row)),
                 [*path, token],
             )
-            for score, path in held
+            for score, path in hypotheses
             for token, q in options
-            if not path or path[-1] not in ends
+            if not path or path[-1] not in end_tokens
         ]
-        finished = [(score, path) for score, path in held if path and path[-1] in ends]
-        held = sorted([*grown, *finished], key=lambda one: (-one[0], one[1]))[:beams]
-        likely = {token for token, _ in candidates(row, mass, most, ())}
-        if likely & set(ends):
+        finished = [(score, path) for score, path in hypotheses if path and path[-1] in end_tokens]
+        hypotheses = sorted([*extended, *finished], key=lambda one: (-one[0], one[1]))[:beams]
+        likely = {token for token, _ in candidates(row, mass, max_candidates, ())}
+        if likely & set(end_tokens):
             break
-    return held[0][1]
+    return hypotheses[0][1]
 
 
 class AdaptiveLength(DraftBudget):
-    """The next draft's length: the smoothed generated length, and `step` more while the smoothed
-    accepted length reaches it; between `fewest` and `most`."""
+    """Draft length between `min_length` and `max_length`: the smoothed draft length, plus `step`
+    while the smoothed accepted length reaches it."""
 
-    def __init__(self, fewest: int, most: int, step: int, smoothing: float) -> None:
-        self.fewest, self.most, self.step, self.smoothing = fewest, most, step, smoothing
+    def __init__(self, min_length: int, max_length: int, step: int, smoothing: float) -> None:
+        self.min_length, self.max_length, self.step, self.smoothing = (
+            min_length,
+            max_length,
+            step,
+            smoothing,
+        )
         self.generated = self.accepted = 0.0
         self._rounds = 0
 
     def size(self, sequence: Sequence) -> int:
         if not self._rounds:
-            return self.fewest
-        more = self.step if self.accepted >= self.generated else 0
-        return min(max(int(self.generated) + more, self.fewest), self.most)
+            return self.min_length
+        increment = self.step if self.accepted >= self.generated else 0
+        return min(max(int(self.generated) + increment, self.min_length), self.max_length)
 
     def observe(self, round: SpeculationRound) -> None:
-        keep = self.smoothing if self._rounds else 0.0
+        decay = self.smoothing if self._rounds else 0.0
         self._rounds += 1
-        self.generated = keep * self.generated + (1 - keep) * len(round.tree)
-        self.accepted = keep * self.accepted + (1 - keep) * round.num_accepted
+        self.generated = decay * self.generated + (1 - decay) * len(round.tree)
+        self.accepted = decay * self.accepted + (1 - decay) * round.num_accepted
 
 
 class PathDrafter(DiffusionDrafter):
-    """One path per round."""
+    """Drafts one path per round."""
 
-    def __init__(self, mass: float, most: int, beams: int, weight: float) -> None:
-        if not 0 < mass <= 1 or most < 1 or beams < 1 or not 0 <= weight <= 1:
+    def __init__(self, mass: float, max_candidates: int, beams: int, weight: float) -> None:
+        if not 0 < mass <= 1 or max_candidates < 1 or beams < 1 or not 0 <= weight <= 1:
             raise InvalidRequestError(
-                "diffuspec needs 0 < mass <= 1, candidates and beams of 1 or more, 0 <= weight <= 1"
+                "diffuspec needs 0 < mass <= 1, candidates >= 1, beams >= 1 and 0 <= weight <= 1"
             )
-        self.mass, self.most, self.beams, self.weight = mass, most, beams, weight
+        self.mass, self.max_candidates, self.beams, self.weight = (
+            mass,
+            max_candidates,
+            beams,
+            weight,
+        )
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
@@ -142,16 +167,16 @@ class _Session(DiffusionSession):
         sequence, drafter = self.sequence, self.drafter
         rows = yield from self.marginals(size)
         self.trigrams.read(sequence.all_tokens[len(self.trigrams.text) :])
-        known = sequence.tokenizers[TARGET].eos_ids
-        ends = sorted(token for token in known if sequence.stops_at(token))
+        eos_ids = sequence.tokenizers[TARGET].eos_ids
+        end_tokens = sorted(token for token in eos_ids if sequence.stops_at(token))
         path = best_path(
             rows,
             self.trigrams,
             mass=drafter.mass,
-            most=drafter.most,
+            max_candidates=drafter.max_candidates,
             beams=drafter.beams,
             weight=drafter.weight,
-            ends=ends,
+            end_tokens=end_tokens,
         )
         return TokenTree.chain(path)
 
@@ -162,14 +187,17 @@ class _Session(DiffusionSession):
         "speculative",
         paper="DiffuSpec (arXiv:2510.02358)",
         exactness="token-exact",
-        summary="A diffusion model proposes, a beam search finds the path that reads like text.",
+        summary=(
+            "A diffusion model predicts the draft; a beam search with a 3-gram"
+            " model selects one path."
+        ),
         needs=("diffusion draft model",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
             "the 3-gram model counts this request's own text instead of a corpus",
             "verified token-exactly at every temperature (the paper: greedy)",
-            "lengths default to 4 to 16 drafts in steps of 4, for small models (the paper: 20 to 30"
-            " in steps of 10)",
+            "lengths default to 4 to 16 drafts in steps of 4, for small models (the paper: 20 to"
+            " 30 in steps of 10)",
         ),
     )
 )
@@ -183,8 +211,18 @@ def diffuspec(
     beams: int = 3,
     weight: float = 0.5,
 ) -> Speculative:
-    """Drafts of `fewest` to `most` tokens. Candidates of a position have probability `mass`
-    together, at most `candidates`; `weight` is the diffusion model's share of a path's score."""
+    """DiffuSpec: beam-searched drafts from a diffusion model.
+
+    Args:
+        fewest: Minimum draft length.
+        most: Maximum draft length.
+        step: Increase of the draft length while drafts are fully accepted.
+        smoothing: Weight of the past in the moving averages of the lengths, in [0, 1).
+        mass: Total probability of the candidates of a position.
+        candidates: Maximum number of candidates of a position.
+        beams: Beam width.
+        weight: Weight of the diffusion model in a path's score; the 3-gram model has the rest.
+    """
     if not 1 <= fewest <= most or step < 0 or not 0 <= smoothing < 1:
         raise InvalidRequestError("diffuspec needs 1 <= fewest <= most, step >= 0, smoothing < 1")
     drafter = PathDrafter(mass, candidates, beams, weight)

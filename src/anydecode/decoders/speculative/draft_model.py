@@ -1,4 +1,9 @@
-"""Drafts from a smaller model (Leviathan et al., arXiv:2211.17192; Chen et al., 2302.01318)."""
+"""Speculative sampling with a draft model (Leviathan et al., arXiv:2211.17192; Chen et al.,
+arXiv:2302.01318), and PEARL (arXiv:2408.11850).
+
+A smaller model drafts a chain of tokens, one pass per token. The target verifies the whole chain in
+one pass.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from anydecode.catalogue import Card, register
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.acceptance import Acceptance, TokenExact
 from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.rejection import RejectionSampling, rule
+from anydecode.decoders.speculative.rejection import RejectionSampling, acceptance_rule
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import DecoderAction, Decoding, Submit, Wait
@@ -28,62 +33,70 @@ class _Session(DraftSession):
 
     def propose(self, size: int) -> Proposal:
         self.sequence.align(DRAFT)
-        drawn: list[np.ndarray] | None = [] if self.with_probabilities else None
-        drafts = yield from draft_chain(self.sequence, [], size, drawn=drawn)
-        if drawn is None:
+        distributions: list[np.ndarray] | None = [] if self.with_probabilities else None
+        drafts = yield from draft_chain(self.sequence, [], size, distributions=distributions)
+        if distributions is None:
             return TokenTree.chain(drafts)
-        rows = {node - 1: row for node, row in enumerate(drawn)}
+        rows = {node - 1: row for node, row in enumerate(distributions)}
         return TokenTree.chain(drafts, probabilities=rows, kind="wor")
 
 
 def draft_chain(
     sequence: Sequence,
-    behind: list[int],
+    prefix: list[int],
     size: int,
     runner: str = DRAFT,
-    drawn: list[np.ndarray] | None = None,
-    ends: Callable[[Sampler, np.ndarray, int], bool] | None = None,
+    distributions: list[np.ndarray] | None = None,
+    should_stop: Callable[[Sampler, np.ndarray, int], bool] | None = None,
 ) -> Generator[DecoderAction, Any, list[int]]:
-    """`size` tokens behind the sequence's own and `behind`, one pass of `runner` each, picked by
-    the
-    sequence's policy with the target's noise. The lane's context must hold a true prefix of them.
-    The distribution each was drawn from, float64 `[vocab_size]`, is appended to `drawn`.
-    `ends(policy, logits, token)` is asked whether a token is the last one.
+    """Draft a chain of up to `size` tokens with `runner`, one pass per token.
+
+    Tokens are sampled by the sequence's sampler with the target's noise. The runner's cache must
+    hold a prefix of the sequence's tokens and `prefix`.
+
+    Args:
+        sequence: The sequence to draft for.
+        prefix: Tokens that follow the sequence's own, before the drafts.
+        size: Maximum number of drafts.
+        runner: Name of the model runner that drafts.
+        distributions: If given, the distribution of each draft is appended, float64 `[vocab_size]`.
+        should_stop: Called with (sampler, logits, token) of each draft; True ends the chain after
+            it.
     """
     sampler = sequence.sampler.fork()
-    for token in behind:
+    for token in prefix:
         sampler.advance(token)
-    known = sequence.all_tokens + behind
+    tokens = sequence.all_tokens + prefix
     drafts: list[int] = []
     for _ in range(size):
         context = sequence.context(runner)
-        scores = yield sequence.score((known + drafts)[context.length :], runner=runner)
-        row = fitted(sequence, scores.row(-1))
-        token = sequence.sample(sampler, row, len(known) + len(drafts))
-        if drawn is not None:
-            drawn.append(sampler.distribution(row).dense(len(row)))
-        last = ends is not None and ends(sampler, row, token)
+        scores = yield sequence.score((tokens + drafts)[context.length :], runner=runner)
+        row = fit_vocab(sequence, scores.row(-1))
+        token = sequence.sample(sampler, row, len(tokens) + len(drafts))
+        if distributions is not None:
+            distributions.append(sampler.distribution(row).dense(len(row)))
+        is_last = should_stop is not None and should_stop(sampler, row, token)
         sampler.advance(token)
         drafts.append(token)
-        if last:
+        if is_last:
             break
     return drafts
 
 
-def fitted(sequence: Sequence, row: np.ndarray) -> np.ndarray:
-    """A draft model's row, float32, cut or filled up (with -inf) to the target's vocabulary: models
-    of one tokenizer may pad their vocabularies to different sizes."""
+def fit_vocab(sequence: Sequence, row: np.ndarray) -> np.ndarray:
+    """Truncate a draft model's row, float32, to the target's vocabulary size, or pad it with -inf.
+    Models with the same tokenizer may pad their vocabularies to different sizes."""
     size = sequence.context().pool.model.spec.vocab_size
     if len(row) >= size:
         return row[:size]
-    filled = np.full(size, -np.inf, np.float32)
-    filled[: len(row)] = row
-    return filled
+    padded = np.full(size, -np.inf, np.float32)
+    padded[: len(row)] = row
+    return padded
 
 
 class ModelDrafter(Drafter):
-    """A chain from the model in the lane "draft". `with_probabilities` keeps what each token was
-    drawn from, for rules that ask."""
+    """Drafts a chain with the runner "draft". `with_probabilities` keeps the distribution of each
+    draft, for acceptance rules that need it."""
 
     runners = (DRAFT,)
 
@@ -100,7 +113,7 @@ class ModelDrafter(Drafter):
         "speculative",
         paper="Fast Inference from Transformers via Speculative Decoding (arXiv:2211.17192)",
         exactness="token-exact",
-        summary="A smaller model drafts a chain of tokens.",
+        summary="A smaller model drafts a chain of tokens; the target verifies them in one pass.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
@@ -112,10 +125,14 @@ class ModelDrafter(Drafter):
 def speculative_sampling(
     size: int = 4, acceptance: str | Acceptance = "token-exact"
 ) -> Speculative:
-    """Drafts of `size` tokens from the draft model. `acceptance` is "token-exact", "rejection",
-    "typical" or "top-m", or a rule."""
-    chosen = rule(acceptance)
-    return Speculative(ModelDrafter(isinstance(chosen, RejectionSampling)), size, chosen)
+    """Speculative sampling with a draft model.
+
+    Args:
+        size: Number of drafts per round.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+    """
+    rule = acceptance_rule(acceptance)
+    return Speculative(ModelDrafter(isinstance(rule, RejectionSampling)), size, rule)
 
 
 @register(
@@ -124,20 +141,21 @@ def speculative_sampling(
         "speculative",
         paper="PEARL (arXiv:2408.11850), its post-verify phase alone",
         exactness="token-exact",
-        summary="The draft model drafts on while the target verifies.",
+        summary="The draft model continues to draft while the target verifies.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "batches"),
         deviations=(
             "verified token-exactly with shared noise",
-            "after a reject the target waits for new drafts; `pearl` is without that wait",
-            "side by side means threads or devices of one process",
+            "after a rejection the target waits for new drafts; `pearl` does not wait",
+            "the models run in parallel on threads or devices of one process",
         ),
     )
 )
 class ParallelDraft(Decoder):
-    """While the target verifies `size` drafts, the draft model steps on behind them; if all were
-    right, the next round's drafts are already there. With `pre_verify` the target does not wait
-    for drafts: where there are none, it scores what is there while the first ones are made."""
+    """Draft and verify in parallel: while the target verifies `size` drafts, the draft model drafts
+    the tokens after them. If all drafts are accepted, the next round's drafts are ready. With
+    `pre_verify`, the target does not wait for drafts: if there are none, it scores the text while
+    the first ones are made."""
 
     runners = (DRAFT,)
 
@@ -158,14 +176,14 @@ class ParallelDraft(Decoder):
             tree = TokenTree.chain(drafts)
             ticket = yield Submit(sequence.verify(tree))
             count = self.size if self.pre_verify else self.size + 1
-            ahead = yield from draft_chain(sequence, drafts, count)
+            next_drafts = yield from draft_chain(sequence, drafts, count)
             if ticket.scores is None:
                 yield Wait([ticket])
-            verdict = self.acceptance.walk(tree, ticket.scores)
-            sequence.record(tree, verdict.path, verdict.tokens)
-            sequence.accept(verdict.path, verdict.tokens, ticket.scores)
-            whole = len(verdict.path) == len(drafts) and verdict.tokens[-1] == ahead[0]
-            drafts = ahead[1:] if whole else []
+            result = self.acceptance.walk(tree, ticket.scores)
+            sequence.record(tree, result.path, result.tokens)
+            sequence.accept(result.path, result.tokens, ticket.scores)
+            all_accepted = len(result.path) == len(drafts) and result.tokens[-1] == next_drafts[0]
+            drafts = next_drafts[1:] if all_accepted else []
 
 
 @register(
@@ -174,16 +192,21 @@ class ParallelDraft(Decoder):
         "speculative",
         paper="PEARL (arXiv:2408.11850)",
         exactness="token-exact",
-        summary="Draft and target always run side by side: pre-verify and post-verify.",
+        summary="Draft model and target always run in parallel: pre-verify and post-verify.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "batches"),
         deviations=(
             "verified token-exactly with shared noise, not by the rejection rule",
-            "side by side means threads or devices of one process",
-            "the draft length is given, not taken from the ratio of the two passes",
+            "the models run in parallel on threads or devices of one process",
+            "the draft length is a parameter, not derived from the ratio of the two pass times",
         ),
     )
 )
 def pearl(size: int = 4) -> ParallelDraft:
-    """PEARL; `size` is best near the ratio of the target's pass to the draft's."""
+    """PEARL: parallel drafting with pre-verify and post-verify.
+
+    Args:
+        size: Number of drafts per round; best near the ratio of the target's pass time to the draft
+            model's.
+    """
     return ParallelDraft(size, pre_verify=True)

@@ -1,5 +1,9 @@
-"""Draft trees grown where acceptance is likeliest (Xiong et al., "DySpec: Faster Speculative
-Decoding with Dynamic Token Tree Structure", arXiv:2410.11744)."""
+"""DySpec: draft trees grown where acceptance is most probable (Xiong et al., "DySpec: Faster
+Speculative Decoding with Dynamic Token Tree Structure", arXiv:2410.11744).
+
+A heap orders the possible next nodes by their estimated acceptance probability. The most probable
+one is added until the tree has `size` nodes.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +19,44 @@ from anydecode.scoring.tree import ROOT
 
 
 class DySpecDrafter(TreeDrafter):
-    """A heap of next draws. A draw of value v at a node gives a child y, a further draw there of
-    value v (1 - R[y]), and a first draw behind y of value v R[y], where R is what is left of the
-    draft distribution, normalised."""
+    """Grows the tree from a heap of next draws. A draw of value v at a node adds a child y. It
+    pushes another draw at the node, of value v (1 - R[y]), and a first draw after y, of value v
+    R[y]. R is the remaining draft distribution, normalised."""
 
     kind = "wor"
 
     def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:
-        heap: list[tuple[float, int, int, float]] = []  # -value, order, node, what is left
+        heap: list[tuple[float, int, int, float]] = []  # -value, order, node, remaining
         order = 0
 
-        def push(value: float, node: int, left: float) -> None:
+        def push(value: float, node: int, remaining: float) -> None:
             nonlocal order
             order += 1
-            heappush(heap, (-value, order, node, left))
+            heappush(heap, (-value, order, node, remaining))
 
         push(1.0, ROOT, 1.0)
         while heap and len(growing.tree) < size:
-            negative, _, parent, left = heappop(heap)
-            if parent not in growing.guesses:
-                # A value is known before its node is scored: all nodes that wait run in one pass.
-                waiting = [node for node in range(len(growing.tree)) if node not in growing.guesses]
-                yield from growing.expand(waiting)
-            guesses = growing.guesses[parent]
-            drawn = len(growing.tree.children(parent))
-            if drawn >= len(guesses.tokens):
+            negative_value, _, parent, remaining = heappop(heap)
+            if parent not in growing.candidates:
+                # A value is known before its node is scored, so all unscored nodes run in one pass.
+                unscored = [
+                    node for node in range(len(growing.tree)) if node not in growing.candidates
+                ]
+                yield from growing.expand(unscored)
+            candidates = growing.candidates[parent]
+            num_children = len(growing.tree.children(parent))
+            if num_children >= len(candidates.tokens):
                 continue
-            share = min(1.0, float(guesses.probabilities[drawn]) / max(left, 1e-12))
-            node = growing.add(int(guesses.tokens[drawn]), parent)
-            push(-negative * (1 - share), parent, left - float(guesses.probabilities[drawn]))
-            push(-negative * share, node, 1.0)
+            probability = min(
+                1.0, float(candidates.probabilities[num_children]) / max(remaining, 1e-12)
+            )
+            node = growing.add(int(candidates.tokens[num_children]), parent)
+            push(
+                -negative_value * (1 - probability),
+                parent,
+                remaining - float(candidates.probabilities[num_children]),
+            )
+            push(-negative_value * probability, node, 1.0)
         return list(range(len(growing.tree)))
 
 
@@ -54,19 +66,25 @@ class DySpecDrafter(TreeDrafter):
         "speculative",
         paper="DySpec (arXiv:2410.11744)",
         exactness="token-exact",
-        summary="A heap grows the draft tree where acceptance is likeliest.",
+        summary="A heap grows the draft tree where acceptance is most probable.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
             "verified token-exactly with the target's noise",
-            "nodes are scored in batches when the heap first needs one of them, with the same tree"
-            " as one by one",
-            "at temperature 0 draws follow the draft model's order",
-            "the draft distribution is cut to its 64 likeliest tokens",
-            "drafts at the request's temperature (the paper: 0.6), 16 nodes (64)",
+            "nodes are scored in batches when one of them is first needed; the tree is the same as"
+            " one by one",
+            "at temperature 0 draws follow the draft model's order of probability",
+            "the draft distribution is cut to its 64 most probable tokens",
+            "drafts at the request's temperature (the paper: 0.6), 16 nodes by default (the paper:"
+            " 64)",
         ),
     )
 )
 def dyspec(size: int = 16, with_probabilities: bool = False) -> Speculative:
-    """DySpec with trees of `size` nodes (the paper: 64)."""
+    """DySpec: dynamic draft trees.
+
+    Args:
+        size: Number of nodes of a draft tree (the paper: 64).
+        with_probabilities: Keep the draft distributions, for rejection sampling.
+    """
     return Speculative(DySpecDrafter(with_probabilities), size)

@@ -1,18 +1,23 @@
-"""Drafts from a draft model that runs several of its layers side by side (Wu et al., "EasySpec:
-Layer-Parallel Speculative Decoding for Efficient Multi-GPU Utilization", arXiv:2502.02493)."""
+"""EasySpec: drafts from a draft model that runs several layers in parallel (Wu et al., "EasySpec:
+Layer-Parallel Speculative Decoding for Efficient Multi-GPU Utilization", arXiv:2502.02493).
+
+The layers of a group read the same hidden state, so they can run in parallel; drafts become
+approximate. Before each draft an exact pass over the accepted tokens corrects the draft model's
+cache.
+"""
 
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.draft_model import DRAFT, fitted
+from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
 
 class LayerParallelDrafter(Drafter):
-    """Chains from the lane "draft", whose layers run in groups of `group`."""
+    """Drafts chains with the runner "draft", whose layers run in groups of `group`."""
 
     runners = (DRAFT,)
 
@@ -32,8 +37,8 @@ class _Session(DraftSession):
         self.exact = sequence.context(DRAFT).length
 
     def propose(self, size: int) -> Proposal:
-        """What the last round left in memory is forgotten; an exact pass over all that is new
-        (calibration) gives the first draft, approximate passes give the others."""
+        """Draft a chain. The cache entries of the last draft are dropped. An exact pass over all
+        new tokens (calibration) gives the first draft; approximate passes give the others."""
         sequence = self.sequence
         context = sequence.context(DRAFT)
         if context.length > self.exact:
@@ -46,13 +51,13 @@ class _Session(DraftSession):
         self.exact = context.length
         drafts: list[int] = []
         while True:
-            row = fitted(sequence, scores.row(-1))
+            row = fit_vocab(sequence, scores.row(-1))
             token = sequence.sample(sampler, row, sequence.length + len(drafts))
             drafts.append(token)
             if len(drafts) == size:
                 return TokenTree.chain(drafts)
             sampler.advance(token)
-            context.reusable = False  # what is approximate is nobody else's prefix
+            context.reusable = False  # approximate entries must not be shared as a prefix
             scores = yield sequence.score([token], runner=DRAFT, parallel=self.group)
 
 
@@ -62,18 +67,23 @@ class _Session(DraftSession):
         "speculative",
         paper="EasySpec (arXiv:2502.02493)",
         exactness="token-exact",
-        summary="The draft model runs groups of layers side by side and is put right each round.",
+        summary="The draft model runs groups of layers in parallel and is corrected each round.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
             "verified token-exactly with shared noise, not by the rejection rule",
-            "the layers of a group run in one program on the CPU, not on a GPU each",
-            "within a group attention and MLP of one layer after the other are added; the order"
+            "the layers of a group run in one program on the CPU, not on one GPU each",
+            "within a group the outputs of attention and MLP are added layer by layer; this order"
             " is inferred",
-            "chains only; the paper drafts trees as well",
+            "drafts are chains; the paper also drafts trees",
         ),
     )
 )
 def easyspec(size: int = 5, group: int = 4) -> Speculative:
-    """Chains of `size` drafts; all layers but the first and the last run in groups of `group`."""
+    """EasySpec: layer-parallel drafting.
+
+    Args:
+        size: Number of drafts per round.
+        group: Layers per parallel group; the first and the last layer run alone.
+    """
     return Speculative(LayerParallelDrafter(group), size)

@@ -1,5 +1,9 @@
-"""Fixed-point iteration over a block of tokens (Santilli et al., "Accelerating Transformer
-Inference for Translation via Parallel Decoding", arXiv:2305.10427)."""
+"""Jacobi decoding: fixed-point iteration over a block of tokens (Santilli et al., "Accelerating
+Transformer Inference for Translation via Parallel Decoding", arXiv:2305.10427).
+
+All tokens of a block are predicted in parallel from the previous predictions. This repeats until
+the block no longer changes, which gives the tokens of plain decoding.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +22,31 @@ from anydecode.scoring.tree import TokenTree
         "speculative",
         paper="Parallel Decoding (arXiv:2305.10427): PJ, PGJ and HGJ",
         exactness="token-exact",
-        summary="All tokens of a block are guessed at once, and again until nothing changes.",
+        summary=(
+            "All tokens of a block are predicted in parallel, repeatedly, until"
+            " they no longer change."
+        ),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "tokens that can no longer change are said at once and not run again",
+            "tokens that can no longer change are emitted at once and not computed again",
             "works at any temperature: a token's noise is the same in every iteration",
-            "a block begins as copies of the last token said, or of `pad`; the paper's are PAD",
-            "where the policy has a state, guesses that are not yet fixed are the likeliest tokens",
+            "a block starts as copies of the last token, or of `pad`; the paper's starts as PAD",
+            "if the sampler has state, predictions that are not final are the most probable tokens",
         ),
     )
 )
 class Jacobi(Decoder):
-    """`block` tokens are iterated together, block after block (Gauss-Seidel); 0: all that may still
-    be said. A block starts as copies of `pad` (default: the last token said). After `length` tokens
-    (hybrid) decoding goes on plainly."""
+    """Jacobi iteration over blocks of tokens.
+
+    Args:
+        block: Tokens per block (Gauss-Seidel over blocks); 0: all remaining tokens.
+        pad: Initial token of a block; by default the last token of the text.
+        length: Number of tokens after which decoding becomes plain (hybrid); None: never.
+    """
 
     def __init__(self, block: int = 5, pad: int | None = None, length: int | None = None) -> None:
         if block < 0 or (length is not None and length < 0):
-            raise InvalidRequestError("jacobi needs block and length of at least 0")
+            raise InvalidRequestError("jacobi needs block >= 0 and length >= 0")
         self.block = block
         self.pad = pad
         self.length = length
@@ -44,24 +55,26 @@ class Jacobi(Decoder):
     def prepare(self, sequence: Sequence) -> None:
         size = sequence.context().pool.model.spec.vocab_size
         if self.pad is not None and not 0 <= self.pad < size:
-            raise InvalidRequestError(f"pad={self.pad} is no token of the model: it has {size}")
+            raise InvalidRequestError(
+                f"pad={self.pad} is not a token: the model has {size} tokens, from 0"
+            )
 
     def decode(self, sequence: Sequence) -> Decoding:
-        guess: list[int] = []
+        iterate: list[int] = []
         end = sequence.length
         while not sequence.finished:
             if sequence.length >= end:
-                end = sequence.length + self._block(sequence)
+                end = sequence.length + self._block_size(sequence)
                 pad = sequence.all_tokens[-1] if self.pad is None else self.pad
-                guess = [pad] * (end - sequence.length - 1)
-            tree = TokenTree.chain(guess[: end - sequence.length - 1])
+                iterate = [pad] * (end - sequence.length - 1)
+            tree = TokenTree.chain(iterate[: end - sequence.length - 1])
             scores = yield sequence.verify(tree)
-            verdict = self.acceptance.walk(tree, scores)
-            guess = _next(sequence, scores, len(verdict.path))
-            sequence.record(tree, verdict.path, verdict.tokens)
-            sequence.accept(verdict.path, verdict.tokens, scores)
+            result = self.acceptance.walk(tree, scores)
+            iterate = _next(sequence, scores, len(result.path))
+            sequence.record(tree, result.path, result.tokens)
+            sequence.accept(result.path, result.tokens, scores)
 
-    def _block(self, sequence: Sequence) -> int:
+    def _block_size(self, sequence: Sequence) -> int:
         left = sequence.remaining
         if self.length is not None:
             left = min(left, max(1, self.length - len(sequence.tokens)))
@@ -70,10 +83,10 @@ class Jacobi(Decoder):
         return min(self.block or left, left)
 
 
-def _next(sequence: Sequence, scores: Scores, kept: int) -> list[int]:
-    """The next iterate behind what is now fixed. A policy with a state may not know what to make of
-    guesses that it forbids, so those rows are read without it."""
-    rows = range(kept + 1, len(scores))
+def _next(sequence: Sequence, scores: Scores, num_accepted: int) -> list[int]:
+    """The next iterate after the accepted tokens. A stateful sampler may not be able to process
+    predictions that it forbids, so with one the rows are read without it."""
+    rows = range(num_accepted + 1, len(scores))
     if sequence.sampler.stateful:
         return [int(scores.logits[row].argmax()) for row in rows]
     return [scores.sample(row) for row in rows]

@@ -1,5 +1,9 @@
-"""Drafts from an n-gram pool that a window of Jacobi iterations fills (Fu et al., "Break the
-Sequential Dependency of LLM Inference Using Lookahead Decoding", arXiv:2402.02057)."""
+"""Lookahead decoding: drafts from an n-gram pool (Fu et al., "Break the Sequential Dependency of
+LLM Inference Using Lookahead Decoding", arXiv:2402.02057).
+
+Each pass also runs one Jacobi iteration over a window of future tokens. The n-grams that the
+iterations produce are stored. Those that start with the last token are drafted.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,8 @@ from anydecode.scoring.tree import ROOT, TokenTree
 
 
 class LookaheadDrafter(Drafter):
-    """`window` columns, n-grams of `ngram` tokens, at most `guesses` of them verified at a time."""
+    """Drafts n-grams of `ngram` tokens from a window of `window` columns, at most `guesses` n-grams
+    per pass."""
 
     needs_every_row = True
 
@@ -33,9 +38,12 @@ class LookaheadDrafter(Drafter):
 
 
 class _Session(TextDraftSession):
-    """`levels[r][c]` guesses the token r + c + 1 places behind the text; a level's tokens came from
-    the pass that the level above was the input of. In the tree, the first level is a chain and
-    every further level hangs on the one above it, column by column."""
+    """The window and the n-gram pool of one sequence.
+
+    `levels[r][c]` predicts the token r + c + 1 positions after the text. The tokens of a level were
+    predicted by the pass whose input was the level above. In the tree, the first level is a chain;
+    every further level hangs on the one above, column by column.
+    """
 
     def __init__(self, sequence: Sequence, drafter: LookaheadDrafter) -> None:
         super().__init__(sequence)
@@ -49,10 +57,10 @@ class _Session(TextDraftSession):
         drafter = self.drafter
         if not self.levels:
             self.levels = [self._filler(drafter.window)]
-        room = size - len(self.levels) * drafter.window
-        known = self.pool.get(self.text[-1], {})
-        count = min(drafter.guesses, max(0, room) // (drafter.ngram - 1))
-        self._drafted = tree = TokenTree.merge(list(known)[::-1][:count])
+        num_free_rows = size - len(self.levels) * drafter.window
+        ngrams = self.pool.get(self.text[-1], {})
+        count = min(drafter.guesses, max(0, num_free_rows) // (drafter.ngram - 1))
+        self._drafted = tree = TokenTree.merge(list(ngrams)[::-1][:count])
         self._positions = []
         for level in self.levels:
             above = self._positions[-1] if self._positions else None
@@ -67,33 +75,34 @@ class _Session(TextDraftSession):
         return tree
 
     def observe(self, round: SpeculationRound) -> None:
-        """The last level's rows give each column's next token: an n-gram for the pool, and the
-        window's new last level."""
+        """Read each column's next token from the rows of the last level: the columns give n-grams
+        for the pool, the tokens the window's new last level."""
         if round.tree is not self._drafted:
             return
         logits = round.scores.logits
-        fresh = [int(logits[position + 1].argmax()) for position in self._positions[-1]]
-        whole = len(self.levels) == self.drafter.ngram - 1
-        if whole:
-            for column, token in enumerate(fresh):
-                self._remember([*(level[column] for level in self.levels), token])
+        next_tokens = [int(logits[position + 1].argmax()) for position in self._positions[-1]]
+        is_full = len(self.levels) == self.drafter.ngram - 1
+        if is_full:
+            for column, token in enumerate(next_tokens):
+                self._store([*(level[column] for level in self.levels), token])
             del self.levels[0]
-        self.levels.append(fresh)
-        # One token further is what the shift by a level stands for; the rest shifts columns.
-        surplus = len(round.verdict.tokens) - 1
+        self.levels.append(next_tokens)
+        # Replacing a level already shifts the window by one token; the other accepted tokens shift
+        # columns.
+        shift = len(round.result.tokens) - 1
         filler = self._filler(self.drafter.window)
         width = self.drafter.window
-        self.levels = [(level[surplus:] + filler)[:width] for level in self.levels]
+        self.levels = [(level[shift:] + filler)[:width] for level in self.levels]
 
-    def _remember(self, ngram: list[int]) -> None:
-        known = self.pool.setdefault(ngram[0], {})
-        known.pop(tuple(ngram[1:]), None)
-        known[tuple(ngram[1:])] = None
-        if len(known) > self.drafter.guesses:
-            del known[next(iter(known))]
+    def _store(self, ngram: list[int]) -> None:
+        ngrams = self.pool.setdefault(ngram[0], {})
+        ngrams.pop(tuple(ngram[1:]), None)
+        ngrams[tuple(ngram[1:])] = None
+        if len(ngrams) > self.drafter.guesses:
+            del ngrams[next(iter(ngrams))]
 
     def _filler(self, count: int) -> list[int]:
-        """Tokens of the text, spread over it: something to begin with."""
+        """Tokens sampled evenly from the text, as initial values."""
         length = len(self.text)
         return [self.text[(position * 7919 + length) % length] for position in range(count)]
 
@@ -104,17 +113,23 @@ class _Session(TextDraftSession):
         "speculative",
         paper="Lookahead Decoding (arXiv:2402.02057)",
         exactness="token-exact",
-        summary="Jacobi iterations beside the text fill a pool of n-grams to draft from.",
+        summary="Jacobi iterations in each pass fill a pool of n-grams to draft from.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
             "after several accepted tokens the window moves by as many columns",
             "the window's own nodes may be accepted too",
             "5 columns, 4-grams and 5 guesses by default (the paper, for 7B on a GPU: 15, 5, 15)",
-            "new columns begin with tokens spread over the text, not with random ones",
+            "new columns start with tokens spread over the text, not with random ones",
         ),
     )
 )
 def lookahead(window: int = 5, ngram: int = 4, guesses: int = 5) -> Speculative:
-    """Lookahead decoding; a pass has up to (window + guesses) (ngram - 1) draft rows."""
+    """Lookahead decoding. A pass has up to (window + guesses) * (ngram - 1) draft rows.
+
+    Args:
+        window: Columns of the Jacobi window.
+        ngram: Tokens per n-gram.
+        guesses: Maximum number of n-grams verified per pass.
+    """
     drafter = LookaheadDrafter(window, ngram, guesses)
     return Speculative(drafter, (window + guesses) * (ngram - 1))

@@ -1,5 +1,9 @@
-"""Drafts from a model with another vocabulary (Ramakrishnan et al., "OmniDraft: A Cross-vocabulary,
-Online Adaptive Drafter for On-device Speculative Decoding", arXiv:2507.02659)."""
+"""OmniDraft: drafts from a model with a different vocabulary (Ramakrishnan et al., "OmniDraft: A
+Cross-vocabulary, Online Adaptive Drafter for On-device Speculative Decoding", arXiv:2507.02659).
+
+Draft tokens with the same bytes as a target token are translated directly. Runs of draft tokens are
+translated by a cache of how the draft model spells accepted target tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,38 +16,38 @@ from anydecode.decoders.speculative.core import (
     Speculative,
 )
 from anydecode.decoders.speculative.draft_model import DRAFT
-from anydecode.decoders.speculative.windows import follow
+from anydecode.decoders.speculative.windows import truncate_to_prefix
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
 
 
 class Translation:
-    """From draft tokens to target tokens: one to one where the bytes are the same, and runs of
-    draft tokens that were once the spelling of an accepted target token."""
+    """Translates draft tokens to target tokens: one to one where the bytes are equal, and by a
+    cache of runs of draft tokens that spelled an accepted target token."""
 
     def __init__(self) -> None:
         self.direct: dict[bytes, int] = {}
         self.runs: dict[tuple[int, ...], int] = {}
-        self.longest = 1
+        self.max_length = 1
 
     def learn(self, run: list[int], token: int) -> None:
-        """The target said `token`, which the draft model spells with `run`."""
+        """Store that the draft model spells the target's `token` with `run`."""
         if len(run) > 1:
             self.runs[tuple(run)] = token
-            self.longest = max(self.longest, len(run))
+            self.max_length = max(self.max_length, len(run))
 
-    def translate(self, drafts: list[int], spelled: list[bytes]) -> list[int]:
-        """Target tokens for `drafts`, whose bytes are `spelled`: the longest known run first, from
-        the left, as far as it goes."""
+    def translate(self, drafts: list[int], draft_bytes: list[bytes]) -> list[int]:
+        """Translate `drafts`, whose bytes are `draft_bytes`, from the left, the longest known run
+        first, until a token has no translation."""
         tokens: list[int] = []
         at = 0
         while at < len(drafts):
-            for length in range(min(self.longest, len(drafts) - at), 1, -1):
+            for length in range(min(self.max_length, len(drafts) - at), 1, -1):
                 run = self.runs.get(tuple(drafts[at : at + length]))
                 if run is not None:
                     break
             else:
-                length, run = 1, self.direct.get(spelled[at])
+                length, run = 1, self.direct.get(draft_bytes[at])
             if run is None:
                 break
             tokens.append(run)
@@ -52,7 +56,7 @@ class Translation:
 
 
 class OmniDrafter(Drafter):
-    """Chains of a draft model with a tokenizer of its own. What it learns about spellings is kept
+    """Drafts chains with a draft model that has its own tokenizer. The cache of spellings is kept
     for later requests."""
 
     runners = (DRAFT,)
@@ -63,9 +67,11 @@ class OmniDrafter(Drafter):
 
     def open(self, sequence: Sequence) -> DraftSession:
         if not self.translation.direct:
-            ours = sequence.tokenizers[TARGET]
-            spelled = ((ours.token_bytes(token), token) for token in range(ours.vocab_size))
-            for text, token in spelled:
+            tokenizer = sequence.tokenizers[TARGET]
+            token_bytes = (
+                (tokenizer.token_bytes(token), token) for token in range(tokenizer.vocab_size)
+            )
+            for text, token in token_bytes:
                 if text:
                     self.translation.direct.setdefault(text, token)
         return _Session(sequence, self.translation)
@@ -78,55 +84,59 @@ class _Session(DraftSession):
     def __init__(self, sequence: Sequence, translation: Translation) -> None:
         self.sequence = sequence
         self.translation = translation
-        self.ours = sequence.tokenizers[TARGET]
-        self.theirs = sequence.tokenizers[DRAFT]
-        self.known = 0
+        self.target_tokenizer = sequence.tokenizers[TARGET]
+        self.draft_tokenizer = sequence.tokenizers[DRAFT]
+        self.num_read = 0
         self.text: list[int] = []
-        self._rest = b""
+        self._pending_bytes = b""
 
     def propose(self, size: int) -> Proposal:
         self._catch_up()
-        if size < 1 or self._rest or not self.text:
+        if size < 1 or self._pending_bytes or not self.text:
             return TokenTree()
         sequence = self.sequence
         drafts: list[int] = []
-        spelled: list[bytes] = []
+        draft_bytes: list[bytes] = []
         context = sequence.context(DRAFT)
-        follow(context, self.text)
+        truncate_to_prefix(context, self.text)
         for _ in range(size):
             scores = yield sequence.score((self.text + drafts)[context.length :], runner=DRAFT)
             token = int(scores.row(-1).argmax())
-            if self.theirs.is_special(token):
+            if self.draft_tokenizer.is_special(token):
                 break
             drafts.append(token)
-            spelled.append(self.theirs.token_bytes(token))
-        return TokenTree.chain(self.translation.translate(drafts, spelled)[:size])
+            draft_bytes.append(self.draft_tokenizer.token_bytes(token))
+        return TokenTree.chain(self.translation.translate(drafts, draft_bytes)[:size])
 
     def observe(self, round: SpeculationRound) -> None:
-        """Spell what the target said with the draft model's tokens."""
-        for token in round.verdict.tokens:
-            text = self.ours.token_bytes(token)
+        """Store the draft model's spelling of the emitted tokens."""
+        for token in round.result.tokens:
+            text = self.target_tokenizer.token_bytes(token)
             try:
-                run = self.theirs.encode(text.decode(), special=False)
+                run = self.draft_tokenizer.encode(text.decode(), special=False)
             except UnicodeDecodeError:
                 continue
-            if b"".join(map(self.theirs.token_bytes, run)) == text:
+            if b"".join(map(self.draft_tokenizer.token_bytes, run)) == text:
                 self.translation.learn(run, token)
 
     def _catch_up(self) -> None:
-        """Spell new tokens for the draft model; a character cut in two waits for its other half."""
-        news = self.sequence.all_tokens[self.known :]
-        self.known += len(news)
-        self._rest += b"".join(map(self.ours.token_bytes, news))
+        """Encode new tokens for the draft model. The bytes of an incomplete character wait for the
+        rest."""
+        new_tokens = self.sequence.all_tokens[self.num_read :]
+        self.num_read += len(new_tokens)
+        self._pending_bytes += b"".join(map(self.target_tokenizer.token_bytes, new_tokens))
         try:
-            text, self._rest = self._rest.decode(), b""
+            text, self._pending_bytes = self._pending_bytes.decode(), b""
         except UnicodeDecodeError as error:
-            if len(self._rest) - error.start < 4:
-                text, self._rest = self._rest[: error.start].decode(), self._rest[error.start :]
+            if len(self._pending_bytes) - error.start < 4:
+                text, self._pending_bytes = (
+                    self._pending_bytes[: error.start].decode(),
+                    self._pending_bytes[error.start :],
+                )
             else:
-                text, self._rest = self._rest.decode(errors="replace"), b""
+                text, self._pending_bytes = self._pending_bytes.decode(errors="replace"), b""
         if text:
-            self.text += self.theirs.encode(text, special=not self.text)
+            self.text += self.draft_tokenizer.encode(text, special=not self.text)
 
 
 @register(
@@ -135,17 +145,21 @@ class _Session(DraftSession):
         "speculative",
         paper="OmniDraft (arXiv:2507.02659)",
         exactness="token-exact",
-        summary="A draft model with another vocabulary, through a cache of how it spells tokens.",
+        summary="A draft model with another vocabulary, translated by a cache of its spellings.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
-            "verified token-exactly; drafts are the draft model's likeliest tokens, and the paper's"
-            " merged probabilities, exact for points only, are not needed",
-            "the draft model is not trained here (see online-sd) and its length is fixed",
-            "special tokens of the prompt are left out of what the draft model reads",
+            "verified token-exactly; drafts are the draft model's most probable tokens, so the"
+            " paper's merged probabilities, exact for point masses only, are not needed",
+            "the draft model is not trained here (see online-sd), and the draft length is fixed",
+            "the draft model's input omits the special tokens of the prompt",
         ),
     )
 )
 def omnidraft(size: int = 5) -> Speculative:
-    """Up to `size` tokens of the draft model a round, translated."""
+    """OmniDraft: drafting across vocabularies.
+
+    Args:
+        size: Maximum number of draft-model tokens per round.
+    """
     return Speculative(OmniDrafter(), size)

@@ -1,5 +1,9 @@
-"""A draft model that keeps learning from what the target corrected (Liu et al., "Online Speculative
-Decoding", arXiv:2310.07177)."""
+"""Online speculative decoding: a draft model that learns from rejected drafts (Liu et al., "Online
+Speculative Decoding", arXiv:2310.07177).
+
+The first rejected draft of each round is stored with the target's distribution. Between requests
+the draft model is trained on these examples to match the target.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +20,30 @@ from anydecode.decoders.speculative.core import (
     SpeculationRound,
     Speculative,
 )
-from anydecode.decoders.speculative.draft_model import DRAFT, fitted
+from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.library import top_k
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
-#: The target's likeliest tokens a lesson keeps.
-TAUGHT = 16
+#: Number of most probable tokens of the target's distribution that an example keeps.
+NUM_TARGET_TOKENS = 16
 
 
 @dataclass(eq=False)
-class Lesson:
-    """One place where the draft was wrong: the draft model's last hidden state `[hidden_size]` and
-    logits `[vocab_size]`, and the target's likeliest tokens with their probabilities."""
+class RejectedDraft:
+    """A training example from a rejected draft: the draft model's last hidden state `[hidden_size]`
+    and logits `[vocab_size]`, and the target's most probable tokens with their probabilities."""
 
     hidden: torch.Tensor
     logits: torch.Tensor
     tokens: torch.Tensor
-    shares: torch.Tensor
+    probabilities: torch.Tensor
 
 
 class Correction(torch.nn.Module):
-    """What is added to the draft model's logits: a low-rank function of its last hidden state,
-    zero before the first lesson."""
+    """A correction added to the draft model's logits: a low-rank function of its last hidden state,
+    zero before training."""
 
     def __init__(self, hidden_size: int, vocab_size: int, rank: int, rate: float) -> None:
         super().__init__()
@@ -56,21 +60,21 @@ class Correction(torch.nn.Module):
         corrected: torch.Tensor = self.up(self.down(hidden * scale))
         return corrected
 
-    def learn(self, lessons: list[Lesson], steps: int) -> list[float]:
-        """Minimise the forward cross-entropy to the target's distribution at the lessons' places;
+    def train_steps(self, examples: list[RejectedDraft], steps: int) -> list[float]:
+        """Minimise the forward cross-entropy to the target's distributions of `examples`; returns
         the loss before each step, in nats."""
         hidden, logits = (
-            torch.stack([getattr(lesson, name) for lesson in lessons])
+            torch.stack([getattr(example, name) for example in examples])
             for name in ("hidden", "logits")
         )
         losses = []
         for _ in range(steps):
-            logs = torch.log_softmax(logits + self(hidden), dim=-1)
-            parts = [
-                -(lesson.shares * row[lesson.tokens]).sum()
-                for lesson, row in zip(lessons, logs, strict=True)
+            log_probabilities = torch.log_softmax(logits + self(hidden), dim=-1)
+            cross_entropies = [
+                -(example.probabilities * row[example.tokens]).sum()
+                for example, row in zip(examples, log_probabilities, strict=True)
             ]
-            loss = torch.stack(parts).mean()
+            loss = torch.stack(cross_entropies).mean()
             self.optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimiser.step()
@@ -79,8 +83,8 @@ class Correction(torch.nn.Module):
 
 
 class OnlineDrafter(Drafter):
-    """Chains from the draft model plus `Correction`. Lessons are learned when a request has ended
-    and at least `batch` wait; the last `memory` are kept."""
+    """Drafts chains with the draft model plus `Correction`. Training runs when a request has ended
+    and at least `batch` examples are stored; the last `memory` are kept."""
 
     runners = (DRAFT,)
 
@@ -92,7 +96,7 @@ class OnlineDrafter(Drafter):
         self.batch = batch
         self.steps = steps
         self.memory = memory
-        self.lessons: list[Lesson] = []
+        self.examples: list[RejectedDraft] = []
         self.losses: list[float] = []
         self.correction: Correction | None = None
 
@@ -100,22 +104,22 @@ class OnlineDrafter(Drafter):
         return _Session(sequence, self)
 
     def clear(self) -> None:
-        self.lessons, self.losses, self.correction = [], [], None
+        self.examples, self.losses, self.correction = [], [], None
 
-    def take(self, lesson: Lesson) -> None:
-        """Remember a lesson."""
-        self.lessons = [*self.lessons, lesson][-self.memory :]
+    def add_example(self, example: RejectedDraft) -> None:
+        """Store an example."""
+        self.examples = [*self.examples, example][-self.memory :]
 
-    def study(self) -> None:
-        """Learn what has been collected, if it is enough."""
-        if len(self.lessons) < self.batch:
+    def train(self) -> None:
+        """Train on the stored examples if there are at least `batch`."""
+        if len(self.examples) < self.batch:
             return
         if self.correction is None:
-            first = self.lessons[0]
+            first = self.examples[0]
             sizes = len(first.hidden), len(first.logits)
             self.correction = Correction(*sizes, self.rank, self.rate)
-        self.losses += self.correction.learn(self.lessons, self.steps)
-        self.lessons = []
+        self.losses += self.correction.train_steps(self.examples, self.steps)
+        self.examples = []
 
 
 class _Session(DraftSession):
@@ -130,36 +134,36 @@ class _Session(DraftSession):
         sequence.align(DRAFT)
         context = sequence.context(DRAFT)
         top = context.pool.model.spec.num_layers
-        sampler, known = sequence.sampler.fork(), sequence.all_tokens
+        sampler, tokens = sequence.sampler.fork(), sequence.all_tokens
         drafts: list[int] = []
         self.rows = []
         for _ in range(size):
-            text = (known + drafts)[context.length :]
+            text = (tokens + drafts)[context.length :]
             scores = yield sequence.score(text, runner=DRAFT, hidden=(top,))
             hidden = scores.hidden[top][-1].float().clone()
-            row = fitted(sequence, scores.row(-1)).copy()
+            row = fit_vocab(sequence, scores.row(-1)).copy()
             self.rows.append((hidden, row))
             if correction is not None:
                 with torch.no_grad():
                     row = row + correction(hidden).numpy()
-            token = sequence.sample(sampler, row, len(known) + len(drafts))
+            token = sequence.sample(sampler, row, len(tokens) + len(drafts))
             sampler.advance(token)
             drafts.append(token)
         self._drafted = TokenTree.chain(drafts)
         return self._drafted
 
     def observe(self, round: SpeculationRound) -> None:
-        """The first wrong draft of a round is a lesson; the end of a request is time to study."""
-        wrong = round.num_accepted
-        if round.tree is self._drafted and wrong < len(round.tree):
-            tokens, best = top_k(round.scores.logits[wrong : wrong + 1], TAUGHT)
-            hidden, row = self.rows[wrong]
-            shares = torch.softmax(torch.from_numpy(best[0]), dim=0)
-            taught = torch.from_numpy(tokens[0].astype(np.int64))
-            lesson = Lesson(hidden, torch.from_numpy(row), taught, shares)
-            self.drafter.take(lesson)
+        """Store the first rejected draft of the round; train at the end of the request."""
+        position = round.num_accepted
+        if round.tree is self._drafted and position < len(round.tree):
+            tokens, best = top_k(round.scores.logits[position : position + 1], NUM_TARGET_TOKENS)
+            hidden, row = self.rows[position]
+            probabilities = torch.softmax(torch.from_numpy(best[0]), dim=0)
+            token_ids = torch.from_numpy(tokens[0].astype(np.int64))
+            example = RejectedDraft(hidden, torch.from_numpy(row), token_ids, probabilities)
+            self.drafter.add_example(example)
         if round.sequence.finished:
-            self.drafter.study()
+            self.drafter.train()
 
 
 @register(
@@ -168,17 +172,17 @@ class _Session(DraftSession):
         "speculative",
         paper="Online Speculative Decoding (arXiv:2310.07177)",
         exactness="token-exact",
-        summary="The draft model learns from its rejected drafts, between requests.",
+        summary="The draft model learns from its rejected drafts between requests.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
-            "what learns is a low-rank correction of the draft model's logits; its own weights,"
-            " which may be quantised, stay as they are",
-            "the target's distribution is kept for its 16 likeliest tokens",
-            "lessons are learned between requests once `batch` of them wait, not every few"
-            " requests; each is learned from in one go of `steps` steps",
-            "the loss is forward cross-entropy; other divergences, mixed sampling, training ahead"
-            " of use and routing to drafters by topic are left out",
+            "a low-rank correction of the draft model's logits is trained; the model's own"
+            " weights, which may be quantised, do not change",
+            "the target's distribution is reduced to its 16 most probable tokens",
+            "training runs between requests once `batch` examples are stored, not every few"
+            " requests; each example is used for one run of `steps` steps",
+            "the loss is forward cross-entropy; other divergences, mixed sampling, training in"
+            " advance and routing to drafters by topic are not included",
             "verified token-exactly with shared noise",
         ),
     )
@@ -186,5 +190,13 @@ class _Session(DraftSession):
 def online_sd(
     size: int = 4, rank: int = 16, rate: float = 0.01, batch: int = 8, steps: int = 4
 ) -> Speculative:
-    """Chains of `size` drafts; `batch` rejected drafts make `steps` steps of Adam."""
+    """Online speculative decoding.
+
+    Args:
+        size: Number of drafts per round.
+        rank: Rank of the correction.
+        rate: Learning rate of Adam.
+        batch: Rejected drafts that start a training run.
+        steps: Steps per training run.
+    """
     return Speculative(OnlineDrafter(rank, rate, batch, steps), size)

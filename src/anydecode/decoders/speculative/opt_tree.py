@@ -1,5 +1,9 @@
-"""The draft tree with the largest expected number of accepted tokens (Wang et al., "OPT-Tree:
-Speculative Decoding with Adaptive Draft Tree Structure", arXiv:2406.17276)."""
+"""OPT-Tree: the draft tree with the largest expected number of accepted tokens (Wang et al.,
+"OPT-Tree: Speculative Decoding with Adaptive Draft Tree Structure", arXiv:2406.17276).
+
+The tree grows level by level. The nodes with the largest path probabilities are verified. Growth
+stops when a level adds too little to their sum.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,16 @@ from anydecode.scoring.tree import ROOT
 
 
 class OptTreeDrafter(TreeDrafter):
-    """Level by level the `size` best nodes; another level while the sum of the `size` best weights
-    of all levels grows by more than `delta`, up to `depth` levels. A weight is the product of the
-    draft model's beliefs along the path."""
+    """Adds the `size` best nodes per level, while the sum of the `size` best weights of all levels
+    grows by more than `delta`, up to `depth` levels. A node's weight is the product of the
+    estimated acceptance probabilities along its path."""
 
     def __init__(
         self, delta: float = 0.5, depth: int = 10, with_probabilities: bool = False
     ) -> None:
         super().__init__(with_probabilities)
         if delta < 0 or depth < 1:
-            raise InvalidRequestError("opt-tree needs delta of at least 0 and depth of at least 1")
+            raise InvalidRequestError("opt-tree needs delta >= 0 and depth >= 1")
         self.delta = delta
         self.depth = depth
 
@@ -35,11 +39,11 @@ class OptTreeDrafter(TreeDrafter):
             if depth > 1:
                 yield from growing.expand(frontier)
             options = [
-                (weights[node] * float(belief), node, int(token))
+                (weights[node] * float(probability), node, int(token))
                 for node in frontier
-                for belief, token in zip(
-                    growing.guesses[node].beliefs[:size],
-                    growing.guesses[node].tokens[:size],
+                for probability, token in zip(
+                    growing.candidates[node].acceptance_probabilities[:size],
+                    growing.candidates[node].tokens[:size],
                     strict=True,
                 )
             ]
@@ -72,10 +76,10 @@ def _best(weights: dict[int, float], size: int) -> list[int]:
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
-            "the gain counts the newest level too",
-            "above temperature 0 a node's weight is the draft model's belief given the noise the"
-            " target will use",
-            "the draft distribution is cut to its 64 likeliest tokens",
+            "the gain includes the newest level",
+            "above temperature 0 a node's weight is its estimated acceptance probability given the"
+            " noise that the target will use",
+            "the draft distribution is cut to its 64 most probable tokens",
             "16 nodes by default (the paper: 50)",
         ),
     )
@@ -83,5 +87,12 @@ def _best(weights: dict[int, float], size: int) -> list[int]:
 def opt_tree(
     size: int = 16, delta: float = 0.5, depth: int = 10, with_probabilities: bool = False
 ) -> Speculative:
-    """OPT-Tree with `size` nodes (the paper: 50)."""
+    """OPT-Tree.
+
+    Args:
+        size: Number of verified nodes (the paper: 50).
+        delta: Minimum gain of a further level, in expected tokens.
+        depth: Maximum depth.
+        with_probabilities: Keep the draft distributions, for rejection sampling.
+    """
     return Speculative(OptTreeDrafter(delta, depth, with_probabilities), size)

@@ -1,5 +1,9 @@
-"""Drafts copied from where the last few tokens stood before (A. Saxena, "Prompt Lookup Decoding",
-2023, github.com/apoorvumang/prompt-lookup-decoding)."""
+"""Prompt lookup decoding: drafts copied from the text (A. Saxena, "Prompt Lookup Decoding", 2023,
+github.com/apoorvumang/prompt-lookup-decoding).
+
+The longest suffix of the text that occurred before is looked up in an n-gram index. The tokens that
+followed it are the draft.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +15,26 @@ from anydecode.scoring.tree import TokenTree
 
 
 class NgramIndex:
-    """Where each n-gram of a growing text last ended, for n = 1 to `longest`."""
+    """The last end of each n-gram of a growing text, for n = 1 to `max_ngram`."""
 
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
+    def __init__(self, max_ngram: int) -> None:
+        self.max_ngram = max_ngram
         self.tokens: list[int] = []
-        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest)]
+        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in range(max_ngram)]
 
     def extend(self, tokens: list[int]) -> None:
-        """Add what came behind the text. An n-gram counts once something follows it."""
+        """Append `tokens` to the text. An n-gram is indexed once a token follows it."""
         for token in tokens:
             end = len(self.tokens)
-            for n in range(1, min(self.longest, end) + 1):
+            for n in range(1, min(self.max_ngram, end) + 1):
                 self._ends[n - 1][tuple(self.tokens[end - n :])] = end
             self.tokens.append(token)
 
-    def continuation(self, count: int, shortest: int = 1) -> list[int]:
+    def continuation(self, count: int, min_ngram: int = 1) -> list[int]:
         """Up to `count` tokens that followed the latest earlier occurrence of the longest matching
-        suffix of the text."""
+        suffix of at least `min_ngram` tokens."""
         length = len(self.tokens)
-        for n in range(min(self.longest, length), shortest - 1, -1):
+        for n in range(min(self.max_ngram, length), min_ngram - 1, -1):
             end = self._ends[n - 1].get(tuple(self.tokens[length - n :]))
             if end is not None:
                 return self.tokens[end : end + count]
@@ -38,30 +42,30 @@ class NgramIndex:
 
 
 class _Session(TextDraftSession):
-    def __init__(self, sequence: Sequence, longest: int, shortest: int) -> None:
+    def __init__(self, sequence: Sequence, longest: int, min_ngram: int) -> None:
         super().__init__(sequence)
-        self.shortest = shortest
+        self.min_ngram = min_ngram
         self.index = NgramIndex(longest)
 
     def read(self, tokens: list[int]) -> None:
         self.index.extend(tokens)
 
     def tree(self, size: int) -> TokenTree:
-        return TokenTree.chain(self.index.continuation(size, self.shortest))
+        return TokenTree.chain(self.index.continuation(size, self.min_ngram))
 
 
 class PromptLookupDrafter(Drafter):
-    """Copies what followed the last occurrence of the longest matching suffix, `longest` tokens at
-    most and `shortest` at least."""
+    """Drafts the tokens that followed the last occurrence of the longest matching suffix of
+    `min_ngram` to `max_ngram` tokens."""
 
-    def __init__(self, longest: int = 3, shortest: int = 1) -> None:
-        if not 1 <= shortest <= longest:
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 1) -> None:
+        if not 1 <= min_ngram <= max_ngram:
             raise InvalidRequestError("prompt lookup needs 1 <= shortest <= longest")
-        self.longest = longest
-        self.shortest = shortest
+        self.max_ngram = max_ngram
+        self.min_ngram = min_ngram
 
     def open(self, sequence: Sequence) -> DraftSession:
-        return _Session(sequence, self.longest, self.shortest)
+        return _Session(sequence, self.max_ngram, self.min_ngram)
 
 
 @register(
@@ -70,11 +74,20 @@ class PromptLookupDrafter(Drafter):
         "speculative",
         paper="Prompt Lookup Decoding (Saxena, 2023)",
         exactness="token-exact",
-        summary="Drafts are copied from where the last tokens stood before in prompt or answer.",
+        summary=(
+            "Drafts are copied from the last occurrence of the text's last tokens"
+            " in prompt or answer."
+        ),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=("the latest earlier occurrence is copied, not the first",),
     )
 )
 def prompt_lookup(size: int = 7, longest: int = 3, shortest: int = 1) -> Speculative:
-    """Prompt lookup with up to `size` drafts per pass."""
+    """Prompt lookup decoding.
+
+    Args:
+        size: Maximum number of drafts per pass.
+        longest: Longest suffix that is looked up, in tokens.
+        shortest: Shortest suffix that is looked up, in tokens.
+    """
     return Speculative(PromptLookupDrafter(longest, shortest), size)

@@ -1,6 +1,10 @@
-"""Batches whose rows accept different numbers of drafts (Zhang et al., "Batch Speculative Decoding
-Done Right", arXiv:2510.22876). Contexts map positions to slots one by one, so ragged rows need no
-realignment (EqSpec) and no grouping by length (ExSpec): any rows share a pass, none is copied."""
+"""Batched speculation with ragged acceptance (Zhang et al., "Batch Speculative Decoding Done
+Right", arXiv:2510.22876).
+
+The rows of a batch accept different numbers of drafts. Caches map positions to slots one by one, so
+ragged rows need no realignment (EqSpec) and no grouping by length (ExSpec): any rows share a pass,
+and no row is copied.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.core import Speculative
 from anydecode.decoders.speculative.draft_model import ModelDrafter
 
-_WORKS = ("constraints", "samplers", "guidance", "batches", "adapters")
+_WORKS_WITH = ("constraints", "samplers", "guidance", "batches", "adapters")
 _PAPER = "Batch Speculative Decoding Done Right (arXiv:2510.22876)"
 
 
@@ -18,17 +22,21 @@ _PAPER = "Batch Speculative Decoding Done Right (arXiv:2510.22876)"
         "speculative",
         paper=_PAPER,
         exactness="token-exact",
-        summary="Batched speculation with ragged acceptance; outputs equal each row's own.",
+        summary="Batched speculation with ragged acceptance; each output equals the unbatched one.",
         needs=("draft model",),
-        works_with=_WORKS,
+        works_with=_WORKS_WITH,
         deviations=(
-            "nothing is unpadded, appended and padded again: memory is paged",
+            "rows are not unpadded, appended and padded again, since the cache is paged",
             "verified token-exactly at any temperature (the paper: greedy)",
         ),
     )
 )
 def eqspec(size: int = 5) -> Speculative:
-    """Chains of `size` drafts; ragged acceptance costs nothing."""
+    """EqSpec: batched speculation with ragged acceptance.
+
+    Args:
+        size: Number of drafts per round.
+    """
     return Speculative(ModelDrafter(), size)
 
 
@@ -40,7 +48,7 @@ def eqspec(size: int = 5) -> Speculative:
         exactness="token-exact",
         summary="Batched speculation across requests of any length.",
         needs=("draft model",),
-        works_with=_WORKS,
+        works_with=_WORKS_WITH,
         deviations=(
             "requests are not sorted or grouped by length: every pass takes all of them",
             "verified token-exactly at any temperature (the paper: greedy)",
@@ -48,5 +56,9 @@ def eqspec(size: int = 5) -> Speculative:
     )
 )
 def exspec(size: int = 5) -> Speculative:
-    """Chains of `size` drafts; requests of different length share every pass."""
+    """ExSpec: batched speculation across requests of different lengths.
+
+    Args:
+        size: Number of drafts per round.
+    """
     return Speculative(ModelDrafter(), size)

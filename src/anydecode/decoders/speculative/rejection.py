@@ -1,4 +1,4 @@
-"""Rejection rules: the text follows the target's distribution exactly, whoever drafts.
+"""Rejection rules: the output follows the target's distribution exactly, whatever is drafted.
 
 Chains: Leviathan et al., arXiv:2211.17192. Siblings drawn without replacement: Jeon et al.,
 arXiv:2402.14160. Independent siblings: Miao et al., SpecInfer, arXiv:2305.09781.
@@ -22,35 +22,43 @@ from anydecode.scoring.score import Scores
 from anydecode.scoring.tree import ROOT, TokenTree
 
 
-def ladder(
+def rejection_steps(
     p: np.ndarray, q: np.ndarray | None, kind: str, tokens: Iterable[int], lenience: float = 1.0
 ) -> Iterator[tuple[float, np.ndarray]]:
-    """For each sibling in draft order: how likely it is kept if all before it were not, and what
-    is left of `p` when it is not kept either. `p` and `q` are float64 `[vocab_size]`.
+    """Yield the acceptance probability and the residual distribution of each sibling, in draft
+    order.
 
-    `q` is what the first sibling was drawn from; without it, or of kind "point", siblings were
-    chosen and not drawn. For "wor" each sibling is held against `q` without those before it.
+    The acceptance probability is conditional on the rejection of all siblings before. The residual
+    is the target distribution after the rejection of this sibling too.
+
+    Args:
+        p: The target's distribution, float64 `[vocab_size]`.
+        q: The distribution of the first sibling, float64 `[vocab_size]`; None if it was not drawn.
+        kind: "point": siblings were chosen, not drawn. "wor": drawn without replacement, so that
+            each is compared with `q` without those before. "iid": drawn independently.
+        tokens: The siblings.
+        lenience: Factor on `q`; below 1 the rule is lossy.
     """
     if kind == "point":
         q = None
     for token in tokens:
         target = p[token]
-        if q is None or q[token] <= 0:  # nobody draws this token, so it was chosen
-            chance, rest = target, p.copy()
+        if q is None or q[token] <= 0:  # never drawn from q, so the token was chosen
+            probability, rest = target, p.copy()
             rest[token] = 0.0
         else:
-            chance = min(1.0, target / (lenience * q[token]))
+            probability = min(1.0, target / (lenience * q[token]))
             rest = np.maximum(p - q, 0.0)
         total = rest.sum()
-        if total > 0:  # else rounding left nothing, and p itself is as good
+        if total > 0:  # else rounding left no residual, and p itself is as good
             p = rest / total
-        yield float(chance), p
+        yield float(probability), p
         if kind == "wor" and q is not None:
-            q = without(q, token)
+            q = exclude_token(q, token)
 
 
-def without(q: np.ndarray, token: int) -> np.ndarray | None:
-    """`q` given that it is not `token`; None if there is nothing else."""
+def exclude_token(q: np.ndarray, token: int) -> np.ndarray | None:
+    """`q` conditioned on not being `token`; None if no other token is possible."""
     rest = q.copy()
     rest[token] = 0.0
     total = rest.sum()
@@ -58,12 +66,12 @@ def without(q: np.ndarray, token: int) -> np.ndarray | None:
 
 
 class RejectionSampling(Acceptance):
-    """Keep a draft with probability min(1, p / q), else draw from what is left of p.
+    """Accept a draft with probability min(1, p / q), else sample from the residual of p.
 
-    `tree.probabilities` must hold what the drafter drew from, after the same policy as the target's
-    rows. Coins and draws come from streams of their own, so they never meet the drafter's noise;
-    where nothing was drafted the token is the one plain decoding picks. A `lenience` below 1 keeps
-    drafts with min(1, p / (lenience q)): faster, and no longer exact.
+    `tree.probabilities` must hold the distributions that the drafts were drawn from, after the same
+    sampler as the target's rows. Acceptance and residual sampling use their own noise streams,
+    which never coincide with the drafter's. Without a draft, the token is that of plain decoding. A
+    `lenience` below 1 accepts with min(1, p / (lenience q)): faster, but no longer exact.
     """
 
     exactness = "distribution-exact"
@@ -88,38 +96,38 @@ class RejectionSampling(Acceptance):
             node = child
 
     def _step(self, tree: TokenTree, scores: Scores, node: int) -> tuple[int | None, int]:
-        """The child that is kept, if one is, and the token that is said after `node`."""
+        """The accepted child, or None, and the token emitted after `node`."""
         row, children = node + 1, tree.children(node)
         if not children:
             return None, scores.sample(row)
         sequence, position = scores.sequence, int(scores.positions[row]) + 1
         coins = sequence.noise.with_purpose("coin")
-        rest = scores.distribution(row).dense(scores.logits.shape[1])
-        drafted = [tree.tokens[child] for child in children]
-        rungs = self.rungs(rest, tree.probabilities.get(node), tree.kind, drafted)
-        for index, (child, (chance, left)) in enumerate(zip(children, rungs, strict=True)):
-            rest = left
-            if coins.coin(position, index=index) < chance:
+        remaining = scores.distribution(row).dense(scores.logits.shape[1])
+        draft_tokens = [tree.tokens[child] for child in children]
+        steps = self.steps(remaining, tree.probabilities.get(node), tree.kind, draft_tokens)
+        for index, (child, (probability, residual)) in enumerate(zip(children, steps, strict=True)):
+            remaining = residual
+            if coins.coin(position, index=index) < probability:
                 sequence.record_logprobs(
                     scores.row(row), position, tree.tokens[child], scores.sampler_after(row)
                 )
                 return child, tree.tokens[child]
-        residual = sequence.noise.with_purpose("residual")
-        support = np.flatnonzero(rest)
-        keys = np.log(rest[support]) + residual.gumbel(support, position)
+        residual_noise = sequence.noise.with_purpose("residual")
+        support = np.flatnonzero(remaining)
+        keys = np.log(remaining[support]) + residual_noise.gumbel(support, position)
         token = int(support[keys.argmax()])
         sequence.record_logprobs(scores.row(row), position, token, scores.sampler_after(row))
         return None, token
 
-    def rungs(
+    def steps(
         self, p: np.ndarray, q: np.ndarray | None, kind: str, tokens: list[int]
     ) -> Iterator[tuple[float, np.ndarray]]:
-        """The ladder this rule climbs down."""
-        return ladder(p, q, kind, tokens, self.lenience)
+        """The rejection steps of this rule."""
+        return rejection_steps(p, q, kind, tokens, self.lenience)
 
 
-#: The rules a user can name.
-RULES: dict[str, type[Acceptance]] = {
+#: The acceptance rules by name.
+ACCEPTANCE_RULES: dict[str, type[Acceptance]] = {
     "token-exact": TokenExact,
     "rejection": RejectionSampling,
     "typical": TypicalAcceptance,
@@ -127,11 +135,11 @@ RULES: dict[str, type[Acceptance]] = {
 }
 
 
-def rule(choice: str | Acceptance) -> Acceptance:
-    """The rule a user named. Raises `InvalidRequestError` for a name that is none."""
+def acceptance_rule(choice: str | Acceptance) -> Acceptance:
+    """The acceptance rule with a name. Raises `InvalidRequestError` for an unknown name."""
     if isinstance(choice, Acceptance):
         return choice
-    if choice not in RULES:
-        known = ", ".join(RULES)
-        raise InvalidRequestError(f"no acceptance rule is called {choice!r}: there are {known}")
-    return RULES[choice]()
+    if choice not in ACCEPTANCE_RULES:
+        names = ", ".join(ACCEPTANCE_RULES)
+        raise InvalidRequestError(f"unknown acceptance rule {choice!r}: give one of {names}")
+    return ACCEPTANCE_RULES[choice]()

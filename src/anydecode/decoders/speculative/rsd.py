@@ -1,5 +1,10 @@
-"""Draft trees sampled without replacement (Jeon et al., "Recursive Speculative Decoding:
-Accelerating LLM Inference via Sampling Without Replacement", arXiv:2402.14160)."""
+"""Recursive speculative decoding: draft trees sampled without replacement (Jeon et al., "Recursive
+Speculative Decoding: Accelerating LLM Inference via Sampling Without Replacement",
+arXiv:2402.14160).
+
+RSD-C draws a constant number of children per level. RSD-S keeps the best draws of a level by
+stochastic beam search.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +29,14 @@ class ConstantBranching(TreeDrafter):
     def __init__(self, branching: tuple[int, ...], with_probabilities: bool = False) -> None:
         super().__init__(with_probabilities)
         if not branching or min(branching) < 1:
-            raise InvalidRequestError("rsd needs at least one level, and one child on each")
+            raise InvalidRequestError(
+                "rsd needs at least one level, and at least one child on each"
+            )
         self.branching = branching
 
     @property
     def size(self) -> int:
-        """Nodes of the whole tree."""
+        """Number of nodes of the whole tree."""
         return int(np.cumprod(self.branching).sum())
 
     def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:
@@ -40,58 +47,64 @@ class ConstantBranching(TreeDrafter):
             level = [
                 growing.add(int(token), node)
                 for node in level
-                for token in growing.guesses[node].tokens[:count]
+                for token in growing.candidates[node].tokens[:count]
             ]
             if len(growing.tree) >= size:
                 break
         return list(range(min(size, len(growing.tree))))
 
 
-def conditioned(above: float, keys: np.ndarray) -> np.ndarray:
-    """Gumbel keys of children given that the largest of them is their parent's key `above`:
-    -log(exp(-above) - exp(-max) + exp(-key)), without overflow. At the maximum it is `above`."""
+def condition_on_parent(parent_key: float, keys: np.ndarray) -> np.ndarray:
+    """The Gumbel keys of children, conditioned on their maximum being `parent_key`:
+    -log(exp(-parent_key) - exp(-max) + exp(-key)), computed without overflow. At the maximum the
+    result is `parent_key`."""
     gap = keys - keys.max()
     with np.errstate(divide="ignore"):
-        v = above - keys + np.log1p(-np.exp(gap))
-    result: np.ndarray = above - np.maximum(v, 0.0) - np.log1p(np.exp(-np.abs(v)))
+        v = parent_key - keys + np.log1p(-np.exp(gap))
+    result: np.ndarray = parent_key - np.maximum(v, 0.0) - np.log1p(np.exp(-np.abs(v)))
     return result
 
 
 class StochasticBeam(TreeDrafter):
-    """RSD-S: on every level the `width` children with the largest conditioned keys (Kool et al.,
-    stochastic beam search, arXiv:1903.06059). At temperature 0 a plain beam search."""
+    """RSD-S: keeps the `width` children with the largest conditioned keys on every level (Kool et
+    al., stochastic beam search, arXiv:1903.06059). At temperature 0 this is plain beam search."""
 
     kind = "wor"
 
     def __init__(self, width: int, depth: int, with_probabilities: bool = False) -> None:
         super().__init__(with_probabilities)
         if width < 1 or depth < 1:
-            raise InvalidRequestError("rsd needs width and depth of at least 1")
+            raise InvalidRequestError("rsd needs width >= 1 and depth >= 1")
         self.width = width
         self.depth = depth
 
     def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:
-        greedy = growing.sequence.sampler.is_greedy
-        logs, keys = {ROOT: 0.0}, {ROOT: 0.0}
+        is_greedy = growing.sequence.sampler.is_greedy
+        log_probabilities, keys = {ROOT: 0.0}, {ROOT: 0.0}
         beam = [ROOT]
         for depth in range(self.depth):
             if depth:
                 yield from growing.expand(beam)
             options: list[tuple[float, float, int, int]] = []
             for node in beam:
-                guesses = growing.guesses[node]
-                local = np.log(guesses.probabilities)
-                raw = logs[node] + guesses.keys
-                found = raw if greedy else conditioned(keys[node], raw)
+                candidates = growing.candidates[node]
+                local = np.log(candidates.probabilities)
+                raw = log_probabilities[node] + candidates.keys
+                child_keys = raw if is_greedy else condition_on_parent(keys[node], raw)
                 options += [
-                    (float(found[i]), logs[node] + float(local[i]), node, int(guesses.tokens[i]))
-                    for i in range(min(self.width, len(found)))
+                    (
+                        float(child_keys[i]),
+                        log_probabilities[node] + float(local[i]),
+                        node,
+                        int(candidates.tokens[i]),
+                    )
+                    for i in range(min(self.width, len(child_keys)))
                 ]
             options.sort(key=lambda option: -option[0])
             beam = []
             for key, log, parent, token in options[: min(self.width, size - len(growing.tree))]:
                 node = growing.add(token, parent)
-                keys[node], logs[node] = key, log
+                keys[node], log_probabilities[node] = key, log
                 beam.append(node)
             if not beam:
                 break
@@ -104,12 +117,15 @@ class StochasticBeam(TreeDrafter):
         "speculative",
         paper="Recursive Speculative Decoding (arXiv:2402.14160), RSD-C and RSD-S",
         exactness="token-exact",
-        summary="Siblings are drawn without replacement, by branching or stochastic beams.",
+        summary=(
+            "Siblings are drawn without replacement, with constant branching or by"
+            " stochastic beam search."
+        ),
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
-            "verified token-exactly: the draws use the noise the target will use",
-            "the draft distribution is cut to its 64 likeliest tokens",
+            "verified token-exactly: the draws use the noise that the target will use",
+            "the draft distribution is cut to its 64 most probable tokens",
             "at temperature 0, where draws are not random, top-k and beam search",
         ),
     )
@@ -117,13 +133,22 @@ class StochasticBeam(TreeDrafter):
 def rsd(
     width: int = 3, depth: int = 4, branching: str = "", with_probabilities: bool = False
 ) -> Speculative:
-    """RSD-S with `width` and `depth`, or RSD-C with `branching` such as "3-2-1"."""
+    """Recursive speculative decoding: RSD-S, or RSD-C if `branching` is given.
+
+    Args:
+        width: Beam width of RSD-S.
+        depth: Depth of RSD-S.
+        branching: Children per node on each level of RSD-C, such as "3-2-1".
+        with_probabilities: Keep the draft distributions, for rejection sampling.
+    """
     if not branching:
         beams = StochasticBeam(width, depth, with_probabilities)
         return Speculative(beams, width * depth)
     try:
         counts = tuple(int(part) for part in str(branching).split("-"))
     except ValueError:
-        raise InvalidRequestError(f"branching={branching!r} is no list such as 3-2-1") from None
+        raise InvalidRequestError(
+            f"branching={branching!r} is not a list of numbers such as 3-2-1"
+        ) from None
     constant = ConstantBranching(counts, with_probabilities)
     return Speculative(constant, constant.size)

@@ -1,4 +1,5 @@
-"""Drafting with a smaller model under acceptance rules other than equality with plain decoding."""
+"""Draft-model decoding under acceptance rules other than token-exact: rejection, lenient, typical
+and top-m."""
 
 from __future__ import annotations
 
@@ -17,13 +18,20 @@ _WORKS_WITH = ("constraints", "samplers", "guidance", "batches", "adapters")
         "speculative",
         paper="Fast Inference from Transformers via Speculative Decoding (arXiv:2211.17192)",
         exactness="distribution-exact",
-        summary="A smaller model drafts; drafts are kept with min(1, p/q), else p - q is drawn.",
+        summary=(
+            "Drafts of a smaller model are accepted with min(1, p/q); a rejected"
+            " one is resampled from p - q."
+        ),
         needs=("draft model",),
         works_with=_WORKS_WITH,
     )
 )
 def rejection_sampling(size: int = 4) -> Speculative:
-    """Drafts of `size` tokens under the rejection rule."""
+    """Speculative decoding with the rejection rule (Leviathan et al., arXiv:2211.17192).
+
+    Args:
+        size: Number of drafts per round.
+    """
     return Speculative(ModelDrafter(with_probabilities=True), size, RejectionSampling())
 
 
@@ -33,13 +41,21 @@ def rejection_sampling(size: int = 4) -> Speculative:
         "speculative",
         paper="Fast Inference from Transformers via Speculative Decoding (arXiv:2211.17192), A.5",
         exactness="lossy",
-        summary="The rejection rule against lenience times q: no token gets above p / lenience.",
+        summary=(
+            "The rejection rule with lenience times q; no token gets a probability"
+            " above p / lenience."
+        ),
         needs=("draft model",),
         works_with=_WORKS_WITH,
     )
 )
 def lenient_sampling(size: int = 4, lenience: float = 0.5) -> Speculative:
-    """Drafts of `size` tokens, kept with min(1, p / (lenience q))."""
+    """Speculative decoding that accepts with min(1, p / (lenience q)).
+
+    Args:
+        size: Number of drafts per round.
+        lenience: Factor on the draft's probability, above 0 and at most 1.
+    """
     return Speculative(ModelDrafter(with_probabilities=True), size, RejectionSampling(lenience))
 
 
@@ -49,14 +65,23 @@ def lenient_sampling(size: int = 4, lenience: float = 0.5) -> Speculative:
         "speculative",
         paper="Medusa (arXiv:2401.10774), its acceptance rule",
         exactness="lossy",
-        summary="Drafts are kept when the target finds them typical.",
+        summary=(
+            "Drafts are accepted if their probability is above a threshold set by"
+            " the target's entropy."
+        ),
         needs=("draft model",),
         works_with=_WORKS_WITH,
         deviations=("drafts come from a smaller model, not from trained heads",),
     )
 )
 def typical_acceptance(size: int = 4, epsilon: float = 0.3, delta: float = 0.09) -> Speculative:
-    """Drafts of `size` tokens, kept above min(epsilon, delta exp(-entropy))."""
+    """Speculative decoding with typical acceptance (Cai et al., Medusa, arXiv:2401.10774).
+
+    Args:
+        size: Number of drafts per round.
+        epsilon: Upper bound of the threshold.
+        delta: The threshold is min(epsilon, delta exp(-entropy)).
+    """
     return Speculative(ModelDrafter(), size, TypicalAcceptance(epsilon, delta))
 
 
@@ -67,18 +92,24 @@ def typical_acceptance(size: int = 4, epsilon: float = 0.3, delta: float = 0.09)
         paper="Blockwise Parallel Decoding (arXiv:1811.03115), its relaxed rules; GAD++"
         " (arXiv:2203.16487), its gap",
         exactness="lossy",
-        summary="Drafts are kept when they are among the target's likeliest tokens.",
+        summary="Drafts are accepted if they are among the target's most probable tokens.",
         needs=("draft model",),
         works_with=_WORKS_WITH,
         deviations=(
             "drafts come from a smaller model, not from trained heads",
-            "the distance rule for ordered outputs is left out: text has no order",
+            "the distance rule for ordered outputs is not included, since tokens have no order",
         ),
     )
 )
 def top_m_acceptance(
     size: int = 4, count: int = 2, gap: float | None = None, block: int = 1
 ) -> Speculative:
-    """Drafts of `size` tokens, kept among the `count` likeliest and within `gap` nats of the first;
-    at least `block` tokens are said per pass."""
+    """Speculative decoding with top-m acceptance (Stern et al., arXiv:1811.03115).
+
+    Args:
+        size: Number of drafts per round.
+        count: Drafts among so many most probable tokens are accepted.
+        gap: Maximum distance from the most probable token, in nats; None: any.
+        block: Minimum number of tokens emitted per pass.
+    """
     return Speculative(ModelDrafter(), size, TopMAcceptance(count, gap, block))

@@ -1,5 +1,9 @@
-"""Nested drafts from the exits of one draft model (Kavehzadeh et al., "S2D: Sorted Speculative
-Decoding For More Efficient Deployment of Nested Large Language Models", arXiv:2407.01955)."""
+"""S2D: drafts from the early exits of one draft model (Kavehzadeh et al., "S2D: Sorted Speculative
+Decoding For More Efficient Deployment of Nested Large Language Models", arXiv:2407.01955).
+
+Each draft comes from the first exit of the draft model whose largest probability reaches a
+threshold.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.draft_model import DRAFT, fitted
+from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
 from anydecode.decoders.speculative.draft_trees import draft_distribution
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
@@ -20,14 +24,14 @@ from anydecode.scoring.tree import TokenTree
 
 
 class NestedDrafter(Drafter):
-    """A token comes from the first exit whose largest probability reaches `confidence`; the last
-    exit is the whole draft model. `exits` are shares of its depth."""
+    """Drafts each token at the first exit whose largest probability reaches `confidence`; the last
+    exit is the whole draft model. `exits` are fractions of its depth."""
 
     runners = (DRAFT,)
 
     def __init__(self, exits: tuple[float, ...], confidence: float) -> None:
         if not exits or any(not 0 < share < 1 for share in exits) or list(exits) != sorted(exits):
-            raise InvalidRequestError("s2d needs exits between 0 and 1 that rise, such as 0.5-0.75")
+            raise InvalidRequestError("s2d needs rising exits between 0 and 1, such as 0.5-0.75")
         if not 0 <= confidence <= 1:
             raise InvalidRequestError("s2d needs a confidence from 0 to 1")
         self.exits = exits
@@ -37,9 +41,9 @@ class NestedDrafter(Drafter):
         return _Session(sequence, self)
 
     def layers(self, depth: int) -> list[int]:
-        """The exit layers of a model with `depth` layers, the last not among them."""
-        found = {min(depth - 1, max(1, round(share * depth))) for share in self.exits}
-        return sorted(found - {0}) if depth > 1 else []
+        """The exit layers of a model with `depth` layers, without the last."""
+        layers = {min(depth - 1, max(1, round(share * depth))) for share in self.exits}
+        return sorted(layers - {0}) if depth > 1 else []
 
 
 class _Session(DraftSession):
@@ -64,22 +68,22 @@ class _Session(DraftSession):
         return TokenTree.chain(drafts)
 
     def _row(self, token: int, sampler: Sampler) -> Generator[DecoderAction, Any, np.ndarray]:
-        """The row of the first exit that is sure enough. Whether it is depends on its distribution
-        alone, never on the token that will be drawn."""
+        """The row of the first exit whose confidence is high enough. The choice depends on the
+        distribution alone, not on the token sampled from it."""
         sequence = self.sequence
         depth = sequence.context(DRAFT).pool.model.spec.num_layers
         exits = self.drafter.layers(depth)
         if not exits:
             scores = yield sequence.score([token], runner=DRAFT)
-            return fitted(sequence, scores.row(-1))
+            return fit_vocab(sequence, scores.row(-1))
         scores = yield sequence.score([token], runner=DRAFT, layers=(0, exits[0]))
-        for following in [*exits[1:], depth]:
-            row = fitted(sequence, scores.row(-1))
-            found = draft_distribution(sampler, row)
-            if float(found.probabilities().max()) >= self.drafter.confidence:
+        for stop in [*exits[1:], depth]:
+            row = fit_vocab(sequence, scores.row(-1))
+            distribution = draft_distribution(sampler, row)
+            if float(distribution.probabilities().max()) >= self.drafter.confidence:
                 return row
-            scores = yield sequence.complete(runner=DRAFT, stop=following)
-        return fitted(sequence, scores.row(-1))
+            scores = yield sequence.complete(runner=DRAFT, stop=stop)
+        return fit_vocab(sequence, scores.row(-1))
 
 
 @register(
@@ -88,21 +92,29 @@ class _Session(DraftSession):
         "speculative",
         paper="Sorted Speculative Decoding (arXiv:2407.01955)",
         exactness="token-exact",
-        summary="Each draft comes from the first exit of the draft model that is sure enough.",
+        summary="Each draft comes from the first exit of the draft model with enough confidence.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
             "any draft model, not one trained with losses at its exits",
-            "what an early exit left out is computed when a later exit is first needed",
-            "one confidence for every exit and target; the paper tunes it by the target's size",
+            "the layers after an early exit are computed when a later exit is first needed",
+            "one confidence for all exits and targets; the paper tunes it by the target's size",
             "verified token-exactly with shared noise",
         ),
     )
 )
 def s2d(size: int = 4, exits: str = "0.5-0.75", confidence: float = 0.7) -> Speculative:
-    """Nested drafting; `exits` are shares of the draft model's depth."""
+    """S2D: nested drafting with early exits.
+
+    Args:
+        size: Number of drafts per round.
+        exits: Exits as fractions of the draft model's depth, rising, such as "0.5-0.75".
+        confidence: Largest probability from which an exit is taken, from 0 to 1.
+    """
     try:
-        shares = tuple(float(part) for part in str(exits).split("-"))
+        depths = tuple(float(part) for part in str(exits).split("-"))
     except ValueError:
-        raise InvalidRequestError(f"exits={exits!r} is no list such as 0.5-0.75") from None
-    return Speculative(NestedDrafter(shares, confidence), size)
+        raise InvalidRequestError(
+            f"exits={exits!r} is not a list of numbers such as 0.5-0.75"
+        ) from None
+    return Speculative(NestedDrafter(depths, confidence), size)

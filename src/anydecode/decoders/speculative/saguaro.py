@@ -1,5 +1,9 @@
-"""Speculation on the outcome of a verification while it runs (Kumar et al., "Speculative
-Speculative Decoding", arXiv:2603.03251: SSD with Saguaro's fan-out)."""
+"""Saguaro: drafting for the outcome of a verification while it runs (Kumar et al., "Speculative
+Speculative Decoding", arXiv:2603.03251).
+
+While the target verifies, the draft model prepares the next drafts for the most probable outcomes.
+An outcome is the number of accepted drafts and the bonus token.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +21,23 @@ from anydecode.scoring.score import DecoderAction, Decoding, Submit, Ticket, Wai
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
-#: How many drafts were accepted, and the token that came behind them.
+#: The number of accepted drafts, and the bonus token after them.
 Outcome = tuple[int, int]
 
 
 def fan_out(size: int, budget: int, acceptance: float, exponent: float) -> list[int]:
-    """How many bonus tokens to prepare for after k = 0..`size` accepted drafts, `budget` in all:
-    F_k in proportion to a^(k / (1 + r)), and the last, where no draft is excluded, to
-    a^(size / (1 + r)) (1 - a)^(-1 / (1 + r)). `acceptance` a is the rate at which drafts are
-    accepted; misses fall with the fan-out like F^-`exponent`. At least one each."""
+    """The number of bonus tokens to prepare for after k = 0..`size` accepted drafts, at least one
+    each.
+
+    F_k is proportional to a^(k / (1 + r)). The last, where no draft is excluded, is proportional to
+    a^(size / (1 + r)) (1 - a)^(-1 / (1 + r)).
+
+    Args:
+        size: Number of drafts.
+        budget: Total number of bonus tokens.
+        acceptance: The acceptance rate a.
+        exponent: r; misses fall with the fan-out like F^-r.
+    """
     power = 1 / (1 + exponent)
     shares = [acceptance ** (k * power) for k in range(size + 1)]
     shares[-1] *= (1 - acceptance) ** -power
@@ -34,7 +46,7 @@ def fan_out(size: int, budget: int, acceptance: float, exponent: float) -> list[
 
 @dataclass(eq=False)
 class _Branch:
-    """Drafts prepared for one outcome; `node` is the last one's place in the tree."""
+    """Drafts prepared for one outcome; `node` is the tree index of the last one."""
 
     node: int
     drafts: list[int] = field(default_factory=list)
@@ -46,22 +58,28 @@ class _Branch:
         "speculative",
         paper="Speculative Speculative Decoding (arXiv:2603.03251), Saguaro",
         exactness="token-exact",
-        summary="While drafts are verified, the next drafts are made for every likely outcome.",
+        summary="While drafts are verified, the next ones are prepared for every probable outcome.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "batches"),
         deviations=(
-            "verified token-exactly; bonus tokens are guessed with the noise the target will use,"
-            " so the paper's reshaped draft distribution is not needed",
-            "a miss drafts at once (the paper's jit backup)",
-            "once the outcome is known, only its own branch goes on",
-            "bonus tokens and prepared drafts come from the draft model's 64 likeliest tokens",
-            "4 drafts a round by default (the paper: 6 or 7)",
+            "verified token-exactly; bonus tokens are predicted with the noise that the target"
+            " will use, so the paper's reshaped draft distribution is not needed",
+            "after a miss new drafts are made at once (the paper's just-in-time backup)",
+            "once the outcome is known, only its own branch is continued",
+            "bonus tokens and prepared drafts come from the draft model's 64 most probable tokens",
+            "4 drafts per round by default (the paper: 6 or 7)",
         ),
     )
 )
 class Saguaro(Decoder):
-    """`size` drafts a round; `fan` bonus tokens are prepared for after each number of accepted
-    drafts. With `acceptance` (a rate below 1) the same total is spread by `fan_out`."""
+    """Saguaro: prepares drafts for the outcomes of a running verification.
+
+    Args:
+        size: Number of drafts per round.
+        fan: Bonus tokens to prepare for after each number of accepted drafts.
+        acceptance: Acceptance rate, below 1; with it the same total is spread by `fan_out`.
+        exponent: Exponent of `fan_out`.
+    """
 
     runners = (DRAFT,)
 
@@ -69,7 +87,7 @@ class Saguaro(Decoder):
         self, size: int = 4, fan: int = 3, acceptance: float | None = None, exponent: float = 0.5
     ) -> None:
         if size < 1 or fan < 1:
-            raise InvalidRequestError("saguaro needs size and fan of at least 1")
+            raise InvalidRequestError("saguaro needs size >= 1 and fan >= 1")
         if acceptance is not None and not 0 < acceptance < 1 or exponent < 0:
             raise InvalidRequestError("saguaro needs 0 < acceptance < 1 and exponent >= 0")
         self.size = size
@@ -81,7 +99,7 @@ class Saguaro(Decoder):
     def decode(self, sequence: Sequence) -> Decoding:
         drafts: list[int] = []
         while not sequence.finished:
-            hit = bool(drafts)
+            is_hit = bool(drafts)
             if not drafts:
                 sequence.align(DRAFT)
                 drafts = yield from draft_chain(sequence, [], self.size)
@@ -91,24 +109,27 @@ class Saguaro(Decoder):
             branches = yield from self._prepare(growing, tree, ticket)
             if ticket.scores is None:
                 yield Wait([ticket])
-            verdict = self.acceptance.walk(tree, ticket.scores)
-            sequence.record(tree, verdict.path, verdict.tokens, hit=hit, prepared=sorted(branches))
-            sequence.accept(verdict.path, verdict.tokens, ticket.scores)
-            growing.keep(verdict.tokens[:-1])
-            branch = branches.get(_outcome(verdict))
+            result = self.acceptance.walk(tree, ticket.scores)
+            sequence.record(tree, result.path, result.tokens, hit=is_hit, prepared=sorted(branches))
+            sequence.accept(result.path, result.tokens, ticket.scores)
+            growing.retain(result.tokens[:-1])
+            branch = branches.get(_outcome(result))
             drafts = branch.drafts if branch and len(branch.drafts) == self.size else []
 
     def _prepare(
         self, growing: GrowingTree, tree: TokenTree, ticket: Ticket
     ) -> Generator[DecoderAction, Any, dict[Outcome, _Branch]]:
-        """Drafts for every outcome in the fan-out; for the true one only once it is known."""
+        """Prepare drafts for every outcome in the fan-out; once the true outcome is known, only for
+        that one."""
         yield from growing.start(tree.tokens)
         branches: dict[Outcome, _Branch] = {}
-        for kept, count in enumerate(self.fans):
-            excluded = tree.tokens[kept] if kept < self.size else None
-            tokens = [int(t) for t in growing.guesses[kept - 1].tokens if t != excluded]
+        for num_accepted, count in enumerate(self.fans):
+            excluded = tree.tokens[num_accepted] if num_accepted < self.size else None
+            tokens = [int(t) for t in growing.candidates[num_accepted - 1].tokens if t != excluded]
             for token in tokens[:count]:
-                branches[kept, token] = _Branch(growing.add(token, kept - 1 if kept else ROOT))
+                branches[num_accepted, token] = _Branch(
+                    growing.add(token, num_accepted - 1 if num_accepted else ROOT)
+                )
         active = branches
         for _ in range(self.size):
             if ticket.scores is not None:
@@ -116,11 +137,11 @@ class Saguaro(Decoder):
                 active = {outcome: branches[outcome]} if outcome in branches else {}
             yield from growing.expand([branch.node for branch in active.values()])
             for branch in active.values():
-                token = int(growing.guesses[branch.node].tokens[0])
+                token = int(growing.candidates[branch.node].tokens[0])
                 branch.drafts.append(token)
                 branch.node = growing.add(token, branch.node)
         return branches
 
 
-def _outcome(verdict: AcceptanceResult) -> Outcome:
-    return len(verdict.path), verdict.tokens[-1]
+def _outcome(result: AcceptanceResult) -> Outcome:
+    return len(result.path), result.tokens[-1]

@@ -1,5 +1,9 @@
-"""A chain that ends where a reject has become likely (Huang et al., "SpecDec++: Boosting
-Speculative Decoding via Adaptive Candidate Lengths", arXiv:2405.19715)."""
+"""SpecDec++: chains that end when a rejection becomes probable (Huang et al., "SpecDec++: Boosting
+Speculative Decoding via Adaptive Candidate Lengths", arXiv:2405.19715).
+
+The product of the drafts' probabilities estimates the probability that all are accepted. Drafting
+stops when one minus this product passes a threshold.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from anydecode.decoders.speculative.acceptance import Acceptance
 from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.decoders.speculative.draft_trees import draft_distribution
-from anydecode.decoders.speculative.rejection import RejectionSampling, rule
+from anydecode.decoders.speculative.rejection import RejectionSampling, acceptance_rule
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence
@@ -21,28 +25,30 @@ from anydecode.scoring.tree import TokenTree
 
 
 class StopThreshold:
-    """Ends a chain with the first token that makes the chance of some reject, 1 minus the product
-    of the drafts' probabilities, larger than `bound`. That token stays."""
+    """Ends a chain after the first token with which the probability of a rejection, 1 minus the
+    product of the drafts' probabilities, exceeds `bound`. That token is kept."""
 
-    def __init__(self, bound: float, fewest: int) -> None:
+    def __init__(self, bound: float, min_drafts: int) -> None:
         self.bound = bound
-        self.fewest = fewest
-        self.count = 0
-        self.all_right = 1.0
+        self.min_drafts = min_drafts
+        self.num_drafts = 0
+        self.all_accepted_probability = 1.0
 
     def __call__(self, sampler: Sampler, row: np.ndarray, token: int) -> bool:
-        self.count += 1
-        self.all_right *= exp(draft_distribution(sampler, row).log_probability(token))
-        return self.count >= self.fewest and 1 - self.all_right > self.bound
+        self.num_drafts += 1
+        self.all_accepted_probability *= exp(
+            draft_distribution(sampler, row).log_probability(token)
+        )
+        return self.num_drafts >= self.min_drafts and 1 - self.all_accepted_probability > self.bound
 
 
 class ThresholdDrafter(Drafter):
-    """Chains from the lane "draft" that `Threshold` ends."""
+    """Drafts chains with the runner "draft" that `StopThreshold` ends."""
 
     runners = (DRAFT,)
 
-    def __init__(self, bound: float, fewest: int, with_probabilities: bool = False) -> None:
-        self.stop: Callable[[], StopThreshold] = lambda: StopThreshold(bound, fewest)
+    def __init__(self, bound: float, min_drafts: int, with_probabilities: bool = False) -> None:
+        self.stop: Callable[[], StopThreshold] = lambda: StopThreshold(bound, min_drafts)
         self.with_probabilities = with_probabilities
 
     def open(self, sequence: Sequence) -> DraftSession:
@@ -56,10 +62,12 @@ class _Session(DraftSession):
 
     def propose(self, size: int) -> Proposal:
         self.sequence.align(DRAFT)
-        drawn: list[np.ndarray] | None = [] if self.drafter.with_probabilities else None
+        distributions: list[np.ndarray] | None = [] if self.drafter.with_probabilities else None
         stop = self.drafter.stop()
-        drafts = yield from draft_chain(self.sequence, [], size, drawn=drawn, ends=stop)
-        rows = {node - 1: row for node, row in enumerate(drawn or ())}
+        drafts = yield from draft_chain(
+            self.sequence, [], size, distributions=distributions, should_stop=stop
+        )
+        rows = {node - 1: row for node, row in enumerate(distributions or ())}
         return TokenTree.chain(drafts, probabilities=rows, kind="wor" if rows else "point")
 
 
@@ -69,12 +77,12 @@ class _Session(DraftSession):
         "speculative",
         paper="SpecDec++ (arXiv:2405.19715)",
         exactness="token-exact",
-        summary="The draft model stops where the chance of a reject passes a threshold.",
+        summary="The draft model stops when the probability of a rejection passes a threshold.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "a draft's acceptance is predicted by its draft probability (at temperature 0 that of"
-            " temperature 1), not by a trained head",
+            "a draft's acceptance probability is its draft probability (at temperature 0 that of"
+            " temperature 1), not the output of a trained head",
             "verified token-exactly with shared noise; acceptance='rejection' is the paper's rule",
         ),
     )
@@ -85,9 +93,16 @@ def specdec(
     size: int = 20,
     acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
-    """SpecDec++ with `fewest` to `size` drafts a round."""
+    """SpecDec++: adaptive draft lengths.
+
+    Args:
+        bound: Probability of a rejection at which drafting stops, between 0 and 1.
+        fewest: Minimum number of drafts per round.
+        size: Maximum number of drafts per round.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+    """
     if not 0 < bound < 1 or not 1 <= fewest <= size:
         raise InvalidRequestError("specdec++ needs 0 < bound < 1 and 1 <= fewest <= size")
-    chosen = rule(acceptance)
-    drafter = ThresholdDrafter(bound, fewest, isinstance(chosen, RejectionSampling))
-    return Speculative(drafter, size, chosen)
+    rule = acceptance_rule(acceptance)
+    drafter = ThresholdDrafter(bound, fewest, isinstance(rule, RejectionSampling))
+    return Speculative(drafter, size, rule)

@@ -1,6 +1,10 @@
-"""Several joint drafts drawn from one denoising pass, verified as a tree (Sandler et al.,
+"""SpecDiff-2: several drafts from one denoising pass, verified as a tree (Sandler et al.,
 "SpecDiff-2: Scaling Diffusion Drafter Alignment For Faster Speculative Decoding",
-arXiv:2511.00606)."""
+arXiv:2511.00606).
+
+The draft model predicts a block of masks in one pass. Several drafts are sampled from these
+distributions and merged into a tree.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ from anydecode.scoring.tree import TokenTree
 
 
 class JointDrafter(DiffusionDrafter):
-    """`paths` draws from the masks' distributions at `temperature`; the first is the policy's own,
-    with the target's noise."""
+    """Drafts `paths` samples from the distributions of the masks at `temperature`. The first uses
+    the request's sampler and the target's noise."""
 
     def __init__(self, paths: int, temperature: float) -> None:
         if paths < 1 or temperature <= 0:
-            raise InvalidRequestError("specdiff-2 needs a path and a temperature above 0")
+            raise InvalidRequestError("specdiff-2 needs paths >= 1 and temperature > 0")
         self.paths = paths
         self.temperature = temperature
 
@@ -36,16 +40,19 @@ class _Session(DiffusionSession):
         sequence = self.sequence
         rows = yield from self.marginals(size)
         first, sampler = [], sequence.sampler.fork()
-        for ahead, row in enumerate(rows):
-            first.append(sequence.sample(sampler, row, sequence.length + ahead))
+        for offset, row in enumerate(rows):
+            first.append(sequence.sample(sampler, row, sequence.length + offset))
             sampler.advance(first[-1])
         paths = [first]
-        warm, noise = Sampler(self.drafter.temperature), sequence.noise.with_purpose("draft")
+        draft_sampler, noise = (
+            Sampler(self.drafter.temperature),
+            sequence.noise.with_purpose("draft"),
+        )
         for number in range(1, self.drafter.paths):
             paths.append(
                 [
-                    warm.sample(row, noise, sequence.length + ahead, number)
-                    for ahead, row in enumerate(rows)
+                    draft_sampler.sample(row, noise, sequence.length + offset, number)
+                    for offset, row in enumerate(rows)
                 ]
             )
         return TokenTree.merge(paths)
@@ -57,18 +64,24 @@ class _Session(DiffusionSession):
         "speculative",
         paper="SpecDiff-2 (arXiv:2511.00606)",
         exactness="token-exact",
-        summary="Several drafts drawn from one pass of a diffusion model, verified together.",
+        summary="Several drafts from one pass of a diffusion model are verified as a tree.",
         needs=("diffusion draft model",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "verified token-exactly: every path is walked, so none need be selected beforehand",
-            "the first path is the request's own pick with the target's noise; only the others are"
-            " drawn at `temperature`",
+            "verified token-exactly: every path is verified, so none need be selected beforehand",
+            "the first path uses the request's sampler and the target's noise; only the others are"
+            " sampled at `temperature`",
             "4 paths of 16 drafts by default (the paper: up to 8, of 16 or 32)",
-            "the streak distillation of the drafter is not here",
+            "the streak distillation of the drafter is not included",
         ),
     )
 )
 def specdiff(size: int = 16, paths: int = 4, temperature: float = 1.5) -> Speculative:
-    """`paths` joint drafts of `size` tokens, drawn at `temperature`."""
+    """SpecDiff-2: joint drafts from a diffusion model.
+
+    Args:
+        size: Number of tokens per draft.
+        paths: Number of drafts per round.
+        temperature: Temperature of all drafts but the first, above 0.
+    """
     return Speculative(JointDrafter(paths, temperature), size)

@@ -1,7 +1,8 @@
-"""Trees whose shape is fixed in advance: a node is the rank it takes among its parent's guesses.
+"""Draft trees of a fixed shape, in which a node is the rank of a token among its parent's
+candidates.
 
-A shape is a list of rank paths, level by level: (0,) is the best guess, (0, 1) the second guess
-behind it.
+A shape is a list of rank paths, level by level: (0,) is the best candidate, (0, 1) the second
+candidate after it.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ RankPath = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Shape:
+class TreeShape:
     """Nodes level by level: `parents[i]` (`ROOT` on the first level) and `ranks[i]`."""
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
 
     @staticmethod
-    def of(paths: Seq[RankPath]) -> Shape:
-        """The shape with these rank paths; the parent of each must be among them."""
+    def of(paths: Seq[RankPath]) -> TreeShape:
+        """The shape with these rank paths; the parent of each path must be among them."""
         ordered = sorted(set(paths), key=lambda path: (len(path), path))
         positions: dict[RankPath, int] = {(): ROOT}
         parents = []
@@ -36,43 +37,56 @@ class Shape:
                 raise ValueError(f"{path} hangs on a path that is not in the shape")
             parents.append(positions[path[:-1]])
             positions[path] = node
-        return Shape(tuple(parents), tuple(path[-1] for path in ordered))
+        return TreeShape(tuple(parents), tuple(path[-1] for path in ordered))
 
     @staticmethod
-    def chain(length: int) -> Shape:
-        """The best guess behind the best guess, `length` deep."""
-        return Shape.of([(0,) * depth for depth in range(1, length + 1)])
+    def chain(length: int) -> TreeShape:
+        """The shape of a chain of best candidates, `length` deep."""
+        return TreeShape.of([(0,) * depth for depth in range(1, length + 1)])
 
     def __len__(self) -> int:
         return len(self.parents)
 
     def fill(
-        self, guesses: Callable[[TokenTree, int], Seq[int]], size: int, **fields: Any
+        self, candidates: Callable[[TokenTree, int], Seq[int]], size: int, **fields: Any
     ) -> TokenTree:
-        """The tree of the first `size` nodes. `guesses(tree, node)` gives the tokens that may
-        follow a tree node (`ROOT`: the text), best first; ranks beyond them stay empty, with all
-        below. `fields` are the tree's."""
+        """The tree of the first `size` nodes, filled with tokens.
+
+        Args:
+            candidates: `candidates(tree, node)` returns the tokens that may follow a tree node
+                (`ROOT`: the text), best first. A node whose rank is beyond them is left out, with
+                all below.
+            size: Maximum number of nodes.
+            fields: Passed to `TokenTree`.
+        """
         tree = TokenTree(**fields)
-        placed: list[int | None] = []
-        known: dict[int, Seq[int]] = {}
+        tree_nodes: list[int | None] = []
+        node_candidates: dict[int, Seq[int]] = {}
         for parent, rank in zip(self.parents[:size], self.ranks[:size], strict=True):
-            above = ROOT if parent == ROOT else placed[parent]
-            if above is None:
-                placed.append(None)
+            parent_node = ROOT if parent == ROOT else tree_nodes[parent]
+            if parent_node is None:
+                tree_nodes.append(None)
                 continue
-            if above not in known:
-                known[above] = guesses(tree, above)
-            tokens = known[above]
-            placed.append(tree.add(tokens[rank], above) if rank < len(tokens) else None)
+            if parent_node not in node_candidates:
+                node_candidates[parent_node] = candidates(tree, parent_node)
+            tokens = node_candidates[parent_node]
+            tree_nodes.append(tree.add(tokens[rank], parent_node) if rank < len(tokens) else None)
         return tree
 
 
-def worthwhile(paths: Seq[RankPath], rates: Seq[float], row_cost: float) -> Shape:
-    """The part of a shape that gives the most expected tokens per cost of a pass. `rates[r]` is how
-    often the guess of rank r is right, `row_cost` what one more row costs, in passes of one row, at
-    least 0 (else `InvalidRequestError`)."""
+def worthwhile(paths: Seq[RankPath], rates: Seq[float], row_cost: float) -> TreeShape:
+    """The part of a shape with the most expected tokens per cost of a pass.
+
+    Args:
+        paths: Rank paths of the shape.
+        rates: `rates[r]` is the acceptance rate of the candidate of rank r.
+        row_cost: Cost of one more row, relative to a pass over one row.
+
+    Raises:
+        InvalidRequestError: If `row_cost` is negative.
+    """
     if row_cost < 0:
-        raise InvalidRequestError(f"row_cost={row_cost}: a row cannot cost less than nothing")
+        raise InvalidRequestError(f"row_cost={row_cost} must be at least 0")
     values = {
         path: prod(rates[rank] if rank < len(rates) else 0.0 for rank in path) for path in paths
     }
@@ -83,4 +97,4 @@ def worthwhile(paths: Seq[RankPath], rates: Seq[float], row_cost: float) -> Shap
         gain = expected / (1 + row_cost * count)
         if gain > best_gain:
             best, best_gain = count, gain
-    return Shape.of(ordered[: max(best, 1)])
+    return TreeShape.of(ordered[: max(best, 1)])

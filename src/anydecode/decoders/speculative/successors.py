@@ -1,4 +1,5 @@
-"""What a model thought likeliest behind tokens and pairs of tokens when it scored them last.
+"""The model's most probable tokens after token pairs and single tokens, from when it last scored
+them.
 
 After Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with
 Token Recycling", arXiv:2408.08696, which keeps single tokens.
@@ -8,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-#: How many successors are kept of each.
-WIDTH = 2
+#: Number of successors kept per pair and per token.
+NUM_SUCCESSORS = 2
 _NONE: list[int] = []
 
 
 class Successors:
-    """The `WIDTH` likeliest successors, by pair and by single token."""
+    """The `NUM_SUCCESSORS` most probable successors, by token pair and by single token."""
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[int, int], list[int]] = {}
@@ -23,19 +24,25 @@ class Successors:
     def __len__(self) -> int:
         return len(self._pairs)
 
-    def learn(self, before: int, last: int, likeliest: list[int]) -> None:
-        """A model scored `last`, which stood behind `before`."""
-        self._pairs[before, last] = self._singles[last] = likeliest
+    def learn(self, before: int, last: int, top_tokens: list[int]) -> None:
+        """Store the most probable tokens after `last`, which the model scored after `before`."""
+        self._pairs[before, last] = self._singles[last] = top_tokens
 
     def find(self, before: int, last: int) -> tuple[int, list[int]]:
-        """Successors of the pair, else of the token; and where their first rate stands among
-        those of `Rates`: the pair's come first."""
-        found = self._pairs.get((before, last))
-        if found is not None:
-            return 0, found
-        return WIDTH, self._singles.get(last, _NONE)
+        """The successors of the pair, else of the single token.
 
-    def notes(self, before: int, last: int, token: int) -> Iterable[tuple[int, bool]]:
-        """`token` followed: which rates that speaks for, and which against."""
-        first, found = self.find(before, last)
-        return [(first + rank, guess == token) for rank, guess in enumerate(found)]
+        Returns:
+            The index of the first one's rate, and the successors. Rates are ordered: those of pairs
+                first, then those of single tokens.
+        """
+        successors = self._pairs.get((before, last))
+        if successors is not None:
+            return 0, successors
+        return NUM_SUCCESSORS, self._singles.get(last, _NONE)
+
+    def outcomes(self, before: int, last: int, token: int) -> Iterable[tuple[int, bool]]:
+        """For each successor that was predicted, the index of its rate and whether it equals
+        `token`.
+        """
+        first, successors = self.find(before, last)
+        return [(first + rank, other == token) for rank, other in enumerate(successors)]

@@ -1,5 +1,9 @@
-"""Drafts from a suffix automaton of the request and of the answers before it, weighted by frequency
-(Oliaro et al., "SuffixDecoding", arXiv:2411.04975; the automaton is Blumer et al.'s, 1985)."""
+"""SuffixDecoding: drafts from suffix automata of the request and of earlier answers (Oliaro et al.,
+"SuffixDecoding", arXiv:2411.04975; the automaton is that of Blumer et al., 1985).
+
+The longest suffix of the text that occurred before is the match. The tokens that followed its
+occurrences form a tree, weighted by frequency.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,13 @@ from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
-#: Stands between texts; no token has this id.
+#: Separates texts; no token has this id.
 SEPARATOR = -1
 
 
 class SuffixAutomaton:
-    """Every substring of a growing text. State 0 is the empty string; `counts[s]` is how often the
-    strings of state s occur, `next[s]` maps a token to the state behind it."""
+    """All substrings of a growing text. State 0 is the empty string; `counts[s]` is the number of
+    occurrences of the strings of state s; `next[s]` maps a token to the next state."""
 
     def __init__(self) -> None:
         self.next: list[dict[int, int]] = [{}]
@@ -33,7 +37,7 @@ class SuffixAutomaton:
         self._last = 0
 
     def extend(self, token: int) -> None:
-        """Lengthen the text by one token."""
+        """Append one token to the text."""
         state = self._add(self.length[self._last] + 1, {}, 0)
         at = self._last
         while at >= 0 and token not in self.next[at]:
@@ -46,13 +50,13 @@ class SuffixAutomaton:
             state = self.link[state]
 
     @property
-    def repeated(self) -> int:
-        """The state of the longest suffix of the text that stood before."""
+    def repeated_suffix(self) -> int:
+        """The state of the longest suffix of the text that occurred before."""
         return max(self.link[self._last], 0)
 
     def step(self, state: int, matched: int, token: int) -> tuple[int, int]:
-        """The state and length of the longest suffix that is a substring, once `token` has followed
-        a suffix of length `matched` in `state`."""
+        """The state and length of the longest suffix that is a substring, after `token` has
+        followed a suffix of length `matched` in `state`."""
         while state and token not in self.next[state]:
             state = self.link[state]
             matched = self.length[state]
@@ -68,55 +72,63 @@ class SuffixAutomaton:
         return len(self.length) - 1
 
     def _split(self, at: int, token: int) -> int:
-        behind = self.next[at][token]
-        if self.length[behind] == self.length[at] + 1:
-            return behind
-        clone = self._add(self.length[at] + 1, dict(self.next[behind]), self.counts[behind])
-        self.link[clone] = self.link[behind]
-        self.link[behind] = clone
-        while at >= 0 and self.next[at].get(token) == behind:
+        successor = self.next[at][token]
+        if self.length[successor] == self.length[at] + 1:
+            return successor
+        clone = self._add(self.length[at] + 1, dict(self.next[successor]), self.counts[successor])
+        self.link[clone] = self.link[successor]
+        self.link[successor] = clone
+        while at >= 0 and self.next[at].get(token) == successor:
             self.next[at][token] = clone
             at = self.link[at]
         return clone
 
 
 def likely_tree(
-    automaton: SuffixAutomaton, state: int, size: int, depth: int, least: float
+    automaton: SuffixAutomaton, state: int, size: int, depth: int, min_probability: float
 ) -> tuple[TokenTree, float]:
-    """The `size` likeliest nodes behind `state`, `depth` deep at most, and their total probability.
-    A child's probability is its parent's times its share of the parent's occurrences."""
+    """The `size` most probable nodes after `state`, at most `depth` deep, and their total
+    probability. A child's probability is its parent's times its share of the parent's occurrences.
+    """
     tree, total, order = TokenTree(), 0.0, 0
     heap: list[tuple[float, int, int, int, int, int]] = []
 
-    def open_node(state: int, node: int, weight: float, level: int) -> None:
+    def push_children(state: int, node: int, weight: float, level: int) -> None:
         nonlocal order
         count = automaton.counts[state]
-        for token, behind in automaton.next[state].items():
-            share = weight * automaton.counts[behind] / count
-            if token != SEPARATOR and share >= least:
+        for token, successor in automaton.next[state].items():
+            share = weight * automaton.counts[successor] / count
+            if token != SEPARATOR and share >= min_probability:
                 order += 1
-                heappush(heap, (-share, order, token, behind, node, level))
+                heappush(heap, (-share, order, token, successor, node, level))
 
     if state:
-        open_node(state, ROOT, 1.0, 1)
+        push_children(state, ROOT, 1.0, 1)
     while heap and len(tree) < size:
-        negative, _, token, behind, parent, level = heappop(heap)
+        negative, _, token, successor, parent, level = heappop(heap)
         node = tree.add(token, parent)
         total -= negative
         if level < depth:
-            open_node(behind, node, -negative, level + 1)
+            push_children(successor, node, -negative, level + 1)
     return tree, total
 
 
 class SuffixDrafter(Drafter):
-    """`factor`: drafts are at most that many times as deep as the match is long; `least`: the
-    smallest probability of a node; `memory`: tokens of earlier answers kept."""
+    """Drafts from suffix automata.
 
-    def __init__(self, factor: float = 2.0, least: float = 0.1, memory: int = 200_000) -> None:
-        if factor <= 0 or not 0 < least <= 1 or memory < 0:
+    Args:
+        factor: Maximum depth of a draft, relative to the length of the match.
+        min_probability: Minimum probability of a node.
+        memory: Number of tokens of earlier answers that are kept.
+    """
+
+    def __init__(
+        self, factor: float = 2.0, min_probability: float = 0.1, memory: int = 200_000
+    ) -> None:
+        if factor <= 0 or not 0 < min_probability <= 1 or memory < 0:
             raise InvalidRequestError("suffix needs factor > 0, 0 < least <= 1 and memory >= 0")
         self.factor = factor
-        self.least = least
+        self.min_probability = min_probability
         self.memory = memory
         self.past = SuffixAutomaton()
         self.past_tokens = 0
@@ -128,7 +140,7 @@ class SuffixDrafter(Drafter):
         self.past, self.past_tokens = SuffixAutomaton(), 0
 
     def learn(self, answer: list[int]) -> None:
-        """Remember a finished answer; what is oldest goes all at once when memory is full."""
+        """Add a finished answer; when memory is full, all earlier answers are dropped first."""
         if self.past_tokens + len(answer) > self.memory:
             self.clear()
         for token in [*answer, SEPARATOR][: self.memory]:
@@ -140,7 +152,7 @@ class _Session(TextDraftSession):
     def __init__(self, sequence: Sequence, drafter: SuffixDrafter) -> None:
         super().__init__(sequence)
         self.drafter = drafter
-        self.own = SuffixAutomaton()
+        self.automaton = SuffixAutomaton()
         self.past = drafter.past
         self._match = (0, 0)
 
@@ -148,21 +160,21 @@ class _Session(TextDraftSession):
         if self.past is not self.drafter.past:
             self.past, self._match = self.drafter.past, (0, 0)
         for token in tokens:
-            self.own.extend(token)
+            self.automaton.extend(token)
             self._match = self.past.step(*self._match, token)
 
     def tree(self, size: int) -> TokenTree:
         drafter = self.drafter
-        here = self.own.repeated
+        own_state = self.automaton.repeated_suffix
         state, matched = self._current()
         best, best_total = TokenTree(), 0.0
         for automaton, at, length in (
-            (self.own, here, self.own.length[here]),
+            (self.automaton, own_state, self.automaton.length[own_state]),
             (self.past, state, matched),
         ):
             depth = int(drafter.factor * length)
             if depth:
-                tree, total = likely_tree(automaton, at, size, depth, drafter.least)
+                tree, total = likely_tree(automaton, at, size, depth, drafter.min_probability)
                 if total > best_total:
                     best, best_total = tree, total
         return best
@@ -172,8 +184,8 @@ class _Session(TextDraftSession):
             self.drafter.learn(round.sequence.tokens)
 
     def _current(self) -> tuple[int, int]:
-        """The match among past answers. Others may have finished since it was found and split its
-        state: the shorter strings now belong to the clone that it links to."""
+        """The match among earlier answers. Answers added since may have split its state; the
+        shorter strings then belong to the state's suffix link."""
         state, matched = self._match
         while state and self.past.length[self.past.link[state]] >= matched:
             state = self.past.link[state]
@@ -190,16 +202,23 @@ class _Session(TextDraftSession):
         summary="Suffix automata of this request and of earlier answers draft by frequency.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "an automaton with occurrence counts in place of the paper's depth-limited suffix tree",
-            "only the longest match of each memory drafts; the paper tries every length and keeps"
-            " the likeliest tree",
-            "`factor` times the match's length bounds the depth, and `size` the nodes; the paper"
-            " bounds the nodes by the former",
+            "an automaton with occurrence counts instead of the paper's depth-limited suffix tree",
+            "only the longest match of each automaton drafts; the paper tries every length and"
+            " keeps the most probable tree",
+            "`factor` times the match length bounds the depth, and `size` the number of nodes; the"
+            " paper bounds the number of nodes by the former",
         ),
     )
 )
 def suffix(
     size: int = 8, factor: float = 2.0, least: float = 0.1, memory: int = 200_000
 ) -> Speculative:
-    """Suffix decoding with trees of up to `size` nodes."""
+    """SuffixDecoding.
+
+    Args:
+        size: Maximum number of nodes of a draft tree.
+        factor: Maximum depth of a draft, relative to the length of the match.
+        least: Minimum probability of a node, above 0 and at most 1.
+        memory: Number of tokens of earlier answers that are kept.
+    """
     return Speculative(SuffixDrafter(factor, least, memory), size)

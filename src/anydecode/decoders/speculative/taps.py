@@ -1,5 +1,8 @@
-"""Several drafters on one target: the most confident one is heard, or their trees are merged (Zbib
-et al., "TAPS: Task Aware Proposal Distributions for Speculative Sampling", arXiv:2603.27027)."""
+"""TAPS: several drafters for one target (Zbib et al., "TAPS: Task Aware Proposal Distributions for
+Speculative Sampling", arXiv:2603.27027).
+
+All drafters propose. Either the most confident one's tree is verified, or their trees are merged.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,33 @@ from anydecode.scoring.tree import ROOT, TokenTree
 
 
 class Member:
-    """One drafter's session, and how often its first guess was right: `confidence`, with one
-    imagined success in two."""
+    """One drafter's session and its `confidence`: how often its first draft was accepted, with a
+    prior of one success in two."""
 
     def __init__(self, name: str, session: DraftSession) -> None:
         self.name = name
         self.session = session
         self.tree = TokenTree()
-        self._right, self._tried = 1.0, 2.0
+        self._num_accepted, self._num_drafted = 1.0, 2.0
 
     @property
     def confidence(self) -> float:
-        return self._right / self._tried
+        return self._num_accepted / self._num_drafted
 
-    def judge(self, tokens: list[int]) -> None:
-        """The target went on with `tokens`. Older rounds count ever less."""
+    def update(self, tokens: list[int]) -> None:
+        """Record whether the first draft was right; the target generated `tokens`. Older rounds
+        decay.
+        """
         if len(self.tree):
             right = self.tree.child(ROOT, tokens[0]) is not None
-            self._right = 0.9 * self._right + right
-            self._tried = 0.9 * self._tried + 1
+            self._num_accepted = 0.9 * self._num_accepted + right
+            self._num_drafted = 0.9 * self._num_drafted + 1
             self.tree = TokenTree()
 
 
-def merged(trees: list[tuple[str, TokenTree]], size: int) -> TokenTree:
-    """One tree of up to `size` nodes, shared prefixes once. Trees are taken in turns, a node at a
-    time, the first tree's first."""
+def merge_trees(trees: list[tuple[str, TokenTree]], size: int) -> TokenTree:
+    """Merge trees into one of up to `size` nodes; shared prefixes occur once. One node of each tree
+    is taken in turn, the first tree's first."""
     tree = TokenTree(sources=[])
     assert tree.sources is not None
     positions: list[dict[int, int]] = [{ROOT: ROOT} for _ in trees]
@@ -74,37 +79,37 @@ class _Session(DraftSession):
         drafting = [member for member in ranked if len(member.tree)]
         if self.route:
             drafting = drafting[:1]
-        return merged([(member.name, member.tree) for member in drafting], size)
+        return merge_trees([(member.name, member.tree) for member in drafting], size)
 
     def observe(self, round: SpeculationRound) -> None:
         for member in self.members:
-            member.judge(round.verdict.tokens)
+            member.update(round.result.tokens)
             member.session.observe(round)
 
 
 class TapsDrafter(Drafter):
-    """`parts` are drafters by name. All draft; with `route` only the most confident one's tree is
+    """Drafts with all of `drafters`, by name. With `route` only the most confident one's tree is
     verified, else their trees are merged."""
 
-    def __init__(self, parts: dict[str, Drafter], route: bool = False) -> None:
-        self.parts = parts
+    def __init__(self, drafters: dict[str, Drafter], route: bool = False) -> None:
+        self.drafters = drafters
         self.route = route
-        self.can_translate_vocab = any(part.can_translate_vocab for part in parts.values())
-        self.draft_causal = all(part.draft_causal for part in parts.values())
+        self.can_translate_vocab = any(part.can_translate_vocab for part in drafters.values())
+        self.draft_causal = all(part.draft_causal for part in drafters.values())
         self.runners = tuple(
-            dict.fromkeys(runner for part in parts.values() for runner in part.runners)
+            dict.fromkeys(runner for part in drafters.values() for runner in part.runners)
         )
 
     def prepare(self, sequence: Sequence) -> None:
-        for part in self.parts.values():
+        for part in self.drafters.values():
             part.prepare(sequence)
 
     def open(self, sequence: Sequence) -> DraftSession:
-        members = [Member(name, part.open(sequence)) for name, part in self.parts.items()]
+        members = [Member(name, part.open(sequence)) for name, part in self.drafters.items()]
         return _Session(members, self.route)
 
     def clear(self) -> None:
-        for part in self.parts.values():
+        for part in self.drafters.values():
             part.clear()
 
 
@@ -117,24 +122,30 @@ class TapsDrafter(Drafter):
         summary="Several drafters at once: routed by confidence, or merged into one tree.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "any drafters of this catalogue that need no model or one draft model, in place of"
-            " EAGLE drafters trained per domain",
-            "confidence is how often a drafter's first guesses were right lately, not its mean top"
-            " probability, so that drafters without probabilities can compete",
-            "one tree of up to `size` nodes, in which the drafters take turns",
-            "averaging the drafters' weights, which the paper finds bad, is left out",
+            "any methods of this catalogue that need no model or one draft model, instead of EAGLE"
+            " drafters trained per domain",
+            "confidence is the recent acceptance rate of a drafter's first drafts, not its mean"
+            " top probability, so that drafters without probabilities can compete",
+            "the merged tree has up to `size` nodes, taken from the drafters in turn",
+            "averaging the drafters' weights, which the paper advises against, is not included",
         ),
     )
 )
 def taps(
     parts: str = "prompt-lookup+token-recycling", route: bool = False, size: int = 8
 ) -> Speculative:
-    """`parts`: keys of speculative methods, joined with "+"."""
+    """TAPS: several drafters, routed or merged.
+
+    Args:
+        parts: Keys of speculative methods, joined with "+".
+        route: Verify only the tree of the most confident drafter.
+        size: Maximum number of nodes of a draft tree.
+    """
     drafters: dict[str, Drafter] = {}
     for key in filter(None, str(parts).split("+")):
         method = catalogue.build(key)
         if not isinstance(method, Speculative):
-            raise UnsupportedCombinationError(f"taps cannot merge {key!r}: it is no drafter")
+            raise UnsupportedCombinationError(f"taps cannot merge {key!r}: it has no drafter")
         if method.drafter.needs_every_row:
             raise UnsupportedCombinationError(
                 f"taps cannot merge {key!r}: it learns from a tree of its own"

@@ -1,5 +1,10 @@
-"""Drafts from the target's own runners-up (Luo et al., "Turning Trash into Treasure: Accelerating
-Inference of Large Language Models with Token Recycling", arXiv:2408.08696)."""
+"""Token recycling: drafts from the target's own most probable tokens (Luo et al., "Turning Trash
+into Treasure: Accelerating Inference of Large Language Models with Token Recycling",
+arXiv:2408.08696).
+
+An adjacency matrix stores the most probable successors of each token when it was last scored. They
+fill a static draft tree.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from anydecode.decoders.speculative.core import (
     Speculative,
     TextDraftSession,
 )
-from anydecode.decoders.speculative.static_trees import Shape, worthwhile
+from anydecode.decoders.speculative.static_trees import TreeShape, worthwhile
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -30,23 +35,28 @@ PUBLISHED = [
     ).split()
 ]
 
-#: How often a successor of each rank was right, over greedy texts of a 135M model.
+#: Acceptance rate of a successor by rank, over greedy texts of a 135M model.
 RATES = (0.37, 0.09, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01)
 
 
-def shape(tree: str, row_cost: float) -> Shape:
-    """The shape called `tree`: "published" (80 nodes) or "worthwhile" at this cost of a row."""
+def shape(tree: str, row_cost: float) -> TreeShape:
+    """The tree shape named `tree`: "published" (80 nodes), or "worthwhile", the part of it that
+    pays at this cost of a row."""
     if tree == "published":
-        return Shape.of(PUBLISHED)
+        return TreeShape.of(PUBLISHED)
     if tree == "worthwhile":
         return worthwhile(PUBLISHED, RATES, row_cost)
-    raise InvalidRequestError(f"tree={tree!r}: token recycling knows 'published' and 'worthwhile'")
+    raise InvalidRequestError(
+        f"tree={tree!r}: token recycling has the trees 'published' and 'worthwhile'"
+    )
 
 
 class TokenRecyclingDrafter(Drafter):
-    """A matrix from each token to the `width` likeliest successors when it was last scored."""
+    """Drafts from a matrix of each token's `width` most probable successors when it was last
+    scored.
+    """
 
-    def __init__(self, shape: Shape, width: int = 8) -> None:
+    def __init__(self, shape: TreeShape, width: int = 8) -> None:
         self.shape = shape
         self.width = width
         self.successors: dict[int, list[int]] = {}
@@ -66,13 +76,14 @@ class _Session(TextDraftSession):
     def tree(self, size: int) -> TokenTree:
         successors, last = self.drafter.successors, self.text[-1]
 
-        def guesses(tree: TokenTree, node: int) -> list[int]:
+        def candidates(tree: TokenTree, node: int) -> list[int]:
             return successors.get(last if node == ROOT else tree.tokens[node], [])
 
-        return self.drafter.shape.fill(guesses, size)
+        return self.drafter.shape.fill(candidates, size)
 
     def observe(self, round: SpeculationRound) -> None:
-        """Every scored node teaches, accepted or not; of equal tokens the last in level order."""
+        """Update the successors of every scored node, accepted or not; of equal tokens the last in
+        level order is kept."""
         best = round.scores.top(self.drafter.width)[0].tolist()
         self.drafter.successors.update(zip(round.scores.tokens, best, strict=True))
 
@@ -83,16 +94,22 @@ class _Session(TextDraftSession):
         "speculative",
         paper="Token Recycling (arXiv:2408.08696)",
         exactness="token-exact",
-        summary="An adjacency matrix of the target's own runners-up fills a static draft tree.",
+        summary="An adjacency matrix of the target's most probable tokens fills a static tree.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
             "tokens that were never scored draft nothing, where the paper drafts token 0",
-            "the tree is cut to what pays at `row_cost`; tree='published' takes all 80 nodes",
+            "the tree is cut to the nodes that pay at `row_cost`; tree='published' takes all 80"
+            " nodes",
             "works at any temperature; the released code is greedy only",
         ),
     )
 )
 def token_recycling(tree: str = "worthwhile", row_cost: float = 0.1) -> Speculative:
-    """Token recycling. `row_cost` is what one more row costs a pass, in passes of one row."""
-    chosen = shape(tree, row_cost)
-    return Speculative(TokenRecyclingDrafter(chosen), len(chosen))
+    """Token recycling.
+
+    Args:
+        tree: "worthwhile", or "published" for all 80 nodes.
+        row_cost: Cost of one more row, relative to a pass over one row.
+    """
+    tree_shape = shape(tree, row_cost)
+    return Speculative(TokenRecyclingDrafter(tree_shape), len(tree_shape))

@@ -10,7 +10,11 @@ import numpy as np
 
 from anydecode.decoders.speculative.acceptance import TopMAcceptance, TypicalAcceptance
 from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.rejection import RejectionSampling, ladder, without
+from anydecode.decoders.speculative.rejection import (
+    RejectionSampling,
+    exclude_token,
+    rejection_steps,
+)
 from anydecode.decoders.speculative.rules import (
     lenient_sampling,
     top_m_acceptance,
@@ -52,13 +56,13 @@ def draws(q: np.ndarray, kind: str, width: int) -> Iterator[tuple[float, list[in
         for token in tokens:
             probability *= 0.0 if left is None else float(left[token])
             if kind == "wor" and left is not None and probability:
-                left = without(left, token)
+                left = exclude_token(left, token)
         if probability > 0:
             yield probability, list(tokens)
 
 
 def outcome(
-    p: np.ndarray, q: np.ndarray, kind: str, width: int, rungs: Ladder = ladder
+    p: np.ndarray, q: np.ndarray, kind: str, width: int, rungs: Ladder = rejection_steps
 ) -> np.ndarray:
     """The distribution of the token that a rule emits, summed over all draws and accept decisions:
     float64 `[vocab_size]`."""
@@ -140,13 +144,13 @@ def rejection() -> Iterator[Check]:
         off = max(float(abs(outcome(p, q, kind, width) - p).sum()) for p, q in cases())
         yield Check(f"{width} siblings, {kind}: the outcomes sum to p", off < 1e-12, f"{off:.1e}")
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.6, 0.2])
-    (acceptance, rest), *_ = ladder(p, q, "wor", [1])
+    (acceptance, rest), *_ = rejection_steps(p, q, "wor", [1])
     yield Check(
         "accepts with p / q, then samples from p - q", _near(acceptance, 0.5) and rest[0] == 1
     )
-    (one, _), (two, rest) = ladder(p, q, "wor", [1, 0])
-    yield Check("the second sibling is compared with q without the first", _near(two, 1.0))
-    (one, _), (two, rest) = ladder(p, q, "point", [0, 1])
+    (one, _), (two, rest) = rejection_steps(p, q, "wor", [1, 0])
+    yield Check("the second sibling is compared with q exclude_token the first", _near(two, 1.0))
+    (one, _), (two, rest) = rejection_steps(p, q, "point", [0, 1])
     by_hand = _near(one, 0.5) and _near(two, 0.6) and rest[2] == 1
     yield Check("siblings drawn as point masses are accepted with the residual of p", by_hand)
     for kind in ("wor", "iid", "point"):
@@ -164,7 +168,9 @@ def lenient() -> Iterator[Check]:
     """Lenience raises the acceptance probability as the formula says, and bounds every token by p /
     lenience."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.6, 0.2])
-    acceptances = [next(ladder(p, q, "wor", [1], lenience))[0] for lenience in (1.0, 0.8, 0.5)]
+    acceptances = [
+        next(rejection_steps(p, q, "wor", [1], lenience))[0] for lenience in (1.0, 0.8, 0.5)
+    ]
     yield Check("accepts with p / (lenience q)", np.allclose(acceptances, [0.5, 0.625, 1.0]))
     for lenience in (0.9, 0.5, 0.2):
         above = max(
@@ -271,7 +277,7 @@ def _likelihood(decoder: Speculative | None, samples: int) -> float:
 
 
 def _lenient(lenience: float) -> Ladder:
-    return lambda p, q, kind, tokens: ladder(p, q, kind, tokens, lenience)
+    return lambda p, q, kind, tokens: rejection_steps(p, q, kind, tokens, lenience)
 
 
 def _near(a: float, b: float) -> bool:

@@ -10,14 +10,14 @@ import numpy as np
 
 from anydecode.constraints.languages import Regex
 from anydecode.decoders.speculative.auto import (
-    CAUTION,
-    LEAST_GAIN,
+    MIN_GAIN,
+    NUM_STANDARD_ERRORS,
     PRIORS,
+    AcceptanceRates,
     Auto,
-    Rates,
     best_count,
 )
-from anydecode.decoders.speculative.copies import GRAMS, MatchCursor, TokenHistory
+from anydecode.decoders.speculative.copies import NGRAM_SIZES, MatchCursor, TokenHistory
 from anydecode.engine.llm import LLM
 from anydecode.evaluation.certify import Check, oracle_test
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
@@ -27,8 +27,8 @@ VOCABULARY, PERIOD = 32, 7
 
 
 def longest_match(text: list[int]) -> int:
-    """The largest of `GRAMS` for which the end of `text` occurred before, by comparison."""
-    for n in GRAMS:
+    """The largest of `NGRAM_SIZES` for which the end of `text` occurred before, by comparison."""
+    for n in NGRAM_SIZES:
         if any(text[i : i + n] == text[-n:] for i in range(len(text) - n)):
             return n
     return 0
@@ -36,7 +36,7 @@ def longest_match(text: list[int]) -> int:
 
 def best_by_enumeration(tree: TokenTree, costs: list[float], others: int, drafting: float) -> float:
     """The highest rate over all sets of nodes that include their nodes' parents."""
-    best = LEAST_GAIN * (others + 1) / costs[0]
+    best = MIN_GAIN * (others + 1) / costs[0]
     for count in range(1, len(costs)):
         for nodes in combinations(range(len(tree)), count):
             if all(tree.parents[node] in (ROOT, *nodes) for node in nodes):
@@ -87,17 +87,17 @@ def auto() -> Iterator[Check]:
             history.append(token)
             text.append(token)
             cursor.step(text)
-            here = text[cursor.at - cursor.length : cursor.at]
+            here = text[cursor.position - cursor.length : cursor.position]
             is_match = not cursor.length or here == text[-cursor.length :]
             wrong += not is_match or cursor.length < longest_match(text)
     yield Check("follows a match of the maximum length", wrong == 0)
-    rates = Rates(PRIORS[True], weight=2.0)
+    rates = AcceptanceRates(PRIORS[True], weight=2.0)
     for hit in (True, True, False, True):
-        rates.note(0, hit)
+        rates.record(0, hit)
     rate = (2 * PRIORS[True][0] + 3) / 6
-    bound = rate - CAUTION * (rate * (1 - rate) / 6) ** 0.5
+    bound = rate - NUM_STANDARD_ERRORS * (rate * (1 - rate) / 6) ** 0.5
     yield Check("rates and their lower bounds by hand", abs(rates[0] - bound) < 1e-12)
-    yield Check("rates of other kinds are unchanged", rates.shares()[1:] == list(PRIORS[True][1:]))
+    yield Check("rates of other kinds are unchanged", rates.rates()[1:] == list(PRIORS[True][1:]))
     yield from _choices(random)
     yield Check("drafts are accepted where rows are cheap", passes(lambda n: 1 + 0.02 * n) <= 20)
     yield Check("no drafts where every row costs a pass", passes(lambda n: float(n)) == 60)
@@ -125,7 +125,7 @@ def _choices(random: np.random.Generator) -> Iterator[Check]:
         rate = (
             num_tokens / (costs[len(nodes)] + drafting)
             if nodes
-            else LEAST_GAIN * num_tokens / costs[0]
+            else MIN_GAIN * num_tokens / costs[0]
         )
         whole = all(tree.parents[node] in (ROOT, *nodes) for node in nodes)
         worse += not whole or rate < best_by_enumeration(tree, costs, others, drafting) - 1e-12

@@ -11,8 +11,8 @@ import torch
 from anydecode import catalogue
 from anydecode.decoders.speculative.core import Speculative
 from anydecode.decoders.speculative.omnidraft import OmniDrafter
-from anydecode.decoders.speculative.online import Correction, Lesson, OnlineDrafter
-from anydecode.decoders.speculative.windows import retrieved
+from anydecode.decoders.speculative.online import Correction, OnlineDrafter, RejectedDraft
+from anydecode.decoders.speculative.windows import retrieve_chunks
 from anydecode.engine.llm import LLM
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.evaluation.certify import Check, oracle_test
@@ -102,9 +102,10 @@ def rapid() -> Iterator[Check]:
     """Chunks similar to the query are retrieved, in order; the draft model reads nothing else."""
     text = [1, 1, 2, 2, 7, 8, 9, 2, 1, 2, 1, 2, 9, 9, 1, 1, 3, 9, 8, 7]
     yield Check(
-        "retrieval by hand", retrieved(text, 4, 2, 4) == [*text[4:8], *text[12:16], *text[16:]]
+        "retrieval by hand",
+        retrieve_chunks(text, 4, 2, 4) == [*text[4:8], *text[12:16], *text[16:]],
     )
-    yield Check("a short prompt is used whole", retrieved(text, 4, 9, 4) == text)
+    yield Check("a short prompt is used whole", retrieve_chunks(text, 4, 9, 4) == text)
     for temperature in (0.0, 0.8):
         wrong, total = 0, 0
         with scripted(TARGET, context_logits) as llm:
@@ -368,8 +369,8 @@ def online() -> Iterator[Check]:
     get better."""
     correction = Correction(2, 5, 2, 0.1)
     shares = torch.tensor([0.75, 0.25])
-    lesson = Lesson(torch.ones(2), torch.zeros(5), torch.tensor([1, 3]), shares)
-    losses = correction.learn([lesson], 30)
+    lesson = RejectedDraft(torch.ones(2), torch.zeros(5), torch.tensor([1, 3]), shares)
+    losses = correction.train_steps([lesson], 30)
     yield Check("the first loss is log 5", abs(losses[0] - np.log(5)) < 1e-6)
     entropy = -float((shares * shares.log()).sum())
     yield Check("the loss falls towards the entropy", entropy < losses[-1] < losses[0] - 0.5)
@@ -382,14 +383,14 @@ def online() -> Iterator[Check]:
     with scripted(TARGET, wrong) as llm:
         decoder = llm.decoder("online-sd:batch=8,steps=12,rate=0.3")
         assert isinstance(decoder, Speculative) and isinstance(decoder.drafter, OnlineDrafter)
-        taken: list[Lesson] = []
-        remember = decoder.drafter.take
+        taken: list[RejectedDraft] = []
+        remember = decoder.drafter.add_example
 
-        def take(lesson: Lesson) -> None:
-            taken.append(lesson)
-            remember(lesson)
+        def take(example: RejectedDraft) -> None:
+            taken.append(example)
+            remember(example)
 
-        decoder.drafter.take = take  # type: ignore[method-assign]
+        decoder.drafter.add_example = take  # type: ignore[method-assign]
         before = rounds(llm, decoder, "abcabcabd", 24)
         chains = [[122] * 4 for _ in before]  # the draft model's tokens before training
         yield Check("the untrained draft model drafts first", [o.tokens for o in before] == chains)

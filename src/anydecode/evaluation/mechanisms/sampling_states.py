@@ -18,7 +18,14 @@ from anydecode.evaluation.mechanisms.sampling_oracles import random_heads
 from anydecode.evaluation.samplers import OracleContext, ToyModel, softmax
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
 from anydecode.sampling.autodeco import Heads, figures
-from anydecode.training.autodeco import Gain, Learner, Recipe, Rows, soft_nucleus, train
+from anydecode.training.autodeco import (
+    AutoDecoRecipe,
+    Gain,
+    HeadsModule,
+    TrainingRows,
+    soft_nucleus,
+    train,
+)
 from anydecode.training.autodeco import measure as held_out_gain
 
 PROMPTS = ("ab", "the cat sat on the cat", "0101")
@@ -129,7 +136,7 @@ class Mixed:
         """The states unchanged."""
         return states
 
-    def rows(self, count: int, seed: int) -> Rows:
+    def rows(self, count: int, seed: int) -> TrainingRows:
         """Tokens sampled at temperature 0.4 in one kind of text and at 1.6 in the other."""
         generator = torch.Generator().manual_seed(seed)
         kind = torch.randint(0, 2, (count, 1), generator=generator).float()
@@ -137,14 +144,14 @@ class Mixed:
         temperature = 0.4 + 1.2 * kind
         p = torch.softmax(self.head(states) / temperature, -1)
         labels = torch.multinomial(p, 1, generator=generator)[:, 0]
-        return Rows(states, labels, torch.arange(count) // 20)
+        return TrainingRows(states, labels, torch.arange(count) // 20)
 
 
 @cache
-def learned(samples: int) -> tuple[Learner, Gain]:
+def learned(samples: int) -> tuple[HeadsModule, Gain]:
     """Heads trained on 3,000 tokens of `Mixed`, and their gain on held-out tokens."""
     model = Mixed()
-    recipe = Recipe(width=16, epochs=8, batch=64, rate=1e-2)
+    recipe = AutoDecoRecipe(width=16, epochs=8, batch=64, rate=1e-2)
     learner = train(model, model.rows(3000, 1), recipe)
     return learner, held_out_gain(model, model.rows(samples, 2), learner)
 

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from anydecode.decoders.speculative.fixed_tree import DEFAULT
-from anydecode.decoders.speculative.rsd import conditioned
+from anydecode.decoders.speculative.rsd import condition_on_parent
 from anydecode.evaluation.certify import Check, oracle_test
 from anydecode.evaluation.rounds import TracedRound, accepted, blurred, rounds, scripted, wordy
 from anydecode.scoring.noise import Noise
@@ -120,11 +120,16 @@ def rsd() -> Iterator[Check]:
     """Gumbel-top-k per node; stochastic beams with the paper's formula."""
     keys = np.array([0.3, 2.0, -1.0])
     naive = -np.log(np.exp(-0.5) - np.exp(-2.0) + np.exp(-keys))
-    yield Check("conditioned keys equal the formula", np.allclose(conditioned(0.5, keys), naive))
-    yield Check("the largest key becomes the parent's key", conditioned(0.5, keys)[1] == 0.5)
+    yield Check(
+        "conditioned keys equal the formula",
+        np.allclose(condition_on_parent(0.5, keys), naive),
+    )
+    yield Check(
+        "the largest key becomes the parent's key", condition_on_parent(0.5, keys)[1] == 0.5
+    )
     yield Check(
         "no overflow for large keys",
-        bool(np.isfinite(conditioned(800.0, np.array([-700.0, 5.0]))).all()),
+        bool(np.isfinite(condition_on_parent(800.0, np.array([-700.0, 5.0]))).all()),
     )
 
     def branching(text: list[int], temperature: float) -> list[Path]:
