@@ -1,5 +1,5 @@
-"""The decoders beyond the mask, each against what its paper claims, on models small enough to write
-every text out."""
+"""Constrained decoders beyond masking, each checked against the claims of its paper, on models
+small enough to enumerate every text."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from anydecode.scoring.noise import Noise, stream_id
 from anydecode.scoring.tree import TokenTree
 
 A, B = ord("a"), ord("b")
-#: After "a" the model hardly ever says a second one, after "b" nearly always: the paper's trap.
-CHANCES = {
+#: After "a" the model rarely generates a second "a", after "b" nearly always: the paper's example.
+PROBABILITIES = {
     (): {A: 0.6, B: 0.4},
     (A,): {A: 0.05, B: 0.95},
     (B,): {A: 0.9, B: 0.1},
@@ -44,8 +44,8 @@ PROMPT = "?"
 
 def script(seen: tuple[int, ...]) -> np.ndarray:
     logits = np.full(259, -1e9)
-    for token, chance in CHANCES.get(seen[len(PROMPT) :], {EOS: 1.0}).items():
-        logits[token] = np.log(chance)
+    for token, probability in PROBABILITIES.get(seen[len(PROMPT) :], {EOS: 1.0}).items():
+        logits[token] = np.log(probability)
     return logits
 
 
@@ -55,12 +55,12 @@ def small() -> LLM:
 
 def texts(decoder, count: int, first: int = 0) -> Counter[str]:
     with small() as llm:
-        said = [
+        generated = [
             llm.generate(PROMPT, decoder=decoder, constraint=WORDS, temperature=1.0, seed=seed).text
             for seed in range(first, first + count)
         ]
         llm.engine.check_integrity()
-    return Counter(said)
+    return Counter(generated)
 
 
 def distance(found: Counter[str]) -> float:
@@ -69,18 +69,20 @@ def distance(found: Counter[str]) -> float:
     return sum(abs(found[word] / total - TRUE[word] / EVIDENCE) for word in TRUE) / 2
 
 
-def test_asap_comes_to_the_conditional_and_masking_does_not():
+def test_asap_converges_to_the_conditional_distribution_and_masking_does_not():
     decoder = Asap()
     texts(decoder, 60)
     (root,) = decoder.tries.values()
-    hopes = [root.hope]
+    estimates = [root.completion_probability]
     found = texts(decoder, 150, first=1000)
     assert distance(found) < 0.1
     assert distance(texts("autoregressive", 100)) > 0.35
-    assert root.hope <= hopes[0] + 1e-12 and root.hope == pytest.approx(EVIDENCE, abs=1e-3)
+    assert root.completion_probability <= estimates[
+        0
+    ] + 1e-12 and root.completion_probability == pytest.approx(EVIDENCE, abs=1e-3)
 
 
-def test_asap_learns_for_each_constraint_apart():
+def test_asap_keeps_one_trie_per_constraint():
     decoder = Asap()
     with small() as llm:
         for constraint in (WORDS, Regex("aa"), Regex("bb"), Regex("aa")):
@@ -103,8 +105,8 @@ def weights(probabilities: np.ndarray, valid: set[int], count: int = 3000):
         for seed in range(count)
     ]
     values = np.exp([one.log_weight for one in drawn])
-    said = np.array([-1 if one.token is None else one.token for one in drawn])
-    by_token = {token: np.where(said == token, values, 0) for token in valid}
+    generated = np.array([-1 if one.token is None else one.token for one in drawn])
+    by_token = {token: np.where(generated == token, values, 0) for token in valid}
     return values, by_token, np.mean([one.tests for one in drawn])
 
 
@@ -123,18 +125,18 @@ def test_awrs_weights_are_unbiased_with_few_tests(likeliest, is_valid):
         bound = 3 * found.std() / np.sqrt(len(found)) + 2e-3
         assert abs(found.mean() - probabilities[token]) < bound
     assert tests < 15
-    # The twin: weights that count one test too many are seen to be biased.
+    # Control: wrong weights are detected as biased.
     assert abs(np.mean(values / 1.5) - truth) > 3 * error
 
 
-def test_awrs_knows_when_nothing_is_allowed():
+def test_awrs_returns_no_token_if_none_is_allowed():
     for likeliest in (0.5, 0.9):
         probabilities = np.array([likeliest, 1 - likeliest])
         found = draw(probabilities, np.arange(2), lambda token: False, Noise(1, 0), 0)
         assert found.token is None and found.log_weight == -np.inf
 
 
-def test_awrs_particles_come_to_the_conditional():
+def test_awrs_particles_converge_to_the_conditional_distribution():
     few, many = distance(texts(Awrs(1), 150)), distance(texts(Awrs(12), 120))
     assert many < 0.15 < 0.3 < few
 
@@ -168,7 +170,7 @@ def test_awrs_greedy_is_plain_greedy_with_few_tests():
         assert llm.generate("the cat", decoder="awrs", **options).tokens == plain
 
 
-def test_awrs_refuses_bad_numbers():
+def test_awrs_rejects_invalid_options():
     for arguments in ((0, 0.5), (61, 0.5), (4, 2)):
         with pytest.raises(InvalidRequestError):
             Awrs(*arguments)
@@ -184,7 +186,7 @@ SCHEMA = {
 
 def test_forced_tokens_are_drafted_and_drafts_are_pruned():
     state = JsonSchema(SCHEMA, whitespace="").start(ByteTokenizer(), 259)
-    forced = state.forced()
+    forced = state.forced_tokens()
     assert bytes(forced) == b'{"first":"'
     drafted = TokenTree.merge([list(b'one"}'), list(b"thr"), list(b"x")])
     tree = pruned(forced, drafted, state)
@@ -193,7 +195,7 @@ def test_forced_tokens_are_drafted_and_drafts_are_pruned():
     assert [tree.parents[-1], tree.tokens[-1]] == [len(forced) - 1, ord("t")]
 
 
-def test_jump_forward_needs_fewer_passes_and_says_the_same():
+def test_jump_forward_needs_fewer_passes_and_generates_the_same_tokens():
     compact = JsonSchema(SCHEMA, whitespace="")
     with LLM(ScriptedModel(seed=2), tokenizer=ByteTokenizer(), cache_positions=2048) as llm:
         for temperature, limit in product((0.0, 0.9), (5, 100)):
@@ -205,11 +207,12 @@ def test_jump_forward_needs_fewer_passes_and_says_the_same():
             assert fast.stats.passes * 2 < plain.stats.passes
 
 
-def test_wrongly_forced_tokens_are_not_said():
-    """The twin: a constraint that lies about what it forces costs passes, never the text."""
+def test_wrongly_forced_tokens_are_not_emitted():
+    """Control: a constraint that returns wrong forced tokens costs passes, but never changes the
+    text."""
     compact = JsonSchema(SCHEMA, whitespace="")
     state_type = type(compact.start(ByteTokenizer(), 259))
-    honest = state_type.forced
+    honest = state_type.forced_tokens
     with LLM(ScriptedModel(seed=2), tokenizer=ByteTokenizer(), cache_positions=2048) as llm:
         expected = llm.generate("x", constraint=compact, decoder="autoregressive").tokens
 
@@ -217,10 +220,10 @@ def test_wrongly_forced_tokens_are_not_said():
             allowed = np.flatnonzero(state.mask())
             return [int(allowed[-1])] if len(allowed) > 1 else honest(state)
 
-        state_type.forced = lying
+        state_type.forced_tokens = lying
         try:
             decoder = Speculative(JumpForward(PromptLookupDrafter()), 4)
             found = llm.generate("x", decoder=decoder, constraint=compact)
         finally:
-            state_type.forced = honest
+            state_type.forced_tokens = honest
         assert found.tokens == expected

@@ -1,4 +1,4 @@
-"""Prompts that end inside a token, gaps, watched names, and what constraints do for drafts."""
+"""Prompts that end inside a token, infilling, monitors, and constraints applied to drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from anydecode import JsonSchema, Regex
 from anydecode.constraints.canonical import canonical
 from anydecode.constraints.monitors import Monitor
-from anydecode.constraints.relaxing import closed
+from anydecode.constraints.relaxing import without_extra_properties
 from anydecode.decoders.constrained.self_infill import SelfInfill
 from anydecode.decoders.constrained.token_healing import TokenHealing
 from anydecode.decoders.constrained.unbiased_tokenization import UnbiasedTokenization
@@ -42,7 +42,7 @@ from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 TOKENIZER = ByteTokenizer()
 
 
-def test_the_next_letter_follows_the_chain_where_plain_decoding_does_not():
+def test_the_next_letter_has_the_distribution_of_the_chain():
     for prompt in ("BA", "BAAA"):
         decoder = UnbiasedTokenization()
         with chain_llm() as llm:
@@ -52,8 +52,8 @@ def test_the_next_letter_follows_the_chain_where_plain_decoding_does_not():
     assert abs(share_of_a(UnbiasedTokenization(), 200) - CHAIN["A"]) < 0.1
 
 
-def test_covers_that_no_tokenizer_writes_would_be_noticed(monkeypatch):
-    """The twin: with every split of the text as a cover, the chain is missed."""
+def test_covers_that_the_tokenizer_cannot_produce_change_the_distribution(monkeypatch):
+    """Control: with every split of the text as a cover, the distribution is wrong."""
     from anydecode.decoders.constrained import unbiased_tokenization as module
 
     monkeypatch.setattr(module, "is_written", lambda *_: True)
@@ -68,7 +68,7 @@ def test_covers_that_no_tokenizer_writes_would_be_noticed(monkeypatch):
     assert abs(decoder.last_bytes[ord("A")] - honest) > 0.05
 
 
-def test_an_answer_is_the_text_beyond_the_prompt():
+def test_an_answer_is_the_text_after_the_prompt():
     with chain_llm() as llm:
         for decoder in ("unbiased-tokenization", "token-healing", "token-healing:count=2"):
             options = {"decoder": decoder, "temperature": 1.0, "logprobs": 1, "max_tokens": 6}
@@ -78,7 +78,7 @@ def test_an_answer_is_the_text_beyond_the_prompt():
 
 
 @pytest.mark.parametrize("decoder", ["unbiased-tokenization", "token-healing"])
-def test_what_prompt_ends_do_not_work_with_is_said(decoder):
+def test_prompt_boundary_decoders_reject_unsupported_options(decoder):
     with chain_llm() as llm, pytest.raises(UnsupportedCombinationError, match="constraint"):
         llm.generate("BA", decoder=decoder, constraint=Regex("[AB]+"))
     with pytest.raises(InvalidRequestError):
@@ -87,7 +87,7 @@ def test_what_prompt_ends_do_not_work_with_is_said(decoder):
         UnbiasedTokenization(0)
 
 
-def test_self_infill_says_left_middle_end_and_refuses_plainly():
+def test_self_infill_emits_left_middle_suffix_and_rejects_bad_options():
     with filling_llm([]) as llm:
         assert llm.generate("f(", decoder=SelfInfill(begins="r"), max_tokens=12).text == "xmr!"
         short = llm.generate("f(", decoder=SelfInfill(begins="r"), max_tokens=2)
@@ -95,7 +95,7 @@ def test_self_infill_says_left_middle_end_and_refuses_plainly():
         with pytest.raises(UnsupportedCombinationError, match="suffix"):
             llm.generate("f(", decoder="self-infill", constraint=Regex("a+"))
     with LLM(ScriptedModel(), tokenizer=TOKENIZER, cache_positions=256) as llm:
-        with pytest.raises(UnsupportedCombinationError, match="fills in the middle"):
+        with pytest.raises(UnsupportedCombinationError, match="fill-in-the-middle model"):
             llm.generate("f(", decoder="self-infill")
     with pytest.raises(InvalidRequestError):
         SelfInfill(threshold=2)
@@ -103,13 +103,13 @@ def test_self_infill_says_left_middle_end_and_refuses_plainly():
         SelfInfill(sentinels="a b")
 
 
-def test_watched_names_exist_and_unwatched_ones_do_not():
+def test_names_exist_only_with_a_monitor():
     pytest.importorskip("jedi")
     assert unknown_names(6, watched=True) == 0
     assert unknown_names(6, watched=False) > 0.5
 
 
-def test_a_monitor_by_name_watches_the_prompt():
+def test_a_monitor_constrains_a_name_started_in_the_prompt():
     names = {"alpha"}
     model = ScriptedModel(lambda seen: np.where(np.arange(259) < 123, 0.0, -1e9))
     with LLM(model, tokenizer=TOKENIZER, cache_positions=512) as llm:
@@ -124,7 +124,7 @@ def test_a_monitor_by_name_watches_the_prompt():
             llm.generate("x", constraint="asap")
 
 
-def test_a_monitor_without_jedi_says_so(monkeypatch):
+def test_a_monitor_without_jedi_raises_missing_package_error(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "jedi", None)
@@ -132,7 +132,7 @@ def test_a_monitor_without_jedi_says_so(monkeypatch):
         Monitor("x").start(TOKENIZER, 259)
 
 
-def test_every_exact_drafter_gets_forced_tokens_for_free():
+def test_every_exact_drafter_drafts_forced_tokens():
     schema = {"type": "object", "properties": {"a_long_name": {"type": "boolean"}},
               "required": ["a_long_name"], "additionalProperties": False}  # fmt: skip
     constraint = JsonSchema(schema, whitespace="")
@@ -144,7 +144,7 @@ def test_every_exact_drafter_gets_forced_tokens_for_free():
             assert fast.stats.passes * 4 < plain.stats.passes, decoder
 
 
-def test_properties_come_in_the_order_of_their_author():
+def test_properties_keep_the_order_of_the_schema():
     text = {"type": "string"}
     tool = {"type": "object", "properties": {"id": text, "name": text}}
     schema = {"type": "object", "not": {"required": ["no"]},
@@ -156,7 +156,7 @@ def test_properties_come_in_the_order_of_their_author():
     assert dependent["anyOf"][-1]["required"] == ["f", "b"]
 
 
-def test_many_conditions_are_left_to_the_checks_in_time():
+def test_many_conditions_are_left_to_validation():
     parts = [
         {"if": {"properties": {"k": {"const": i}}}, "then": {"required": [f"p{i}"]}}
         for i in range(24)
@@ -167,7 +167,7 @@ def test_many_conditions_are_left_to_the_checks_in_time():
     assert not walk(constraint, TOKENIZER, '{"k": 3}')
 
 
-def test_one_of_is_checked_where_it_is_masked_as_any_of():
+def test_one_of_is_validated_if_it_is_masked_as_any_of():
     schema = {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "integer", "maximum": 5}]}
     assert walk(JsonSchema(schema), TOKENIZER, "7") and not walk(JsonSchema(schema), TOKENIZER, "3")
 
@@ -181,22 +181,22 @@ def test_formats_can_be_annotations():
     assert free.report().ignored
 
 
-def test_named_properties_are_all_there_are_unless_the_schema_says_more():
+def test_extra_properties_are_forbidden_unless_the_schema_mentions_them():
     person = {"type": "object", "properties": {"name": {"type": "string"}}}
     held, free = JsonSchema(person), JsonSchema(person, extra_properties=True)
     assert not walk(held, TOKENIZER, '{"name": "a", "x": 1}')
     assert walk(free, TOKENIZER, '{"name": "a", "x": 1}')
     assert held.report().guards["extra_properties"] is False
-    for said in (
+    for schema in (
         {**person, "additionalProperties": True},
         {**person, "required": ["x"]},
         {**person, "minProperties": 2},
         {"allOf": [person, {"properties": {"x": {}}}]},
         {"$defs": {"p": person}, "allOf": [{"$ref": "#/$defs/p"}, {"required": ["x"]}]},
     ):
-        assert closed(said) == said
+        assert without_extra_properties(schema) == schema
     deep = {"$defs": {"p": person}, "type": "array", "items": {"$ref": "#/$defs/p"}}
-    assert closed(deep)["$defs"]["p"]["additionalProperties"] is False
+    assert without_extra_properties(deep)["$defs"]["p"]["additionalProperties"] is False
 
 
 def test_a_value_is_found_in_another_spelling():
@@ -208,7 +208,7 @@ def test_a_value_is_found_in_another_spelling():
     assert (state.mask() == before).all()
 
 
-def test_answers_are_judged_and_a_run_goes_on(tmp_path):
+def test_answers_are_validated_and_a_run_resumes(tmp_path):
     schema = {"type": "integer"}
     common = {"tokens": 3, "first": 0.1, "total": 0.3, "compile": 0.0, "fits": True}
     rows = [
@@ -227,19 +227,19 @@ def test_answers_are_judged_and_a_run_goes_on(tmp_path):
         ResultsLog(file, {"seeds": 3})
 
 
-def test_seeds_together_are_the_seeds_one_by_one():
+def test_seeds_in_a_batch_equal_seeds_one_by_one():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     with LLM(ScriptedModel(seed=2), tokenizer=TOKENIZER, cache_positions=2048) as llm:
         asked = Ours(llm, Setting(tokens=40), "auto")
         alone = [asked.ask(schema, range(seed, seed + 1))[0] for seed in range(4)]
         together = asked.ask(schema, range(4))
         assert [row["text"] for row in together] == [row["text"] for row in alone]
-        assert len({row["text"] for row in alone}) > 1  # the twin: seeds in another order differ
+        assert len({row["text"] for row in alone}) > 1  # control: seeds in another order differ
         refused = asked.ask({"enum": []}, range(4))
         assert len(refused) == 1 and "drawn" not in refused[0]
 
 
-def test_a_seed_without_an_answer_leaves_the_others_theirs():
+def test_a_failed_seed_does_not_affect_the_others():
     class Engine:
         def __init__(self, error):
             self.error = error

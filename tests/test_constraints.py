@@ -1,4 +1,4 @@
-"""Constraints: the protocol, the engines, and equality with plain decoding under every decoder."""
+"""Constraints: states, mask engines, and equality with plain decoding under every decoder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start(constraint, vocab_size=259) -> ConstraintState:
 
 
 def allowed(state: ConstraintState) -> str:
-    """The bytes that may follow, as text."""
+    """The allowed next bytes, as text."""
     return bytes(int(t) for t in np.flatnonzero(state.mask()) if t < 256).decode("latin-1")
 
 
@@ -59,7 +59,7 @@ def feed(state: ConstraintState, text: str) -> ConstraintState:
         (lambda e: JsonSchema(PERSON, engine=e), ['{"name": "x", "age": 3}'], ["{}", "[]"]),
     ],
 )
-def test_languages_say_what_may_be_said(engine, make, good, bad):
+def test_masks_allow_exactly_the_texts_of_the_language(engine, make, good, bad):
     if engine == "xgrammar":
         pytest.importorskip("xgrammar")
     constraint = make(engine)
@@ -86,8 +86,8 @@ def test_lark_grammars_and_special_tokens():
 
 @pytest.mark.parametrize("constraint", [Regex("(ab|ac)+"), JsonSchema(PERSON),
     Predicate(lambda s: s == "abc", lambda s: "abc".startswith(s))])  # fmt: skip
-def test_states_fork_and_roll_back(constraint):
-    """A random walk: each state's mask is the same by advancing, forking or taking back."""
+def test_masks_are_equal_after_fork_and_rollback(constraint):
+    """Random walk: each state's mask is equal after advance, fork and rollback."""
     choose = random.Random(4)
     state, trail = start(constraint), []
     for _ in range(24):
@@ -106,7 +106,7 @@ def test_states_fork_and_roll_back(constraint):
         start(constraint).advance(200)
 
 
-def test_end_of_text_is_taken_back_as_one_token():
+def test_rollback_removes_an_end_of_text_token():
     state = feed(start(Regex("ab")), "ab")
     assert state.finished
     state.advance(EOS)
@@ -116,18 +116,18 @@ def test_end_of_text_is_taken_back_as_one_token():
     assert allowed(state) == "b"
 
 
-def test_forced_tokens_are_the_only_ones():
+def test_forced_tokens_are_the_only_allowed_tokens():
     state = start(JsonSchema(PERSON, whitespace=""))
-    forced = state.forced()
+    forced = state.forced_tokens()
     assert bytes(forced) == b'{"name":"'
     for token in forced:
         assert np.flatnonzero(state.mask()).tolist() == [token]
         state.advance(token)
-    assert state.forced() == []
-    assert feed(start(Regex("ab")), "ab").forced() == [EOS]
+    assert state.forced_tokens() == []
+    assert feed(start(Regex("ab")), "ab").forced_tokens() == [EOS]
 
 
-def test_masks_prepared_on_a_thread_are_the_same():
+def test_masks_prepared_on_a_thread_are_equal():
     text = '{"name": "abc", "age": 42}'
     ahead, plain = start(JsonSchema(PERSON)), start(JsonSchema(PERSON))
     for byte in text.encode():
@@ -151,7 +151,7 @@ def test_masks_prepared_on_a_thread_are_the_same():
     Predicate(lambda s: len(s) > 9 and s.endswith("."),
               lambda s: s.isascii() and (len(s) < 20 or s[19:] == ".")),
 ], ids=["json", "regex", "grammar", "predicate"])  # fmt: skip
-def test_every_decoder_says_what_plain_decoding_says(constraint, temperature):
+def test_every_decoder_generates_the_tokens_of_plain_decoding(constraint, temperature):
     options = {"constraint": constraint, "temperature": temperature, "seed": 5, "max_tokens": 40}
     with scripted_llm() as llm:
         expected = llm.generate(PROMPT, logprobs=2, repetition_penalty=1.2, **options)
@@ -169,8 +169,8 @@ def test_every_decoder_says_what_plain_decoding_says(constraint, temperature):
 
 
 @pytest.mark.parametrize("decoder", ["autoregressive", "jump-forward", "beam", "layer-draft"])
-def test_batches_samples_and_restarts(decoder):
-    """n samples differ, are valid, and come out the same when preempted at random."""
+def test_samples_are_valid_distinct_and_unchanged_by_preemption(decoder):
+    """n samples differ, are valid, and are the same when preempted at random."""
     n = 1 if decoder == "beam" else 4
     person = JsonSchema(PERSON, whitespace="")
     options = {"decoder": decoder, "constraint": person, "max_tokens": 64, "seed": 2,
@@ -188,8 +188,8 @@ def test_batches_samples_and_restarts(decoder):
     assert len(set(texts[0])) == n
 
 
-def test_a_wrong_mask_would_be_noticed():
-    """The twin of the equality tests: a state whose forks forget a token changes the text."""
+def test_a_faulty_state_changes_the_text():
+    """Control for the equality tests: a state whose forks lose a token changes the text."""
 
     def forgetful(state):
         fork = state.fork
@@ -221,7 +221,7 @@ def test_a_wrong_mask_would_be_noticed():
     assert found != expected
 
 
-def test_stop_strings_and_limits_say_so():
+def test_finish_reason_and_completeness_with_stop_strings_and_limits():
     with scripted_llm() as llm:
         cut = llm.generate(PROMPT, constraint=JsonSchema(PERSON), stop=['"name"'])
         assert cut.finish_reason == "stop" and not cut.constraint["complete"]
@@ -243,12 +243,12 @@ def test_stop_strings_and_limits_say_so():
     lambda: Grammar("x" * (2 << 20)),
     lambda: Predicate(lambda s: False, lambda s: False),
 ])  # fmt: skip
-def test_bad_constraints_are_refused_before_anything_is_said(make):
+def test_invalid_constraints_are_rejected_before_generation(make):
     with scripted_llm() as llm, pytest.raises(ConstraintError):
         llm.generate("x", constraint=make(), max_tokens=4)
 
 
-def test_bad_arguments():
+def test_invalid_arguments_are_rejected():
     for make in (
         lambda: Choice([]),
         lambda: Choice("yes"),
@@ -262,7 +262,7 @@ def test_bad_arguments():
         llm.generate("x", constraint={"type": "object"})
 
 
-def test_predicates_are_asked_once_per_text():
+def test_predicates_are_called_once_per_text():
     asked: list[str] = []
 
     def prefix(text: str) -> bool:
@@ -278,15 +278,15 @@ def test_predicates_are_asked_once_per_text():
     assert allowed(state) == "a"
 
 
-def test_the_policy_part_is_found():
+def test_the_constraint_of_a_sampler_is_found():
     with scripted_llm() as llm:
         request = llm.request("x", constraint=Regex("a"))
         part = constraint_of(request.jobs[0].sequence.sampler)
         assert part is not None and allowed(part.state) == "a"
 
 
-def test_a_banned_token_stays_banned_when_the_bias_forbids_the_rest() -> None:
-    state = start(Choice(["ab", "cd"])).without([ord("a")])
+def test_a_banned_token_stays_banned_if_the_bias_forbids_the_others() -> None:
+    state = start(Choice(["ab", "cd"])).with_banned([ord("a")])
     scores = np.zeros(259, np.float32)
     scores[ord("c")] = -np.inf
     kept = Constrained(state).apply(Candidates(None, scores))

@@ -1,5 +1,5 @@
 """Grammars on canvases: the verifier against every completion parsed by lark, and finished answers
-against readers that know nothing of it."""
+against independent parsers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from anydecode import Choice, Grammar, JsonSchema, Regex, catalogue
 from anydecode.cli.main import app
 from anydecode.constraints.byte_grammar import byte_grammar
-from anydecode.constraints.canvas_grammar import HOLE, CanvasAnswer, CanvasGrammar
+from anydecode.constraints.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
 from anydecode.engine.llm import LLM
 from anydecode.errors import AnydecodeError
 from anydecode.evaluation.certify import _Restarts, scripted_llm
@@ -53,8 +53,9 @@ GRAMMARS = (
 )
 
 
-def mistakes(rules: CanvasGrammar, grammar: str) -> int:
-    """Canvases, and tokens at holes, that are judged otherwise than by trying all completions."""
+def num_mistakes(rules: CanvasGrammar, grammar: str) -> int:
+    """The number of canvases, and of tokens at masks, for which the verifier differs from trying
+    all completions."""
     parser = lark.Lark(grammar, parser="earley", lexer="dynamic_complete")
 
     @cache
@@ -69,40 +70,40 @@ def mistakes(rules: CanvasGrammar, grammar: str) -> int:
     for length in (1, 2, 3):
         whole = texts(parses, length)
         draw = Random(length)
-        some = [tuple(HOLE if draw.random() < 0.5 else t for t in one) for one in whole]
+        some = [tuple(MASK_POSITION if draw.random() < 0.5 else t for t in one) for one in whole]
         for canvas in canvases(length, 30, seed=9) + draw.sample(some, min(30, len(some))):
             wrong += rules.is_completable(canvas) != fits(canvas, whole)
-            if HOLE in canvas and fits(canvas, whole):
-                position = canvas.index(HOLE)
+            if MASK_POSITION in canvas and fits(canvas, whole):
+                position = canvas.index(MASK_POSITION)
                 good = [
                     fits((*canvas[:position], token, *canvas[position + 1 :]), whole)
                     for token in range(END + 1)
                 ]
-                look = CanvasAnswer(rules, canvas)
-                wrong += [look.accepts(position, token) for token in range(END + 1)] != good
-                wrong += look.allowed(position).tolist() != good
+                answer = CanvasAnswer(rules, canvas)
+                wrong += [answer.accepts(position, token) for token in range(END + 1)] != good
+                wrong += answer.allowed(position).tolist() != good
     return wrong
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS)
 def test_a_canvas_is_accepted_if_and_only_if_it_has_a_completion(grammar: str) -> None:
-    assert mistakes(verifier(grammar), grammar) == 0
+    assert num_mistakes(verifier(grammar), grammar) == 0
 
 
-def test_a_verifier_whose_masks_may_stay_empty_is_found_out() -> None:
+def test_a_verifier_that_allows_empty_masks_is_detected() -> None:
     class Loose(CanvasGrammar):
-        def hole(self, chart: Any, items: Any) -> Any:
-            ahead = super().hole(chart, items)
+        def advance_mask(self, chart: Any, items: Any) -> Any:
+            ahead = super().advance_mask(chart, items)
             return chart.close({**ahead, **{s: o | ahead.get(s, 0) for s, o in items.items()}})
 
     right = verifier(GRAMMARS[2])
-    assert mistakes(Loose(right.grammar, right.vocabulary, right.ends), GRAMMARS[2]) > 0
+    assert num_mistakes(Loose(right.grammar, right.vocabulary, right.ends), GRAMMARS[2]) > 0
 
 
-def test_where_few_tokens_stand_for_masks_nothing_without_a_completion_is_accepted(
+def test_with_few_trie_nodes_no_canvas_without_a_completion_is_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("anydecode.constraints.canvas_grammar.MOST_NODES", 3)
+    monkeypatch.setattr("anydecode.constraints.canvas_grammar.MAX_NODES", 3)
     rules = verifier('start: "(" start ")" | "ab" | "a"')
     whole = texts(lambda t: re.fullmatch(r"(\(*)(ab|a)(\)*)", t) is not None
                   and t.count("(") == t.count(")"), 3)  # fmt: skip
@@ -121,16 +122,16 @@ def test_where_few_tokens_stand_for_masks_nothing_without_a_completion_is_accept
         r"(?P<x>a|)b{0,3}c{2,}",
     ],
 )
-def test_regular_expressions_say_what_those_of_python_say(pattern: str) -> None:
+def test_regular_expressions_agree_with_python(pattern: str) -> None:
     grammar = byte_grammar(Regex(pattern).guidance())
     assert grammar.is_regular
     draw, agreed = Random(3), set()
     for _ in range(1500):
         text = "".join(draw.choice('abc2"]-^éüA.[{\n ') for _ in range(draw.randint(0, 5)))
-        state: int | None = grammar.starts[0]
+        state: int | None = grammar.start_states[0]
         for one in text.encode().translate(grammar.classes):
-            state = None if state is None else grammar.steps[state].get(one)
-        found = state is not None and grammar.ends[state] == 0
+            state = None if state is None else grammar.transitions[state].get(one)
+        found = state is not None and grammar.completed_rule[state] == 0
         assert found == (re.fullmatch(pattern, text) is not None), text
         agreed.add(found)
     assert agreed == {True, False}
@@ -143,7 +144,7 @@ def model(block_size: int | None = None) -> Any:
     return made
 
 
-def opened(block_size: int | None = None) -> LLM:
+def open_llm(block_size: int | None = None) -> LLM:
     return LLM(model(block_size), tokenizer=ByteTokenizer(), cache_positions=1024)
 
 
@@ -154,19 +155,19 @@ PROMPTS = [[1, 2], [3], [4, 5, 6, 7, 8, 9]]
     ("decoder", "size"),
     [("", None), (":block=5,cache=dual", None), (":remasking=random,block=0", None), ("", 4)],
 )
-def test_answers_parse_and_are_one_text_alone_batched_and_restarted(
+def test_answers_parse_and_are_equal_alone_batched_and_restarted(
     decoder: str, size: int | None
 ) -> None:
     options = {"constraint": Grammar(JSON), "max_tokens": 8, "seed": 3, "top_p": 0.95}
     options["decoder"] = f"diffusion-cfg{decoder}"
     for options["temperature"] in (1.2,) if decoder else (0.0, 1.2):
-        with opened(size) as llm:
+        with open_llm(size) as llm:
             alone = [llm.generate([prompt], **options)[0] for prompt in PROMPTS]
             batch = llm.generate(PROMPTS, **options)
         for answer in alone:
             json.loads(answer.text)
         assert [one.tokens for one in batch] == [one.tokens for one in alone]
-        with opened(size) as llm, _Restarts(llm.engine, seed=2):
+        with open_llm(size) as llm, _Restarts(llm.engine, seed=2):
             again = llm.generate(PROMPTS, **options)
             assert [one.tokens for one in again] == [one.tokens for one in alone]
             llm.engine.check_integrity()
@@ -174,7 +175,7 @@ def test_answers_parse_and_are_one_text_alone_batched_and_restarted(
 
 def test_without_the_verifier_answers_do_not_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CanvasAnswer, "accepts", lambda self, position, token: True)
-    with opened() as llm:
+    with open_llm() as llm:
         answers = llm.generate(
             PROMPTS, decoder="diffusion-cfg", constraint=Grammar(JSON), max_tokens=11
         )
@@ -188,8 +189,8 @@ def test_without_the_verifier_answers_do_not_parse(monkeypatch: pytest.MonkeyPat
     assert parsed < len(answers)
 
 
-def test_an_answer_that_may_not_end_fills_the_canvas() -> None:
-    with opened() as llm:
+def test_an_answer_without_end_of_text_fills_the_canvas() -> None:
+    with open_llm() as llm:
         for pattern in ("(ab)*", "[a-c]{12}"):
             answer = llm.generate(
                 [[1, 2]],
@@ -201,10 +202,10 @@ def test_an_answer_that_may_not_end_fills_the_canvas() -> None:
             assert len(answer.text) == 12 and re.fullmatch(pattern, answer.text)
 
 
-def test_stop_tokens_and_another_mask_do_not_break_a_text() -> None:
-    """A token that ends the answer ends the text, and the mask is never counted on."""
+def test_texts_are_valid_with_stop_tokens_and_another_mask_token() -> None:
+    """A stop token ends the text, and the mask token never occurs in it."""
     asked: dict[str, Any] = {"constraint": Regex("a[ab]*c"), "max_tokens": 6}
-    with opened() as llm:
+    with open_llm() as llm:
         for prompt in PROMPTS:
             found = llm.generate([prompt], decoder="diffusion-cfg", stop_tokens=[*b"b"], **asked)[0]
             assert re.fullmatch("a+c", found.text)
@@ -251,13 +252,15 @@ def test_several_regions_are_infilled_so_that_the_whole_parses() -> None:
         (Regex("(a|b)*a(a|b){25}"), "too large"),
     ],
 )
-def test_what_cannot_be_met_or_read_is_one_clear_line(constraint: Any, message: str) -> None:
-    with scripted_llm(causal=False) as llm, pytest.raises(AnydecodeError, match=message) as told:
+def test_unsatisfiable_or_unsupported_constraints_raise_one_line_errors(
+    constraint: Any, message: str
+) -> None:
+    with scripted_llm(causal=False) as llm, pytest.raises(AnydecodeError, match=message) as caught:
         llm.generate("x", decoder="diffusion-cfg", constraint=constraint, max_tokens=8)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
-def test_other_bad_requests_are_one_clear_line() -> None:
+def test_other_invalid_requests_raise_one_line_errors() -> None:
     asked: dict[str, Any] = {"decoder": "diffusion-cfg", "max_tokens": 4}
     with scripted_llm(causal=False) as llm:
         with pytest.raises(AnydecodeError, match="penalties"):
@@ -285,5 +288,5 @@ def test_grammars_and_regular_expressions_on_the_command_line(tmp_path: Path) ->
     assert run("--grammar", str(tmp_path / "none.lark")).exit_code
 
 
-def test_pieces_of_the_oracle_are_not_of_one_byte_only() -> None:
+def test_the_oracle_vocabulary_has_tokens_of_several_bytes() -> None:
     assert {len(piece) for piece in PIECES} == {1, 2}

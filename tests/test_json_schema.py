@@ -1,4 +1,4 @@
-"""JSON Schema whole: nothing invalid gets through, and what cannot be met is said."""
+"""JSON Schema constraints: no invalid value is allowed, and unsatisfiable schemas are rejected."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ import numpy as np
 import pytest
 
 from anydecode import JsonSchema
-from anydecode.constraints import json_schema as module
+from anydecode.constraints import json_schema as json_schema_module
 from anydecode.constraints import shortest_completion as shortest_module
 from anydecode.constraints.checking import IncrementalJsonValidator, Validator
-from anydecode.constraints.completion_hints import Hints, example
+from anydecode.constraints.completion_hints import CompletionHints, example
 from anydecode.constraints.forced_completion import ForcedCompletion
-from anydecode.constraints.narrowing import narrowed
-from anydecode.constraints.relaxing import LEVELS, nodes, relaxed, without_assertions
+from anydecode.constraints.narrowing import narrowed_schema
+from anydecode.constraints.relaxing import (
+    NUM_LEVELS,
+    relaxed_schema,
+    subschemas,
+    without_assertions,
+)
 from anydecode.constraints.shortest_completion import shortest_completion
 from anydecode.constraints.termination import cannot_terminate
 from anydecode.errors import ConstraintError
@@ -27,7 +32,7 @@ from anydecode.models.scripted import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 
-#: Schemas whose rules no mask expresses, with valid and invalid values.
+#: Schemas with rules that a mask cannot express, with valid and invalid values.
 UNMASKED = {
     "not": ({"type": "string", "not": {"pattern": "^a"}}, ["b", ""], ["a", "ab"]),
     "oneOf": (
@@ -93,56 +98,56 @@ UNMASKED = {
 
 
 @pytest.mark.parametrize("name", UNMASKED)
-def test_nothing_invalid_is_allowed(name):
+def test_exactly_the_valid_values_are_allowed(name):
     schema, valid, invalid = UNMASKED[name]
     wrapped = {"type": "array", "items": schema, "maxItems": 3}
     for whole in (schema,) if {"$schema", "$defs"} & set(schema) else (schema, wrapped):
         wrap = (lambda v: v) if whole is schema else (lambda v: [v])
         tests = [{"valid": True, "data": wrap(value)} for value in valid]
         tests += [{"valid": False, "data": wrap(value)} for value in invalid]
-        judge = jsonschema.validators.validator_for(whole, jsonschema.Draft202012Validator)(
+        reference = jsonschema.validators.validator_for(whole, jsonschema.Draft202012Validator)(
             whole, format_checker=jsonschema.FormatChecker()
         )
-        if name != "format":  # the judge knows json-pointer only with a further package
-            assert [judge.is_valid(test["data"]) for test in tests] == [
+        if name != "format":  # the reference supports json-pointer only with another package
+            assert [reference.is_valid(test["data"]) for test in tests] == [
                 test["valid"] for test in tests
             ]
         tally = measure_schema(whole, tests, TOKENIZER, name)
         assert (tally.compiled, tally.wrongly_allowed, tally.wrongly_refused) == (1, 0, 0)
 
 
-def test_a_loosened_schema_would_be_noticed(monkeypatch):
-    """The twin: without its checks, the same schemas let invalid values through."""
+def test_invalid_values_are_allowed_without_validation(monkeypatch):
+    """Control: without validation, the same schemas allow invalid values."""
     monkeypatch.setattr(JsonSchema, "incremental_validator", lambda self, tokenizer: None)
-    through = 0
+    num_allowed = 0
     for schema, _, invalid in UNMASKED.values():
         constraint = JsonSchema(schema)
-        through += sum(walk(constraint, TOKENIZER, json.dumps(value)) for value in invalid)
-    assert through > 3
+        num_allowed += sum(walk(constraint, TOKENIZER, json.dumps(value)) for value in invalid)
+    assert num_allowed > 3
 
 
-@pytest.mark.parametrize("level", range(LEVELS))
-def test_relaxed_schemas_allow_all_that_the_schema_allows(level):
+@pytest.mark.parametrize("level", range(NUM_LEVELS))
+def test_relaxed_schemas_allow_everything_the_schema_allows(level):
     for schema, valid, _ in UNMASKED.values():
-        weaker, dropped = relaxed(schema, level)
-        judge = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+        weaker, dropped = relaxed_schema(schema, level)
+        reference = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
         for value in valid:
-            judge(weaker).validate(value)
+            reference(weaker).validate(value)
         for entry in dropped:
             keyword, _, path = entry.partition(" at ")
             assert path.startswith("#") and keyword
 
 
-def test_a_check_names_the_value_that_is_wrong():
+def test_the_validator_returns_the_start_of_the_invalid_value():
     schema = {"items": {"properties": {"a": {"not": {"const": 3}}}}}
-    watch = IncrementalJsonValidator(Validator(schema, 100), TOKENIZER)
+    validator = IncrementalJsonValidator(Validator(schema, 100), TOKENIZER)
     text = '[{"a": 4, "b": 3}, {"a": 3, '
-    found = [watch.push(byte) for byte in text.encode()]
+    found = [validator.push(byte) for byte in text.encode()]
     assert found[:-2] == [None] * (len(text) - 2)
     assert found[-2] == text.rindex("3")
 
 
-def test_patterns_lose_their_assertions_and_nothing_else():
+def test_only_assertions_are_removed_from_patterns():
     for pattern, looser in (
         ("^(?!foo)[a-z]+$", "^[a-z]+$"),
         (r"^(?=.*[)(\])])(a|b)(?<!b)x$", "^(a|b)x$"),
@@ -179,15 +184,19 @@ def test_strings_with_escapes_and_keys_that_look_like_values():
      "maximum": 99}}, "required": ["k", "n"], "additionalProperties": False},
     {"type": "string", "pattern": "^(?![a-m])[a-z]{2,3}$", "maxLength": 3},
 ], ids=["unique", "contains", "object", "lookahead"])  # fmt: skip
-def test_wrong_values_are_drawn_again(schema, temperature):
-    """Finished answers are valid, and the same with speculation and with restarts."""
+def test_invalid_values_are_sampled_again(schema, temperature):
+    """Finished answers are valid, and the same with speculation and after restarts."""
     options = {"constraint": JsonSchema(schema), "temperature": temperature, "max_tokens": 120}
     tries = 0
     for seed in range(2):
         texts = []
-        for decoder, shaken in (("autoregressive", 0), ("jump-forward", 0), ("autoregressive", 1)):
+        for decoder, restarts in (
+            ("autoregressive", 0),
+            ("jump-forward", 0),
+            ("autoregressive", 1),
+        ):
             with scripted_llm() as llm:
-                if shaken:
+                if restarts:
                     _Restarts(llm.engine, seed).__enter__()
                 answer = llm.generate("x: ", decoder=decoder, seed=seed, logprobs=1, **options)
                 llm.engine.check_integrity()
@@ -201,9 +210,9 @@ def test_wrong_values_are_drawn_again(schema, temperature):
     assert tries or temperature or "contains" not in schema
 
 
-def test_rejected_values_leave_the_distribution_of_valid_ones():
-    """Enumerated: values that pass are distributed as the decoder's own, given that they are
-    valid. Taking only the closing token away would not be."""
+def test_rejection_preserves_the_distribution_of_valid_values():
+    """By enumeration: accepted values follow the decoder's distribution given that they are valid.
+    Removing only the last token of an invalid value would bias it."""
     schema = {"enum": [11, 12, 21, 22], "not": {"const": 11}}
     plain, found = {}, {}
     with scripted_llm() as llm:
@@ -211,8 +220,8 @@ def test_rejected_values_leave_the_distribution_of_valid_ones():
             options = {"temperature": 1.0, "seed": seed, "max_tokens": 8}
             free = llm.generate("q", constraint=JsonSchema({"enum": schema["enum"]}), **options)
             plain[free.text.strip()] = plain.get(free.text.strip(), 0) + 1
-            held = llm.generate("q", constraint=_unmasked(schema), **options)
-            found[held.text.strip()] = found.get(held.text.strip(), 0) + 1
+            guarded = llm.generate("q", constraint=_unmasked(schema), **options)
+            found[guarded.text.strip()] = found.get(guarded.text.strip(), 0) + 1
     assert "11" not in found and plain.get("11")
     total = sum(count for text, count in plain.items() if text != "11")
     for text in ("12", "21", "22"):
@@ -221,14 +230,14 @@ def test_rejected_values_leave_the_distribution_of_valid_ones():
 
 
 def _unmasked(schema):
-    """The schema with `not` left to the checks, whatever the mask could say."""
+    """A constraint that leaves `not` to validation even if a mask could express it."""
     constraint = JsonSchema(schema)
-    constraint._candidates = lambda: iter([(*relaxed(schema), True)])
-    module._PLANS.clear()
+    constraint._candidates = lambda: iter([(*relaxed_schema(schema), True)])
+    json_schema_module._COMPILED.clear()
     return constraint
 
 
-def test_tries_are_bounded():
+def test_the_number_of_tries_is_limited():
     schema = {"type": "string", "pattern": "^(?!a)a", "maxLength": 4}
     with scripted_llm() as llm, pytest.raises(ConstraintError, match="no valid answer within 6"):
         llm.generate("x", constraint=JsonSchema(schema, tries=6), temperature=1.0, seed=1)
@@ -252,7 +261,7 @@ def test_long_answers_can_be_closed():
             assert not open_end.constraint["complete"]
 
 
-#: Schemas of which a careless model never sees the end.
+#: Schemas with unbounded values, which a model that avoids closing tokens never completes.
 UNBOUNDED = {
     "list": {"type": "array", "items": {"type": "integer"}},
     "free": {"type": "object"},
@@ -268,8 +277,8 @@ UNBOUNDED = {
 }  # fmt: skip
 
 
-def babble(schema, limit=64, **options):
-    """Eight answers of a model that never closes what it need not, of at most `limit` tokens."""
+def answers_of_careless_model(schema, limit=64, **options):
+    """Eight answers of at most `limit` tokens, of a model that avoids closing tokens."""
     with scripted_llm() as llm:
         constraint = JsonSchema(schema, finish=options.pop("finish", True))
         closing = dict.fromkeys([*b"]}", *TOKENIZER.eos_ids], -100.0)
@@ -279,86 +288,86 @@ def babble(schema, limit=64, **options):
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_answers_finish_within_the_limit(name):
+def test_forced_completion_finishes_answers_within_the_limit(name):
     schema = UNBOUNDED[name]
-    answers = babble(schema)
+    answers = answers_of_careless_model(schema)
     for answer in answers:
         assert answer.finish_reason == "stop" and len(answer.tokens) <= 64
         assert answer.constraint["complete"] and answer.constraint["guards"]["finish"] is True
         jsonschema.validate(json.loads(answer.text), schema)
-    free = babble(schema, finish=False)
+    free = answers_of_careless_model(schema, finish=False)
     assert not free[0].constraint["guards"]["finish"]
-    if name != "checked":  # whose long answers are begun anew
+    if name != "checked":  # its long answers are generated again
         assert any(one.finish_reason == "length" for one in free)
         assert any(one.constraint["steered"] for one in answers)
-        for one, other in zip(answers, free, strict=True):  # nothing is bent before it must be
+        for one, other in zip(answers, free, strict=True):  # free until a completion is forced
             assert one.constraint["steered"] or one.tokens == other.tokens
 
 
-def test_an_end_that_does_not_fit_is_not_forced():
+def test_a_completion_that_does_not_fit_is_not_forced():
     names = [f"a_name_that_is_long_{i}" for i in range(9)]
     schema = {"type": "object", "properties": dict.fromkeys(names, {}), "required": names}
-    for answer in babble(schema, limit=32):
+    for answer in answers_of_careless_model(schema, limit=32):
         assert answer.finish_reason == "length" and not answer.constraint["steered"]
 
 
-def test_bans_outrank_the_way_to_the_end():
-    for answer in babble({"type": "array"}, banned_words=["]"], limit=48):
+def test_bans_take_precedence_over_forced_completion():
+    for answer in answers_of_careless_model({"type": "array"}, banned_words=["]"], limit=48):
         assert answer.finish_reason == "length"
-    for answer in babble(UNBOUNDED["digits"], min_tokens=60):
+    for answer in answers_of_careless_model(UNBOUNDED["digits"], min_tokens=60):
         assert len(answer.tokens) >= 60
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_every_decoder_takes_the_same_way_to_the_end(temperature, monkeypatch):
-    def said(decoder, **options):
+def test_forced_completion_is_the_same_under_every_decoder(temperature, monkeypatch):
+    def generate(decoder, **options):
         options = {"decoder": decoder, "temperature": temperature, "n": 1} | options
-        return babble(UNBOUNDED["list"], **options)[0]
+        return answers_of_careless_model(UNBOUNDED["list"], **options)[0]
 
-    expected = said("autoregressive")
+    expected = generate("autoregressive")
     assert expected.constraint["steered"]
     for decoder in ("following:count=3", "prompt-lookup", "layer-draft", "jump-forward", "auto"):
-        assert said(decoder).tokens == expected.tokens, decoder
+        assert generate(decoder).tokens == expected.tokens, decoder
 
-    def forgetful(self):  # the twin: forks that lose count of what has been said
+    def fork_without_count(self):  # control: forks lose the token count
         return ForcedCompletion(
-            self.inner.fork(), self._tokenizer, self._vocab_size, self._limit, self._hints
+            self.inner.fork(), self._tokenizer, self._vocab_size, self._max_tokens, self._hints
         )
 
-    monkeypatch.setattr(ForcedCompletion, "fork", forgetful)
-    assert said("following:count=3").tokens != expected.tokens
+    monkeypatch.setattr(ForcedCompletion, "fork", fork_without_count)
+    assert generate("following:count=3").tokens != expected.tokens
 
 
-def test_steered_states_fork_and_roll_back():
-    state = JsonSchema(UNBOUNDED["list"]).begin(TOKENIZER, 259, 32)
-    text, said, masks = b"[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13", [], []
+def test_forced_completion_states_fork_and_roll_back():
+    state = JsonSchema(UNBOUNDED["list"]).start_with_limit(TOKENIZER, 259, 32)
+    text, tokens, masks = b"[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13", [], []
     while not state.finished:
         masks.append(state.mask())
-        token = (state.forced() or [text[len(said)]])[0]
+        token = (state.forced_tokens() or [text[len(tokens)]])[0]
         assert state.allows(token) and bool(masks[-1][token])
         state.advance(token)
-        said.append(token)
-    assert state.steered and len(said) <= 32 and bytes(said).endswith(b"]")
-    state.rollback(len(said))
+        tokens.append(token)
+    assert state.is_forced and len(tokens) <= 32 and bytes(tokens).endswith(b"]")
+    state.rollback(len(tokens))
     branch = state.fork()
-    assert not state.steered and not branch.steered
-    for token, mask in zip(said, masks, strict=True):
+    assert not state.is_forced and not branch.is_forced
+    for token, mask in zip(tokens, masks, strict=True):
         assert np.array_equal(branch.mask(), mask)
         branch.advance(token)
-    assert branch.steered and np.array_equal(state.mask(), masks[0])
+    assert branch.is_forced and np.array_equal(state.mask(), masks[0])
 
 
-def test_guards_are_on_and_can_be_taken_off():
+def test_guards_apply_by_default_and_can_be_disabled():
     free = JsonSchema({"type": "string"}, max_string=0)
-    held = JsonSchema({"type": "string"}, max_string=4)
+    guarded = JsonSchema({"type": "string"}, max_string=4)
     assert walk(free, TOKENIZER, json.dumps("x" * 300))
-    assert walk(held, TOKENIZER, '"xxxx"') and not walk(held, TOKENIZER, '"xxxxx"')
+    assert walk(guarded, TOKENIZER, '"xxxx"') and not walk(guarded, TOKENIZER, '"xxxxx"')
     tight = JsonSchema({"type": "array"}, whitespace="")
     assert walk(tight, TOKENIZER, "[1,2]") and not walk(tight, TOKENIZER, "[1, 2]")
     assert not walk(JsonSchema({"type": "array"}), TOKENIZER, "[" + " " * 100 + "]")
 
 
-def test_schemas_come_as_dict_text_or_model():
+def test_schemas_are_accepted_as_dict_text_or_model():
     import pydantic
 
     class Person(pydantic.BaseModel):
@@ -372,7 +381,7 @@ def test_schemas_come_as_dict_text_or_model():
         assert constraint.is_valid('{"name": "a", "age": 3}') and not constraint.is_valid("{")
 
 
-def deep(depth: int):
+def nested_array(depth: int):
     schema = {"type": "string"}
     for _ in range(depth):
         schema = {"type": "array", "items": schema}
@@ -391,14 +400,14 @@ def deep(depth: int):
     ({"enum": []}, "no text|not valid"),
     ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no end"),
     ({"$ref": "#"}, "no end"),
-    (deep(200), "deep"),
+    (nested_array(200), "deep"),
     ('{"type": ', "not valid JSON"),
     ("[" * 100_000, "not valid JSON|at most"),
     ([1], "object"),
     ({"x": {1, 2}}, "plain JSON"),
     ({"description": "x" * (3 << 20)}, "characters"),
 ])  # fmt: skip
-def test_bad_schemas_are_refused_in_bounded_time(schema, words):
+def test_invalid_schemas_are_rejected_in_bounded_time(schema, words):
     began = monotonic()
     with pytest.raises(ConstraintError, match=re.compile(words, re.I)) as caught:
         JsonSchema(schema).start(TOKENIZER, 259)
@@ -406,8 +415,8 @@ def test_bad_schemas_are_refused_in_bounded_time(schema, words):
     assert monotonic() - began < 20
 
 
-def test_hostile_patterns_and_sizes_end():
-    """A catastrophic pattern and a large schema: an error or a constraint, in bounded time."""
+def test_hostile_patterns_and_large_schemas_terminate():
+    """A catastrophic pattern and a large schema give an error or a constraint in bounded time."""
     began = monotonic()
     hostile = JsonSchema({"type": "string", "pattern": "^(?=x)(a+)+$", "maxLength": 64})
     assert not walk(hostile, TOKENIZER, json.dumps("a" * 40 + "!"))
@@ -416,7 +425,7 @@ def test_hostile_patterns_and_sizes_end():
     assert monotonic() - began < 30
 
 
-def test_recursion_with_an_end_is_fine():
+def test_recursive_schemas_with_finite_values_are_accepted():
     tree = {"type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}},
             "required": ["next"]}  # fmt: skip
     assert not cannot_terminate(tree) and not cannot_terminate(
@@ -425,7 +434,7 @@ def test_recursion_with_an_end_is_fine():
     assert walk(JsonSchema(tree), TOKENIZER, '{"next": {"next": null}}')
 
 
-def test_reports_name_keyword_and_path():
+def test_reports_contain_keyword_and_path():
     schema = {"properties": {"a/b": {"type": "array", "uniqueItems": True, "format": "shiny"}}}
     constraint = JsonSchema(schema)
     constraint.start(TOKENIZER, 259)
@@ -435,25 +444,25 @@ def test_reports_name_keyword_and_path():
     assert report["guards"]["max_string"] == 256 and "type" in report["masked"]
 
 
-def test_narrowed_schemas_stay_within():
+def test_narrowed_schemas_have_no_alternatives_and_can_start():
     schema = {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}
     for number in range(4):
-        narrow = narrowed(schema, number, 80)
-        assert not any("oneOf" in node for _, node in nodes(narrow))
+        narrow = narrowed_schema(schema, number, 80)
+        assert not any("oneOf" in node for _, node in subschemas(narrow))
         state = JsonSchema(narrow).start(TOKENIZER, 259)
         assert state.mask().any()
 
 
 def test_schemas_are_compiled_once():
-    module._PLANS.clear()
+    json_schema_module._COMPILED.clear()
     schema = {"type": "array", "uniqueItems": True}
     first, second = JsonSchema(schema), JsonSchema(json.dumps(schema))
     first.start(TOKENIZER, 259)
     second.start(TOKENIZER, 259)
-    assert first._plan is second._plan and len(module._PLANS) == 1
+    assert first._compiled is second._compiled and len(json_schema_module._COMPILED) == 1
 
 
-def test_endings_are_found_far_from_the_end():
+def test_the_shortest_completion_is_found_far_from_the_end():
     names = [f"name{i}" for i in range(9)]
     schema = {"type": "object", "properties": {name: {"type": "string"} for name in names},
               "required": names}  # fmt: skip
@@ -467,7 +476,7 @@ def test_endings_are_found_far_from_the_end():
     assert len(shortest_completion(JsonSchema({"enum": [1]}).start(TOKENIZER, 259), TOKENIZER)) == 2
 
 
-@pytest.mark.parametrize("rule, said", [
+@pytest.mark.parametrize("rule, prefix", [
     ({"format": "time"}, "10:00:00.0"),
     ({"format": "email"}, "ab"),
     ({"format": "duration"}, "P1"),
@@ -475,16 +484,16 @@ def test_endings_are_found_far_from_the_end():
     ({"pattern": "^[a-z0-9-]+/[a-z0-9]+$"}, "ab"),
     ({"minLength": 100}, "x"),
 ])  # fmt: skip
-def test_endings_are_found_behind_stretches_without_an_end(rule, said, monkeypatch):
-    """Digits and letters may go on for ever: what else may follow is looked for."""
+def test_the_shortest_completion_is_found_after_unbounded_repetitions(rule, prefix, monkeypatch):
+    """Digits and letters can repeat without bound: the search tries other characters."""
     schema = {"type": "string", **rule}
     state = JsonSchema(schema).start(TOKENIZER, 259)
-    for byte in f'"{said}'.encode():
+    for byte in f'"{prefix}'.encode():
         state.advance(byte)
     ending = shortest_completion(state, TOKENIZER)
-    jsonschema.validate(json.loads(f'"{said}'.encode() + bytes(ending[:-1])), schema)
+    jsonschema.validate(json.loads(f'"{prefix}'.encode() + bytes(ending[:-1])), schema)
     assert len(ending) < 20 or "minLength" in rule
-    monkeypatch.setattr(shortest_module, "_ways_out", lambda *_: [])
+    monkeypatch.setattr(shortest_module, "_exits", lambda *_: [])
     assert shortest_completion(state, TOKENIZER) is None or rule.keys() & {"minLength"}
 
 
@@ -502,18 +511,18 @@ DOCUMENT = {
 }  # fmt: skip
 
 
-def test_hints_lead_to_the_shortest_end():
-    """Only what is needed, the shortest of several values, and text for a pattern that may be
-    anywhere in its string, which no mask leads to."""
+def test_hints_lead_to_the_shortest_completion():
+    """Required names only, the shortest of several values, and a text for an unanchored pattern,
+    which masks alone do not lead to."""
     constraint = JsonSchema(DOCUMENT)
     state = constraint.start(TOKENIZER, 259)
-    ending = shortest_completion(state, TOKENIZER, constraint.hints)
+    ending = shortest_completion(state, TOKENIZER, constraint.completion_hints)
     assert bytes(ending[:-1]) == b'{"kind":"short","stamp":"0000-00","size":512}'
-    assert shortest_completion(state, TOKENIZER) is None  # the twin: masks alone
+    assert shortest_completion(state, TOKENIZER) is None  # control: masks alone
 
 
-class _Words(type(TOKENIZER)):
-    """Bytes, and a few words that are one token."""
+class _TokenizerWithWords(type(TOKENIZER)):
+    """Bytes, and a few words of one token each."""
 
     words = (b'{"kind":"', b'","', b'":"')
 
@@ -524,18 +533,18 @@ class _Words(type(TOKENIZER)):
         return self.words[token - last] if token >= last else super().token_bytes(token)
 
 
-def test_ends_are_said_with_few_tokens(monkeypatch):
-    words = _Words()
+def test_completions_use_few_tokens(monkeypatch):
+    words = _TokenizerWithWords()
     constraint = JsonSchema(DOCUMENT)
     state = constraint.start(words, words.vocab_size)
-    ending = shortest_completion(state, words, constraint.hints)
+    ending = shortest_completion(state, words, constraint.completion_hints)
     text = b"".join(map(words.token_bytes, ending[:-1]))
     assert text == b'{"kind":"short","stamp":"0000-00","size":512}'
     assert len(ending) - 1 == len(text) - 8 - 2 * 2 - 2  # the first word, two and one of the others
     monkeypatch.setattr(
-        shortest_module._Vocabulary, "fewest", lambda self, text: self.bytewise(text)
+        shortest_module._Vocabulary, "fewest_tokens", lambda self, text: self.bytewise(text)
     )
-    assert len(shortest_completion(state, words, constraint.hints)) > len(ending)
+    assert len(shortest_completion(state, words, constraint.completion_hints)) > len(ending)
 
 
 @pytest.mark.parametrize("pattern, text", [
@@ -550,21 +559,25 @@ def test_examples_match_their_pattern(pattern, text):
     assert example(pattern) == text
 
 
-def test_names_are_taken_in_the_order_of_their_object():
-    hints = Hints(DOCUMENT)
+def test_hinted_names_follow_the_order_of_their_object():
+    hints = CompletionHints(DOCUMENT)
     assert hints.ordered({"extras", "kind"}) == ["kind", "extras"]
-    assert hints.ordered({"stamp", "kind"}) == ["stamp", "kind"]  # the last one needed is next
-    free = Hints({"properties": {"a": {"type": "array", "minItems": 3}, "b": {}, "c": DOCUMENT}})
+    assert hints.ordered({"stamp", "kind"}) == ["stamp", "kind"]  # the last required name is next
+    free = CompletionHints(
+        {"properties": {"a": {"type": "array", "minItems": 3}, "b": {}, "c": DOCUMENT}}
+    )
     assert free.ordered({"a", "b", "c"}) == ["b", "a", "c"]
 
 
-def test_an_end_that_takes_most_of_the_limit_is_begun_in_time(monkeypatch):
+def test_a_completion_that_takes_most_of_the_limit_starts_in_time(monkeypatch):
     names = [chr(97 + i) for i in range(16)]
     schema = {"type": "object", "properties": dict.fromkeys(names, {"type": "string"}),
               "required": names}  # fmt: skip
-    for answer in babble(schema, limit=120):  # of which 114 are needed
+    for answer in answers_of_careless_model(schema, limit=120):  # of which 114 are needed
         assert answer.finish_reason == "stop"
     monkeypatch.setattr(
         ForcedCompletion, "of", ForcedCompletion
-    )  # the twin: looked for after an eighth of the limit
-    assert any(one.finish_reason == "length" for one in babble(schema, limit=120))
+    )  # control: the first search is after an eighth of the limit
+    assert any(
+        one.finish_reason == "length" for one in answers_of_careless_model(schema, limit=120)
+    )

@@ -1,4 +1,4 @@
-"""Patterns that users give: none takes exponential time, and what is too large is refused."""
+"""Patterns from users: none takes exponential time, and too large ones are rejected."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from anydecode import Grammar, JsonSchema, Regex
 from anydecode.constraints import byte_grammar, patterns
 from anydecode.constraints.byte_regex import EMPTY, read_regex
 from anydecode.constraints.completion_hints import example
-from anydecode.constraints.narrowing import narrowed
+from anydecode.constraints.narrowing import narrowed_schema
 from anydecode.constraints.patterns import matches
 from anydecode.constraints.relaxing import without_assertions
-from anydecode.constraints.witnesses import anywhere, matching
+from anydecode.constraints.witnesses import matching_texts, search_expression
 from anydecode.errors import ConstraintError
 from anydecode.evaluation.constrained_answers import judged
 from anydecode.evaluation.constrained_bench import walk
 from anydecode.models.scripted import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
-#: A minute is not a measure of speed: a backtracking matcher needs more than the age of the earth.
-PATIENCE = 60
+#: In seconds. Not a measure of speed: a backtracking matcher would need longer than any limit.
+TIMEOUT = 60
 _EXPONENTIAL = "^(a+)+$"
 _NAME = "a" * 64 + "!"
-#: Schemas whose pattern is looked for in a name of the same schema.
+#: Schemas with a pattern that is matched against a name of the same schema.
 HOSTILE: list[dict[str, Any]] = [
     {"type": "object", "propertyNames": {"pattern": "^(?:(?=a)a+)+$"},
      "properties": {_NAME: {"type": "integer"}}},
@@ -40,14 +40,14 @@ HOSTILE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def run_apart(program: str, *arguments: str) -> str:
-    """What `program` prints, in a process that is killed if it does not end."""
+def run_in_subprocess(program: str, *arguments: str) -> str:
+    """The output of `program`, run in a process that is killed after `TIMEOUT`."""
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
         env={"PYTHONPATH": ":".join(sys.path)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
@@ -55,22 +55,22 @@ def run_apart(program: str, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("schema", HOSTILE, ids=["propertyNames", "patternProperties"])
-def test_an_exponential_pattern_is_answered_through_the_api(schema):
+def test_exponential_patterns_terminate_through_the_api(schema):
     program = """
 import json, sys
 from anydecode import JsonSchema
-from anydecode.constraints.narrowing import narrowed
+from anydecode.constraints.narrowing import narrowed_schema
 from anydecode.evaluation.certify import scripted_llm
 schema = json.loads(sys.argv[1])
 with scripted_llm() as llm:
     answer = llm.generate("x: ", constraint=JsonSchema(schema), max_tokens=64, seed=0)
-    narrowed(schema, 0, len(sys.argv[1]))
+    narrowed_schema(schema, 0, len(sys.argv[1]))
 print(answer.finish_reason)
 """
-    assert run_apart(program, json.dumps(schema)).strip() in ("stop", "length")
+    assert run_in_subprocess(program, json.dumps(schema)).strip() in ("stop", "length")
 
 
-def test_an_exponential_pattern_is_answered_by_the_server():
+def test_exponential_patterns_terminate_through_the_server():
     pytest.importorskip("fastapi")
     pytest.importorskip("httpx")
     program = """
@@ -82,14 +82,14 @@ with scripted_llm() as llm, LiveServer(llm, Settings(name="scripted", port=0)) a
     with httpx.Client(base_url=server.url, timeout=50, trust_env=False) as http:
         for text in sys.argv[1:]:
             inner = {"name": "x", "schema": json.loads(text)}
-            wanted = {"type": "json_schema", "json_schema": inner}
-            body = {"prompt": "a", "response_format": wanted, "max_tokens": 32}
+            response_format = {"type": "json_schema", "json_schema": inner}
+            body = {"prompt": "a", "response_format": response_format, "max_tokens": 32}
             answer = http.post("/v1/completions", json=body)
             print(answer.status_code, answer.json().get("error", {}).get("message", "fine"))
         print(http.get("/health").status_code)
 """
     large = {"type": "string", "pattern": "(a{1000}){1000}"}
-    first, second, refused, health = run_apart(
+    first, second, refused, health = run_in_subprocess(
         program, *(json.dumps(one) for one in (*HOSTILE, large))
     ).splitlines()
     assert (first, second, health) == ("200 fine", "200 fine", "200")
@@ -100,7 +100,7 @@ with scripted_llm() as llm, LiveServer(llm, Settings(name="scripted", port=0)) a
     "(a{1000}){1000}", "((a{1000}){1000}){1000}", "(.{0,9999}){9999}", r"\p{L}{2000}",
     "(" * 1000 + "a" + ")" * 1000, "(" * 40_000, r"\s" * 20_000, "a" * 70_000,
 ], ids=range(8))  # fmt: skip
-def test_large_patterns_of_schemas_are_refused_in_one_line(pattern):
+def test_large_patterns_of_schemas_are_rejected_with_one_line(pattern):
     program = """
 import sys
 from anydecode import JsonSchema
@@ -113,9 +113,9 @@ for schema in ({"type": "string", "pattern": pattern}, {"patternProperties": {pa
     except ConstraintError as error:
         print(str(error).replace(chr(10), "LINE BREAK"))
 """
-    told = run_apart(program, _short(pattern)).splitlines()
-    assert len(told) == 2 and all(len(line) < 400 and "LINE BREAK" not in line for line in told)
-    assert all("pattern" in line for line in told)
+    lines = run_in_subprocess(program, _short(pattern)).splitlines()
+    assert len(lines) == 2 and all(len(line) < 400 and "LINE BREAK" not in line for line in lines)
+    assert all("pattern" in line for line in lines)
 
 
 def _short(pattern: str) -> str:
@@ -127,10 +127,10 @@ def _short(pattern: str) -> str:
     return repr(pattern)
 
 
-def test_many_patterns_share_what_one_may_take(monkeypatch):
+def test_the_size_limit_is_shared_by_all_patterns_of_a_schema(monkeypatch):
     several = {"properties": {f"p{i}": {"pattern": f"^{i}[^a]{{40}}$"} for i in range(20)}}
     JsonSchema(several).start(TOKENIZER, 259)
-    monkeypatch.setattr(patterns, "_MAX_BYTES_TOGETHER", 20 * 1000)
+    monkeypatch.setattr(patterns, "_MAX_TOTAL_BYTES", 20 * 1000)
     with pytest.raises(ConstraintError, match="cannot be compiled"):
         JsonSchema({**several, "title": "another"}).start(TOKENIZER, 259)
 
@@ -144,7 +144,7 @@ def test_many_patterns_share_what_one_may_take(monkeypatch):
     Grammar("start: " + "(" * 100_000 + '"a"' + ")" * 100_000),
     Grammar("start: R0\n" + "".join(f'R{i}: R{i + 1} "b"\n' for i in range(5000)) + 'R5000: "a"'),
 ], ids=range(7))  # fmt: skip
-def test_large_constraints_of_other_kinds_are_refused_in_one_line(constraint):
+def test_large_constraints_of_other_kinds_are_rejected_with_one_line(constraint):
     if getattr(constraint, "engine", "") == "xgrammar":
         pytest.importorskip("xgrammar")
     with pytest.raises(ConstraintError) as caught:
@@ -160,21 +160,21 @@ def test_large_constraints_of_other_kinds_are_refused_in_one_line(constraint):
     "(" * 200 + "a" + ")" * 200, "((){2000}){2000}", r"\W" * 1000, "a{" + "9" * 5000 + "}",
     "[" + r"\W" * 5000 + "]", "a++++++++" * 4 + "+" * 40,
 ], ids=range(9))  # fmt: skip
-def test_what_is_too_large_to_be_written_out_is_refused_by_the_reader(pattern):
+def test_patterns_too_large_to_expand_are_rejected_by_the_parser(pattern):
     with pytest.raises(ConstraintError, match="in the regular expression"):
         read_regex(pattern)
     assert example(pattern) is None
 
 
-def test_automata_stop_growing():
+def test_the_size_of_automata_is_limited():
     for pattern in ("[ab]*a[ab]{900}", "([ab]*a[ab]{30}){4}"):
         with pytest.raises(ConstraintError, match="too large"):
             byte_grammar.ByteGrammar({"": read_regex(pattern)})
     long = byte_grammar.ByteGrammar({"": read_regex("(a{1000}){15}")})
-    assert len(long.steps) == 15_001
+    assert len(long.transitions) == 15_001
 
 
-def test_grammars_are_written_out_up_to_a_limit():
+def test_the_size_of_expanded_grammars_is_limited():
     doubling = "start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(40)) + 'a40: "x"'
     repeating = 'start: (("a"~2000)~2000)~2000'
     shared = (
@@ -185,7 +185,7 @@ def test_grammars_are_written_out_up_to_a_limit():
             byte_grammar.byte_grammar(text)
 
 
-def test_look_around_is_left_out_of_long_patterns():
+def test_look_around_is_removed_from_long_patterns():
     assert without_assertions("(?=b)" * 3 + "a" * 60_000 + r"(?!c)\1") == "a" * 60_000 + r"[\s\S]*"
 
 
@@ -193,22 +193,22 @@ def test_a_pattern_that_takes_too_many_steps_does_not_match():
     assert matches("^(?=a)(a|b)*$", "a" * 50)
     hostile = r"^(?:(?=a)a+)+$"
     assert not matches(hostile, "a" * 64 + "!")
-    for schema in ({"pattern": hostile}, {"not": {"pattern": hostile}}):  # neither is shown to hold
+    for schema in ({"pattern": hostile}, {"not": {"pattern": hostile}}):  # neither counts as valid
         assert not JsonSchema(schema).is_valid(json.dumps("a" * 64 + "!"))
 
 
-def test_answers_are_judged_without_backtracking():
+def test_answers_are_validated_without_backtracking():
     row = {"text": json.dumps({_NAME: 1})}
     program = "import json, sys\nfrom anydecode.evaluation.constrained_answers import judged\n"
     program += "print([judged(json.loads(one), json.loads(sys.argv[1]))['valid']"
     program += " for one in sys.argv[2:]])"
     schemas = [HOSTILE[0], {"patternProperties": {_EXPONENTIAL: False}}, {"pattern": "("}]
-    said = run_apart(program, json.dumps(row), *map(json.dumps, schemas))
-    assert said.strip() == "[False, True, False]"
+    output = run_in_subprocess(program, json.dumps(row), *map(json.dumps, schemas))
+    assert output.strip() == "[False, True, False]"
     assert judged({"type": "string", "format": "date"}, {"text": '"x"'})["valid"]
 
 
-#: Where ECMA-262, which JSON Schema asks for, and Python differ, and where they do not.
+#: Cases in which ECMA-262, which JSON Schema requires, and Python differ, and others.
 SEMANTICS = [
     ("b", "abc", True), ("^a", "ba", False), ("a$", "ba", True), ("^a|b$", "xb", True),
     ("^a$", "a\n", False), ("^a$", "A", False), ("^$", "", True), ("", "x", True),
@@ -221,22 +221,22 @@ SEMANTICS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("pattern, text, wanted", SEMANTICS)
-def test_patterns_mean_what_ecma_262_says(pattern, text, wanted):
-    assert matches(pattern, text) == wanted
+@pytest.mark.parametrize("pattern, text, expected", SEMANTICS)
+def test_patterns_follow_ecma_262(pattern, text, expected):
+    assert matches(pattern, text) == expected
     schema = JsonSchema({"type": "string", "pattern": pattern})
-    assert schema.is_valid(json.dumps(text)) == wanted
-    assert walk(schema, TOKENIZER, json.dumps(text, ensure_ascii=False)) == wanted
+    assert schema.is_valid(json.dumps(text)) == expected
+    assert walk(schema, TOKENIZER, json.dumps(text, ensure_ascii=False)) == expected
 
 
-def test_names_are_compared_as_ecma_262_says():
-    """A rewritten `propertyNames` keeps a name only where the pattern does."""
+def test_property_names_are_matched_as_in_ecma_262():
+    """A rewritten `propertyNames` keeps a name only if the pattern matches it."""
     schema = {"type": "object", "propertyNames": {"pattern": r"^\p{L}$"},
               "properties": {"\u00e9": {"type": "integer"}}, "required": ["\u00e9"]}  # fmt: skip
     constraint = JsonSchema(schema)
     assert walk(constraint, TOKENIZER, '{"\u00e9": 1}')
     assert not any("propertyNames" in one for one in constraint.report().checked)
-    assert narrowed(schema, 0, 200) is not None
+    assert narrowed_schema(schema, 0, 200) is not None
 
 
 _SHARED = st.recursive(
@@ -253,26 +253,26 @@ _TEXTS = ["".join(one) for count in range(4) for one in product("ab1\u00e9", rep
 
 @settings(max_examples=200, deadline=None)
 @given(_SHARED, st.booleans(), st.booleans())
-def test_the_automaton_agrees_with_re_and_with_the_validator(pattern, starts, ends):
-    """On what the notations share, and where neither of them backtracks for long."""
-    pattern = f"{'^' * starts}(?:{pattern}){'$' * ends}"
-    grammar = byte_grammar.ByteGrammar({"": anywhere(pattern)})
+def test_the_automaton_agrees_with_re_and_the_validator(pattern, has_start_anchor, has_end_anchor):
+    """For the syntax shared by the notations, on patterns without long backtracking."""
+    pattern = f"{'^' * has_start_anchor}(?:{pattern}){'$' * has_end_anchor}"
+    grammar = byte_grammar.ByteGrammar({"": search_expression(pattern)})
     for text in _TEXTS:
-        state: int | None = grammar.starts[0]
+        state: int | None = grammar.start_states[0]
         for one in text.encode().translate(grammar.classes):
-            state = None if state is None else grammar.steps[state].get(one)
-        wanted = re.search(pattern, text) is not None
-        assert (state is not None and grammar.ends[state] == 0) == wanted, text
-        assert matches(pattern, text) == wanted, text
+            state = None if state is None else grammar.transitions[state].get(one)
+        expected = re.search(pattern, text) is not None
+        assert (state is not None and grammar.completed_rule[state] == 0) == expected, text
+        assert matches(pattern, text) == expected, text
 
 
-def test_no_name_is_looked_for_among_very_many_patterns():
+def test_no_name_is_searched_if_there_are_too_many_patterns():
     many = [{"not": {"propertyNames": {"not": {"pattern": f"{i}"}}}} for i in range(200)]
-    assert narrowed({"type": "object", "allOf": many}, 0, 10_000).get("required") is None
-    assert list(zip(range(2), matching([EMPTY, anywhere("^$")]), strict=False)) == []
+    assert narrowed_schema({"type": "object", "allOf": many}, 0, 10_000).get("required") is None
+    assert list(zip(range(2), matching_texts([EMPTY, search_expression("^$")]), strict=False)) == []
 
 
-def test_chains_of_references_that_overflow_the_stack_are_refused():
+def test_chains_of_references_that_overflow_the_stack_are_rejected():
     program = """
 import json
 from anydecode import Grammar, JsonSchema
@@ -303,6 +303,6 @@ for make in (JsonSchema, tool, grammar):
         except ConstraintError as error:
             print(error)
 """
-    lines = run_apart(program).splitlines()
+    lines = run_in_subprocess(program).splitlines()
     assert len(lines) == 6
     assert all("$ref" in line or "characters" in line for line in lines)

@@ -1,4 +1,4 @@
-"""Constraints behind the reasoning of a model, alone and through the server."""
+"""Constraints after the reasoning of a model, through the API and the server."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ MARK = "assistant: "
 
 
 class Pieces(PieceTokenizer):
-    """ASCII and a few longer tokens, behind a template that opens the reasoning or leaves it to
-    the model. What the template knows of reasoning is all that it contains."""
+    """ASCII and a few longer tokens, with a chat template that opens the reasoning or leaves it to
+    the model. The template contains only the reasoning tags."""
 
     def __init__(self, *pieces: str, opened: bool = True) -> None:
         super().__init__(*ASCII, *pieces)
@@ -63,33 +63,35 @@ PIECES = {
 }
 
 
-def thinker(tokenizer: PieceTokenizer, plan: str) -> ScriptedModel:
-    """A model that wants to say `plan` and then to end; elsewhere anything."""
+def reasoning_model(tokenizer: PieceTokenizer, script_text: str) -> ScriptedModel:
+    """A model that prefers to generate `script_text` and then to stop; random otherwise."""
 
     def script(seen: tuple[int, ...]) -> np.ndarray:
-        said = tokenizer.decode(list(seen)).rpartition(MARK)[2]
-        logits: np.ndarray = np.random.default_rng(list(said.encode())).normal(
+        generated = tokenizer.decode(list(seen)).rpartition(MARK)[2]
+        logits: np.ndarray = np.random.default_rng(list(generated.encode())).normal(
             size=tokenizer.vocab_size
         )
-        if plan == said:
+        if script_text == generated:
             logits[-1] = 20
-        elif plan.startswith(said):
-            logits[tokenizer.encode(plan[len(said) :])[0]] = 20
+        elif script_text.startswith(generated):
+            logits[tokenizer.encode(script_text[len(generated) :])[0]] = 20
         return logits
 
     return ScriptedModel(script, tokenizer.vocab_size)
 
 
 @contextmanager
-def served(tokenizer: Pieces, plan: str, **settings: Any) -> Iterator[tuple[Any, LLM]]:
-    with LLM(thinker(tokenizer, plan), tokenizer=tokenizer, cache_positions=4096) as llm:
+def served(tokenizer: Pieces, script_text: str, **settings: Any) -> Iterator[tuple[Any, LLM]]:
+    with LLM(
+        reasoning_model(tokenizer, script_text), tokenizer=tokenizer, cache_positions=4096
+    ) as llm:
         with LiveServer(llm, Settings(name="scripted", port=0, **settings)) as server:
             with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as one:
                 yield one, llm
 
 
 def parts(answer: Any, stream: bool) -> tuple[str, str, str, list[Any]]:
-    """Reasoning, content, finish reason and calls."""
+    """Reasoning, content, finish reason and tool calls."""
     if not stream:
         choice = answer.choices[0]
         message = choice.message
@@ -116,10 +118,12 @@ TOOLS: Any = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("kind", list(PIECES))
-def test_a_format_begins_behind_the_reasoning(kind: str, opened: bool, stream: bool) -> None:
+def test_a_response_format_applies_after_the_reasoning(
+    kind: str, opened: bool, stream: bool
+) -> None:
     tokenizer = Pieces(*PIECES[kind], opened=opened)
-    plan = f"<think>\n{THOUGHT}</think>\n\nhello"
-    with served(tokenizer, plan) as (client, _):
+    script_text = f"<think>\n{THOUGHT}</think>\n\nhello"
+    with served(tokenizer, script_text) as (client, _):
         answer = client.chat.completions.create(
             model="scripted", messages=ASK, max_tokens=200, temperature=0,
             response_format=FORMAT, stream=stream,
@@ -131,9 +135,9 @@ def test_a_format_begins_behind_the_reasoning(kind: str, opened: bool, stream: b
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "load"}}])
-def test_a_forced_call_comes_behind_the_reasoning(choice: Any, stream: bool) -> None:
-    plan = f"<think>\n{THOUGHT}</think>\n\nhello"
-    with served(Pieces(*PIECES["several"]), plan) as (client, _):
+def test_a_forced_tool_call_comes_after_the_reasoning(choice: Any, stream: bool) -> None:
+    script_text = f"<think>\n{THOUGHT}</think>\n\nhello"
+    with served(Pieces(*PIECES["several"]), script_text) as (client, _):
         answer = client.chat.completions.create(
             model="scripted", messages=ASK, max_tokens=300, temperature=0, tools=TOOLS,
             tool_choice=choice, parallel_tool_calls=False, stream=stream,
@@ -144,7 +148,7 @@ def test_a_forced_call_comes_behind_the_reasoning(choice: Any, stream: bool) -> 
         assert calls[0].name in (("save", "load") if choice == "required" else ("load",))
 
 
-def test_a_call_of_which_the_model_only_thinks_is_none() -> None:
+def test_a_tool_call_inside_the_reasoning_is_not_a_call() -> None:
     thought = '<tool_call>{"name": "save"}</tool_call>'
     with served(Pieces(), f"<think>\n{thought}</think>hello") as (client, _):
         answer = client.chat.completions.create(
@@ -154,10 +158,10 @@ def test_a_call_of_which_the_model_only_thinks_is_none() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_responses_begin_behind_the_reasoning(stream: bool) -> None:
-    plan = f"<think>\n{THOUGHT}</think>\n\nhello"
+def test_the_format_of_responses_applies_after_the_reasoning(stream: bool) -> None:
+    script_text = f"<think>\n{THOUGHT}</think>\n\nhello"
     text = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}
-    with served(Pieces(*PIECES["one"]), plan) as (client, _):
+    with served(Pieces(*PIECES["one"]), script_text) as (client, _):
         options = {"model": "scripted", "input": "hello", "temperature": 0, "text": text}
         answer = client.responses.create(**options, max_output_tokens=200, stream=stream)
         if stream:
@@ -169,9 +173,9 @@ def test_responses_begin_behind_the_reasoning(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_limit_may_end_the_reasoning(stream: bool) -> None:
-    plan = f"<think>\n{THOUGHT}</think>\n\nhello"
-    with served(Pieces(), plan) as (client, _):
+def test_the_token_limit_can_end_the_reasoning(stream: bool) -> None:
+    script_text = f"<think>\n{THOUGHT}</think>\n\nhello"
+    with served(Pieces(), script_text) as (client, _):
         answer = client.chat.completions.create(
             model="scripted", messages=ASK, max_tokens=10, temperature=0,
             response_format=FORMAT, stream=stream,
@@ -179,14 +183,14 @@ def test_the_limit_may_end_the_reasoning(stream: bool) -> None:
         assert parts(answer, stream) == (THOUGHT[:10], "", "length", [])
 
 
-def test_without_reasoning_the_format_holds_at_once() -> None:
+def test_without_reasoning_the_format_applies_from_the_first_token() -> None:
     options: dict[str, Any] = {
         "model": "scripted", "messages": ASK, "max_tokens": 100, "temperature": 0,
         "response_format": FORMAT,
     }  # fmt: skip
-    plan = f"<think>\n{THOUGHT}</think>hello"
+    script_text = f"<think>\n{THOUGHT}</think>hello"
     off = {"chat_template_kwargs": {"enable_thinking": False}}
-    with served(Pieces(), plan) as (client, llm):
+    with served(Pieces(), script_text) as (client, llm):
         closed = client.chat.completions.create(**options, extra_body=off)
         alone = llm.generate(
             llm.tokenizer.render_chat(ASK, enable_thinking=False),
@@ -200,12 +204,12 @@ def test_without_reasoning_the_format_holds_at_once() -> None:
         (unaware, {}), (Pieces(), {"reasoning_parser": "none"}),
     )  # fmt: skip
     for tokenizer, more in settings:
-        with served(tokenizer, plan, **more) as (client, _):
+        with served(tokenizer, script_text, **more) as (client, _):
             answer = client.chat.completions.create(**options)
             assert set(json.loads(answer.choices[0].message.content)) == {"a", "b"}
 
 
-def test_a_model_that_may_reason_need_not() -> None:
+def test_optional_reasoning_can_be_skipped() -> None:
     with served(Pieces(opened=False), '{"a": 22, "b": true}') as (client, _):
         answer = client.chat.completions.create(
             model="scripted", messages=ASK, max_tokens=100, temperature=0, response_format=FORMAT
@@ -215,36 +219,38 @@ def test_a_model_that_may_reason_need_not() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("opened", [True, False])
-def test_every_decoder_says_the_same(opened: bool, temperature: float) -> None:
+def test_every_decoder_generates_the_same_tokens(opened: bool, temperature: float) -> None:
     tokenizer = Pieces(*PIECES["several"], opened=opened)
-    model = thinker(tokenizer, f"<think>\n{THOUGHT}</think>\n\nhello")
+    model = reasoning_model(tokenizer, f"<think>\n{THOUGHT}</think>\n\nhello")
     constraint = AfterReasoning(JsonSchema(SCHEMA), "<think>", "</think>", opened)
     prompt = tokenizer.render_chat(ASK)
     draft = ScriptedModel(vocab_size=tokenizer.vocab_size, seed=3)
     with LLM(model, tokenizer=tokenizer, draft=draft, cache_positions=4096) as llm:
         options: dict[str, Any] = {"max_tokens": 150, "temperature": temperature, "seed": 4}
 
-        def said(decoder: str) -> list[int]:
+        def generate(decoder: str) -> list[int]:
             answer = llm.generate(prompt, constraint=constraint, decoder=decoder, **options)
             assert answer.constraint is not None and answer.constraint["complete"]
             return answer.tokens
 
-        plain = said("autoregressive")
+        plain = generate("autoregressive")
         assert set(json.loads(tokenizer.decode(plain).rpartition("</think>")[2])) == {"a", "b"}
         for decoder in ("auto", "prompt-lookup", "jump-forward", "speculative-sampling"):
-            assert said(decoder) == plain, decoder
+            assert generate(decoder) == plain, decoder
 
 
 @pytest.mark.parametrize("opened", [True, False])
-def test_an_answer_ends_within_the_limit(opened: bool) -> None:
-    """The short way to the end counts what the reasoning has taken of the limit."""
+def test_an_answer_is_completed_within_the_limit(opened: bool) -> None:
+    """Forced completion counts the tokens of the reasoning towards the limit."""
     tokenizer = Pieces(opened=opened)
     schema = {"type": "array", "items": {"type": "integer"}}
     start = "" if opened else "<think>\n"
-    plan = f"<think>\n{THOUGHT}</think>[" + "1, 2, " * 100
+    script_text = f"<think>\n{THOUGHT}</think>[" + "1, 2, " * 100
     limit = len(start) + len(THOUGHT) + len("</think>") + 20
     constraint = AfterReasoning(JsonSchema(schema), "<think>", "</think>", opened)
-    with LLM(thinker(tokenizer, plan), tokenizer=tokenizer, cache_positions=4096) as llm:
+    with LLM(
+        reasoning_model(tokenizer, script_text), tokenizer=tokenizer, cache_positions=4096
+    ) as llm:
         for decoder in ("autoregressive", "auto"):
             answer = llm.generate(
                 tokenizer.render_chat(ASK), constraint=constraint, max_tokens=limit, decoder=decoder
@@ -255,23 +261,25 @@ def test_an_answer_ends_within_the_limit(opened: bool) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_wrong_values_are_drawn_again_behind_the_same_reasoning(temperature: float) -> None:
-    """What no mask expresses is checked in the answer only, and what is taken back ends there."""
+def test_invalid_values_are_sampled_again_after_the_same_reasoning(temperature: float) -> None:
+    """Only the answer is validated and retried; the reasoning is kept."""
     tokenizer = Pieces()
     schema = {"type": "array", "items": {"enum": [1, 3]}, "contains": {"const": 3}, "maxItems": 6}
-    plan = f"<think>\n{THOUGHT}</think>[1]"
+    script_text = f"<think>\n{THOUGHT}</think>[1]"
     constraint = AfterReasoning(JsonSchema(schema, close=True), "<think>", "</think>", True)
-    with LLM(thinker(tokenizer, plan), tokenizer=tokenizer, cache_positions=4096) as llm:
+    with LLM(
+        reasoning_model(tokenizer, script_text), tokenizer=tokenizer, cache_positions=4096
+    ) as llm:
         answer = llm.generate(
             tokenizer.render_chat(ASK), constraint=constraint, max_tokens=120,
             temperature=temperature, seed=1, logprobs=0,
         )  # fmt: skip
-    reasoning, _, said = answer.text.rpartition("</think>")
-    assert reasoning == THOUGHT and 3 in json.loads(said)
+    reasoning, _, answer_text = answer.text.rpartition("</think>")
+    assert reasoning == THOUGHT and 3 in json.loads(answer_text)
     assert answer.constraint["tries"] > 0 and len(answer.logprobs) == len(answer.tokens)
 
 
-def test_a_closing_tag_may_be_a_special_token() -> None:
+def test_the_closing_tag_can_be_a_special_token() -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(BPE({letter: token for token, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -293,9 +301,9 @@ def test_a_closing_tag_may_be_a_special_token() -> None:
 
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("inner", ["choice", "predicate"])
-def test_masks_are_those_of_the_texts(inner: str, opened: bool) -> None:
-    """Over random walks that go back and fork: a token may follow where the text stays one that is
-    described, and a token never stands half in the reasoning and half in the answer."""
+def test_masks_equal_a_reference_on_texts(inner: str, opened: bool) -> None:
+    """Random walks with rollbacks and forks: a token is allowed if and only if the text can still
+    be completed, and no token belongs partly to the reasoning and partly to the answer."""
     pieces = [*"abc<>/t\n", "\n\n", ">\n", "t>", "t>a", "</t>", "<t>", "ab", ">\n\n\n"]
     tokenizer = PieceTokenizer(*pieces)
     options = ("ab", "ac", "<b")
@@ -309,7 +317,7 @@ def test_masks_are_those_of_the_texts(inner: str, opened: bool) -> None:
     eos = size - 1
 
     def reference(text: bytes) -> tuple[str, bytes]:
-        """Where a text stands, and what of it belongs to the answer."""
+        """The phase of a text, and the part of it that belongs to the answer."""
         if not opened and not text.startswith(b"<t>"):
             return ("start" if b"<t>".startswith(text) else "answer"), text
         _, tag, answer = text.partition(b"</t>")
@@ -325,12 +333,12 @@ def test_masks_are_those_of_the_texts(inner: str, opened: bool) -> None:
         if token == eos:
             return position != "reasoning" and answer.decode() in options
         piece = pieces[token].encode()
-        now, said = reference(before + piece)
-        if position == "reasoning" and now == "answer":
+        next_position, answer_part = reference(before + piece)
+        if position == "reasoning" and next_position == "answer":
             return False
-        if now == "answer":
-            return any(one.encode().startswith(said) for one in options)
-        return now != "wrong"
+        if next_position == "answer":
+            return any(one.encode().startswith(answer_part) for one in options)
+        return next_position != "wrong"
 
     rng = random.Random(5)
     for _ in range(60):
@@ -338,16 +346,16 @@ def test_masks_are_those_of_the_texts(inner: str, opened: bool) -> None:
         tokens: list[int] = []
         for _ in range(25):
             text = b"".join(tokenizer.token_bytes(token) for token in tokens)
-            wanted = [fits(text, token) for token in range(size)]
+            expected = [fits(text, token) for token in range(size)]
             mask = state.mask()
-            assert mask is not None and mask.tolist() == wanted, text
-            assert [state.allows(token) for token in range(size)] == wanted
-            assert state.may_stop == wanted[eos]
-            forbidden = [token for token in range(size) if not wanted[token]]
+            assert mask is not None and mask.tolist() == expected, text
+            assert [state.allows(token) for token in range(size)] == expected
+            assert state.may_stop == expected[eos]
+            forbidden = [token for token in range(size) if not expected[token]]
             with pytest.raises(ConstraintError):
                 state.fork().advance(rng.choice(forbidden))
-            assert all(mask[token] and mask.sum() == 1 for token in state.forced()[:1])
-            options_now = [token for token in range(size) if wanted[token] and token != eos]
+            assert all(mask[token] and mask.sum() == 1 for token in state.forced_tokens()[:1])
+            options_now = [token for token in range(size) if expected[token] and token != eos]
             if rng.random() < 0.3 or not options_now:
                 count = rng.randint(0, len(tokens))
                 state.rollback(count)

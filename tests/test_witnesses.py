@@ -1,4 +1,4 @@
-"""Properties that an object must have although its schema does not name them."""
+"""Witnesses: properties that an object must have although its schema does not name them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 
 from anydecode import JsonSchema
 from anydecode.constraints.checking import Validator
-from anydecode.constraints.narrowing import narrowed
+from anydecode.constraints.narrowing import narrowed_schema
 from anydecode.constraints.shortest_completion import shortest_completion
-from anydecode.constraints.witnesses import anywhere, matching, witnesses
+from anydecode.constraints.witnesses import matching_texts, search_expression, witnesses
 from anydecode.models.scripted import ByteTokenizer
 
 
-def some_name(pattern: str) -> dict[str, Any]:
-    """That some name matches `pattern`."""
+def with_name(pattern: str) -> dict[str, Any]:
+    """A schema that requires some property name to match `pattern`."""
     return {"not": {"propertyNames": {"not": {"pattern": pattern}}}}
 
 
-#: Objects that must have properties their schema does not name, and how many are found.
+#: Objects that must have properties their schema does not name, and the number of witnesses.
 WITNESSED: list[tuple[dict[str, Any], int]] = [
-    ({"type": "object", "allOf": [some_name("4"), some_name(r"\w3")], "maxProperties": 1}, 1),
-    ({"type": "object", "allOf": [*map(some_name, "abc"), {"propertyNames": {"pattern": "^..$"}}],
+    ({"type": "object", "allOf": [with_name("4"), with_name(r"\w3")], "maxProperties": 1}, 1),
+    ({"type": "object", "allOf": [*map(with_name, "abc"), {"propertyNames": {"pattern": "^..$"}}],
       "maxProperties": 2}, 2),
     ({"type": "object", "not": {"propertyNames": {"not": {"enum": ["x", "y"]}}},
       "patternProperties": {"^[xy]$": {"type": "integer"}}, "minProperties": 3}, 3),
@@ -38,28 +38,32 @@ WITNESSED: list[tuple[dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("schema", "count"), WITNESSED)
-def test_narrowed_objects_have_what_negations_ask_for(schema, count) -> None:
+def test_narrowed_objects_have_the_properties_that_negations_require(schema, count) -> None:
     tokenizer = ByteTokenizer()
     validator = Validator(schema, len(json.dumps(schema)), {})
     for number in range(4):
-        smaller = narrowed(schema, number, len(json.dumps(schema)))
+        smaller = narrowed_schema(schema, number, len(json.dumps(schema)))
         assert len(smaller["required"]) == count
         state = JsonSchema(smaller).start(tokenizer, tokenizer.vocab_size)
         end = shortest_completion(state, tokenizer)
         assert validator.is_valid(json.loads(tokenizer.decode(end)))
 
 
-def test_objects_without_what_negations_ask_for_are_not_valid() -> None:
+def test_objects_without_the_required_witnesses_are_invalid() -> None:
     for schema, _ in WITNESSED[:3]:
         validator = Validator(schema, len(json.dumps(schema)), {})
         assert not validator.is_valid({"other": 1}) and not validator.is_valid({})
 
 
-def test_no_name_is_made_up_where_none_can_be() -> None:
-    schema = {"type": "object", "propertyNames": {"pattern": "^[0-9]$"}, **some_name("a")}
+def test_no_witness_is_returned_if_no_name_exists() -> None:
+    schema = {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]$"},
+        **with_name("a"),
+    }
     assert witnesses(schema, 0) == []
     assert witnesses({"type": "object", "minProperties": 2}, 0) == []
-    assert witnesses({"type": "object", **some_name("a(?=b)")}, 0) == []  # not regular
+    assert witnesses({"type": "object", **with_name("a(?=b)")}, 0) == []  # not regular
 
 
 _PATTERNS = st.recursive(
@@ -77,9 +81,11 @@ _PATTERNS = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(_PATTERNS, min_size=1, max_size=3), st.booleans(), st.booleans())
-def test_texts_that_match_several_patterns(patterns: list[str], starts: bool, ends: bool) -> None:
+def test_matching_texts_match_all_patterns_and_the_shortest_is_found(
+    patterns: list[str], starts: bool, ends: bool
+) -> None:
     patterns = [f"{'^' * starts}({one}){'$' * ends}" for one in patterns]
-    found = list(islice(matching([anywhere(one) for one in patterns]), 20))
+    found = list(islice(matching_texts([search_expression(one) for one in patterns]), 20))
     assert [len(text) for text in found] == sorted(map(len, found))
     assert all(re.search(one, text) for one in patterns for text in found)
     short = [
@@ -88,5 +94,5 @@ def test_texts_that_match_several_patterns(patterns: list[str], starts: bool, en
         for text in map("".join, product("abc1", repeat=count))
         if all(re.search(one, text) for one in patterns)
     ]
-    assert bool(found) or not short  # whatever three characters can meet is found
+    assert bool(found) or not short  # found if a text of three characters matches
     assert not short or len(found[0]) <= len(short[0])

@@ -1,11 +1,13 @@
-"""Whether a canvas of tokens and masks can become a text of a grammar: emptiness of the
-intersection of a context-free language with the finite automaton of the canvas.
+"""Decides whether a canvas of tokens and masks can be completed to a text of a grammar.
 
-The automaton is exact: a token is its bytes, a mask the bytes of any one token, and what stands
-behind the end of the text is empty. It has no cycles, so it is walked once from the left, in the
-order of the canvas, with Earley's items ("Jay Earley: An Efficient Context-Free Parsing Algorithm",
-1970); where several ways through a mask meet, so do their items, and the places at which an item's
-rule began are the bits of one number.
+This is emptiness of the intersection of a context-free language with the finite automaton of the
+canvas.
+
+The automaton is exact: a token is its bytes, a mask the bytes of any one token, and tokens after
+the end of the text are empty. It has no cycles, so it is parsed once from left to right with Earley
+items ("Jay Earley: An Efficient Context-Free Parsing Algorithm", 1970). Where several paths through
+a mask meet, their items are merged; the origins of an item (the nodes at which its rule started)
+are the bits of one integer.
 """
 
 from __future__ import annotations
@@ -20,52 +22,58 @@ from anydecode.constraints.byte_grammar import ByteGrammar
 from anydecode.constraints.vocabulary import Vocabulary
 
 #: In a canvas: a mask.
-HOLE = -1
-#: Nodes of the tree of spellings that masks may take. A larger vocabulary is cut: then a canvas may
-#: be rejected that only rare tokens could complete, but none is accepted without a completion.
-MOST_NODES = 1024
-#: The same where no rule is recursive, so that what a mask leads to is computed once.
-MOST_NODES_REGULAR = 16_384
+MASK_POSITION = -1
+#: Maximum number of nodes of the trie of token bytes that a mask may take. A larger vocabulary is
+#: cut: then a canvas that only rare tokens could complete may be rejected, but no canvas without a
+#: completion is accepted.
+MAX_NODES = 1024
+#: The same if no rule is recursive: then the targets of a mask are computed once.
+MAX_NODES_REGULAR = 16_384
 
-#: From a state to the nodes at which its rule began, as bits.
+#: Earley items: from a state to the nodes at which its rule started, as bits.
 Items = dict[int, int]
 
 
 @dataclass
 class _Node:
-    """Of the tree of spellings: `group` of the tokens that end here, or -1."""
+    """A node of the trie of token bytes: the `group` of the tokens that end here, or -1."""
 
     group: int = -1
-    ahead: dict[int, _Node] = field(default_factory=dict)
+    children: dict[int, _Node] = field(default_factory=dict)
 
 
-class Spellings:
-    """A vocabulary as a grammar sees it. Tokens whose bytes belong to the same classes are one
-    group: what holds of one holds of all. `groups[token]`, int32 `[width]`: -1 for tokens that
-    never stand in a text (`never`, no bytes, or bytes no text has)."""
+class TokenGroups:
+    """The tokens of a vocabulary, grouped: tokens whose bytes belong to the same byte classes are
+    equivalent for the grammar.
+
+    `groups` is int32 `[vocab_size]`: the group of each token, -1 for tokens that occur in no text
+    (those in `excluded`, without bytes, or with bytes that occur in no text).
+    """
 
     def __init__(
-        self, grammar: ByteGrammar, vocabulary: Vocabulary, never: frozenset[int] = frozenset()
+        self, grammar: ByteGrammar, vocabulary: Vocabulary, excluded: frozenset[int] = frozenset()
     ) -> None:
         self.groups = np.full(vocabulary.size, -1, np.int32)
-        known: dict[bytes, int] = {}
-        for token, piece in enumerate(vocabulary.pieces):
-            told = piece.translate(grammar.classes)
-            if piece and grammar.dead not in told and token not in never:
-                self.groups[token] = known.setdefault(told, len(known))
-        self.count = len(known)
+        group_of: dict[bytes, int] = {}
+        for token, data in enumerate(vocabulary.token_bytes):
+            byte_classes = data.translate(grammar.classes)
+            if data and grammar.dead_class not in byte_classes and token not in excluded:
+                self.groups[token] = group_of.setdefault(byte_classes, len(group_of))
+        self.count = len(group_of)
         self.tree = _Node()
-        room = MOST_NODES_REGULAR if grammar.is_regular else MOST_NODES
-        for told in sorted(known, key=lambda told: (len(told), told)):
-            if room <= 0:
+        num_nodes_left = MAX_NODES_REGULAR if grammar.is_regular else MAX_NODES
+        for byte_classes in sorted(
+            group_of, key=lambda byte_classes: (len(byte_classes), byte_classes)
+        ):
+            if num_nodes_left <= 0:
                 break
             node = self.tree
-            for one in told:
-                if one not in node.ahead:
-                    node.ahead[one] = _Node()
-                    room -= 1
-                node = node.ahead[one]
-            node.group = known[told]
+            for byte_class in byte_classes:
+                if byte_class not in node.children:
+                    node.children[byte_class] = _Node()
+                    num_nodes_left -= 1
+                node = node.children[byte_class]
+            node.group = group_of[byte_classes]
 
 
 class Chart:
@@ -76,72 +84,78 @@ class Chart:
         self._nodes: list[tuple[Items, dict[int, list[tuple[int, int]]]]] = []
 
     def start(self) -> Items:
-        """The items before the first byte."""
-        return self.close({self.grammar.starts[0]: 1})
+        """The closed items before the first byte."""
+        return self.close({self.grammar.start_states[0]: 1})
 
-    def step(self, items: Items, one: int) -> Items:
-        """Behind a byte of class `one`; not closed."""
-        ahead: Items = {}
-        steps = self.grammar.steps
+    def step(self, items: Items, byte_class: int) -> Items:
+        """The items after a byte of class `byte_class`, not closed."""
+        result: Items = {}
+        steps = self.grammar.transitions
         for state, origins in items.items():
-            to = steps[state].get(one)
-            if to is not None:
-                ahead[to] = ahead.get(to, 0) | origins
-        return ahead
+            target = steps[state].get(byte_class)
+            if target is not None:
+                result[target] = result.get(target, 0) | origins
+        return result
 
     def close(self, kernel: Items) -> Items:
-        """Predict and complete at a new node."""
+        """Returns the closure of `kernel` by prediction and completion at a new node."""
         grammar = self.grammar
         if grammar.is_regular or not kernel:
             return kernel
         items: Items = {}
-        waiting: dict[int, list[tuple[int, int]]] = {}
-        here = 0  # this node's bit, where rules begin
+        callers_by_rule: dict[int, list[tuple[int, int]]] = {}
+        node_bit = 0  # the bit of this node as an origin; 0 until a rule starts here
         completed: dict[int, int] = {}
         queue = [*kernel.items()]
         while queue:
             state, origins = queue.pop()
-            held = items.get(state, 0)
-            fresh = origins & ~held
-            if not fresh:
+            known_origins = items.get(state, 0)
+            new_origins = origins & ~known_origins
+            if not new_origins:
                 continue
-            items[state] = held | fresh
-            for rule, behind in grammar.calls[state]:
-                if not here:
-                    here = 1 << len(self._nodes)
-                    self._nodes.append((items, waiting))
-                if not held:
-                    waiting.setdefault(rule, []).append((state, behind))
-                    queue.append((grammar.starts[rule], here))
+            items[state] = known_origins | new_origins
+            for rule, next_state in grammar.rule_calls[state]:
+                if not node_bit:
+                    node_bit = 1 << len(self._nodes)
+                    self._nodes.append((items, callers_by_rule))
+                if not known_origins:
+                    callers_by_rule.setdefault(rule, []).append((state, next_state))
+                    queue.append((grammar.start_states[rule], node_bit))
                 if rule in grammar.nullable:
-                    queue.append((behind, fresh))
-            rule = grammar.ends[state]
+                    queue.append((next_state, new_origins))
+            rule = grammar.completed_rule[state]
             if rule > 0:
-                done = completed.get(rule, 0)
-                left = fresh & ~done & ~here
-                completed[rule] = done | left
-                while left:
-                    lowest = left & -left
-                    left ^= lowest
-                    before, callers = self._nodes[lowest.bit_length() - 1]
-                    for caller, behind in callers.get(rule, ()):
-                        queue.append((behind, before[caller]))
+                completed_origins = completed.get(rule, 0)
+                remaining = new_origins & ~completed_origins & ~node_bit
+                completed[rule] = completed_origins | remaining
+                while remaining:
+                    lowest_bit = remaining & -remaining
+                    remaining ^= lowest_bit
+                    origin_items, callers = self._nodes[lowest_bit.bit_length() - 1]
+                    for caller, next_state in callers.get(rule, ()):
+                        queue.append((next_state, origin_items[caller]))
         return items
 
     def is_whole(self, items: Items) -> bool:
-        """Whether the text may end here."""
-        return any(self.grammar.ends[state] == 0 for state in items)
+        """Whether the text may end with these items."""
+        return any(self.grammar.completed_rule[state] == 0 for state in items)
 
     def fork(self) -> Chart:
-        """The same nodes, to be gone on with separately."""
+        """Returns a copy that can be extended separately."""
         branch = Chart(self.grammar)
         branch._nodes = [*self._nodes]
         return branch
 
 
 class CanvasGrammar:
-    """Answers for canvases: sequences of tokens and `HOLE`. `ends` are the tokens that end a text;
-    all that stands behind one must be such tokens, or holes. `mask` is the token of holes."""
+    """A grammar for canvases, which are sequences of token ids and `MASK_POSITION`.
+
+    Args:
+        grammar: The automata of the grammar.
+        vocabulary: The token bytes.
+        ends: End-of-text tokens. After one, only such tokens and masks are allowed.
+        mask: The id of the mask token, which occurs in no text; -1 if there is none.
+    """
 
     def __init__(
         self, grammar: ByteGrammar, vocabulary: Vocabulary, ends: frozenset[int], mask: int = -1
@@ -149,76 +163,87 @@ class CanvasGrammar:
         self.grammar = grammar
         self.vocabulary = vocabulary
         self.ends = ends
-        self.spellings = Spellings(grammar, vocabulary, ends | {mask})
-        self._holes: dict[int, frozenset[int]] = {}
+        self.token_groups = TokenGroups(grammar, vocabulary, ends | {mask})
+        self._mask_targets: dict[int, frozenset[int]] = {}
 
-    def is_completable(self, canvas: Seq[int], begun: bytes = b"") -> bool:
-        """Whether tokens in place of the holes make `begun` and the canvas a text."""
-        return CanvasAnswer(self, canvas, begun).is_completable
+    def is_completable(self, canvas: Seq[int], prefix: bytes = b"") -> bool:
+        """Whether `prefix` and the canvas can be completed to a text by replacing the masks."""
+        return CanvasAnswer(self, canvas, prefix).is_completable
 
-    def spell(self, chart: Chart, items: Items, piece: bytes) -> Items:
-        """Behind the bytes of a token, from closed items to items that are not."""
-        told = piece.translate(self.grammar.classes)
-        for position, one in enumerate(told):
-            items = chart.step(items, one)
-            if position + 1 < len(told):
+    def advance_bytes(self, chart: Chart, items: Items, data: bytes) -> Items:
+        """The items after the bytes of a token, not closed. `items` are closed."""
+        byte_classes = data.translate(self.grammar.classes)
+        for index, byte_class in enumerate(byte_classes):
+            items = chart.step(items, byte_class)
+            if index + 1 < len(byte_classes):
                 items = chart.close(items)
         return items
 
     def token(self, chart: Chart, items: Items, token: int) -> Items:
-        """The same for a token of the canvas, closed."""
-        piece = self.vocabulary.pieces[token] if token < len(self.vocabulary.pieces) else b""
-        return chart.close(self.spell(chart, items, piece)) if piece else items
+        """The closed items after a token of the canvas."""
+        data = (
+            self.vocabulary.token_bytes[token] if token < len(self.vocabulary.token_bytes) else b""
+        )
+        return chart.close(self.advance_bytes(chart, items, data)) if data else items
 
-    def hole(self, chart: Chart, items: Items) -> Items:
-        """Behind any one token, closed."""
-        ahead: Items = {}
+    def advance_mask(self, chart: Chart, items: Items) -> Items:
+        """The closed items after a mask: any one token."""
+        result: Items = {}
         if self.grammar.is_regular:
             for state in items:
-                if state not in self._holes:
-                    self._holes[state] = frozenset(
-                        to for _, one in self.each(chart, {state: 1}) for to in one
+                if state not in self._mask_targets:
+                    self._mask_targets[state] = frozenset(
+                        target
+                        for _, next_items in self.advance_groups(chart, {state: 1})
+                        for target in next_items
                     )
-                ahead.update(dict.fromkeys(self._holes[state], 1))
-            return ahead
-        for _, found in self.each(chart, items):
-            for state, origins in found.items():
-                ahead[state] = ahead.get(state, 0) | origins
-        return chart.close(ahead)
+                result.update(dict.fromkeys(self._mask_targets[state], 1))
+            return result
+        for _, next_items in self.advance_groups(chart, items):
+            for state, origins in next_items.items():
+                result[state] = result.get(state, 0) | origins
+        return chart.close(result)
 
-    def each(self, chart: Chart, items: Items) -> Iterator[tuple[int, Items]]:
-        """Groups of tokens that may come next, and the items behind them, not closed."""
-        waiting = [(self.spellings.tree, items)]
-        while waiting:
-            node, held = waiting.pop()
-            for one, ahead in node.ahead.items():
-                found = chart.step(held, one)
-                if found:
-                    if ahead.group >= 0:
-                        yield ahead.group, found
-                    if ahead.ahead:
-                        waiting.append((ahead, chart.close(found)))
+    def advance_groups(self, chart: Chart, items: Items) -> Iterator[tuple[int, Items]]:
+        """Yields the token groups allowed next, with the items after them, not closed."""
+        stack = [(self.token_groups.tree, items)]
+        while stack:
+            node, node_items = stack.pop()
+            for byte_class, child in node.children.items():
+                next_items = chart.step(node_items, byte_class)
+                if next_items:
+                    if child.group >= 0:
+                        yield child.group, next_items
+                    if child.children:
+                        stack.append((child, chart.close(next_items)))
 
 
 class CanvasAnswer:
-    """One canvas: whether it is completable, and with which tokens at its holes it still is."""
+    """One canvas: whether it is completable, and with which tokens at its masks it remains so.
 
-    def __init__(self, rules: CanvasGrammar, canvas: Seq[int], begun: bytes = b"") -> None:
+    Args:
+        rules: The grammar.
+        canvas: Token ids and `MASK_POSITION`.
+        prefix: Text before the canvas.
+    """
+
+    def __init__(self, rules: CanvasGrammar, canvas: Seq[int], prefix: bytes = b"") -> None:
         self.rules = rules
         self.canvas = list(canvas)
         self.chart = Chart(rules.grammar)
         items = self.chart.start()
-        if begun:
-            items = self.chart.close(rules.spell(self.chart, items, begun))
+        if prefix:
+            items = self.chart.close(rules.advance_bytes(self.chart, items, prefix))
         self._items = [items]
-        #: The first place from which on nothing but ends of text need stand.
-        self._tail = len(self.canvas)
-        while self._tail and (
-            canvas[self._tail - 1] == HOLE or canvas[self._tail - 1] in rules.ends
+        #: The first position from which on all tokens can be end-of-text tokens.
+        self._first_free = len(self.canvas)
+        while self._first_free and (
+            canvas[self._first_free - 1] == MASK_POSITION
+            or canvas[self._first_free - 1] in rules.ends
         ):
-            self._tail -= 1
-        #: Where the text ends at the latest.
-        self._last = next(
+            self._first_free -= 1
+        #: The position of the first end-of-text token, where the text ends at the latest.
+        self._text_end = next(
             (position for position, token in enumerate(canvas) if token in rules.ends),
             len(self.canvas),
         )
@@ -226,71 +251,73 @@ class CanvasAnswer:
 
     @property
     def is_completable(self) -> bool:
-        """Whether some tokens make the canvas a text."""
-        if self._last < self._tail:  # text behind an end of text
+        """Whether the canvas has a completion that is a text of the grammar."""
+        if self._text_end < self._first_free:  # text after an end-of-text token
             return False
-        return self._goes_on(self.chart.fork(), self._items[0], 0)
+        return self._can_complete(self.chart.fork(), self._items[0], 0)
 
-    def before(self, position: int) -> tuple[Chart, Items]:
-        """A chart up to `position`, to be gone on with, and the closed items there."""
+    def items_at(self, position: int) -> tuple[Chart, Items]:
+        """Returns a copy of the chart up to `position`, and the closed items there."""
         while len(self._items) <= position:
             chart = self._charts[-1].fork()
             at = len(self._items) - 1
-            self._items.append(self._behind(chart, self._items[at], at))
+            self._items.append(self._advance(chart, self._items[at], at))
             self._charts.append(chart)
         return self._charts[position].fork(), self._items[position]
 
     def accepts(self, position: int, token: int) -> bool:
-        """Whether the canvas is completable with `token` in the hole at `position`."""
+        """Whether the canvas is completable with `token` in place of the mask at `position`."""
         rules = self.rules
         if token in rules.ends:
             return self._may_end(position)
-        chart, items = self.before(position)
-        if self._last < position or token >= len(rules.spellings.groups):
+        chart, items = self.items_at(position)
+        if self._text_end < position or token >= len(rules.token_groups.groups):
             return False
-        if rules.spellings.groups[token] < 0:
+        if rules.token_groups.groups[token] < 0:
             return False
-        return self._goes_on(chart, rules.token(chart, items, token), position + 1)
+        return self._can_complete(chart, rules.token(chart, items, token), position + 1)
 
     def allowed(self, position: int) -> np.ndarray:
-        """Boolean `[width]`: the tokens, of those that masks stand for, with which the hole at
-        `position` leaves the canvas completable."""
+        """Boolean `[vocab_size]`: the tokens with which the mask at `position` can be replaced so
+        that the canvas remains completable."""
         rules = self.rules
-        groups = rules.spellings.groups
-        fine = np.zeros(rules.spellings.count + 1, bool)  # the last: of no group
-        if position < self._last:
-            chart, items = self.before(position)
-            verdicts: dict[frozenset[tuple[int, int]], bool] = {}
-            for group, found in rules.each(chart, items):
-                behind = frozenset(found.items())
-                if behind not in verdicts:
+        groups = rules.token_groups.groups
+        is_allowed_group = np.zeros(rules.token_groups.count + 1, bool)  # the last: of no group
+        if position < self._text_end:
+            chart, items = self.items_at(position)
+            results: dict[frozenset[tuple[int, int]], bool] = {}
+            for group, next_items in rules.advance_groups(chart, items):
+                key = frozenset(next_items.items())
+                if key not in results:
                     branch = chart.fork()
-                    verdicts[behind] = self._goes_on(branch, branch.close(found), position + 1)
-                fine[group] = verdicts[behind]
-        allowed: np.ndarray = fine[groups]
+                    results[key] = self._can_complete(
+                        branch, branch.close(next_items), position + 1
+                    )
+                is_allowed_group[group] = results[key]
+        allowed: np.ndarray = is_allowed_group[groups]
         allowed[[end for end in rules.ends if end < len(allowed)]] = self._may_end(position)
         return allowed
 
     def _may_end(self, position: int) -> bool:
-        """Whether the text may have ended when it comes to `position`."""
+        """Whether the text may end at or before `position`."""
         return any(
-            self.chart.is_whole(self.before(end)[1])
-            for end in range(self._tail, min(position, self._last) + 1)
+            self.chart.is_whole(self.items_at(end)[1])
+            for end in range(self._first_free, min(position, self._text_end) + 1)
         )
 
-    def _goes_on(self, chart: Chart, items: Items, position: int) -> bool:
+    def _can_complete(self, chart: Chart, items: Items, position: int) -> bool:
         while items:
-            if position >= self._tail and (position == len(self.canvas) or self.rules.ends):
+            if position >= self._first_free and (position == len(self.canvas) or self.rules.ends):
                 if chart.is_whole(items):
                     return True
-            if position >= self._last or position == len(self.canvas):
+            if position >= self._text_end or position == len(self.canvas):
                 return False
-            items = self._behind(chart, items, position)
+            items = self._advance(chart, items, position)
             position += 1
         return False
 
-    def _behind(self, chart: Chart, items: Items, position: int) -> Items:
+    def _advance(self, chart: Chart, items: Items, position: int) -> Items:
         token = self.canvas[position]
-        if token == HOLE:
-            return self.rules.hole(chart, items)
+        if token == MASK_POSITION:
+            return self.rules.advance_mask(chart, items)
         return self.rules.token(chart, items, token)

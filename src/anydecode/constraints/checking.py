@@ -1,4 +1,4 @@
-"""What a mask cannot express, checked as soon as a value closes (validator: jsonschema-rs)."""
+"""Validation of what a mask cannot express, as soon as a value is complete (with jsonschema-rs)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,28 @@ from typing import Any
 import jsonschema_rs
 
 from anydecode.constraints.guidance_engine import one_line
-from anydecode.constraints.patterns import pattern_options, shown
-from anydecode.constraints.relaxing import FORMATS, UNMASKED, is_format, is_pattern, nodes
+from anydecode.constraints.patterns import abbreviated, pattern_options
+from anydecode.constraints.relaxing import FORMATS, UNMASKED, is_format, is_pattern, subschemas
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
-#: Beyond this many characters of schema, only whole answers are checked.
-_LARGE = 200_000
+#: If the schema has more characters than this, only complete answers are validated.
+_MAX_CHARACTERS_INCREMENTAL = 200_000
 _OBJECT, _ARRAY = ord("{"), ord("[")
 _SCALAR_ENDS = frozenset(b",]} \t\r\n")
 
 
 class Validator:
-    """A schema's validators: of whole answers, and of values at known places."""
+    """The validators of a schema: for complete answers and for the values in them.
+
+    Args:
+        schema: A JSON schema.
+        size: The length of its text, in characters.
+        resources: Other schemas by URI, for references.
+
+    Raises:
+        ConstraintError: The schema is not valid, or its patterns are too expensive.
+    """
 
     def __init__(self, schema: Any, size: int, resources: Mapping[str, Any] | None = None) -> None:
         self.schema = schema
@@ -36,45 +45,51 @@ class Validator:
             if resources:
                 registry = jsonschema_rs.Registry(list(resources.items()))
                 self._options["registry"] = registry
-            self._whole = jsonschema_rs.validator_for(schema, **self._options)
+            self._root_validator = jsonschema_rs.validator_for(schema, **self._options)
         except Exception as error:  # the library raises its own errors and ValueError
             raise ConstraintError(f"the schema is not valid: {_message(error)}") from None
-        self._map = jsonschema_rs.validator_map_for
-        self._parts: Any = None
-        # Inside a part with an identifier of its own, "#/..." means another root.
-        own = any("$id" in node or "id" in node for path, node in nodes(schema) if path != "#")
-        self._early = size <= _LARGE and not own
+        self._make_validator_map = jsonschema_rs.validator_map_for
+        self._subschema_validators: Any = None
+        # Inside a subschema with an identifier, "#/..." refers to another root.
+        has_identifiers = any(
+            "$id" in node or "id" in node for path, node in subschemas(schema) if path != "#"
+        )
+        self._incremental = size <= _MAX_CHARACTERS_INCREMENTAL and not has_identifiers
 
     def is_valid(self, value: Any) -> bool:
-        """Whether a whole answer is valid."""
-        return _holds(self._whole, value)
+        """Whether a complete answer is valid."""
+        return _is_valid(self._root_validator, value)
 
-    def closes(self, pointers: frozenset[str], value: Any) -> bool:
-        """Whether a value meets the subschemas that apply to it and say what no mask can."""
-        if not self._early:
+    def is_value_valid(self, pointers: frozenset[str], value: Any) -> bool:
+        """Whether a value is valid under those subschemas at `pointers` that a mask cannot
+        express."""
+        if not self._incremental:
             return True
-        told = [pointer for pointer in pointers if _is_unmasked(self.node(pointer))]
-        if not told:
+        checked_pointers = [pointer for pointer in pointers if _is_unmasked(self.node(pointer))]
+        if not checked_pointers:
             return True
-        if self._parts is None:
-            self._parts = self._map(self.schema, **self._options)
-        parts = [self._parts.get(pointer) for pointer in told]
-        return all(part is None or _holds(part, value) for part in parts)
+        if self._subschema_validators is None:
+            self._subschema_validators = self._make_validator_map(self.schema, **self._options)
+        parts = [self._subschema_validators.get(pointer) for pointer in checked_pointers]
+        return all(part is None or _is_valid(part, value) for part in parts)
 
     def root(self) -> frozenset[str]:
-        """The subschemas that apply to the whole answer."""
+        """JSON pointers of the subschemas that apply to the whole answer."""
         return self._expanded({"#"})
 
     def child(self, pointers: frozenset[str], key: str | int) -> frozenset[str]:
-        """The subschemas that surely apply to the member `key` of a value under `pointers`."""
-        found: set[str] = set()
+        """JSON pointers of the subschemas that certainly apply to the member `key` of a value to
+        which those at `pointers` apply."""
+        result: set[str] = set()
         for pointer in pointers:
-            found.update(self._members(pointer, key))
-        return self._expanded(found)
+            result.update(self._members(pointer, key))
+        return self._expanded(result)
 
     def _members(self, pointer: str, key: str | int) -> Iterator[str]:
         node = self.node(pointer)
-        if not isinstance(node, dict) or "$ref" in node:  # its siblings count in some drafts only
+        if (
+            not isinstance(node, dict) or "$ref" in node
+        ):  # siblings of $ref apply in some drafts only
             return
         if isinstance(key, str):
             properties = node.get("properties", {})
@@ -83,32 +98,32 @@ class Validator:
             elif "patternProperties" not in node and "additionalProperties" in node:
                 yield f"{pointer}/additionalProperties"
             return
-        first = node.get("prefixItems", [])
+        prefix_items = node.get("prefixItems", [])
         items = node.get("items")
-        if key < len(first):
+        if key < len(prefix_items):
             yield f"{pointer}/prefixItems/{key}"
         elif isinstance(items, dict):
             yield f"{pointer}/items"
 
     def _expanded(self, pointers: set[str]) -> frozenset[str]:
-        found: set[str] = set()
-        waiting = list(pointers)
-        while waiting:
-            pointer = waiting.pop()
-            if pointer in found:
+        result: set[str] = set()
+        stack = list(pointers)
+        while stack:
+            pointer = stack.pop()
+            if pointer in result:
                 continue
-            found.add(pointer)
+            result.add(pointer)
             node = self.node(pointer)
             if isinstance(node, dict):
                 reference = node.get("$ref")
                 if isinstance(reference, str) and reference.startswith("#/"):
-                    waiting.append(reference)
+                    stack.append(reference)
                 parts = node.get("allOf", ())
-                waiting += [f"{pointer}/allOf/{i}" for i in range(len(parts))]
-        return frozenset(found)
+                stack += [f"{pointer}/allOf/{i}" for i in range(len(parts))]
+        return frozenset(result)
 
     def node(self, pointer: str) -> Any:
-        """The subschema at a JSON pointer; None where there is none."""
+        """The subschema at a JSON pointer; None if there is none."""
         node = self.schema
         for part in pointer.split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
@@ -123,7 +138,8 @@ class Validator:
 
 @dataclass
 class _Frame:
-    """An open value: where it starts, what applies to it, and the key of its open member."""
+    """An open array or object: its start in bytes, the pointers of the subschemas that apply to it,
+    its opening bracket, and the key of its open member."""
 
     start: int
     pointers: frozenset[str]
@@ -134,21 +150,22 @@ class _Frame:
 
 @dataclass
 class IncrementalJsonValidator:
-    """Follows a JSON text byte by byte and validates each value as it closes."""
+    """Scans a JSON text byte by byte and validates each value as soon as it is complete."""
 
     validator: Validator
     tokenizer: Tokenizer
     text: bytearray = field(default_factory=bytearray)
-    offsets: list[int] = field(default_factory=list)  # where each token begins
+    offsets: list[int] = field(default_factory=list)  # of each token's first byte
     stack: list[_Frame] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._start = -1  # of an open string or other scalar
+        self._start = -1  # offset of an open string or other scalar
         self._quoted = False
         self._escaped = False
 
     def push(self, token: int) -> int | None:
-        """How many tokens to keep where a value that has just closed is wrong, else None."""
+        """Appends `token`. Returns None if no value completed by it is invalid, else the number of
+        tokens before the invalid value."""
         self.offsets.append(len(self.text))
         for byte in self.tokenizer.token_bytes(token):
             start = self._step(byte)
@@ -157,7 +174,7 @@ class IncrementalJsonValidator:
         return None
 
     def end(self) -> int | None:
-        """The same for the whole text."""
+        """Validates the complete text. Returns the same as `push`."""
         try:
             value = json.loads(bytes(self.text))
         except ValueError:
@@ -165,34 +182,34 @@ class IncrementalJsonValidator:
         return None if self.validator.is_valid(value) else 0
 
     def _tokens_before(self, start: int) -> int:
-        """Tokens that end at or before `start`."""
-        kept = len(self.offsets)
-        while kept and self._end_of(kept - 1) > start:
-            kept -= 1
-        return kept
+        """The number of tokens that end at or before the byte offset `start`."""
+        num_tokens = len(self.offsets)
+        while num_tokens and self._token_end(num_tokens - 1) > start:
+            num_tokens -= 1
+        return num_tokens
 
-    def _end_of(self, number: int) -> int:
-        return self.offsets[number + 1] if number + 1 < len(self.offsets) else len(self.text)
+    def _token_end(self, index: int) -> int:
+        return self.offsets[index + 1] if index + 1 < len(self.offsets) else len(self.text)
 
     def _step(self, byte: int) -> int | None:
-        wrong = None
+        invalid_start = None
         if self._start >= 0 and not self._quoted and byte in _SCALAR_ENDS:
             start, self._start = self._start, -1
-            if not self._closes(start, self._applying(), len(self.text)):
-                wrong = start
+            if not self._is_value_valid(start, self._current_pointers(), len(self.text)):
+                invalid_start = start
         self.text.append(byte)
-        if wrong is not None:
-            return wrong
+        if invalid_start is not None:
+            return invalid_start
         if self._quoted:
             return self._in_string(byte)
         if byte in (_OBJECT, _ARRAY):
             key: str | int = "" if byte == _OBJECT else 0
-            frame = _Frame(len(self.text) - 1, self._applying(), byte, key, byte == _OBJECT)
+            frame = _Frame(len(self.text) - 1, self._current_pointers(), byte, key, byte == _OBJECT)
             self.stack.append(frame)
         elif byte in b"}]":
             if self.stack:
                 frame = self.stack.pop()
-                if not self._closes(frame.start, frame.pointers, len(self.text)):
+                if not self._is_value_valid(frame.start, frame.pointers, len(self.text)):
                     return frame.start
         elif byte == ord(","):
             if self.stack and self.stack[-1].kind == _ARRAY:
@@ -215,32 +232,32 @@ class IncrementalJsonValidator:
             frame = self.stack[-1] if self.stack else None
             if frame is not None and frame.expects_key:
                 frame.expects_key = False
-                frame.key = str(_loaded(bytes(self.text[start:])))
-            elif not self._closes(start, self._applying(), len(self.text)):
+                frame.key = str(_parse_json(bytes(self.text[start:])))
+            elif not self._is_value_valid(start, self._current_pointers(), len(self.text)):
                 return start
         return None
 
-    def _applying(self) -> frozenset[str]:
-        """The subschemas that apply to a value that begins here."""
+    def _current_pointers(self) -> frozenset[str]:
+        """The pointers of the subschemas that apply to a value that starts here."""
         if not self.stack:
             return self.validator.root()
         return self.validator.child(self.stack[-1].pointers, self.stack[-1].key)
 
-    def _closes(self, start: int, pointers: frozenset[str], stop: int) -> bool:
+    def _is_value_valid(self, start: int, pointers: frozenset[str], stop: int) -> bool:
         if not any(_is_unmasked(self.validator.node(pointer)) for pointer in pointers):
             return True
-        value = _loaded(bytes(self.text[start:stop]))
-        return value is not _BROKEN and self.validator.closes(pointers, value)
+        value = _parse_json(bytes(self.text[start:stop]))
+        return value is not _INVALID_JSON and self.validator.is_value_valid(pointers, value)
 
 
-_BROKEN = object()
+_INVALID_JSON = object()
 
 
-def _loaded(text: bytes) -> Any:
+def _parse_json(text: bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return _BROKEN
+        return _INVALID_JSON
 
 
 def _is_unmasked(node: Any) -> bool:
@@ -254,10 +271,10 @@ def _is_unmasked(node: Any) -> bool:
     )
 
 
-def _holds(validator: Any, value: Any) -> bool:
+def _is_valid(validator: Any, value: Any) -> bool:
     try:
         return bool(validator.is_valid(value))
-    except Exception:  # a pattern that gave up has not shown the value to be valid
+    except Exception:  # e.g. too many steps for a pattern: not known to be valid
         return False
 
 
@@ -267,10 +284,11 @@ def _escaped(key: str) -> str:
 
 def _message(error: BaseException) -> str:
     path = getattr(error, "instance_path", None)
-    where = "#/" + "/".join(map(str, path))[:100] if path else "#"
+    location = "#/" + "/".join(map(str, path))[:100] if path else "#"
     if getattr(getattr(error, "kind", None), "format", None) == "regex":
         return (
-            f"the pattern {shown(getattr(error, 'instance', ''))} cannot be compiled: it is not a"
-            f" regular expression of ECMA-262, or too large, or nests too deep (at {where})"
+            f"the pattern {abbreviated(getattr(error, 'instance', ''))} cannot be compiled: it is"
+            " not a regular expression of ECMA-262, or too large, or nests too deep"
+            f" (at {location})"
         )
-    return f"{one_line(getattr(error, 'message', error))} (at {where})"
+    return f"{one_line(getattr(error, 'message', error))} (at {location})"

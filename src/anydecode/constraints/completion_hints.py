@@ -1,6 +1,6 @@
-"""What a JSON schema tells of the short way to an end: which names are needed, and small values.
+"""Hints for shortest completions, read from a JSON schema: required names and small values.
 
-Only hints: whoever takes them asks the mask whether they are allowed.
+Hints are candidates only: the search checks each of them against the mask.
 """
 
 from __future__ import annotations
@@ -15,119 +15,126 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from anydecode.constraints.byte_regex import Expression, read_regex
-from anydecode.constraints.relaxing import nodes, without_assertions
-from anydecode.constraints.termination import target
+from anydecode.constraints.relaxing import subschemas, without_assertions
+from anydecode.constraints.termination import resolve_reference
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
-#: Most values that are proposed, and the longest of them in bytes.
-_MOST_VALUES = 128
-_LONGEST = 256
-#: Parts that a pattern may have for a text of it to be proposed.
+#: Maximum number of values, and their maximum length in bytes.
+_MAX_VALUES = 128
+_MAX_LENGTH = 256
+#: Maximum number of parts of a pattern for which an example is generated.
 _MAX_PARTS = 20_000
-#: Values that any schema may have.
+#: Values tried for every schema.
 _BASIC = (b"0", b"1", b'""', b'"0"', b"[]", b"{}", b"null", b"true")
-#: How deep the size of a smallest value is looked for.
-_DEEPEST = 6
+#: Maximum nesting depth for estimates of a value's size.
+_MAX_SIZE_DEPTH = 6
 
 
 class _Object(NamedTuple):
-    """The names of one object: their order with the size of a smallest value, and who is needed."""
+    """The properties of one object: the estimated size of the smallest value of each, in order, and
+    the required names."""
 
     sizes: dict[str, int]
     required: frozenset[str]
 
 
-class Hints:
-    """Names and values of a schema, read when first asked for. `shortest` is for whoever searches:
-    the tokens of the shortest whole text, by tokenizer; None where none was found."""
+class CompletionHints:
+    """Names and values of a schema, computed on first use.
+
+    `shortest` caches, by tokenizer, the number of tokens of the shortest complete text; None if
+    none was found.
+    """
 
     def __init__(self, schema: Any) -> None:
         self._root = schema
-        self._known: dict[tuple[int, int], int] = {}
+        self._sizes: dict[tuple[int, int], int] = {}
         self.shortest: WeakKeyDictionary[Tokenizer, int | None] = WeakKeyDictionary()
 
     @cached_property
     def values(self) -> list[bytes]:
-        """Small values as text, the shortest first."""
-        found = set(_BASIC)
-        for _, node in nodes(self._root):
-            found.update(_small_values(node))
-        patterned = (node for _, node in nodes(self._root) if isinstance(node.get("pattern"), str))
-        for node in islice(patterned, _MOST_VALUES):
+        """Small values as JSON text, the shortest first."""
+        result = set(_BASIC)
+        for _, node in subschemas(self._root):
+            result.update(_small_values(node))
+        patterned = (
+            node for _, node in subschemas(self._root) if isinstance(node.get("pattern"), str)
+        )
+        for node in islice(patterned, _MAX_VALUES):
             text = example(node["pattern"])
             if text is not None:
-                found.add(_text(text.ljust(_count(node, "minLength"), text[-1:] or "0")))
-        ordered = sorted(found, key=lambda value: (len(value), value))[:_MOST_VALUES]
-        return [value for value in ordered if len(value) <= _LONGEST]
+                result.add(_text(text.ljust(_count(node, "minLength"), text[-1:] or "0")))
+        ordered = sorted(result, key=lambda value: (len(value), value))[:_MAX_VALUES]
+        return [value for value in ordered if len(value) <= _MAX_LENGTH]
 
     @cached_property
     def names(self) -> dict[str, bytes]:
-        """Names as text with quotes and a colon, by name."""
-        every = (name for one in self._objects for name in one.sizes)
-        return {name: _text(name) + b":" for name in every}
+        """Property names as JSON text with quotes and a colon, by name."""
+        names = (name for entry in self._objects for name in entry.sizes)
+        return {name: _text(name) + b":" for name in names}
 
     @cached_property
     def _objects(self) -> list[_Object]:
-        found: list[_Object] = []
-        for _, node in nodes(self._root):
-            own = self._object(node)
-            if own.sizes and own not in found:
-                found.append(own)
-        return sorted(found, key=lambda one: len(one.sizes))
+        result: list[_Object] = []
+        for _, node in subschemas(self._root):
+            description = self._object(node)
+            if description.sizes and description not in result:
+                result.append(description)
+        return sorted(result, key=lambda entry: len(entry.sizes))
 
     @cached_property
     def _required(self) -> frozenset[str]:
-        return frozenset[str]().union(*(one.required for one in self._objects))
+        return frozenset[str]().union(*(entry.required for entry in self._objects))
 
     def ordered(self, allowed: Set[str]) -> list[str]:
-        """The names that may follow, those first with which an object ends soonest: properties come
-        in order, so the last one is next where it is needed, and else a small one will do."""
-        own = max(self._objects, key=lambda one: len(one.sizes.keys() & allowed))
-        position = {name: number for number, name in enumerate(own.sizes)}
+        """The names `allowed`, sorted so that those that complete an object soonest come first.
+        Properties are generated in order, so the last required name comes first; names that are
+        not required are sorted by the size of their value."""
+        description = max(self._objects, key=lambda entry: len(entry.sizes.keys() & allowed))
+        position = {name: index for index, name in enumerate(description.sizes)}
 
         def rank(name: str) -> tuple[int, int]:
-            if name in own.required:
+            if name in description.required:
                 return 0, -position[name]
             if name in self._required:
                 return 1, -position.get(name, -1)
-            return 2, own.sizes.get(name, _LONGEST)
+            return 2, description.sizes.get(name, _MAX_LENGTH)
 
         return sorted(allowed, key=rank)
 
     def _object(self, node: dict[str, Any]) -> _Object:
         properties = node.get("properties")
         properties = properties if isinstance(properties, dict) else {}
-        needed = [one for one in _list(node.get("required")) if isinstance(one, str)]
-        sizes = {name: self._size(one, 0) for name, one in properties.items()}
-        for name in needed:
+        required_names = [value for value in _list(node.get("required")) if isinstance(value, str)]
+        sizes = {name: self._size(value, 0) for name, value in properties.items()}
+        for name in required_names:
             sizes.setdefault(name, 2)
-        return _Object(sizes, frozenset(needed))
+        return _Object(sizes, frozenset(required_names))
 
     def _size(self, node: Any, depth: int) -> int:
-        """About how long the smallest value under `node` is, in characters."""
-        if not isinstance(node, dict) or depth > _DEEPEST:
+        """The estimated length of the smallest value under `node`, in characters."""
+        if not isinstance(node, dict) or depth > _MAX_SIZE_DEPTH:
             return 2
         key = id(node), depth
-        if key not in self._known:
-            self._known[key] = self._measured(node, depth)
-        return self._known[key]
+        if key not in self._sizes:
+            self._sizes[key] = self._compute_size(node, depth)
+        return self._sizes[key]
 
-    def _measured(self, node: dict[str, Any], depth: int) -> int:
+    def _compute_size(self, node: dict[str, Any], depth: int) -> int:
         if "const" in node:
             return len(json.dumps(node["const"]))
         if _list(node.get("enum")):
-            return min(len(json.dumps(one)) for one in node["enum"])
+            return min(len(json.dumps(value)) for value in node["enum"])
         reference = node.get("$ref")
-        size = self._own(node, depth)
+        size = self._type_size(node, depth)
         if isinstance(reference, str):
-            size += self._size(target(self._root, reference), depth + 1)
-        size += sum(self._size(one, depth + 1) for one in _list(node.get("allOf")))
+            size += self._size(resolve_reference(self._root, reference), depth + 1)
+        size += sum(self._size(value, depth + 1) for value in _list(node.get("allOf")))
         for key in ("anyOf", "oneOf"):
-            size += min((self._size(one, depth + 1) for one in _list(node.get(key))), default=0)
+            size += min((self._size(value, depth + 1) for value in _list(node.get(key))), default=0)
         return size
 
-    def _own(self, node: dict[str, Any], depth: int) -> int:
+    def _type_size(self, node: dict[str, Any], depth: int) -> int:
         kind = node.get("type")
         if kind == "object":
             properties = node.get("properties")
@@ -142,7 +149,7 @@ class Hints:
 
 
 def _small_values(node: dict[str, Any]) -> Iterator[bytes]:
-    """Texts of small values that are valid under `node`, or likely to be."""
+    """Small values that are valid under `node`, or likely to be, as JSON text."""
     for value in [*_list(node.get("enum")), *([node["const"]] if "const" in node else [])]:
         yield _text(value)
     if not isinstance(node.get("pattern"), str) and _count(node, "minLength") > 1:
@@ -164,12 +171,12 @@ def _small_numbers(node: dict[str, Any]) -> Iterator[int | float]:
 
 
 def _count(node: dict[str, Any], key: str) -> int:
-    return min(int(max(0, _number(node.get(key)) or 0)), _LONGEST)
+    return min(int(max(0, _number(node.get(key)) or 0)), _MAX_LENGTH)
 
 
 def _number(value: Any) -> int | float | None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if number and abs(value) < 1e15 else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and abs(value) < 1e15 else None
 
 
 def _list(value: Any) -> list[Any]:
@@ -181,25 +188,25 @@ def _text(value: Any) -> bytes:
 
 
 def example(pattern: str) -> str | None:
-    """A short text that a regular expression matches, or None where it is not understood."""
-    looser = without_assertions(pattern) or pattern
-    plain = _ANCHORS.sub(lambda found: found[0] if len(found[0]) > 1 else "", looser)
+    """A short text that the regular expression `pattern` matches; None if it is not supported."""
+    relaxed = without_assertions(pattern) or pattern
+    without_anchors = _ANCHORS.sub(lambda match: match[0] if len(match[0]) > 1 else "", relaxed)
     try:
-        return _shortest(read_regex(plain, max_parts=_MAX_PARTS)).decode()
+        return _shortest(read_regex(without_anchors, max_parts=_MAX_PARTS)).decode()
     except (ConstraintError, UnicodeDecodeError, RecursionError):
         return None
 
 
-#: What anchors a pattern, beside escapes and classes, in which the same characters mean themselves.
+#: Anchors, and the escapes and classes in which the same characters are literal.
 _ANCHORS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[\^$]", re.DOTALL)
-#: Bytes as they are best liked in an example.
-_LIKED = [*b"0aA-._/:@ ", *range(33, 127), *range(256)]
+#: Bytes in the order in which examples prefer them.
+_PREFERRED_BYTES = [*b"0aA-._/:@ ", *range(33, 127), *range(256)]
 
 
 def _shortest(part: Expression) -> bytes:
     kind, inner = part
     if kind == "set":
-        return bytes([next(byte for byte in _LIKED if inner >> byte & 1)])
+        return bytes([next(byte for byte in _PREFERRED_BYTES if inner >> byte & 1)])
     if kind == "seq":
         return b"".join(map(_shortest, inner))
     if kind == "alt":

@@ -1,4 +1,5 @@
-"""What every constraint is: a description that many requests share, and where one text stands."""
+"""Base classes: `Constraint` describes the allowed texts and is shared by requests;
+`ConstraintState` tracks one text and computes its token masks."""
 
 from __future__ import annotations
 
@@ -12,15 +13,18 @@ import numpy as np
 from anydecode.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from anydecode.constraints.completion_hints import Hints
+    from anydecode.constraints.completion_hints import CompletionHints
 
 
 @dataclass(frozen=True)
-class Report:
-    """How a constraint is enforced: `masked` (before a token is drawn) and `checked` (after a value
-    has closed) name keywords, the latter with their path in the schema; `ignored` are annotations
-    that forbid nothing, `guards` what was limited beyond what was asked, `engine` who computes the
-    masks."""
+class ConstraintReport:
+    """How a constraint is enforced.
+
+    `masked` names the keywords enforced by token masks, `checked` those validated after a value is
+    complete, with their path in the schema. `ignored` lists annotations that forbid nothing,
+    `guards` limits added to those of the constraint. `engine` is the library that computes the
+    masks.
+    """
 
     kind: str
     engine: str
@@ -30,7 +34,7 @@ class Report:
     guards: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain JSON."""
+        """Returns the report as plain JSON."""
         return {
             "kind": self.kind,
             "engine": self.engine,
@@ -42,85 +46,90 @@ class Report:
 
 
 class ConstraintState(ABC):
-    """Where one text stands. End-of-text tokens are among the tokens it is told. `origin` is equal
-    for states of equal constraints; None where that cannot be told."""
+    """The state of a constraint after the tokens of one text, end-of-text tokens included.
+
+    `origin` identifies the constraint: it is equal for states of equal constraints, and None if
+    the constraint cannot be identified.
+    """
 
     origin: Hashable = None
 
     @abstractmethod
     def mask(self) -> np.ndarray | None:
-        """Boolean `[vocab_size]` of what may follow, not to be written to; None: anything."""
+        """The allowed next tokens, boolean `[vocab_size]`, read-only; None if all are allowed."""
 
     @abstractmethod
     def advance(self, token: int) -> None:
-        """The text goes on with `token`. Raises `ConstraintError` if it may not."""
+        """Appends `token`. Raises `ConstraintError` if it is not allowed."""
 
     @abstractmethod
     def rollback(self, count: int) -> None:
-        """Take back the last `count` tokens."""
+        """Removes the last `count` tokens."""
 
     @abstractmethod
     def fork(self) -> ConstraintState:
-        """The same state for a branch; costs nothing until one of the two moves."""
+        """Returns an independent copy. Costs nothing until one of the two changes."""
 
     @abstractmethod
-    def forced(self) -> list[int]:
-        """Tokens that must follow, one after the other; empty where there is a choice."""
+    def forced_tokens(self) -> list[int]:
+        """The tokens that must follow, in order; empty if several tokens are allowed."""
 
     @property
     @abstractmethod
     def may_stop(self) -> bool:
-        """Whether the text so far is whole."""
+        """Whether the text so far is complete."""
 
     @property
     @abstractmethod
     def finished(self) -> bool:
-        """Whether nothing but an end-of-text token can follow."""
+        """Whether only an end-of-text token can follow."""
 
     def allows(self, token: int) -> bool:
-        """Whether `token` may follow."""
+        """Whether `token` is allowed next."""
         mask = self.mask()
         return mask is None or bool(mask[token])
 
-    def follows(self, tokens: Sequence[int]) -> bool:
-        """Whether `tokens`, none of them an end-of-text token, may follow one after the other."""
-        ahead = self.fork()
+    def allows_sequence(self, tokens: Sequence[int]) -> bool:
+        """Whether `tokens` are allowed next, in order. None of them is an end-of-text token."""
+        probe = self.fork()
         for token in tokens:
-            if not ahead.allows(token):
+            if not probe.allows(token):
                 return False
-            ahead.advance(token)
+            probe.advance(token)
         return True
 
-    def without(self, banned: Sequence[int]) -> ConstraintState:
-        """The same state, except that none of the tokens `banned` may come next."""
-        return TokenBan(self, banned)
+    def with_banned(self, banned_tokens: Sequence[int]) -> ConstraintState:
+        """Returns this state with `banned_tokens` forbidden as the next token."""
+        return TokenBan(self, banned_tokens)
 
     @property
-    def before(self) -> int:
-        """How many tokens came before the text that the constraint is about."""
+    def num_reasoning_tokens(self) -> int:
+        """The number of tokens before the text that the constraint applies to."""
         return 0
 
     @property
-    def wider(self) -> ConstraintState | None:
-        """A state that allows more, for where nothing that this one allows can be drawn."""
+    def unforced(self) -> ConstraintState | None:
+        """The state without a forced completion, used if none of its tokens can be sampled."""
         return None
 
     @property
-    def steered(self) -> bool:
-        """Whether the text so far has taken the short way to its end."""
+    def is_forced(self) -> bool:
+        """Whether the text so far contains tokens of a forced completion."""
         return False
 
-    def prepare(self) -> None:  # noqa: B027  most states have nothing to compute ahead
-        """Begin to compute the next mask, on another thread where that helps."""
+    def prepare(self) -> None:  # noqa: B027  most states have nothing to compute in advance
+        """Starts to compute the next mask, on another thread if that is faster."""
 
 
 class TokenBan(ConstraintState):
-    """A constraint's state that does not allow some tokens next."""
+    """A constraint's state with some tokens forbidden at one position."""
 
-    def __init__(self, inner: ConstraintState, banned: Sequence[int], ahead: int = 0) -> None:
+    def __init__(
+        self, inner: ConstraintState, banned_tokens: Sequence[int], num_after: int = 0
+    ) -> None:
         self.inner = inner
-        self.banned = list(banned)
-        self.ahead = ahead  # tokens behind the place of the ban
+        self.banned_tokens = list(banned_tokens)
+        self.num_after = num_after  # tokens after the position of the ban
 
     @property
     def may_stop(self) -> bool:
@@ -131,89 +140,100 @@ class TokenBan(ConstraintState):
         return self.inner.finished
 
     @property
-    def before(self) -> int:
-        return self.inner.before
+    def num_reasoning_tokens(self) -> int:
+        return self.inner.num_reasoning_tokens
 
     @property
-    def steered(self) -> bool:
-        return self.inner.steered
+    def is_forced(self) -> bool:
+        return self.inner.is_forced
 
     def mask(self) -> np.ndarray | None:
         mask = self.inner.mask()
-        if self.ahead or mask is None:
+        if self.num_after or mask is None:
             return mask
-        left: np.ndarray = mask.copy()
-        left[self.banned] = False
-        return left
+        allowed: np.ndarray = mask.copy()
+        allowed[self.banned_tokens] = False
+        return allowed
 
     def advance(self, token: int) -> None:
         self.inner.advance(token)
-        self.ahead += 1
+        self.num_after += 1
 
     def rollback(self, count: int) -> None:
         self.inner.rollback(count)
-        self.ahead -= count
+        self.num_after -= count
 
     def fork(self) -> TokenBan:
-        return TokenBan(self.inner.fork(), self.banned, self.ahead)
+        return TokenBan(self.inner.fork(), self.banned_tokens, self.num_after)
 
-    def forced(self) -> list[int]:
-        return self.inner.forced() if self.ahead else []
+    def forced_tokens(self) -> list[int]:
+        return self.inner.forced_tokens() if self.num_after else []
 
     def prepare(self) -> None:
         self.inner.prepare()
 
 
 class IncrementalValidator(Protocol):
-    """Looks at one text as it grows for what the mask cannot express."""
+    """Validates one growing text against the rules that a mask cannot express."""
 
     def push(self, token: int) -> int | None:
-        """None while nothing is wrong, else how many tokens of the text came before the value that
-        is wrong."""
+        """Appends `token`. Returns None if no error was found, else the number of tokens before
+        the invalid value."""
         ...
 
     def end(self) -> int | None:
-        """The same at the end of the text."""
+        """Validates the complete text. Returns the same as `push`."""
         ...
 
 
 class Constraint(ABC):
-    """A reusable, unchanging description of the texts that are allowed. `tries` is how many wrong
-    values an answer may have before it is an error; with `close` an answer that meets the token
-    limit is brought to an end within it. `reads_files`: it reads files of the machine as it works,
-    so that no request to a server may ask for it."""
+    """An immutable description of the allowed texts, shared by requests.
+
+    `tries` is the maximum number of retries per answer. With `close`, an answer that reaches the
+    token limit is replaced by a complete one within it. `reads_files`: the constraint reads local
+    files, so requests to a server cannot use it.
+    """
 
     tries: int = 32
     close: bool = False
     reads_files: bool = False
 
-    def of_prompt(self, prompt: str) -> Constraint:
-        """This constraint for an answer to `prompt`; the same where the prompt does not matter."""
+    def for_prompt(self, prompt: str) -> Constraint:
+        """Returns this constraint for an answer to `prompt`; by default the constraint itself."""
         return self
 
     @abstractmethod
     def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
-        """The state before the first token, for logits of width `vocab_size`. Raises
-        `ConstraintError` for a constraint that is invalid, unsupported or cannot be met."""
+        """Returns the state before the first token.
 
-    def begin(self, tokenizer: Tokenizer, vocab_size: int, limit: int) -> ConstraintState:
-        """`start` for an answer of at most `limit` tokens."""
+        Args:
+            tokenizer: The tokenizer of the model.
+            vocab_size: The width of the logits.
+
+        Raises:
+            ConstraintError: The constraint is invalid, not supported, or allows no text.
+        """
+
+    def start_with_limit(
+        self, tokenizer: Tokenizer, vocab_size: int, max_tokens: int
+    ) -> ConstraintState:
+        """Returns the state of `start` for an answer of at most `max_tokens` tokens."""
         return self.start(tokenizer, vocab_size)
 
     @property
-    def hints(self) -> Hints | None:
-        """What is known of short ends; None where that is nothing."""
+    def completion_hints(self) -> CompletionHints | None:
+        """Values and names that help to find a short completion; None if there are none."""
         return None
 
     @abstractmethod
-    def report(self) -> Report:
-        """How this constraint is enforced; known once `start` has been called."""
+    def report(self) -> ConstraintReport:
+        """How this constraint is enforced. Available after `start`."""
 
     def incremental_validator(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
-        """What checks a text beyond the mask, or None where the mask says it all."""
+        """A validator of the rules that the mask does not express; None if there are none."""
         return None
 
-    def narrowed(self, number: int) -> Constraint | None:
-        """A constraint that allows a part of what this one does and is easier to meet, the
-        `number`-th of several; None where there is none."""
+    def narrowed(self, index: int) -> Constraint | None:
+        """The `index`-th narrowed form: a constraint that allows fewer texts and is easier to
+        satisfy. None if there is none."""
         return None

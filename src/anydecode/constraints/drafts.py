@@ -1,5 +1,5 @@
-"""What a constraint does for drafts: it forces tokens, which need no drafter, and forbids others,
-which need no verification."""
+"""Constraints applied to drafts: forced tokens are drafted without a drafter, and drafted tokens
+that the constraint forbids are removed before verification."""
 
 from __future__ import annotations
 
@@ -11,44 +11,54 @@ from anydecode.scoring.tree import ROOT, TokenTree
 
 
 def constraint_state(sampler: Sampler) -> ConstraintState | None:
-    """The state of the constraint that `policy` keeps to, or None where there is none that tells
-    what it forces."""
+    """The constraint state of `sampler`; None if there is none, or if it has no forced tokens."""
     state = getattr(constraint_of(sampler), "state", None)
     return state if isinstance(state, ConstraintState) else None
 
 
-def forced_draft(sampler: Sampler, most: int) -> TokenTree:
-    """The chain of up to `most` tokens that the constraint of `policy` forces now."""
+def forced_draft(sampler: Sampler, max_tokens: int) -> TokenTree:
+    """A chain of up to `max_tokens` tokens that the constraint of `sampler` forces next."""
     state = constraint_state(sampler)
-    forced = [] if state is None or most < 1 else state.forced()[:most]
+    forced = [] if state is None or max_tokens < 1 else state.forced_tokens()[:max_tokens]
     return TokenTree.chain(forced, sources=["constraint"] * len(forced))
 
 
 def pruned(forced: list[int], drafted: TokenTree, state: ConstraintState) -> TokenTree:
-    """The chain `forced` with `drafted` behind it, without what the constraint forbids. Draft
-    distributions move with their nodes; where nothing changes, it is `drafted` itself."""
+    """Appends `drafted` to the chain `forced` and removes the nodes that the constraint forbids.
+
+    Args:
+        forced: Forced tokens that come before the draft.
+        drafted: The drafted tree.
+        state: The constraint's state before `forced`; not changed.
+
+    Returns:
+        The new tree. Draft distributions move with their nodes. If nothing changes, `drafted`
+        itself.
+    """
     state = state.fork()
     for token in forced:
         state.advance(token)
-    last = len(forced) - 1
-    positions, states = {ROOT: last}, {ROOT: state}
+    last_forced = len(forced) - 1
+    new_nodes, states = {ROOT: last_forced}, {ROOT: state}
     tree = TokenTree.chain(forced)
     tree.kind = drafted.kind
     for node, (parent, token) in enumerate(zip(drafted.parents, drafted.tokens, strict=True)):
-        if parent not in positions or not states[parent].allows(token):
+        if parent not in new_nodes or not states[parent].allows(token):
             continue
-        ahead = states[parent].fork()
+        child_state = states[parent].fork()
         try:
-            ahead.advance(token)
-        except ConstraintError:  # narrowed away, though the text would be allowed
+            child_state.advance(token)
+        except ConstraintError:  # rejected although `allows` returned true
             continue
-        positions[node], states[node] = tree.add(token, positions[parent]), ahead
+        new_nodes[node], states[node] = tree.add(token, new_nodes[parent]), child_state
     if not forced and len(tree) == len(drafted):
         return drafted
     tree.probabilities = {
-        positions[node]: given for node, given in drafted.probabilities.items() if node in positions
+        new_nodes[node]: distribution
+        for node, distribution in drafted.probabilities.items()
+        if node in new_nodes
     }
     if drafted.sources is not None:
-        kept = [drafted.sources[node] for node in positions if node != ROOT]
-        tree.sources = ["constraint"] * len(forced) + kept
+        sources = [drafted.sources[node] for node in new_nodes if node != ROOT]
+        tree.sources = ["constraint"] * len(forced) + sources
     return tree

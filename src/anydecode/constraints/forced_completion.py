@@ -1,8 +1,9 @@
-"""An answer brought to its end before the token limit cuts it off.
+"""Forced completion: an answer is completed before the token limit cuts it off.
 
-Free-form objects, arrays without a bound, recursion and endless digits all finish this way, and
-nothing is forbidden before it has to be: from the place where the shortest end only just fits, the
-text goes that way. It is a matter of masks, so every decoder says the same and streams as before.
+The text is free until the shortest completion only just fits within the limit; from there on, only
+the tokens of that completion are allowed. Free-form objects, unbounded arrays, recursion and
+unbounded numbers finish this way. The completion is enforced by masks, so every decoder generates
+the same tokens and streaming does not change.
 """
 
 from __future__ import annotations
@@ -12,47 +13,49 @@ from typing import NamedTuple
 
 import numpy as np
 
-from anydecode.constraints.completion_hints import Hints
+from anydecode.constraints.completion_hints import CompletionHints
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.constraints.shortest_completion import shortest_completion
 from anydecode.models.tokenizer import Tokenizer
 
-#: The share of the limit that passes before the end is first looked for: most answers are shorter.
-_FIRST = 8
-#: Tokens that one token of the answer may add to the way to its end without cutting it off: at
-#: most so many, and no larger a share of the limit than the one above.
-_SPARE = 16
+#: One over the share of the limit that is generated before the first search for a completion. Most
+#: answers are shorter.
+_FIRST_SEARCH_SHARE = 8
+#: Maximum slack, in tokens: a token of the answer may lengthen the shortest completion by so many
+#: without exceeding the limit. The slack is also bounded by the share of the limit above.
+_MAX_SLACK = 16
 
 
-class _Look(NamedTuple):
-    """What was found behind `said` tokens: the end to take from there on, or none, and then behind
-    how many tokens to look again."""
+class _Search(NamedTuple):
+    """The result of a search after `num_tokens` tokens: the completion to force from there on
+    (empty if none), and the number of tokens after which to search again."""
 
-    said: int
-    end: tuple[int, ...]
-    again: int
+    num_tokens: int
+    completion: tuple[int, ...]
+    next_search: int
 
 
 class ForcedCompletion(ConstraintState):
-    """`inner`, ended within `limit` tokens where a way to the end is found that is as short."""
+    """The state `inner`, with a forced completion within `max_tokens` tokens if one is found that
+    fits."""
 
     def __init__(
         self,
         inner: ConstraintState,
         tokenizer: Tokenizer,
         vocab_size: int,
-        limit: int,
-        hints: Hints,
+        max_tokens: int,
+        hints: CompletionHints,
     ) -> None:
         self.inner = inner
-        self.origin = None if inner.origin is None else (inner.origin, limit)
+        self.origin = None if inner.origin is None else (inner.origin, max_tokens)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._limit = limit
+        self._max_tokens = max_tokens
         self._hints = hints
-        self._spare = min(_SPARE, limit // _FIRST)
-        self._said = 0
-        self._looks: tuple[_Look, ...] = (_Look(0, (), limit // _FIRST),)
+        self._slack = min(_MAX_SLACK, max_tokens // _FIRST_SEARCH_SHARE)
+        self._num_tokens = 0
+        self._searches: tuple[_Search, ...] = (_Search(0, (), max_tokens // _FIRST_SEARCH_SHARE),)
 
     @classmethod
     def of(
@@ -60,68 +63,79 @@ class ForcedCompletion(ConstraintState):
         inner: ConstraintState,
         tokenizer: Tokenizer,
         vocab_size: int,
-        limit: int,
-        hints: Hints,
+        max_tokens: int,
+        hints: CompletionHints,
     ) -> ForcedCompletion:
-        """The start of a text. Where even the shortest one takes much of the limit, the end is
-        looked for sooner."""
-        state = cls(inner, tokenizer, vocab_size, limit, hints)
+        """Returns the state before the first token. If even the shortest text takes much of the
+        limit, the first search happens at once."""
+        state = cls(inner, tokenizer, vocab_size, max_tokens, hints)
         if tokenizer not in hints.shortest:
-            found = shortest_completion(inner, tokenizer, hints)
-            hints.shortest[tokenizer] = None if found is None else len(found)
+            shortest_found = shortest_completion(inner, tokenizer, hints)
+            hints.shortest[tokenizer] = None if shortest_found is None else len(shortest_found)
         shortest = hints.shortest[tokenizer]
-        if shortest is not None and limit // _FIRST + state._spare > (limit - shortest) // 2:
-            state._looks = ()
-            state._look()
+        if (
+            shortest is not None
+            and max_tokens // _FIRST_SEARCH_SHARE + state._slack > (max_tokens - shortest) // 2
+        ):
+            state._searches = ()
+            state._search()
         return state
 
     @property
-    def steered(self) -> bool:
-        """Whether the text so far has taken the short way to its end."""
-        return any(look.end and look.said < self._said for look in self._looks)
+    def is_forced(self) -> bool:
+        """Whether the text so far contains tokens of a forced completion."""
+        return any(
+            search.completion and search.num_tokens < self._num_tokens for search in self._searches
+        )
 
     @property
-    def wider(self) -> ConstraintState:
+    def unforced(self) -> ConstraintState:
         return self.inner
 
-    def without(self, banned: Sequence[int]) -> ForcedCompletion:
-        other = self._with(self.inner.without(banned))
-        if other._end():
-            other._look()
+    def with_banned(self, banned: Sequence[int]) -> ForcedCompletion:
+        other = self._with(self.inner.with_banned(banned))
+        if other._remaining():
+            other._search()
         return other
 
     def mask(self) -> np.ndarray | None:
-        end = self._end()
-        if not end:
+        completion = self._remaining()
+        if not completion:
             return self.inner.mask()
-        only = np.zeros(self._vocab_size, bool)
-        only[end[0]] = True
-        return only
+        mask = np.zeros(self._vocab_size, bool)
+        mask[completion[0]] = True
+        return mask
 
     def allows(self, token: int) -> bool:
-        end = self._end()
-        return token == end[0] if end else self.inner.allows(token)
+        completion = self._remaining()
+        return token == completion[0] if completion else self.inner.allows(token)
 
     def advance(self, token: int) -> None:
-        end = self._end()
+        completion = self._remaining()
         self.inner.advance(token)
-        self._said += 1
+        self._num_tokens += 1
         if token in self._tokenizer.eos_ids:
             return
-        if token != end[0] if end else self._said == self._looks[-1].again:
-            self._look()
+        if (
+            token != completion[0]
+            if completion
+            else self._num_tokens == self._searches[-1].next_search
+        ):
+            self._search()
 
     def rollback(self, count: int) -> None:
         self.inner.rollback(count)
-        self._said -= count
-        self._looks = tuple(look for look in self._looks if look.said <= self._said)
+        self._num_tokens -= count
+        self._searches = tuple(
+            search for search in self._searches if search.num_tokens <= self._num_tokens
+        )
 
     def fork(self) -> ForcedCompletion:
         return self._with(self.inner.fork())
 
-    def forced(self) -> list[int]:
-        end = self._end()
-        return list(end[:-1] or end) if end else self.inner.forced()
+    def forced_tokens(self) -> list[int]:
+        completion = self._remaining()
+        return list(completion[:-1] or completion) if completion else self.inner.forced_tokens()
 
     @property
     def may_stop(self) -> bool:
@@ -132,27 +146,32 @@ class ForcedCompletion(ConstraintState):
         return self.inner.finished
 
     def prepare(self) -> None:
-        if not self._end():
+        if not self._remaining():
             self.inner.prepare()
 
     def _with(self, inner: ConstraintState) -> ForcedCompletion:
-        other = ForcedCompletion(inner, self._tokenizer, self._vocab_size, self._limit, self._hints)
-        other._said, other._looks = self._said, self._looks
+        other = ForcedCompletion(
+            inner, self._tokenizer, self._vocab_size, self._max_tokens, self._hints
+        )
+        other._num_tokens, other._searches = self._num_tokens, self._searches
         return other
 
-    def _end(self) -> tuple[int, ...]:
-        """What is left of the end that is being taken; empty where the text is free."""
-        look = self._looks[-1]
-        return look.end[self._said - look.said :]
+    def _remaining(self) -> tuple[int, ...]:
+        """The tokens left of the forced completion; empty while the text is free."""
+        search = self._searches[-1]
+        return search.completion[self._num_tokens - search.num_tokens :]
 
-    def _look(self) -> None:
-        """Look for the shortest end. A token makes it longer by one, as a rule: half of the room is
-        free before another look is needed."""
-        left = self._limit - self._said
-        found = shortest_completion(self.inner, self._tokenizer, self._hints)
-        room = left // 2 if found is None else left - len(found)
-        end: tuple[int, ...] = ()
-        if found is not None and 0 <= room <= self._spare + self._spare // 2:
-            end = tuple(found)  # sooner than need be: not to look again behind every token
-        free = max(1, (room - self._spare) // 2)
-        self._looks = (*self._looks, _Look(self._said, end, self._said + free))
+    def _search(self) -> None:
+        """Searches for the shortest completion. A token usually lengthens it by one, so half of the
+        spare tokens can be generated before the next search."""
+        num_left = self._max_tokens - self._num_tokens
+        shortest_found = shortest_completion(self.inner, self._tokenizer, self._hints)
+        num_spare = num_left // 2 if shortest_found is None else num_left - len(shortest_found)
+        completion: tuple[int, ...] = ()
+        if shortest_found is not None and 0 <= num_spare <= self._slack + self._slack // 2:
+            completion = tuple(shortest_found)  # earlier than necessary: avoids a search per token
+        num_free = max(1, (num_spare - self._slack) // 2)
+        self._searches = (
+            *self._searches,
+            _Search(self._num_tokens, completion, self._num_tokens + num_free),
+        )

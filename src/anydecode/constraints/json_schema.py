@@ -1,4 +1,4 @@
-"""JSON Schema, whole: masks for what they can express, checks for the rest."""
+"""JSON Schema constraints: masks for the keywords they can express, validation for the rest."""
 
 from __future__ import annotations
 
@@ -11,66 +11,83 @@ from typing import Any
 
 from anydecode.constraints.canonical import canonical
 from anydecode.constraints.checking import IncrementalJsonValidator, Validator
-from anydecode.constraints.completion_hints import Hints
+from anydecode.constraints.completion_hints import CompletionHints
 from anydecode.constraints.constraint import (
     Constraint,
+    ConstraintReport,
     ConstraintState,
     IncrementalValidator,
-    Report,
 )
 from anydecode.constraints.forced_completion import ForcedCompletion
-from anydecode.constraints.guidance_engine import GuidanceState, bridge, check_references, library
+from anydecode.constraints.guidance_engine import (
+    GuidanceState,
+    check_references,
+    library,
+    tokenizer_binding,
+)
 from anydecode.constraints.languages import ENGINES
-from anydecode.constraints.narrowing import narrowed
+from anydecode.constraints.narrowing import narrowed_schema
 from anydecode.constraints.relaxing import (
-    LEVELS,
+    NUM_LEVELS,
     UNMASKED,
-    closed,
-    guarded,
-    nodes,
-    relaxed,
+    relaxed_schema,
+    subschemas,
     unknown_formats,
+    with_max_string,
+    without_extra_properties,
     without_formats,
 )
 from anydecode.constraints.termination import cannot_terminate
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
-#: Longest schema that is read, in characters, and how deep it may nest.
-LONGEST = 2 << 20
-DEEPEST = 128
-#: White space between parts: none, one space, or a line break and its indentation.
+#: Maximum length of a schema, in characters, and its maximum nesting depth.
+MAX_CHARACTERS = 2 << 20
+MAX_DEPTH = 128
+#: White space allowed between JSON tokens: none, one space, or a line break and its indentation.
 WHITESPACE = r"[ ]?|\n[ ]{0,32}"
-_PLANS: OrderedDict[tuple[Any, ...], _Plan] = OrderedDict()
-_MOST_PLANS = 256
+_COMPILED: OrderedDict[tuple[Any, ...], _CompiledSchema] = OrderedDict()
+_MAX_CACHED = 256
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """A schema made ready: the grammar for the mask engine and what is left to check."""
+class _CompiledSchema:
+    """A compiled schema: the grammar for the mask engine, and the validator of the rest."""
 
     grammar: str
-    report: Report
+    report: ConstraintReport
     validator: Validator
-    checks: bool
-    hints: Hints
+    needs_validation: bool
+    hints: CompletionHints
 
 
 class JsonSchema(Constraint):
-    """JSON texts that are valid under `schema`: a dict, a boolean, JSON text, or a pydantic model.
+    """Allows the JSON texts that are valid under a schema.
 
-    Guards, stated in the result: `whitespace` is a regular expression for the space between parts
-    ("" for none, None for exactly one space behind each comma and colon); strings without a bound
-    have at most `max_string` characters (0: no limit); objects that name their properties get no
-    others unless the schema speaks of others, or `extra_properties` is true; and with `finish` an
-    answer takes the short way to its end once little more would fit the token limit, so that what
-    has no bound (lists, free objects, recursion, digits) finishes. A value that breaks a rule no
-    mask expresses is drawn again, `tries` times per answer. With `close` an answer that meets the
-    token limit all the same is held back and cut so that it ends within it. With `formats` the
-    values of `format` are rules; without, they are the annotations that the specification has
-    them be by default. `resources` are other schemas by URI, for references to them: nothing is
-    ever fetched.
+    `whitespace`, `max_string`, `extra_properties` and `finish` are guards: limits added to those of
+    the schema and reported in the result.
+
+    Args:
+        schema: A dict, a boolean, JSON text, or a pydantic model.
+        whitespace: A regular expression for the white space between JSON tokens: "" for none, None
+            for exactly one space after each comma and colon.
+        max_string: Maximum length of strings without a bound, in characters; 0 for no limit.
+        extra_properties: Whether objects that list their properties may have others even if the
+            schema does not mention additional properties.
+        finish: Whether to force the shortest completion before the token limit, so that unbounded
+            values (lists, free objects, recursion, digits) are complete.
+        tries: Maximum number of retries per answer: a value that is invalid under a rule that the
+            mask cannot express is sampled again.
+        close: Whether an answer that still reaches the token limit is held back and shortened to a
+            complete one.
+        engine: The library that computes the masks, one of `ENGINES`.
+        formats: Whether `format` is validated. If not, formats are annotations, the default of the
+            specification.
+        resources: Other schemas by URI, for references. Nothing is ever fetched.
+
+    Raises:
+        ConstraintError: The schema or an argument is invalid.
     """
 
     def __init__(
@@ -104,37 +121,39 @@ class JsonSchema(Constraint):
         self.close = close
         self.engine = engine
         self.resources = dict(resources or {})
-        self._plan: _Plan | None = None
+        self._compiled: _CompiledSchema | None = None
 
     def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
-        plan = self._ready(tokenizer, vocab_size)
+        compiled = self._get_compiled(tokenizer, vocab_size)
         if self.engine == "xgrammar":
             from anydecode.constraints.xgrammar_engine import XGrammarState
 
             return XGrammarState.of("json", self.schema, tokenizer, vocab_size)
-        return GuidanceState.of(plan.grammar, tokenizer, vocab_size)
+        return GuidanceState.of(compiled.grammar, tokenizer, vocab_size)
 
-    def begin(self, tokenizer: Tokenizer, vocab_size: int, limit: int) -> ConstraintState:
+    def start_with_limit(
+        self, tokenizer: Tokenizer, vocab_size: int, max_tokens: int
+    ) -> ConstraintState:
         state = self.start(tokenizer, vocab_size)
         if not self.finish:
             return state
-        return ForcedCompletion.of(state, tokenizer, vocab_size, limit, self.hints)
+        return ForcedCompletion.of(state, tokenizer, vocab_size, max_tokens, self.completion_hints)
 
     @property
-    def hints(self) -> Hints:
-        """What the schema tells of short ends; known once `start` has been called."""
-        assert self._plan is not None, "the constraint has not been started"
-        return self._plan.hints
+    def completion_hints(self) -> CompletionHints:
+        """Names and values of the schema for shortest completions. Available after `start`."""
+        assert self._compiled is not None, "the constraint has not been started"
+        return self._compiled.hints
 
-    def report(self) -> Report:
-        assert self._plan is not None, "the constraint has not been started"
-        return self._plan.report
+    def report(self) -> ConstraintReport:
+        assert self._compiled is not None, "the constraint has not been started"
+        return self._compiled.report
 
     def incremental_validator(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
-        assert self._plan is not None, "the constraint has not been started"
-        if not self._plan.checks:
+        assert self._compiled is not None, "the constraint has not been started"
+        if not self._compiled.needs_validation:
             return None
-        return IncrementalJsonValidator(self._plan.validator, tokenizer)
+        return IncrementalJsonValidator(self._compiled.validator, tokenizer)
 
     def is_valid(self, text: str) -> bool:
         """Whether `text` is JSON that is valid under the schema."""
@@ -142,14 +161,16 @@ class JsonSchema(Constraint):
             value = json.loads(text)
         except (ValueError, RecursionError):
             return False
-        plan = self._plan
+        compiled = self._compiled
         validator = (
-            plan.validator if plan else Validator(self.schema, len(self.text), self.resources)
+            compiled.validator
+            if compiled
+            else Validator(self.schema, len(self.text), self.resources)
         )
         return validator.is_valid(value)
 
-    def narrowed(self, number: int) -> JsonSchema | None:
-        schema = narrowed(self.schema, number, len(self.text))
+    def narrowed(self, index: int) -> JsonSchema | None:
+        schema = narrowed_schema(self.schema, index, len(self.text))
         if schema is None:
             return None
         return _Narrowed(
@@ -159,100 +180,113 @@ class JsonSchema(Constraint):
             finish=self.finish,
         )
 
-    def _ready(self, tokenizer: Tokenizer, vocab_size: int) -> _Plan:
-        if self._plan is None:
-            others = json.dumps(self.resources, sort_keys=True)
+    def _get_compiled(self, tokenizer: Tokenizer, vocab_size: int) -> _CompiledSchema:
+        if self._compiled is None:
+            resources_key = json.dumps(self.resources, sort_keys=True)
             guards = (self.whitespace, self.max_string, self.extra_properties, self.finish)
-            key = (self.text, others, tuple(self._annotations), guards, self.engine, type(self))
+            key = (
+                self.text,
+                resources_key,
+                tuple(self._annotations),
+                guards,
+                self.engine,
+                type(self),
+            )
             with _lock:
-                plan = _PLANS.get(key)
-                if plan is not None:
-                    _PLANS.move_to_end(key)
-            if plan is None:
+                compiled = _COMPILED.get(key)
+                if compiled is not None:
+                    _COMPILED.move_to_end(key)
+            if compiled is None:
                 try:
-                    plan = self._make(tokenizer, vocab_size)
+                    compiled = self._compile(tokenizer, vocab_size)
                 except RecursionError:
                     raise ConstraintError(
-                        "the schema's references lead too deep into each other: use fewer"
+                        "the schema's references are nested too deep: use fewer"
                     ) from None
                 with _lock:
-                    _PLANS[key] = plan
-                    if len(_PLANS) > _MOST_PLANS:
-                        _PLANS.popitem(last=False)
-            self._plan = plan
-        return self._plan
+                    _COMPILED[key] = compiled
+                    if len(_COMPILED) > _MAX_CACHED:
+                        _COMPILED.popitem(last=False)
+            self._compiled = compiled
+        return self._compiled
 
-    def _make(self, tokenizer: Tokenizer, vocab_size: int) -> _Plan:
+    def _compile(self, tokenizer: Tokenizer, vocab_size: int) -> _CompiledSchema:
         validator = Validator(self.schema, len(self.text), self.resources)
         if cannot_terminate(self.schema):
-            raise ConstraintError("no text can meet the schema: its recursion has no end")
+            raise ConstraintError("no text can satisfy the schema: its recursion has no end")
         whitespace = ", : " if self.whitespace is None else self.whitespace
-        present = _present(self.schema)
+        keywords = _asserting_keywords(self.schema)
         if self.engine == "xgrammar":
             guards: dict[str, Any] = {"finish": self.finish}
-            report = Report("json_schema", self.engine, (), tuple(present), (), guards)
-            return _Plan("", report, validator, True, Hints(self.schema))
-        grammar, dropped, kept = self._compiled(tokenizer, vocab_size)
+            report = ConstraintReport("json_schema", self.engine, (), tuple(keywords), (), guards)
+            return _CompiledSchema("", report, validator, True, CompletionHints(self.schema))
+        grammar, dropped, is_guarded = self._compile_grammar(tokenizer, vocab_size)
         guards = {
             "finish": self.finish,
             "whitespace": whitespace,
-            "max_string": (kept and self.max_string) or None,
-            "extra_properties": self.extra_properties or not kept,
+            "max_string": (is_guarded and self.max_string) or None,
+            "extra_properties": self.extra_properties or not is_guarded,
         }
-        out = {entry.partition(" ")[0] for entry in dropped}
-        masked = tuple(keyword for keyword in present if keyword not in out)
+        removed = {entry.partition(" ")[0] for entry in dropped}
+        masked = tuple(keyword for keyword in keywords if keyword not in removed)
         ignored = (*self._annotations, *unknown_formats(self.schema))
-        report = Report("json_schema", self.engine, masked, tuple(dropped), ignored, guards)
-        said = json.loads(grammar)["grammars"][0]["json_schema"]
-        return _Plan(grammar, report, validator, bool(dropped), Hints(said))
+        report = ConstraintReport(
+            "json_schema", self.engine, masked, tuple(dropped), ignored, guards
+        )
+        grammar_schema = json.loads(grammar)["grammars"][0]["json_schema"]
+        return _CompiledSchema(
+            grammar, report, validator, bool(dropped), CompletionHints(grammar_schema)
+        )
 
-    def _guarded(self, schema: Any) -> Any:
-        """`schema` with what the guards leave of it."""
+    def _with_guards(self, schema: Any) -> Any:
+        """`schema` with the guards applied."""
         if not self.extra_properties:
-            schema = closed(schema)
-        return guarded(schema, self.max_string) if self.max_string else schema
+            schema = without_extra_properties(schema)
+        return with_max_string(schema, self.max_string) if self.max_string else schema
 
-    def _compiled(self, tokenizer: Tokenizer, vocab_size: int) -> tuple[str, list[str], bool]:
-        """The grammar that says most of the schema, what it leaves out, and whether it keeps to
-        the guards."""
-        known = bridge(tokenizer, vocab_size)
-        said = ""
+    def _compile_grammar(
+        self, tokenizer: Tokenizer, vocab_size: int
+    ) -> tuple[str, list[str], bool]:
+        """Returns the strongest grammar that compiles, the keywords it leaves out, and whether the
+        guards are applied."""
+        binding = tokenizer_binding(tokenizer, vocab_size)
+        message = ""
         for schema, dropped, coerce in self._candidates():
             for is_guarded in (True, False):
-                grammar = self._grammar(self._guarded(schema) if is_guarded else schema, coerce)
+                grammar = self._grammar(self._with_guards(schema) if is_guarded else schema, coerce)
                 try:
-                    known.matcher(grammar)
+                    binding.matcher(grammar)
                 except ConstraintError as error:
-                    said = str(error)
-                    if not said.startswith("Unsatisfiable"):
+                    message = str(error)
+                    if not message.startswith("Unsatisfiable"):
                         break
                 else:
                     return grammar, dropped, is_guarded
-            if said.startswith("Unsatisfiable"):
-                raise ConstraintError(f"no text can meet the schema: {said}")
-        raise ConstraintError(f"the schema cannot be enforced: {said}")
+            if message.startswith("Unsatisfiable"):
+                raise ConstraintError(f"no text can satisfy the schema: {message}")
+        raise ConstraintError(f"the schema cannot be enforced: {message}")
 
     def _candidates(self) -> Iterator[tuple[Any, list[str], bool]]:
-        """Schemas for the mask engine, the strongest first; what each leaves out; and whether
-        `oneOf` is to be read as `anyOf`, and so left to the checks as well."""
-        if not any(UNMASKED & node.keys() for _, node in nodes(self.schema)):
+        """Schemas for the mask engine, the strongest first, with the keywords that each leaves out
+        and whether `oneOf` is read as `anyOf` (and therefore validated as well)."""
+        if not any(UNMASKED & node.keys() for _, node in subschemas(self.schema)):
             yield self.schema, [], False
         try:
-            rewritten = canonical(self.schema, len(self.text))
+            canonical_schema = canonical(self.schema, len(self.text))
         except ValueError as error:
             raise ConstraintError(str(error)) from None
-        one_of = [f"oneOf at {path}" for path, node in nodes(self.schema) if "oneOf" in node]
-        if rewritten is not None:
-            weaker, dropped = relaxed(rewritten)
-            dropped = _where(self.schema, dropped)
-            yield weaker, dropped, False
+        one_of = [f"oneOf at {path}" for path, node in subschemas(self.schema) if "oneOf" in node]
+        if canonical_schema is not None:
+            relaxed, dropped = relaxed_schema(canonical_schema)
+            dropped = _original_paths(self.schema, dropped)
+            yield relaxed, dropped, False
             if one_of:
-                yield weaker, dropped + one_of, True
-        for level in range(LEVELS):
-            weaker, dropped = relaxed(self.schema, level)
-            if level == 0 and rewritten is None:
-                yield weaker, dropped, False
-            yield weaker, dropped + one_of, True
+                yield relaxed, dropped + one_of, True
+        for level in range(NUM_LEVELS):
+            relaxed, dropped = relaxed_schema(self.schema, level)
+            if level == 0 and canonical_schema is None:
+                yield relaxed, dropped, False
+            yield relaxed, dropped + one_of, True
 
     def _grammar(self, schema: Any, coerce: bool) -> str:
         options: dict[str, Any] = {"coerce_one_of": coerce}
@@ -266,53 +300,55 @@ class JsonSchema(Constraint):
 
 
 class _Narrowed(JsonSchema):
-    """A part of another schema: what it allows is checked against that one, not here."""
+    """A narrowed form of another schema; its values are validated against that schema."""
 
-    def narrowed(self, number: int) -> None:
+    def narrowed(self, index: int) -> None:
         return None
 
 
 def _read(schema: Any) -> tuple[Any, str]:
-    """The schema as plain JSON and as text."""
+    """Returns the schema as plain JSON and as text."""
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
     if isinstance(schema, (str, bytes)):
-        if len(schema) > LONGEST:
-            raise ConstraintError(f"the schema has {len(schema)} characters; at most {LONGEST}")
+        if len(schema) > MAX_CHARACTERS:
+            raise ConstraintError(
+                f"the schema has {len(schema)} characters; at most {MAX_CHARACTERS}"
+            )
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise ConstraintError(f"the schema is not valid JSON: {error}") from None
     if not isinstance(schema, (dict, bool)):
-        raise ConstraintError("a schema is an object, true or false")
+        raise ConstraintError("a schema must be an object, true or false")
     try:
         _check_depth(schema)
         text = json.dumps(schema)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConstraintError(f"the schema is not plain JSON: {error}") from None
-    if len(text) > LONGEST:
-        raise ConstraintError(f"the schema has {len(text)} characters; at most {LONGEST}")
+    if len(text) > MAX_CHARACTERS:
+        raise ConstraintError(f"the schema has {len(text)} characters; at most {MAX_CHARACTERS}")
     check_references(text)
     if schema is False:
-        raise ConstraintError("no text can meet the schema false")
+        raise ConstraintError("no text can satisfy the schema false")
     return schema, text
 
 
-def _where(schema: Any, dropped: list[str]) -> list[str]:
-    """`dropped` of a rewritten schema with the places where the author wrote it."""
+def _original_paths(schema: Any, dropped: list[str]) -> list[str]:
+    """`dropped` of a canonical schema, with the paths of the keywords in the original schema."""
     keywords = {entry.partition(" ")[0] for entry in dropped}
-    own = [entry for entry in relaxed(schema)[1] if entry.partition(" ")[0] in keywords]
-    return own or dropped
+    original = [entry for entry in relaxed_schema(schema)[1] if entry.partition(" ")[0] in keywords]
+    return original or dropped
 
 
 def _check_depth(schema: Any) -> None:
-    """Raise `ConstraintError` naming the place where a schema nests too deep (or in itself)."""
+    """Raises `ConstraintError` with the path at which a schema nests too deep (or in itself)."""
     stack: list[tuple[Any, tuple[str, ...]]] = [(schema, ())]
     while stack:
         node, path = stack.pop()
-        if len(path) > DEEPEST:
+        if len(path) > MAX_DEPTH:
             raise ConstraintError(
-                f"the schema nests more than {DEEPEST} deep at #/{'/'.join(path[:6])}/..."
+                f"the schema nests more than {MAX_DEPTH} deep at #/{'/'.join(path[:6])}/..."
             )
         if isinstance(node, dict):
             stack += [(value, (*path, str(key))) for key, value in node.items()]
@@ -320,7 +356,7 @@ def _check_depth(schema: Any) -> None:
             stack += [(value, (*path, str(i))) for i, value in enumerate(node)]
 
 
-_SPOKEN = UNMASKED | {
+_ASSERTING = UNMASKED | {
     "type", "properties", "required", "additionalProperties", "patternProperties", "items",
     "prefixItems", "additionalItems", "enum", "const", "anyOf", "oneOf", "allOf", "pattern",
     "format", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
@@ -328,6 +364,6 @@ _SPOKEN = UNMASKED | {
 }  # fmt: skip
 
 
-def _present(schema: Any) -> list[str]:
-    """The asserting keywords of a schema, sorted."""
-    return sorted({key for _, node in nodes(schema) for key in node if key in _SPOKEN})
+def _asserting_keywords(schema: Any) -> list[str]:
+    """The asserting keywords in a schema, sorted."""
+    return sorted({key for _, node in subschemas(schema) for key in node if key in _ASSERTING})

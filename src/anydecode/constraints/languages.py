@@ -1,4 +1,4 @@
-"""Regular expressions, grammars and choices: texts that the mask engine reads itself."""
+"""Regular expressions, grammars and choices: constraints compiled by the mask engine directly."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anydecode.constraints.constraint import Constraint, ConstraintState, Report
+from anydecode.constraints.constraint import Constraint, ConstraintReport, ConstraintState
 from anydecode.constraints.guidance_engine import GuidanceState, library, one_line
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
 #: Engines that compute masks.
 ENGINES = ("llguidance", "xgrammar")
-#: Longest description that is read, in characters.
-LONGEST = 1 << 20
-#: Most rules of a grammar: a longer chain of them overflows the stack of the mask engine.
+#: Maximum length of a description, in characters.
+MAX_CHARACTERS = 1 << 20
+#: Maximum number of rules of a grammar: a longer chain overflows the stack of the mask engine.
 _MAX_RULES = 1000
-_RULE = re.compile(r"^[ \t]*[!?]?[A-Za-z_]", re.MULTILINE)
+_RULE_PATTERN = re.compile(r"^[ \t]*[!?]?[A-Za-z_]", re.MULTILINE)
 
 
 class _Language(Constraint):
-    """A language that either engine compiles. Subclasses have a field `engine`."""
+    """A language that both engines can compile. Subclasses have a field `engine`."""
 
     kind: str
     engine: str
@@ -49,13 +49,18 @@ class _Language(Constraint):
             return XGrammarState.of(*self.xgrammar(), tokenizer, vocab_size)
         return GuidanceState.of(self.guidance(), tokenizer, vocab_size)
 
-    def report(self) -> Report:
-        return Report(self.kind, self.engine, masked=(self.kind,))
+    def report(self) -> ConstraintReport:
+        return ConstraintReport(self.kind, self.engine, masked=(self.kind,))
 
 
 @dataclass(frozen=True)
 class Regex(_Language):
-    """Texts that match `pattern` from beginning to end. No look-around, no back-references."""
+    """Allows the texts that match a regular expression as a whole.
+
+    Args:
+        pattern: The regular expression, without look-around and back-references.
+        engine: The library that computes the masks, one of `ENGINES`.
+    """
 
     pattern: str
     engine: str = "llguidance"
@@ -73,8 +78,14 @@ class Regex(_Language):
 
 @dataclass(frozen=True)
 class Grammar(_Language):
-    """Texts of a context-free grammar. `syntax` is "lark" (as llguidance reads it, first rule
-    `start`) or "gbnf" (as llama.cpp reads it, first rule `root`)."""
+    """Allows the texts of a context-free grammar.
+
+    Args:
+        text: The grammar.
+        syntax: "lark" (in llguidance's dialect, first rule `start`) or "gbnf" (llama.cpp's
+            notation, first rule `root`).
+        engine: The library that computes the masks, one of `ENGINES`; xgrammar reads gbnf only.
+    """
 
     text: str
     syntax: str = "lark"
@@ -94,36 +105,44 @@ class Grammar(_Language):
 
             try:
                 text = gbnf_to_lark(self.text)
-            except Exception as error:  # the converter has errors of its own kind
+            except Exception as error:  # the converter raises its own error types
                 raise ConstraintError(f"the GBNF grammar is not valid: {one_line(error)}") from None
         grammar: str = library().LLMatcher.grammar_from_lark(text)
         return grammar
 
     def _check(self) -> None:
         _check_text("grammar", self.text)
-        rules = sum(1 for _ in _RULE.finditer(self.text))
+        rules = sum(1 for _ in _RULE_PATTERN.finditer(self.text))
         if rules > _MAX_RULES:
             raise ConstraintError(
-                f"the grammar has {rules} rules; at most {_MAX_RULES} are read: join some of them"
+                f"the grammar has {rules} rules; at most {_MAX_RULES} are allowed: merge some of"
+                " them"
             )
 
     def xgrammar(self) -> tuple[str, str]:
         if self.syntax != "gbnf":
-            raise ConstraintError("xgrammar reads gbnf grammars only")
+            raise ConstraintError("engine='xgrammar' supports gbnf grammars only, not lark")
         self._check()
         return "grammar", self.text
 
 
 @dataclass(frozen=True, init=False)
 class Choice(_Language):
-    """One of several texts."""
+    """Allows one of several texts.
+
+    Args:
+        options: The texts, none of them empty.
+        engine: The library that computes the masks, one of `ENGINES`.
+    """
 
     options: tuple[str, ...]
     engine: str = "llguidance"
     kind = "choice"
 
     def __init__(self, options: Sequence[str], engine: str = "llguidance") -> None:
-        if isinstance(options, str) or not all(isinstance(one, str) and one for one in options):
+        if isinstance(options, str) or not all(
+            isinstance(option, str) and option for option in options
+        ):
             raise ConstraintError("choices must be a list of strings that are not empty")
         if not options:
             raise ConstraintError("a choice needs at least one option")
@@ -132,7 +151,7 @@ class Choice(_Language):
         self.__post_init__()
 
     def guidance(self) -> str:
-        # A rule of literals, not one regular expression: thousands of options stay cheap.
+        # A rule of literals instead of one regular expression: thousands of options stay cheap.
         literals = [json.dumps(option, ensure_ascii=False) for option in self.options]
         grammar: str = library().LLMatcher.grammar_from_lark("start: " + " | ".join(literals))
         return grammar
@@ -145,5 +164,7 @@ class Choice(_Language):
 def _check_text(name: str, text: str) -> None:
     if not isinstance(text, str) or not text:
         raise ConstraintError(f"the {name} must be a string that is not empty")
-    if len(text) > LONGEST:
-        raise ConstraintError(f"the {name} has {len(text)} characters; at most {LONGEST} are read")
+    if len(text) > MAX_CHARACTERS:
+        raise ConstraintError(
+            f"the {name} has {len(text)} characters; at most {MAX_CHARACTERS} are allowed"
+        )

@@ -1,8 +1,8 @@
 """Monitor-guided decoding (Agrawal et al., "Guiding Language Models of Code with Global Context
-using Monitors", arXiv:2306.10763): behind a dot, Python code names what the object really has.
+using Monitors", arXiv:2306.10763): after a dot, only existing attributes are allowed.
 
-A static analysis (jedi) is asked whenever the text ends with a dot behind an expression. What it
-completes is what may follow, until a token ends the name; everywhere else the text is free.
+Whenever the text ends with a dot after an expression, static analysis (jedi) lists the names that
+may follow. Only those are allowed until a token ends the name; everywhere else the text is free.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.constraints.constraint import Constraint, ConstraintState, Report
+from anydecode.constraints.constraint import Constraint, ConstraintReport, ConstraintState
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.errors import ConstraintError, MissingPackageError
 from anydecode.models.tokenizer import Tokenizer
 
-#: Texts whose completions are remembered per request.
-_REMEMBERED = 4096
-_DEREFERENCED = re.compile(rb"[\w\x80-\xff)\]}\"']\.\Z")
-_BEGUN = re.compile(rb"(?<=[\w\x80-\xff)\]}\"'])\.([A-Za-z_\x80-\xff][\w\x80-\xff]*)\Z")
-_NAME_BEHIND_DOT = re.compile(rb"\.[A-Za-z_\x80-\xff]")
+#: Texts whose completions are cached per request.
+_CACHE_SIZE = 4096
+_AFTER_DOT = re.compile(rb"[\w\x80-\xff)\]}\"']\.\Z")
+_PARTIAL_NAME = re.compile(rb"(?<=[\w\x80-\xff)\]}\"'])\.([A-Za-z_\x80-\xff][\w\x80-\xff]*)\Z")
+_NAME_AFTER_DOT = re.compile(rb"\.[A-Za-z_\x80-\xff]")
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
-#: From a text that ends with a dot to the names that may follow; empty where nothing is known.
+#: Maps a text that ends with a dot to the names that may follow; empty if unknown.
 Completions = Callable[[str], Iterable[str]]
 
 
@@ -41,23 +41,28 @@ Completions = Callable[[str], Iterable[str]]
         paper="Guiding Language Models of Code with Global Context using Monitors"
         " (arXiv:2306.10763)",
         exactness="lossy",
-        summary="Python code names only what exists: static analysis (jedi) guides names behind"
-        " dots.",
+        summary="Python code uses existing attributes only: static analysis (jedi) constrains the"
+        " names after dots.",
         needs=("jedi",),
         works_with=("speculation", "samplers", "logprobs", "batches", "adapters"),
         deviations=(
-            "called lossy because it is a constraint: plain decoding under it is what other"
-            " decoders equal",
-            "the monitor for dereferences only, of the paper's several, and Python through jedi",
-            "the text keeps to the names whatever its tokens: a token that would carry a name over"
-            " a dot is forbidden, where the original leaves it unwatched",
-            "it asks only behind a name, a closing bracket or a quote, and not in comments",
+            "listed as lossy because it is a constraint; other decoders generate the same tokens as"
+            " plain decoding under it",
+            "only the paper's monitor for dereferences, and only for Python, with jedi",
+            "names are enforced for every tokenization: a token that contains a dot followed by a"
+            " name is forbidden; the original does not check it",
+            "the analysis runs only after a name, a closing bracket or a quote, not in comments",
         ),
     )
 )
 class Monitor(Constraint):
-    """`code` is what stands before the answer: the prompt, where nothing else is said. `path` is
-    the file it belongs to, for imports from its neighbours. `completions` replaces jedi."""
+    """Allows only existing names after dots in Python code.
+
+    Args:
+        code: The code before the answer; the prompt if empty.
+        path: The file that the code belongs to, to resolve relative imports.
+        completions: Replaces jedi.
+    """
 
     reads_files = True
 
@@ -71,51 +76,53 @@ class Monitor(Constraint):
         self.path = path
         self.completions = completions
 
-    def of_prompt(self, prompt: str) -> Monitor:
+    def for_prompt(self, prompt: str) -> Monitor:
         return self if self.code else Monitor(prompt, self.path, self.completions)
 
     def start(self, tokenizer: Tokenizer, vocab_size: int) -> MonitorState:
         if not tokenizer.eos_ids:
             raise ConstraintError("constraints need a tokenizer with an end-of-text token")
         complete = self.completions or jedi_completions(self.path)
-        judge = _Judge(complete, _words(tokenizer, vocab_size))
+        completer = _NameCompleter(complete, _token_sets(tokenizer, vocab_size))
         text = self.code.encode()
-        position = _Position(text, judge.open(text), None)
-        return MonitorState(judge, position, (self.code, self.path))
+        position = _Position(text, completer.name_suffixes(text), None)
+        return MonitorState(completer, position, (self.code, self.path))
 
-    def report(self) -> Report:
-        return Report("monitor", "jedi" if self.completions is None else "python", ("names",))
+    def report(self) -> ConstraintReport:
+        return ConstraintReport(
+            "monitor", "jedi" if self.completions is None else "python", ("names",)
+        )
 
 
 @dataclass(frozen=True)
 class _Position:
-    """The text so far and what may still stand behind its last dot (None: anything)."""
+    """The text so far, and the allowed rests of the name after its last dot (None: anything)."""
 
     text: bytes
-    rest: tuple[bytes, ...] | None
-    before: _Position | None
+    suffixes: tuple[bytes, ...] | None
+    previous: _Position | None
     ended: bool = False
 
 
 class MonitorState(ConstraintState):
-    """Idle, or within a name; every token is a place that can be gone back to."""
+    """Free text, or inside a name. Keeps the position after every token, for rollbacks."""
 
-    def __init__(self, judge: _Judge, position: _Position, origin: Hashable) -> None:
-        self._judge = judge
+    def __init__(self, completer: _NameCompleter, position: _Position, origin: Hashable) -> None:
+        self._completer = completer
         self._position = position
         self._mask: np.ndarray | None = None
         self.origin = origin
 
     def mask(self) -> np.ndarray:
         if self._mask is None:
-            words, position = self._judge.words, self._position
+            token_sets, position = self._completer.token_sets, self._position
             if position.ended:
-                allowed = np.zeros(words.size, bool)
-            elif position.rest is None:
-                allowed = words.idle.copy()
+                allowed = np.zeros(token_sets.size, bool)
+            elif position.suffixes is None:
+                allowed = token_sets.free_tokens.copy()
             else:
-                allowed = words.names(position.rest)
-            allowed[words.eos_ids] = self.may_stop
+                allowed = token_sets.name_tokens(position.suffixes)
+            allowed[token_sets.eos_ids] = self.may_stop
             self._mask = allowed
         return self._mask
 
@@ -123,107 +130,113 @@ class MonitorState(ConstraintState):
         if not self.allows(token):
             raise ConstraintError(f"token {token} is not allowed here")
         position = self._position
-        if token in self._judge.words.eos_ids:
-            self._position = _Position(position.text, position.rest, position, ended=True)
+        if token in self._completer.token_sets.eos_ids:
+            self._position = _Position(position.text, position.suffixes, position, ended=True)
         else:
-            piece = self._judge.words.pieces[token]
-            text = position.text + piece
-            rest = position.rest
-            left = tuple(name[len(piece) :] for name in rest or () if name.startswith(piece))
-            self._position = _Position(text, left or self._judge.open(text), position)
+            data = self._completer.token_sets.token_bytes[token]
+            text = position.text + data
+            suffixes = position.suffixes
+            remaining = tuple(name[len(data) :] for name in suffixes or () if name.startswith(data))
+            suffixes = remaining or self._completer.name_suffixes(text)
+            self._position = _Position(text, suffixes, position)
         self._mask = None
 
     def rollback(self, count: int) -> None:
         position: _Position | None = self._position
         for _ in range(count):
-            position = position.before if position is not None else None
+            position = position.previous if position is not None else None
         if position is None:
-            raise ConstraintError(f"cannot take back {count} tokens")
+            raise ConstraintError(f"cannot roll back {count} tokens")
         self._position, self._mask = position, None
 
     def fork(self) -> MonitorState:
-        branch = MonitorState(self._judge, self._position, self.origin)
+        branch = MonitorState(self._completer, self._position, self.origin)
         branch._mask = self._mask
         return branch
 
-    def forced(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         return []
 
     @property
     def may_stop(self) -> bool:
         position = self._position
-        return position.ended or position.rest is None or b"" in position.rest
+        return position.ended or position.suffixes is None or b"" in position.suffixes
 
     @property
     def finished(self) -> bool:
         return self._position.ended
 
 
-class _Judge:
-    """What may follow a text."""
+class _NameCompleter:
+    """Computes the names that may follow a text, with a cache."""
 
-    def __init__(self, complete: Completions, words: _Words) -> None:
-        self.words = words
-        self._names = lru_cache(_REMEMBERED)(
+    def __init__(self, complete: Completions, token_sets: _TokenSets) -> None:
+        self.token_sets = token_sets
+        self._names = lru_cache(_CACHE_SIZE)(
             lambda text: tuple(sorted({name.encode() for name in complete(text)}))
         )
 
-    def open(self, text: bytes) -> tuple[bytes, ...] | None:
-        """Endings of the name that `text` is in the middle of; None where it is free."""
-        begun = _BEGUN.search(text[-256:])
-        said = begun.group(1) if begun else b""
-        if not said and not _DEREFERENCED.search(text[-2:]):
+    def name_suffixes(self, text: bytes) -> tuple[bytes, ...] | None:
+        """The allowed rests of the name that `text` ends in; None if the text is free."""
+        partial = _PARTIAL_NAME.search(text[-256:])
+        typed = partial.group(1) if partial else b""
+        if not typed and not _AFTER_DOT.search(text[-2:]):
             return None
-        names = self._names(text[: len(text) - len(said)].decode(errors="replace"))
-        return tuple(name[len(said) :] for name in names if name.startswith(said)) or None
+        names = self._names(text[: len(text) - len(typed)].decode(errors="replace"))
+        return tuple(name[len(typed) :] for name in names if name.startswith(typed)) or None
 
 
-class _Words:
-    """Which of a tokenizer's tokens can stand where."""
+class _TokenSets:
+    """Sets of a tokenizer's tokens: those of free text, and those inside and after names."""
 
-    def __init__(self, words: Vocabulary, eos_ids: Iterable[int]) -> None:
-        self._words = words
-        self.size, self.pieces = words.size, words.pieces
+    def __init__(self, vocab: Vocabulary, eos_ids: Iterable[int]) -> None:
+        self._vocabulary = vocab
+        self.size, self.token_bytes = vocab.size, vocab.token_bytes
         self.eos_ids = sorted(eos_ids)
-        self.idle = np.array(
-            [bool(piece) and not _NAME_BEHIND_DOT.search(piece) for piece in words.pieces]
+        self.free_tokens = np.array(
+            [bool(data) and not _NAME_AFTER_DOT.search(data) for data in vocab.token_bytes]
         )
-        self._ends = self.idle & np.array([_ends_name(piece) for piece in words.pieces])
+        self._ends = self.free_tokens & np.array([_ends_name(data) for data in vocab.token_bytes])
 
-    def names(self, rest: tuple[bytes, ...]) -> np.ndarray:
-        """Tokens that go on with one of the names `rest`, or end it."""
+    def name_tokens(self, suffixes: tuple[bytes, ...]) -> np.ndarray:
+        """Boolean `[size]`: the tokens that continue one of the names `suffixes`, or end it."""
         allowed = np.zeros(self.size, bool)
-        for begun in {name[:length] for name in rest for length in range(1, len(name) + 1)}:
-            allowed[list(self._words.spelling(begun))] = True
-        for name in rest:
+        for partial in {name[:length] for name in suffixes for length in range(1, len(name) + 1)}:
+            allowed[list(self._vocabulary.tokens_equal_to(partial))] = True
+        for name in suffixes:
             if not name:
                 allowed |= self._ends
                 continue
-            for token in self._words.beginning(name):
-                behind = self.pieces[token][len(name) :]
-                if _ends_name(behind) and not _NAME_BEHIND_DOT.search(behind):
+            for token in self._vocabulary.tokens_with_prefix(name):
+                after_name = self.token_bytes[token][len(name) :]
+                if _ends_name(after_name) and not _NAME_AFTER_DOT.search(after_name):
                     allowed[token] = True
         return allowed
 
 
-def _ends_name(piece: bytes) -> bool:
-    """Whether `piece` cannot lengthen a name that stands before it."""
-    return bool(piece) and piece[0] < 0x80 and not (piece[:1].isalnum() or piece[:1] == b"_")
+def _ends_name(data: bytes) -> bool:
+    """Whether `data` ends a name before it."""
+    return bool(data) and data[0] < 0x80 and not (data[:1].isalnum() or data[:1] == b"_")
 
 
-_known: WeakKeyDictionary[Vocabulary, _Words] = WeakKeyDictionary()
+_token_sets_by_vocabulary: WeakKeyDictionary[Vocabulary, _TokenSets] = WeakKeyDictionary()
 
 
-def _words(tokenizer: Tokenizer, size: int) -> _Words:
-    own = vocabulary(tokenizer, size)
-    if own not in _known:
-        _known[own] = _Words(own, tokenizer.eos_ids)
-    return _known[own]
+def _token_sets(tokenizer: Tokenizer, size: int) -> _TokenSets:
+    vocab = vocabulary(tokenizer, size)
+    if vocab not in _token_sets_by_vocabulary:
+        _token_sets_by_vocabulary[vocab] = _TokenSets(vocab, tokenizer.eos_ids)
+    return _token_sets_by_vocabulary[vocab]
 
 
 def jedi_completions(path: str | Path | None = None) -> Completions:
-    """Names by static analysis, with and without the brackets closed that are open. Code is read,
-    never run. Raises `MissingPackageError`."""
+    """Names by static analysis with jedi, with open brackets left open and with them closed.
+
+    The code is analysed, never executed.
+
+    Raises:
+        MissingPackageError: jedi is not installed.
+    """
     try:
         import jedi
         import parso
@@ -239,12 +252,18 @@ def jedi_completions(path: str | Path | None = None) -> Completions:
         if _in_comment(tree, position):
             return set()
         names: set[str] = set()
-        for code in dict.fromkeys((text, text + _closing(tree))):
+        for code in dict.fromkeys((text, text + _closing_brackets(tree))):
             try:
-                found = jedi.Script(code, path=path, environment=environment).complete(*position)
-            except Exception:  # code half written is more than it can always take
+                completions = jedi.Script(code, path=path, environment=environment).complete(
+                    *position
+                )
+            except Exception:  # jedi fails on some incomplete code
                 continue
-            names |= {one.name for one in found if one.type not in ("keyword", "path")}
+            names |= {
+                completion.name
+                for completion in completions
+                if completion.type not in ("keyword", "path")
+            }
         return names
 
     return complete
@@ -257,14 +276,14 @@ def _in_comment(tree: Any, position: tuple[int, int]) -> bool:
     return "#" in leaf.prefix.rpartition("\n")[2]
 
 
-def _closing(tree: Any) -> str:
-    """The brackets that are open at the end of the code, closed."""
-    opened: list[str] = []
+def _closing_brackets(tree: Any) -> str:
+    """The closing brackets of those that are open at the end of the code."""
+    closing: list[str] = []
     leaf = tree.get_first_leaf()
     while leaf is not None:
         if leaf.value in _BRACKETS:
-            opened.append(_BRACKETS[leaf.value])
-        elif opened and leaf.value == opened[-1]:
-            opened.pop()
+            closing.append(_BRACKETS[leaf.value])
+        elif closing and leaf.value == closing[-1]:
+            closing.pop()
         leaf = leaf.get_next_leaf()
-    return "".join(reversed(opened))
+    return "".join(reversed(closing))

@@ -1,7 +1,7 @@
-"""The patterns of a JSON schema: what compiling them may cost, and whether a text has a match.
+"""The patterns of a JSON schema: limits on their cost, and matching.
 
-A pattern comes from a user, so it is never given to Python's `re`, which can take exponential time.
-jsonschema-rs takes linear time for regular patterns and counts its steps for the others.
+Patterns come from users, so they are never given to Python's `re`, which can take exponential time.
+jsonschema-rs takes linear time for regular patterns and limits the steps for the others.
 """
 
 from __future__ import annotations
@@ -15,70 +15,70 @@ import jsonschema_rs
 
 from anydecode.errors import ConstraintError
 
-#: Longest pattern, in characters.
-LONGEST = 1 << 16
-#: Most steps that matching one pattern with look-around or back-references may take.
+#: Maximum length of a pattern, in characters.
+MAX_CHARACTERS = 1 << 16
+#: Maximum number of steps to match one pattern with look-around or back-references.
 _MAX_BACKTRACKS = 100_000
-#: Most bytes of one compiled pattern, and of all patterns of a schema together.
-_MAX_BYTES, _MAX_BYTES_TOGETHER = 10 << 20, 256 << 20
-#: jsonschema-rs rewrites a pattern once per shorthand class: most shorthands times characters, over
-#: all patterns of a schema; about a microsecond each.
+#: Maximum size of one compiled pattern and of all patterns of a schema together, in bytes.
+_MAX_COMPILED_BYTES, _MAX_TOTAL_BYTES = 10 << 20, 256 << 20
+#: jsonschema-rs rewrites a pattern once per shorthand class. This is the maximum of shorthands
+#: times characters, summed over all patterns of a schema; each takes about a microsecond.
 _MAX_REWRITTEN = 500_000
 _SHORTHAND = re.compile(r"\\[dDwWsS]")
-#: What parts a pattern into several programs, each of which has the limit of bytes to itself.
-_PARTING = re.compile(r"\(\?|\\[1-9k]")
+#: Constructs that split a pattern into several programs, each with a size limit of its own.
+_SPLITTING = re.compile(r"\(\?|\\[1-9k]")
 
 
 def patterns(schema: Any) -> Iterator[str]:
-    """Every text in `schema` that may be read as a pattern."""
-    waiting = [schema]
-    while waiting:
-        node = waiting.pop()
+    """All strings in `schema` that may be used as patterns."""
+    stack = [schema]
+    while stack:
+        node = stack.pop()
         if isinstance(node, dict):
             if isinstance(node.get("pattern"), str):
                 yield node["pattern"]
             if isinstance(node.get("patternProperties"), dict):
                 yield from node["patternProperties"]
-            waiting += node.values()
+            stack += node.values()
         elif isinstance(node, list):
-            waiting += node
+            stack += node
 
 
 def pattern_options(*schemas: Any) -> Any:
-    """The limits for the patterns of `schemas`, as an option of jsonschema-rs.
+    """Returns the limits for the patterns of `schemas` as an option of jsonschema-rs.
 
     Raises:
-        ConstraintError: a pattern is too long, or the patterns together are too expensive.
+        ConstraintError: A pattern is too long, or the patterns together are too expensive.
     """
-    found = {pattern for schema in schemas for pattern in patterns(schema)}
-    longest = max(found, key=len, default="")
-    if len(longest) > LONGEST:
+    all_patterns = {pattern for schema in schemas for pattern in patterns(schema)}
+    longest = max(all_patterns, key=len, default="")
+    if len(longest) > MAX_CHARACTERS:
         raise ConstraintError(
-            f"the pattern {shown(longest)} has {len(longest)} characters; at most {LONGEST} are"
-            " read: write an enum instead, or several patterns"
+            f"the pattern {abbreviated(longest)} has {len(longest)} characters; at most"
+            f" {MAX_CHARACTERS} are allowed: use an enum instead, or several patterns"
         )
-    if sum(len(one) * _count(_SHORTHAND, one) for one in found) > _MAX_REWRITTEN:
+    if sum(len(pattern) * _count(_SHORTHAND, pattern) for pattern in all_patterns) > _MAX_REWRITTEN:
         raise ConstraintError(
             "the patterns of the schema have too many classes such as \\d, \\w and \\s: their"
-            f" number times the characters of their pattern may come to {_MAX_REWRITTEN}; write"
+            f" number times the length of their pattern may be at most {_MAX_REWRITTEN}; write"
             " them as [0-9], or use fewer"
         )
-    programs = sum(1 + 2 * _count(_PARTING, one) for one in found)
+    num_programs = sum(1 + 2 * _count(_SPLITTING, pattern) for pattern in all_patterns)
     return jsonschema_rs.FancyRegexOptions(
         backtrack_limit=_MAX_BACKTRACKS,
-        size_limit=min(_MAX_BYTES, _MAX_BYTES_TOGETHER // max(1, programs)),
+        size_limit=min(_MAX_COMPILED_BYTES, _MAX_TOTAL_BYTES // max(1, num_programs)),
     )
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Whether `pattern` matches a part of `text`; false where that took too many steps, and for a
-    pattern that is not valid or too large."""
+    """Whether `pattern` matches somewhere in `text`. False if matching takes too many steps, and
+    for a pattern that is invalid or too large."""
     searcher = _searcher(pattern)
     return searcher is not None and bool(searcher.is_valid(text))
 
 
-def shown(pattern: str) -> str:
-    """The beginning of `pattern`, for a message."""
+def abbreviated(pattern: str) -> str:
+    """The first 60 characters of `pattern`, quoted, for a message."""
     return repr(pattern if len(pattern) <= 60 else pattern[:57] + "...")
 
 
@@ -91,5 +91,5 @@ def _searcher(pattern: str) -> Any:
         return None
 
 
-def _count(wanted: re.Pattern[str], text: str) -> int:
-    return sum(1 for _ in wanted.finditer(text))
+def _count(expression: re.Pattern[str], text: str) -> int:
+    return sum(1 for _ in expression.finditer(text))

@@ -1,5 +1,5 @@
-"""A constraint that applies behind the reasoning of a model: whatever stands between the tags is
-free, and what follows the closing tag meets the constraint."""
+"""A constraint on the answer after the reasoning of a model: the text between the reasoning tags is
+free, and the text after the closing tag satisfies the constraint."""
 
 from __future__ import annotations
 
@@ -11,27 +11,34 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from anydecode.constraints.completion_hints import Hints
+from anydecode.constraints.completion_hints import CompletionHints
 from anydecode.constraints.constraint import (
     Constraint,
+    ConstraintReport,
     ConstraintState,
     IncrementalValidator,
-    Report,
 )
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
-#: Line breaks that may stand between the closing tag and the answer, part of neither.
+#: Maximum number of line breaks between the closing tag and the answer; they belong to neither.
 MAX_LINE_BREAKS = 2
 _START, _REASONING, _CLOSED = range(3)
 
 
 @dataclass(frozen=True)
 class AfterReasoning(Constraint):
-    """`constraint` for what follows the reasoning. `opened`: the prompt ends with the opening tag.
-    Otherwise the answer may begin with that tag, and meets the constraint at once where it does
-    not. No end-of-text token can stand in the reasoning: only the closing tag leads out of it.
+    """Applies a constraint to the text after the reasoning.
+
+    No end-of-text token is allowed in the reasoning: only the closing tag ends it.
+
+    Args:
+        constraint: The constraint of the answer.
+        opening: The tag that starts the reasoning.
+        closing: The tag that ends the reasoning.
+        opened: Whether the prompt ends with the opening tag. If not, the generated text may start
+            with that tag; if it does not, the constraint applies from the first token.
     """
 
     constraint: Constraint
@@ -48,55 +55,60 @@ class AfterReasoning(Constraint):
         return self.constraint.close
 
     @property
-    def hints(self) -> Hints | None:
-        return self.constraint.hints
+    def completion_hints(self) -> CompletionHints | None:
+        return self.constraint.completion_hints
 
-    def of_prompt(self, prompt: str) -> AfterReasoning:
-        return self._around(self.constraint.of_prompt(prompt))
+    def for_prompt(self, prompt: str) -> AfterReasoning:
+        return self._with_constraint(self.constraint.for_prompt(prompt))
 
     def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
         return self._started(tokenizer, vocab_size, None)
 
-    def begin(self, tokenizer: Tokenizer, vocab_size: int, limit: int) -> ConstraintState:
-        return self._started(tokenizer, vocab_size, limit)
+    def start_with_limit(
+        self, tokenizer: Tokenizer, vocab_size: int, max_tokens: int
+    ) -> ConstraintState:
+        return self._started(tokenizer, vocab_size, max_tokens)
 
-    def report(self) -> Report:
+    def report(self) -> ConstraintReport:
         return self.constraint.report()
 
-    def watch(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
+    def incremental_validator(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
         inner = self.constraint.incremental_validator(tokenizer)
-        return None if inner is None else _WatchAfter(inner, tokenizer, self._tags())
+        return None if inner is None else _AnswerValidator(inner, tokenizer, self._tags())
 
-    def narrowed(self, number: int) -> AfterReasoning | None:
-        inner = self.constraint.narrowed(number)
-        return None if inner is None else self._around(inner)
+    def narrowed(self, index: int) -> AfterReasoning | None:
+        inner = self.constraint.narrowed(index)
+        return None if inner is None else self._with_constraint(inner)
 
-    def _around(self, constraint: Constraint) -> AfterReasoning:
+    def _with_constraint(self, constraint: Constraint) -> AfterReasoning:
         return AfterReasoning(constraint, self.opening, self.closing, self.opened)
 
     def _tags(self) -> _Tags:
         return _Tags(self.opening.encode(), self.closing.encode(), self.opened)
 
     def _started(
-        self, tokenizer: Tokenizer, vocab_size: int, limit: int | None
+        self, tokenizer: Tokenizer, vocab_size: int, max_tokens: int | None
     ) -> AfterReasoningState:
-        first = self.constraint.start(tokenizer, vocab_size)  # an error comes now, not later
+        # Raises errors now instead of after the reasoning.
+        first = self.constraint.start(tokenizer, vocab_size)
         tags = self._tags()
 
-        def answer(said: int) -> ConstraintState:
-            if limit is None:
+        def start_answer(num_tokens: int) -> ConstraintState:
+            if max_tokens is None:
                 return self.constraint.start(tokenizer, vocab_size)
-            return self.constraint.begin(tokenizer, vocab_size, max(0, limit - said))
+            return self.constraint.start_with_limit(
+                tokenizer, vocab_size, max(0, max_tokens - num_tokens)
+            )
 
         masks = _masks(tags, vocabulary(tokenizer, vocab_size), tokenizer.eos_ids)
-        trail = _Trail(tags.start, 0, None if self.opened else answer(0), None)
+        path = _Path(tags.start, 0, None if self.opened else start_answer(0), None)
         origin = None if first.origin is None else (tags, first.origin)
-        return AfterReasoningState(masks, answer, trail, origin)
+        return AfterReasoningState(masks, start_answer, path, origin)
 
 
 class _Position(NamedTuple):
-    """Where a text stands before its answer: `matched` bytes of the tag that comes next, or line
-    breaks behind the closing tag."""
+    """A position before the answer: the phase, and the number of bytes matched of the next tag, or
+    of line breaks after the closing tag."""
 
     phase: int
     matched: int = 0
@@ -104,7 +116,7 @@ class _Position(NamedTuple):
 
 @dataclass(frozen=True)
 class _Tags:
-    """The automaton of the tags, over the bytes of tokens."""
+    """The automaton of the reasoning tags, over the bytes of tokens."""
 
     opening: bytes
     closing: bytes
@@ -114,251 +126,268 @@ class _Tags:
     def start(self) -> _Position:
         return _Position(_REASONING if self.opened else _START)
 
-    def after(self, position: _Position, piece: bytes) -> _Position | None:
-        """The place behind a token's bytes; None where the token can only belong to the answer, or
-        would stand half in the reasoning and half in the answer."""
+    def after(self, position: _Position, data: bytes) -> _Position | None:
+        """The position after a token's bytes; None if the token belongs to the answer, or would
+        belong partly to the reasoning and partly to the answer."""
         if position.phase == _REASONING:
-            return self._reasoned(position.matched, piece)
-        if not piece:
+            return self._after_reasoning(position.matched, data)
+        if not data:
             return None
         if position.phase == _CLOSED:
-            count = position.matched + len(piece)
-            fits = not piece.strip(b"\n") and count <= MAX_LINE_BREAKS
+            count = position.matched + len(data)
+            fits = not data.strip(b"\n") and count <= MAX_LINE_BREAKS
             return _Position(_CLOSED, count) if fits else None
-        text = self.opening[: position.matched] + piece
+        text = self.opening[: position.matched] + data
         if text.startswith(self.opening):
-            return self._reasoned(0, text[len(self.opening) :])
+            return self._after_reasoning(0, text[len(self.opening) :])
         return _Position(_START, len(text)) if self.opening.startswith(text) else None
 
-    def _reasoned(self, matched: int, piece: bytes) -> _Position | None:
-        for at, byte in enumerate(piece, 1):
+    def _after_reasoning(self, matched: int, data: bytes) -> _Position | None:
+        for offset, byte in enumerate(data, 1):
             matched = _matched(self.closing, matched, byte)
             if matched == len(self.closing):
-                closed = _Position(_CLOSED)
-                return self.after(closed, piece[at:]) if piece[at:] else closed
+                closed_position = _Position(_CLOSED)
+                return (
+                    self.after(closed_position, data[offset:]) if data[offset:] else closed_position
+                )
         return _Position(_REASONING, matched)
 
 
 @lru_cache(4096)
 def _matched(tag: bytes, matched: int, byte: int) -> int:
-    """How many bytes of `tag` a text ends with behind `byte`, where it was `matched` before."""
+    """The number of bytes of `tag` that a text ends with after `byte`; `matched` before it."""
     text = tag[:matched] + bytes([byte])
     return next(size for size in range(len(text), -1, -1) if text.endswith(tag[:size]))
 
 
 class _Masks:
-    """Tokens that lead from a place before the answer to another one."""
+    """Masks of the tokens that lead from one position before the answer to another."""
 
-    def __init__(self, tags: _Tags, pieces: list[bytes], eos_ids: frozenset[int]) -> None:
+    def __init__(self, tags: _Tags, token_bytes: list[bytes], eos_ids: frozenset[int]) -> None:
         self.tags = tags
-        self._pieces = pieces
+        self._token_bytes = token_bytes
         self._eos_ids = eos_ids
-        self._known: dict[_Position, np.ndarray | None] = {}
+        self._masks_by_position: dict[_Position, np.ndarray | None] = {}
 
     def after(self, position: _Position, token: int) -> _Position | None:
-        """The place behind `token`; None where it does not lead to one."""
-        return None if token in self._eos_ids else self.tags.after(position, self._pieces[token])
+        """The position after `token`; None if it does not lead to one before the answer."""
+        return (
+            None if token in self._eos_ids else self.tags.after(position, self._token_bytes[token])
+        )
 
     def mask(self, position: _Position) -> np.ndarray | None:
-        """Boolean `[vocab_size]` of the tokens that lead on, or None where none does."""
-        if position not in self._known:
-            mask = np.full(len(self._pieces), position.phase == _REASONING)
+        """Boolean `[vocab_size]` of the tokens that lead to a position before the answer; None if
+        there are none."""
+        if position not in self._masks_by_position:
+            mask = np.full(len(self._token_bytes), position.phase == _REASONING)
             mask[list(self._eos_ids)] = False
-            for token in self._doubtful(position):
+            for token in self._tokens_to_check(position):
                 mask[token] = self.after(position, token) is not None
-            self._known[position] = mask if mask.any() else None
-        return self._known[position]
+            self._masks_by_position[position] = mask if mask.any() else None
+        return self._masks_by_position[position]
 
-    def _doubtful(self, position: _Position) -> Iterator[int]:
-        """Tokens that have to be looked at: elsewhere than in the reasoning the others lead
-        nowhere, and there they lead on."""
+    def _tokens_to_check(self, position: _Position) -> Iterator[int]:
+        """Tokens that have to be checked one by one. Of the others, all are allowed inside the
+        reasoning and none outside of it."""
         if position.phase == _CLOSED:
-            needed = b"\n"
+            needed_bytes = b"\n"
         elif position.phase == _START:
-            needed = self.tags.opening[position.matched :][:1]
+            needed_bytes = self.tags.opening[position.matched :][:1]
         else:
-            needed = self.tags.closing[-1:]
-        return (token for token, piece in enumerate(self._pieces) if needed in piece)
+            needed_bytes = self.tags.closing[-1:]
+        return (token for token, data in enumerate(self._token_bytes) if needed_bytes in data)
 
 
-_known: WeakKeyDictionary[Vocabulary, dict[_Tags, _Masks]] = WeakKeyDictionary()
+_masks_by_vocabulary: WeakKeyDictionary[Vocabulary, dict[_Tags, _Masks]] = WeakKeyDictionary()
 
 
-def _masks(tags: _Tags, words: Vocabulary, eos_ids: frozenset[int]) -> _Masks:
-    """The masks of `tags` for one vocabulary, computed once."""
-    known = _known.setdefault(words, {})
-    if tags not in known:
-        known[tags] = _Masks(tags, words.pieces, eos_ids)
-    return known[tags]
+def _masks(tags: _Tags, vocab: Vocabulary, eos_ids: frozenset[int]) -> _Masks:
+    """The masks of `tags` for one vocabulary, cached."""
+    by_tags = _masks_by_vocabulary.setdefault(vocab, {})
+    if tags not in by_tags:
+        by_tags[tags] = _Masks(tags, vocab.token_bytes, eos_ids)
+    return by_tags[tags]
 
 
 @dataclass
-class _Trail:
-    """A place behind `said` tokens. `answer` is the constraint's state for an answer that begins
-    here, or has begun already at the start; None where there is none (yet)."""
+class _Path:
+    """A position after `num_tokens` tokens, linked to the previous one. `answer_state` is the
+    constraint's state of an answer that starts here, or of one without reasoning that has started
+    already; None if there is none (yet)."""
 
     position: _Position
-    said: int
-    answer: ConstraintState | None
-    before: _Trail | None
+    num_tokens: int
+    answer_state: ConstraintState | None
+    previous: _Path | None
 
 
 class AfterReasoningState(ConstraintState):
-    """Before the answer a trail of places, which forks share; in the answer the constraint's own
-    state. Until a token can only belong to one of the two, both are followed."""
+    """The state before and inside the answer.
+
+    Before the answer, a path of positions that forks share; inside it, the constraint's state.
+    While the text can still be either the opening tag or an answer, both are tracked.
+    """
 
     def __init__(
         self,
         masks: _Masks,
-        answer: Callable[[int], ConstraintState],
-        trail: _Trail,
+        start_answer: Callable[[int], ConstraintState],
+        path: _Path,
         origin: Hashable,
     ) -> None:
         self.origin = origin
         self._masks = masks
-        self._answer = answer
-        self._trail = trail
+        self._start_answer = start_answer
+        self._path = path
         self._inner: ConstraintState | None = None
-        self._answered = 0
+        self._num_answer_tokens = 0
 
     def mask(self) -> np.ndarray | None:
-        own, inner = self._own(), self._state()
+        outside_mask, inner = self._outside_mask(), self._answer_state()
         if inner is None:
-            return own
+            return outside_mask
         mask = inner.mask()
-        return mask if own is None or mask is None else mask | own
+        return mask if outside_mask is None or mask is None else mask | outside_mask
 
     def allows(self, token: int) -> bool:
-        if self._leads(token) is not None:
+        if self._outside_position(token) is not None:
             return True
-        inner = self._state()
+        inner = self._answer_state()
         return inner is not None and inner.allows(token)
 
-    def follows(self, tokens: Sequence[int]) -> bool:
-        inner = self._state()
-        return inner.follows(tokens) if inner and self._answered else super().follows(tokens)
+    def allows_sequence(self, tokens: Sequence[int]) -> bool:
+        inner = self._answer_state()
+        return (
+            inner.allows_sequence(tokens)
+            if inner and self._num_answer_tokens
+            else super().allows_sequence(tokens)
+        )
 
     def advance(self, token: int) -> None:
-        position, inner = self._leads(token), self._state()
+        position, inner = self._outside_position(token), self._answer_state()
         if position is not None:
-            beside = None
+            answer_state = None
             if position.phase == _START and inner is not None and inner.allows(token):
-                beside = inner
-                beside.advance(token)
-            self._trail = _Trail(position, self._trail.said + 1, beside, self._trail)
+                answer_state = inner
+                answer_state.advance(token)
+            self._path = _Path(position, self._path.num_tokens + 1, answer_state, self._path)
             self._inner = None
         elif inner is not None:
             inner.advance(token)
-            self._answered += 1
+            self._num_answer_tokens += 1
         else:
             raise ConstraintError(f"token {token} is not allowed before the answer")
 
     def rollback(self, count: int) -> None:
-        answered = min(count, self._answered)
-        if answered and self._inner is not None:
-            self._inner.rollback(answered)
-            self._answered -= answered
-        for _ in range(count - answered):
-            if self._trail.before is None:
-                raise ConstraintError(f"cannot take back {count} tokens")
-            self._trail, self._inner = self._trail.before, None
+        num_from_answer = min(count, self._num_answer_tokens)
+        if num_from_answer and self._inner is not None:
+            self._inner.rollback(num_from_answer)
+            self._num_answer_tokens -= num_from_answer
+        for _ in range(count - num_from_answer):
+            if self._path.previous is None:
+                raise ConstraintError(f"cannot roll back {count} tokens")
+            self._path, self._inner = self._path.previous, None
 
     def fork(self) -> AfterReasoningState:
         return self._with(None if self._inner is None else self._inner.fork())
 
-    def forced(self) -> list[int]:
-        inner = self._state()
-        return inner.forced() if inner is not None and self._own() is None else []
+    def forced_tokens(self) -> list[int]:
+        inner = self._answer_state()
+        return inner.forced_tokens() if inner is not None and self._outside_mask() is None else []
 
-    def without(self, banned: Sequence[int]) -> ConstraintState:
-        inner = self._state()
-        return super().without(banned) if inner is None else self._with(inner.without(banned))
-
-    @property
-    def before(self) -> int:
-        """How many tokens came before the answer: all of them where it has not begun."""
-        is_start = self._trail.position.phase == _START
-        return 0 if is_start and self._state() is not None else self._trail.said
+    def with_banned(self, banned: Sequence[int]) -> ConstraintState:
+        inner = self._answer_state()
+        return (
+            super().with_banned(banned) if inner is None else self._with(inner.with_banned(banned))
+        )
 
     @property
-    def wider(self) -> ConstraintState | None:
-        inner = self._state()
-        return None if inner is None else inner.wider
+    def num_reasoning_tokens(self) -> int:
+        """The number of tokens before the answer: all of them if it has not started."""
+        is_start = self._path.position.phase == _START
+        return 0 if is_start and self._answer_state() is not None else self._path.num_tokens
 
     @property
-    def steered(self) -> bool:
-        inner = self._state()
-        return inner is not None and inner.steered
+    def unforced(self) -> ConstraintState | None:
+        inner = self._answer_state()
+        return None if inner is None else inner.unforced
+
+    @property
+    def is_forced(self) -> bool:
+        inner = self._answer_state()
+        return inner is not None and inner.is_forced
 
     @property
     def may_stop(self) -> bool:
-        inner = self._state()
+        inner = self._answer_state()
         return inner is not None and inner.may_stop
 
     @property
     def finished(self) -> bool:
-        inner = self._state()
-        return inner is not None and self._own() is None and inner.finished
+        inner = self._answer_state()
+        return inner is not None and self._outside_mask() is None and inner.finished
 
     def prepare(self) -> None:
-        inner = self._state()
+        inner = self._answer_state()
         if inner is not None:
             inner.prepare()
 
     def _with(self, inner: ConstraintState | None) -> AfterReasoningState:
-        other = AfterReasoningState(self._masks, self._answer, self._trail, self.origin)
-        other._inner, other._answered = inner, self._answered
+        other = AfterReasoningState(self._masks, self._start_answer, self._path, self.origin)
+        other._inner, other._num_answer_tokens = inner, self._num_answer_tokens
         return other
 
-    def _own(self) -> np.ndarray | None:
-        """What may follow outside of the answer; None where nothing may."""
-        return None if self._answered else self._masks.mask(self._trail.position)
+    def _outside_mask(self) -> np.ndarray | None:
+        """The mask of tokens outside of the answer; None if there are none."""
+        return None if self._num_answer_tokens else self._masks.mask(self._path.position)
 
-    def _leads(self, token: int) -> _Position | None:
-        """The place outside of the answer that `token` leads to."""
-        return None if self._answered else self._masks.after(self._trail.position, token)
+    def _outside_position(self, token: int) -> _Position | None:
+        """The position before the answer that `token` leads to; None if there is none."""
+        return None if self._num_answer_tokens else self._masks.after(self._path.position, token)
 
-    def _state(self) -> ConstraintState | None:
-        """The answer's state; None where the text stands in the reasoning."""
+    def _answer_state(self) -> ConstraintState | None:
+        """The answer's state; None inside the reasoning."""
         if self._inner is None:
-            trail = self._trail
-            if trail.position.phase == _CLOSED and trail.answer is None:
-                trail.answer = self._answer(trail.said)
-            self._inner = None if trail.answer is None else trail.answer.fork()
+            path = self._path
+            if path.position.phase == _CLOSED and path.answer_state is None:
+                path.answer_state = self._start_answer(path.num_tokens)
+            self._inner = None if path.answer_state is None else path.answer_state.fork()
         return self._inner
 
 
-class _WatchAfter:
-    """A watch of the answer, which is told nothing of the reasoning."""
+class _AnswerValidator:
+    """An incremental validator of the answer only; tokens of the reasoning are skipped."""
 
     def __init__(self, inner: IncrementalValidator, tokenizer: Tokenizer, tags: _Tags) -> None:
         self._inner = inner
         self._tokenizer = tokenizer
         self._tags = tags
         self._position: _Position | None = tags.start  # None: in the answer
-        self._held: list[int] = []  # tokens of the answer, or of the opening tag
-        self._before = 0
+        self._pending: list[int] = []  # tokens of the answer, or of the opening tag
+        self._num_before = 0
 
     def push(self, token: int) -> int | None:
         if self._position is not None:
-            piece = self._tokenizer.token_bytes(token)
-            self._position = self._tags.after(self._position, piece)
+            data = self._tokenizer.token_bytes(token)
+            self._position = self._tags.after(self._position, data)
         if self._position is None or self._position.phase == _START:
-            self._held.append(token)
+            self._pending.append(token)
         else:
-            self._before += len(self._held) + 1
-            self._held = []
-        return None if self._position is not None else self._caught_up()
+            self._num_before += len(self._pending) + 1
+            self._pending = []
+        return None if self._position is not None else self._push_pending()
 
     def end(self) -> int | None:
-        wrong = self._caught_up()
-        return self._counted(self._inner.end()) if wrong is None else wrong
+        num_kept = self._push_pending()
+        return self._with_offset(self._inner.end()) if num_kept is None else num_kept
 
-    def _caught_up(self) -> int | None:
-        """Tell the inner watch what belongs to the answer."""
-        held, self._held = self._held, []
-        found = [self._inner.push(token) for token in held]
-        return self._counted(next((wrong for wrong in found if wrong is not None), None))
+    def _push_pending(self) -> int | None:
+        """Pushes the pending tokens of the answer to the inner validator."""
+        pending, self._pending = self._pending, []
+        results = [self._inner.push(token) for token in pending]
+        return self._with_offset(
+            next((num_kept for num_kept in results if num_kept is not None), None)
+        )
 
-    def _counted(self, wrong: int | None) -> int | None:
-        return None if wrong is None else wrong + self._before
+    def _with_offset(self, num_kept: int | None) -> int | None:
+        return None if num_kept is None else num_kept + self._num_before

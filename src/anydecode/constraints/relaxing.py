@@ -1,8 +1,8 @@
-"""JSON schemas rewritten for the mask engine.
+"""Rewrites JSON schemas for the mask engine.
 
-`relaxed` takes out what llguidance cannot express. What is left allows more than the schema, never
-less, because keywords are only dropped where they can only forbid. Everything taken out is named
-with its path, and left to the validator.
+`relaxed_schema` removes the keywords that llguidance cannot express. The result allows everything
+that the schema allows: only keywords that forbid something are removed. Every removed keyword is
+reported with its path and left to the validator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jsonschema_rs
 
 from anydecode.constraints.guidance_engine import library
 
-#: Keywords that forbid something a mask does not express.
+#: Keywords with restrictions that a mask cannot express.
 UNMASKED = frozenset(
     {
         "not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains",
@@ -26,7 +26,7 @@ UNMASKED = frozenset(
         "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
     }
 )  # fmt: skip
-#: Keywords taken out only when the engine refuses what is left.
+#: Keywords removed only if the engine rejects the schema without `UNMASKED`.
 _BOUNDS = frozenset(
     {
         "pattern", "format", "multipleOf", "minProperties", "maxProperties", "minLength",
@@ -34,11 +34,11 @@ _BOUNDS = frozenset(
         "exclusiveMaximum", "additionalProperties", "patternProperties", "additionalItems",
     }
 )  # fmt: skip
-_COMBINED = frozenset({"allOf", "anyOf", "oneOf"})
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_COMBINERS = frozenset({"allOf", "anyOf", "oneOf"})
+_NAMED_SUBSCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_SUBSCHEMA_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _SINGLE = frozenset({"additionalProperties", "items", "additionalItems"})
-_DATA = frozenset({"enum", "const", "default", "examples", "required", "x-guidance"})
+_DATA_KEYWORDS = frozenset({"enum", "const", "default", "examples", "required", "x-guidance"})
 #: Formats that llguidance enforces.
 FORMATS = frozenset(
     {
@@ -46,90 +46,106 @@ FORMATS = frozenset(
     }
 )  # fmt: skip
 _BACK_REFERENCE, _LOOK_AROUND = re.compile(r"\\[1-9]"), re.compile(r"\(\?<?[=!]")
-#: How often the engine is given a weaker schema before everything is left to the validator.
-LEVELS = 4
+#: Number of levels of relaxation; at the last one everything is left to the validator.
+NUM_LEVELS = 4
 
 
-def relaxed(schema: Any, level: int = 0) -> tuple[Any, list[str]]:
-    """A schema for the mask engine that allows all `schema` does, and what was taken out
-    ("keyword at #/path"). The higher the `level` (below `LEVELS`), the less is left. Formats that
-    the validator does not know either forbid nothing and are not named."""
+def relaxed_schema(schema: Any, level: int = 0) -> tuple[Any, list[str]]:
+    """Relaxes `schema` for the mask engine.
+
+    Args:
+        schema: A JSON schema.
+        level: The degree of relaxation, below `NUM_LEVELS`; higher levels keep less.
+
+    Returns:
+        A schema that allows everything `schema` allows, and the removed keywords, as
+        "keyword at #/path". Formats unknown to the validator forbid nothing and are not listed.
+    """
     dropped: list[str] = []
-    if level >= LEVELS - 1:
-        dropped += [f"{key} at {path}" for path, node in nodes(schema) for key in _asserting(node)]
-        kind = schema.get("type") if isinstance(schema, dict) else None
-        return ({} if kind is None else {"type": kind}), dropped
+    if level >= NUM_LEVELS - 1:
+        dropped += [
+            f"{key} at {path}" for path, node in subschemas(schema) for key in _asserting(node)
+        ]
+        type_name = schema.get("type") if isinstance(schema, dict) else None
+        return ({} if type_name is None else {"type": type_name}), dropped
     return _node(schema, "#", level, dropped), dropped
 
 
-def nodes(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every subschema that is an object, with its JSON pointer."""
+def subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields every subschema that is an object, with its JSON pointer."""
     stack = [(path, schema)]
     while stack:
-        here, node = stack.pop()
+        node_path, node = stack.pop()
         if not isinstance(node, dict):
             continue
-        yield here, node
+        yield node_path, node
         for key, value in node.items():
-            at = f"{here}/{_escaped(key)}"
-            if key in _DATA:
+            subpath = f"{node_path}/{_escaped(key)}"
+            if key in _DATA_KEYWORDS:
                 continue
-            if key in _BY_NAME or key in ("dependentSchemas", "dependencies"):
+            if key in _NAMED_SUBSCHEMAS or key in ("dependentSchemas", "dependencies"):
                 if isinstance(value, dict):
-                    stack += [(f"{at}/{_escaped(name)}", one) for name, one in value.items()]
+                    stack += [
+                        (f"{subpath}/{_escaped(name)}", subschema)
+                        for name, subschema in value.items()
+                    ]
             elif isinstance(value, list):
-                stack += [(f"{at}/{i}", one) for i, one in enumerate(value)]
+                stack += [(f"{subpath}/{i}", subschema) for i, subschema in enumerate(value)]
             elif isinstance(value, dict):
-                stack.append((at, value))
+                stack.append((subpath, value))
 
 
-def guarded(schema: Any, longest: int) -> Any:
-    """`schema` with a length of at most `longest` characters for strings that have no bound."""
+def with_max_string(schema: Any, max_length: int) -> Any:
+    """`schema` with strings without a bound limited to `max_length` characters."""
     if not isinstance(schema, dict):
         return schema
     result = {
-        key: value if key in _DATA else _below(key, value, lambda k, v: guarded(v, longest))
+        key: value
+        if key in _DATA_KEYWORDS
+        else _map_subschemas(key, value, lambda k, v: with_max_string(v, max_length))
         for key, value in schema.items()
     }
-    kinds = schema.get("type")
-    is_string = kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
-    bounded = {"maxLength", "enum", "const", "$ref", "format", "pattern"} & set(schema)
-    if is_string and not bounded and schema.get("minLength", 0) <= longest:
-        result["maxLength"] = longest
+    types = schema.get("type")
+    is_string = types == "string" or (isinstance(types, list) and "string" in types)
+    bounding_keywords = {"maxLength", "enum", "const", "$ref", "format", "pattern"} & set(schema)
+    if is_string and not bounding_keywords and schema.get("minLength", 0) <= max_length:
+        result["maxLength"] = max_length
     return result
 
 
-#: Keywords beside which an object's properties do not tell all that it may have.
-_OPENING = frozenset(
+#: Keywords that can allow or require properties not listed in `properties`.
+_OPEN_OBJECT_KEYWORDS = frozenset(
     {
         "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties",
         "dependentRequired", "dependentSchemas", "dependencies", "allOf", "anyOf", "oneOf", "not",
         "if", "$ref", "$dynamicRef", "$recursiveRef",
     }
 )  # fmt: skip
-_WITHIN = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"})
+_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"})
 
 
-def closed(schema: Any) -> Any:
-    """`schema` with objects that name their properties held to those, where it says nothing of
-    others and nothing else speaks of the same object."""
-    shared = {
+def without_extra_properties(schema: Any) -> Any:
+    """`schema` with `additionalProperties` false for objects that list their properties, if the
+    schema does not mention additional properties and no other subschema applies to the object."""
+    shared_references = {
         node["$ref"]
-        for path, node in nodes(schema)
+        for path, node in subschemas(schema)
         if isinstance(node.get("$ref"), str)
-        and (len(_asserting(node)) > 1 or _WITHIN & set(path.split("/")))
+        and (len(_asserting(node)) > 1 or _COMBINING & set(path.split("/")))
     }
-    strange = any(
+    has_foreign_references = any(
         not str(node.get("$ref", "#/")).startswith("#/") or "$dynamicRef" in node
-        for _, node in nodes(schema)
+        for _, node in subschemas(schema)
     )
     result = deepcopy(schema)
-    for path, node in nodes(result):
-        within = _WITHIN & set(path.split("/"))
-        used = strange or any(path == one or path.startswith(one + "/") for one in shared)
-        if path == "#" and "#" in shared:
-            used = True
-        if not within and not used and _can_close(node):
+    for path, node in subschemas(result):
+        is_combined = _COMBINING & set(path.split("/"))
+        is_shared = has_foreign_references or any(
+            path == reference or path.startswith(reference + "/") for reference in shared_references
+        )
+        if path == "#" and "#" in shared_references:
+            is_shared = True
+        if not is_combined and not is_shared and _can_close(node):
             node["additionalProperties"] = False
     return result
 
@@ -139,18 +155,18 @@ def _can_close(node: dict[str, Any]) -> bool:
     return (
         isinstance(properties, dict)
         and bool(properties)
-        and not _OPENING & node.keys()
+        and not _OPEN_OBJECT_KEYWORDS & node.keys()
         and all(name in properties for name in required)
         and node.get("minProperties", 0) <= len(properties)
     )
 
 
-def _below(key: str, value: Any, visit: Any) -> Any:
-    """`value` of keyword `key` with `visit(name or index, subschema)` done to its subschemas."""
-    if key in _BY_NAME and isinstance(value, dict):
-        return {name: visit(name, one) for name, one in value.items()}
-    if isinstance(value, list) and (key in _LISTS or key == "items"):
-        return [visit(i, one) for i, one in enumerate(value)]
+def _map_subschemas(key: str, value: Any, visit: Any) -> Any:
+    """`value` of keyword `key` with `visit(name or index, subschema)` applied to its subschemas."""
+    if key in _NAMED_SUBSCHEMAS and isinstance(value, dict):
+        return {name: visit(name, subschema) for name, subschema in value.items()}
+    if isinstance(value, list) and (key in _SUBSCHEMA_LISTS or key == "items"):
+        return [visit(i, subschema) for i, subschema in enumerate(value)]
     if isinstance(value, dict):
         return visit(None, value)
     return value
@@ -159,20 +175,20 @@ def _below(key: str, value: Any, visit: Any) -> Any:
 def _node(schema: Any, path: str, level: int, dropped: list[str]) -> Any:
     if not isinstance(schema, dict):
         return schema
-    out = set(_refused(schema, level))
-    if out & {"patternProperties", "properties"} or _loses_pattern(schema):
-        out |= {"additionalProperties"} & set(schema)
+    removed = set(_unsupported_keywords(schema, level))
+    if removed & {"patternProperties", "properties"} or _loses_pattern(schema):
+        removed |= {"additionalProperties"} & set(schema)
     dropped += [
         f"{key} at {path}"
         for key in schema
-        if key in out and (key != "format" or is_format(schema[key]))
+        if key in removed and (key != "format" or is_format(schema[key]))
     ]
     result: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in out:
-            if key == "pattern" and level == 0 and (looser := without_assertions(value)):
-                result[key] = looser
-        elif key in _DATA:
+        if key in removed:
+            if key == "pattern" and level == 0 and (relaxed_pattern := without_assertions(value)):
+                result[key] = relaxed_pattern
+        elif key in _DATA_KEYWORDS:
             result[key] = value
         else:
             result[key] = _members(key, value, f"{path}/{_escaped(key)}", level, dropped)
@@ -182,26 +198,26 @@ def _node(schema: Any, path: str, level: int, dropped: list[str]) -> Any:
 def _members(key: str, value: Any, path: str, level: int, dropped: list[str]) -> Any:
     """`value` of keyword `key` with its subschemas relaxed."""
 
-    def visit(name: Any, one: Any) -> Any:
-        below = path if name is None else f"{path}/{_escaped(str(name))}"
-        return _node(one, below, level, dropped)
+    def visit(name: Any, subschema: Any) -> Any:
+        subpath = path if name is None else f"{path}/{_escaped(str(name))}"
+        return _node(subschema, subpath, level, dropped)
 
-    relaxed = _below(key, value, visit)
+    members = _map_subschemas(key, value, visit)
     if key == "patternProperties" and isinstance(value, dict):
-        bad = [pattern for pattern in value if not is_pattern(pattern)]
-        dropped += [f"patternProperties at {path}/{_escaped(pattern)}" for pattern in bad]
-        return {name: one for name, one in relaxed.items() if name not in bad}
-    return relaxed
+        unsupported = [pattern for pattern in value if not is_pattern(pattern)]
+        dropped += [f"patternProperties at {path}/{_escaped(pattern)}" for pattern in unsupported]
+        return {name: subschema for name, subschema in members.items() if name not in unsupported}
+    return members
 
 
-def _refused(schema: dict[str, Any], level: int) -> Iterator[str]:
+def _unsupported_keywords(schema: dict[str, Any], level: int) -> Iterator[str]:
     for key, value in schema.items():
         if (
             key in UNMASKED
             or (key == "pattern" and not is_pattern(value))
             or (key == "format" and value not in FORMATS)
             or (level > 0 and key in _BOUNDS)
-            or (level > 1 and key in _COMBINED and len(schema) > 1)
+            or (level > 1 and key in _COMBINERS and len(schema) > 1)
         ):
             yield key
     if level > 1 and "$ref" in schema:
@@ -214,27 +230,37 @@ def _loses_pattern(schema: dict[str, Any]) -> bool:
 
 
 def without_formats(schema: Any) -> tuple[Any, list[str]]:
-    """A copy of `schema` in which formats are not asserted, and what was taken out."""
+    """A copy of `schema` without `format`, and the removed formats ("format NAME at #/path")."""
     copy = deepcopy(schema)
-    taken = []
-    for path, node in nodes(copy):
+    removed = []
+    for path, node in subschemas(copy):
         if "format" in node:
-            taken.append(f"format {node.pop('format')} at {path}")
-    return copy, taken
+            removed.append(f"format {node.pop('format')} at {path}")
+    return copy, removed
 
 
 def unknown_formats(schema: Any) -> list[str]:
-    """Formats that nobody here knows ("format NAME at #/path"): annotations, not rules."""
+    """Formats that neither engine nor validator supports ("format NAME at #/path"). They are
+    annotations and forbid nothing."""
     return [
         f"format {node['format']} at {path}"
-        for path, node in nodes(schema)
+        for path, node in subschemas(schema)
         if isinstance(node.get("format"), str) and not is_format(node["format"])
     ]
 
 
 def _asserting(node: dict[str, Any]) -> list[str]:
-    quiet = {"title", "description", "default", "examples", "$schema", "$id", "id", "$comment"}
-    return [key for key in node if key not in quiet | {"$defs", "definitions"}]
+    annotations = {
+        "title",
+        "description",
+        "default",
+        "examples",
+        "$schema",
+        "$id",
+        "id",
+        "$comment",
+    }
+    return [key for key in node if key not in annotations | {"$defs", "definitions"}]
 
 
 def _escaped(key: str) -> str:
@@ -243,39 +269,39 @@ def _escaped(key: str) -> str:
 
 @lru_cache(1024)
 def without_assertions(pattern: Any) -> str | None:
-    """A regular expression that matches all that `pattern` does, with look-around left out and
-    anything in place of back-references; None where that is not enough."""
+    """A regular expression that matches everything `pattern` matches: without look-around, and
+    with back-references replaced by any text. None if the engine does not support the result."""
     if not isinstance(pattern, str):
         return None
-    kept: list[str] = []
-    at = 0
+    parts: list[str] = []
+    position = 0
     in_class = False
-    while at < len(pattern):
-        if pattern[at] == "\\":
-            piece = pattern[at : at + 2]
-            kept.append("[\\s\\S]*" if not in_class and _BACK_REFERENCE.match(piece) else piece)
-            at += 2
+    while position < len(pattern):
+        if pattern[position] == "\\":
+            escape = pattern[position : position + 2]
+            parts.append("[\\s\\S]*" if not in_class and _BACK_REFERENCE.match(escape) else escape)
+            position += 2
             continue
-        if not in_class and _LOOK_AROUND.match(pattern, at):
-            end = _group_end(pattern, at)
+        if not in_class and _LOOK_AROUND.match(pattern, position):
+            end = _group_end(pattern, position)
             if end is None:
                 return None
-            at = end + 1
+            position = end + 1
             continue
-        in_class = (in_class or pattern[at] == "[") and pattern[at] != "]"
-        kept.append(pattern[at])
-        at += 1
-    looser = "".join(kept)
-    return looser if is_pattern(looser) else None
+        in_class = (in_class or pattern[position] == "[") and pattern[position] != "]"
+        parts.append(pattern[position])
+        position += 1
+    relaxed_pattern = "".join(parts)
+    return relaxed_pattern if is_pattern(relaxed_pattern) else None
 
 
 def _group_end(pattern: str, start: int) -> int | None:
-    """Where the group that opens at `start` closes."""
-    depth, in_class, at = 0, False, start
-    while at < len(pattern):
-        character = pattern[at]
+    """The index of the bracket that closes the group opened at `start`; None if there is none."""
+    depth, in_class, position = 0, False, start
+    while position < len(pattern):
+        character = pattern[position]
         if character == "\\":
-            at += 1
+            position += 1
         elif in_class:
             in_class = character != "]"
         elif character == "[":
@@ -283,14 +309,14 @@ def _group_end(pattern: str, start: int) -> int | None:
         elif character in "()":
             depth += 1 if character == "(" else -1
             if not depth:
-                return at
-        at += 1
+                return position
+        position += 1
     return None
 
 
 @lru_cache(1024)
 def is_pattern(pattern: Any) -> bool:
-    """Whether the mask engine understands a regular expression."""
+    """Whether the mask engine supports the regular expression `pattern`."""
     if not isinstance(pattern, str):
         return False
     matcher = library().LLMatcher
@@ -300,12 +326,12 @@ def is_pattern(pattern: Any) -> bool:
 
 @lru_cache(1024)
 def is_format(name: Any) -> bool:
-    """Whether the mask engine or the validator knows a format."""
+    """Whether the mask engine or the validator supports the format `name`."""
     if not isinstance(name, str) or name in FORMATS:
         return isinstance(name, str)
     schema = {"type": "string", "format": name}
     try:
         jsonschema_rs.validator_for(schema, validate_formats=True, ignore_unknown_formats=False)
-    except Exception:  # the library says "unknown format" with errors of several kinds
+    except Exception:  # the library reports unknown formats with several error types
         return False
     return True

@@ -1,4 +1,4 @@
-"""The shortest end that makes a text whole."""
+"""Search for the shortest completion of a text under a constraint."""
 
 from __future__ import annotations
 
@@ -9,232 +9,265 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from anydecode.constraints.completion_hints import Hints
+from anydecode.constraints.completion_hints import CompletionHints
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.constraints.vocabulary import vocabulary
 from anydecode.models.tokenizer import Tokenizer
 
-#: Bytes in the order in which they lead to an end, outside of strings.
-_ENDS = b'}]":,0entflu{[1'
-#: Bytes that a step away from the likeliest one counts as: such steps are the last resort.
-_DETOUR = 1000
-#: The same for one of several ways out of a stretch where nothing changes, such as digits.
-_WAY_OUT = 16
-#: Places with a choice, and places in all, that are looked at before the search gives up.
-_MOST_CHOICES = 600
-_MOST_MASKS = 6000
-#: Choices followed from one place, and values among them that the schema tells of.
-_MOST_WAYS = 5
-_MOST_VALUES = 2
-#: More printable characters than so many are allowed only inside strings.
-_FEW = 32
+#: Bytes that complete a JSON text outside of strings, the most promising first.
+_CLOSING_BYTES = b'}]":,0entflu{[1'
+#: Cost, in tokens, of a step other than the most promising one: such steps are tried last.
+_DETOUR_COST = 1000
+#: The same for a token that leaves a sequence with unchanging masks, such as digits.
+_EXIT_COST = 16
+#: Maximum number of branching states, and of masks, before the search gives up.
+_MAX_BRANCHES = 600
+_MAX_MASKS = 6000
+#: Maximum number of continuations of one state, and of values from the hints among them.
+_MAX_CONTINUATIONS = 5
+_MAX_VALUES = 2
+#: A mask that allows more printable characters than this is taken to be inside a string.
+_MAX_OUTSIDE_STRING = 32
 
 
 def shortest_completion(
-    state: ConstraintState, tokenizer: Tokenizer, hints: Hints | None = None
+    state: ConstraintState, tokenizer: Tokenizer, hints: CompletionHints | None = None
 ) -> list[int] | None:
-    """Tokens, the last an end-of-text token, that make the text whole; None where none are found.
-    Best first: short, and what closes something; then said with as few tokens as will do."""
-    known = _vocabulary(tokenizer)
-    said = _Search(state, known, hints).run()
-    if said is None:
+    """Returns the shortest completion found by a best-first search.
+
+    Short continuations and closing brackets are tried first. The completion is then tokenized with
+    as few tokens as possible.
+
+    Args:
+        state: The constraint's state after the text; not changed.
+        tokenizer: The tokenizer of the model.
+        hints: Values and names of the schema that the search may try.
+
+    Returns:
+        Token ids, the last one an end-of-text token; None if no completion was found.
+    """
+    vocab = _vocabulary(tokenizer)
+    tokens = _Search(state, vocab, hints).run()
+    if tokens is None:
         return None
-    fewer = known.fewest(b"".join(map(known.piece, said)))
-    if len(fewer) < len(said) and state.follows(fewer):
-        said = fewer
-    ahead = state.fork()
-    for token in said:
-        ahead.advance(token)
-    mask = ahead.mask()
-    return [*said, next(end for end in known.ends if mask is None or mask[end])]
+    shorter = vocab.fewest_tokens(b"".join(map(vocab.token_bytes, tokens)))
+    if len(shorter) < len(tokens) and state.allows_sequence(shorter):
+        tokens = shorter
+    branch = state.fork()
+    for token in tokens:
+        branch.advance(token)
+    mask = branch.mask()
+    return [*tokens, next(end for end in vocab.eos_ids if mask is None or mask[end])]
 
 
 class _Step(NamedTuple):
-    """Tokens, where they lead, what was allowed before the last of them (None where it was not a
-    step by itself), and how many of the last ones changed nothing in what is allowed."""
+    """A node of the search: its tokens, the state after them, the mask before the last token (None
+    if several tokens were appended together), and the number of last tokens that did not change
+    the mask."""
 
-    said: list[int]
+    tokens: list[int]
     state: ConstraintState
     mask: np.ndarray | None
-    stalled: int
+    num_unchanged: int
 
 
 class _Search:
-    """One search, byte by byte where the vocabulary has the bytes."""
+    """One search, by tokens of one byte if the vocabulary has them."""
 
-    def __init__(self, state: ConstraintState, known: _Vocabulary, hints: Hints | None) -> None:
-        self._known = known
+    def __init__(
+        self, state: ConstraintState, vocab: _Vocabulary, hints: CompletionHints | None
+    ) -> None:
+        self._vocab = vocab
         self._hints = hints
-        self._masks = 0
+        self._num_masks = 0
         self._order = 0
         self._queue: list[tuple[int, int, _Step]] = [(0, 0, _Step([], state.fork(), None, 0))]
 
     def run(self) -> list[int] | None:
-        """Tokens up to where the text may stop."""
-        for _ in range(_MOST_CHOICES):
-            if not self._queue or self._masks > _MOST_MASKS:
+        """Returns the tokens after which the text may stop, or None."""
+        for _ in range(_MAX_BRANCHES):
+            if not self._queue or self._num_masks > _MAX_MASKS:
                 return None
             cost, _, step = heappop(self._queue)
-            mask = self._follow(step)
+            mask = self._skip_forced(step)
             if self._may_stop(step.state, mask):
-                return step.said
+                return step.tokens
             if mask is None:
                 return None
-            same = step.mask is not None and np.array_equal(mask, step.mask)
-            stalled = step.stalled + 1 if same else 0
-            for extra, tokens in self._ways(step.state, mask, stalled):
-                ahead = step.state.fork()
+            is_unchanged = step.mask is not None and np.array_equal(mask, step.mask)
+            num_unchanged = step.num_unchanged + 1 if is_unchanged else 0
+            for extra_cost, tokens in self._continuations(step.state, mask, num_unchanged):
+                branch = step.state.fork()
                 for token in tokens:
-                    ahead.advance(token)
-                self._order -= 1  # of equals the latest, so that one path is followed down
-                before = mask if len(tokens) == 1 else None
-                following = _Step([*step.said, *tokens], ahead, before, stalled)
-                heappush(self._queue, (cost + len(tokens) + extra, self._order, following))
+                    branch.advance(token)
+                self._order -= 1  # the latest of equal cost first: depth-first among equals
+                previous_mask = mask if len(tokens) == 1 else None
+                next_step = _Step([*step.tokens, *tokens], branch, previous_mask, num_unchanged)
+                heappush(self._queue, (cost + len(tokens) + extra_cost, self._order, next_step))
         return None
 
     def _may_stop(self, state: ConstraintState, mask: np.ndarray | None) -> bool:
-        return state.may_stop and any(mask is None or mask[end] for end in self._known.ends)
+        return state.may_stop and any(mask is None or mask[end] for end in self._vocab.eos_ids)
 
-    def _follow(self, step: _Step) -> np.ndarray | None:
-        """Go on as long as one thing must follow; what may follow then."""
+    def _skip_forced(self, step: _Step) -> np.ndarray | None:
+        """Appends tokens to `step` while only one is allowed, and returns the mask after them."""
         while True:
             mask = step.state.mask()
-            self._masks += 1
+            self._num_masks += 1
             if mask is None or self._may_stop(step.state, mask):
                 return mask
-            only = np.flatnonzero(mask)
-            if len(only) > 1:
-                only = self._known.single[mask[self._known.single]]
-            if len(only) != 1 or self._masks > _MOST_MASKS:
+            allowed = np.flatnonzero(mask)
+            if len(allowed) > 1:
+                allowed = self._vocab.single_byte[mask[self._vocab.single_byte]]
+            if len(allowed) != 1 or self._num_masks > _MAX_MASKS:
                 return mask
-            step.state.advance(int(only[0]))
-            step.said.append(int(only[0]))
+            step.state.advance(int(allowed[0]))
+            step.tokens.append(int(allowed[0]))
 
-    def _ways(
-        self, state: ConstraintState, mask: np.ndarray, stalled: int
+    def _continuations(
+        self, state: ConstraintState, mask: np.ndarray, num_unchanged: int
     ) -> list[tuple[int, list[int]]]:
-        """Tokens to go on with, and what they count as beside their number."""
-        known = self._known
-        plain = [[token] for token in _candidates(mask, known)]
-        in_string = known.in_string(mask)
+        """Token sequences to append, each with its cost in addition to its length."""
+        vocab = self._vocab
+        candidates = [[token] for token in _candidates(mask, vocab)]
+        in_string = vocab.in_string(mask)
         ends = (b'"',) if in_string else (b"}", b"]", b",")
-        closers = [one for one in plain if known.piece(one[0]) in ends]
-        if not closers and self._hints is not None:
-            plain = self._hinted(state, in_string) + plain
-        ways = [(_DETOUR * i, one) for i, one in enumerate(plain[:_MOST_WAYS])]
-        if stalled and not stalled & (stalled - 1):  # the first, second, fourth, eighth ... time
-            ways = [(extra + _WAY_OUT, one) for extra, one in ways]
-            others = _ways_out(state, mask, known)
-            ways += [(_WAY_OUT * i, [one]) for i, one in enumerate(others)]
-        return ways
+        closing = [candidate for candidate in candidates if vocab.token_bytes(candidate[0]) in ends]
+        if not closing and self._hints is not None:
+            candidates = self._from_hints(state, in_string) + candidates
+        continuations = [
+            (_DETOUR_COST * i, candidate)
+            for i, candidate in enumerate(candidates[:_MAX_CONTINUATIONS])
+        ]
+        if num_unchanged and not num_unchanged & (
+            num_unchanged - 1
+        ):  # the first, second, fourth, eighth ... time
+            continuations = [
+                (extra_cost + _EXIT_COST, candidate) for extra_cost, candidate in continuations
+            ]
+            exits = _exits(state, mask, vocab)
+            continuations += [(_EXIT_COST * i, [candidate]) for i, candidate in enumerate(exits)]
+        return continuations
 
-    def _hinted(self, state: ConstraintState, in_string: bool) -> list[list[int]]:
-        """Values that may stand here or, where a string is open, its rest; or else names."""
+    def _from_hints(self, state: ConstraintState, in_string: bool) -> list[list[int]]:
+        """Values from the hints that are allowed here (the rest of a string inside one); if there
+        are none, property names."""
         assert self._hints is not None
-        found: list[list[int]] = []
+        result: list[list[int]] = []
         for value in self._hints.values:
             texts = [] if in_string else [value]
             if value[:1] == b'"':
                 texts.append(value[1:])
             for text in texts:
-                tokens = self._known.bytewise(text)
+                tokens = self._vocab.bytewise(text)
                 if tokens and self._ends_value(state, tokens):
-                    found.append(tokens)
-            if len(found) >= _MOST_VALUES:
-                return found
-        return found or ([] if in_string else self._names(state))
+                    result.append(tokens)
+            if len(result) >= _MAX_VALUES:
+                return result
+        return result or ([] if in_string else self._names(state))
 
     def _ends_value(self, state: ConstraintState, tokens: list[int]) -> bool:
-        """Whether `tokens` may follow, and behind them what closes or follows a value."""
-        if not state.follows(tokens):
+        """Whether `tokens` are allowed next and complete a value: a comma, a closing bracket or the
+        end of the text may follow."""
+        if not state.allows_sequence(tokens):
             return False
-        if any(state.follows([*tokens, *self._known.bytewise(one)]) for one in (b",", b"}", b"]")):
+        if any(
+            state.allows_sequence([*tokens, *self._vocab.bytewise(candidate)])
+            for candidate in (b",", b"}", b"]")
+        ):
             return True
-        ahead = state.fork()
+        branch = state.fork()
         for token in tokens:
-            ahead.advance(token)
-        return ahead.may_stop
+            branch.advance(token)
+        return branch.may_stop
 
     def _names(self, state: ConstraintState) -> list[list[int]]:
-        """Names that may stand here, with what is left of their quotes and a colon."""
+        """Allowed property names with the missing quotes and a colon, the best first."""
         assert self._hints is not None
-        opened = not state.follows(self._known.bytewise(b'"'))
+        is_open = not state.allows_sequence(self._vocab.bytewise(b'"'))
         allowed: dict[str, list[int]] = {}
         for name, text in self._hints.names.items():
-            tokens = self._known.bytewise(text[1:] if opened else text)
-            if tokens and state.follows(tokens):
+            tokens = self._vocab.bytewise(text[1:] if is_open else text)
+            if tokens and state.allows_sequence(tokens):
                 allowed[name] = tokens
         return [allowed[name] for name in self._hints.ordered(allowed.keys())] if allowed else []
 
 
-def _ways_out(state: ConstraintState, mask: np.ndarray, known: _Vocabulary) -> list[int]:
-    """The few printable characters that change what is allowed, as the "." behind digits does."""
-    found = []
-    for token in known.plain[mask[known.plain]].tolist():
-        ahead = state.fork()
-        ahead.advance(token)
-        after = ahead.mask()
+def _exits(state: ConstraintState, mask: np.ndarray, vocab: _Vocabulary) -> list[int]:
+    """Up to four printable characters that change the mask, such as "." after digits."""
+    result = []
+    for token in vocab.string_characters[mask[vocab.string_characters]].tolist():
+        branch = state.fork()
+        branch.advance(token)
+        after = branch.mask()
         if after is None or not np.array_equal(after, mask):
-            found.append((_rank(known.piece(token)), token))
-    return [token for _, token in sorted(found)[:4]]
+            result.append((_rank(vocab.token_bytes(token)), token))
+    return [token for _, token in sorted(result)[:4]]
 
 
-def _candidates(mask: np.ndarray, known: _Vocabulary) -> list[int]:
-    """The few tokens that `mask` allows which are most likely to lead to an end, of one byte where
-    there are such."""
-    if known.in_string(mask):  # what closes it comes first
-        quotes = [token for token in known.quotes if mask[token]]
+def _candidates(mask: np.ndarray, vocab: _Vocabulary) -> list[int]:
+    """Up to four tokens allowed by `mask` that are most likely to lead to a completion; tokens of
+    one byte if there are any."""
+    if vocab.in_string(mask):  # a closing quote comes first
+        quotes = [token for token in vocab.quotes if mask[token]]
         if quotes:
             return quotes
-    allowed = known.single[mask[known.single]]
+    allowed = vocab.single_byte[mask[vocab.single_byte]]
     if not len(allowed):
         allowed = np.flatnonzero(mask)
-    pieces = [(known.piece(int(token)), int(token)) for token in allowed]
-    ranked = sorted((_rank(piece), token) for piece, token in pieces if piece)
+    entries = [(vocab.token_bytes(int(token)), int(token)) for token in allowed]
+    ranked = sorted((_rank(token_bytes), token) for token_bytes, token in entries if token_bytes)
     return [token for _, token in ranked[:4]]
 
 
 class _Vocabulary:
-    """A tokenizer's tokens by their bytes; among them those of one byte, those that close a
-    string, and the printable ones that stand for themselves in one."""
+    """A tokenizer's tokens by their bytes: those of one byte, the quotes that close a string, and
+    the printable characters that are not escaped in a JSON string."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._own = vocabulary(tokenizer, tokenizer.vocab_size)
-        self.piece = self._own.pieces.__getitem__
-        self.ends = sorted(tokenizer.eos_ids)
-        sizes = list(enumerate(self._own.pieces))
-        self._tokens = {piece: token for token, piece in reversed(sizes) if piece}
-        self.single = np.array([token for token, piece in sizes if len(piece) == 1], np.int64)
-        marks = {bytes([byte]) for byte in range(32, 127)} - {b'"', b"\\"}
-        self.plain = np.array([token for token, piece in sizes if piece in marks], np.int64)
-        self.quotes = [token for token, piece in sizes if piece == b'"']
+        self._vocabulary = vocabulary(tokenizer, tokenizer.vocab_size)
+        self.token_bytes = self._vocabulary.token_bytes.__getitem__
+        self.eos_ids = sorted(tokenizer.eos_ids)
+        entries = list(enumerate(self._vocabulary.token_bytes))
+        self._tokens = {
+            token_bytes: token for token, token_bytes in reversed(entries) if token_bytes
+        }
+        self.single_byte = np.array(
+            [token for token, token_bytes in entries if len(token_bytes) == 1], np.int64
+        )
+        characters = {bytes([byte]) for byte in range(32, 127)} - {b'"', b"\\"}
+        self.string_characters = np.array(
+            [token for token, token_bytes in entries if token_bytes in characters], np.int64
+        )
+        self.quotes = [token for token, token_bytes in entries if token_bytes == b'"']
         self.bytewise = lru_cache(1 << 12)(self._bytewise)
 
     def in_string(self, mask: np.ndarray) -> bool:
-        """Whether what is allowed is the inside of a string."""
-        return int(np.count_nonzero(mask[self.plain])) > _FEW
+        """Whether `mask` is that of a position inside a string."""
+        return int(np.count_nonzero(mask[self.string_characters])) > _MAX_OUTSIDE_STRING
 
     def _bytewise(self, text: bytes) -> list[int]:
-        """One token per byte; empty where some byte has none."""
+        """One token per byte; empty if a byte has no token."""
         tokens = [self._tokens.get(text[i : i + 1], -1) for i in range(len(text))]
         return [] if -1 in tokens else tokens
 
-    def fewest(self, text: bytes) -> list[int]:
-        """The fewest tokens that spell `text`; of equals those with the longest last."""
+    def fewest_tokens(self, text: bytes) -> list[int]:
+        """The shortest tokenization of `text`; among equal lengths, the one with the longest last
+        token."""
         none = (len(text) + 1, 0, -1)
-        best = [(0, 0, -1), *[none] * len(text)]  # tokens, start of the last, the last
+        best = [(0, 0, -1), *[none] * len(text)]  # number of tokens, start of the last, the last
         for start in range(len(text)):
-            count = best[start][0] + 1
-            for stop in range(start + 1, len(text) + 1):
-                piece = text[start:stop]
-                token = self._tokens.get(piece)
-                if token is not None and count < best[stop][0]:
-                    best[stop] = (count, start, token)
-                if not self._own.goes_on(piece):
+            num_tokens = best[start][0] + 1
+            for end in range(start + 1, len(text) + 1):
+                token_bytes = text[start:end]
+                token = self._tokens.get(token_bytes)
+                if token is not None and num_tokens < best[end][0]:
+                    best[end] = (num_tokens, start, token)
+                if not self._vocabulary.has_longer(token_bytes):
                     break
-        tokens, at = [], len(text)
-        while at:
-            _, at, token = best[at]
+        tokens, position = [], len(text)
+        while position:
+            _, position, token = best[position]
             tokens.append(token)
         return tokens[::-1]
 
@@ -248,6 +281,6 @@ def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
     return _vocabularies[tokenizer]
 
 
-def _rank(piece: bytes) -> tuple[int, int]:
-    first = _ENDS.find(piece[:1])
-    return (len(_ENDS) if first < 0 else first, len(piece))
+def _rank(token_bytes: bytes) -> tuple[int, int]:
+    first = _CLOSING_BYTES.find(token_bytes[:1])
+    return (len(_CLOSING_BYTES) if first < 0 else first, len(token_bytes))

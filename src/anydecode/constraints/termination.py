@@ -1,4 +1,4 @@
-"""Recursive schemas without an end: found before a model writes the same brackets for ever."""
+"""Detection of recursive schemas that no finite value satisfies."""
 
 from __future__ import annotations
 
@@ -8,79 +8,86 @@ _SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
 
 
 def cannot_terminate(schema: Any) -> bool:
-    """Whether every value under `schema` would have to contain another one without end. Only
-    references within the schema are followed; whatever is not understood counts as ending."""
-    ending: set[str] = set()
+    """Whether every value valid under `schema` would be infinite. Only references within the schema
+    are followed; constructs that are not recognised count as finite."""
+    terminating: set[str] = set()
     while True:
-        found = _Finder(schema, ending)
-        ends = found.ends(schema)
-        if ends or not found.new:
-            return not ends
-        ending |= found.new
+        fixed_point_round = _Round(schema, terminating)
+        terminates = fixed_point_round.terminates(schema)
+        if terminates or not fixed_point_round.newly_found:
+            return not terminates
+        terminating |= fixed_point_round.newly_found
 
 
-class _Finder:
-    """One round of a fixed point: which references end, given those already known to."""
+class _Round:
+    """One iteration of the fixed point: which references have finite values, given those already
+    found."""
 
-    def __init__(self, root: Any, known: set[str]) -> None:
+    def __init__(self, root: Any, terminating: set[str]) -> None:
         self.root = root
-        self.known = known
-        self.new: set[str] = set()
+        self.terminating = terminating
+        self.newly_found: set[str] = set()
         self._open: set[str] = set()
 
-    def ends(self, node: Any) -> bool:
+    def terminates(self, node: Any) -> bool:
         if not isinstance(node, dict) or "enum" in node or "const" in node:
             return True
         reference = node.get("$ref")
-        if isinstance(reference, str) and not self._reference_ends(reference):
+        if isinstance(reference, str) and not self._reference_terminates(reference):
             return False
         parts = node.get("allOf")
-        if isinstance(parts, list) and not all([self.ends(part) for part in parts]):
+        if isinstance(parts, list) and not all([self.terminates(part) for part in parts]):
             return False
         for key in ("anyOf", "oneOf"):
             options = node.get(key)
-            if isinstance(options, list) and options and not any(list(map(self.ends, options))):
+            if (
+                isinstance(options, list)
+                and options
+                and not any(list(map(self.terminates, options)))
+            ):
                 return False
-        return self._own_ends(node)
+        return self._type_terminates(node)
 
-    def _own_ends(self, node: dict[str, Any]) -> bool:
-        kinds = node.get("type")
-        if kinds is None or (isinstance(kinds, list) and not _SCALARS.isdisjoint(kinds)):
+    def _type_terminates(self, node: dict[str, Any]) -> bool:
+        types = node.get("type")
+        if types is None or (isinstance(types, list) and not _SCALARS.isdisjoint(types)):
             return True
-        kinds = [kinds] if isinstance(kinds, str) else kinds
-        if not isinstance(kinds, list) or not _SCALARS.isdisjoint(kinds):
+        types = [types] if isinstance(types, str) else types
+        if not isinstance(types, list) or not _SCALARS.isdisjoint(types):
             return True
-        return any([self._container_ends(kind, node) for kind in kinds])
+        return any([self._container_terminates(type_name, node) for type_name in types])
 
-    def _container_ends(self, kind: Any, node: dict[str, Any]) -> bool:
-        if kind == "object":
+    def _container_terminates(self, type_name: Any, node: dict[str, Any]) -> bool:
+        if type_name == "object":
             properties, required = node.get("properties"), node.get("required")
             if not isinstance(properties, dict) or not isinstance(required, list):
                 return True
-            return all([self.ends(properties.get(name)) for name in required if name in properties])
-        least, first = node.get("minItems", 0), node.get("prefixItems")
-        first = first if isinstance(first, list) else []
-        if not isinstance(least, int) or least < 1:
+            return all(
+                [self.terminates(properties.get(name)) for name in required if name in properties]
+            )
+        min_items, prefix_items = node.get("minItems", 0), node.get("prefixItems")
+        prefix_items = prefix_items if isinstance(prefix_items, list) else []
+        if not isinstance(min_items, int) or min_items < 1:
             return True
-        return all([self.ends(one) for one in first[:least]]) and (
-            least <= len(first) or self.ends(node.get("items"))
+        return all([self.terminates(item) for item in prefix_items[:min_items]]) and (
+            min_items <= len(prefix_items) or self.terminates(node.get("items"))
         )
 
-    def _reference_ends(self, reference: str) -> bool:
-        if reference in self.known or not reference.startswith("#"):
+    def _reference_terminates(self, reference: str) -> bool:
+        if reference in self.terminating or not reference.startswith("#"):
             return True
         if reference in self._open:
             return False
         self._open.add(reference)
-        ends = self.ends(target(self.root, reference))
+        terminates = self.terminates(resolve_reference(self.root, reference))
         self._open.discard(reference)
-        if ends:
-            self.new.add(reference)
-        return ends
+        if terminates:
+            self.newly_found.add(reference)
+        return terminates
 
 
-def target(root: Any, reference: str) -> Any:
-    """What a reference within the schema `root` points to; None where that is nothing."""
+def resolve_reference(root: Any, reference: str) -> Any:
+    """The subschema that a reference within the schema `root` points to; None if there is none."""
     if not reference.startswith("#"):
         return None
     node = root

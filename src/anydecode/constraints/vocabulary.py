@@ -1,4 +1,4 @@
-"""A tokenizer's tokens by their bytes."""
+"""The bytes of a tokenizer's tokens, and look-up of tokens by their bytes."""
 
 from __future__ import annotations
 
@@ -10,60 +10,66 @@ from anydecode.models.tokenizer import Tokenizer
 
 
 class Vocabulary:
-    """`pieces[token]` are a token's bytes, empty for special tokens and beyond the tokenizer's own
-    up to `size`, the width of the logits."""
+    """The bytes of the tokens of one tokenizer.
+
+    `token_bytes[token]` is empty for special tokens and for ids from the tokenizer's vocabulary
+    size up to `size`, the width of the logits.
+    """
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
-        own = min(size, tokenizer.vocab_size)
+        num_tokens = min(size, tokenizer.vocab_size)
         self.size = size
-        self.pieces = [tokenizer.token_bytes(token) for token in range(own)] + [b""] * (size - own)
-        self._order = sorted(range(own), key=lambda token: (self.pieces[token], token))
-        self._sorted = [self.pieces[token] for token in self._order]
+        self.token_bytes = [tokenizer.token_bytes(token) for token in range(num_tokens)] + [b""] * (
+            size - num_tokens
+        )
+        self._order = sorted(range(num_tokens), key=lambda token: (self.token_bytes[token], token))
+        self._sorted = [self.token_bytes[token] for token in self._order]
 
-    def beginning(self, begun: bytes) -> Iterator[int]:
-        """Tokens whose bytes begin with `begun` (not empty), shortest first among equal ones."""
-        at = bisect_left(self._sorted, begun)
-        while at < len(self._sorted) and self._sorted[at].startswith(begun):
-            yield self._order[at]
-            at += 1
+    def tokens_with_prefix(self, prefix: bytes) -> Iterator[int]:
+        """Tokens whose bytes start with `prefix` (not empty), in the order of their bytes."""
+        index = bisect_left(self._sorted, prefix)
+        while index < len(self._sorted) and self._sorted[index].startswith(prefix):
+            yield self._order[index]
+            index += 1
 
-    def goes_on(self, begun: bytes) -> bool:
-        """Whether a longer token begins with `begun`."""
-        at = bisect_right(self._sorted, begun)
-        return at < len(self._sorted) and self._sorted[at].startswith(begun)
+    def has_longer(self, prefix: bytes) -> bool:
+        """Whether a token longer than `prefix` starts with it."""
+        index = bisect_right(self._sorted, prefix)
+        return index < len(self._sorted) and self._sorted[index].startswith(prefix)
 
-    def spelling(self, piece: bytes) -> Iterator[int]:
-        """Tokens whose bytes are `piece` (not empty)."""
-        for token in self.beginning(piece):
-            if len(self.pieces[token]) > len(piece):
+    def tokens_equal_to(self, data: bytes) -> Iterator[int]:
+        """Tokens whose bytes equal `data` (not empty)."""
+        for token in self.tokens_with_prefix(data):
+            if len(self.token_bytes[token]) > len(data):
                 return
             yield token
 
-    def spelled(self, text: bytes) -> list[int] | None:
-        """`text` as tokens, the longest first; None where it cannot be spelled so."""
+    def tokenize_greedily(self, text: bytes) -> list[int] | None:
+        """Tokenizes `text`, taking the longest matching token each time. None if no token matches
+        the remaining text."""
         tokens: list[int] = []
         while text:
-            found = next(
+            match = next(
                 (
                     token
                     for length in range(len(text), 0, -1)
-                    for token in self.spelling(text[:length])
+                    for token in self.tokens_equal_to(text[:length])
                 ),
                 None,
             )
-            if found is None:
+            if match is None:
                 return None
-            tokens.append(found)
-            text = text[len(self.pieces[found]) :]
+            tokens.append(match)
+            text = text[len(self.token_bytes[match]) :]
         return tokens
 
 
-_known: WeakKeyDictionary[Tokenizer, dict[int, Vocabulary]] = WeakKeyDictionary()
+_vocabularies: WeakKeyDictionary[Tokenizer, dict[int, Vocabulary]] = WeakKeyDictionary()
 
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
-    """The vocabulary of `tokenizer` for logits of width `size`, read once."""
-    sizes = _known.setdefault(tokenizer, {})
+    """The vocabulary of `tokenizer` for logits of width `size`, cached."""
+    sizes = _vocabularies.setdefault(tokenizer, {})
     if size not in sizes:
         sizes[size] = Vocabulary(tokenizer, size)
     return sizes[size]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from anydecode.constraints.constraint import Constraint
-from anydecode.decoders.constrained.validate_and_retry import outcome, validate_and_retry
+from anydecode.decoders.constrained.validate_and_retry import enforcement_report, validate_and_retry
 from anydecode.decoders.decoder import Decoder
 from anydecode.engine.engine import Job
 from anydecode.engine.first_finish import FirstFinish, Sample
@@ -68,7 +68,7 @@ class Request:
         self.seed = self._chosen_seed()
         self.limit = self._check(decoder)
         if isinstance(constraint, Constraint):
-            constraint = constraint.of_prompt(llm.tokenizer.decode(prompt))
+            constraint = constraint.for_prompt(llm.tokenizer.decode(prompt))
         self.constraint = constraint if isinstance(constraint, Constraint) else None
         samples = self._samples(decoder, constraint)
         self._numbers = [sample.number for sample in samples]
@@ -298,7 +298,7 @@ class Request:
         """The state of a constraint at the start of an answer; a bare state is forked."""
         if isinstance(constraint, Constraint):
             size = self.llm.model.spec.vocab_size
-            return constraint.begin(self.llm.tokenizer, size, self.limit)
+            return constraint.start_with_limit(self.llm.tokenizer, size, self.limit)
         if not hasattr(constraint, "mask"):
             raise InvalidRequestError(
                 f"constraint is a {type(constraint).__name__}; use JsonSchema, Regex, Grammar,"
@@ -376,7 +376,7 @@ class Request:
             prompt_logprobs=self.prompt_logprobs,
             trace=sequence.trace,
             token_text=self._token_text,
-            constraint=outcome(self.constraint, sequence) if self.constraint else None,
+            constraint=enforcement_report(self.constraint, sequence) if self.constraint else None,
         )
 
 

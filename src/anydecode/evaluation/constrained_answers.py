@@ -140,7 +140,7 @@ class Ours:
 class _Unchecked(JsonSchema):
     """Masks alone."""
 
-    def watch(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
+    def incremental_validator(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
         return None
 
 
@@ -252,7 +252,7 @@ def smallest_fits(llm: Any, schema: Any, tokens: int) -> bool:
     try:
         constraint = JsonSchema(schema)
         state = constraint.start(llm.tokenizer, llm.model.spec.vocab_size)
-        ending = shortest_completion(state, llm.tokenizer, constraint.hints)
+        ending = shortest_completion(state, llm.tokenizer, constraint.completion_hints)
     except AnydecodeError:
         return False
     return ending is not None and len(ending) <= tokens

@@ -53,9 +53,9 @@ class Constrained(LogitsProcessor):
 
     def apply(self, candidates: Candidates) -> Candidates:
         kept = self._kept(candidates, self.state.mask())
-        wider = getattr(self.state, "wider", None)
-        if wider is not None and len(kept) == 1 and kept.scores[0] == -np.inf:
-            return self._kept(candidates, wider.mask())  # the short way to the end is banned
+        unforced = getattr(self.state, "unforced", None)
+        if unforced is not None and len(kept) == 1 and kept.scores[0] == -np.inf:
+            return self._kept(candidates, unforced.mask())  # the short way to the end is banned
         return kept
 
     def _kept(self, candidates: Candidates, mask: np.ndarray | None) -> Candidates:

@@ -1,9 +1,10 @@
 """Grammar-aligned decoding (Park et al., "Grammar-Aligned Decoding", arXiv:2405.21047): ASAp.
 
-Masking alone distorts: it takes prefixes that the model likes but that hardly ever end well. ASAp
-learns, sample by sample, how likely each prefix is to end within the constraint, and weighs tokens
-with it. The estimates start at one, only fall, and end at the truth, so the samples of one prompt
-come to follow the model's own distribution given the constraint.
+Masking alone biases the distribution: it also follows likely prefixes that rarely lead to a text
+within the constraint. ASAp estimates, sample by sample, the probability that each prefix is
+completed within the constraint, and weights tokens by it. The estimates start at one, never
+increase, and converge to the true probabilities, so the samples of one prompt converge to the
+model's distribution given the constraint.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.constrained.free import split, spoken, unmasked
+from anydecode.decoders.constrained.free import (
+    split_constraint,
+    token_ids,
+    unconstrained_distribution,
+)
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import ConstraintError
 from anydecode.sampling.candidates import Distribution
@@ -23,24 +28,34 @@ from anydecode.sampling.constrained import ConstraintState
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
-#: Prompts whose tries are kept.
-MOST_TRIES = 64
+#: Maximum number of tries (one per prompt, temperature and constraint).
+MAX_TRIES = 64
 
 
 @dataclass(eq=False)
 class Node:
-    """A prefix. `probability` is the model's, of its last token; `mass` what the model gives to the
-    tokens allowed next; `hope` the estimate that the text ends within the constraint."""
+    """A prefix in the trie.
+
+    Attributes:
+        probability: The model's probability of the last token of the prefix.
+        mass: The model's probability of all tokens allowed next.
+        completion_probability: The estimated probability that the text is completed within the
+            constraint ("expected future grammaticality").
+        children: The nodes of the next tokens.
+    """
 
     probability: float = 1.0
     mass: float = 1.0
-    hope: float = 1.0
+    completion_probability: float = 1.0
     children: dict[int, Node] = field(default_factory=dict)
 
-    def settle(self) -> None:
-        """Bring `hope` up to date with the children; those never visited are hoped for in full."""
-        lost = sum(child.probability * (1 - child.hope) for child in self.children.values())
-        self.hope = max(0.0, self.mass - lost)
+    def update(self) -> None:
+        """Updates `completion_probability` from the children; it is 1 for children not visited."""
+        lost_mass = sum(
+            child.probability * (1 - child.completion_probability)
+            for child in self.children.values()
+        )
+        self.completion_probability = max(0.0, self.mass - lost_mass)
 
 
 @register(
@@ -49,17 +64,18 @@ class Node:
         "constraint",
         paper="Grammar-Aligned Decoding (arXiv:2405.21047)",
         exactness="lossy",
-        summary="Learns over samples which prefixes end within the constraint; undoes its bias.",
+        summary="Learns over samples which prefixes are completed within the constraint, and"
+        " corrects the bias of masking.",
         works_with=("constraints", "samplers", "batches", "adapters"),
         deviations=(
-            "called lossy because plain masking is what it departs from: it follows the model's"
-            " distribution given the constraint, which is reached as samples accumulate",
-            "unvisited children are kept as one sum instead of one node each",
+            "listed as lossy because it differs from plain masking: it follows the model's"
+            " distribution given the constraint, to which it converges as samples accumulate",
+            "unvisited children are stored as one sum instead of one node each",
         ),
     )
 )
 class Asap(Decoder):
-    """One trie per prompt, temperature and constraint; every finished sample refines it."""
+    """Keeps one trie per prompt, temperature and constraint; every sample refines it."""
 
     def __init__(self) -> None:
         self.tries: OrderedDict[Hashable, Node] = OrderedDict()
@@ -67,16 +83,16 @@ class Asap(Decoder):
     def decode(self, sequence: Sequence) -> Decoding:
         node = self.trie(sequence)
         path = [node]
-        for said in sequence.tokens:
-            node = node.children.setdefault(said, Node())
+        for generated in sequence.tokens:
+            node = node.children.setdefault(generated, Node())
             path.append(node)
         while not sequence.finished:
             scores = yield sequence.score()
             row, position = scores.row(-1), int(scores.positions[-1]) + 1
-            distribution, state = unmasked(scores.sampler_after(-1), row)
+            distribution, state = unconstrained_distribution(scores.sampler_after(-1), row)
             token = self._draw(sequence, node, distribution, state, position)
             if token is None:
-                node.hope = 0.0
+                node.completion_probability = 0.0
                 self._refine(path[:-1])
                 raise ConstraintError("the constraint allows none of the tokens that may come here")
             if token not in node.children:
@@ -88,21 +104,21 @@ class Asap(Decoder):
         self._refine(path[:-1])
 
     def trie(self, sequence: Sequence) -> Node:
-        """What is known about the prompt of `sequence`."""
-        free, state = split(sequence.sampler)
+        """The root of the trie for the prompt, sampler and constraint of `sequence`."""
+        unconstrained, state = split_constraint(sequence.sampler)
         origin = getattr(state, "origin", None)
         if state is not None and origin is None:
-            origin = sequence.root.id  # who knows which constraint this is: learn for it alone
-        first = (tuple(sequence.prompt), sequence.adapter, sequence.namespace)
+            origin = sequence.root.id  # the constraint cannot be identified: a trie of its own
+        prompt_key = (tuple(sequence.prompt), sequence.adapter, sequence.namespace)
         key = (
-            *first,
-            free.temperature,
+            *prompt_key,
+            unconstrained.temperature,
             origin,
-            *map(_settings, (*free.pre_temperature, *free.post_temperature)),
+            *map(_settings, (*unconstrained.pre_temperature, *unconstrained.post_temperature)),
         )
         self.tries.setdefault(key, Node())
         self.tries.move_to_end(key)
-        if len(self.tries) > MOST_TRIES:
+        if len(self.tries) > MAX_TRIES:
             self.tries.popitem(last=False)
         return self.tries[key]
 
@@ -114,8 +130,9 @@ class Asap(Decoder):
         state: ConstraintState | None,
         position: int,
     ) -> int | None:
-        """A token with weight p times hope, or None where no token has any."""
-        tokens = spoken(distribution)
+        """Samples a token with weight probability times completion probability; None if all weights
+        are zero."""
+        tokens = token_ids(distribution)
         scores = distribution.scores.astype(np.float64)
         mask = None if state is None else state.mask()
         if mask is not None:
@@ -126,24 +143,26 @@ class Asap(Decoder):
             scores = np.where(allowed, scores, -np.inf)
         for token, child in node.children.items():
             index = int(np.searchsorted(tokens, token))
-            if child.hope < 1 and index < len(tokens) and tokens[index] == token:
+            if child.completion_probability < 1 and index < len(tokens) and tokens[index] == token:
                 with np.errstate(divide="ignore"):
-                    scores[index] += np.log(child.hope)
-        kept = np.flatnonzero(scores > -np.inf)
-        if not len(kept):
+                    scores[index] += np.log(child.completion_probability)
+        allowed_indices = np.flatnonzero(scores > -np.inf)
+        if not len(allowed_indices):
             return None
         if sequence.sampler.is_greedy:
-            return int(tokens[kept[scores[kept].argmax()]])
-        held = Distribution(tokens[kept].astype(np.int32), scores[kept])
-        return held.sample(sequence.noise, position)
+            return int(tokens[allowed_indices[scores[allowed_indices].argmax()]])
+        allowed_distribution = Distribution(
+            tokens[allowed_indices].astype(np.int32), scores[allowed_indices]
+        )
+        return allowed_distribution.sample(sequence.noise, position)
 
     @staticmethod
     def _refine(path: list[Node]) -> None:
         for node in reversed(path):
-            node.settle()
+            node.update()
 
 
 def _settings(part: object) -> Hashable:
-    """The kind of a policy's part and its numbers."""
-    plain = {name: value for name, value in vars(part).items() if isinstance(value, (int, float))}
-    return (type(part).__name__, *sorted(plain.items()))
+    """The type of a sampler's part and its numeric settings."""
+    numbers = {name: value for name, value in vars(part).items() if isinstance(value, (int, float))}
+    return (type(part).__name__, *sorted(numbers.items()))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.constrained.free import allows, spoken, unmasked
+from anydecode.decoders.constrained.free import is_allowed, token_ids, unconstrained_distribution
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.sampling.candidates import Distribution, log_sum_exp
@@ -19,14 +19,17 @@ from anydecode.scoring.noise import Noise
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
-#: From this probability of the likeliest token on, the geometric estimator has less variance.
+#: Maximum token probability from which on the geometric estimator has less variance.
 PEAKED = 2 / 3
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A token and the logarithm of its weight, whose expectation over draws is the probability of
-    what is allowed; no token and -inf where nothing is. `tests` were asked of the constraint."""
+    """A sampled token and the logarithm of its weight.
+
+    The expectation of the weight over draws is the probability of all allowed tokens. If none is
+    allowed, the token is None and the logarithm -inf. `tests` is the number of tokens tested.
+    """
 
     token: int | None
     log_weight: float
@@ -40,7 +43,15 @@ def draw(
     noise: Noise,
     position: int,
 ) -> Draw:
-    """A token with weight, by testing few. `probabilities` float64 and `tokens` of one length."""
+    """Samples an allowed token with its weight, testing few tokens.
+
+    Args:
+        probabilities: Token probabilities, float64 `[n]`.
+        tokens: Token ids, `[n]`.
+        allowed: Whether a token is allowed.
+        noise: The noise to sample with.
+        position: The position of the token in the sequence.
+    """
     if float(probabilities.max()) < PEAKED:
         return _recursive(probabilities, tokens, allowed, noise, position)
     return _geometric(probabilities, tokens, allowed, noise, position)
@@ -49,7 +60,7 @@ def draw(
 def _order(
     probabilities: np.ndarray, tokens: np.ndarray, noise: Noise, position: int, attempt: int
 ) -> np.ndarray:
-    """Places in the order of a draw without replacement."""
+    """Indices in the order of a draw without replacement."""
     with np.errstate(divide="ignore"):
         keys = np.log(probabilities) + noise.gumbel(tokens, position, attempt)
     order = np.argsort(-keys, kind="stable")
@@ -87,29 +98,31 @@ def _geometric(
     noise: Noise,
     position: int,
 ) -> Draw:
-    left = probabilities.copy()
-    known: dict[int, bool] = {}
-    found: int | None = None
-    accepted = refused = 0
-    coins = noise.with_purpose("coin")
-    for turn in range(2):
-        for number, index in enumerate(_order(left, tokens, noise, position, turn)):
-            gone = 1 - float(left.sum() / probabilities.sum())
-            if gone > 1e-12:  # draws of what is known to be refused
-                coin = coins.coin(position, turn, number)
-                refused += int(np.log(coin) / np.log(gone)) if gone < 1 else 0
+    remaining = probabilities.copy()
+    is_token_allowed: dict[int, bool] = {}
+    drawn: int | None = None
+    num_accepted = num_rejected = 0
+    coin_noise = noise.with_purpose("coin")
+    for repetition in range(2):
+        for attempt, index in enumerate(_order(remaining, tokens, noise, position, repetition)):
+            rejected_mass = 1 - float(remaining.sum() / probabilities.sum())
+            if rejected_mass > 1e-12:  # draws of tokens already rejected
+                coin = coin_noise.coin(position, repetition, attempt)
+                num_rejected += (
+                    int(np.log(coin) / np.log(rejected_mass)) if rejected_mass < 1 else 0
+                )
             token = int(tokens[index])
-            if token not in known:
-                known[token] = allowed(token)
-            if known[token]:
-                accepted += 1
-                found = token if found is None else found
+            if token not in is_token_allowed:
+                is_token_allowed[token] = allowed(token)
+            if is_token_allowed[token]:
+                num_accepted += 1
+                drawn = token if drawn is None else drawn
                 break
-            refused += 1
-            left[index] = 0.0
+            num_rejected += 1
+            remaining[index] = 0.0
         else:
-            return Draw(None, -np.inf, len(known))
-    return Draw(found, -float(np.log(accepted + refused - 1)), len(known))
+            return Draw(None, -np.inf, len(is_token_allowed))
+    return Draw(drawn, -float(np.log(num_accepted + num_rejected - 1)), len(is_token_allowed))
 
 
 @dataclass(eq=False)
@@ -126,88 +139,99 @@ class _Particle:
         paper="Fast Controlled Generation with Adaptive Weighted Rejection Sampling"
         " (arXiv:2504.05410)",
         exactness="lossy",
-        summary="Tests the few tokens it draws instead of masking all; weighted particles undo the"
-        " bias of the constraint.",
+        summary="Tests only the few tokens that it samples instead of masking all; weighted"
+        " particles correct the bias of the constraint.",
         works_with=("constraints", "samplers", "batches", "adapters"),
         deviations=(
-            "called lossy because plain masking is what it departs from: it follows the model's"
-            " distribution given the constraint, which is reached as particles grow in number; the"
-            " weights are unbiased for every number",
-            "the text is emitted when the search ends, not while it runs",
-            "at the token limit unfinished particles keep their weight",
+            "listed as lossy because it differs from plain masking: it follows the model's"
+            " distribution given the constraint, to which it converges as the number of particles"
+            " grows; the weights are unbiased for every number",
+            "the text is emitted at the end of the search, not streamed",
+            "at the token limit, unfinished particles keep their weight",
         ),
     )
 )
 class Awrs(Decoder):
-    """`particles` texts side by side; where their weights become uneven (effective number below
-    `threshold` times `particles`) the heavy ones are copied over the light ones. One is said, drawn
-    by weight. `sequence.state["awrs"]` holds the evidence and the number of tests."""
+    """Sequential Monte Carlo with `particles` texts.
+
+    If the weights become uneven (effective sample size below `threshold` times `particles`), the
+    particles are resampled. One particle, sampled by weight, is emitted. `sequence.state["awrs"]`
+    holds the evidence (as a logarithm) and the number of tests.
+    """
 
     def __init__(self, particles: int = 4, threshold: float = 0.5) -> None:
         if not 1 <= particles <= 60 or not 0 <= threshold <= 1:
-            raise InvalidRequestError("awrs needs 1 to 60 particles and a threshold of 0 to 1")
+            raise InvalidRequestError(
+                "awrs needs particles from 1 to 60 and a threshold from 0 to 1"
+            )
         self.particles = particles
         self.threshold = threshold
 
     def decode(self, sequence: Sequence) -> Decoding:
-        count = 1 if sequence.sampler.is_greedy else self.particles
-        fresh = {"particles": [([], 0.0, False)] * count, "depth": 0, "tests": 0}
-        state: dict[str, Any] = sequence.state.setdefault("awrs", fresh)
+        num_particles = 1 if sequence.sampler.is_greedy else self.particles
+        resampled = {"particles": [([], 0.0, False)] * num_particles, "depth": 0, "tests": 0}
+        state: dict[str, Any] = sequence.state.setdefault("awrs", resampled)
         sequence.context()
-        particles = [_grown(sequence, *one) for one in state["particles"]]
+        particles = [_make_particle(sequence, *particle) for particle in state["particles"]]
         limit = sequence.remaining
         while state["depth"] < limit:
-            live = [number for number, one in enumerate(particles) if _is_live(one)]
-            if not live:
+            live_particles = [
+                index for index, particle in enumerate(particles) if _is_live(particle)
+            ]
+            if not live_particles:
                 break
-            answers = yield [particles[number].sequence.score() for number in live]
-            for number, scores in zip(live, answers, strict=True):
-                noise = sequence.noise.forked(number + 1)
-                state["tests"] += self._step(particles[number], scores, noise)
+            all_scores = yield [particles[index].sequence.score() for index in live_particles]
+            for index, scores in zip(live_particles, all_scores, strict=True):
+                noise = sequence.noise.forked(index + 1)
+                state["tests"] += self._step(particles[index], scores, noise)
             state["depth"] += 1
             particles = self._resampled(sequence, particles, state["depth"])
-            said = len(sequence.tokens)
-            state["particles"] = [(p.sequence.tokens[said:], p.weight, p.done) for p in particles]
-        self._say(sequence, particles, state)
+            num_emitted = len(sequence.tokens)
+            state["particles"] = [
+                (p.sequence.tokens[num_emitted:], p.weight, p.done) for p in particles
+            ]
+        self._emit(sequence, particles, state)
 
-    def _say(self, sequence: Sequence, particles: list[_Particle], state: dict[str, Any]) -> None:
-        weights = np.array([one.weight for one in particles])
+    def _emit(self, sequence: Sequence, particles: list[_Particle], state: dict[str, Any]) -> None:
+        weights = np.array([particle.weight for particle in particles])
         if weights.max() == -np.inf:
-            raise ConstraintError("no particle met the constraint; more particles may")
+            raise ConstraintError(
+                "no particle satisfies the constraint; try more particles (awrs:particles=...)"
+            )
         state["evidence"] = log_sum_exp(weights) - float(np.log(len(weights)))
         noise = sequence.noise.with_purpose("resample")
-        held = Distribution(None, weights)
-        chosen = particles[held.sample(noise, sequence.length + state["depth"])]
+        weighted = Distribution(None, weights)
+        chosen = particles[weighted.sample(noise, sequence.length + state["depth"])]
         tokens = chosen.sequence.tokens[len(sequence.tokens) :]
-        for one in particles:
-            one.sequence.release()
+        for particle in particles:
+            particle.sequence.release()
         sequence.emit(tokens)
 
     def _step(self, particle: _Particle, scores: Any, noise: Noise) -> int:
-        """Lengthen one particle; how many tests it took."""
+        """Appends a token to one particle. Returns the number of tests."""
         branch = particle.sequence
         position = int(scores.positions[-1]) + 1
-        distribution, state = unmasked(scores.sampler_after(-1), scores.row(-1))
+        distribution, state = unconstrained_distribution(scores.sampler_after(-1), scores.row(-1))
         if branch.sampler.is_greedy:
-            found = _likeliest(distribution, state)
+            drawn = _likeliest(distribution, state)
         else:
-            found = draw(
+            drawn = draw(
                 distribution.probabilities(),
-                spoken(distribution),
-                lambda token: allows(state, token),
+                token_ids(distribution),
+                lambda token: is_allowed(state, token),
                 noise,
                 position,
             )
-        particle.weight += found.log_weight
-        if found.token is not None and particle.weight > -np.inf:
-            branch.append(found.token)
-            particle.done = branch.stops_at(found.token)
-        return found.tests
+        particle.weight += drawn.log_weight
+        if drawn.token is not None and particle.weight > -np.inf:
+            branch.append(drawn.token)
+            particle.done = branch.stops_at(drawn.token)
+        return drawn.tests
 
     def _resampled(
         self, sequence: Sequence, particles: list[_Particle], depth: int
     ) -> list[_Particle]:
-        weights = np.array([one.weight for one in particles])
+        weights = np.array([particle.weight for particle in particles])
         if weights.max() == -np.inf or len(particles) == 1:
             return particles
         shares = np.exp(weights - weights.max())
@@ -216,23 +240,23 @@ class Awrs(Decoder):
             return particles
         mean = log_sum_exp(weights) - float(np.log(len(weights)))
         noise = sequence.noise.with_purpose("resample")
-        held = Distribution(None, weights)
+        weighted = Distribution(None, weights)
         position = sequence.length + depth
-        parents = [held.sample(noise, position, 1 + number) for number in range(len(particles))]
-        fresh = []
-        for number, parent in enumerate(parents):
+        parents = [weighted.sample(noise, position, 1 + index) for index in range(len(particles))]
+        resampled = []
+        for index, parent in enumerate(parents):
             source = particles[parent]
             branch = source.sequence
-            if parent in parents[number + 1 :]:
+            if parent in parents[index + 1 :]:
                 branch = branch.branch()
-            fresh.append(_Particle(branch, mean, source.done))
-        for number, one in enumerate(particles):
-            if number not in parents:
-                one.sequence.release()
-        return fresh
+            resampled.append(_Particle(branch, mean, source.done))
+        for index, particle in enumerate(particles):
+            if index not in parents:
+                particle.sequence.release()
+        return resampled
 
 
-def _grown(sequence: Sequence, tokens: list[int], weight: float, done: bool) -> _Particle:
+def _make_particle(sequence: Sequence, tokens: list[int], weight: float, done: bool) -> _Particle:
     branch = sequence.fork()
     for token in tokens:
         branch.append(token)
@@ -244,9 +268,10 @@ def _is_live(particle: _Particle) -> bool:
 
 
 def _likeliest(distribution: Distribution, state: ConstraintState | None) -> Draw:
-    """The likeliest token that is allowed, by testing in order; ties to the lowest id."""
-    tokens = spoken(distribution)
+    """The allowed token with the highest probability, found by testing in that order; ties to the
+    lowest id."""
+    tokens = token_ids(distribution)
     for tests, position in enumerate(np.argsort(-distribution.scores, kind="stable"), 1):
-        if allows(state, int(tokens[position])):
+        if is_allowed(state, int(tokens[position])):
             return Draw(int(tokens[position]), 0.0, tests)
     return Draw(None, -np.inf, len(tokens))

@@ -1,6 +1,6 @@
-"""Forced tokens drafted for free: jump-forward decoding (Zheng et al., SGLang, arXiv:2312.07104) as
-a drafter. What the constraint forces is verified like any draft, so the text and its tokens are
-those of plain constrained decoding."""
+"""Jump-forward decoding (Zheng et al., SGLang, arXiv:2312.07104) as a drafter: forced tokens are
+drafted without a model. They are verified like any draft, so the tokens equal those of plain
+constrained decoding."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from anydecode.scoring.sequence import Sequence
 
 
 class JumpForward(Drafter):
-    """Up to `longest` forced tokens, then what `inner` drafts behind them and the constraint
-    allows. Without a constraint it drafts what `inner` drafts."""
+    """Drafts up to `longest` forced tokens, then what `inner` drafts and the constraint allows.
+    Without a constraint, the draft is that of `inner`."""
 
     drafts_forced = True
 
     def __init__(self, inner: Drafter, longest: int = 64) -> None:
         if longest < 1:
-            raise InvalidRequestError("jump-forward needs room for at least one forced token")
+            raise InvalidRequestError(f"jump-forward needs longest >= 1, not {longest}")
         self.inner = inner
         self.longest = longest
         self.runners = inner.runners
@@ -51,8 +51,8 @@ class _Session(DraftSession):
         state = constraint_state(self.sequence.sampler)
         if state is None:
             return (yield from self.inner.propose(size))
-        forced = state.forced()[: min(self.longest, max(0, self.sequence.remaining - 1))]
-        with _ahead(self.sequence, forced):
+        forced = state.forced_tokens()[: min(self.longest, max(0, self.sequence.remaining - 1))]
+        with _with_tokens(self.sequence, forced):
             drafted = yield from self.inner.propose(size)
         return pruned(forced, drafted, state)
 
@@ -61,8 +61,8 @@ class _Session(DraftSession):
 
 
 @contextmanager
-def _ahead(sequence: Sequence, forced: list[int]) -> Iterator[None]:
-    """The sequence as it will be once it has said `forced`, for a drafter to look at."""
+def _with_tokens(sequence: Sequence, forced: list[int]) -> Iterator[None]:
+    """Temporarily appends `forced` to the sequence, for the inner drafter."""
     tokens, sampler = sequence.tokens, sequence.sampler
     if forced:
         sequence.tokens, sequence.sampler = tokens + forced, sampler.fork()
@@ -80,14 +80,14 @@ def _ahead(sequence: Sequence, forced: list[int]) -> Iterator[None]:
         "constraint",
         paper="SGLang: Efficient Execution of Language Model Programs (arXiv:2312.07104)",
         exactness="token-exact",
-        summary="Tokens that the constraint forces are drafted for free, prompt lookup goes on.",
+        summary="Drafts the tokens that the constraint forces, followed by prompt lookup.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "forced tokens are verified as drafts instead of being put into the text and"
-            " tokenised again, so the result equals plain constrained decoding",
+            "forced tokens are verified as drafts instead of being inserted into the text and"
+            " tokenized again, so the result equals plain constrained decoding",
         ),
     )
 )
 def jump_forward(size: int = 7, longest: int = 64) -> Speculative:
-    """Forced tokens, then up to `size` drafts by prompt lookup."""
+    """Drafts up to `longest` forced tokens, then up to `size` tokens by prompt lookup."""
     return Speculative(JumpForward(PromptLookupDrafter(), longest), size)

@@ -1,5 +1,5 @@
-"""Self-infilling code generation (Zheng et al., arXiv:2311.17972): where a model that can fill in
-the middle becomes unsure, it says the end first and then what leads there."""
+"""Self-infilling code generation (Zheng et al., arXiv:2311.17972): if a fill-in-the-middle model is
+uncertain, it generates a suffix first and then the middle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import DecoderAction, Decoding
 from anydecode.scoring.sequence import Sequence
 
-#: How models that fill in the middle name the beginning, the end, the middle and the middle's end.
+#: The prefix, suffix, middle and end tokens of fill-in-the-middle models.
 SENTINELS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|endoftext|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>"),
@@ -32,7 +32,7 @@ SENTINELS = (
 
 @dataclass(frozen=True)
 class Sentinels:
-    """Token ids. `ends` close a middle or a suffix."""
+    """The sentinel token ids of a fill-in-the-middle model. `ends` end a middle or a suffix."""
 
     prefix: int
     suffix: int
@@ -40,14 +40,14 @@ class Sentinels:
     ends: frozenset[int]
 
     @property
-    def own(self) -> tuple[int, int, int]:
+    def infill_tokens(self) -> tuple[int, int, int]:
         return self.prefix, self.suffix, self.middle
 
 
 @dataclass
-class Filled:
-    """What must survive a restart. `left` counts the answer's tokens that were said from left to
-    right; `suffix` and `middle` are tokens."""
+class InfillState:
+    """The state kept across restarts. `left` is the number of tokens generated from left to right;
+    `suffix` and `middle` are token ids."""
 
     phase: str = "left"
     left: int = 0
@@ -62,21 +62,29 @@ class Filled:
         "constraint",
         paper="Self-Infilling Code Generation (arXiv:2311.17972)",
         exactness="lossy",
-        summary="Says the end first where it is unsure, then the middle; or fills a given gap.",
+        summary="Generates the suffix first if the model is uncertain, then the middle; or fills a"
+        " given gap.",
         needs=("fill-in-the-middle model",),
         works_with=("constraints", "samplers", "batches", "adapters"),
         deviations=(
-            "interrupts for sure below the threshold; the released code can also do so by chance",
-            "a constraint holds for what is filled into a given gap, and is refused without one",
-            "a suffix is kept as it was said, not dedented",
+            "always interrupts below the threshold; the released code can also do so at random",
+            "a constraint applies to the text filled into a given gap, and is rejected without one",
+            "a suffix is kept as generated, not dedented",
         ),
     )
 )
 class SelfInfill(Decoder):
-    """Decodes from left to right until no token has a probability of `threshold`; then, behind
-    `begins`, a suffix of at most `longest` tokens, and the middle between the two. `cycles` above 1
-    says suffix and middle again, each behind the other. With `suffix` the gap before that text is
-    filled, and nothing else. `sentinels` are the model's four names, separated by spaces."""
+    """Generates from left to right until the model is uncertain, then a suffix, then the middle.
+
+    Args:
+        threshold: Left-to-right generation stops if no token has this probability.
+        begins: Text with which the suffix starts.
+        longest: Maximum length of the suffix, in tokens.
+        cycles: How often suffix and middle are generated, each given the other.
+        suffix: If given, only the gap before this text is filled.
+        sentinels: The names of the model's prefix, suffix, middle and end tokens, separated by
+            spaces; by default those of known models.
+    """
 
     def __init__(
         self,
@@ -89,10 +97,12 @@ class SelfInfill(Decoder):
     ) -> None:
         if not 0 <= threshold <= 1 or longest < 1 or cycles < 1:
             raise InvalidRequestError(
-                "self-infill needs a threshold of 0 to 1, and longest and cycles of at least 1"
+                "self-infill needs a threshold from 0 to 1, and longest and cycles of at least 1"
             )
         if sentinels and len(sentinels.split()) != 4:
-            raise InvalidRequestError("sentinels are four names: prefix suffix middle end")
+            raise InvalidRequestError(
+                f"sentinels must be four names (prefix suffix middle end), not {sentinels!r}"
+            )
         self.threshold = threshold
         self.begins = begins
         self.longest = longest
@@ -103,72 +113,76 @@ class SelfInfill(Decoder):
     def prepare(self, sequence: Sequence) -> None:
         self._sentinels(sequence)
         if sequence.companion_prompts:
-            raise UnsupportedCombinationError("self-infill takes no second prompt")
+            raise UnsupportedCombinationError("self-infill does not support a second prompt")
         if constraint_of(sequence.sampler) is not None and not self.suffix:
             raise UnsupportedCombinationError(
-                "self-infill keeps to a constraint only in a given gap: self-infill:suffix=..."
+                "self-infill supports a constraint only for a given gap: self-infill:suffix=..."
             )
 
     def decode(self, sequence: Sequence) -> Decoding:
-        marks = self._sentinels(sequence)
-        state: Filled = sequence.state.setdefault("self-infill", Filled())
+        sentinel_ids = self._sentinels(sequence)
+        state: InfillState = sequence.state.setdefault("self-infill", InfillState())
         tokenizer = sequence.tokenizers["target"]
         if self.suffix and state.phase == "left":
             state.suffix = tokenizer.encode(self.suffix, special=False)
             state.phase = "middle"
-        first = int(sequence.prompt[0] == tokenizer.bos_id)
-        prefix = [*sequence.prompt[:first], marks.prefix, *sequence.prompt[first:]]
+        num_bos = int(sequence.prompt[0] == tokenizer.bos_id)
+        prefix = [*sequence.prompt[:num_bos], sentinel_ids.prefix, *sequence.prompt[num_bos:]]
         if state.phase == "left":
-            yield from self._left(sequence, state, marks, prefix)
+            yield from self._generate_left(sequence, state, sentinel_ids, prefix)
         while not sequence.finished and state.phase in ("suffix", "middle"):
-            said = prefix + sequence.tokens[: state.left]
+            context = prefix + sequence.tokens[: state.left]
             if state.phase == "suffix":
                 start = tokenizer.encode(self.begins, special=False) if self.begins else []
                 state.suffix = state.suffix or list(start)
-                behind = [*said, *state.middle, marks.suffix]
-                yield from self._grow(sequence, state.suffix, behind, marks, self.longest)
+                prompt = [*context, *state.middle, sentinel_ids.suffix]
+                yield from self._extend(sequence, state.suffix, prompt, sentinel_ids, self.longest)
                 state.phase, state.middle = "middle", []
-            behind = [*said, marks.suffix, *state.suffix, marks.middle]
-            yield from self._fill(sequence, state, behind, marks)
+            prompt = [*context, sentinel_ids.suffix, *state.suffix, sentinel_ids.middle]
+            yield from self._generate_middle(sequence, state, prompt, sentinel_ids)
         if state.phase == "end" and not sequence.finished:
-            done = len(sequence.tokens) - state.left - len(state.middle)
-            rest = state.suffix[max(0, done) :]
-            sequence.emit(rest, notes=[None] * len(rest))
+            num_suffix_emitted = len(sequence.tokens) - state.left - len(state.middle)
+            remaining_suffix = state.suffix[max(0, num_suffix_emitted) :]
+            sequence.emit(remaining_suffix, notes=[None] * len(remaining_suffix))
 
-    def _left(
-        self, sequence: Sequence, state: Filled, marks: Sentinels, prefix: list[int]
+    def _generate_left(
+        self, sequence: Sequence, state: InfillState, sentinel_ids: Sentinels, prefix: list[int]
     ) -> Generator[DecoderAction, Any, None]:
-        """From left to right, said at once, until the model is unsure."""
+        """Generates and emits tokens from left to right until the model is uncertain."""
         branch = _branch(sequence, prefix, sequence.tokens)
         while not sequence.finished:
             scores = yield branch.score()
             row, position = scores.row(-1), int(scores.positions[-1]) + 1
-            if likeliest(row) < self.threshold:
+            if max_probability(row) < self.threshold:
                 state.left, state.phase = len(sequence.tokens), "suffix"
                 break
-            token = sequence.sample(sequence.sampler, without(row, marks.own), position)
+            token = sequence.sample(
+                sequence.sampler, with_banned(row, sentinel_ids.infill_tokens), position
+            )
             branch.tokens.append(token)
             sequence.emit([token], notes=_notes(sequence, row, token))
         branch.release()
 
-    def _fill(
-        self, sequence: Sequence, state: Filled, behind: list[int], marks: Sentinels
+    def _generate_middle(
+        self, sequence: Sequence, state: InfillState, prompt: list[int], sentinel_ids: Sentinels
     ) -> Generator[DecoderAction, Any, None]:
-        """The middle: kept back while there are cycles to come, said as it comes in the last."""
-        room = max(0, sequence.remaining - (0 if self.suffix else len(state.suffix)))
+        """Generates the middle: held back while cycles remain, emitted at once in the last one."""
+        max_tokens = max(0, sequence.remaining - (0 if self.suffix else len(state.suffix)))
         if state.cycle + 1 < self.cycles:
-            yield from self._grow(sequence, state.middle, behind, marks, room)
+            yield from self._extend(sequence, state.middle, prompt, sentinel_ids, max_tokens)
             state.cycle, state.phase, state.suffix = state.cycle + 1, "suffix", []
             return
         state.middle = sequence.tokens[state.left :]
-        branch = _branch(sequence, behind, state.middle)
+        branch = _branch(sequence, prompt, state.middle)
         noise = sequence.noise.forked(2 * state.cycle + 2)
-        room += len(state.middle)
-        while len(state.middle) < room and not sequence.finished:
+        max_tokens += len(state.middle)
+        while len(state.middle) < max_tokens and not sequence.finished:
             scores = yield branch.score()
             row, position = scores.row(-1), int(scores.positions[-1]) + 1
-            token = sequence.sampler.sample(without(row, marks.own), noise, position)
-            if token in marks.ends:
+            token = sequence.sampler.sample(
+                with_banned(row, sentinel_ids.infill_tokens), noise, position
+            )
+            if token in sentinel_ids.ends:
                 break
             state.middle.append(token)
             branch.tokens.append(token)
@@ -178,28 +192,28 @@ class SelfInfill(Decoder):
         if self.suffix:
             state.suffix = []
 
-    def _grow(
+    def _extend(
         self,
         sequence: Sequence,
         tokens: list[int],
-        behind: list[int],
-        marks: Sentinels,
-        room: int,
+        prompt: list[int],
+        sentinel_ids: Sentinels,
+        max_tokens: int,
     ) -> Generator[DecoderAction, Any, None]:
-        """Lengthen `tokens`, which stand behind `behind` and are not said, up to an end or `room`
-        of them."""
-        state: Filled = sequence.state["self-infill"]
-        branch = _branch(sequence, behind, tokens)
+        """Extends `tokens` after `prompt`, without emitting them, up to an end token or
+        `max_tokens` tokens."""
+        state: InfillState = sequence.state["self-infill"]
+        branch = _branch(sequence, prompt, tokens)
         sampler = sequence.sampler.fork()
         for token in tokens:
             sampler.advance(token)
         noise = sequence.noise.forked(2 * state.cycle + 1 + (state.phase == "middle"))
-        barred = (marks.prefix, marks.suffix)
-        while len(tokens) < room:
+        banned_tokens = (sentinel_ids.prefix, sentinel_ids.suffix)
+        while len(tokens) < max_tokens:
             scores = yield branch.score()
             row, position = scores.row(-1), int(scores.positions[-1]) + 1
-            token = sampler.sample(without(row, barred), noise, position)
-            if token in marks.ends or token == marks.middle:
+            token = sampler.sample(with_banned(row, banned_tokens), noise, position)
+            if token in sentinel_ids.ends or token == sentinel_ids.middle:
                 break
             tokens.append(token)
             branch.tokens.append(token)
@@ -209,46 +223,46 @@ class SelfInfill(Decoder):
     def _sentinels(self, sequence: Sequence) -> Sentinels:
         tokenizer = sequence.tokenizers["target"]
         for names in self.names:
-            ids = [special(tokenizer, name) for name in names]
+            ids = [special_token(tokenizer, name) for name in names]
             if None not in ids[:3]:
                 prefix, suffix, middle, end = ids
                 ends = set(tokenizer.eos_ids) | ({end} if end is not None else set())
                 return Sentinels(prefix, suffix, middle, frozenset(ends))  # type: ignore[arg-type]
         raise UnsupportedCombinationError(
-            "self-infill needs a model that fills in the middle: this tokenizer has none of the"
-            f" known sentinels ({', '.join(names[0] for names in self.names)})"
+            "self-infill needs a fill-in-the-middle model: this tokenizer has none of the known"
+            f" sentinels ({', '.join(names[0] for names in self.names)})"
         )
 
 
-_specials: WeakKeyDictionary[Tokenizer, dict[str, int]] = WeakKeyDictionary()
+_special_tokens: WeakKeyDictionary[Tokenizer, dict[str, int]] = WeakKeyDictionary()
 
 
-def special(tokenizer: Tokenizer, name: str) -> int | None:
-    """The special token called `name`, or None."""
-    if tokenizer not in _specials:
-        known = {
+def special_token(tokenizer: Tokenizer, name: str) -> int | None:
+    """The id of the special token `name`; None if there is none."""
+    if tokenizer not in _special_tokens:
+        ids_by_name = {
             tokenizer.token_text(token): token
             for token in range(tokenizer.vocab_size)
             if tokenizer.is_special(token)
         }
-        _specials[tokenizer] = known
-    return _specials[tokenizer].get(name)
+        _special_tokens[tokenizer] = ids_by_name
+    return _special_tokens[tokenizer].get(name)
 
 
-def likeliest(row: np.ndarray) -> float:
-    """The probability of the likeliest token."""
+def max_probability(row: np.ndarray) -> float:
+    """The maximum token probability of a row of logits."""
     return float(np.exp(float(row.max()) - log_sum_exp(row.astype(np.float64))))
 
 
-def without(row: np.ndarray, tokens: tuple[int, ...]) -> np.ndarray:
-    """A copy of a row in which `tokens` cannot be said."""
+def with_banned(row: np.ndarray, tokens: tuple[int, ...]) -> np.ndarray:
+    """A copy of a row of logits with `tokens` set to -inf."""
     left: np.ndarray = row.copy()
     left[list(tokens)] = -np.inf
     return left
 
 
 def _branch(sequence: Sequence, prompt: list[int], tokens: list[int]) -> Sequence:
-    """A branch with a prompt of its own, and nothing in memory yet."""
+    """A branch with its own prompt and an empty cache."""
     branch = sequence.fork()
     branch.prompt, branch.tokens = prompt, list(tokens)
     return branch

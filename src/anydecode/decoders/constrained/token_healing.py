@@ -1,5 +1,6 @@
 """Token healing (Lundberg, "The Art of Prompt Design: Prompt Boundaries and Token Healing", 2023,
-as in guidance): the prompt's last tokens are said anew, so that a longer one may take their place.
+as in guidance): the prompt's last tokens are generated again, so that longer tokens can replace
+them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, register
 from anydecode.constraints.vocabulary import Vocabulary
-from anydecode.decoders.constrained.unbiased_tokenization import PromptEnd
+from anydecode.decoders.constrained.unbiased_tokenization import PromptBoundaryDecoder
 from anydecode.errors import InvalidRequestError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.scoring.score import DecoderAction
@@ -26,48 +27,50 @@ from anydecode.scoring.sequence import Sequence
         bibtex="@misc{lundberg2023healing, title = {The Art of Prompt Design: Prompt Boundaries and"
         " Token Healing}, author = {Scott Lundberg}, year = {2023}}",
         exactness="lossy",
-        summary="Takes back the prompt's last tokens and says their text anew, in longer tokens if"
-        " need be.",
+        summary="Removes the prompt's last tokens and generates their text again, in longer tokens"
+        " if the model prefers them.",
         works_with=("samplers", "logprobs", "batches", "adapters"),
         deviations=(
-            "called lossy because plain decoding behind the prompt's own tokens is what it departs"
-            " from; unbiased-tokenization is the exact method",
-            "the answer's first tokens are those of the text beyond the prompt",
+            "listed as lossy because it differs from plain decoding after the prompt's own tokens;"
+            " unbiased-tokenization is the exact method",
+            "the first tokens of the answer are those of the text beyond the prompt",
         ),
     )
 )
-class TokenHealing(PromptEnd):
-    """The last `count` tokens of the prompt are healed."""
+class TokenHealing(PromptBoundaryDecoder):
+    """Heals the last `count` tokens of the prompt."""
 
     def __init__(self, count: int = 1) -> None:
         if count < 1:
-            raise InvalidRequestError("token-healing needs count >= 1")
+            raise InvalidRequestError(f"token-healing needs count >= 1, not {count}")
         self.count = count
 
     def cut(self, tokenizer: Tokenizer, prompt: list[int]) -> int:
-        kept = len(prompt)
-        while kept > max(1, len(prompt) - self.count) and tokenizer.token_bytes(prompt[kept - 1]):
-            kept -= 1
-        return kept
+        num_kept = len(prompt)
+        while num_kept > max(1, len(prompt) - self.count) and tokenizer.token_bytes(
+            prompt[num_kept - 1]
+        ):
+            num_kept -= 1
+        return num_kept
 
     def cover(
-        self, branch: Sequence, tail: bytes, words: Vocabulary
+        self, branch: Sequence, tail: bytes, vocab: Vocabulary
     ) -> Generator[DecoderAction, Any, list[int]]:
         while tail:
             scores = yield branch.score()
-            allowed = np.array(sorted(fitting(words, tail)), np.int64)
+            allowed = np.array(sorted(healing_tokens(vocab, tail)), np.int64)
             row, position = scores.row(-1), int(scores.positions[-1]) + 1
-            healed = np.full(len(row), -np.inf, np.float32)
-            healed[allowed] = row[allowed]
-            token = branch.sample(branch.sampler, healed, position)
+            masked_row = np.full(len(row), -np.inf, np.float32)
+            masked_row[allowed] = row[allowed]
+            token = branch.sample(branch.sampler, masked_row, position)
             branch.tokens.append(token)
-            tail = tail[len(words.pieces[token]) :]
+            tail = tail[len(vocab.token_bytes[token]) :]
         return list(branch.tokens)
 
 
-def fitting(words: Vocabulary, tail: bytes) -> set[int]:
-    """Tokens that say a beginning of `tail`, or all of it and more."""
-    found = set(words.beginning(tail))
+def healing_tokens(vocab: Vocabulary, tail: bytes) -> set[int]:
+    """Tokens whose bytes are a prefix of `tail` or start with it."""
+    tokens = set(vocab.tokens_with_prefix(tail))
     for length in range(1, len(tail)):
-        found.update(words.spelling(tail[:length]))
-    return found
+        tokens.update(vocab.tokens_equal_to(tail[:length]))
+    return tokens

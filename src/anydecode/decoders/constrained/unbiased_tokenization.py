@@ -1,11 +1,11 @@
-"""Text behind a prompt that ends inside a token, without tokenisation bias (Phan et al.,
+"""Decoding after a prompt that ends inside a token, without tokenization bias (Phan et al.,
 "Understanding and Mitigating Tokenization Bias in Language Models", arXiv:2406.16829, and "Exact
 Byte-Level Probabilities from Tokenized Language Models", arXiv:2410.09303).
 
-A prompt's last token tells a model that no longer token stood there, which nobody meant to say. The
-prompt's text can begin a longer text in several ways, its covers: tokens within it and a last one
-that reaches its end or beyond. Their probabilities add up to that of the text; one is drawn by
-them, and decoding goes on behind it.
+A prompt's last token implies to the model that no longer token matches the text there, although the
+text can continue in any way. A cover of the prompt's text is a token sequence that starts with the
+text and whose last token reaches its end or goes beyond. The probabilities of the covers add up to
+that of the text. One cover is sampled by probability, and decoding continues after it.
 """
 
 from __future__ import annotations
@@ -29,53 +29,53 @@ from anydecode.scoring.score import DecoderAction, Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
-#: Tokens before the covers that the tokenizer is shown along with them.
-_ANCHOR = 4
-#: Most nodes of covers that are scored.
-_MOST_NODES = 128
+#: Number of tokens before a cover that are tokenized together with it.
+_NUM_CONTEXT_TOKENS = 4
+#: Maximum number of nodes of the tree of covers.
+_MAX_NODES = 128
 
 
-class PromptEnd(Decoder):
-    """Says the prompt's last tokens anew, then goes on. `cover` finds the tokens that stand in
-    their place; what they say beyond the prompt's text is the beginning of the answer."""
+class PromptBoundaryDecoder(Decoder):
+    """Replaces the prompt's last tokens, then decodes. `cover` selects the tokens that replace
+    them; their text beyond the prompt is the start of the answer."""
 
     def prepare(self, sequence: Sequence) -> None:
         if constraint_of(sequence.sampler) is not None or sequence.companion_prompts:
             raise UnsupportedCombinationError(
-                f"{self.card.key} changes the prompt's tokens: it takes no constraint and no"
+                f"{self.card.key} changes the prompt's tokens: it supports no constraint and no"
                 " second prompt"
             )
 
     @abstractmethod
     def cut(self, tokenizer: Tokenizer, prompt: list[int]) -> int:
-        """How many of the prompt's tokens stay."""
+        """The number of prompt tokens to keep."""
 
     @abstractmethod
     def cover(
-        self, branch: Sequence, tail: bytes, words: Vocabulary
+        self, branch: Sequence, tail: bytes, vocab: Vocabulary
     ) -> Generator[DecoderAction, Any, list[int]]:
-        """Tokens behind those of `branch` whose bytes begin with `tail`."""
+        """Selects tokens to append to `branch` whose bytes start with `tail`."""
 
     def decode(self, sequence: Sequence) -> Decoding:
         tokenizer = sequence.tokenizers["target"]
-        kept = max(1, self.cut(tokenizer, sequence.prompt))
-        tail = b"".join(map(tokenizer.token_bytes, sequence.prompt[kept:]))
+        num_kept = max(1, self.cut(tokenizer, sequence.prompt))
+        tail = b"".join(map(tokenizer.token_bytes, sequence.prompt[num_kept:]))
         branch = sequence.fork()
-        branch.prompt, branch.sampler = sequence.prompt[:kept], sequence.sampler
+        branch.prompt, branch.sampler = sequence.prompt[:num_kept], sequence.sampler
         branch.tokens, branch.tokenizers = [], sequence.tokenizers
         state: dict[str, Any] = sequence.state.setdefault(self.card.key, {})
         if "cover" not in state:
             size = branch.context().pool.model.spec.vocab_size
-            words = vocabulary(tokenizer, size)
-            covering = (yield from self.cover(branch, tail, words)) if tail else []
-            said = b"".join(words.pieces[token] for token in covering)
-            beyond = words.spelled(said[len(tail) :])
-            if beyond is None:
+            vocab = vocabulary(tokenizer, size)
+            cover_tokens = (yield from self.cover(branch, tail, vocab)) if tail else []
+            text = b"".join(vocab.token_bytes[token] for token in cover_tokens)
+            answer_tokens = vocab.tokenize_greedily(text[len(tail) :])
+            if answer_tokens is None:
                 raise UnsupportedCombinationError(
-                    f"{self.card.key} needs a tokenizer that can spell every ending of a token"
+                    f"{self.card.key} needs a tokenizer that can tokenize every suffix of a token"
                 )
-            state["cover"], state["beyond"] = covering, len(beyond)
-            sequence.emit(beyond, notes=[None] * len(beyond))
+            state["cover"], state["beyond"] = cover_tokens, len(answer_tokens)
+            sequence.emit(answer_tokens, notes=[None] * len(answer_tokens))
         branch.tokens = state["cover"] + sequence.tokens[state["beyond"] :]
         if branch.context().length > branch.length - 1:
             branch.truncate(branch.length - 1)
@@ -84,92 +84,106 @@ class PromptEnd(Decoder):
             branch.sampler = sequence.sampler
             row, position = scores.row(-1), int(scores.positions[-1]) + 1
             token = branch.sample(sequence.sampler, row, position)
-            note = None if sequence.annotate is None else sequence.annotate
-            notes = None if note is None else [note(row, token, sequence.sampler)]
+            annotate = None if sequence.annotate is None else sequence.annotate
+            logprobs = None if annotate is None else [annotate(row, token, sequence.sampler)]
             branch.tokens.append(token)
-            sequence.emit([token], notes=notes)
+            sequence.emit([token], notes=logprobs)
         branch.release()
 
 
 @dataclass(frozen=True)
 class Cover:
-    """Tokens whose bytes begin with a text and whose last token reaches its end: the node of a tree
-    that all but the last lead to, and the last."""
+    """A cover: the tree node of all tokens but the last, and the last token."""
 
     node: int
     token: int
 
 
 def covers(
-    tokenizer: Tokenizer, words: Vocabulary, before: Seq[int], text: bytes
+    tokenizer: Tokenizer, vocab: Vocabulary, before: Seq[int], text: bytes
 ) -> tuple[TokenTree, list[Cover]]:
-    """All covers of `text` behind the tokens `before` that the tokenizer could have written. Nodes
-    of the tree lie within the text, or reach exactly to its end."""
+    """Finds all covers of `text` after the tokens `before` that the tokenizer can produce.
+
+    Returns:
+        A tree of tokens that lie within the text or end exactly at its end, and the covers.
+    """
     tree = TokenTree()
-    found: list[Cover] = []
-    waiting: list[tuple[int, list[int], int]] = [(ROOT, [], 0)]
-    for node, path, start in waiting:
+    found_covers: list[Cover] = []
+    queue: list[tuple[int, list[int], int]] = [(ROOT, [], 0)]
+    for node, path, start in queue:
         for length in range(1, len(text) - start):
-            for token in words.spelling(text[start : start + length]):
-                if len(tree) < _MOST_NODES and is_written(tokenizer, before, [*path, token]):
-                    waiting.append((tree.add(token, node), [*path, token], start + length))
-        for token in words.beginning(text[start:]):
+            for token in vocab.tokens_equal_to(text[start : start + length]):
+                if len(tree) < _MAX_NODES and is_written(tokenizer, before, [*path, token]):
+                    queue.append((tree.add(token, node), [*path, token], start + length))
+        for token in vocab.tokens_with_prefix(text[start:]):
             if is_written(tokenizer, before, [*path, token]):
-                found.append(Cover(node, token))
-                if len(words.pieces[token]) == len(text) - start:
+                found_covers.append(Cover(node, token))
+                if len(vocab.token_bytes[token]) == len(text) - start:
                     tree.add(token, node)
-    return tree, found
+    return tree, found_covers
 
 
 def is_written(tokenizer: Tokenizer, before: Seq[int], tokens: list[int]) -> bool:
-    """Whether the tokenizer splits the text of `tokens` behind `before` into them. True where the
-    tokens end within a character, so that there is no text to split."""
-    shown = [*before[-_ANCHOR:], *tokens]
+    """Whether the tokenizer produces `tokens` for their text after `before`. True if the tokens end
+    inside a UTF-8 character, so that there is no text to tokenize."""
+    context = [*before[-_NUM_CONTEXT_TOKENS:], *tokens]
     try:
-        text = b"".join(map(tokenizer.token_bytes, shown)).decode()
+        text = b"".join(map(tokenizer.token_bytes, context)).decode()
     except UnicodeDecodeError:
         return True
     return tokenizer.encode(text, special=False)[-len(tokens) :] == tokens
 
 
 def log_probabilities(row: np.ndarray) -> np.ndarray:
-    """Natural logarithms of a row's softmax, float64."""
-    wide = row.astype(np.float64)
-    normal: np.ndarray = wide - log_sum_exp(wide)
-    return normal
+    """The log-softmax of a row of logits, float64 `[vocab_size]`."""
+    logits = row.astype(np.float64)
+    log_probs: np.ndarray = logits - log_sum_exp(logits)
+    return log_probs
 
 
 def next_bytes(
-    words: Vocabulary,
+    vocab: Vocabulary,
     tree: TokenTree,
-    found: list[Cover],
+    found_covers: list[Cover],
     weights: np.ndarray,
     rows: Seq[np.ndarray],
     text: bytes,
 ) -> np.ndarray:
-    """The distribution of the byte that follows `text`, float64 `[257]`, the last for no byte at
-    all. `weights` are the logarithms of the covers' probabilities, `rows[0]` is the row before the
-    tree's nodes and `rows[n + 1]` that of node n."""
+    """Computes the distribution of the byte that follows `text`.
+
+    Args:
+        vocab: The token bytes.
+        tree: The tree of `covers`.
+        found: The covers.
+        weights: Logarithms of the covers' probabilities, `[len(found_covers)]`.
+        rows: Logits; `rows[0]` before the tree's nodes, `rows[n + 1]` after node n.
+        text: The text.
+
+    Returns:
+        Probabilities, float64 `[257]`; the last entry is for a token without bytes.
+    """
     result = np.zeros(257)
-    share = np.exp(weights - log_sum_exp(weights))
-    for cover, weight in zip(found, share, strict=True):
-        behind = _behind(words, tree, cover, text)
-        if behind:
-            result[behind[0]] += weight
+    shares = np.exp(weights - log_sum_exp(weights))
+    for cover, weight in zip(found_covers, shares, strict=True):
+        remainder = _remainder(vocab, tree, cover, text)
+        if remainder:
+            result[remainder[0]] += weight
             continue
         node = tree.child(cover.node, cover.token)
         assert node is not None
-        chances = np.exp(log_probabilities(rows[node + 1]))
-        for token in np.flatnonzero(chances > 0):
-            piece = words.pieces[token]
-            result[piece[0] if piece else 256] += weight * chances[token]
+        probabilities = np.exp(log_probabilities(rows[node + 1]))
+        for token in np.flatnonzero(probabilities > 0):
+            data = vocab.token_bytes[token]
+            result[data[0] if data else 256] += weight * probabilities[token]
     return result
 
 
-def _behind(words: Vocabulary, tree: TokenTree, cover: Cover, text: bytes) -> bytes:
-    """What a cover says beyond `text`."""
-    said = sum(len(words.pieces[tree.tokens[node]]) for node in tree.path(cover.node))
-    return words.pieces[cover.token][len(text) - said :]
+def _remainder(vocab: Vocabulary, tree: TokenTree, cover: Cover, text: bytes) -> bytes:
+    """The bytes of a cover beyond `text`."""
+    num_path_bytes = sum(
+        len(vocab.token_bytes[tree.tokens[node]]) for node in tree.path(cover.node)
+    )
+    return vocab.token_bytes[cover.token][len(text) - num_path_bytes :]
 
 
 @register(
@@ -180,67 +194,77 @@ def _behind(words: Vocabulary, tree: TokenTree, cover: Cover, text: bytes) -> by
         " (arXiv:2406.16829); Exact Byte-Level Probabilities from Tokenized Language Models"
         " (arXiv:2410.09303)",
         exactness="lossy",
-        summary="Goes on behind a prompt that ends inside a token as the text asks, not as its"
-        " tokens do.",
+        summary="Continues a prompt that ends inside a token according to its text, not its"
+        " tokens.",
         works_with=("samplers", "logprobs", "batches", "adapters"),
         deviations=(
-            "called lossy because plain decoding behind the prompt's own tokens is what it departs"
-            " from",
-            "a cover is drawn and decoding goes on with whole tokens, which is the same text in"
-            " distribution as drawing byte by byte",
-            "covers begin at the last space (at most `most` tokens back); tokens before stay",
-            "a temperature other than 1 acts on covers as wholes, and truncations do not act on"
+            "listed as lossy because it differs from plain decoding after the prompt's own tokens",
+            "a cover is sampled and decoding continues with whole tokens, which has the same text"
+            " distribution as sampling byte by byte",
+            "covers start at the last space (at most `most` tokens back); tokens before are kept",
+            "a temperature other than 1 applies to whole covers, and truncations do not apply to"
             " them",
-            "the answer's first tokens are those of the cover's text beyond the prompt",
+            "the first tokens of the answer are those of the cover's text beyond the prompt",
         ),
     )
 )
-class UnbiasedTokenization(PromptEnd):
-    """Covers reach back to the prompt's last space, and at most `most` tokens. `last_bytes` is the
-    distribution of the next byte for the latest request, see `next_bytes`."""
+class UnbiasedTokenization(PromptBoundaryDecoder):
+    """Samples a cover of the prompt's end, then decodes.
+
+    `last_bytes` is the distribution of the next byte for the latest request (see `next_bytes`).
+
+    Args:
+        most: Maximum number of prompt tokens that a cover replaces; covers start at the prompt's
+            last space.
+    """
 
     def __init__(self, most: int = 8) -> None:
         if most < 1:
-            raise InvalidRequestError("unbiased-tokenization needs most >= 1")
+            raise InvalidRequestError(f"unbiased-tokenization needs most >= 1, not {most}")
         self.most = most
         self.last_bytes: np.ndarray | None = None
 
     def cut(self, tokenizer: Tokenizer, prompt: list[int]) -> int:
-        least = max(1, len(prompt) - self.most)
-        for position in range(len(prompt) - 1, least - 1, -1):
-            piece, before = map(tokenizer.token_bytes, (prompt[position], prompt[position - 1]))
-            if not piece:
+        min_kept = max(1, len(prompt) - self.most)
+        for position in range(len(prompt) - 1, min_kept - 1, -1):
+            data, before = map(tokenizer.token_bytes, (prompt[position], prompt[position - 1]))
+            if not data:
                 return position + 1
-            if piece[:1].isspace() and not before[-1:].isspace():
+            if data[:1].isspace() and not before[-1:].isspace():
                 return position
-        return least
+        return min_kept
 
     def cover(
-        self, branch: Sequence, tail: bytes, words: Vocabulary
+        self, branch: Sequence, tail: bytes, vocab: Vocabulary
     ) -> Generator[DecoderAction, Any, list[int]]:
-        tree, found = covers(branch.tokenizers["target"], words, branch.prompt, tail)
-        if not found:
-            return words.spelled(tail) or []
+        tree, found_covers = covers(branch.tokenizers["target"], vocab, branch.prompt, tail)
+        if not found_covers:
+            return vocab.tokenize_greedily(tail) or []
         scores = yield branch.verify(tree)
         rows = [scores.row(number) for number in range(len(tree) + 1)]
-        chances = [log_probabilities(row) for row in rows]
-        reached = [0.0] * (len(tree) + 1)
+        log_probs = [log_probabilities(row) for row in rows]
+        prefix_log_probs = [0.0] * (len(tree) + 1)
         for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
-            reached[node + 1] = reached[parent + 1] + float(chances[parent + 1][token])
+            prefix_log_probs[node + 1] = prefix_log_probs[parent + 1] + float(
+                log_probs[parent + 1][token]
+            )
         weights = np.array(
-            [reached[cover.node + 1] + chances[cover.node + 1][cover.token] for cover in found]
+            [
+                prefix_log_probs[cover.node + 1] + log_probs[cover.node + 1][cover.token]
+                for cover in found_covers
+            ]
         )
-        self.last_bytes = next_bytes(words, tree, found, weights, rows, tail)
+        self.last_bytes = next_bytes(vocab, tree, found_covers, weights, rows, tail)
         branch.truncate(len(branch.prompt))
-        chosen = found[_drawn(branch, weights)]
+        chosen = found_covers[_sample_cover(branch, weights)]
         path = [tree.tokens[node] for node in tree.path(chosen.node)]
         return [*path, chosen.token]
 
 
-def _drawn(branch: Sequence, weights: np.ndarray) -> int:
-    """The place of a cover, drawn by weight; at temperature 0 the likeliest."""
+def _sample_cover(branch: Sequence, weights: np.ndarray) -> int:
+    """The index of a cover, sampled by weight; at temperature 0 the one with the highest."""
     temperature = branch.sampler.temperature
     if not temperature:
         return int(weights.argmax())
-    held = Distribution(None, weights / temperature)
-    return held.sample(branch.noise.with_purpose("resample"), len(branch.prompt))
+    weighted = Distribution(None, weights / temperature)
+    return weighted.sample(branch.noise.with_purpose("resample"), len(branch.prompt))

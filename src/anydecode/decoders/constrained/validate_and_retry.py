@@ -1,10 +1,11 @@
-"""Checks what no mask expresses, and says an answer only once it has passed.
+"""Validates what a mask cannot express, and emits an answer only once it is valid.
 
-Any decoder runs on a branch of the sequence. The watch of the constraint looks at each token the
-branch says. A value that closes wrong is taken back, and drawn again with noise of its own: values
-are rejected whole, so what passes is distributed as the decoder's values given that they are valid.
-Greedy decoding, which would only repeat itself, goes on without the token that closed the value.
-When half of the tries are used up the answer is begun again under narrowed forms of the constraint.
+Any decoder runs on a branch of the sequence. The constraint's incremental validator checks each
+token of the branch. An invalid value is removed and sampled again with different noise: values are
+rejected as a whole, so the accepted ones follow the decoder's distribution given that they are
+valid. Greedy decoding would repeat itself, so it continues with a ban of the token that completed
+the value. After half of the tries, the answer is generated again under narrowed forms of the
+constraint.
 """
 
 from __future__ import annotations
@@ -24,43 +25,42 @@ from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence, StopChecker
 
 KEY = "checked"
-#: Places from which the end of a long answer is looked for.
-_MOST_ENDINGS = 32
+#: Maximum number of positions from which a completion of a long answer is searched.
+_MAX_COMPLETION_STARTS = 32
 
 
 @dataclass
 class RetryState:
-    """What must survive a restart: the tokens that are kept, and what was tried."""
+    """The state kept across restarts: the accepted tokens, token bans and counters."""
 
-    kept: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
-    banned: dict[int, list[int]] = field(default_factory=dict)  # by place behind the prompt
-    seen: dict[int, int] = field(default_factory=dict)  # wrong values by where they began
-    tries: int = 0
-    narrowed: int = 0
-    discarded: int = 0
+    bans: dict[int, list[int]] = field(default_factory=dict)  # by position after the prompt
+    num_invalid: dict[int, int] = field(default_factory=dict)  # invalid values by start
+    num_tries: int = 0
+    num_narrowed: int = 0
+    num_discarded: int = 0
 
     def rewind(self, count: int) -> None:
-        """Keep the first `count` tokens; bans behind them belonged to another text."""
-        del self.kept[count:], self.logprobs[count:]
-        self.banned = {
-            position: bans for position, bans in self.banned.items() if position <= count
-        }
+        """Keeps the first `count` tokens. Bans after them belonged to another text."""
+        del self.tokens[count:], self.logprobs[count:]
+        self.bans = {position: bans for position, bans in self.bans.items() if position <= count}
 
 
 class OutputBuffer:
-    """Takes a branch's tokens, ends it where the answer ends or a value is wrong."""
+    """A stop checker that buffers a branch's tokens. It stops the branch at the end of the answer
+    or at an invalid value."""
 
     def __init__(
-        self, outer: StopChecker, watch: IncrementalValidator | None, kept: Seq[int]
+        self, outer: StopChecker, validator: IncrementalValidator | None, tokens: Seq[int]
     ) -> None:
         self._outer = outer
-        self._watch = watch
+        self._validator = validator
         self.tokens: list[int] = []
-        self.wrong: int | None = None  # tokens before the wrong value
+        self.num_valid: int | None = None  # tokens before the invalid value
         self.reason: str | None = None
-        for token in kept:
-            self._watch_over(token)
+        for token in tokens:
+            self._validate(token)
             self.tokens.append(token)
 
     @property
@@ -72,30 +72,31 @@ class OutputBuffer:
 
     @property
     def end_tokens(self) -> None:
-        return None  # a wrong value may end it at any token
+        return None  # an invalid value can stop it at any token
 
     def push(self, tokens: list[int]) -> tuple[int, str | None]:
-        for taken, token in enumerate(tokens):
+        for num_taken, token in enumerate(tokens):
             if self.reason is not None:
-                return taken, self.reason
-            self.wrong = self._watch_over(token)
+                return num_taken, self.reason
+            self.num_valid = self._validate(token)
             self.tokens.append(token)
-            if self.wrong is not None:
-                self.reason = "wrong"
+            if self.num_valid is not None:
+                self.reason = "invalid"
             elif self._outer.stops_at(token):
                 self.reason = "stop"
             elif self.remaining <= 0:
                 self.reason = "length"
         return len(tokens), self.reason
 
-    def _watch_over(self, token: int) -> int | None:
-        if self._watch is None:
+    def _validate(self, token: int) -> int | None:
+        if self._validator is None:
             return None
-        return self._watch.end() if self._outer.stops_at(token) else self._watch.push(token)
+        return self._validator.end() if self._outer.stops_at(token) else self._validator.push(token)
 
 
 class ValidateAndRetry(Decoder):
-    """`inner` under `constraint`, which must have been started."""
+    """The decoder `inner` with validation and retries under `constraint`, which must have been
+    started."""
 
     def __init__(
         self,
@@ -118,45 +119,51 @@ class ValidateAndRetry(Decoder):
         self.inner.prepare(sequence)
 
     def decode(self, sequence: Sequence) -> Decoding:
-        trials: RetryState = sequence.state.setdefault(KEY, RetryState())
+        retry_state: RetryState = sequence.state.setdefault(KEY, RetryState())
         branch: Sequence | None = None
         while not sequence.finished:
-            branch = self._branch(sequence, trials, branch)
-            hold = branch.stop_checker
-            assert isinstance(hold, OutputBuffer)
-            if hold.reason is None:
+            branch = self._branch(sequence, retry_state, branch)
+            output = branch.stop_checker
+            assert isinstance(output, OutputBuffer)
+            if output.reason is None:
                 try:
                     yield from self.inner.decode(branch)
                 except ConstraintError as error:
-                    self._dead_end(trials, hold, error)
+                    self._ban_last_token(retry_state, output, error)
                     continue
-            if hold.reason == "wrong" or (hold.reason == "length" and trials.tries):
-                if self._retry(sequence, trials, branch, hold):
+            if output.reason == "invalid" or (output.reason == "length" and retry_state.num_tries):
+                if self._retry(sequence, retry_state, branch, output):
                     continue
-            if hold.reason == "length" and self.close:
-                self._close(sequence, hold, _tokens_before(branch))
-            self._say(sequence, branch, hold)
+            if output.reason == "length" and self.close:
+                self._close(sequence, output, _num_reasoning_tokens(branch))
+            self._emit(sequence, branch, output)
             branch.release()
             return
 
-    def _branch(self, sequence: Sequence, trials: RetryState, old: Sequence | None) -> Sequence:
-        """A branch that has said what is kept, with the memory of the one before."""
-        kept = trials.kept
+    def _branch(
+        self, sequence: Sequence, retry_state: RetryState, old: Sequence | None
+    ) -> Sequence:
+        """A branch with the accepted tokens, which reuses the cache of the previous branch."""
+        tokens = retry_state.tokens
         if old is None:
             sequence.context()
             branch = sequence.fork()
         else:
             branch = old.branch()
             old.release()
-        branch.noise = sequence.noise.forked(trials.tries) if trials.tries else sequence.noise
-        branch.sampler = self._policy(sequence, trials)
+        branch.noise = (
+            sequence.noise.forked(retry_state.num_tries)
+            if retry_state.num_tries
+            else sequence.noise
+        )
+        branch.sampler = self._sampler(sequence, retry_state)
         branch.annotate, branch.trace = sequence.annotate, sequence.trace
-        branch.tokens = sequence.tokens + kept
-        branch.logprobs = list(trials.logprobs)
+        branch.tokens = sequence.tokens + tokens
+        branch.logprobs = list(retry_state.logprobs)
         branch.finish_reason = None
         branch.state = {}
         branch.stop_checker = OutputBuffer(
-            sequence.stop_checker, self.constraint.incremental_validator(self.tokenizer), kept
+            sequence.stop_checker, self.constraint.incremental_validator(self.tokenizer), tokens
         )
         length = len(sequence.prompt) + len(branch.tokens)
         for runner in ("target", *self.runners):
@@ -164,142 +171,162 @@ class ValidateAndRetry(Decoder):
                 branch.truncate(length - 1, runner)
         return branch
 
-    def _policy(self, sequence: Sequence, trials: RetryState) -> Sampler:
+    def _sampler(self, sequence: Sequence, retry_state: RetryState) -> Sampler:
         sampler = sequence.sampler.fork()
         part = constraint_of(sampler)
-        if part is not None and trials.narrowed:
-            narrower = self.constraint.narrowed(trials.narrowed - 1)
-            assert narrower is not None
+        if part is not None and retry_state.num_narrowed:
+            narrowed_constraint = self.constraint.narrowed(retry_state.num_narrowed - 1)
+            assert narrowed_constraint is not None
             limit = sequence.remaining
-            part.state = narrower.begin(self.tokenizer, self.vocab_size, limit)
-        for token in trials.kept:
+            part.state = narrowed_constraint.start_with_limit(
+                self.tokenizer, self.vocab_size, limit
+            )
+        for token in retry_state.tokens:
             sampler.advance(token)
-        banned = trials.banned.get(len(trials.kept))
-        if part is not None and banned:
+        bans = retry_state.bans.get(len(retry_state.tokens))
+        if part is not None and bans:
             state: Any = part.state
-            part.state = state.without(banned)
+            part.state = state.with_banned(bans)
         return sampler
 
     def _retry(
-        self, sequence: Sequence, trials: RetryState, branch: Sequence, hold: OutputBuffer
+        self, sequence: Sequence, retry_state: RetryState, branch: Sequence, output: OutputBuffer
     ) -> bool:
-        """Set up the next try; False where there is nothing left to try for a long answer."""
-        before = _tokens_before(branch)
-        if hold.reason == "length" and (
-            trials.narrowed
-            or before == len(hold.tokens)
-            or not self._narrow(trials, branch, hold, before)
+        """Prepares the next try. Returns False if there is none left for an answer that is too
+        long."""
+        num_reasoning_tokens = _num_reasoning_tokens(branch)
+        if output.reason == "length" and (
+            retry_state.num_narrowed
+            or num_reasoning_tokens == len(output.tokens)
+            or not self._narrow(retry_state, branch, output, num_reasoning_tokens)
         ):
             return False
-        trials.tries += 1
-        if hold.reason == "length":
+        retry_state.num_tries += 1
+        if output.reason == "length":
             return True
-        if trials.tries > self.tries:
+        if retry_state.num_tries > self.tries:
             raise ConstraintError(
                 f"no valid answer within {self.tries} tries:"
                 f" {', '.join(self.constraint.report().checked[:3])}"
             )
-        assert hold.wrong is not None
-        said = hold.tokens
-        late = trials.tries * 2 > self.tries or _is_steered(branch)  # as long as it may get
-        if late and self._narrow(trials, branch, hold, before):
+        assert output.num_valid is not None
+        tokens = output.tokens
+        # After a forced completion, no tokens are left for retries.
+        is_late = retry_state.num_tries * 2 > self.tries or _is_forced(branch)
+        if is_late and self._narrow(retry_state, branch, output, num_reasoning_tokens):
             return True
         greedy = sequence.sampler.is_greedy or not self.inner.can_sample
-        seen = trials.seen[hold.wrong] = trials.seen.get(hold.wrong, 0) + 1
-        keep = len(said) - 1 if greedy else hold.wrong if seen <= 4 else before
-        trials.discarded += len(said) - keep
-        trials.kept, trials.logprobs = list(said), list(branch.logprobs)
-        trials.rewind(keep)
+        num_invalid = retry_state.num_invalid[output.num_valid] = (
+            retry_state.num_invalid.get(output.num_valid, 0) + 1
+        )
+        num_kept = (
+            len(tokens) - 1
+            if greedy
+            else output.num_valid
+            if num_invalid <= 4
+            else num_reasoning_tokens
+        )
+        retry_state.num_discarded += len(tokens) - num_kept
+        retry_state.tokens, retry_state.logprobs = list(tokens), list(branch.logprobs)
+        retry_state.rewind(num_kept)
         if greedy:
-            trials.banned.setdefault(keep, []).append(said[keep])
+            retry_state.bans.setdefault(num_kept, []).append(tokens[num_kept])
         return True
 
     def _narrow(
-        self, trials: RetryState, branch: Sequence, hold: OutputBuffer, before: int
+        self,
+        retry_state: RetryState,
+        branch: Sequence,
+        output: OutputBuffer,
+        num_reasoning_tokens: int,
     ) -> bool:
-        """Begin again, behind the first `before` tokens, under the next narrowed constraint that
-        has a start."""
-        for number in range(trials.narrowed, trials.narrowed + 4):
-            narrower = self.constraint.narrowed(number)
-            if narrower is None:
+        """Restarts after the first `num_reasoning_tokens` tokens under the next narrowed constraint
+        that can be started. Returns False if there is none."""
+        for index in range(retry_state.num_narrowed, retry_state.num_narrowed + 4):
+            narrowed_constraint = self.constraint.narrowed(index)
+            if narrowed_constraint is None:
                 return False
             try:
-                narrower.start(self.tokenizer, self.vocab_size)
+                narrowed_constraint.start(self.tokenizer, self.vocab_size)
             except ConstraintError:
                 continue
-            trials.narrowed = number + 1
-            trials.discarded += len(hold.tokens) - before
-            trials.kept, trials.logprobs = list(hold.tokens), list(branch.logprobs)
-            trials.rewind(before)
-            trials.banned = {}
+            retry_state.num_narrowed = index + 1
+            retry_state.num_discarded += len(output.tokens) - num_reasoning_tokens
+            retry_state.tokens, retry_state.logprobs = list(output.tokens), list(branch.logprobs)
+            retry_state.rewind(num_reasoning_tokens)
+            retry_state.bans = {}
             return True
         return False
 
-    def _dead_end(self, trials: RetryState, hold: OutputBuffer, error: ConstraintError) -> None:
-        """Nothing is allowed any more: take back the last token, too."""
-        trials.tries += 1
-        said = hold.tokens
-        if trials.tries > self.tries or not said:
+    def _ban_last_token(
+        self, retry_state: RetryState, output: OutputBuffer, error: ConstraintError
+    ) -> None:
+        """Handles a state in which no token is allowed: removes and bans the last token."""
+        retry_state.num_tries += 1
+        tokens = output.tokens
+        if retry_state.num_tries > self.tries or not tokens:
             raise ConstraintError(f"no valid answer within {self.tries} tries: {error}") from None
-        keep = len(said) - 1
-        trials.discarded += 1
-        trials.kept = list(said)
-        trials.logprobs += [None] * (len(said) - len(trials.logprobs))
-        trials.rewind(keep)
-        trials.banned.setdefault(keep, []).append(said[keep])
+        num_kept = len(tokens) - 1
+        retry_state.num_discarded += 1
+        retry_state.tokens = list(tokens)
+        retry_state.logprobs += [None] * (len(tokens) - len(retry_state.logprobs))
+        retry_state.rewind(num_kept)
+        retry_state.bans.setdefault(num_kept, []).append(tokens[num_kept])
 
-    def _close(self, sequence: Sequence, hold: OutputBuffer, before: int) -> None:
-        """Replace the end of a long answer, behind its first `before` tokens, by the shortest one
-        that makes it whole."""
-        limit = len(hold.tokens)
+    def _close(self, sequence: Sequence, output: OutputBuffer, num_reasoning_tokens: int) -> None:
+        """Replaces the end of a long answer, after its first `num_reasoning_tokens` tokens, by the
+        shortest completion."""
+        limit = len(output.tokens)
         state = self.constraint.start(self.tokenizer, self.vocab_size)
         states = [state.fork()]
-        for token in hold.tokens:
+        for token in output.tokens:
             state.advance(token)
             states.append(state.fork())
-        keep, step = limit, 1
-        for _ in range(_MOST_ENDINGS):
-            if keep < before:
+        num_kept, step = limit, 1
+        for _ in range(_MAX_COMPLETION_STARTS):
+            if num_kept < num_reasoning_tokens:
                 return
-            ending = shortest_completion(states[keep], self.tokenizer, self.constraint.hints)
-            if ending is None or keep + len(ending) > limit:
-                over = 0 if ending is None else (keep + len(ending) - limit) // 2
-                keep, step = keep - max(step, over), step + (ending is None)
+            completion = shortest_completion(
+                states[num_kept], self.tokenizer, self.constraint.completion_hints
+            )
+            if completion is None or num_kept + len(completion) > limit:
+                excess = 0 if completion is None else (num_kept + len(completion) - limit) // 2
+                num_kept, step = num_kept - max(step, excess), step + (completion is None)
                 continue
-            text = hold.tokens[:keep] + ending
-            trial = OutputBuffer(
+            text = output.tokens[:num_kept] + completion
+            candidate = OutputBuffer(
                 sequence.stop_checker, self.constraint.incremental_validator(self.tokenizer), ()
             )
-            if trial.push(text)[0] == len(text) and trial.wrong is None:
-                hold.tokens, hold.reason = text, "stop"
+            if candidate.push(text)[0] == len(text) and candidate.num_valid is None:
+                output.tokens, output.reason = text, "stop"
                 return
-            keep, step = keep - step, 2 * step
+            num_kept, step = num_kept - step, 2 * step
 
     @staticmethod
-    def _say(sequence: Sequence, branch: Sequence, hold: OutputBuffer) -> None:
+    def _emit(sequence: Sequence, branch: Sequence, output: OutputBuffer) -> None:
         first = len(sequence.tokens)
-        taken = sequence.emit(hold.tokens)
+        num_taken = sequence.emit(output.tokens)
         if sequence.annotate is not None:
-            notes = branch.logprobs[:taken] + [None] * (taken - len(branch.logprobs))
-            sequence.logprobs[first : first + taken] = notes
+            logprobs = branch.logprobs[:num_taken] + [None] * (num_taken - len(branch.logprobs))
+            sequence.logprobs[first : first + num_taken] = logprobs
 
 
-def _is_steered(sequence: Sequence) -> bool:
-    """Whether the answer has taken the short way to its end."""
+def _is_forced(sequence: Sequence) -> bool:
+    """Whether the answer contains tokens of a forced completion."""
     part = constraint_of(sequence.sampler)
-    return part is not None and bool(getattr(part.state, "steered", False))
+    return part is not None and bool(getattr(part.state, "is_forced", False))
 
 
-def _tokens_before(sequence: Sequence) -> int:
-    """How many tokens of the answer came before what its constraint is about."""
+def _num_reasoning_tokens(sequence: Sequence) -> int:
+    """The number of tokens before the text that the constraint applies to."""
     part = constraint_of(sequence.sampler)
-    return 0 if part is None else int(getattr(part.state, "before", 0))
+    return 0 if part is None else int(getattr(part.state, "num_reasoning_tokens", 0))
 
 
 def validate_and_retry(
     decoder: Decoder, constraint: Constraint | None, tokenizer: Tokenizer, vocab_size: int
 ) -> Decoder:
-    """`decoder`, with checks around it where a started `constraint` needs them."""
+    """Returns `decoder`, wrapped with validation if the started `constraint` needs it."""
     if constraint is None or (
         constraint.incremental_validator(tokenizer) is None and not constraint.close
     ):
@@ -307,17 +334,21 @@ def validate_and_retry(
     return ValidateAndRetry(decoder, constraint, tokenizer, vocab_size)
 
 
-def outcome(constraint: Constraint, sequence: Sequence) -> dict[str, Any]:
-    """How a constraint was enforced in a finished answer: its report, whether the answer is
-    complete under it, and what the checks cost."""
+def enforcement_report(constraint: Constraint, sequence: Sequence) -> dict[str, Any]:
+    """How a constraint was enforced in a finished answer.
+
+    Returns:
+        The constraint's report, and: "complete" (whether the answer is complete), "steered"
+        (whether a completion was forced), "tries", "narrowed" and "discarded" (tokens).
+    """
     part = constraint_of(sequence.sampler)
-    whole = part is not None and bool(getattr(part.state, "may_stop", True))
-    trials: RetryState = sequence.state.get(KEY, RetryState())
+    is_complete = part is not None and bool(getattr(part.state, "may_stop", True))
+    retry_state: RetryState = sequence.state.get(KEY, RetryState())
     return {
         **constraint.report().to_dict(),
-        "complete": whole and sequence.finish_reason == "stop",
-        "steered": _is_steered(sequence),
-        "tries": trials.tries,
-        "narrowed": bool(trials.narrowed),
-        "discarded": trials.discarded,
+        "complete": is_complete and sequence.finish_reason == "stop",
+        "steered": _is_forced(sequence),
+        "tries": retry_state.num_tries,
+        "narrowed": bool(retry_state.num_narrowed),
+        "discarded": retry_state.num_discarded,
     }

@@ -13,7 +13,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, register
 from anydecode.constraints.byte_grammar import byte_grammar
-from anydecode.constraints.canvas_grammar import HOLE, CanvasAnswer, CanvasGrammar
+from anydecode.constraints.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.decoders.diffusion import caches
@@ -60,7 +60,7 @@ class CanvasState(ConstraintState):
     def fork(self) -> CanvasState:
         return CanvasState(self.whole)
 
-    def forced(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         return []
 
     @property
@@ -129,7 +129,7 @@ class GrammaticalDenoiser(Denoiser):
         assert canvas.block is not None
         stop = sequence.length + sequence.remaining
         tokens = canvas.tokens[len(sequence.prompt) : stop].tolist()
-        answer = [HOLE if token == canvas.mask else token for token in tokens]
+        answer = [MASK_POSITION if token == canvas.mask else token for token in tokens]
         state = CanvasAnswer(grammar, answer, self.begun.encode())
         allowed: dict[int, np.ndarray] = {}
 
@@ -185,15 +185,15 @@ class GrammaticalDenoiser(Denoiser):
         assert grammar is not None
         mask = sequence.mask_token if self.mask is None else self.mask
         template = sequence.state.get("template")
-        canvas = [HOLE] * sequence.remaining
+        canvas = [MASK_POSITION] * sequence.remaining
         if template is not None:
-            canvas = [HOLE if token == mask else token for token in template]
+            canvas = [MASK_POSITION if token == mask else token for token in template]
         if grammar.is_completable(canvas, self.begun.encode()):
             return
         if template is not None:
             raise ConstraintError(
                 "the canvas cannot satisfy the constraint: no tokens for its"
-                f" {canvas.count(HOLE)} masks make a text that meets it"
+                f" {canvas.count(MASK_POSITION)} masks make a text that meets it"
             )
         raise ConstraintError(
             f"no text that meets the constraint has {'at most' if grammar.ends else 'exactly'}"

@@ -360,7 +360,7 @@ class _Session:
             return _EMPTY_TREE  # no draft can pay, at the end, or before the prompt is scored
         self._catch_up()
         state = constraint_state(sequence.sampler) if self.is_constrained else None
-        forced = state.forced()[:max_drafts] if state is not None else []
+        forced = state.forced_tokens()[:max_drafts] if state is not None else []
         # Checked before growing a tree: growing trees that do not pay would make `auto` slower than
         # plain decoding.
         if not forced and self._max_probability() < self._min_useful_probability:

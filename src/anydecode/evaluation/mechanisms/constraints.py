@@ -76,7 +76,7 @@ def jump_forward() -> Iterator[Check]:
     text."""
     constraint = Regex("key=(x|y);end")
     state = constraint.start(ByteTokenizer(), 259)
-    forced = state.forced()
+    forced = state.forced_tokens()
     yield Check("drafts the forced tokens", bytes(forced) == b"key=", repr(bytes(forced)))
     tree = pruned(forced, TokenTree.merge([list(b"x;e"), list(b"z"), list(b"y!")]), state)
     draft = bytes(tree.tokens)
@@ -95,19 +95,22 @@ def asap() -> Iterator[Check]:
     """The paper's recursion on a trie of two levels, and its fixed point on a model with known
     probabilities."""
     root = Node(mass=0.9)
-    root.children = {1: Node(0.6, hope=0.05), 2: Node(0.3, hope=1.0)}
-    root.settle()
+    root.children = {
+        1: Node(0.6, completion_probability=0.05),
+        2: Node(0.3, completion_probability=1.0),
+    }
+    root.update()
     yield Check(
         "expected future grammaticality (hope) of a prefix",
-        abs(root.hope - (0.6 * 0.05 + 0.3)) < 1e-12,
-        f"{root.hope}",
+        abs(root.completion_probability - (0.6 * 0.05 + 0.3)) < 1e-12,
+        f"{root.completion_probability}",
     )
     decoder = Asap()
     hopes = []
     with _trap_llm() as llm:
         for seed in range(40):
             llm.generate("?", decoder=decoder, constraint=_WORDS, temperature=1.0, seed=seed)
-            hopes.append(next(iter(decoder.tries.values())).hope)
+            hopes.append(next(iter(decoder.tries.values())).completion_probability)
     falls = all(after <= before + 1e-12 for before, after in zip(hopes, hopes[1:], strict=False))
     yield Check("hope never rises", falls, f"{hopes[0]:.3f} to {hopes[-1]:.3f}")
     truth = sum(_TRUTH.values())

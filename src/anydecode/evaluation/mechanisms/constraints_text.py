@@ -12,9 +12,9 @@ from anydecode.constraints.languages import Regex
 from anydecode.constraints.monitors import Monitor, MonitorState
 from anydecode.constraints.vocabulary import vocabulary
 from anydecode.decoders.constrained.self_infill import SelfInfill
-from anydecode.decoders.constrained.token_healing import TokenHealing, fitting
+from anydecode.decoders.constrained.token_healing import TokenHealing, healing_tokens
 from anydecode.decoders.constrained.unbiased_tokenization import (
-    PromptEnd,
+    PromptBoundaryDecoder,
     UnbiasedTokenization,
     covers,
 )
@@ -43,7 +43,7 @@ def chain_llm() -> LLM:
     return LLM(model, tokenizer=PieceTokenizer("A", "B", "AA"), cache_positions=2048)
 
 
-def share_of_a(decoder: PromptEnd | None, samples: int, prompt: str = "BA") -> float:
+def share_of_a(decoder: PromptBoundaryDecoder | None, samples: int, prompt: str = "BA") -> float:
     """How often the letter after `prompt` is an "A"."""
     options: dict[str, Any] = {"decoder": decoder or "autoregressive"}
     with chain_llm() as llm:
@@ -92,7 +92,7 @@ def token_healing() -> Iterator[Check]:
     tokenizer = PieceTokenizer("http", ":", "://", "x", "/", "h")
     vocab = vocabulary(tokenizer, 7)
     for tail, truth in ((b":", {1, 2}), (b"http", {0, 5}), (b"x", {3}), (b"://", {1, 2})):
-        got = fitting(vocab, tail)
+        got = healing_tokens(vocab, tail)
         yield Check(f"tokens that fit {tail.decode()}", got == truth, f"{sorted(got)}")
     after: dict[tuple[int, ...], dict[int, float]] = {
         (0,): {1: 0.0, 2: 3.0, 6: 9.0},

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.constraints.byte_grammar import byte_grammar
-from anydecode.constraints.canvas_grammar import HOLE, CanvasAnswer, CanvasGrammar
+from anydecode.constraints.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
 from anydecode.constraints.languages import Choice, Grammar
 from anydecode.engine.llm import LLM
 from anydecode.evaluation.certify import Check, measure, oracle_test
@@ -59,7 +59,7 @@ END = len(PIECES)
 
 def verifier(grammar: str, pieces: tuple[bytes, ...] = PIECES) -> CanvasGrammar:
     """A grammar over these tokens and one end-of-text token."""
-    tokens: Any = SimpleNamespace(pieces=[*pieces, b""], size=len(pieces) + 1)
+    tokens: Any = SimpleNamespace(token_bytes=[*pieces, b""], size=len(pieces) + 1)
     return CanvasGrammar(byte_grammar(grammar), tokens, frozenset({len(pieces)}))
 
 
@@ -77,7 +77,7 @@ def canvases(length: int, count: int, seed: int) -> list[tuple[int, ...]]:
     """Random canvases of `length`; each position is masked with probability 1/2."""
     draw = Random(seed)
     return [
-        tuple(draw.choice((HOLE, draw.randrange(END + 1))) for _ in range(length))
+        tuple(draw.choice((MASK_POSITION, draw.randrange(END + 1))) for _ in range(length))
         for _ in range(count)
     ]
 
@@ -85,7 +85,7 @@ def canvases(length: int, count: int, seed: int) -> list[tuple[int, ...]]:
 def fits(canvas: tuple[int, ...], complete: set[tuple[int, ...]]) -> bool:
     """Whether a text of `whole` agrees with the unmasked tokens of the canvas."""
     return any(
-        all(one in (HOLE, other) for one, other in zip(canvas, text, strict=True))
+        all(one in (MASK_POSITION, other) for one, other in zip(canvas, text, strict=True))
         for text in complete
     )
 
@@ -99,13 +99,14 @@ def diffusion_cfg() -> Iterator[Check]:
             complete = texts(is_text, length)
             tested = canvases(length, 60, seed=length)
             tested += [
-                tuple(HOLE if i % 2 else t for i, t in enumerate(one)) for one in sorted(complete)
+                tuple(MASK_POSITION if i % 2 else t for i, t in enumerate(one))
+                for one in sorted(complete)
             ]
             for canvas in tested:
                 expected = fits(canvas, complete)
                 wrong += rules.is_completable(canvas) != expected
                 num_completable, total = num_completable + expected, total + 1
-                if expected and HOLE in canvas:
+                if expected and MASK_POSITION in canvas:
                     wrong += _wrong_tokens(rules, canvas, complete)
         detail = f"{wrong} wrong of {total} canvases, {num_completable} with a completion"
         yield Check(
@@ -137,7 +138,7 @@ def _wrong_tokens(
 ) -> int:
     """The number of tokens judged wrongly at the last masked position, one by one and all
     together."""
-    position = max(i for i, token in enumerate(canvas) if token == HOLE)
+    position = max(i for i, token in enumerate(canvas) if token == MASK_POSITION)
     is_valid = [
         fits((*canvas[:position], t, *canvas[position + 1 :]), complete) for t in range(END + 1)
     ]
@@ -173,7 +174,7 @@ def _naive(script: Any, complete: set[tuple[int, ...]]) -> tuple[list[int], list
             probabilities = {i: softmax(row) for i, row in rows.items()}
             position = max(probabilities, key=lambda i: (probabilities[i].max(), -i))
             token = int(probabilities[position].argmax())
-            current = [HOLE if t == MASK else t for t in canvas[start:]]
+            current = [MASK_POSITION if t == MASK else t for t in canvas[start:]]
             fit = [
                 fits((*current[: position - start], t, *current[position - start + 1 :]), complete)
                 for t in range(len(rows[position]))
