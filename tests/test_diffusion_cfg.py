@@ -284,7 +284,7 @@ def test_grammars_and_regular_expressions_on_the_command_line(tmp_path: Path) ->
     found = run("--regex", "( Zoe| Mia){2}", "--max-tokens", "8")
     assert re.fullmatch("( Zoe| Mia){2}", json.loads(found.stdout)["text"])
     both = run("--regex", "a", "--grammar", "x.lark")
-    assert both.exit_code and "give one" in str(both.exception or both.output)
+    assert both.exit_code and "give only one" in str(both.exception or both.output)
     assert run("--grammar", str(tmp_path / "none.lark")).exit_code
 
 

@@ -357,7 +357,7 @@ def test_a_failed_pass_leaves_no_slot_behind(open_llm, decoder, number: int) -> 
 def test_a_lost_slot_is_found_out(monkeypatch) -> None:
     monkeypatch.setattr(SequenceCache, "release", lambda context: context.truncate(0))
     with scripted_llm(prefix_cache=False, max_running=2) as llm:
-        with pytest.raises(AssertionError, match="references"):
+        with pytest.raises(AssertionError, match="reference counts"):
             run_broken(llm, Looking(), 1)
 
 

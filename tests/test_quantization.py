@@ -163,7 +163,7 @@ def test_dlm_ptq_is_not_a_decoder() -> None:
 def test_the_certificate_detects_wrong_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert certify_one("dlm-ptq").passed
     monkeypatch.setattr(gptq, "DAMPING", 0.5)
-    assert failed_checks() == ["GPTQ's codes are the textbook's"]
+    assert failed_checks() == ["GPTQ's codes equal the textbook's"]
     monkeypatch.undo()
     monkeypatch.setattr(
         gptq, "quantize_matrix", lambda matrix, hessian, name="": shifted(matrix, name)
