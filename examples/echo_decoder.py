@@ -1,8 +1,8 @@
-"""A decoding method of one's own, in a dozen lines.
+"""A decoding method outside the package, in a dozen lines.
 
-It guesses that a token is followed by what followed it last time, and scores the guess in the same
-pass. Install this folder (`pip install ./examples`) and the engine finds the
-method through its entry point:
+It drafts the token that followed the last token at its previous occurrence, and verifies the draft
+in the same pass. Install this folder (`pip install ./examples`), and the engine finds the method
+through its entry point:
 
     anydecode generate --decoder echo --prompt "one two one two one"
     anydecode certify echo_decoder:Echo
@@ -20,13 +20,13 @@ from anydecode.scoring.tree import TokenTree
 
 @register(Card("echo", "speculative", paper="an example", exactness="token-exact"))
 class Echo(Decoder):
-    """Drafts what followed the last token when it was last said."""
+    """Drafts the token that followed the previous occurrence of the last token."""
 
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:
-            text = sequence.all_tokens
-            guesses = [b for a, b in zip(text, text[1:], strict=False) if a == text[-1]][-1:]
-            tree = TokenTree.chain(guesses)
+            tokens = sequence.all_tokens
+            drafts = [b for a, b in zip(tokens, tokens[1:], strict=False) if a == tokens[-1]][-1:]
+            tree = TokenTree.chain(drafts)
             scores = yield sequence.verify(tree)
-            verdict = TokenExact().walk(tree, scores)
-            sequence.accept(verdict.path, verdict.tokens, scores)
+            result = TokenExact().walk(tree, scores)
+            sequence.accept(result.path, result.tokens, scores)

@@ -150,7 +150,7 @@ def test_awrs_evidence_is_unbiased_for_every_number_of_particles():
                     PROMPT, decoder=decoder, constraint=WORDS, temperature=1.0, seed=seed
                 )
                 try:
-                    llm._finish([request])
+                    llm._run([request])
                 except ConstraintError:
                     values.append(0.0)
                 else:

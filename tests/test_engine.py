@@ -1,4 +1,4 @@
-"""The loop: batches, chunks, lanes, preemption, cancellation, faults, streaming."""
+"""The engine: batches, chunks, model runners, preemption, cancellation, faults, streaming."""
 
 from __future__ import annotations
 
@@ -37,65 +37,65 @@ def alone(prompts=PROMPTS, **options) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("row_budget", [1, 3, 7, 512])
-def test_chunked_prefill_changes_nothing(row_budget: int) -> None:
+def test_chunked_prefill_does_not_change_the_output(row_budget: int) -> None:
     with scripted_llm(row_budget=row_budget, prefix_cache=False) as llm:
         batch = llm.generate(list(PROMPTS), **OPTIONS)
         llm.engine.check_integrity()
     assert [one.tokens for one in batch] == alone()
 
 
-class _Picking(ScriptedModel):
-    """Picks within its passes, with `late` times the noise of the next position."""
+class _SamplingModel(ScriptedModel):
+    """Samples within its passes, with the noise of `late` positions later."""
 
     late = 0
     made = 0
 
     def run(self, rows, cache, output_spec):
         output = super().run(rows, cache, output_spec)
-        for choice in output_spec.samples:
-            noise = Noise(choice.seed, choice.stream)
-            sampler = Sampler(1 / choice.inverse_temperature if choice.inverse_temperature else 0.0)
-            logits = output.logits[choice.row].numpy()
-            output.sampled.append(sampler.sample(logits, noise, choice.position + self.late))
+        for spec in output_spec.samples:
+            noise = Noise(spec.seed, spec.stream)
+            sampler = Sampler(1 / spec.inverse_temperature if spec.inverse_temperature else 0.0)
+            logits = output.logits[spec.row].numpy()
+            output.sampled.append(sampler.sample(logits, noise, spec.position + self.late))
         self.made += len(output.sampled)
         return output
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("decoder", ["autoregressive", "auto", "token-recycling", "following"])
-def test_what_a_pass_picks_is_what_would_be_picked_behind_it(decoder, temperature) -> None:
+def test_samples_of_the_backend_equal_samples_of_the_engine(decoder, temperature) -> None:
     options = {**OPTIONS, "temperature": temperature, "seed": 3, "decoder": decoder}
     expected = alone(**options)
-    model = _Picking(seed=1)
+    model = _SamplingModel(seed=1)
     with LLM(model, tokenizer=ByteTokenizer(), row_budget=7) as llm:
         assert [g.tokens for g in llm.generate(PROMPTS, **options)] == expected
         assert model.made > 40
         model.late = 1
         wrong = [g.tokens for g in llm.generate(PROMPTS, **options)]
-    assert (wrong == expected) == (temperature == 0)  # where noise has no say
+    assert (wrong == expected) == (temperature == 0)  # greedy decoding uses no noise
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("decoder", ["autoregressive", "auto", "token-recycling", "prompt-lookup"])
 @pytest.mark.parametrize("pattern", ["[^a]{60}", "[ab]{60}", "(ab|[^ab]{2,9}b){20,60}"])
-def test_what_a_pass_picks_stands_where_a_constraint_permits_it(
+def test_samples_of_the_backend_are_used_if_the_constraint_allows_them(
     decoder, temperature, pattern
 ) -> None:
     options = {**OPTIONS, "temperature": temperature, "decoder": decoder}
     options |= {"constraint": Regex(pattern), "seed": 3}
     expected = alone(**options)
-    model = _Picking(seed=1)
+    model = _SamplingModel(seed=1)
     with LLM(model, tokenizer=ByteTokenizer()) as llm:
         assert [g.tokens for g in llm.generate(PROMPTS, **options)] == expected
         assert model.made > 40
         model.late = 1
         wrong = [g.tokens for g in llm.generate(PROMPTS, **options)]
-    # Where hardly a token may come, hardly a pick stands.
+    # If the constraint allows few tokens, few samples of the backend are valid.
     assert (wrong == expected) == (temperature == 0 or pattern == "[ab]{60}")
 
 
-class _GoingOn(_Picking):
-    """Goes on by itself, `skipped` positions too far."""
+class _MultiStepModel(_SamplingModel):
+    """Runs further steps, with the noise `skipped` positions too late."""
 
     skipped = 0
     passes = 0
@@ -103,28 +103,28 @@ class _GoingOn(_Picking):
     def run(self, rows, cache, output_spec):
         output = super().run(rows, cache, output_spec)
         self.passes += output_spec.num_steps > 1
-        choice = output_spec.samples[0] if output_spec.samples else None
-        said = output.sampled[-1:]
-        while len(said) < output_spec.num_steps and said[-1] not in output_spec.end_tokens:
-            position = int(rows.positions[-1]) + len(said) + self.skipped
+        spec = output_spec.samples[0] if output_spec.samples else None
+        tokens = output.sampled[-1:]
+        while len(tokens) < output_spec.num_steps and tokens[-1] not in output_spec.end_tokens:
+            position = int(rows.positions[-1]) + len(tokens) + self.skipped
             table = rows.tables[int(rows.table[-1])]
             one = np.array([position], np.int32)
             row = Rows(
-                np.array(said[-1:], np.int32), one, table[position : position + 1], [table],
+                np.array(tokens[-1:], np.int32), one, table[position : position + 1], [table],
                 rows.table[-1:], one + 1, rows.tails, one * 0, one * 0, rows.start[-1:],
                 rows.stop[-1:],
             )  # fmt: skip
-            choice = choice._replace(position=choice.position + 1, row=0)
-            wanted = OutputSpec(np.zeros(1, np.int32), {}, [choice])
-            output = _Picking.run(self, row, cache, wanted)
-            said += output.sampled
+            spec = spec._replace(position=spec.position + 1, row=0)
+            next_spec = OutputSpec(np.zeros(1, np.int32), {}, [spec])
+            output = _SamplingModel.run(self, row, cache, next_spec)
+            tokens += output.sampled
         return Output(
-            output.logits, output.hidden, said if output_spec.num_steps > 1 else output.sampled
+            output.logits, output.hidden, tokens if output_spec.num_steps > 1 else output.sampled
         )
 
 
-def gone_on(
-    model: _GoingOn, prompt: Any = "a prompt", positions=None, **options
+def run_multi_step(
+    model: _MultiStepModel, prompt: Any = "a prompt", positions=None, **options
 ) -> list[list[int]]:
     options = {**OPTIONS, "decoder": "following", **options}
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=positions) as llm:
@@ -136,21 +136,23 @@ def gone_on(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_model_that_goes_on_by_itself_says_the_same(temperature: float) -> None:
+def test_multi_step_passes_do_not_change_the_output(temperature: float) -> None:
     expected = alone(["a prompt"], temperature=temperature)
-    model = _GoingOn(seed=1)
-    assert gone_on(model, temperature=temperature) == expected
+    model = _MultiStepModel(seed=1)
+    assert run_multi_step(model, temperature=temperature) == expected
     assert 3 < model.passes < 20
     with LLM(model, tokenizer=ByteTokenizer()) as llm:
         stats = llm.generate("a prompt", **{**OPTIONS, "decoder": "following"}).stats
     assert stats.passes == 40 and stats.rows == 39 + len("a prompt")
     model.skipped = 1
     with pytest.raises(RuntimeError, match="stored nothing"):
-        gone_on(model, temperature=temperature)
+        run_multi_step(model, temperature=temperature)
 
 
-def test_no_room_is_taken_ahead_in_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend goes on by itself with one sequence only."""
+def test_multi_step_slots_are_reserved_only_for_a_single_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Multi-step passes have a single sequence."""
     rooms: list[tuple[int, int]] = []
     fill = MultiStepSpan.fill
 
@@ -160,55 +162,55 @@ def test_no_room_is_taken_ahead_in_company(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(MultiStepSpan, "fill", filling)
     expected = alone(PROMPTS)
-    assert gone_on(_GoingOn(seed=1), PROMPTS) == expected
+    assert run_multi_step(_MultiStepModel(seed=1), PROMPTS) == expected
     together = {room for rows, room in rooms if rows > 1}
     assert len(rooms) > 40 and together == {0}
     rooms.clear()
-    gone_on(_GoingOn(seed=1))
+    run_multi_step(_MultiStepModel(seed=1))
     assert max(room for _, room in rooms) > 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_auto_lets_a_model_go_on_where_nothing_repeats(temperature, monkeypatch) -> None:
+def test_auto_uses_multi_step_passes_without_repetition(temperature, monkeypatch) -> None:
     monkeypatch.setattr("anydecode.decoders.speculative.auto.MIN_PASS_SECONDS", 2.0)
     expected = alone(["a prompt"], temperature=temperature, max_tokens=80)
-    model = _GoingOn(seed=1)
-    assert gone_on(model, temperature=temperature, max_tokens=80, decoder="auto") == expected
+    model = _MultiStepModel(seed=1)
+    assert run_multi_step(model, temperature=temperature, max_tokens=80, decoder="auto") == expected
     assert 3 < model.passes < 40
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 7, 8, 9, 17])
-def test_a_model_that_goes_on_keeps_to_the_limit(max_tokens: int) -> None:
+def test_multi_step_passes_respect_max_tokens(max_tokens: int) -> None:
     [expected] = alone(["a prompt"])
-    assert gone_on(_GoingOn(seed=1), max_tokens=max_tokens) == [expected[:max_tokens]]
+    assert run_multi_step(_MultiStepModel(seed=1), max_tokens=max_tokens) == [expected[:max_tokens]]
 
 
-def test_a_model_that_goes_on_stops_at_an_end() -> None:
+def test_multi_step_passes_stop_at_end_tokens() -> None:
     [expected] = alone(["a prompt"])
     end = expected[20]
     stops = {"stop_tokens": [end]}
-    assert gone_on(_GoingOn(seed=1), **stops) == alone(["a prompt"], **stops)
+    assert run_multi_step(_MultiStepModel(seed=1), **stops) == alone(["a prompt"], **stops)
     text = {"stop": [ByteTokenizer().decode([end])]}
-    model = _GoingOn(seed=1)
-    assert gone_on(model, **text) == alone(["a prompt"], **text)
-    assert not model.passes  # a text that may end it is looked at token by token
+    model = _MultiStepModel(seed=1)
+    assert run_multi_step(model, **text) == alone(["a prompt"], **text)
+    assert not model.passes  # with stop strings, every token is checked
 
 
-def test_nothing_goes_on_where_others_wait_or_logits_are_asked_for() -> None:
+def test_no_multi_step_passes_with_waiting_requests_or_needed_logits() -> None:
     for prompt, options in [(list(PROMPTS), {}), ("a prompt", {"logprobs": 1})]:
-        model = _GoingOn(seed=1)
-        found = gone_on(model, prompt, max_tokens=12, **options)
+        model = _MultiStepModel(seed=1)
+        found = run_multi_step(model, prompt, max_tokens=12, **options)
         assert found == alone(PROMPTS if prompt != "a prompt" else [prompt], max_tokens=12)
         assert not model.passes
 
 
-def test_a_model_goes_on_up_to_the_last_position_of_memory() -> None:
+def test_multi_step_passes_can_fill_the_cache() -> None:
     for positions in range(len("a prompt") + 40, len("a prompt") + 44):
-        assert gone_on(_GoingOn(seed=1), positions=positions) == alone(["a prompt"])
+        assert run_multi_step(_MultiStepModel(seed=1), positions=positions) == alone(["a prompt"])
 
 
 @pytest.mark.parametrize("decoder", ["autoregressive", "prompt-lookup", "following", "layer-draft"])
-def test_short_memory_preempts_and_changes_nothing(decoder: str) -> None:
+def test_preemption_does_not_change_the_output(decoder: str) -> None:
     model = ScriptedModel(seed=1)
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=110) as llm:
         batch = llm.generate(list(PROMPTS), decoder=decoder, **OPTIONS)
@@ -217,18 +219,18 @@ def test_short_memory_preempts_and_changes_nothing(decoder: str) -> None:
     assert [one.tokens for one in batch] == alone()
 
 
-def test_a_sequence_too_large_for_memory_ends_alone_with_a_clear_error() -> None:
+def test_a_sequence_too_large_for_the_cache_ends_with_an_error() -> None:
     with LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer(), cache_positions=30) as llm:
         assert llm.max_length == 30
         with pytest.raises(InvalidRequestError, match="context holds"):
             llm.generate("x" * 30)
         with pytest.raises(OutOfMemoryError, match="too few"):
-            llm.generate("x" * 20, decoder=_Wide())
+            llm.generate("x" * 20, decoder=_WideTree())
         assert llm.generate("ab", max_tokens=3, ignore_eos=True).finish_reason == "length"
 
 
-class _Wide(Decoder):
-    """Asks for a tree that no small cache holds."""
+class _WideTree(Decoder):
+    """Requests a tree that does not fit into a small cache."""
 
     def decode(self, sequence: Sequence) -> Decoding:
         yield sequence.verify(TokenTree([1] * 40, [-1] * 40))
@@ -247,7 +249,7 @@ def test_a_prefix_is_shared_between_requests() -> None:
         assert llm.engine.runners["target"].pool.num_used == 0
 
 
-def test_namespaces_share_nothing() -> None:
+def test_namespaces_do_not_share_prefixes() -> None:
     prompt = "this prompt is long enough to fill several blocks of sixteen tokens"
     with scripted_llm() as llm:
         llm.generate(prompt, namespace="a", **OPTIONS)
@@ -298,8 +300,8 @@ def test_a_fault_in_the_model_ends_the_requests_of_that_pass() -> None:
         assert llm.generate("abc", **OPTIONS).tokens == alone(["abc"])[0]
 
 
-class Looking(Decoder):
-    """Plain decoding that looks at a row it does not keep, and at a tree it rejects."""
+class Probing(Decoder):
+    """Autoregressive decoding that also scores a block and a tree that it discards."""
 
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:
@@ -322,7 +324,7 @@ def break_pass(llm: LLM, number: int, error: type[BaseException] = FloatingPoint
 
 
 def run_broken(llm: LLM, decoder: str | Decoder, number: int) -> list[list[int] | None]:
-    """Tokens of four answers, two at a time; None for those that the broken pass ended."""
+    """Tokens of four generations, two at a time; None for those that the broken pass ended."""
     break_pass(llm, number)
     requests = [llm.request(prompt, decoder=decoder, **OPTIONS) for prompt in SHORT]
     for request in requests:
@@ -335,7 +337,7 @@ def run_broken(llm: LLM, decoder: str | Decoder, number: int) -> list[list[int] 
 
 SHORT = [[5, 6, 7], [5, 6], [7, 5, 6, 7, 5], [6]]
 KINDS = [
-    (lambda: scripted_llm(prefix_cache=False, max_running=2), Looking()),
+    (lambda: scripted_llm(prefix_cache=False, max_running=2), Probing()),
     (lambda: scripted_llm(prefix_cache=False, max_running=2), "prompt-lookup"),
     (lambda: bidirectional(dense(), max_running=2), "llada:block=8"),
     (lambda: bidirectional(dense(), max_running=2), "fast-dllm:block=8,cache=dual"),
@@ -344,7 +346,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("open_llm", "decoder"), KINDS)
 @pytest.mark.parametrize("number", [1, 2, 7, 8])
-def test_a_failed_pass_leaves_no_slot_behind(open_llm, decoder, number: int) -> None:
+def test_a_failed_pass_leaks_no_slots(open_llm, decoder, number: int) -> None:
     with open_llm() as llm:
         want = [llm.generate(prompt, decoder=decoder, **OPTIONS).tokens for prompt in SHORT]
     with open_llm() as llm:
@@ -354,17 +356,17 @@ def test_a_failed_pass_leaves_no_slot_behind(open_llm, decoder, number: int) -> 
     assert found[2:] == want[2:]
 
 
-def test_a_lost_slot_is_found_out(monkeypatch) -> None:
+def test_a_leaked_slot_is_detected(monkeypatch) -> None:
     monkeypatch.setattr(SequenceCache, "release", lambda context: context.truncate(0))
     with scripted_llm(prefix_cache=False, max_running=2) as llm:
         with pytest.raises(AssertionError, match="reference counts"):
-            run_broken(llm, Looking(), 1)
+            run_broken(llm, Probing(), 1)
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit])
-def test_an_interrupted_pass_is_not_gone_on_with(failure: type[BaseException]) -> None:
-    """What was planned did not run: another stream that had rows in the pass must not go on as if
-    they had."""
+def test_jobs_of_an_interrupted_pass_do_not_continue(failure: type[BaseException]) -> None:
+    """Planned rows have not run: another stream with rows in the pass must not continue as if they
+    had."""
     with scripted_llm(prefix_cache=False) as llm:
         streams = [llm.stream(prompt, **OPTIONS) for prompt in ("abc", "the cat")]
         for stream in streams:
@@ -380,23 +382,23 @@ def test_an_interrupted_pass_is_not_gone_on_with(failure: type[BaseException]) -
 
 def test_leaving_a_stream_frees_its_memory() -> None:
     with scripted_llm(prefix_cache=False) as llm:
-        for piece in llm.stream("abc", **OPTIONS):
-            assert piece.text
+        for chunk in llm.stream("abc", **OPTIONS):
+            assert chunk.text
             break
         assert not llm.engine.running
         assert llm.engine.runners["target"].pool.num_used == 0
 
 
-def test_streamed_pieces_make_the_text() -> None:
+def test_streamed_chunks_make_the_text() -> None:
     with scripted_llm() as llm:
         for decoder in ("autoregressive", "speculative-sampling"):
-            pieces = list(llm.stream("the cat sat", decoder=decoder, stop=["\x00"], **OPTIONS))
-            assert "".join(map(str, pieces)) == pieces[-1].generation.text
+            chunks = list(llm.stream("the cat sat", decoder=decoder, stop=["\x00"], **OPTIONS))
+            assert "".join(map(str, chunks)) == chunks[-1].generation.text
             whole = llm.generate("the cat sat", stop=["\x00"], **OPTIONS)
-            assert pieces[-1].generation.text == whole.text
+            assert chunks[-1].generation.text == whole.text
 
 
-def test_stop_inside_an_accepted_run() -> None:
+def test_stop_inside_accepted_draft_tokens() -> None:
     words = b"abcabcabcabc"
 
     def script(seen: tuple[int, ...]):
@@ -442,16 +444,16 @@ def test_threads_share_one_engine() -> None:
     assert [found[i] for i in range(len(PROMPTS))] == alone()
 
 
-def test_async_requests_share_passes_and_can_be_left() -> None:
+def test_async_requests_share_passes_and_can_be_cancelled() -> None:
     async def main(llm: LLM) -> None:
         outs = await llm.agenerate(list(PROMPTS), **OPTIONS)
         assert [out.tokens for out in outs] == alone()
         stream = llm.astream("abc", **OPTIONS)
-        async for piece in stream:
-            assert piece.text
+        async for chunk in stream:
+            assert chunk.text
             break
         await stream.aclose()
-        text = "".join([piece.text async for piece in llm.astream("abc", **OPTIONS)])
+        text = "".join([chunk.text async for chunk in llm.astream("abc", **OPTIONS)])
         assert text == llm.generate("abc", **OPTIONS).text
 
     with scripted_llm() as llm:
@@ -485,12 +487,12 @@ def test_submit_wait_cancel() -> None:
         llm.engine.check_integrity()
 
 
-def test_a_score_cancelled_under_way_leaves_nothing_behind() -> None:
+def test_a_request_cancelled_during_its_pass_leaks_nothing() -> None:
     class Slow:
         def seconds(self, runner, plan) -> float:
             return 5.0 if runner.name == "target" else 1.0
 
-    class Impatient(Decoder):
+    class Cancelling(Decoder):
         runners = ("draft",)
 
         def decode(self, sequence: Sequence) -> Decoding:
@@ -503,19 +505,20 @@ def test_a_score_cancelled_under_way_leaves_nothing_behind() -> None:
 
     with scripted_llm(row_budget=8) as llm:
         llm.engine.clock = Slow()
-        llm.generate("abcdefgh" * 4, decoder=Impatient(), max_tokens=1)
+        llm.generate("abcdefgh" * 4, decoder=Cancelling(), max_tokens=1)
         while llm.engine.has_work:
             llm.engine.step()
         assert all(
-            not runner._parts and not runner.waiting for runner in llm.engine.runners.values()
+            not runner._partial_outputs and not runner.waiting
+            for runner in llm.engine.runners.values()
         )
         llm.engine.check_integrity()
 
 
-def test_what_is_being_overwritten_is_not_shared() -> None:
+def test_overwritten_positions_are_not_shared() -> None:
     prompt = "a prompt that fills two blocks of sixteen tokens"
 
-    class Rewriting(Decoder):
+    class Overwriting(Decoder):
         runners = ("draft",)
 
         def decode(self, sequence: Sequence) -> Decoding:
@@ -531,8 +534,8 @@ def test_what_is_being_overwritten_is_not_shared() -> None:
     with scripted_llm() as llm:
         llm.engine.clock = Slow()
         runner = llm.engine.runners["target"]
-        llm.engine._share_prompt = lambda *_: None  # else it is shared before it is rewritten
-        llm.generate(prompt, decoder=Rewriting(), max_tokens=1)
+        llm.engine._share_prompt = lambda *_: None  # else it is shared before it is overwritten
+        llm.generate(prompt, decoder=Overwriting(), max_tokens=1)
         assert runner in llm.engine._in_flight
         while llm.engine.has_work:
             llm.engine.step()
@@ -540,10 +543,10 @@ def test_what_is_being_overwritten_is_not_shared() -> None:
         llm.engine.check_integrity()
 
 
-def test_what_is_cut_under_way_is_not_remembered() -> None:
-    """Rows that land in a context that was cut meanwhile are none of its positions."""
+def test_positions_truncated_during_a_pass_are_not_stored() -> None:
+    """Rows of a pass are not stored in a cache that was truncated during the pass."""
 
-    class Retracting(Decoder):
+    class Truncating(Decoder):
         runners = ("draft",)
 
         def decode(self, sequence: Sequence) -> Decoding:
@@ -564,16 +567,19 @@ def test_what_is_cut_under_way_is_not_remembered() -> None:
 
     with scripted_llm() as llm:
         llm.engine.clock = Slow()
-        assert llm.generate("abc", decoder=Retracting(), **OPTIONS).tokens == alone(["abc"])[0]
+        assert llm.generate("abc", decoder=Truncating(), **OPTIONS).tokens == alone(["abc"])[0]
         llm.engine.check_integrity()
 
 
-def test_waiting_for_nothing_is_an_error_not_a_hang() -> None:
+def test_waiting_without_requests_is_an_error() -> None:
     class Waiting(Decoder):
         def decode(self, sequence: Sequence) -> Decoding:
             yield Wait([])
 
-    with scripted_llm() as llm, pytest.raises(RuntimeError, match="waits for nothing"):
+    with (
+        scripted_llm() as llm,
+        pytest.raises(RuntimeError, match="has no running request"),
+    ):
         llm.generate("abc", decoder=Waiting())
 
 
@@ -649,7 +655,9 @@ def test_score_is_the_sum_of_logprobs() -> None:
     {"constraint": Regex("[a-z]{40}")},
     {"max_tokens": 0},
 ])  # fmt: skip
-def test_prompt_logprobs_change_nothing_and_need_every_row(options: dict[str, Any]) -> None:
+def test_prompt_logprobs_do_not_change_the_output_and_compute_every_row(
+    options: dict[str, Any],
+) -> None:
     prompt = "a prompt of some blocks, so that the cache has them. " * 3
     options = {**OPTIONS, **options}
     with scripted_llm() as llm:
@@ -735,8 +743,8 @@ def test_speculation_saves_passes() -> None:
     assert drafted.stats.passes < 0.7 * plain.stats.passes
 
 
-def test_trace_tells_each_round() -> None:
+def test_trace_has_each_round() -> None:
     with scripted_llm() as llm:
         out = llm.generate("aaaa bbbb aaaa", decoder=prompt_lookup(), trace=True, **OPTIONS)
-    said = [token for record in out.trace for token in record["tokens"]]
-    assert said[: len(out.tokens)] == out.tokens
+    generated = [token for record in out.trace for token in record["tokens"]]
+    assert generated[: len(out.tokens)] == out.tokens

@@ -62,7 +62,7 @@ def test_compression_frees_memory() -> None:
         request = llm.request(prompt, decoder="quickprefill:keep=0.25,query=20", max_tokens=8,
                               ignore_eos=True)  # fmt: skip
         request.notify(lambda: used.append(pool.num_used))
-        llm._finish([request])
+        llm._run([request])
         assert 0 < max(used) < 0.25 * 600 + 50
         assert pool.num_used == 0
 
@@ -79,7 +79,7 @@ def test_unsupported_requests_raise_an_error() -> None:
         with pytest.raises(UnsupportedCombinationError, match="from no file"):
             llm.generate("abc" * 30, decoder="fastkv:budget=20", max_tokens=2)
         rows = PromptEmbeds(0, torch.zeros(2, 4))
-        with pytest.raises(UnsupportedCombinationError, match="takes no embeddings"):
+        with pytest.raises(UnsupportedCombinationError, match="does not support prompt_embeds"):
             llm.generate("abcd", prompt_embeds=rows)
         for wrong in (PromptEmbeds(0, torch.zeros(2, 5)), PromptEmbeds(2, torch.zeros(2, 4)),
                       PromptEmbeds(0, torch.zeros(2, 4), torch.zeros(3))):  # fmt: skip

@@ -139,10 +139,10 @@ def test_gptq_by_name_calibrates_on_a_file(tmp_path: Path) -> None:
     ("model", "dtype", "words"),
     [
         ("tiny-diffusion", "dlm-ptq:format=int3", "no format 'int3'"),
-        ("tiny-diffusion", "dlm-ptq:format=int4-gptq", "wants texts="),
-        ("tiny-diffusion", "dlm-ptq:texts=a.tsv", "wants texts="),
+        ("tiny-diffusion", "dlm-ptq:format=int4-gptq", "needs texts="),
+        ("tiny-diffusion", "dlm-ptq:texts=a.tsv", "needs texts="),
         ("tiny-diffusion", "dlm-ptq:format=int4-gptq,texts=/nowhere", "cannot be read"),
-        ("tiny-diffusion", "dlm-ptq:format=int4-gptq,texts=/dev/null", "no line of prompt"),
+        ("tiny-diffusion", "dlm-ptq:format=int4-gptq,texts=/dev/null", "no line with a prompt"),
         ("tiny-autoregressive", "dlm-ptq", "for diffusion models"),
         (object(), "dlm-ptq", "name or the file"),
         ("tiny-diffusion", "sdar", "not of kind WeightFormat"),

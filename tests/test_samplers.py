@@ -1,4 +1,4 @@
-"""Sampling rules by name, and mistakes in them that must not get a certificate."""
+"""Sampling rules by name, and mistakes in them that certification must detect."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_rule_has_a_card_and_an_oracle() -> None:
 
 
 def _stale(self: Any, state: np.ndarray, logits: np.ndarray) -> None:
-    self.said = self.said or self.heads(state, logits)
+    self.parameters = self.parameters or self.heads(state, logits)
 
 
 _coin = xtc.ExcludeTopChoices.apply
@@ -87,12 +87,12 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_mistake_in_a_rule_is_found_out(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_a_rule_is_detected(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written, (setting, *_) = _oracles[key]
     world = OracleContext(_target_model(), PROMPT)
 
-    def exact(said: tuple[int, ...]) -> np.ndarray:
-        return written(world, said, **setting)
+    def exact(tokens: tuple[int, ...]) -> np.ndarray:
+        return written(world, tokens, **setting)
 
     sampler = catalogue.build(key, **setting)
     assert rows_check(sampler, exact, 1.0, "right").passed
@@ -100,7 +100,7 @@ def test_a_mistake_in_a_rule_is_found_out(key: str, monkeypatch: pytest.MonkeyPa
     assert not rows_check(sampler, exact, 1.0, "wrong").passed
 
 
-#: What each rule is meant to better, in the terms of its measure.
+#: The baseline that each rule improves on, in terms of its measure.
 RIVALS: dict[str, Callable[[], float]] = {
     "min-p": lambda: claims.wrong_mass(20, temperature=2.0, top_p=0.9),
     "typical": lambda: claims.typicality(40, top_p=0.9),
@@ -115,7 +115,7 @@ RIVALS: dict[str, Callable[[], float]] = {
 
 
 @pytest.mark.parametrize("key", RIVALS)
-def test_what_a_rule_betters_does_not_pass_its_measure(key: str) -> None:
+def test_the_baseline_of_a_rule_fails_its_measure(key: str) -> None:
     (measure,) = _measures[key]
     assert RIVALS[key]() > measure.margin
 
@@ -126,7 +126,7 @@ def test_mirostat_that_never_learns_misses_its_target(monkeypatch: pytest.Monkey
     assert measure.run(600) > measure.margin
 
 
-def test_xtc_that_spares_none_fails_its_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xtc_that_keeps_no_top_choice_fails_its_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     (measure,) = _measures["xtc"]
 
     def apply(rule: Any, candidates: Any) -> Any:
@@ -145,7 +145,7 @@ def test_heads_that_learned_nothing_fail_their_measure() -> None:
     assert gain.heads - gain.fixed > measure.margin
 
 
-def test_contrastive_search_that_sees_no_states_is_found_out(
+def test_contrastive_search_without_hidden_states_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(contrastive._States, "max_cosine", lambda self, state: 0.0)
@@ -178,22 +178,22 @@ class TestByName:
     @pytest.mark.parametrize(
         "options, words",
         [
-            ({"decoder": "min-p", "min_p": 0.1}, "min_p is given twice: by itself and by 'min-p'"),
+            ({"decoder": "min-p", "min_p": 0.1}, "min_p is set by the request and by"),
             ({"decoder": "min-p", "temperature": 0}, "min-p needs a temperature above 0"),
             ({"decoder": "min-p:q=0.1"}, "method 'min-p'"),
             ({"decoder": "min-p:p=2"}, "min_p must be between 0 and 1, not 2"),
-            ({"decoder": "beam", "sampler": "xtc"}, "beam draws nothing"),
-            ({"decoder": "contrastive-search", "sampler": "eta"}, "draws nothing"),
+            ({"decoder": "beam", "sampler": "xtc"}, "beam does not sample"),
+            ({"decoder": "contrastive-search", "sampler": "eta"}, "does not sample"),
             ({"sampler": "beam"}, "'beam' is a Beam"),
             ({"sampler": ["mirostat", "min-p"]}, "mirostat and min_p exclude each other"),
-            ({"sampler": ["mirostat", "mirostat"]}, "given twice"),
+            ({"sampler": ["mirostat", "mirostat"]}, "set it once"),
             ({"sampler": "mirosat"}, "did you mean mirostat"),
             ({"decoder": "dola:layers=middle"}, "layers must be low, high or numbers"),
             ({"decoder": "dola:layers=0+9"}, "dola_layers names layer 9; this model has layers 0"),
             ({"dola_layers": "midst"}, "dola_layers must be low, high or layers"),
             ({"dola_layers": [1.5]}, "dola_layers must be low, high or layers"),
             ({"decoder": "dola", "guidance_scale": 2}, "cannot be combined"),
-            ({"decoder": "layer-draft", "sampler": "dola:layers=low"}, "looks at early layers"),
+            ({"decoder": "layer-draft", "sampler": "dola:layers=low"}, "reads early layers"),
             ({"decoder": "contrastive-search:k=0"}, "k >= 1"),
             ({"decoder": "contrastive-search", "guidance_scale": 2}, "guidance"),
             ({"decoder": "autodeco"}, "heads are for states of 576 numbers; this model's have 4"),
@@ -201,7 +201,7 @@ class TestByName:
             ({"decoder": "autodeco:heads=none.safetensors"}, "none.safetensors"),
         ],
     )
-    def test_what_cannot_be_is_refused_in_one_line(
+    def test_invalid_options_are_refused_in_one_line(
         self, options: dict[str, Any], words: str
     ) -> None:
         with toy_llm() as llm, pytest.raises((InvalidRequestError, CheckpointError)) as caught:
@@ -221,7 +221,7 @@ class TestByName:
 
 class TestInCompany:
     def test_rules_of_one_batch_do_not_mix(self) -> None:
-        """Requests under different rules share passes and say what they say alone."""
+        """Requests with different rules share passes and generate the same as alone."""
         chosen = [catalogue.build("autodeco", heads=random_heads()), "dola", "mirostat", "top-w",
                   "momentum", "min-p"]  # fmt: skip
         options = {"max_tokens": 16, "seed": 9, "ignore_eos": True}
@@ -238,8 +238,8 @@ class TestInCompany:
 
     @pytest.mark.parametrize("rule", ["mirostat:tau=2,eta=0.5", "autodeco", "dola", "dry"])
     def test_checked_constraints_and_restarts(self, rule: Any) -> None:
-        """A schema whose values are checked as they close: texts are taken back, whole jobs are
-        begun again, and the answer is the same."""
+        """A schema whose values are validated as they close: text is retracted, jobs are restarted,
+        and the result is the same."""
         if rule == "autodeco":
             heads = random_heads()
             hot = Heads(replace(heads.temperature, offset=3.0), replace(heads.top_p, offset=6.0))
@@ -306,12 +306,12 @@ class TestHeads:
             given, _ = train_autodeco(llm, recipe, ["abc", "de"])
             learner.heads().save(tmp_path / "heads.safetensors")
             named = f"autodeco:heads={tmp_path / 'heads.safetensors'}"
-            said = llm.generate(PROMPTS, decoder=named, max_tokens=5, seed=1)
+            answers = llm.generate(PROMPTS, decoder=named, max_tokens=5, seed=1)
             with pytest.raises(InvalidRequestError, match="at least two prompts"):
                 train_autodeco(llm, recipe, ["abc"])
         assert gain.rows > 0 and np.isfinite(gain.heads) and "held-out" in gain.summary()
         assert given.heads().temperature.inner.shape == (3, 4)
-        assert all(answer.tokens for answer in said)
+        assert all(answer.tokens for answer in answers)
 
     def test_the_heads_that_come_along_fit_the_default_model(self) -> None:
         heads = autodeco.default_heads()
@@ -323,8 +323,8 @@ class TestHeads:
             assert 0 < temperature < 2 and 0 < top_p <= 1
 
 
-def test_a_state_that_was_not_asked_for_is_no_draft() -> None:
-    """Rows that stop early show the policy nothing, and say so to nobody."""
+def test_uncaptured_hidden_states_do_not_affect_drafts() -> None:
+    """Early-exit rows pass no hidden states to the sampler, without an error."""
     heads = random_heads()
     options = {"max_tokens": 20, "seed": 3, "ignore_eos": True}
     options["sampler"] = catalogue.build("autodeco", heads=heads)
@@ -342,7 +342,8 @@ def test_a_state_that_was_not_asked_for_is_no_draft() -> None:
 @pytest.mark.model
 @pytest.mark.parametrize("rule", ["dola", "autodeco", "mirostat:tau=3"])
 def test_rules_on_the_default_model(default_model_path: Path, rule: str) -> None:
-    """Early layers and last states of a real model: drafts and batches change nothing."""
+    """Early layers and last hidden states of a real model: drafts and batches do not change the
+    output."""
     prompts = ["The list of numbers: 1, 2, 3, 1, 2, 3, 1,", "Once upon a time there was"]
     options = {"max_tokens": 10, "seed": 5, "sampler": rule, "ignore_eos": True}
     with LLM(default_model_path, cache_positions=2048) as llm:

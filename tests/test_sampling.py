@@ -1,4 +1,4 @@
-"""Policies against enumeration, brute force and their papers' formulas."""
+"""Samplers against enumeration, brute force and their papers' formulas."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ DRAWS = 2000
 LIMIT_11 = 31.26  # chi-square, 11 degrees of freedom, exceeded once in 1000
 
 
-class TestPick:
+class TestSample:
     row = random_row(1, 12, 1.0)
 
     def frequencies(self, sampler: Sampler) -> Counter[int]:
@@ -90,13 +90,13 @@ class TestPick:
         assert (p > 0).sum() == 6
         assert chi_square(self.frequencies(sampler), p, DRAWS) < 20.52  # 5 degrees
 
-    def test_redraws_follow_the_same_distribution(self):
+    def test_further_attempts_follow_the_same_distribution(self):
         sampler = Sampler(1.0)
         counts = Counter(sampler.sample(self.row, NOISE, 3, attempt) for attempt in range(DRAWS))
         assert chi_square(counts, softmax(self.row), DRAWS) < LIMIT_11
 
     @pytest.mark.parametrize("size", [5, 256, 257, 3000])
-    def test_pick_is_the_argmax_of_score_plus_noise(self, size):
+    def test_sample_is_the_argmax_of_score_plus_noise(self, size):
         sampler, differs = Sampler(0.8), 0
         for seed in range(60):
             row = random_row(seed, size, 1 + seed / 20)
@@ -108,7 +108,7 @@ class TestPick:
             differs += token != (row / 0.8 + NOISE.gumbel(range(size), seed + 1)).argmax()
         assert differs > 10
 
-    def test_a_mask_never_shifts_the_noise_of_survivors(self):
+    def test_a_mask_does_not_shift_the_noise_of_other_tokens(self):
         row = random_row(3, 400, 0.5)
         allowed = np.arange(0, 400, 3)
         masked = Sampler(1.0, [Constrained(Allow(allowed))])
@@ -123,7 +123,7 @@ class TestPick:
             shifted += allowed[by_place.argmax()] != token
         assert same > 30 and shifted > 100
 
-    def test_ties_fall_to_the_lowest_id(self):
+    def test_ties_go_to_the_lowest_id(self):
         row = locked([0, 2, 1, 2, 2])
         assert Sampler(0).sample(row, NOISE, 0) == 1
         banned = Sampler(0, [LogitBias({1: -math.inf})])
@@ -137,13 +137,13 @@ class TestPick:
         assert flat.sample(Silent(0), 0) == 4
         assert Distribution(None, np.zeros(600)).sample(Silent(0), 0) == 0
 
-    def test_greedy_needs_no_noise_and_equals_a_cold_draw(self):
+    def test_greedy_needs_no_noise_and_equals_a_low_temperature(self):
         for seed in range(20):
             row = random_row(seed, 50)
             assert Sampler(0).sample(row, NOISE, seed) == Sampler(1e-4).sample(row, NOISE, seed)
         assert Sampler(0).distribution(row).dense(50).max() == 1
 
-    def test_everything_forbidden_is_an_error(self):
+    def test_forbidding_all_tokens_is_an_error(self):
         for temperature in (0, 1):
             sampler = Sampler(temperature, [LogitBias(dict.fromkeys(range(4), -math.inf))])
             with pytest.raises(ConstraintError, match="no token is allowed"):
@@ -155,17 +155,17 @@ class Allow:
 
     def __init__(self, ids) -> None:
         self.ids = np.asarray(ids)
-        self.said: list[int] = []
+        self.generated: list[int] = []
 
     def mask(self) -> np.ndarray:
         return self.ids
 
     def advance(self, token: int) -> None:
-        self.said.append(token)
+        self.generated.append(token)
 
     def fork(self) -> Allow:
         branch = Allow(self.ids)
-        branch.said = list(self.said)
+        branch.generated = list(self.generated)
         return branch
 
 
@@ -193,7 +193,7 @@ class TestTruncation:
         p = softmax(row)
         kept = kept_by(TopP(mass), row)
         expected = shortest_run(by_falling_score(row), p, mass)
-        # Where the mass is met but for rounding, one token more may stay.
+        # If the mass is reached up to rounding, one more token may be kept.
         assert kept == expected or (
             p[expected].sum() - mass < 1e-6 and len(kept) == len(expected) + 1
         )
@@ -233,7 +233,7 @@ class TestTruncation:
 
     @pytest.mark.parametrize("scale", [0.3, 3.0, 12.0])
     @pytest.mark.parametrize("rule", ["TopP", "Typical"])
-    def test_looking_at_a_part_first_changes_nothing(self, rule, scale, monkeypatch):
+    def test_considering_a_part_first_does_not_change_the_result(self, rule, scale, monkeypatch):
         row, kind = random_row(6, 5000, scale), getattr(truncation, rule)
         quick = [kept_by(kind(mass), row) for mass in (0.2, 0.7, 0.95, 0.999)]
         monkeypatch.setattr(truncation, "_NEAR", 0.0)
@@ -256,16 +256,16 @@ class TestTruncation:
         assert kept_by(TopNSigma(1.0), row) == [4] and bound > 3
         assert kept_by(TopNSigma(2.1), row) == [3, 4]
         hot = Sampler(5.0, post_temperature=[TopNSigma(2.1)]).distribution(locked(row))
-        assert hot.tokens.tolist() == [3, 4]  # temperature does not matter
+        assert hot.tokens.tolist() == [3, 4]  # the temperature has no effect
         masked = Sampler(1.0, [LogitBias({4: -math.inf})], [TopNSigma(1.0)])
-        assert masked.distribution(locked(row)).tokens.tolist() == [2, 3]  # nor what is banned
+        assert masked.distribution(locked(row)).tokens.tolist() == [2, 3]  # nor have banned tokens
 
     @pytest.mark.parametrize(
         "rule",
         [TopK(1), TopP(1e-9), MinP(1.0), Typical(1e-9), Epsilon(0.99), Eta(0.99), TopNSigma(1e-9)],
     )
     @pytest.mark.parametrize("row", [[3.0], [0, 0, 0], [-50, 50], [-1e30, -1e30]])
-    def test_one_token_always_stays(self, rule, row):
+    def test_one_token_is_always_kept(self, rule, row):
         assert len(kept_by(rule, row)) >= 1
 
     @given(tied_rows, st.integers(1, 30))
@@ -273,19 +273,19 @@ class TestTruncation:
         assert largest(np.array(row), count).tolist() == sorted(by_falling_score(row)[:count])
 
     @pytest.mark.parametrize("probability", [0.3, 1.0])
-    def test_xtc_is_the_mixture_over_its_coin(self, probability):
+    def test_xtc_is_the_mixture_of_both_outcomes(self, probability):
         row = np.log([0.4, 0.05, 0.25, 0.2, 0.1])
         sampler = Sampler(1.0, post_temperature=[ExcludeTopChoices(probability, 0.15)])
         p = softmax(row)
         without = p.copy()
-        without[[0, 2]] = 0  # 0.2 is the least likely of the top choices and stays
+        without[[0, 2]] = 0  # 0.2 is the least likely of the top choices and is kept
         mixture = (1 - probability) * p + probability * without / without.sum()
         np.testing.assert_allclose(sampler.distribution(locked(row)).dense(5), mixture, atol=1e-6)
         without[3] = 0
         wrong = (1 - probability) * p + probability * without / without.sum()
         assert np.abs(sampler.distribution(locked(row)).dense(5) - wrong).max() > 0.05
 
-    def test_xtc_leaves_a_single_top_choice(self):
+    def test_xtc_keeps_a_single_top_choice(self):
         row = np.log([0.8, 0.1, 0.1])
         assert kept_by(ExcludeTopChoices(1.0, 0.5), row) == [0, 1, 2]
 
@@ -295,15 +295,15 @@ texts = st.lists(st.integers(0, 5), max_size=14)
 
 class TestPenalties:
     @given(texts, texts)
-    def test_repetition_presence_and_frequency(self, prompt, said):
-        row = random_row(len(said), 6)
+    def test_repetition_presence_and_frequency(self, prompt, generated):
+        row = random_row(len(generated), 6)
         sampler = Sampler(1.0, [RepetitionPenalty(1.5, prompt), CountPenalty(0.25, 0.5)])
-        for token in said:
+        for token in generated:
             sampler.advance(token)
         expected = row.astype(np.float64)
-        for token in set(prompt + said):
+        for token in set(prompt + generated):
             expected[token] *= 1.5 if expected[token] <= 0 else 1 / 1.5
-        for token, count in Counter(said).items():
+        for token, count in Counter(generated).items():
             expected[token] -= 0.25 + 0.5 * count
         p = sampler.distribution(row).dense(6)
         np.testing.assert_allclose(p, softmax(expected), atol=1e-6)
@@ -363,11 +363,11 @@ class TestPenalties:
 
     def test_minimum_length(self):
         sampler = Sampler(0, [MinimumLength(2, {1})])
-        row, picks = locked([0, 5, 1]), []
+        row, sampled = locked([0, 5, 1]), []
         for position in range(3):
-            picks.append(sampler.sample(row, NOISE, position))
-            sampler.advance(picks[-1])
-        assert picks == [2, 2, 1]
+            sampled.append(sampler.sample(row, NOISE, position))
+            sampler.advance(sampled[-1])
+        assert sampled == [2, 2, 1]
 
     def test_bias(self):
         row = locked([0, 1, 2])
@@ -395,13 +395,13 @@ class TestConstraint:
             with pytest.raises(ConstraintError, match="allows none"):
                 Sampler(0, [Constrained(Allow(ids))]).sample(locked([1, 2, 3]), NOISE, 0)
 
-    def test_it_is_told_and_forked(self):
+    def test_it_is_advanced_and_forked(self):
         sampler = Sampler(0, [Constrained(Allow([0, 1]))])
         sampler.advance(1)
         branch = sampler.fork()
         branch.advance(0)
-        assert sampler.pre_temperature[0].state.said == [1]
-        assert branch.pre_temperature[0].state.said == [1, 0]
+        assert sampler.pre_temperature[0].state.generated == [1]
+        assert branch.pre_temperature[0].state.generated == [1, 0]
 
 
 EVERYTHING = SamplingParams(
@@ -433,21 +433,21 @@ class TestForks:
     @pytest.mark.parametrize("name", STATEFUL)
     @given(st.data())
     @settings(max_examples=25, deadline=None)
-    def test_a_branch_equals_a_policy_told_its_tokens(self, name, data):
+    def test_a_branch_equals_a_sampler_advanced_by_its_tokens(self, name, data):
         prompt = [1, 2, 3, 1]
         branches = [(STATEFUL[name].sampler(prompt, 16, [0]), [])]
         for _ in range(data.draw(st.integers(1, 14))):
-            sampler, said = data.draw(st.sampled_from(branches))
-            sampler.distribution(random_row(len(said), 16))
+            sampler, generated = data.draw(st.sampled_from(branches))
+            sampler.distribution(random_row(len(generated), 16))
             if data.draw(st.booleans()):
-                sampler, said = sampler.fork(), list(said)
-                branches.append((sampler, said))
+                sampler, generated = sampler.fork(), list(generated)
+                branches.append((sampler, generated))
             token = data.draw(st.integers(5, 15))
             sampler.advance(token)
-            said.append(token)
-        for sampler, said in branches:
+            generated.append(token)
+        for sampler, generated in branches:
             fresh = STATEFUL[name].sampler(prompt, 16, [0])
-            for at, token in enumerate(said):
+            for at, token in enumerate(generated):
                 fresh.distribution(random_row(at, 16))
                 fresh.advance(token)
             row = random_row(99, 16)
@@ -470,7 +470,7 @@ class TestForks:
             copy.distribution(row).dense(16), sampler.distribution(row).dense(16)
         )
 
-    def test_shared_state_would_be_caught(self):
+    def test_shared_state_is_detected(self):
         sampler = STATEFUL["everything"].sampler([1], 16, [0])
         branch = sampler.fork()
         before = sampler.distribution(random_row(1, 16)).dense(16)
@@ -479,14 +479,14 @@ class TestForks:
         np.testing.assert_array_equal(sampler.distribution(random_row(1, 16)).dense(16), before)
         assert not np.array_equal(branch.distribution(random_row(1, 16)).dense(16), before)
 
-    def test_without_state_a_fork_is_the_policy_itself(self):
+    def test_a_fork_of_a_stateless_sampler_is_itself(self):
         sampler = SamplingParams(top_p=0.9, logit_bias={1: 1.0}).sampler([], 4)
         assert not sampler.stateful and sampler.fork() is sampler
         assert EVERYTHING.sampler([], 16).stateful
 
 
 def surprises(sampler: Sampler, seed: int, length: int) -> np.ndarray:
-    """Bits per token of a text drawn by `policy` from Zipf rows that flatten as it goes on."""
+    """Bits per token of a text sampled by `sampler` from Zipf rows that flatten along the text."""
     rng = np.random.default_rng(seed)
     bits = np.empty(length)
     ranks = np.log(np.arange(1, 201))
@@ -501,9 +501,9 @@ def surprises(sampler: Sampler, seed: int, length: int) -> np.ndarray:
 class TestMirostat:
     @pytest.mark.parametrize("kind", [Mirostat, MirostatZipf])
     def test_surprise_stays_at_the_target(self, kind):
-        held = surprises(Sampler(1.0, post_temperature=[kind(3.0, 0.1)]), 0, 2000)
-        assert abs(held.mean() - 3.0) < 0.05 * 3.0
-        assert abs(held[1500:].mean() - held[:500].mean()) < 0.2
+        surprise = surprises(Sampler(1.0, post_temperature=[kind(3.0, 0.1)]), 0, 2000)
+        assert abs(surprise.mean() - 3.0) < 0.05 * 3.0
+        assert abs(surprise[1500:].mean() - surprise[:500].mean()) < 0.2
 
     def test_top_p_drifts_on_the_same_rows(self):
         free = surprises(Sampler(1.0, post_temperature=[TopP(0.6)]), 0, 2000)
@@ -520,7 +520,7 @@ class TestMirostat:
         sampler.advance(1)
         assert rule.mu == pytest.approx(1.5)
         assert sampler.distribution(row).tokens.tolist() == [0]
-        sampler.advance(3)  # a token that was cut still counts with its own surprise
+        sampler.advance(3)  # a dropped token still counts with its own surprise
         assert rule.mu == pytest.approx(1.5 - 0.5 * (math.log2(10) - 1))
 
     def test_version_1_by_hand(self):
@@ -533,7 +533,7 @@ class TestMirostat:
         flat = Sampler(1.0, post_temperature=[MirostatZipf(2.0)]).distribution(locked(np.zeros(50)))
         assert len(flat) == 50
 
-    def test_it_learns_nothing_from_tokens_it_was_not_asked_about(self):
+    def test_it_does_not_learn_from_tokens_without_a_distribution(self):
         rule = Mirostat(3.0)
         rule.advance(1)
         assert rule.mu == 6.0
@@ -560,17 +560,17 @@ class TestOthers:
     def test_momentum_breaks_a_loop(self):
         table = [random_row(seed, 20) for seed in range(20)]
 
-        def say(sampler: Sampler) -> list[int]:
+        def generate(sampler: Sampler) -> list[int]:
             text = [0]
             for position in range(60):
                 text.append(sampler.sample(table[text[-1]], NOISE, position))
                 sampler.advance(text[-1])
             return text
 
-        free = say(Sampler(0))
-        assert any(free[30:40] == free[30 + n : 40 + n] for n in range(1, 20))
-        held = say(Sampler(0, [Momentum(prompt=[0])]))
-        assert not any(held[30:40] == held[30 + n : 40 + n] for n in range(1, 20))
+        greedy = generate(Sampler(0))
+        assert any(greedy[30:40] == greedy[30 + n : 40 + n] for n in range(1, 20))
+        resisted = generate(Sampler(0, [Momentum(prompt=[0])]))
+        assert not any(resisted[30:40] == resisted[30 + n : 40 + n] for n in range(1, 20))
 
     @pytest.mark.parametrize("mass_weight", [-0.5, 0.0, 0.6, 1.2])
     def test_top_w_scan_equals_all_subsets(self, mass_weight):
@@ -590,7 +590,7 @@ class TestOthers:
             worse += max(by_probability) < best - 1e-9
         assert worse > 5
 
-    def test_top_w_keeps_neighbours_and_all_when_nothing_weighs(self):
+    def test_top_w_keeps_neighbours_and_everything_without_weights(self):
         rng = np.random.default_rng(0)
         geometry = Geometry.of(rng.normal(size=(40, 6)).astype(np.float32))
         row = random_row(3, 40)
@@ -624,7 +624,7 @@ class TestOthers:
         sampled = SamplingParams(dola_layers=(2, 5)).sampler([], 4).distribution(row)
         assert sampled.tokens.tolist() == [0, 1]
 
-    def test_dola_leaves_the_last_word_to_a_constraint(self):
+    def test_a_constraint_comes_after_dola(self):
         last, early = locked(np.log([0.8, 0.15, 0.03, 0.02])), locked(np.log([0.25] * 4))
         for allowed, expected in (([1, 2], [1.0, 0.0]), ([2, 3], [0.6, 0.4])):
             sampler = SamplingParams(dola_layers=(2,)).sampler([], 4, constraint=Allow(allowed))
@@ -647,7 +647,7 @@ class TestLogprobs:
     def test_ties_are_listed_by_id(self):
         assert [t for t, _ in token_logprobs(locked([1, 2, 2, 1, 2]), 0, 4).top] == [1, 2, 4, 0]
 
-    def test_of_what_was_drawn_from(self):
+    def test_under_the_distribution_of_the_sampler(self):
         row = locked([0, 1, 2, 3])
         distribution = Sampler(0.5, post_temperature=[TopK(2)]).distribution(row)
         found = distribution_logprobs(distribution, 2, 3)
@@ -719,7 +719,7 @@ class TestParams:
         with pytest.raises(InvalidRequestError, match="the vocabulary has 10"):
             SamplingParams(**values).sampler([], 10)
 
-    def test_the_defaults_change_nothing(self):
+    def test_the_defaults_do_not_change_the_logits(self):
         sampler = SamplingParams().sampler([1, 2], 5, [0])
         assert sampler.is_temperature_only and not sampler.stateful and not sampler.is_greedy
         row = random_row(0, 5)
@@ -727,7 +727,7 @@ class TestParams:
         greedy = SamplingParams(temperature=0, top_k=3, top_p=0.5).sampler([], 5)
         assert greedy.is_greedy and greedy.is_temperature_only
 
-    def test_order_of_the_parts(self):
+    def test_order_of_the_processors(self):
         sampler = SamplingParams(
             momentum_alpha=0.1,
             min_tokens=2,
@@ -744,7 +744,7 @@ class TestParams:
         after = [type(part).__name__ for part in sampler.post_temperature]
         assert after == ["TopK", "TopP", "ExcludeTopChoices"]
 
-    def test_top_w_wants_embeddings(self):
+    def test_top_w_needs_embeddings(self):
         assert SamplingParams(top_w=True).needs_geometry
         with pytest.raises(InvalidRequestError, match="embeddings"):
             SamplingParams(top_w=True).sampler([], 4)

@@ -191,5 +191,5 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequestError, match="cannot be used"):
         tiny_llm(prefix_spill=tmp_path / "file" / "below")
-    with pytest.raises(InvalidRequestError, match="no number of bytes"):
+    with pytest.raises(InvalidRequestError, match="not a number of bytes"):
         tiny_llm(prefix_spill="memory", spill_limit="much")

@@ -1,4 +1,4 @@
-"""Streaming text against decoding everything at once, and stop strings against brute force."""
+"""Incremental detokenization against decoding at once, and stop strings against brute force."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from anydecode.engine.text import Detokenizer, OutputProcessor
 
 
-class Pieces:
+class TokenPieces:
     """A tokenizer whose token i adds the i-th piece of bytes."""
 
     def __init__(self, pieces: list[bytes]) -> None:
@@ -27,7 +27,7 @@ def split(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 def stream(pieces: list[bytes]) -> list[str]:
-    detokenizer = Detokenizer(Pieces(pieces))
+    detokenizer = Detokenizer(TokenPieces(pieces))
     return [detokenizer.push(i) for i in range(len(pieces))] + [detokenizer.flush()]
 
 
@@ -35,28 +35,28 @@ cuts = st.lists(st.integers(0, 1000), max_size=30)
 
 
 @given(st.text(max_size=30).filter(lambda text: "\ufffd" not in text), cuts)
-def test_characters_come_whole(text, cuts):
+def test_only_complete_characters_are_emitted(text, cuts):
     pieces = split(text.encode(), cuts)
     parts = stream(pieces)
     assert "".join(parts) == text
     assert parts[-1] == ""
-    data, said = b"", ""
+    data, decoded = b"", ""
     for piece, part in zip(pieces, parts, strict=False):
-        data, said = data + piece, said + part
-        assert said == data.decode(errors="ignore")  # all that is complete, and nothing else
+        data, decoded = data + piece, decoded + part
+        assert decoded == data.decode(errors="ignore")  # all complete characters, and nothing else
 
 
 @given(st.binary(max_size=40), cuts)
-def test_any_bytes_decode_as_they_do_at_once(data, cuts):
+def test_incremental_decoding_equals_decoding_at_once(data, cuts):
     assert "".join(stream(split(data, cuts))) == data.decode(errors="replace")
 
 
-def test_what_is_complete_is_not_held_back():
+def test_complete_characters_are_not_held_back():
     parts = stream([b"a\xc3", b"\xa9", b"\xf0\x9f", b"\x98", b"\x80!"])
     assert parts == ["a", "é", "", "", "😀!", ""]
 
 
-def test_a_naive_detokenizer_would_be_caught():
+def test_a_naive_detokenizer_is_detected():
     pieces = split("né 😀".encode(), [2, 5])
     naive = "".join(piece.decode(errors="replace") for piece in pieces)
     assert naive != "né 😀" == "".join(stream(pieces))
@@ -65,7 +65,7 @@ def test_a_naive_detokenizer_would_be_caught():
 def oracle(
     pieces: list[bytes], stops: list[str], include: bool = False
 ) -> tuple[int, str, str | None]:
-    """Tokens taken, text and stop string, from the whole text anew for every character."""
+    """Tokens taken, text and stop string, recomputed from the whole text for every character."""
     data = b""
     for taken, piece in enumerate(pieces, 1):
         data += piece
@@ -79,7 +79,7 @@ def oracle(
 
 
 def rules(pieces: list[bytes], **options) -> OutputProcessor:
-    return OutputProcessor(Pieces(pieces), **options)
+    return OutputProcessor(TokenPieces(pieces), **options)
 
 
 letters = st.text("ab", max_size=25)
@@ -87,7 +87,7 @@ stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_siz
 
 
 @given(letters, stop_lists, cuts, st.booleans(), st.integers(1, 4))
-def test_stop_strings_equal_brute_force(text, stops, cuts, include, run):
+def test_stop_strings_equal_a_brute_force_search(text, stops, cuts, include, run):
     pieces = split(text.encode(), cuts)
     subject = rules(pieces, stop_strings=stops, include_stop=include)
     taken, streamed = 0, ""
@@ -97,33 +97,33 @@ def test_stop_strings_equal_brute_force(text, stops, cuts, include, run):
         took, reason = subject.push(tokens)
         taken += took
         streamed += subject.take()
-        assert whole.startswith(streamed)  # nothing is sent that would have to be taken back
+        assert whole.startswith(streamed)  # no streamed text has to be retracted
         if reason:
             break
     assert (taken, subject.stopped_by) == (expected, stop)
     assert subject.finish_reason == ("stop" if stop else None)
     assert streamed == subject.text
-    assert streamed + subject._held == whole
+    assert streamed + subject._held_back == whole
 
 
 @given(letters, stop_lists, cuts)
-def test_only_what_could_become_a_stop_string_is_held_back(text, stops, cuts):
+def test_only_prefixes_of_stop_strings_are_held_back(text, stops, cuts):
     pieces = split(text.encode(), cuts)
     subject = rules(pieces, stop_strings=stops)
     _, reason = subject.push(range(len(pieces)))
     if reason is None:
-        held = max((n for s in stops for n in range(len(s)) if text.endswith(s[:n])), default=0)
-        assert subject.text == text[: len(text) - held]
+        overlap = max((n for s in stops for n in range(len(s)) if text.endswith(s[:n])), default=0)
+        assert subject.text == text[: len(text) - overlap]
 
 
-def test_the_oracle_catches_a_search_within_single_tokens():
+def test_the_oracle_detects_a_search_within_single_tokens():
     pieces = [b"xE", b"ND", b"y"]
     assert oracle(pieces, ["END"]) == (2, "x", "END")
     assert not any(b"END" in piece for piece in pieces)
     assert rules(pieces, stop_strings=["END"]).push([0, 1, 2]) == (2, "stop")
 
 
-def test_a_stop_string_inside_an_accepted_run_ends_it():
+def test_a_stop_string_inside_accepted_tokens_ends_the_generation():
     pieces = [b"one ", b"two ", b"thr", b"ee", b" four"]
     subject = rules(pieces, stop_strings=["o th"])
     assert subject.push([0, 1, 2, 3, 4]) == (3, "stop")
@@ -147,7 +147,7 @@ def test_end_of_text_and_stop_tokens():
     assert subject.text == "a!"
 
 
-def test_the_limit_releases_what_was_held_back():
+def test_max_tokens_releases_held_back_text():
     subject = rules([b"EN", b"\xf0\x9f"], stop_strings=["END"], max_tokens=2)
     assert subject.push([0]) == (1, None)
     assert not subject.has_text and subject.take() == ""
@@ -157,25 +157,25 @@ def test_the_limit_releases_what_was_held_back():
     assert subject.finish_reason == "length" and subject.stopped_by is None
 
 
-def test_a_stop_on_the_last_allowed_token_is_a_stop():
+def test_a_stop_on_the_last_allowed_token_has_reason_stop():
     subject = rules([b"a", b""], eos_ids={1}, max_tokens=2)
     assert subject.push([0, 1]) == (2, "stop")
 
 
 @pytest.mark.parametrize("minimum, taken", [(0, 1), (1, 3), (3, 4)])
-def test_stop_strings_wait_for_the_minimum(minimum, taken):
+def test_stop_strings_are_ignored_within_min_tokens(minimum, taken):
     subject = rules([b"ab", b"x", b"ab", b"ab"], stop_strings=["ab"], min_tokens=minimum)
     assert subject.push([0, 1, 2, 3]) == (taken, "stop")
 
 
-def test_a_string_completed_too_early_is_not_found_again():
+def test_a_stop_string_within_min_tokens_is_not_found_later():
     subject = rules([b"xab", b"y"], stop_strings=["ab", "xabc"], min_tokens=1)
     assert subject.push([0, 1]) == (2, None)
     assert subject.text == "xaby"
 
 
 @given(letters, stop_lists, cuts, st.integers(0, 10))
-def test_state_is_plain_and_tokens_rebuild_it(text, stops, cuts, at):
+def test_state_is_plain_data_and_tokens_rebuild_it(text, stops, cuts, at):
     pieces = split(text.encode(), cuts)
     one = rules(pieces, stop_strings=stops, max_tokens=8)
     one.push(range(min(at, len(pieces))))

@@ -1,6 +1,6 @@
-"""One engine for every way of decoding a language model.
+"""An inference engine for many decoding methods of language models.
 
-Importing this is instant: names are fetched from their modules when they are first used.
+Importing the package is fast: public names are imported from their modules on first use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from anydecode.constraints.predicate import Predicate as Predicate
     from anydecode.engine.llm import LLM as LLM
 
-_HOMES = {
+_MODULES = {
     "LLM": "anydecode.engine.llm",
     "JsonSchema": "anydecode.constraints.json_schema",
     "Regex": "anydecode.constraints.languages",
@@ -38,9 +38,9 @@ logging.getLogger("anydecode").addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""`python -m anydecode` is the command line."""
+"""`python -m anydecode` runs the command line."""
 
 from anydecode.cli.main import run
 

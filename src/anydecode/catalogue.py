@@ -1,4 +1,4 @@
-"""The catalogue: one card per method, and how to build it from its key."""
+"""The catalogue of methods: one card per method, and building a method from its key."""
 
 from __future__ import annotations
 
@@ -42,13 +42,23 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class Card:
-    """What a method is and claims. `needs`: nothing, "draft model", "trained heads", "diffusion
-    model", ... `deviations`: every way in which it differs from the paper.
+    """Description of a method.
 
-    `exactness` is held against plain decoding of the same model. A sampling rule is "lossy", and so
-    is guidance: they change the distribution by design. Their certificates test another claim:
-    the distribution is that of the rule's own definition (its oracle), and exact decoders give
-    under the rule the tokens that plain decoding gives under it.
+    `exactness` compares with autoregressive decoding of the same model. Sampling rules and guidance
+    are "lossy", since they change the distribution by design. Their certificates test another
+    claim: the distribution is that of the rule's own definition (its oracle), and with the rule
+    exact decoders generate the same tokens as autoregressive decoding.
+
+    Args:
+        key: Key in the catalogue.
+        family: One of `FAMILIES`.
+        paper: The source, with its arXiv number if it has one.
+        exactness: One of `EXACTNESS`.
+        summary: One sentence.
+        bibtex: Citation; by default derived from `paper`.
+        needs: Requirements: "draft model", "trained heads", "diffusion model", ...
+        works_with: What the method can be combined with.
+        deviations: Every difference from the paper.
     """
 
     key: str
@@ -63,9 +73,11 @@ class Card:
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
-            raise ValueError(f"{self.family!r} is no family of the catalogue")
+            raise ValueError(f"the family is {self.family!r}; allowed are {', '.join(FAMILIES)}")
         if self.exactness not in EXACTNESS:
-            raise ValueError(f"{self.exactness!r} is no kind of exactness")
+            raise ValueError(
+                f"the exactness is {self.exactness!r}; allowed are {', '.join(EXACTNESS)}"
+            )
 
     @property
     def citation(self) -> str:
@@ -80,7 +92,7 @@ class Card:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The card as plain JSON."""
+        """The card as JSON-compatible values."""
         return {**asdict(self), "bibtex": self.citation}
 
 
@@ -96,23 +108,24 @@ _entries: dict[str, Entry] = {}
 
 
 def register(card: Card) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Class or factory decorator: put a method into the catalogue under its card's key."""
+    """Decorator for a class or factory function: adds a method to the catalogue under the key of
+    its card. Raises `ValueError` if another method has that key."""
 
-    def enter(build: Callable[..., Any]) -> Callable[..., Any]:
-        known = _entries.get(card.key)
-        if known is not None and known.build is not build:
-            raise ValueError(f"the key {card.key!r} is taken")
+    def add(build: Callable[..., Any]) -> Callable[..., Any]:
+        existing = _entries.get(card.key)
+        if existing is not None and existing.build is not build:
+            raise ValueError(f"another method is already registered as {card.key!r}")
         _entries[card.key] = Entry(card, build)
         if inspect.isclass(build):
             build.card = card  # type: ignore[attr-defined]
         return build
 
-    return enter
+    return add
 
 
 @cache
 def _load() -> None:
-    """Import every module that registers methods: ours, then others' entry points."""
+    """Import every module that registers methods: those of the package, then entry points."""
     for name in _PACKAGES:
         package = importlib.import_module(name)
         for module in pkgutil.walk_packages(package.__path__, f"{name}."):
@@ -123,19 +136,27 @@ def _load() -> None:
 
 
 def entries() -> dict[str, Entry]:
-    """Every method by key."""
+    """All methods by key."""
     _load()
     return _entries
 
 
 def cards(family: str | None = None) -> list[Card]:
-    """The cards, by family and key."""
+    """The cards of all methods or of one family, sorted by family and key."""
     found = [entry.card for entry in entries().values() if family in (None, entry.card.family)]
     return sorted(found, key=lambda card: (FAMILIES.index(card.family), card.key))
 
 
 def build(key: str, /, **parameters: Any) -> Any:
-    """The method `key`, with `parameters`. Raises `InvalidRequestError` for unknown ones."""
+    """Build the method `key`.
+
+    Args:
+        key: Key in the catalogue.
+        **parameters: Parameters of the method's factory.
+
+    Raises:
+        InvalidRequestError: If the key or a parameter is unknown, or a value has a wrong type.
+    """
     if key not in entries():
         from difflib import get_close_matches
 
@@ -150,20 +171,20 @@ def build(key: str, /, **parameters: Any) -> Any:
         raise InvalidRequestError(f"method {key!r}: {error}") from None
     for name, value in parameters.items():
         if not _fits(value, kinds.get(name, ())):
-            wanted = " or ".join(_WORDS.get(kind, f"a {kind.__name__}") for kind in kinds[name])
-            raise InvalidRequestError(f"method {key!r}: {name} takes {wanted}, not {value!r}")
+            allowed = " or ".join(_WORDS.get(kind, f"a {kind.__name__}") for kind in kinds[name])
+            raise InvalidRequestError(f"method {key!r}: {name} takes {allowed}, not {value!r}")
     return method(**parameters)
 
 
 def kind_of(key: str) -> type | None:
-    """The class of what `key` builds, as far as can be told without building it."""
+    """The class of the method `key`, if it can be determined without building it."""
     method = entries()[key].build if key in entries() else None
     kind = method if inspect.isclass(method) else _hints(method).get("return")
     return kind if isinstance(kind, type) else None
 
 
 def text_parameters(key: str) -> frozenset[str]:
-    """The parameters of method `key` that take texts and no numbers."""
+    """The parameters of method `key` that accept texts but no numbers."""
     kinds = _kinds(entries()[key].build) if key in entries() else {}
     numbers = {bool, int, float}
     return frozenset(
@@ -193,13 +214,14 @@ _WORDS = {
 def _hints(method: Callable[..., Any] | None) -> dict[str, Any]:
     try:
         return get_type_hints(method.__init__ if inspect.isclass(method) else method)
-    except (NameError, TypeError):  # written for type checkers only, or nowhere
+    except (NameError, TypeError):  # no hints, or names imported only for type checking
         return {}
 
 
 @cache
 def _kinds(method: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
-    """The parameters of `method` and the classes of what they take, where `isinstance` can tell."""
+    """The parameters of `method` with the classes that they accept, if `isinstance` can check
+    them."""
     found = {}
     for name, hint in _hints(method).items():
         kinds = (hint,) if get_origin(hint) not in (Union, UnionType) else get_args(hint)
@@ -210,13 +232,13 @@ def _kinds(method: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
 
 
 def _is_open(kind: Any) -> bool:
-    """Whether `isinstance` cannot tell what belongs to `kind`."""
+    """Whether `isinstance` cannot check for `kind`."""
     return kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False)
 
 
 def _fits(value: object, kinds: tuple[type, ...]) -> bool:
-    """Numbers may be written as whole ones; not-a-number is no number. Objects of
-    other classes than a parameter names are taken on trust."""
+    """Whether `value` may be passed for a parameter of `kinds`. Integers are accepted as floats,
+    NaN is not accepted. Objects of classes that the parameter does not name are not checked."""
     if not kinds:
         return True
     if isinstance(value, bool):

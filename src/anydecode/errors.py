@@ -1,14 +1,14 @@
-"""Exceptions in the user's words. The command line prints their message as one line and exits 2."""
+"""Exceptions for users. The command line prints their message as one line and exits with code 2."""
 
 from __future__ import annotations
 
 
 class AnydecodeError(Exception):
-    """Anything a user can cause and mend."""
+    """Base class of all errors that a user can cause and fix."""
 
 
 class ModelNotFoundError(AnydecodeError):
-    """No model goes by this name, or it is not on this machine."""
+    """There is no model of this name, or it is not on this machine."""
 
 
 class CheckpointError(AnydecodeError):
@@ -16,15 +16,21 @@ class CheckpointError(AnydecodeError):
 
 
 class InvalidRequestError(AnydecodeError, ValueError):
-    """A prompt or parameter that cannot be served, or two that contradict each other."""
+    """A prompt or parameter is invalid, or two parameters contradict each other."""
 
 
 class UnsupportedCombinationError(InvalidRequestError):
-    """Parts that cannot work together."""
+    """The model, decoder and options of a request cannot be combined."""
 
 
 class MissingPackageError(InvalidRequestError):
-    """An optional package is not installed. `install` is what to give to `pip install`."""
+    """An optional package is not installed.
+
+    Args:
+        what: The feature that needs it.
+        package: Name of the package.
+        install: The argument of `pip install`.
+    """
 
     def __init__(self, what: str, package: str, install: str) -> None:
         super().__init__(f"{what} needs {package}, which is not installed: pip install {install}")
@@ -33,12 +39,12 @@ class MissingPackageError(InvalidRequestError):
 
 
 class OutOfMemoryError(AnydecodeError):
-    """The cache cannot hold even one sequence of this size."""
+    """The key-value cache is too small for a single sequence of this length."""
 
 
 class EngineStoppedError(AnydecodeError):
-    """A fault of the engine itself ended it; only a new `LLM`, or a new server process, goes on."""
+    """The engine stopped after an internal error. Create a new `LLM`, or restart the server."""
 
 
 class ConstraintError(AnydecodeError, ValueError):
-    """A constraint that is invalid, unsupported, unsatisfiable, or could not be met."""
+    """A constraint is invalid, unsupported, unsatisfiable, or could not be met."""

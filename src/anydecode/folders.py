@@ -1,4 +1,4 @@
-"""Where anydecode keeps what it fetched, built and measured."""
+"""The folder for downloaded models, compiled kernels and measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def default_cache() -> Path:
-    """`ANYDECODE_HOME`, or the platform's folder for caches."""
+    """`ANYDECODE_HOME` if set, else `anydecode` in the platform's cache folder."""
     home = os.environ.get("ANYDECODE_HOME")
     if home:
         return Path(home).expanduser()

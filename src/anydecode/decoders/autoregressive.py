@@ -47,4 +47,4 @@ class MultiStep(Decoder):
         while not sequence.finished:
             request = sequence.multi_step(self.count if sequence.tokens else 1)
             tokens = yield request
-            sequence.emit(tokens, request.state)
+            sequence.emit(tokens, request.sampler)

@@ -1,4 +1,5 @@
-"""Measuring what passes cost on this machine, once per model, backend and number of threads."""
+"""Measures the duration of forward passes on this machine, once per model, backend and number of
+threads."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 CONTEXTS = (256, 1024)
 ROUNDS = 3
-#: Seconds that measuring may take, about; large models are measured at fewer points.
+#: Approximate maximum duration of a measurement in seconds; slow models are measured at fewer
+#: points.
 MAX_SECONDS = 3.0
 
 
@@ -33,10 +35,13 @@ def measure(
     contexts: Seq[int] = CONTEXTS,
     rounds: int = ROUNDS,
 ) -> CostTable:
-    """Time passes of `rows` rows behind `contexts` positions, logits of every row included: the
-    fastest of `rounds` interleaved rounds after a warm-up, since whatever else runs on the machine
-    only adds. Keys and values are zeros. Where that would try anyone's patience, the first four
-    numbers of rows are timed behind the first context, once."""
+    """Measure passes of `rows` rows that attend to `contexts` positions, with the logits of every
+    row.
+
+    Takes the fastest of `rounds` interleaved rounds after a warm-up, since other load on the
+    machine only adds time. Keys and values are zeros. If the full grid would take longer than
+    `MAX_SECONDS`, only the first four row counts are timed, once, at the shortest context.
+    """
     longest = min(max(contexts), model.spec.max_positions - max(rows))
     lengths = sorted({min(context, longest) for context in contexts})
     cache = model.new_cache(longest + max(rows))
@@ -44,11 +49,11 @@ def measure(
     if first * len(rows) * len(lengths) * (rounds + 1) > MAX_SECONDS:
         rows, lengths, rounds = rows[:4], lengths[:1], 1
     times: dict[tuple[int, int], list[float]] = {}
-    for turn in range(rounds + 1):
+    for round in range(rounds + 1):
         for length in lengths:
             for count in rows:
                 seconds = _time(model, cache, count, length)
-                if turn:
+                if round:
                     times.setdefault((length, count), []).append(seconds)
     return CostTable(
         {length: {count: min(times[length, count]) for count in rows} for length in lengths}
@@ -56,26 +61,29 @@ def measure(
 
 
 def load(model: Model, folder: Path | None = None) -> CostTable:
-    """The model's table: measured at first use, then read from the cache folder. One measured while
-    the machine was busy is kept until a process finds it idle. Models that did not come from a file
-    are not measured: theirs is a guess."""
-    held = getattr(model, "cost_table", None)
-    if held is None:
-        held = _stored(model, folder) if getattr(model, "path", None) else default_table()
-        model.cost_table = held  # type: ignore[attr-defined]
-    table: CostTable = held
+    """The cost table of `model`: measured at first use, then read from the cache folder.
+
+    A table measured on a busy machine is used until a process finds the machine idle. Models that
+    were not loaded from a file get the default table.
+    """
+    found = getattr(model, "cost_table", None)
+    if found is None:
+        found = _stored(model, folder) if getattr(model, "path", None) else default_table()
+        model.cost_table = found  # type: ignore[attr-defined]
+    table: CostTable = found
     return table
 
 
 class EngineCostModel:
-    """The engine as its decoders may see it (`scoring.cost.CostModel`)."""
+    """The cost model of an engine (`scoring.cost.CostModel`): the measured table of its target,
+    corrected by the passes that it runs."""
 
     def __init__(self, engine: Engine, model: Model) -> None:
         self._engine = engine
         self._model = model
         self._table: CostTable | None = None
         self._correction = CostCorrection()
-        engine.on_pass = self.passed
+        engine.on_pass = self.on_pass
 
     def seconds(self, rows: int, context: int) -> float:
         if self._table is None:
@@ -88,20 +96,20 @@ class EngineCostModel:
         return max(0, len(self._engine.running) - 1)
 
     def record(self, rows: int, context: int, seconds: float) -> None:
-        """A pass over that many rows behind `context` positions took this long."""
-        if self._table is not None and (wanted := self._table.seconds(rows, context)) > 0:
-            self._correction.record(rows, seconds / wanted)
+        """Record the duration of a pass over `rows` rows that attend to `context` positions."""
+        if self._table is not None and (expected := self._table.seconds(rows, context)) > 0:
+            self._correction.record(rows, seconds / expected)
 
-    def passed(self, plan: Plan, seconds: float) -> None:
-        """A step with this pass took this long. Prompts, which want few logits for many rows, and
-        passes that the backend repeats by itself are not what the table holds."""
+    def on_pass(self, plan: Plan, seconds: float) -> None:
+        """Record the duration of a step. Prompts (few logits for many rows) and multi-step passes
+        are skipped, since the table does not describe them."""
         rows = len(plan.rows)
         if plan.num_passes == 1 and len(plan.output_spec.logits) == rows:
             self.record(rows, int(plan.rows.prefix.mean()), seconds)
 
 
 def identity(model: Any) -> dict[str, Any]:
-    """What a table belongs to: the file, who runs it, and on how many threads."""
+    """What a cost table depends on: the model file, the backend and the number of threads."""
     path = Path(model.path)
     status = path.stat()
     executor = model.executor
@@ -141,7 +149,7 @@ def _stored(model: Any, folder: Path | None) -> CostTable:
 
 
 def _is_busy() -> bool:
-    """Whether others keep this machine's cores from us, as far as it can tell."""
+    """Whether other processes use the cores of this machine, by its load average."""
     load = getattr(os, "getloadavg", lambda: (0.0,))()[0]
     return bool(load > 1.5 * (os.cpu_count() or 1))
 
@@ -165,14 +173,14 @@ def _time(model: Model, cache: KeyValues, count: int, context: int) -> float:
         start=zeros,
         stop=numbers([depth] * count),
     )
-    began = _worked(model)
+    start = _busy_seconds(model)
     output = model.run(rows, cache, OutputSpec(np.arange(count, dtype=np.int32)))
     output.logits.cpu()
-    return _worked(model) - began
+    return _busy_seconds(model) - start
 
 
-def _worked(model: Any) -> float:
-    """Seconds that the threads of `model` have worked, where it has threads of its own: time during
-    which other processes hold the cores is not the model's. Else seconds by the clock."""
+def _busy_seconds(model: Any) -> float:
+    """CPU seconds per thread if `model` has its own threads, which excludes time in which other
+    processes use the cores; else wall-clock seconds."""
     threads = getattr(getattr(model, "executor", None), "threads", None)
     return process_time() / threads if threads else perf_counter()

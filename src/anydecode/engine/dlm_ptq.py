@@ -1,6 +1,6 @@
 """Diffusion models in fewer bits (Gupta, Deshpande and Chakraborty, "On the Quantization Robustness
-of Diffusion Language Models in Coding Benchmarks", arXiv:2604.20079): the engine's number formats,
-and four bits whose codes GPTQ chooses for what the matrices see of masked canvases."""
+of Diffusion Language Models in Coding Benchmarks", arXiv:2604.20079): the engine's weight formats,
+and four bits with GPTQ, calibrated on the matrices' inputs for masked canvases."""
 
 from __future__ import annotations
 
@@ -28,36 +28,46 @@ KEY = "dlm-ptq"
 GPTQ = "int4-gptq"
 FORMATS = (*(name for name in DTYPES if name), GPTQ)
 
-#: A prompt, which is never masked, and an answer, which is.
+#: A prompt, which is not masked, and an answer, which is.
 Pair = tuple[str, str]
 
 
 def masked(
     tokenizer: Tokenizer, pairs: Sequence[Pair], share: float | None, seed: int
 ) -> dict[tuple[int, ...], list[int]]:
-    """Canvases of prompts and answers, end of text included, where a `share` of the answer's tokens
-    is masked (None: any share), at least one; and the tokens as they were."""
+    """Calibration canvases: prompts with partly masked answers, end of text included.
+
+    Args:
+        tokenizer: Must have a mask token and an end of text.
+        pairs: Prompts and answers.
+        share: Fraction of the answer's tokens to mask, at least one; None for a random fraction.
+        seed: Seed of the random masks.
+
+    Returns:
+        The unmasked tokens by masked canvas.
+    """
     if tokenizer.mask_id is None or not tokenizer.eos_ids:
         raise InvalidRequestError("this model's tokenizer has no mask token or no end of text")
-    made = {}
-    for number, (asked, said) in enumerate(pairs):
+    canvases = {}
+    for number, (prompt_text, answer_text) in enumerate(pairs):
         random = Random(f"{seed}/{share}/{number}")
         rate = random.random() if share is None else share
-        prompt = list(tokenizer.encode(asked))
-        answer = [*tokenizer.encode(said, special=False), min(tokenizer.eos_ids)]
-        hidden = [random.random() < rate for _ in answer]
-        hidden[random.randrange(len(answer))] |= not any(hidden)
+        prompt = list(tokenizer.encode(prompt_text))
+        answer = [*tokenizer.encode(answer_text, special=False), min(tokenizer.eos_ids)]
+        mask = [random.random() < rate for _ in answer]
+        mask[random.randrange(len(answer))] |= not any(mask)
         canvas = [
-            tokenizer.mask_id if hide else token for token, hide in zip(answer, hidden, strict=True)
+            tokenizer.mask_id if is_masked else token
+            for token, is_masked in zip(answer, mask, strict=True)
         ]
-        made[tuple(prompt + canvas)] = prompt + answer
-    return made
+        canvases[tuple(prompt + canvas)] = prompt + answer
+    return canvases
 
 
 def observe(
     checkpoint: Checkpoint, pairs: Sequence[Pair], seed: int
 ) -> tuple[Network, CalibrationStatistics]:
-    """The network in float32, and what its matrices see of masked canvases of `pairs`."""
+    """The network in float32, and the inputs of its matrices for masked canvases of `pairs`."""
     from anydecode.engine.llm import LLM
 
     inputs = CalibrationStatistics()
@@ -70,14 +80,14 @@ def observe(
 
 
 def calibrate(checkpoint: Checkpoint, pairs: Sequence[Pair], seed: int = 0) -> Checkpoint:
-    """The checkpoint, rounded for what its matrices see of masked canvases of `pairs`; open it as
-    "int4"."""
+    """The checkpoint with weights rounded by GPTQ, calibrated on masked canvases of `pairs`. Open
+    it as "int4"."""
     return quantize_checkpoint(checkpoint, *observe(checkpoint, pairs, seed))
 
 
 @dataclass(frozen=True)
 class PostTraining(WeightFormat):
-    """A format for a diffusion model's weights, and the texts that calibrate it."""
+    """A weight format for diffusion models, with the texts to calibrate it."""
 
     format: str
     texts: Path | None = None
@@ -90,11 +100,11 @@ class PostTraining(WeightFormat):
     def open(self, model: Any, **options: Any) -> tuple[Model, Tokenizer | None]:
         """As `WeightFormat.open`. Raises `UnsupportedCombinationError` for causal models."""
         if not isinstance(model, str | os.PathLike):
-            raise InvalidRequestError(f"{KEY} wants the name or the file of a model")
+            raise InvalidRequestError(f"{KEY} needs the name or the file of a model")
         checkpoint = load_checkpoint(model if isinstance(model, str) else Path(model))
         if spec_from_config(checkpoint.config).causal:
             raise UnsupportedCombinationError(
-                f"{KEY} is for diffusion models; for a causal one say dtype={self.dtype}"
+                f"{KEY} is for diffusion models; for a causal model use dtype={self.dtype}"
             )
         if self.format == GPTQ:
             checkpoint = calibrate(checkpoint, self._pairs(), self.seed)
@@ -108,7 +118,9 @@ class PostTraining(WeightFormat):
             raise InvalidRequestError(f"{self.texts} cannot be read: {error}") from None
         pairs = [line.partition("\t")[::2] for line in lines if "\t" in line]
         if not pairs:
-            raise InvalidRequestError(f"{self.texts} has no line of prompt, tab and answer")
+            raise InvalidRequestError(
+                f"{self.texts} has no line with a prompt, a tab and an answer"
+            )
         return pairs
 
 
@@ -119,24 +131,29 @@ class PostTraining(WeightFormat):
         paper="On the Quantization Robustness of Diffusion Language Models in Coding Benchmarks"
         " (arXiv:2604.20079)",
         exactness="lossy",
-        summary="A diffusion model's weights in fewer bits, its loss measured format by format.",
+        summary="Weights of diffusion models in fewer bits; the loss is measured for each format.",
         needs=("diffusion model",),
         works_with=("every diffusion decoder",),
         deviations=(
             "a dtype, not a decoder: LLM(model, dtype='dlm-ptq:format=int8')",
-            "the engine's formats: eight or four bits in blocks of 32 with a scale, no fewer",
-            "GPTQ rounds into blocks of Q4_0 where the paper has groups of 128, and is calibrated"
-            " on masked canvases, the share that is masked drawn uniformly",
-            "no mixed precision by Hessian traces (HAWQ): the embedding and the head are kept in"
-            " eight bits where the layers have four",
+            "the engine's formats: eight or four bits in blocks of 32 with a scale, not fewer",
+            "GPTQ rounds into blocks of Q4_0 instead of groups of 128, and is calibrated on masked"
+            " canvases with a uniformly random masked fraction",
+            "no mixed precision by Hessian traces (HAWQ): with four-bit layers, the embedding and"
+            " the head have eight bits",
         ),
     )
 )
 def dlm_ptq(format: str = "int4", texts: str | Path | None = None, seed: int = 0) -> PostTraining:
-    """`format` is a dtype, or "int4-gptq", which is calibrated on the lines of `texts` (a file with
-    a prompt, a tab and its answer per line), masked by `seed`."""
+    """A weight format for diffusion models.
+
+    Args:
+        format: A dtype, or "int4-gptq", which is calibrated on `texts`.
+        texts: A file with a prompt, a tab and its answer per line.
+        seed: Seed of the masks.
+    """
     if format not in FORMATS:
-        raise InvalidRequestError(f"no format {format!r}: there are {', '.join(FORMATS)}")
+        raise InvalidRequestError(f"no format {format!r}; allowed are {', '.join(FORMATS)}")
     if (format == GPTQ) != (texts is not None):
-        raise InvalidRequestError(f"texts= belongs to format={GPTQ}, and that wants texts=")
+        raise InvalidRequestError(f"format={GPTQ} needs texts=, and other formats do not take it")
     return PostTraining(format, None if texts is None else Path(texts), seed)

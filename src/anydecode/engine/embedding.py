@@ -1,4 +1,5 @@
-"""Text as one vector: the mean of the last hidden states, by a decoder that says nothing."""
+"""Text embeddings: the mean of the last hidden states, computed by a decoder that generates
+nothing."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import TARGET, Sequence
 
-#: Rows asked for at a time.
+#: Rows per request.
 CHUNK = 256
 
 
 class MeanState(Decoder):
-    """The mean over all tokens of the state after the last layer, before the final norm."""
+    """The mean over all tokens of the hidden state after the last layer, before the final norm."""
 
     causal = None
 
@@ -27,18 +28,18 @@ class MeanState(Decoder):
         tokens, total = sequence.prompt, None
         for start in range(0, len(tokens), CHUNK):
             part = tokens[start : start + CHUNK]
-            score = sequence.score(part, runner=TARGET, rows="all", hidden=(depth,))
-            for spans in score.groups:
+            request = sequence.score(part, runner=TARGET, rows="all", hidden=(depth,))
+            for spans in request.groups:
                 for span in spans:
                     span.logits = False
-            scores = yield score
+            scores = yield request
             rows = scores.hidden[depth].double().sum(0)
             total = rows if total is None else total + rows
         assert total is not None
         self._sum = total / len(tokens)
 
     def vector(self) -> list[float]:
-        """The mean, scaled to length 1, once the engine has run it."""
+        """The mean, scaled to length 1, `[hidden_size]`. Available when the request is done."""
         assert self._sum is not None
         unit: list[float] = (self._sum / self._sum.norm().clamp_min(1e-12)).tolist()
         return unit

@@ -1,6 +1,7 @@
-"""The loop: resume generators, plan, run, commit.
+"""The engine loop: resume decoders, plan passes, run them, commit the results.
 
-The engine knows lanes, scores and memory. It knows nothing of drafts, beams or masks.
+The engine handles model runners, score requests and memory. Decoding methods (drafts, beams,
+masks) are the decoders' business.
 """
 
 from __future__ import annotations
@@ -33,15 +34,34 @@ log = logging.getLogger("anydecode")
 
 
 class Decoder(Protocol):
-    """A decoding method: `decode` yields what it wants scored and emits tokens. It can start again
-    from `sequence` at any time."""
+    """A decoding method."""
 
-    def decode(self, sequence: Sequence) -> Decoding: ...
+    def decode(self, sequence: Sequence) -> Decoding:
+        """A generator that yields score requests and emits tokens until the sequence is finished.
+
+        It must be able to start again from `sequence` at any time (after preemption).
+        """
+        ...
 
 
 @dataclass(eq=False)
 class Job:
-    """A sequence, its decoder, and what the generator waits for."""
+    """A sequence with its decoder, and what the decoder waits for.
+
+    Args:
+        sequence: The sequence to generate.
+        decoder: The decoding method.
+        on_finish: Called once when the job ends, on the thread that steps the engine.
+        on_progress: Called when there are new tokens or trace entries.
+        generators: The decoder's generator, with nested ones of the engine on top.
+        group: The score requests that the decoder waits for.
+        results: Those of `group` that have run.
+        is_group: Whether the decoder yielded a list.
+        tickets: Submitted requests that have not run.
+        wait: The `Wait` action that the decoder waits for.
+        error: What ended the job, if it failed.
+        done: Whether the job has ended.
+    """
 
     sequence: Sequence
     decoder: Decoder
@@ -57,22 +77,39 @@ class Job:
     done: bool = False
 
     @property
-    def scores(self) -> list[ScoreRequest]:
-        """Everything this job has in a lane."""
+    def requests(self) -> list[ScoreRequest]:
+        """All score requests of this job that have not run."""
         return [*self.group, *self.tickets]
 
 
 class Clock(Protocol):
-    """Tells in which order passes that run side by side come back (for tests)."""
+    """A virtual clock that determines the order in which concurrent passes finish (for tests)."""
 
-    def seconds(self, runner: ModelRunner, plan: Plan) -> float: ...
+    def seconds(self, runner: ModelRunner, plan: Plan) -> float:
+        """The virtual duration of a pass."""
+        ...
 
 
 class Engine:
-    """Runs any number of sequences over any number of lanes.
+    """Continuous batching: runs any number of sequences on any number of model runners.
 
-    Lanes that have work at the same time run their passes side by side, on a thread each. With a
-    `clock` they run one after the other but come back in the order of its times.
+    Each `step` admits waiting jobs, runs at least one forward pass, and resumes the decoders whose
+    requests have run. Model runners that have work at the same time run concurrently, one thread
+    each. With a `clock`, passes run one after the other but finish in the order of its times.
+
+    Args:
+        runners: Model runners by name; "target" and optionally "draft".
+        max_running: Maximum number of jobs that run at the same time.
+
+    Attributes:
+        waiting: Jobs that have not been admitted, or were preempted.
+        running: Jobs whose decoders run.
+        num_preemptions: Number of preemptions so far.
+        num_tokens: Number of tokens generated so far, over all jobs.
+        on_pass: Called with plan and duration (seconds) of each step that ran exactly one pass, on
+            the target.
+        clock: Virtual clock for tests, or None.
+        now: Time of the virtual clock.
     """
 
     def __init__(self, runners: dict[str, ModelRunner], max_running: int = 256) -> None:
@@ -81,8 +118,8 @@ class Engine:
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
         self.num_preemptions = 0
-        self.num_tokens = 0  # said since the start
-        self.on_pass: Callable[[Plan, float], None] | None = None  # the target's, step by step
+        self.num_tokens = 0
+        self.on_pass: Callable[[Plan, float], None] | None = None
         self.clock: Clock | None = None
         self.now = 0.0
         self._in_flight: dict[ModelRunner, tuple[Plan, Any]] = {}
@@ -96,34 +133,39 @@ class Engine:
 
     @property
     def is_between_passes(self) -> bool:
-        """Whether no pass is under way and nobody reads the output of one, so that the models may
-        run for something else."""
+        """Whether no pass is running and no output is in use, so that the models may be run for
+        another purpose (measuring)."""
         return not (self._in_flight or self._committing)
 
     def submit(self, job: Job) -> Job:
-        """Queue a job; it starts when a place is free."""
+        """Add a job to the waiting queue and return it."""
         self.waiting.append(job)
         return job
 
     def step(self) -> None:
-        """Start what can start, run at least one pass, and resume whoever it answers."""
-        began = perf_counter()
+        """Admit waiting jobs, run at least one pass, and resume the decoders that it serves."""
+        start = perf_counter()
         self._admit()
         for runner in self.runners.values():
             if runner not in self._in_flight and runner.waiting:
                 self._launch(runner)
         if self._in_flight:
-            landed = self._collect()
+            collected = self._collect()
             self._committing = True
-            for runner, plan, output in landed:
+            for runner, plan, output in collected:
                 self._commit(runner, plan, output)
             self._committing = False
-            if self.on_pass and len(landed) == 1 and runner.name == TARGET and not self._in_flight:
-                self.on_pass(plan, perf_counter() - began)
+            if (
+                self.on_pass
+                and len(collected) == 1
+                and runner.name == TARGET
+                and not self._in_flight
+            ):
+                self.on_pass(plan, perf_counter() - start)
         elif self.running and not any(runner.waiting for runner in self.runners.values()):
-            stuck = [job for job in self.running if job.wait is not None]
-            for job in stuck:
-                self._end(job, RuntimeError("the decoder waits for nothing"))
+            deadlocked = [job for job in self.running if job.wait is not None]
+            for job in deadlocked:
+                self._end(job, RuntimeError("the decoder waits, but has no running request"))
 
     def cancel(self, job: Job, reason: str = "cancelled") -> None:
         """End a job now and free its memory."""
@@ -135,29 +177,30 @@ class Engine:
         self._end(job, None)
 
     def preempt(self, job: Job) -> None:
-        """Take a job's memory; it starts again from its sequence later, with the same result."""
+        """Free a job's memory and put it back into the waiting queue. It starts again from its
+        sequence, with the same result."""
         self.num_preemptions += 1
-        self._halt(job)
+        self._release(job)
         if job in self.running:
             self.running.remove(job)
             self.waiting.appendleft(job)
 
     def fail(self, error: BaseException, *, waiting: bool = False) -> None:
-        """End everything that runs with `error`, and with `waiting` what waits: a fault of the
-        engine itself, which cannot be laid at one job's door."""
-        wait([answer for _, answer in self._in_flight.values() if isinstance(answer, Future)])
+        """End all running jobs (with `waiting`, also the waiting ones) with `error`: for faults of
+        the engine that cannot be attributed to one job."""
+        wait([output for _, output in self._in_flight.values() if isinstance(output, Future)])
         self._in_flight.clear()
         self._committing = False
         for job in [*self.running, *(self.waiting if waiting else ())]:
             try:
                 self._end(job, error)
-            except Exception:  # its memory may be what is at fault; the others end all the same
-                log.exception("a job could not be ended in order")
+            except Exception:  # its memory may be corrupt; the other jobs still have to end
+                log.exception("failed to release a job")
         if waiting:
             self.waiting.clear()
 
     def close(self) -> None:
-        """Cancel everything and stop the threads."""
+        """Cancel all jobs and stop the threads."""
         for job in [*self.waiting, *self.running]:
             self.cancel(job)
         if self._threads is not None:
@@ -165,29 +208,29 @@ class Engine:
             self._threads = None
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where memory does not add up. Call between steps."""
-        contexts = [c for job in self.running for c in job.sequence.contexts()]
+        """Check the reference counts of all caches. Raises AssertionError. Call between steps."""
+        all_caches = [c for job in self.running for c in job.sequence.contexts()]
         for runner in self.runners.values():
-            own = [context for context in contexts if context.pool is runner.pool]
-            for context in own:
+            caches = [context for context in all_caches if context.pool is runner.pool]
+            for context in caches:
                 context.check_integrity()
-            tables = [table for context in own for table in context.referenced_slots()]
+            tables = [table for context in caches for table in context.referenced_slots()]
             runner.pool.check_integrity(tables + runner.prefixes.referenced_slots())
 
     @property
-    def _order(self) -> Schedule:
-        """The schedule that decides who comes next and who gives way: the target's."""
+    def _target_schedule(self) -> Schedule:
+        """The target's schedule, which selects the jobs to admit and to preempt."""
         runner = self.runners.get(TARGET) or next(iter(self.runners.values()))
         return runner.schedule
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_running:
-            index = self._order.next_job([job.sequence for job in self.waiting])
+            index = self._target_schedule.next_job([job.sequence for job in self.waiting])
             job = self.waiting[index]
-            if self.running and not self._fits(job):
+            if self.running and not self._has_room(job):
                 return
             del self.waiting[index]
-            self._order.admitted(job.sequence)
+            self._target_schedule.admitted(job.sequence)
             self.running.append(job)
             try:
                 job.generators = [job.decoder.decode(job.sequence)]
@@ -197,31 +240,33 @@ class Engine:
                 continue
             self._resume(job, None)
 
-    def _fits(self, job: Job) -> bool:
-        need = job.sequence.length + 1
+    def _has_room(self, job: Job) -> bool:
+        num_positions = job.sequence.length + 1
         return all(
-            need <= runner.pool.num_free + runner.prefixes.num_slots
+            num_positions <= runner.pool.num_free + runner.prefixes.num_slots
             for runner in self.runners.values()
         )
 
     def _launch(self, runner: ModelRunner) -> None:
-        plan = runner.plan(lambda score, planned: self._make_room(runner, score, planned))
+        plan = runner.plan(lambda request, planned: self._make_room(runner, request, planned))
         if plan is None:
             self._end_failed(runner)
             return
         if runner.name == TARGET:
-            for score, _, _ in plan.scheduled:
+            for request, _, _ in plan.scheduled:
                 try:
-                    score.sequence.sampler.prepare()
-                except Exception:  # it is asked again for what it could not begin
-                    log.exception("a policy failed to prepare")
-        others = any(o.waiting for o in self.runners.values() if o is not runner) or self._in_flight
+                    request.sequence.sampler.prepare()
+                except Exception:  # preparing is optional; the work is done when it is needed
+                    log.exception("a sampler failed to prepare")
+        has_concurrent_work = (
+            any(o.waiting for o in self.runners.values() if o is not runner) or self._in_flight
+        )
         if self.clock is not None:
             due = self.now + self.clock.seconds(runner, plan)
             self._in_flight[runner] = (plan, (due, self._run(runner, plan)))
-        elif others:
+        elif has_concurrent_work:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(len(self.runners), "anydecode-lane")
+                self._threads = ThreadPoolExecutor(len(self.runners), "anydecode-runner")
             self._in_flight[runner] = (plan, self._threads.submit(self._run, runner, plan))
         else:
             self._in_flight[runner] = (plan, self._run(runner, plan))
@@ -234,95 +279,97 @@ class Engine:
             return error
 
     def _collect(self) -> list[tuple[ModelRunner, Plan, Output | Exception]]:
-        """The passes that come back next."""
-        flights = self._in_flight
+        """Wait for the next passes to finish and return them with their outputs."""
+        in_flight = self._in_flight
         if self.clock is not None:
-            self.now = min(due for _, (due, _) in flights.values())
-            landed = [runner for runner, (_, (due, _)) in flights.items() if due == self.now]
-            return [(runner, flights[runner][0], flights.pop(runner)[1][1]) for runner in landed]
-        futures = [answer for _, answer in flights.values() if isinstance(answer, Future)]
-        if len(futures) == len(flights):
+            self.now = min(due for _, (due, _) in in_flight.values())
+            finished = [runner for runner, (_, (due, _)) in in_flight.items() if due == self.now]
+            return [
+                (runner, in_flight[runner][0], in_flight.pop(runner)[1][1]) for runner in finished
+            ]
+        futures = [output for _, output in in_flight.values() if isinstance(output, Future)]
+        if len(futures) == len(in_flight):
             wait(futures, return_when=FIRST_COMPLETED)
-        landed = [
+        finished = [
             runner
-            for runner, (_, answer) in flights.items()
-            if not isinstance(answer, Future) or answer.done()
+            for runner, (_, output) in in_flight.items()
+            if not isinstance(output, Future) or output.done()
         ]
         result = []
-        for runner in landed:
-            plan, answer = flights.pop(runner)
-            result.append((runner, plan, answer.result() if isinstance(answer, Future) else answer))
+        for runner in finished:
+            plan, output = in_flight.pop(runner)
+            result.append((runner, plan, output.result() if isinstance(output, Future) else output))
         return result
 
     def _commit(self, runner: ModelRunner, plan: Plan, output: Output | Exception) -> None:
         if isinstance(output, Exception):
-            log.error("a pass of lane %s failed: %s", runner.name, output)
+            log.error("a forward pass of the %s model failed: %s", runner.name, output)
             self._abort(plan, output)
             self._end_failed(runner)
             return
-        answered = runner.commit(plan, output)
+        completed = runner.commit(plan, output)
         self._end_failed(runner)
         if runner.name == TARGET:
-            for sequence in {score.sequence.root for score, _, _ in plan.scheduled}:
+            for sequence in {request.sequence.root for request, _, _ in plan.scheduled}:
                 sequence.num_passes += plan.num_passes
-            for score, _, count in plan.scheduled:
-                score.sequence.root.num_rows += count + plan.num_passes - 1
-        for score, scores in answered:
-            job = self._owners.pop(score, None)
-            if job is None:  # cancelled by what an earlier answer of this pass led to
+            for request, _, count in plan.scheduled:
+                request.sequence.root.num_rows += count + plan.num_passes - 1
+        for request, scores in completed:
+            job = self._owners.pop(request, None)
+            if job is None:  # cancelled by a decoder that this loop has resumed
                 continue
-            self._share_prompt(runner, job.sequence, score)
-            if score in job.tickets:
-                ticket = job.tickets.pop(score)
+            self._share_prompt(runner, job.sequence, request)
+            if request in job.tickets:
+                ticket = job.tickets.pop(request)
                 ticket.scores = scores.keep()
                 if job.wait is not None and ticket in job.wait.tickets:
                     job.wait = None
                     self._resume(job, ticket)
             else:
-                job.results[score] = scores
+                job.results[request] = scores
                 if len(job.results) == len(job.group):
-                    answer = [job.results[score] for score in job.group]
+                    results = [job.results[request] for request in job.group]
                     job.group, job.results = [], {}
-                    self._resume(job, answer if job.is_group else answer[0])
+                    self._resume(job, results if job.is_group else results[0])
                 else:
                     scores.keep()
 
     def _abort(self, plan: Plan, error: Exception) -> None:
-        """End the jobs whose memory a pass was to fill that failed."""
+        """End the jobs whose caches a failed pass was to fill."""
         unfilled = {span.context for _, span, _ in plan.scheduled}
         for job in list(self.running):
             if not unfilled.isdisjoint(job.sequence.contexts()):
                 self._end(job, error)
 
     def _end_failed(self, runner: ModelRunner) -> None:
-        """End the jobs whose scores could not be laid out; no pass of `runner` is under way."""
-        for score, error in runner.failed:
-            if (job := self._owners.get(score)) is not None:
+        """End the jobs whose requests could not be planned. No pass of `runner` is running."""
+        for request, error in runner.failed:
+            if (job := self._owners.get(request)) is not None:
                 if not isinstance(error, AnydecodeError):
                     log.error("decoder %s failed", type(job.decoder).__name__, exc_info=error)
                 self._end(job, error)
         runner.failed.clear()
 
     @staticmethod
-    def _share_prompt(runner: ModelRunner, sequence: Sequence, score: ScoreRequest) -> None:
-        """After the first score in a lane: let others share the prompt as soon as it is in memory,
-        not only at the end, and count what came from the prefix cache itself."""
+    def _share_prompt(runner: ModelRunner, sequence: Sequence, request: ScoreRequest) -> None:
+        """After the first request of a sequence on `runner`: add the prompt to the prefix cache now
+        instead of at the end, and record how many tokens came from the prefix cache."""
         shared = sequence.state.setdefault("shared", [])
         if runner.name not in shared:
             shared.append(runner.name)
             if runner.name == TARGET:
-                cached = score.groups[0][0].context.num_cached
+                cached = request.groups[0][0].context.num_cached
                 sequence.num_cached_tokens = min(cached, len(sequence.prompt))
             share_prefix(runner, sequence)
 
     def _resume(self, job: Job, value: Any) -> None:
-        """Drive the generator until it waits for a lane, or ends."""
-        before = len(job.sequence.tokens)
-        noted = len(job.sequence.trace or ())
+        """Run the decoder until it waits for a score request, or ends."""
+        num_tokens_before = len(job.sequence.tokens)
+        num_traced_before = len(job.sequence.trace or ())
         try:
             while not job.done:
                 try:
-                    request = job.generators[-1].send(value)
+                    action = job.generators[-1].send(value)
                 except StopIteration as stop:
                     job.generators.pop()
                     if not job.generators:
@@ -330,73 +377,76 @@ class Engine:
                         break
                     value = stop.value
                     continue
-                goes_on, value = self._act(job, request)
-                if not goes_on:
+                can_continue, value = self._handle(job, action)
+                if not can_continue:
                     break
         except AnydecodeError as error:
             self._end(job, error)
         except Exception as error:
             log.exception("decoder %s failed", type(job.decoder).__name__)
             self._end(job, error)
-        grown = len(job.sequence.tokens) - before
-        self.num_tokens += max(0, grown)
-        told = grown > 0 or len(job.sequence.trace or ()) > noted  # a canvas fills without tokens
-        if job.on_progress is not None and told and not job.done:
+        num_new_tokens = len(job.sequence.tokens) - num_tokens_before
+        self.num_tokens += max(0, num_new_tokens)
+        has_progress = (
+            num_new_tokens > 0 or len(job.sequence.trace or ()) > num_traced_before
+        )  # a canvas fills without tokens
+        if job.on_progress is not None and has_progress and not job.done:
             job.on_progress(job)
 
-    def _act(self, job: Job, request: Any) -> tuple[bool, Any]:
-        """Act on what a decoder yielded: whether it can go on at once, and what it is sent."""
-        if isinstance(request, ScoreRequest):
-            job.group, job.is_group = [request], False
-            self._queue(job, request)
+    def _handle(self, job: Job, action: Any) -> tuple[bool, Any]:
+        """Execute an action that a decoder yielded. Returns whether the decoder can be resumed at
+        once, and the value to resume it with."""
+        if isinstance(action, ScoreRequest):
+            job.group, job.is_group = [action], False
+            self._enqueue(job, action)
             return False, None
-        if isinstance(request, list):
-            if not request:
+        if isinstance(action, list):
+            if not action:
                 return True, []
-            job.group, job.is_group = request, True
-            for score in request:
-                self._queue(job, score)
+            job.group, job.is_group = action, True
+            for request in action:
+                self._enqueue(job, request)
             return False, None
-        if isinstance(request, Submit):
-            job.tickets[request.score] = ticket = Ticket(request.score)
-            self._queue(job, request.score)
+        if isinstance(action, Submit):
+            job.tickets[action.request] = ticket = Ticket(action.request)
+            self._enqueue(job, action.request)
             return True, ticket
-        if isinstance(request, Wait):
-            for ticket in request.tickets:
+        if isinstance(action, Wait):
+            for ticket in action.tickets:
                 if ticket.scores is not None or ticket.cancelled:
                     return True, ticket
-            job.wait = request
+            job.wait = action
             return False, None
-        if isinstance(request, Cancel):
-            self._drop(job, request.ticket.score)
-            request.ticket.cancelled = True
+        if isinstance(action, Cancel):
+            self._remove(job, action.ticket.request)
+            action.ticket.cancelled = True
             return True, None
-        if isinstance(request, MultiStep):
-            job.generators.append(request.steps())
+        if isinstance(action, MultiStep):
+            job.generators.append(action.steps())
             return True, None
-        raise TypeError(f"a decoder yielded {type(request).__name__}, which is no request")
+        raise TypeError(f"a decoder yielded {type(action).__name__}; see scoring.score for actions")
 
-    def _queue(self, job: Job, score: ScoreRequest) -> None:
-        if score.runner not in self.runners:
-            raise KeyError(score.runner)
-        self._owners[score] = job
-        self.runners[score.runner].add(score)
+    def _enqueue(self, job: Job, request: ScoreRequest) -> None:
+        if request.runner not in self.runners:
+            raise KeyError(request.runner)
+        self._owners[request] = job
+        self.runners[request.runner].add(request)
 
-    def _drop(self, job: Job, score: ScoreRequest) -> None:
-        self._owners.pop(score, None)
-        job.tickets.pop(score, None)
-        self.runners[score.runner].drop(score)
+    def _remove(self, job: Job, request: ScoreRequest) -> None:
+        self._owners.pop(request, None)
+        job.tickets.pop(request, None)
+        self.runners[request.runner].drop(request)
 
-    def _halt(self, job: Job) -> None:
-        """Stop a job's generator and take back its memory and its scores."""
-        for score in job.scores:
-            self._drop(job, score)
+    def _release(self, job: Job) -> None:
+        """Close a job's generators, remove its requests and free its memory."""
+        for request in job.requests:
+            self._remove(job, request)
         job.group, job.results, job.wait = [], {}, None
         for generator in reversed(job.generators):
             try:
                 generator.close()
-            except Exception:  # the fault is the decoder's own, and the job ends anyway
-                log.exception("decoder %s failed at its end", type(job.decoder).__name__)
+            except Exception:  # the job ends anyway
+                log.exception("decoder %s failed to close", type(job.decoder).__name__)
         job.generators = []
         for runner in self.runners.values():
             share_prefix(runner, job.sequence)
@@ -408,7 +458,7 @@ class Engine:
         job.done = True
         job.error = error
         try:
-            self._halt(job)
+            self._release(job)
         finally:
             if job in self.running:
                 self.running.remove(job)
@@ -417,9 +467,10 @@ class Engine:
             if job.on_finish is not None:
                 job.on_finish(job)
 
-    def _make_room(self, runner: ModelRunner, score: ScoreRequest, planned: set[int]) -> bool:
-        """Preempt the job that came last, or give up. A job that does not fit alone ends."""
-        owner = self._owners[score]
+    def _make_room(self, runner: ModelRunner, request: ScoreRequest, planned: set[int]) -> bool:
+        """Free slots for `request` by preempting the job that the schedule selects. Returns whether
+        slots were freed. A job that runs alone and still does not fit ends."""
+        owner = self._owners[request]
         victims = [
             job
             for job in self.running
@@ -428,21 +479,21 @@ class Engine:
             and job.sequence.is_open(runner.name)
         ]
         if victims:
-            self.preempt(victims[self._order.victim([job.sequence for job in victims])])
+            self.preempt(victims[self._target_schedule.victim([job.sequence for job in victims])])
             return True
         if not planned and len(self.running) == 1:
             self._end(
                 owner,
                 OutOfMemoryError(
-                    f"the cache holds {runner.pool.num_slots} positions, too few for this sequence "
-                    f"of {owner.sequence.length}"
+                    f"the key-value cache holds {runner.pool.num_slots} positions, too few for this"
+                    f" sequence of {owner.sequence.length} tokens; increase cache_positions"
                 ),
             )
         return False
 
 
 def share_prefix(runner: ModelRunner, sequence: Sequence) -> None:
-    """Offer what a sequence has computed in `runner` to later requests."""
+    """Add what a sequence has computed on `runner` to the prefix cache."""
     if runner.model.spec.causal and sequence.shares_prefix:
         for context in sequence.contexts(runner.name):
             runner.prefixes.insert(context, (sequence.adapter, sequence.namespace))

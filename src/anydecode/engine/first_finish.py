@@ -1,4 +1,5 @@
-"""Of several samples of one request, those that finish first win; the rest is cancelled.
+"""First-finish search: of several samples of one request, the first to finish are kept and the
+others are cancelled.
 
 Agarwal et al., "First Finish Search: Efficient Test-Time Scaling in Large Language Models",
 arXiv:2505.18149.
@@ -11,8 +12,8 @@ from collections.abc import Sequence as Seq
 from anydecode.catalogue import Card, register
 from anydecode.errors import InvalidRequestError
 
-#: Tokens said so far, and why the sample ended (None: it has not).
-Sample = tuple[int, str | None]
+#: Number of tokens generated so far, and the finish reason (None while the sample runs).
+SampleState = tuple[int, str | None]
 
 
 @register(
@@ -21,43 +22,51 @@ Sample = tuple[int, str | None]
         "serving",
         paper="Agarwal et al. 2025, First Finish Search, arXiv:2505.18149",
         exactness="token-exact",
-        summary="Of n samples the first to finish win, counted in tokens; the rest is cancelled.",
+        summary="Keeps the samples that finish with the fewest tokens and cancels the others.",
         deviations=(
-            "first is who needs the fewest tokens (ties: the lower number), not who is first by the"
-            " clock, so that the winner does not depend on load; for that, a sample with fewer"
-            " tokens than the winner goes on until it has as many",
-            "an answer cut off by its length never wins while another stops by itself",
+            "the first sample is the one with the fewest tokens (ties: the lower index), not the"
+            " first by wall-clock time, so that the result does not depend on load; a sample with"
+            " fewer tokens than the winner therefore continues until it has as many",
+            "a sample that ends by its length limit never wins against one that stops by itself",
         ),
     )
 )
 class FirstFinish:
-    """`first` samples win. One that stops by itself before `least` tokens does not count."""
+    """Selects the winning samples of a request.
+
+    Args:
+        first: Number of samples to keep.
+        least: Samples that stop with fewer tokens do not count.
+    """
 
     def __init__(self, first: int = 1, least: int = 0) -> None:
         if first < 1 or least < 0:
             raise InvalidRequestError(
-                "first-finish needs first of 1 or more and least of 0 or more"
+                f"first is {first} and least is {least}; first-finish needs first of 1 or more and"
+                " least of 0 or more"
             )
         self.first, self.least = first, least
 
-    def lost(self, samples: Seq[Sample]) -> list[int]:
-        """The samples under way that can no longer be among the first."""
+    def lost(self, samples: Seq[SampleState]) -> list[int]:
+        """The running samples that can no longer be among the first."""
         ranked = self._ranked(samples)
         if len(ranked) < self.first:
             return []
         last = samples[ranked[self.first - 1]][0]
-        return [i for i, (said, reason) in enumerate(samples) if reason is None and said >= last]
+        return [i for i, (count, reason) in enumerate(samples) if reason is None and count >= last]
 
-    def winners(self, samples: Seq[Sample]) -> list[int]:
-        """The winning samples of a request that is over, the first one first. Where too few stopped
-        by themselves, others fill up, those that were not cancelled before those that were."""
+    def winners(self, samples: Seq[SampleState]) -> list[int]:
+        """The winning samples of a finished request, best first. If too few stopped by themselves,
+        others fill up, those that were not cancelled first."""
         ranked = self._ranked(samples)
         others = [i for i in range(len(samples)) if i not in set(ranked)]
         others.sort(key=lambda i: samples[i][1] == "cancelled")
         return [*ranked, *others][: self.first]
 
-    def _ranked(self, samples: Seq[Sample]) -> list[int]:
+    def _ranked(self, samples: Seq[SampleState]) -> list[int]:
         done = [
-            i for i, (said, reason) in enumerate(samples) if reason == "stop" and said >= self.least
+            i
+            for i, (count, reason) in enumerate(samples)
+            if reason == "stop" and count >= self.least
         ]
         return sorted(done, key=lambda i: (samples[i][0], i))

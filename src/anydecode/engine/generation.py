@@ -1,4 +1,4 @@
-"""What a request gives back."""
+"""The result of a request: generated text, tokens and statistics."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Stats:
-    """`seconds` is from submission to the last token; `time_to_first_token` from submission too.
-    `rows` is how many rows the target has computed for this answer, `num_cached_tokens` how many of
-    the prompt's tokens it took from the prefix cache instead."""
+    """Statistics of one generation.
+
+    Attributes:
+        passes: Number of target forward passes with rows of this sequence.
+        num_tokens: Number of generated tokens.
+        num_prompt_tokens: Number of prompt tokens.
+        seconds: Time from submission to the last token.
+        time_to_first_token: Time from submission to the first token, in seconds.
+        rows: Number of rows that the target computed for this sequence.
+        num_cached_tokens: Prompt tokens taken from the prefix cache instead.
+    """
 
     passes: int
     num_tokens: int
@@ -23,16 +31,16 @@ class Stats:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Generated tokens per pass of the target, the prompt's first pass included."""
+        """Generated tokens per target pass, the passes of the prompt included."""
         return self.num_tokens / self.passes if self.passes else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """`num_tokens` / `seconds`: the time to the first token counts."""
+        """`num_tokens` / `seconds`, the time to the first token included."""
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure as plain JSON."""
+        """All statistics as JSON-compatible values."""
         return {
             **asdict(self),
             "tokens_per_pass": self.tokens_per_pass,
@@ -42,12 +50,25 @@ class Stats:
 
 @dataclass(eq=False)
 class Generation:
-    """One answer. `finish_reason` is "stop" (end of text, or a stop rule), "length" or "cancelled".
-    `samples` holds all answers where `n` was more than 1, this one first. `constraint` says how the
-    request's constraint was enforced (`constraints.constraint.Report`), whether the answer is
-    `complete` under it, and how many `tries` and `discarded` tokens the checks cost. `resume` goes
-    on with the samples that a segment cut off. `prompt_logprobs` holds one `TokenLogprobs` per
-    token of the prompt, None for the first, where the request asked for them."""
+    """The result of a request.
+
+    Attributes:
+        text: The generated text.
+        tokens: The generated token ids.
+        finish_reason: "stop" (end of text, stop token or stop string), "length" or "cancelled".
+        seed: The seed that reproduces this result.
+        stats: Timing and counters.
+        decoder: Name of the decoder.
+        logprobs: One `TokenLogprobs` per generated token, if requested.
+        trace: One entry per decoding round, if requested.
+        constraint: How the constraint was enforced (`constraints.constraint.Report`), whether the
+            text is `complete` under it, and how many `tries` and `discarded` tokens validation
+            cost. None without a constraint.
+        resume: The value of `resume` that continues samples cut off by `segment`, or None.
+        prompt_logprobs: One `TokenLogprobs` per prompt token, None for the first, if requested.
+        samples: All samples, this one first.
+        token_text: Returns the text of a single token id.
+    """
 
     text: str
     tokens: list[int]
@@ -64,13 +85,13 @@ class Generation:
     token_text: Callable[[int], str] | None = field(default=None, repr=False)
 
     def _repr_html_(self) -> str:
-        """The answer in a notebook; with its passes, if it was made with `trace=True`."""
+        """The result in a notebook; with its decoding rounds if `trace=True` was set."""
         from anydecode.evaluation.trace_html import fragment
 
         return fragment(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The answer as plain JSON."""
+        """The result as JSON-compatible values."""
         stats = self.stats.to_dict()
         return {
             "text": self.text,
@@ -91,7 +112,7 @@ class Generation:
 
 @dataclass(eq=False)
 class StreamChunk:
-    """A stretch of streamed text. The last one carries the whole `generation`."""
+    """A chunk of streamed text. The last chunk carries the whole `generation`."""
 
     text: str
     generation: Generation | None = None

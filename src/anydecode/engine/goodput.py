@@ -1,4 +1,4 @@
-"""SmartSpec for a whole server: goodput over all requests decides how much each one drafts.
+"""SmartSpec for a server: the draft length of each request maximises goodput over all requests.
 
 Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput",
 arXiv:2406.14066.
@@ -16,21 +16,21 @@ from anydecode.scoring.sequence import Sequence
 
 
 class MinBudget(DraftBudget):
-    """The smaller of two budgets; both learn from every round."""
+    """The smaller of two budgets; both observe every round."""
 
-    def __init__(self, ours: DraftBudget, theirs: DraftBudget) -> None:
-        self.ours, self.theirs = ours, theirs
+    def __init__(self, first: DraftBudget, second: DraftBudget) -> None:
+        self.first, self.second = first, second
 
     def size(self, sequence: Sequence) -> int:
-        return min(self.ours.size(sequence), self.theirs.size(sequence))
+        return min(self.first.size(sequence), self.second.size(sequence))
 
     def observe(self, round: SpeculationRound) -> None:
-        self.ours.observe(round)
-        self.theirs.observe(round)
+        self.first.observe(round)
+        self.second.observe(round)
 
 
 class LoadLimited(SmartSpec):
-    """`inner`, never drafting more than is good for everybody who shares `load`."""
+    """`inner` with its draft length limited by the goodput over all requests of `load`."""
 
     def __init__(self, inner: Speculative, load: RunningSet, largest: int) -> None:
         super().__init__(inner.drafter, largest)
@@ -50,17 +50,23 @@ class LoadLimited(SmartSpec):
         "serving",
         paper="Liu et al. 2024, SmartSpec, arXiv:2406.14066",
         exactness="token-exact",
-        summary="One goodput over all requests and drafters caps what each request drafts.",
+        summary="Limits the draft length of every request by the goodput over all requests.",
         deviations=(
-            "an upper bound: a method's own budget may draft less",
-            "methods whose text depends on what is drafted (rejection sampling, lossy acceptance)"
-            " are left alone, so that no answer depends on the load",
+            "the limit is an upper bound: a method's own budget may draft less",
+            "methods whose text depends on the drafts (rejection sampling, lossy acceptance) are"
+            " not limited, so that no result depends on the load",
         ),
     )
 )
 class ServerGoodput:
-    """Wraps the speculative decoders of one server so that they share one `Load`. With `fixed`, the
-    costs of a pass are given; else they are what the engine measured."""
+    """Wraps the speculative decoders of one server so that they share one `RunningSet`.
+
+    Args:
+        largest: Maximum draft length.
+        fixed: Fixed cost of a pass; None to use the costs that the engine measured.
+        per_row: Cost per row, with `fixed`.
+        per_position: Cost per cached position, with `fixed`.
+    """
 
     def __init__(
         self,
@@ -70,13 +76,13 @@ class ServerGoodput:
         per_position: float = 0.0,
     ) -> None:
         if largest < 1:
-            raise InvalidRequestError("smartspec-server needs largest of 1 or more")
+            raise InvalidRequestError(f"largest is {largest}; smartspec-server needs 1 or more")
         self.largest = largest
         cost = None if fixed is None else LinearCost(fixed, per_row, per_position)
         self.load = RunningSet(DraftCosts(cost))
 
     def over(self, decoder: Decoder) -> Decoder:
-        """`decoder` under the common load, or itself where it does not draft by a budget."""
+        """`decoder` limited by the common load, or `decoder` itself if it has no draft budget."""
         if not isinstance(decoder, Speculative) or type(decoder.acceptance) is not TokenExact:
             return decoder
         if type(decoder).decode is not Speculative.decode:

@@ -1,4 +1,4 @@
-"""The front door: a model, an engine around it, and the verbs a user speaks."""
+"""The user-facing API: loads a model, owns the engine, and turns calls into requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from anydecode.engine.methods import Methods, build_as, weight_format
 from anydecode.engine.model_runner import ModelRunner
 from anydecode.engine.request import Request
 from anydecode.engine.schedule import DecodesFirst, Schedule
-from anydecode.engine.scoring import Likelihood, Scoring
+from anydecode.engine.scoring import Likelihood, LikelihoodDecoder
 from anydecode.engine.segments import Segment
 from anydecode.engine.spilling import open_spill, stable_name
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
@@ -45,21 +45,41 @@ _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 
 
 class LLM:
-    """A language model ready to decode.
+    """A language model with an engine that decodes it.
 
-    `model` is a name ("smollm2-135m-instruct"), a Hugging Face repo id, a folder, a `.gguf` path,
-    an object with the `Model` protocol, or a `transformers` causal model. `dtype` is "float32",
-    "bfloat16", "int8", "int4" or None (as stored), for diffusion models also "dlm-ptq" with its
-    parameters. `device` is "cpu" (None means it) or "cuda": Triton's kernels where that package is
-    there, else torch. `draft` is a smaller model for the methods that want one, in any of those
-    forms, or a copy of `model`: "self:int4", "self:layers=10" or both ("self:int4,layers=10").
-    `cache` is what keys and values are kept as: "float32", "float16", "bfloat16", "int8", "int4" or
-    None (what the backend prefers); texts are equal within one such format. `cache_positions` is
-    how many positions the key-value cache holds, over all sequences; `row_budget` how many rows a
-    pass may have. `schedule` is a key of the catalogue ("sarathi-serve:budget=256") or an object;
-    `drafting` likewise what says how much all requests together may draft ("smartspec-server").
-    Shared prefixes of the target that its cache has no room for go to `prefix_spill`: a folder, or
-    "memory"; at most `spill_limit` bytes.
+    Use as a context manager, or call `close`.
+
+    Args:
+        model: A name ("smollm2-135m-instruct"), a Hugging Face repo id, a folder, a `.gguf` path,
+            an object with the `Model` protocol, or a `transformers` causal model.
+        tokenizer: Replaces the tokenizer that comes with the model.
+        dtype: Format of the weights: "float32", "bfloat16", "int8", "int4" or None (as stored); for
+            diffusion models also "dlm-ptq" with its parameters.
+        threads: Number of CPU threads.
+        backend: Name of the kernel backend; by default the best one for the device.
+        device: "cpu" (the default) or "cuda": Triton kernels if that package is installed, else
+            torch.
+        draft: A smaller model for methods that need one, in any of the forms of `model`, or a copy
+            of `model`: "self:int4", "self:layers=10" or both ("self:int4,layers=10").
+        cache: Format of the key-value cache: "float32", "float16", "bfloat16", "int8", "int4" or
+            None (the backend's default). Methods that are token-exact give equal texts within one
+            format.
+        cache_positions: Size of the key-value cache in positions, over all sequences; by default
+            a quarter of the machine's memory, at most 131072.
+        row_budget: Maximum number of rows (tokens) per forward pass.
+        max_running: Maximum number of sequences that run at the same time.
+        prefix_cache: Whether requests may reuse the cached prefixes of earlier ones.
+        schedule: A catalogue key ("sarathi-serve:budget=256") or a `Schedule`.
+        drafting: A catalogue key ("smartspec-server") or object that limits how much all requests
+            together may draft.
+        prefix_spill: Where to store prefixes that are evicted from the target's cache: a folder,
+            or "memory".
+        spill_limit: Maximum size of the spill: a number of bytes or a text such as "4GiB".
+
+    Raises:
+        ModelNotFoundError: If there is no such model.
+        CheckpointError: If the model's files cannot be used.
+        InvalidRequestError: If a parameter is invalid.
     """
 
     def __init__(
@@ -87,12 +107,12 @@ class LLM:
 
         options: dict[str, Any] = {"threads": threads, "backend": backend, "device": device}
         format = weight_format(dtype)
-        self.model, found = open_model(model, dtype=format, **options)
+        self.model, model_tokenizer = open_model(model, dtype=format, **options)
         dtype = format.dtype if isinstance(format, WeightFormat) else format
-        given = open_tokenizer(tokenizer) or found
-        if given is None:
-            raise InvalidRequestError("this model brings no tokenizer; give tokenizer=")
-        self.tokenizer: Tokenizer = given
+        opened = open_tokenizer(tokenizer) or model_tokenizer
+        if opened is None:
+            raise InvalidRequestError("this model has no tokenizer; pass tokenizer=")
+        self.tokenizer: Tokenizer = opened
         self._adapters: dict[str, int] = {}
         self.prefix_cache = prefix_cache
         self._positions = cache_positions
@@ -106,7 +126,7 @@ class LLM:
         self.methods = Methods(None if drafting is None else build_as(drafting, ServerGoodput))
         if schedule is not None:
             schedule = build_as(schedule, Schedule)  # type: ignore[type-abstract]
-        self.add_lane(TARGET, self.model, schedule)
+        self.add_runner(TARGET, self.model, schedule)
         if prefix_spill is not None:
             runner = self.engine.runners[TARGET]
             runner.prefixes.namespace_id = stable_name
@@ -114,30 +134,31 @@ class LLM:
                 prefix_spill, spill_limit, self.model, runner.pool.cache
             )
         if draft is not None:
-            small, theirs = open_draft(
+            draft_model, draft_tokenizer = open_draft(
                 draft, self.model, dtype=dtype, threads=threads, backend=backend
             )
-            self.draft_tokenizer = theirs or self.tokenizer
-            self.add_lane("draft", small)
+            self.draft_tokenizer = draft_tokenizer or self.tokenizer
+            self.add_runner("draft", draft_model)
 
     @cached_property
     def shares_vocabulary(self) -> bool:
-        """Whether target and draft model mean the same by a token id, as far as both go."""
-        ours, theirs = self.tokenizer, self.draft_tokenizer
-        count = min(ours.vocab_size, theirs.vocab_size)
-        return ours is theirs or all(
-            ours.token_bytes(token) == theirs.token_bytes(token)
+        """Whether the token ids that target and draft model have in common stand for the same
+        bytes, checked on about 512 of them."""
+        target, draft = self.tokenizer, self.draft_tokenizer
+        count = min(target.vocab_size, draft.vocab_size)
+        return target is draft or all(
+            target.token_bytes(token) == draft.token_bytes(token)
             for token in range(0, count, max(1, count // 512))
         )
 
     @property
     def max_length(self) -> int:
-        """Most tokens a sequence can have, prompt included."""
+        """Maximum number of tokens of a sequence, prompt included."""
         target = self.engine.runners[TARGET]
         return min(self.model.spec.max_positions, target.pool.num_slots)
 
-    def add_lane(self, name: str, model: Model, schedule: Schedule | None = None) -> ModelRunner:
-        """Put a further model beside the target, for methods that score in several."""
+    def add_runner(self, name: str, model: Model, schedule: Schedule | None = None) -> ModelRunner:
+        """Add a model runner to the engine, for methods that use several models."""
         format = self._cache
         if name != TARGET and format not in getattr(model, "cache_formats", ()):
             format = None
@@ -148,151 +169,185 @@ class LLM:
         return runner
 
     def generate(self, prompt: Prompt | Seq[Prompt], **options: Any) -> Any:
-        """Complete `prompt`: text, or a list of integers (a tokenised prompt). A list of prompts is
-        decoded together and gives a list. Where nothing is said, decoding is greedy.
+        """Complete a prompt, or a batch of prompts. Decoding is greedy by default.
 
-        Options: `decoder` (a key of the catalogue, "key:name=value", or an object), `sampler` (one
-        sampling rule or several, named alike), `constraint`, `max_tokens`, `temperature`, `top_k`,
-        `top_p`, `min_p`, `seed`, `stop`, `ignore_eos`, `n`, `logprobs`, `adapter`, `trace`,
-        `negative_prompt` (for guidance) and every other field of `SamplingParams`; words in
-        `banned_words` may be text. Of `n` samples, `first_finish=k` keeps the k that end first and
-        cancels the others. `segment=m` says at most m tokens now; `resume=answer.resume` goes on
-        from there. `prompt_embeds` puts embeddings in place of some of the prompt's tokens.
-        Returns a `Generation` (`n` > 1: the first; all are in `samples`). Raises
-        `InvalidRequestError`."""
+        Args:
+            prompt: A text, a list of token ids, or a list of these, which are decoded together.
+            decoder: A catalogue key, "key:name=value", or a `Decoder`.
+            sampler: One or several sampling presets, named in the same way.
+            constraint: A constraint on the text (`JsonSchema`, `Regex`, `Grammar`, `Choice`,
+                `Predicate`).
+            adapter: Name of a LoRA adapter (`add_adapter`).
+            trace: Whether to record every decoding round in `Generation.trace`.
+            priority: For schedules that use it; smaller numbers come first.
+            namespace: Cached prefixes and learned drafts are shared only within a namespace.
+            negative_prompt: The second prompt of classifier-free guidance.
+            first_finish: Of `n` samples, keep the k that finish first and cancel the others.
+            segment: Generate at most this many tokens in this call.
+            resume: `Generation.resume` of an earlier call with `segment`, to continue it.
+            prompt_embeds: Embeddings that replace some of the prompt's tokens.
+            **options: Fields of `SamplingParams` (`max_tokens`, `temperature`, `top_p`, `seed`,
+                `stop`, `n`, `logprobs`, ...). `banned_words` may be texts.
+
+        Returns:
+            A `Generation`, or a list of them for a batch. With `n` > 1 it is the first sample; all
+            are in `samples`.
+
+        Raises:
+            InvalidRequestError: If an option is unknown or invalid, or the prompt does not fit.
+        """
         many = _is_batch(prompt)
         prompts: list[Any] = list(prompt) if many else [prompt]
         requests = [self.request(one, **options) for one in prompts]
-        answers = self._finish(requests)
+        answers = self._run(requests)
         return answers if many else answers[0]
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[StreamChunk]:
-        """Complete `prompt`, text piece by piece; the last piece carries the `Generation`."""
+        """Complete `prompt` and yield text as it is generated. The last chunk carries the
+        `Generation`. Options as for `generate`, with `n=1`."""
         request = self.request(prompt, **options)
         if len(request.jobs) > 1:
-            raise InvalidRequestError("streaming gives one sample; ask for n=1")
-        return self._pieces(request)
+            raise InvalidRequestError(f"n is {len(request.jobs)}; streaming allows only n=1")
+        return self._stream(request)
 
     def chat(self, messages: Messages, **options: Any) -> Generation:
-        """Answer a conversation: dicts with `role` and `content`. Options as for `generate`."""
-        answer: Generation = self.generate(self._rendered(messages, options), **options)
+        """Answer a conversation with the model's chat template.
+
+        Args:
+            messages: Dicts with `role` and `content`.
+            **options: As for `generate`; `template_variables` are passed to the template.
+        """
+        answer: Generation = self.generate(self._render_chat(messages, options), **options)
         return answer
 
     def stream_chat(self, messages: Messages, **options: Any) -> Iterator[StreamChunk]:
-        """Answer a conversation, piece by piece."""
-        return self.stream(self._rendered(messages, options), **options)
+        """`chat` as a stream of text chunks."""
+        return self.stream(self._render_chat(messages, options), **options)
 
     async def agenerate(self, prompt: Prompt | Seq[Prompt], **options: Any) -> Any:
-        """`generate` for asyncio; requests of one process share passes."""
+        """`generate` for asyncio. Concurrent requests share forward passes."""
         many = _is_batch(prompt)
         prompts: list[Any] = list(prompt) if many else [prompt]
         requests = [self.request(one, **options) for one in prompts]
-        answers = await asyncio.gather(*map(self._afinish, requests))
+        answers = await asyncio.gather(*map(self._arun, requests))
         return answers if many else answers[0]
 
     async def achat(self, messages: Messages, **options: Any) -> Generation:
         """`chat` for asyncio."""
-        answer: Generation = await self.agenerate(self._rendered(messages, options), **options)
+        answer: Generation = await self.agenerate(self._render_chat(messages, options), **options)
         return answer
 
     async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[StreamChunk]:
         """`stream` for asyncio. Leaving the loop early cancels the generation."""
         loop = asyncio.get_running_loop()
         request = self.request(prompt, **options)
-        news = asyncio.Event()
-        request.notify(lambda: loop.call_soon_threadsafe(news.set))
+        has_progress = asyncio.Event()
+        request.notify(lambda: loop.call_soon_threadsafe(has_progress.set))
         self.start(request)
         try:
             while not request.done:
-                await news.wait()
-                news.clear()
+                await has_progress.wait()
+                has_progress.clear()
                 if not request.done and (text := request.take_text()):
                     yield StreamChunk(text)
-            yield request.last_piece()
+            yield request.last_chunk()
         finally:
             self.abandon(request)
 
     def score(self, prompt: Prompt, continuation: Prompt) -> Likelihood:
-        """Log-likelihood of `continuation` after `prompt`, under the model's own logits."""
+        """Log-likelihood of `continuation` after `prompt`, under the model's unmodified logits."""
         return self.scores([(prompt, continuation)])[0]
 
     def scores(self, pairs: Seq[tuple[Prompt, Prompt]]) -> list[Likelihood]:
-        """`score` for many pairs, together."""
+        """`score` for a batch of (prompt, continuation) pairs."""
         scorings = []
         for prompt, continuation in pairs:
             head, tail = self.encode(prompt), self.encode(continuation, special=False)
             if isinstance(prompt, str) and isinstance(continuation, str):
                 whole = self.encode(prompt + continuation)
                 head, tail = whole[: len(head)], whole[len(head) :]
-            scorings.append(Scoring(head, tail))
+            scorings.append(LikelihoodDecoder(head, tail))
         requests = [
             Request(self, scoring.tokens, scoring, SamplingParams(temperature=0.0, max_tokens=1))
             for scoring in scorings
         ]
-        self._finish(requests)
+        self._run(requests)
         return [scoring.likelihood() for scoring in scorings]
 
     def encode(self, prompt: Prompt, *, special: bool = True) -> list[int]:
-        """Token ids of a prompt, each with an embedding. Raises InvalidRequestError for others."""
+        """Token ids of a prompt.
+
+        Args:
+            prompt: A text or token ids.
+            special: Whether the tokenizer adds special tokens (such as beginning of text).
+
+        Raises:
+            InvalidRequestError: If a token id is not in the model's vocabulary.
+        """
         if not isinstance(prompt, Iterable):
-            raise InvalidRequestError(f"a prompt is a text or a list of token ids, not {prompt!r}")
+            raise InvalidRequestError(
+                f"the prompt is {prompt!r}; a prompt must be a text or a list of token ids"
+            )
         size = self.model.spec.vocab_size
-        # A tokenizer may know more tokens than the model has embeddings.
+        # A tokenizer may have more tokens than the model has embeddings.
         tokens: Seq[int] = (
             self.tokenizer.encode(prompt, special=special) if isinstance(prompt, str) else prompt
         )
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
                 raise InvalidRequestError(
-                    f"a prompt holds {token!r}; allowed are token ids from 0 to {size - 1}"
+                    f"the prompt contains {token!r}; allowed are token ids from 0 to {size - 1}"
                 )
             if not 0 <= token < size:
                 raise InvalidRequestError(f"token {token} is not in the vocabulary of {size}")
         return [int(token) for token in tokens]
 
     def add_adapter(self, name: str, path: str | Path) -> None:
-        """Load a LoRA adapter (PEFT layout); requests choose it with `adapter=name`."""
+        """Load a LoRA adapter in PEFT layout from the folder `path`. Requests select it with
+        `adapter=name`."""
         add = getattr(self.model, "add_adapter", None)
         if add is None:
-            raise UnsupportedCombinationError("this kind of model takes no adapters")
+            raise UnsupportedCombinationError("this model does not support adapters")
         self._adapters[name] = add(name, Path(path))
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the adapters that are loaded."""
+        """Names of the loaded adapters."""
         return sorted(self._adapters)
 
     def adapter_index(self, name: str | None) -> int:
-        """The model's number of adapter `name`; -1 for none."""
+        """The model's index of adapter `name`; -1 for None."""
         if name is None:
             return -1
-        known = self._adapters
-        if name not in known:
-            have = ", ".join(sorted(known)) or "none is loaded"
-            raise InvalidRequestError(f"no adapter is called {name!r} ({have})")
-        return known[name]
+        adapters = self._adapters
+        if name not in adapters:
+            loaded = ", ".join(sorted(adapters)) or "none is loaded"
+            raise InvalidRequestError(f"no adapter is called {name!r} ({loaded})")
+        return adapters[name]
 
     def decoder(self, choice: str | Decoder, namespace: Hashable = None) -> Decoder:
-        """The decoder a user named: an object, a key, or "key:name=value,name=value". What it
-        learns from requests is kept per `namespace`."""
+        """The decoder that `choice` names: an object, a catalogue key, or
+        "key:name=value,name=value". What it learns from requests is stored per `namespace`."""
         return self.methods.decoder(choice, namespace)
 
     @property
     def default_decoder(self) -> str:
-        """Who decodes where nothing is said: "auto", or what a diffusion model was made for."""
+        """Key of the decoder for requests without one: "auto", or the method that a diffusion model
+        was trained for."""
         spec = self.model.spec
         if spec.causal:
             return "auto"
         return "sdar" if spec.block_size else "dream" if spec.logit_shift else "llada"
 
     def clear(self) -> None:
-        """Forget shared prefixes and what drafters learned from earlier requests."""
+        """Drop cached prefixes and what drafters have learned from earlier requests."""
         self.methods.clear()
         for runner in self.engine.runners.values():
             runner.prefixes.clear()
 
     def close(self) -> None:
-        """Cancel what runs and stop the engine; prefixes go to the spill, if there is one."""
+        """Cancel all requests and stop the engine. Cached prefixes are written to the spill, if
+        there is one."""
         self.driver.close()
         for runner in self.engine.runners.values():
             if runner.prefixes.spill is not None:
@@ -305,14 +360,15 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def open_context(self, lane_name: str, tokens: list[int], namespace: Any) -> SequenceCache:
-        """A context that begins with what the prefix cache has of `tokens` (all but the last)."""
-        runner = self.engine.runners[lane_name]
+    def open_context(self, runner_name: str, tokens: list[int], namespace: Any) -> SequenceCache:
+        """A new sequence cache that begins with the longest cached prefix of `tokens` (without the
+        last token, which must be scored)."""
+        runner = self.engine.runners[runner_name]
         context = SequenceCache(runner.pool)
         if self.prefix_cache and runner.model.spec.causal:
-            held = runner.prefixes.match(tokens[:-1], namespace)
-            context.attach_prefix(held, tokens[: len(held)])
-            context.num_cached = len(held)
+            slots = runner.prefixes.match(tokens[:-1], namespace)
+            context.attach_prefix(slots, tokens[: len(slots)])
+            context.num_cached = len(slots)
         return context
 
     def request(
@@ -333,19 +389,19 @@ class LLM:
         prompt_embeds: PromptEmbeds | None = None,
         **sampling: Any,
     ) -> Request:
-        """A checked request that has not started yet: what `generate` would run."""
+        """Validate the options of `generate` and return the request without starting it."""
         unknown = sorted(set(sampling) - _SAMPLING)
         if unknown:
             raise InvalidRequestError(f"no option is called {', '.join(unknown)}")
         decoder = decoder or self.default_decoder
         name = decoder if isinstance(decoder, str) else type(decoder).__name__
-        rules = [sampler] if isinstance(sampler, str | SamplerPreset) else sampler
-        method, chosen, constraint = self.methods.resolve(decoder, rules, constraint, namespace)
-        for rule in chosen:
-            sampling = rule.apply(sampling)
-            if rule.needs_temperature and not method.can_sample:
+        samplers = [sampler] if isinstance(sampler, str | SamplerPreset) else sampler
+        method, presets, constraint = self.methods.resolve(decoder, samplers, constraint, namespace)
+        for preset in presets:
+            sampling = preset.apply(sampling)
+            if preset.needs_temperature and not method.can_sample:
                 raise UnsupportedCombinationError(
-                    f"{name} draws nothing: the sampler {rule.key!r} would have no effect"
+                    f"{name} does not sample: the sampler {preset.key!r} would have no effect"
                 )
         sampling.setdefault("temperature", 0.0)
         if isinstance(sampling.get("stop"), str):
@@ -375,18 +431,18 @@ class LLM:
         )
 
     def _word_tokens(self, words: Seq[str | Seq[int]]) -> list[Seq[int]]:
-        """Words as token ids; a word given as text is meant with and without a space before it."""
-        found: list[Seq[int]] = []
+        """Words as token ids; a text gives two entries, without and with a leading space."""
+        encoded: list[Seq[int]] = []
         for word in words:
             if isinstance(word, str):
                 forms = (word, " " + word)
-                found += [self.encode(form, special=False) for form in forms]
+                encoded += [self.encode(form, special=False) for form in forms]
             else:
-                found.append(word)
-        return found
+                encoded.append(word)
+        return encoded
 
     def geometry(self) -> Geometry:
-        """The model's embeddings as top-w wants them."""
+        """The model's token embeddings with their statistics, for top-w sampling."""
         if self._geometry is None:
             embed = getattr(self.model, "embed", None)
             if embed is None:
@@ -397,8 +453,8 @@ class LLM:
         return self._geometry
 
     def start(self, request: Request, *, background: bool = True) -> None:
-        """Queue a request. In the background it runs by itself and tells of progress through
-        `Request.notify`; else someone must step the engine."""
+        """Queue a request. With `background`, a thread steps the engine and reports progress
+        through `Request.notify`; else the caller must step it."""
         if background:
             self.driver.run_in_background()
         for job in request.jobs:
@@ -409,7 +465,7 @@ class LLM:
         for job in request.jobs:
             self.driver.cancel(job)
 
-    def _finish(self, requests: list[Request]) -> list[Generation]:
+    def _run(self, requests: list[Request]) -> list[Generation]:
         for request in requests:
             self.start(request, background=False)
         try:
@@ -420,7 +476,7 @@ class LLM:
             raise
         return [request.generation() for request in requests]
 
-    async def _afinish(self, request: Request) -> Generation:
+    async def _arun(self, request: Request) -> Generation:
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
         request.notify(lambda: request.done and loop.call_soon_threadsafe(done.set))
@@ -431,18 +487,18 @@ class LLM:
             self.abandon(request)
         return request.generation()
 
-    def _pieces(self, request: Request) -> Iterator[StreamChunk]:
+    def _stream(self, request: Request) -> Iterator[StreamChunk]:
         self.start(request, background=False)
         try:
             while not request.done:
                 self.driver.advance(lambda: request.done or request.has_text)
                 if not request.done and (text := request.take_text()):
                     yield StreamChunk(text)
-            yield request.last_piece()
+            yield request.last_chunk()
         finally:
             self.abandon(request)
 
-    def _rendered(self, messages: Messages, options: dict[str, Any]) -> list[int]:
+    def _render_chat(self, messages: Messages, options: dict[str, Any]) -> list[int]:
         variables = options.pop("template_variables", {})
         text = self.tokenizer.render_chat(list(messages), **variables)
         return self.tokenizer.encode(text, special=False)
@@ -455,9 +511,10 @@ def _is_batch(prompt: Any) -> bool:
 
 
 def _default_positions(model: Model, format: str | None) -> int:
-    """As many positions as a quarter of the machine's memory holds, at most 131072 and at least one
-    full sequence of up to 8192. Memory that the system does not tell counts as 4 GiB."""
+    """The default size of the key-value cache, in positions: a quarter of the machine's memory, at
+    most 131072 positions, and at least one full sequence of up to 8192. If the system does not
+    report its memory, 4 GiB are assumed."""
     per_position = bytes_per_position(new_cache(model, 1, format))
     fitting = (memory_bytes() or 4 << 30) // 4 // max(1, per_position)
-    wanted = max(16 * 1024, 4 * model.spec.max_positions)
-    return max(min(fitting, wanted, 131072), min(model.spec.max_positions, 8192))
+    useful = max(16 * 1024, 4 * model.spec.max_positions)
+    return max(min(fitting, useful, 131072), min(model.spec.max_positions, 8192))

@@ -1,4 +1,5 @@
-"""One model at work: what waits for it, the pass it runs, and what comes back."""
+"""Runs one model: collects score requests, plans a forward pass, runs it and returns the
+results."""
 
 from __future__ import annotations
 
@@ -19,42 +20,57 @@ from anydecode.memory.prefix import PrefixCache
 from anydecode.scoring.score import ScoreRequest, Scores
 from anydecode.scoring.span import MultiStepSpan, Span
 
-#: Whoever reads along, wants to cancel or comes anew waits this many seconds at most for a backend
-#: that goes on by itself (or for one pass, where that takes longer).
+#: Maximum duration of one multi-step pass, in seconds (or one step, if that takes longer). Bounds
+#: the latency of streaming, cancellation and admission.
 MAX_MULTI_STEP_SECONDS = 0.02
 
 
 @dataclass(eq=False)
 class Plan:
-    """One pass as plain data. Of `pieces[i]` the rows `wanted[i]` (indices into its span) are
-    wanted; they stand from `answered[i]` on in the output."""
+    """One forward pass.
+
+    Args:
+        scheduled: The spans that run, with their number of rows.
+        rows: Metadata of all rows, the input of `Model.run`.
+        output_spec: The outputs to compute.
+        output_rows: `output_rows[i]`: the rows of span i to return, as indices into the span.
+        first_output: `first_output[i]`: where these rows begin in the logits of the pass.
+        captured: `captured[layer][i]`: the rows of span i in the hidden states of `layer`.
+        seconds: Duration of the pass, set after it.
+        multi_step: The span with which the backend may run further steps, or None.
+        num_passes: Number of steps that the backend has run, one row each after the first.
+    """
 
     scheduled: list[ScheduledSpan]
     rows: Rows
     output_spec: OutputSpec
     output_rows: list[list[int]]
     first_output: list[int]
-    captured: dict[int, dict[int, slice]]  # layer -> piece -> its rows in that layer's output
+    captured: dict[int, dict[int, slice]]
     seconds: float = 0.0
-    multi_step: MultiStepSpan | None = None  # with which the backend may go on by itself
-    num_passes: int = 1  # more where it has, with a row each
+    multi_step: MultiStepSpan | None = None
+    num_passes: int = 1
 
     @property
     def num_rows(self) -> int:
+        """Number of rows computed, including those of further steps."""
         return len(self.rows) + self.num_passes - 1
 
 
 @dataclass(eq=False)
 class PartialOutput:
-    """Rows of a span's answer that are already there, copied out of earlier passes."""
+    """Output rows of a span that earlier passes have computed, as copies."""
 
     logits: list[np.ndarray] = field(default_factory=list)
     hidden: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
 
 class SpanOutput(NamedTuple):
-    """A span's answer by the pass that has finished it: logits, taps, and what the pass has picked
-    of each row, -1 where it has not."""
+    """Output of the pass that has finished a span.
+
+    `logits` are float32 `[rows, vocab_size]`, `hidden[layer]` the captured hidden states `[rows,
+    hidden_size]`, `sampled` the token that the backend sampled for each row (-1 for none).
+    """
 
     logits: np.ndarray
     hidden: dict[int, torch.Tensor]
@@ -62,7 +78,21 @@ class SpanOutput(NamedTuple):
 
 
 class ModelRunner:
-    """A model with its memory, its waiting scores, and one pass at a time."""
+    """A model with its key-value pool and its waiting score requests; runs one pass at a time.
+
+    Args:
+        name: "target" or "draft".
+        pool: The slots of the key-value cache, and the model.
+        schedule: Selects the spans of each pass.
+
+    Attributes:
+        prefixes: The prefix cache over `pool`.
+        waiting: Score requests that have not run to the end, in order of arrival.
+        failed: Requests that could not be planned, with the reason.
+        num_passes: Number of passes so far.
+        num_rows: Number of rows computed so far.
+        seconds: Total duration of all passes.
+    """
 
     def __init__(self, name: str, pool: KVPool, schedule: Schedule) -> None:
         self.name = name
@@ -71,48 +101,57 @@ class ModelRunner:
         self.prefixes = PrefixCache(pool)
         self.schedule = schedule
         self.waiting: list[ScoreRequest] = []
-        self.failed: list[tuple[ScoreRequest, Exception]] = []  # by their own fault, and why
+        self.failed: list[tuple[ScoreRequest, Exception]] = []
         self.num_passes = 0
         self.num_rows = 0
         self.seconds = 0.0
-        self._seconds_per_row = inf  # seconds that the last pass over one row took
-        self._parts: dict[Span, PartialOutput] = {}
+        self._seconds_per_row = inf  # duration of the last pass over a single row
+        self._partial_outputs: dict[Span, PartialOutput] = {}
 
-    def add(self, score: ScoreRequest) -> None:
-        self.waiting.append(score)
+    def add(self, request: ScoreRequest) -> None:
+        """Queue a request."""
+        self.waiting.append(request)
 
-    def drop(self, score: ScoreRequest) -> None:
-        """Forget a score, whether it waits or not."""
-        if score in self.waiting:
-            self.waiting.remove(score)
-        for spans in score.groups:
+    def drop(self, request: ScoreRequest) -> None:
+        """Remove a request, whether it is waiting or not."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        for spans in request.groups:
             for span in spans:
-                self._parts.pop(span, None)
+                self._partial_outputs.pop(span, None)
 
     def plan(self, make_room: Callable[[ScoreRequest, set[int]], bool]) -> Plan | None:
-        """Reserve slots and lay out the rows of the next pass. When memory is short,
-        `make_room(score, planned)` is asked to free some without touching the sequences `planned`
-        (ids); where it cannot, the score waits. A score that cannot be laid out goes to `failed`,
-        and the others run without it."""
-        pieces = list(self.schedule.schedule(self.waiting))
-        builder = _Builder(pieces, self.model.spec.hidden_size, self.model.spec.vocab_size)
+        """Reserve cache slots and build the rows of the next pass.
+
+        A request that raises an error goes to `failed`, and the others run without it.
+
+        Args:
+            make_room: Called as `make_room(request, planned)` when the pool is full. It must free
+                slots without touching the sequences whose ids are in `planned`, and returns
+                whether it did. If not, the request waits for a later pass.
+
+        Returns:
+            The plan, or None if nothing can run.
+        """
+        scheduled = list(self.schedule.schedule(self.waiting))
+        builder = _Builder(scheduled, self.model.spec.hidden_size, self.model.spec.vocab_size)
         planned: set[int] = set()
-        stuck: set[int] = set()
-        for piece in pieces:
-            score, span, count = piece
-            if id(score) in stuck or score not in self.waiting:
+        deferred: set[int] = set()
+        for item in scheduled:
+            request, span, count = item
+            if id(request) in deferred or request not in self.waiting:
                 continue
-            if len(pieces) > 1 and isinstance(span, MultiStepSpan):
-                span.extra_tokens = 0  # no room for what the backend will not say in company
-            if not self._reserve(score, span, count, make_room, planned):
-                stuck.add(id(score))
+            if len(scheduled) > 1 and isinstance(span, MultiStepSpan):
+                span.extra_tokens = 0  # multi-step passes have a single row, so reserve no more
+            if not self._reserve(request, span, count, make_room, planned):
+                deferred.add(id(request))
                 continue
-            planned.add(score.sequence.root.id)
+            planned.add(request.sequence.root.id)
             try:
-                builder.add(piece)
+                builder.add(item)
             except Exception as error:
-                self.failed.append((score, error))
-                stuck.add(id(score))
+                self.failed.append((request, error))
+                deferred.add(id(request))
         plan = builder.finish()
         self.prefixes.is_busy = plan is not None
         if plan is not None:
@@ -120,20 +159,20 @@ class ModelRunner:
         return plan
 
     def _allow_multi_step(self, plan: Plan) -> None:
-        """Where a row is alone, let the backend go on with it for as long as nobody minds. An
-        answer's first token is not kept waiting for the next."""
-        trail = plan.scheduled[0][1]
-        if len(plan.rows) == 1 and isinstance(trail, MultiStepSpan) and plan.output_spec.samples:
-            said = min(1 + trail.reserved, int(MAX_MULTI_STEP_SECONDS / self._seconds_per_row))
-            if said > 1:
+        """Allow further steps if the pass has a single row, within `MAX_MULTI_STEP_SECONDS`.
+        Prompts have more rows, so the first token is not delayed."""
+        span = plan.scheduled[0][1]
+        if len(plan.rows) == 1 and isinstance(span, MultiStepSpan) and plan.output_spec.samples:
+            num_steps = min(1 + span.reserved, int(MAX_MULTI_STEP_SECONDS / self._seconds_per_row))
+            if num_steps > 1:
                 plan.multi_step, plan.output_spec.num_steps, plan.output_spec.end_tokens = (
-                    trail,
-                    said,
-                    trail.end_tokens,
+                    span,
+                    num_steps,
+                    span.end_tokens,
                 )
 
     def run(self, plan: Plan) -> Output:
-        """The pass itself; safe to call on a thread of its own."""
+        """Run the pass. May be called on another thread."""
         start = perf_counter()
         try:
             output = self.model.run(plan.rows, self.pool.cache, plan.output_spec)
@@ -143,7 +182,8 @@ class ModelRunner:
         return output
 
     def commit(self, plan: Plan, output: Output) -> list[tuple[ScoreRequest, Scores]]:
-        """Hand the rows back; returns the scores that are now complete."""
+        """Update the caches after a pass and return the requests that are now complete, with their
+        scores."""
         if plan.multi_step is not None:
             plan.multi_step.multi_step_tokens = output.sampled
             plan.num_passes = max(1, len(output.sampled))
@@ -153,54 +193,58 @@ class ModelRunner:
         self.num_rows += plan.num_rows
         self.seconds += plan.seconds
         logits = output.logits.cpu().numpy()
-        picked = [-1] * len(logits)
-        for choice, token in zip(plan.output_spec.samples, output.sampled, strict=False):
-            picked[choice.row] = token
-        fresh: dict[Span, SpanOutput] = {}
-        touched: list[ScoreRequest] = []
-        for i, (score, span, count) in enumerate(plan.scheduled):
-            stopped = None
+        sampled = [-1] * len(logits)
+        for spec, token in zip(plan.output_spec.samples, output.sampled, strict=False):
+            sampled[spec.row] = token
+        outputs: dict[Span, SpanOutput] = {}
+        advanced: list[ScoreRequest] = []
+        for i, (request, span, count) in enumerate(plan.scheduled):
+            exit_hidden = None
             if span.is_partial:
-                stopped = output.hidden[span.stop][plan.captured[span.stop][i]]
+                exit_hidden = output.hidden[span.stop][plan.captured[span.stop][i]]
             rows = plan.output_rows[i]
             first = plan.first_output[i]
-            part = logits[first : first + (len(rows) if span.logits else 0)]
-            taps = {
-                layer: self._captured(
+            span_logits = logits[first : first + (len(rows) if span.logits else 0)]
+            span_hidden = {
+                layer: self._select_rows(
                     output.hidden[layer][plan.captured[layer][i]], span, rows, layer
                 )
                 for layer in span.capture_layers
             }
-            span.complete(stopped, count)
-            if score not in self.waiting:  # dropped while the pass was under way
+            span.complete(exit_hidden, count)
+            if request not in self.waiting:  # dropped during the pass
                 continue
             if span.remaining and rows:
-                self._keep(span, part, taps)
+                self._store_partial(span, span_logits, span_hidden)
             elif not span.remaining:
-                fresh[span] = SpanOutput(part, taps, picked[first : first + len(part)])
-            if not touched or touched[-1] is not score:
-                touched.append(score)
-        done = []
-        for score in touched:
-            if score.num_rows == 0:
-                self.waiting.remove(score)
-                done.append((score, self._assemble(score, fresh)))
+                outputs[span] = SpanOutput(
+                    span_logits, span_hidden, sampled[first : first + len(span_logits)]
+                )
+            if not advanced or advanced[-1] is not request:
+                advanced.append(request)
+        completed = []
+        for request in advanced:
+            if request.num_rows == 0:
+                self.waiting.remove(request)
+                completed.append((request, self._assemble(request, outputs)))
             else:
-                for spans in score.groups:
+                for spans in request.groups:
                     for span in spans:
-                        if span in fresh and len(span.output_rows):
-                            self._keep(span, fresh[span].logits, fresh[span].hidden)
-        return done
+                        if span in outputs and len(span.output_rows):
+                            self._store_partial(span, outputs[span].logits, outputs[span].hidden)
+        return completed
 
     @staticmethod
-    def _captured(rows: torch.Tensor, span: Span, wanted: list[int], layer: int) -> torch.Tensor:
+    def _select_rows(
+        rows: torch.Tensor, span: Span, output_rows: list[int], layer: int
+    ) -> torch.Tensor:
         if span.is_partial and layer == span.stop:
-            return rows[[row - span.done for row in wanted]]
+            return rows[[row - span.done for row in output_rows]]
         return rows
 
     def _reserve(
         self,
-        score: ScoreRequest,
+        request: ScoreRequest,
         span: Span,
         count: int,
         make_room: Callable[[ScoreRequest, set[int]], bool],
@@ -211,61 +255,63 @@ class ModelRunner:
                 span.reserve(count)
                 return True
             except PoolFull:
-                if not make_room(score, planned):
+                if not make_room(request, planned):
                     return False
             except Exception as error:
-                self.failed.append((score, error))
+                self.failed.append((request, error))
                 return False
 
-    def _keep(self, span: Span, logits: np.ndarray, taps: dict[int, torch.Tensor]) -> None:
-        part = self._parts.setdefault(span, PartialOutput())
-        part.logits.append(logits.copy())
-        for layer, rows in taps.items():
-            part.hidden.setdefault(layer, []).append(rows.clone())
+    def _store_partial(
+        self, span: Span, logits: np.ndarray, hidden: dict[int, torch.Tensor]
+    ) -> None:
+        partial = self._partial_outputs.setdefault(span, PartialOutput())
+        partial.logits.append(logits.copy())
+        for layer, rows in hidden.items():
+            partial.hidden.setdefault(layer, []).append(rows.clone())
 
-    def _assemble(self, score: ScoreRequest, fresh: dict[Span, SpanOutput]) -> Scores:
-        def collect(spans: list[Span]) -> SpanOutput:
+    def _assemble(self, request: ScoreRequest, outputs: dict[Span, SpanOutput]) -> Scores:
+        def gather(spans: list[Span]) -> SpanOutput:
             logits: list[np.ndarray] = []
             hidden: dict[int, list[torch.Tensor]] = {}
-            picked: list[int] = []
+            sampled: list[int] = []
             for span in spans:
-                part = self._parts.pop(span, PartialOutput())
-                last = fresh.get(span)
-                logits += part.logits
-                picked += [-1] * sum(map(len, part.logits))
+                partial = self._partial_outputs.pop(span, PartialOutput())
+                last = outputs.get(span)
+                logits += partial.logits
+                sampled += [-1] * sum(map(len, partial.logits))
                 if last is not None and len(last.logits):
                     logits.append(last.logits)
-                    picked += last.sampled
+                    sampled += last.sampled
                 for layer in span.capture_layers:
-                    rows = part.hidden.get(layer, [])
+                    rows = partial.hidden.get(layer, [])
                     hidden.setdefault(layer, []).extend(rows)
                     if last is not None and layer in last.hidden:
                         hidden[layer].append(last.hidden[layer])
-            joined = {layer: _join(rows) for layer, rows in hidden.items()}
+            joined = {layer: _concat(rows) for layer, rows in hidden.items()}
             if len(logits) == 1:
-                return SpanOutput(logits[0], joined, picked)
+                return SpanOutput(logits[0], joined, sampled)
             empty = np.empty((0, self.model.spec.vocab_size), np.float32)
-            return SpanOutput(np.concatenate(logits) if logits else empty, joined, picked)
+            return SpanOutput(np.concatenate(logits) if logits else empty, joined, sampled)
 
-        own = collect(score.groups[0])
-        companions = [collect(spans).logits for spans in score.groups[1:]]
-        return Scores(score, own.logits, own.hidden, companions, own.sampled)
+        own = gather(request.groups[0])
+        companions = [gather(spans).logits for spans in request.groups[1:]]
+        return Scores(request, own.logits, own.hidden, companions, own.sampled)
 
 
-def _join(rows: list[torch.Tensor]) -> torch.Tensor:
+def _concat(rows: list[torch.Tensor]) -> torch.Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 class _Builder:
-    """Lays out the rows of a pass, span by span."""
+    """Builds the rows of a pass, span by span."""
 
-    def __init__(self, pieces: list[ScheduledSpan], hidden_size: int, vocab_size: int) -> None:
+    def __init__(self, scheduled: list[ScheduledSpan], hidden_size: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        capacity = sum(count for _, _, count in pieces)
+        capacity = sum(count for _, _, count in scheduled)
         fields = np.empty((9, capacity), np.int32)
-        fed = any(span.inputs is not None for _, span, _ in pieces)
-        adapted = any(score.sequence.adapter >= 0 for score, _, _ in pieces)
-        parallel = any(span.parallel for _, span, _ in pieces)
+        has_embeddings = any(span.inputs is not None for _, span, _ in scheduled)
+        has_adapters = any(request.sequence.adapter >= 0 for request, _, _ in scheduled)
+        has_parallel = any(span.parallel for _, span, _ in scheduled)
         self._rows = Rows(
             tokens=fields[0],
             positions=fields[1],
@@ -278,64 +324,66 @@ class _Builder:
             tail_length=fields[6],
             start=fields[7],
             stop=fields[8],
-            inputs=torch.empty(capacity, hidden_size) if fed else None,
-            adapters=np.full(capacity, -1, np.int32) if adapted else None,
-            parallel=np.zeros(capacity, np.int32) if parallel else None,
+            inputs=torch.empty(capacity, hidden_size) if has_embeddings else None,
+            adapters=np.full(capacity, -1, np.int32) if has_adapters else None,
+            parallel=np.zeros(capacity, np.int32) if has_parallel else None,
         )
         self._num_rows = 0
         self._scheduled: list[ScheduledSpan] = []
         self._output_rows: list[list[int]] = []
         self._first_output: list[int] = []
-        self._logits: list[int] = []
+        self._logits_rows: list[int] = []
         self._samples: list[SampleSpec] = []
-        self._hidden: dict[int, list[int]] = {}
+        self._hidden_rows: dict[int, list[int]] = {}
         self._captured: dict[int, dict[int, slice]] = {}
 
-    def add(self, piece: ScheduledSpan) -> None:
-        """Append the next rows of a span whose slots have just been reserved. If it raises, nothing
-        has been appended."""
-        score, span, count = piece
+    def add(self, item: ScheduledSpan) -> None:
+        """Append the next rows of a span whose slots are reserved. If it raises, nothing has been
+        appended."""
+        request, span, count = item
         offset, index = self._num_rows, len(self._scheduled)
         span.fill(self._rows, offset, count)
         tokens = self._rows.tokens[offset : offset + count]
         if span.inputs is None and tokens.view(np.uint32).max() >= self._vocab_size:  # or below 0
-            wrong = next(token for token in tokens if not 0 <= token < self._vocab_size)
+            invalid = next(token for token in tokens if not 0 <= token < self._vocab_size)
             size = self._vocab_size
-            raise InvalidRequestError(f"token {wrong} is not in the vocabulary of {size}")
-        done = span.done
-        wanted = [row for row in span.output_rows if done <= row < done + count]
-        choices = (
-            score.sample_specs(span, wanted, len(self._logits)) if span.logits and wanted else []
+            raise InvalidRequestError(f"token {invalid} is not in the vocabulary of {size}")
+        first = span.done
+        output_rows = [row for row in span.output_rows if first <= row < first + count]
+        sample_specs = (
+            request.sample_specs(span, output_rows, len(self._logits_rows))
+            if span.logits and output_rows
+            else []
         )
         if self._rows.adapters is not None:
-            self._rows.adapters[offset : offset + count] = score.sequence.adapter
+            self._rows.adapters[offset : offset + count] = request.sequence.adapter
         if self._rows.parallel is not None:
             self._rows.parallel[offset : offset + count] = span.parallel
-        shifted = [offset + row - done for row in wanted]
-        self._first_output.append(len(self._logits))
+        pass_rows = [offset + row - first for row in output_rows]
+        self._first_output.append(len(self._logits_rows))
         if span.logits:
-            self._samples += choices
-            self._logits += shifted
+            self._samples += sample_specs
+            self._logits_rows += pass_rows
         for layer in span.capture_layers:
             if not (span.is_partial and layer == span.stop):
-                self._capture(index, layer, shifted)
+                self._capture(index, layer, pass_rows)
         if span.is_partial:
             self._capture(index, span.stop, list(range(offset, offset + count)))
-        self._scheduled.append(piece)
-        self._output_rows.append(wanted)
+        self._scheduled.append(item)
+        self._output_rows.append(output_rows)
         self._num_rows += count
 
     def finish(self) -> Plan | None:
         """The plan, or None if nothing was added."""
         if not self._scheduled:
             return None
-        rows, used = self._rows, self._num_rows
-        if used < len(rows):
-            for name in _PER_ROW:
+        rows, num_rows = self._rows, self._num_rows
+        if num_rows < len(rows):
+            for name in _ROW_FIELDS:
                 if getattr(rows, name) is not None:
-                    setattr(rows, name, getattr(rows, name)[:used])
-        hidden = {layer: np.array(index, np.int32) for layer, index in self._hidden.items()}
-        output_spec = OutputSpec(np.array(self._logits, np.int32), hidden, self._samples)
+                    setattr(rows, name, getattr(rows, name)[:num_rows])
+        hidden = {layer: np.array(index, np.int32) for layer, index in self._hidden_rows.items()}
+        output_spec = OutputSpec(np.array(self._logits_rows, np.int32), hidden, self._samples)
         return Plan(
             self._scheduled,
             rows,
@@ -345,13 +393,13 @@ class _Builder:
             self._captured,
         )
 
-    def _capture(self, piece: int, layer: int, index: list[int]) -> None:
-        rows = self._hidden.setdefault(layer, [])
-        self._captured.setdefault(layer, {})[piece] = slice(len(rows), len(rows) + len(index))
-        rows += index
+    def _capture(self, item: int, layer: int, pass_rows: list[int]) -> None:
+        rows = self._hidden_rows.setdefault(layer, [])
+        self._captured.setdefault(layer, {})[item] = slice(len(rows), len(rows) + len(pass_rows))
+        rows += pass_rows
 
 
-_PER_ROW = (
+_ROW_FIELDS = (
     "tokens",
     "positions",
     "slots",

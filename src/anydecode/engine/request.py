@@ -1,4 +1,5 @@
-"""A user's request as jobs for the engine: one per sample."""
+"""A user's request: validates the options, creates one engine job per sample, and builds the
+result."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.constrained.validate_and_retry import enforcement_report, validate_and_retry
 from anydecode.decoders.decoder import Decoder
 from anydecode.engine.engine import Job
-from anydecode.engine.first_finish import FirstFinish, Sample
+from anydecode.engine.first_finish import FirstFinish, SampleState
 from anydecode.engine.generation import Generation, Stats, StreamChunk
-from anydecode.engine.scoring import PROMPT_KEY, PromptScored, Silent
-from anydecode.engine.segments import Segment, Unfinished
+from anydecode.engine.scoring import PROMPT_KEY, EmptyDecoder, PromptLogprobsDecoder
+from anydecode.engine.segments import Segment, UnfinishedSample
 from anydecode.engine.text import OutputProcessor
 from anydecode.errors import AnydecodeError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.logprobs import TokenLogprobs, distribution_logprobs, token_logprobs
@@ -32,12 +33,32 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("anydecode")
 
-#: How many tokens an answer may have where nothing is said.
+#: Default of `max_tokens`.
 DEFAULT_TOKENS = 256
 
 
 class Request:
-    """Prompt and options, checked; sequences and jobs, made; and the answer, put together."""
+    """One prompt with its options. `LLM.request` creates it, `LLM.start` runs it.
+
+    Args:
+        llm: The model and engine.
+        prompt: Token ids.
+        decoder: The decoding method.
+        params: Sampling parameters.
+        name: The decoder's name in messages and results.
+        constraint: A `Constraint`, a constraint state, or None.
+        adapter: Index of the LoRA adapter, -1 for none.
+        trace: Whether to record every decoding round.
+        priority: For schedules that use it; smaller numbers come first.
+        namespace: Cached prefixes are shared only within a namespace.
+        companion: Token ids of the second prompt of guidance.
+        first_finish: Which of `n` samples to keep, or None for all.
+        segment: The part of the generation that this call runs.
+        prompt_embeds: Embeddings that replace some of the prompt's tokens.
+
+    Raises:
+        InvalidRequestError: If an option is invalid or contradicts another.
+    """
 
     def __init__(
         self,
@@ -65,20 +86,20 @@ class Request:
         self.segment = segment or Segment()
         self.first_finish = first_finish
         self.prompt_embeds = prompt_embeds
-        self.seed = self._chosen_seed()
+        self.seed = self._resolve_seed()
         self.limit = self._check(decoder)
         if isinstance(constraint, Constraint):
             constraint = constraint.for_prompt(llm.tokenizer.decode(prompt))
         self.constraint = constraint if isinstance(constraint, Constraint) else None
         samples = self._samples(decoder, constraint)
         self._numbers = [sample.number for sample in samples]
-        self._began = perf_counter()
-        self._first: list[float | None] = [None] * len(samples)
-        self._ended: list[float] = [self._began] * len(samples)
-        self._news: Callable[[], Any] | None = None
+        self._start_time = perf_counter()
+        self._first_token_times: list[float | None] = [None] * len(samples)
+        self._end_times: list[float] = [self._start_time] * len(samples)
+        self._on_progress: Callable[[], Any] | None = None
         self.jobs = [
-            self._job(position, sample, decoder, constraint, adapter, trace, priority, namespace)
-            for position, sample in enumerate(samples)
+            self._job(index, sample, decoder, constraint, adapter, trace, priority, namespace)
+            for index, sample in enumerate(samples)
         ]
 
     @property
@@ -87,29 +108,29 @@ class Request:
 
     @property
     def has_text(self) -> bool:
-        """Whether `take_text` would give something."""
+        """Whether `take_text` would return text."""
         return self._output_processor(0).has_text
 
     def take_text(self, number: int = 0) -> str:
-        """The text of sample `number` that has become certain since the last call."""
+        """The text of sample `number` that has become final since the last call."""
         return self._output_processor(number).take()
 
     def text(self, number: int = 0) -> str:
-        """All text of sample `number` so far, except what may become a stop string."""
+        """All text of sample `number` so far, except an end that may become a stop string."""
         return self._output_processor(number).text
 
-    def notify(self, news: Callable[[], Any]) -> None:
-        """Call `news` (on the engine's thread) whenever there are tokens, or a traced round, and at
+    def notify(self, callback: Callable[[], Any]) -> None:
+        """Call `callback` on the engine's thread when there are new tokens or trace entries, and at
         the end."""
-        self._news = news
+        self._on_progress = callback
 
-    def last_piece(self) -> StreamChunk:
-        """What is left of the text, with the whole answer. Raises what ended the request."""
+    def last_chunk(self) -> StreamChunk:
+        """The remaining text with the result. Raises the error that ended the request, if any."""
         generation = self.generation()
         return StreamChunk(self.take_text(), generation)
 
     def generation(self) -> Generation:
-        """The answer. Raises what ended the request, if something did."""
+        """The result. Raises the error that ended the request, if any."""
         for job in self.jobs:
             if isinstance(job.error, AnydecodeError):
                 raise job.error
@@ -122,52 +143,58 @@ class Request:
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Of each token of the prompt, None for the first; None as long as they are not all there,
-        or where they were not asked for."""
-        found = self.jobs[0].sequence.state.get(PROMPT_KEY)
-        if found is None or len(found) < len(self.prompt) - 1:
+        """One entry per token of the prompt, None for the first. None if they were not requested or
+        are not complete yet."""
+        logprobs = self.jobs[0].sequence.state.get(PROMPT_KEY)
+        if logprobs is None or len(logprobs) < len(self.prompt) - 1:
             return None
-        return [None, *found]
+        return [None, *logprobs]
 
     @property
     def shown(self) -> list[int]:
-        """The samples that make the answer: all of them, or those that finished first."""
+        """The samples in the result: all of them, or those that finished first."""
         if self.first_finish is None or not self.done:
             return list(range(len(self.jobs)))
-        return self.first_finish.winners(self._standings())
+        return self.first_finish.winners(self._sample_states())
 
-    def _standings(self) -> list[Sample]:
+    def _sample_states(self) -> list[SampleState]:
         return [(len(job.sequence.tokens), job.sequence.finish_reason) for job in self.jobs]
 
-    def _chosen_seed(self) -> int:
-        resumed, given = self.segment.seed, self.params.seed
-        if resumed is not None and given not in (None, resumed):
-            raise InvalidRequestError("resume goes on with its own seed, not with another one")
-        if given is None:
-            given = resumed
-        return fresh_seed() if given is None else given
+    def _resolve_seed(self) -> int:
+        resumed, seed = self.segment.seed, self.params.seed
+        if resumed is not None and seed not in (None, resumed):
+            raise InvalidRequestError(
+                f"seed is {seed}, but resume has seed {resumed}; leave seed out when resuming"
+            )
+        if seed is None:
+            seed = resumed
+        return fresh_seed() if seed is None else seed
 
-    def _samples(self, decoder: Decoder, constraint: Any) -> list[Unfinished]:
-        """What this call works on, once it has been checked that it can."""
+    def _samples(self, decoder: Decoder, constraint: Any) -> list[UnfinishedSample]:
+        """Validate segments and first_finish, and return the samples that this call runs."""
         segment, count = self.segment, self.params.n
         if self.first_finish is not None and self.first_finish.first > count:
             first = self.first_finish.first
             raise InvalidRequestError(f"first_finish is {first}, but there are {count} samples")
         if segment.tokens or segment.resume is not None:
-            exact = (
+            is_exact = (
                 getattr(decoder, "card", None) is None or decoder.card.exactness == "token-exact"
             )
-            if constraint is not None or self.first_finish is not None or not exact:
+            if constraint is not None or self.first_finish is not None or not is_exact:
                 raise UnsupportedCombinationError(
-                    "segments go with token-exact decoders, without constraints and first_finish"
+                    "segment and resume need a token-exact decoder, and do not work with"
+                    " constraints or first_finish"
                 )
         samples = segment.samples(count, self.llm.model.spec.vocab_size)
         if any(sample.tokens and len(sample.tokens) >= self.limit for sample in samples):
-            raise InvalidRequestError(f"resume: a sample has its {self.limit} tokens already")
+            raise InvalidRequestError(
+                f"resume: a sample already has {self.limit} tokens; raise max_tokens to continue it"
+            )
         return samples
 
     def _resume(self) -> dict[str, Any] | None:
-        """What goes on with the samples that this call's segment cut off, if there are any."""
+        """The value of `resume` that continues the samples cut off by this segment; None if all
+        samples are finished."""
         unfinished = [
             {"number": number, "tokens": list(job.sequence.tokens)}
             for number, job in zip(self._numbers, self.jobs, strict=True)
@@ -176,14 +203,14 @@ class Request:
         return {"seed": self.seed, "samples": unfinished} if unfinished else None
 
     def _check(self, decoder: Decoder) -> int:
-        """The token limit, once everything that can be refused has been."""
+        """Check that prompt, decoder and parameters fit the model. Returns the token limit."""
         spec = self.llm.model.spec
         if not self.prompt:
             raise InvalidRequestError("the prompt is empty")
         if len(self.prompt) + (self.params.max_tokens != 0) > self.llm.max_length:
             raise InvalidRequestError(
                 f"the prompt has {len(self.prompt)} tokens; the context holds"
-                f" {self.llm.max_length}, and one must be left to say"
+                f" {self.llm.max_length}, and one must be left to generate"
             )
         if decoder.causal is not None and decoder.causal != spec.causal:
             kind = "causal" if decoder.causal else "diffusion (bidirectional)"
@@ -207,7 +234,8 @@ class Request:
             self.prompt_embeds.check(self.prompt, spec.hidden_size)
             if not getattr(decoder, "takes_embeddings", False):
                 raise UnsupportedCombinationError(
-                    f"decoder {self.name!r} takes no embeddings; quickprefill and mustdrop do"
+                    f"decoder {self.name!r} does not support prompt_embeds; quickprefill and"
+                    " mustdrop do"
                 )
         if self.params.prompt_logprobs is not None:
             if not spec.causal:
@@ -216,17 +244,18 @@ class Request:
                 )
             if self.prompt_embeds is not None or self.first_finish is not None:
                 raise UnsupportedCombinationError(
-                    "prompt_logprobs (echo with logprobs) do not go with embeddings or first_finish"
+                    "prompt_logprobs (echo with logprobs) do not work with prompt_embeds or"
+                    " first_finish"
                 )
-        room = self.llm.max_length - len(self.prompt)
+        remaining = self.llm.max_length - len(self.prompt)
         return min(
-            DEFAULT_TOKENS if self.params.max_tokens is None else self.params.max_tokens, room
+            DEFAULT_TOKENS if self.params.max_tokens is None else self.params.max_tokens, remaining
         )
 
     def _job(
         self,
-        position: int,
-        sample: Unfinished,
+        index: int,
+        sample: UnfinishedSample,
         decoder: Decoder,
         constraint: Any,
         adapter: int,
@@ -237,7 +266,7 @@ class Request:
         llm, params = self.llm, self.params
         tokenizer = llm.tokenizer
         segment = self.segment.tokens or self.limit
-        rules = OutputProcessor(
+        output_processor = OutputProcessor(
             tokenizer,
             params.stop,
             params.stop_tokens,
@@ -252,7 +281,7 @@ class Request:
             self.prompt,
             llm.model.spec.vocab_size,
             tokenizer.eos_ids,
-            constraint=None if constraint is None else self._started(constraint),
+            constraint=None if constraint is None else self._constraint_state(constraint),
             geometry=llm.geometry() if params.needs_geometry else None,
             num_layers=llm.model.spec.num_layers,
             hidden_size=llm.model.spec.hidden_size,
@@ -262,7 +291,7 @@ class Request:
             sampler=sampler,
             tokenizers={"target": tokenizer, "draft": llm.draft_tokenizer or tokenizer},
             noise=Noise(self.seed, stream_id(sample.number)),
-            stop_checker=rules,
+            stop_checker=output_processor,
             open_context=lambda runner, tokens: llm.open_context(runner, tokens, key),
             companion_prompts=[self.companion] * sampler.companions,
             annotate=self._annotate if params.logprobs is not None else None,
@@ -278,24 +307,24 @@ class Request:
         if self.prompt_embeds is not None:
             sequence.state["embedded"] = self.prompt_embeds
         if sampler.learns_from_logits and (self.segment.tokens or sample.tokens):
-            raise UnsupportedCombinationError("mirostat cannot go on where another call left off")
+            raise UnsupportedCombinationError("mirostat does not support segment and resume")
         if sample.tokens:
-            _go_on(sequence, rules, sample.tokens)
+            _restore(sequence, output_processor, sample.tokens)
         decoder = validate_and_retry(decoder, self.constraint, tokenizer, llm.model.spec.vocab_size)
         decoder.prepare(sequence)
         if self.limit == 0:
-            decoder = Silent()
-        if params.prompt_logprobs is not None and position == 0:  # the same for every sample
-            decoder = PromptScored(decoder, params.prompt_logprobs)
+            decoder = EmptyDecoder()
+        if params.prompt_logprobs is not None and index == 0:  # the same for every sample
+            decoder = PromptLogprobsDecoder(decoder, params.prompt_logprobs)
         return Job(
             sequence,
             decoder,
-            on_finish=lambda job: self._finished(position),
-            on_progress=lambda job: self._progressed(position),
+            on_finish=lambda job: self._finished(index),
+            on_progress=lambda job: self._progressed(index),
         )
 
-    def _started(self, constraint: Any) -> Any:
-        """The state of a constraint at the start of an answer; a bare state is forked."""
+    def _constraint_state(self, constraint: Any) -> Any:
+        """The initial state of a constraint. A constraint state is forked."""
         if isinstance(constraint, Constraint):
             size = self.llm.model.spec.vocab_size
             return constraint.start_with_limit(self.llm.tokenizer, size, self.limit)
@@ -313,56 +342,57 @@ class Request:
         return token_logprobs(logits, token, count)
 
     def _token_text(self, token: int) -> str:
-        """A token alone; what is no whole character is U+FFFD, a special token its name."""
+        """The text of a single token. Bytes of incomplete characters become U+FFFD; a special token
+        is given by its name."""
         tokenizer = self.llm.tokenizer
         if tokenizer.is_special(token):
             return tokenizer.token_text(token)
         return tokenizer.token_bytes(token).decode(errors="replace")
 
     def _progressed(self, number: int) -> None:
-        if self._first[number] is None and self.jobs[number].sequence.tokens:
-            self._first[number] = perf_counter()
-        self._decide()
-        self._tell()
+        if self._first_token_times[number] is None and self.jobs[number].sequence.tokens:
+            self._first_token_times[number] = perf_counter()
+        self._cancel_losers()
+        self._notify()
 
-    def _decide(self) -> None:
-        """On the engine's thread: cancel the samples that others have finished before."""
+    def _cancel_losers(self) -> None:
+        """Cancel the samples that can no longer finish first. Runs on the engine's thread."""
         if self.first_finish is not None:
-            for number in self.first_finish.lost(self._standings()):
+            for number in self.first_finish.lost(self._sample_states()):
                 self.llm.engine.cancel(self.jobs[number])
 
     def _finished(self, number: int) -> None:
-        self._ended[number] = perf_counter()
-        if self._first[number] is None:
-            self._first[number] = self._ended[number]
+        self._end_times[number] = perf_counter()
+        if self._first_token_times[number] is None:
+            self._first_token_times[number] = self._end_times[number]
         try:
-            self._decide()
+            self._cancel_losers()
         finally:
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
-        if self._news is not None:
+    def _notify(self) -> None:
+        if self._on_progress is not None:
             try:
-                self._news()
-            except Exception:  # an event loop that has closed, say: nobody else's concern
+                self._on_progress()
+            except Exception:  # for example a closed event loop; other requests must not suffer
                 log.exception("a request's callback failed")
 
     def _output_processor(self, number: int) -> OutputProcessor:
-        listener = self.jobs[number].sequence.stop_checker
-        assert isinstance(listener, OutputProcessor)
-        return listener
+        output_processor = self.jobs[number].sequence.stop_checker
+        assert isinstance(output_processor, OutputProcessor)
+        return output_processor
 
     def _sample(self, number: int) -> Generation:
         job = self.jobs[number]
         sequence = job.sequence
-        first = self._first[number] or self._ended[number]
+        first_token_time = self._first_token_times[number] or self._end_times[number]
         stats = Stats(
             passes=sequence.num_passes,
             rows=sequence.num_rows,
             num_tokens=len(sequence.tokens),
             num_prompt_tokens=len(self.prompt),
-            seconds=self._ended[number] - self._began,
-            time_to_first_token=first - self._began,
+            seconds=self._end_times[number] - self._start_time,
+            time_to_first_token=first_token_time - self._start_time,
             num_cached_tokens=sequence.num_cached_tokens,
         )
         return Generation(
@@ -380,12 +410,14 @@ class Request:
         )
 
 
-def _go_on(sequence: Sequence, rules: OutputProcessor, tokens: tuple[int, ...]) -> None:
-    """Bring a new sequence to where an earlier call left it."""
-    taken, reason = rules.push(tokens)
+def _restore(
+    sequence: Sequence, output_processor: OutputProcessor, tokens: tuple[int, ...]
+) -> None:
+    """Restore a sequence to the state that an earlier call left it in."""
+    taken, reason = output_processor.push(tokens)
     if reason is not None or taken < len(tokens):
-        raise InvalidRequestError("resume: a sample has ended already")
-    rules.take()  # that text has been said
+        raise InvalidRequestError("resume: a sample has already finished; leave it out")
+    output_processor.take()  # the earlier call has returned this text
     sequence.tokens.extend(tokens)
     sequence.state["resumed"] = len(tokens)
     if sequence.annotate is not None:

@@ -1,4 +1,4 @@
-"""Which waiting scores go into the next pass, and how many of their rows."""
+"""Scheduling: which waiting score requests run in the next pass, and how many of their rows."""
 
 from __future__ import annotations
 
@@ -12,36 +12,47 @@ from anydecode.scoring.score import ScoreRequest
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.span import Span
 
-#: A span and how many of its remaining rows to run.
+#: A request, one of its spans, and how many of the span's remaining rows to run.
 ScheduledSpan = tuple[ScoreRequest, Span, int]
 
 
 class Schedule(ABC):
-    """Chooses the pieces of a pass. The lane takes them in order, until memory is short. The
-    target's schedule also says who of those that wait is admitted next, and who gives way when
-    memory runs out."""
+    """Selects the spans of each pass.
+
+    The model runner takes them in order until memory is short. The target's schedule also selects
+    the waiting sequence to admit next, and the running sequence to preempt when memory is full.
+    """
 
     @abstractmethod
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
-        """The next pass, out of the scores that wait, in the order they came."""
+        """Yield the spans of the next pass.
+
+        Args:
+            waiting: The unfinished score requests, in order of arrival.
+        """
 
     def next_job(self, waiting: Seq[Sequence]) -> int:
-        """Which of the waiting sequences is admitted next: the one that came first."""
+        """Index of the waiting sequence to admit next; by default the first."""
         return 0
 
-    def admitted(self, sequence: Sequence) -> None:  # noqa: B027  most schedules keep no account
-        """Told of a sequence that starts, or starts again."""
+    def admitted(self, sequence: Sequence) -> None:  # noqa: B027  most schedules are stateless
+        """Called when a sequence starts, or starts again after preemption."""
 
     def victim(self, running: Seq[Sequence]) -> int:
-        """Which of the running sequences is preempted: the one that came last."""
+        """Index of the running sequence to preempt; by default the last."""
         return len(running) - 1
 
 
 class DecodesFirst(Schedule):
-    """Short scores first, then prompts in the order they came, in chunks that fill the row budget.
+    """Short requests (decodes) first, then prompts in order of arrival, in chunks that fill the row
+    budget.
 
-    Nobody who already speaks waits for someone else's prompt (Agrawal et al., Sarathi-Serve,
+    Decodes never wait for another sequence's prompt (Agrawal et al., Sarathi-Serve,
     arXiv:2403.02310, without its fixed decode share).
+
+    Args:
+        row_budget: Maximum number of rows per pass.
+        short: Requests of more rows count as prompts.
     """
 
     def __init__(self, row_budget: int = 512, short: int = 64) -> None:
@@ -55,18 +66,18 @@ class DecodesFirst(Schedule):
 
 @dataclass(eq=False)
 class RowBudget:
-    """How many rows a pass may still take. What cannot be divided goes in whole once, even if it
-    alone is more than a budget."""
+    """The number of rows that still fit into a pass. An indivisible span that is larger than the
+    budget runs whole, if nothing else has been taken."""
 
     left: int
     started: bool = False
 
     def __post_init__(self) -> None:
         if self.left < 1:
-            raise InvalidRequestError(f"a pass needs a budget of at least one row, not {self.left}")
+            raise InvalidRequestError(f"the budget is {self.left}; a pass needs at least one row")
 
     def take(self, span: Span) -> int:
-        """How many rows of `span` go into the pass."""
+        """Take rows of `span` from the budget. Returns how many run in the pass."""
         count = span.remaining
         if count > self.left:
             if span.divisible:
@@ -78,21 +89,21 @@ class RowBudget:
         return count
 
 
-def fill(scores: Seq[ScoreRequest], budget: RowBudget) -> Iterator[ScheduledSpan]:
-    """As much of `scores`, in this order, as `budget` has room for."""
-    for score in scores:
-        for spans in score.groups:
+def fill(requests: Seq[ScoreRequest], budget: RowBudget) -> Iterator[ScheduledSpan]:
+    """The spans of `requests`, in this order, that fit into `budget`."""
+    for request in requests:
+        for spans in request.groups:
             for span in spans:
                 count = budget.take(span) if span.remaining else 0
                 if count:
-                    yield score, span, count
+                    yield request, span, count
                 if span.remaining > count:
                     break
 
 
-def whole(score: ScoreRequest) -> Iterator[ScheduledSpan]:
-    """Every row that is left of `score`."""
-    for spans in score.groups:
+def whole(request: ScoreRequest) -> Iterator[ScheduledSpan]:
+    """All remaining rows of `request`."""
+    for spans in request.groups:
         for span in spans:
             if span.remaining:
-                yield score, span, span.remaining
+                yield request, span, span.remaining

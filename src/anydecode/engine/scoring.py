@@ -1,4 +1,4 @@
-"""Log-probabilities of given text: of a continuation, and of a request's own prompt."""
+"""Log-probabilities of given text: of a continuation, and of a request's prompt."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from anydecode.sampling.logprobs import TokenLogprobs, token_logprobs
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
-#: Rows scored at a time, so that logits of a long text never stand in memory at once.
+#: Rows per request, which bounds the memory for the logits of a long text.
 CHUNK = 64
-#: Where a sequence's state keeps the log-probabilities of its prompt's tokens, but the first.
+#: Key of `Sequence.state` for the log-probabilities of the prompt's tokens (without the first).
 PROMPT_KEY = "prompt_logprobs"
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Natural logarithms. `greedy` tells whether the text is what greedy decoding would say."""
+    """Log-likelihood of a continuation, in nats.
+
+    Attributes:
+        total: Sum of `logprobs`.
+        tokens: Token ids of the continuation.
+        logprobs: Log-probability of each token.
+        greedy: Whether every token is the most probable one.
+    """
 
     total: float
     tokens: list[int]
@@ -29,56 +36,58 @@ class Likelihood:
     greedy: bool
 
 
-class Scoring(Decoder):
-    """Scores the tokens of `continuation` behind `prompt`."""
+class LikelihoodDecoder(Decoder):
+    """A decoder that computes the log-likelihood of `continuation` after `prompt`."""
 
     def __init__(self, prompt: list[int], continuation: list[int]) -> None:
         if not prompt or not continuation:
-            raise InvalidRequestError("score needs a prompt and a continuation, both not empty")
+            raise InvalidRequestError("score needs a prompt and a continuation that are not empty")
         self.prompt = prompt
         self.continuation = continuation
 
     @property
     def tokens(self) -> list[int]:
-        """What the sequence's prompt is: everything but the last token is scored."""
+        """The prompt of the sequence: both texts. All tokens but the last are run."""
         return self.prompt + self.continuation
 
     def decode(self, sequence: Sequence) -> Decoding:
         logprobs: list[float] = []
         greedy: list[bool] = []
 
-        def take(row: np.ndarray, token: int) -> None:
+        def on_row(row: np.ndarray, token: int) -> None:
             logprobs.append(token_logprobs(row, token).logprob)
             greedy.append(int(np.argmax(row)) == token)
 
-        yield from score_tokens(sequence, self.tokens, len(self.prompt), take)
-        self._found = Likelihood(float(np.sum(logprobs)), self.continuation, logprobs, all(greedy))
+        yield from score_tokens(sequence, self.tokens, len(self.prompt), on_row)
+        total = float(np.sum(logprobs))
+        self._likelihood = Likelihood(total, self.continuation, logprobs, all(greedy))
 
     def likelihood(self) -> Likelihood:
-        """The result, once the engine has run it."""
-        return self._found
+        """The result; available when the request is done."""
+        return self._likelihood
 
 
-class PromptScored(Decoder):
-    """Scores the prompt's own tokens, with `count` alternatives each, before `inner` decodes."""
+class PromptLogprobsDecoder(Decoder):
+    """Computes the log-probabilities of the prompt's tokens, with `count` alternatives each, then
+    runs the decoder `inner`."""
 
     def __init__(self, inner: Decoder, count: int) -> None:
         self.inner = inner
         self.count = count
 
     def decode(self, sequence: Sequence) -> Decoding:
-        found: list[TokenLogprobs] = sequence.state.setdefault(PROMPT_KEY, [])
+        logprobs: list[TokenLogprobs] = sequence.state.setdefault(PROMPT_KEY, [])
 
-        def take(row: np.ndarray, token: int) -> None:
-            found.append(token_logprobs(row, token, self.count))
+        def on_row(row: np.ndarray, token: int) -> None:
+            logprobs.append(token_logprobs(row, token, self.count))
 
-        if len(found) < len(sequence.prompt) - 1:
-            yield from score_tokens(sequence, sequence.prompt, len(found) + 1, take)
+        if len(logprobs) < len(sequence.prompt) - 1:
+            yield from score_tokens(sequence, sequence.prompt, len(logprobs) + 1, on_row)
         yield from self.inner.decode(sequence)
 
 
-class Silent(Decoder):
-    """Generates nothing: what a request for 0 tokens runs."""
+class EmptyDecoder(Decoder):
+    """Generates nothing: the decoder of requests with `max_tokens=0`."""
 
     causal = None
 
@@ -91,12 +100,20 @@ def score_tokens(
     sequence: Sequence,
     tokens: list[int],
     first: int,
-    take: Callable[[np.ndarray, int], None],
+    on_row: Callable[[np.ndarray, int], None],
 ) -> Decoding:
-    """Teacher forcing: calls `take(logits, token)` for each of `tokens[first:]`, with the logits
-    `[vocab_size]` of the position before it. These rows are computed even where the prefix cache
-    holds them; only positions before `first - 1` may come from it. Afterwards the context holds all
-    of `tokens` but the last."""
+    """Teacher forcing: run `tokens` and report the logits of each of `tokens[first:]`.
+
+    These rows are computed even if the prefix cache has them; only positions before `first - 1` may
+    come from it. Afterwards the sequence cache contains all of `tokens` but the last.
+
+    Args:
+        sequence: The sequence whose cache is used.
+        tokens: Token ids of the whole text.
+        first: Index of the first token to report, 1 or more.
+        on_row: Called as `on_row(logits, token)` with float32 `[vocab_size]` logits of the position
+            before the token.
+    """
     context = sequence.context()
     context.truncate(min(context.length, first - 1))
     if context.length < first - 1:
@@ -105,4 +122,4 @@ def score_tokens(
         stop = min(start + CHUNK, len(tokens) - 1)
         scores = yield sequence.score(tokens[start:stop], rows="all", companions=False)
         for row, token in zip(scores.logits, tokens[start + 1 : stop + 1], strict=True):
-            take(row, token)
+            on_row(row, token)

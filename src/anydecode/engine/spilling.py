@@ -1,4 +1,4 @@
-"""Prefixes that outlive their slots, and the process.
+"""Opens the store for evicted prefixes: in main memory, or in a folder that outlives the process.
 
 Gao et al., "Cost-Efficient Large Language Model Serving for Multi-turn Conversations with
 CachedAttention", USENIX ATC 2024, arXiv:2403.19708.
@@ -29,7 +29,7 @@ def parse_bytes(text: str | int) -> int:
         return text
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
     if found is None:
-        raise InvalidRequestError(f"{text!r} is no number of bytes, as 4GiB is")
+        raise InvalidRequestError(f"{text!r} is not a number of bytes such as 4GiB")
     return int(float(found[1]) * _UNITS[found[2]])
 
 
@@ -39,10 +39,10 @@ def parse_bytes(text: str | int) -> int:
         "serving",
         paper="Gao et al. 2024, CachedAttention, arXiv:2403.19708",
         exactness="token-exact",
-        summary="Evicted prefixes go to main memory or disk and come back bit by bit.",
+        summary="Evicted prefixes are stored in main memory or on disk and restored bit by bit.",
         deviations=(
-            "a block is written when its slots are taken, and read when a prompt wants it: nothing"
-            " is fetched ahead of the queue or layer by layer",
+            "a block is written when its slots are reused, and read when a prompt needs it; there"
+            " is no prefetching for queued requests and no loading layer by layer",
             "contexts are not truncated within a conversation, so keys keep their positions",
         ),
     )
@@ -53,9 +53,16 @@ def open_spill(
     model: Any = None,
     cache: KeyValues | None = None,
 ) -> Spill:
-    """A spill in "memory" or in a folder. Blocks in a folder belong to `model` (the file, who runs
-    it, on how many threads) and to the layout of `cache`; those of models that did not come from a
-    file are not found by another process."""
+    """Open a spill.
+
+    Args:
+        where: "memory" or a folder. Blocks in a folder belong to `model` (file, backend, number of
+            threads) and to the layout of `cache`. Blocks of models that were not loaded from a file
+            are not found by other processes.
+        limit: Maximum size: a number of bytes, or a text such as "4GiB".
+        model: The target model.
+        cache: Its key-value cache.
+    """
     size = parse_bytes(limit)
     if str(where) == "memory":
         return MemorySpill(size)
@@ -77,7 +84,7 @@ def _identity(model: Any, cache: KeyValues | None) -> str:
 
 
 def stable_name(namespace: Hashable) -> str | None:
-    """The name of (adapter, tenant) in every process; None with an adapter, whose number another
-    process may give to something else."""
+    """A name of the namespace (adapter, tenant) that is the same in every process; None with an
+    adapter, whose index may differ in another process."""
     adapter, tenant = namespace if isinstance(namespace, tuple) else (-1, namespace)
     return f"tenant {tenant!r}" if adapter == -1 else None

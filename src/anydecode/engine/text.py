@@ -1,4 +1,4 @@
-"""From tokens to text while they come: characters only whole, and an end where a rule says so."""
+"""Incremental detokenization and stop rules."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from typing import Protocol
 
 
 class TokenBytes(Protocol):
-    """The part of a tokenizer that is needed here."""
+    """The part of a tokenizer that detokenization needs."""
 
-    def token_bytes(self, token: int) -> bytes: ...
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 bytes of a token; may end inside a character."""
+        ...
 
 
 class Detokenizer:
-    """Text as tokens come. A character whose bytes are not all there yet is held back; bytes that
-    can no longer become a character turn into U+FFFD, just as when all are decoded at once."""
+    """Decodes tokens incrementally. Incomplete characters are held back; bytes that cannot become a
+    character give U+FFFD, exactly as when all bytes are decoded at once."""
 
     def __init__(self, tokenizer: TokenBytes) -> None:
         self._tokenizer = tokenizer
         self._pending = b""
 
     def push(self, token: int) -> str:
-        """The whole characters that `token` completes."""
+        """The characters that `token` completes."""
         return self._decode(self._tokenizer.token_bytes(token), final=False)
 
     def flush(self) -> str:
-        """What is left of an unfinished character: one U+FFFD, or nothing."""
+        """The rest at the end of the text: one U+FFFD for an incomplete character, or nothing."""
         return self._decode(b"", final=True)
 
     def _decode(self, data: bytes, *, final: bool) -> str:
@@ -39,19 +41,34 @@ class Detokenizer:
 
 
 class OutputProcessor:
-    """Takes tokens one by one, keeps the text, and says when and why the answer ends.
+    """Collects the text of the generated tokens and applies the stop rules.
 
-    - An end-of-text token (unless `ignore_eos`) or one of `stop_tokens` ends it: "stop". The token
-      is taken; its text is left out unless `include_stop`.
-    - A stop string ends it: "stop". The text ends before the string (behind it with
-      `include_stop`) although the tokens include those that produced it. The string completed by
-      the earliest character counts, of several the one that began first. Strings completed within
-      the first `min_tokens` tokens do not count.
-    - `max_tokens` tokens end it: "length".
+    - An end-of-text token (unless `ignore_eos`) or one of `stop_tokens` ends the generation with
+      "stop". The token is taken; its text is left out unless `include_stop`.
+    - A stop string ends it with "stop". The text ends before the string (after it with
+      `include_stop`), although the tokens include those that produced it. The string that is
+      complete first counts, of several the one that begins first. Strings completed within the
+      first `min_tokens` tokens do not count.
+    - `max_tokens` tokens end it with "length".
 
-    Text that could still become a stop string is held back by `take` until it cannot. The work
-    per token depends on the length of the stop strings, never on the length of the text. All state
-    is plain data; the same tokens pushed again into new rules rebuild it.
+    Text that may still become part of a stop string is held back by `take`. The work per token
+    depends on the length of the stop strings, not on the length of the text. All state is plain
+    data, and pushing the same tokens into a new object rebuilds it.
+
+    Args:
+        tokenizer: Gives the bytes of each token.
+        stop_strings: Texts that end the generation.
+        stop_tokens: Token ids that end the generation.
+        eos_ids: End-of-text token ids of the tokenizer.
+        max_tokens: Maximum number of tokens, or None.
+        ignore_eos: Whether end-of-text tokens are treated as ordinary tokens.
+        include_stop: Whether the text includes the stop token or string.
+        min_tokens: Number of tokens within which stop strings are ignored.
+
+    Attributes:
+        num_tokens: Number of tokens taken.
+        finish_reason: "stop" or "length" once the generation has ended, else None.
+        stopped_by: The stop string or token that ended the generation, or None.
     """
 
     def __init__(
@@ -66,52 +83,53 @@ class OutputProcessor:
         min_tokens: int = 0,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer)
-        self._strings = tuple(stop_strings)
-        self._ends = frozenset(stop_tokens) | frozenset(() if ignore_eos else eos_ids)
+        self._stop_strings = tuple(stop_strings)
+        self._end_tokens = frozenset(stop_tokens) | frozenset(() if ignore_eos else eos_ids)
         self._max_tokens = max_tokens
         self._include_stop = include_stop
         self._min_tokens = min_tokens
-        self._longest = max(map(len, self._strings), default=1) - 1
+        self._max_overlap = max(map(len, self._stop_strings), default=1) - 1
         self._parts: list[str] = []
-        self._taken = 0  # how many parts `take` has handed out
-        self._held = ""
+        self._num_taken = 0  # how many parts `take` has returned
+        self._held_back = ""
         self.num_tokens = 0
         self.finish_reason: str | None = None
-        self.stopped_by: str | int | None = None  # the stop string or token that ended the answer
+        self.stopped_by: str | int | None = None
 
     @property
     def text(self) -> str:
-        """All text so far, except what is held back."""
+        """All text so far, except what is held back by `take`."""
         return "".join(self._parts)
 
     @property
     def has_text(self) -> bool:
-        """Whether `take` would give something."""
-        return self._taken < len(self._parts)
+        """Whether `take` would return text."""
+        return self._num_taken < len(self._parts)
 
     @property
     def remaining(self) -> int:
-        """How many tokens may still be taken."""
+        """How many tokens may still be generated."""
         return 1 << 31 if self._max_tokens is None else self._max_tokens - self.num_tokens
 
     def take(self) -> str:
-        """The text that has become certain since the last call."""
-        stop = len(self._parts)  # another thread may be adding to them
-        fresh = "".join(self._parts[self._taken : stop])
-        self._taken = stop
-        return fresh
+        """The text that has become final since the last call."""
+        stop = len(self._parts)  # another thread may be appending
+        text = "".join(self._parts[self._num_taken : stop])
+        self._num_taken = stop
+        return text
 
     def stops_at(self, token: int) -> bool:
-        """Whether `token` by itself ends the answer, whatever came before."""
-        return token in self._ends
+        """Whether `token` ends the generation whatever the text before it."""
+        return token in self._end_tokens
 
     @property
     def end_tokens(self) -> frozenset[int] | None:
-        """The tokens that end the answer; None where strings may do so too."""
-        return None if self._strings else self._ends
+        """The tokens that end the generation; None if stop strings may end it too."""
+        return None if self._stop_strings else self._end_tokens
 
     def push(self, tokens: Sequence[int]) -> tuple[int, str | None]:
-        """How many of `tokens` were taken, and the finish reason if they ended the answer."""
+        """Append tokens. Returns how many were taken, and the finish reason if one of them ended
+        the generation."""
         for taken, token in enumerate(tokens):
             if self.finish_reason is not None:
                 return taken, self.finish_reason
@@ -120,10 +138,10 @@ class OutputProcessor:
 
     def _push(self, token: int) -> None:
         self.num_tokens += 1
-        end_tokens = token in self._ends
-        if not end_tokens or self._include_stop:
+        is_end = token in self._end_tokens
+        if not is_end or self._include_stop:
             self._emit(self._detokenizer.push(token))
-        if end_tokens:
+        if is_end:
             self._finish("stop", token)
         elif self.num_tokens == self._max_tokens:
             self._finish("length", None)
@@ -132,38 +150,40 @@ class OutputProcessor:
         if self.finish_reason is None:
             self._emit(self._detokenizer.flush())
         if self.finish_reason is None:
-            self._append(self._held)
-            self._held = ""
+            self._append(self._held_back)
+            self._held_back = ""
             self.finish_reason, self.stopped_by = reason, stopped_by
 
     def _emit(self, text: str) -> None:
         if not text:
             return
-        if not self._strings:
+        if not self._stop_strings:
             self._append(text)
             return
-        text, known = self._held + text, len(self._held)
+        text, num_searched = self._held_back + text, len(self._held_back)
         if self.num_tokens > self._min_tokens:
-            found = [(text.find(s, max(0, known + 1 - len(s))), s) for s in self._strings]
-            end_tokens = [(at + len(stop), at, stop) for at, stop in found if at >= 0]
-            if end_tokens:
-                end, at, stop = min(end_tokens)
-                self._append(text[: end if self._include_stop else at])
-                self._held = ""
+            found = [
+                (text.find(s, max(0, num_searched + 1 - len(s))), s) for s in self._stop_strings
+            ]
+            matches = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+            if matches:
+                end, start, stop = min(matches)
+                self._append(text[: end if self._include_stop else start])
+                self._held_back = ""
                 self.finish_reason, self.stopped_by = "stop", stop
                 return
-        kept = self._overlap(text)
-        self._append(text[: len(text) - kept])
-        self._held = text[len(text) - kept :]
+        overlap = self._overlap(text)
+        self._append(text[: len(text) - overlap])
+        self._held_back = text[len(text) - overlap :]
 
     def _append(self, text: str) -> None:
         if text:
             self._parts.append(text)
 
     def _overlap(self, text: str) -> int:
-        """Length of the longest end of `text` that begins, but does not complete, a stop string."""
-        for length in range(min(self._longest, len(text)), 0, -1):
+        """Length of the longest suffix of `text` that is a proper prefix of a stop string."""
+        for length in range(min(self._max_overlap, len(text)), 0, -1):
             end = text[len(text) - length :]
-            if any(len(stop) > length and stop.startswith(end) for stop in self._strings):
+            if any(len(stop) > length and stop.startswith(end) for stop in self._stop_strings):
                 return length
         return 0

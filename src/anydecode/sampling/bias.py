@@ -1,4 +1,4 @@
-"""Bias on chosen tokens, and tokens that must not come: bans, minimum length, repeated n-grams."""
+"""Logit bias, banned token sequences, minimum length, and no-repeat n-grams."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class LogitBias(LogitsProcessor):
 
 
 class BannedWords(LogitsProcessor):
-    """Token sequences that must not appear in the output: the last token of each is forbidden
-    where the others have just been said. The prompt's last tokens count as said."""
+    """Bans token sequences from the output: the last token of each is forbidden after the others.
+    The end of the prompt counts."""
 
     stateful = True
 
@@ -46,8 +46,8 @@ class BannedWords(LogitsProcessor):
         words = [tuple(word) for word in words]
         self._single = np.unique(np.array([word[0] for word in words if len(word) == 1], np.int32))
         self._longer = tuple(word for word in words if len(word) > 1)
-        reach = max((len(word) - 1 for word in self._longer), default=0)
-        self._history = History(prompt[len(prompt) - min(reach, len(prompt)) :])
+        lookback = max((len(word) - 1 for word in self._longer), default=0)
+        self._history = History(prompt[len(prompt) - min(lookback, len(prompt)) :])
 
     def apply(self, candidates: Candidates) -> Candidates:
         last = [word[-1] for word in self._longer if self._history.ends_with(word[:-1])]
@@ -65,30 +65,31 @@ class BannedWords(LogitsProcessor):
 
 
 class MinimumLength(LogitsProcessor):
-    """Forbids `ids` (end-of-text and stop tokens) until `length` tokens have been said."""
+    """Forbids `ids` (end-of-text and stop tokens) until `length` tokens have been generated."""
 
     stateful = True
 
-    def __init__(self, length: int, ids: Iterable[int], said: int = 0) -> None:
+    def __init__(self, length: int, ids: Iterable[int], num_generated: int = 0) -> None:
         self.length = length
         self._ids = np.unique(np.array(list(ids), np.int32))
-        self._said = said
+        self._num_generated = num_generated
 
     def apply(self, candidates: Candidates) -> Candidates:
-        return forbid(candidates, self._ids) if self._said < self.length else candidates
+        return forbid(candidates, self._ids) if self._num_generated < self.length else candidates
 
     def advance(self, token: int) -> None:
-        self._said += 1
+        self._num_generated += 1
 
     def fork(self) -> MinimumLength:
         branch = object.__new__(MinimumLength)
-        branch.length, branch._ids, branch._said = self.length, self._ids, self._said
+        branch.length, branch._ids = self.length, self._ids
+        branch._num_generated = self._num_generated
         return branch
 
 
 class NoRepeatNgram(LogitsProcessor):
-    """Forbids every token that would complete an n-gram that already occurred in prompt or output
-    (Paulus et al., 2017, arXiv 1705.04304)."""
+    """Forbids every token that would complete an n-gram that has already occurred in prompt or
+    output (Paulus et al., 2017, arXiv 1705.04304)."""
 
     stateful = True
 
@@ -103,8 +104,8 @@ class NoRepeatNgram(LogitsProcessor):
             return candidates
         matches = np.ones(starts, bool)
         for offset in range(self.size - 1):
-            wanted = tokens[len(tokens) - self.size + 1 + offset]
-            matches &= tokens[offset : offset + starts] == wanted
+            suffix_token = tokens[len(tokens) - self.size + 1 + offset]
+            matches &= tokens[offset : offset + starts] == suffix_token
         return forbid(candidates, np.unique(tokens[self.size - 1 :][matches]))
 
     def advance(self, token: int) -> None:

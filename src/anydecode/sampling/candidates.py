@@ -1,7 +1,7 @@
-"""The tokens that may still be said, with their scores, and the distribution they make.
+"""Candidate tokens with their scores, and the distribution over them.
 
-Scores are logits, or logits over the temperature. Survivors keep their token ids, so the noise of
-a token is the same whatever was cut around it.
+Scores are logits, or logits divided by the temperature. Candidates keep their token ids, so the
+noise of a token does not depend on which other tokens were dropped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Candidates:
-    """`tokens` int32 ascending, or None for the whole vocabulary; `scores` float32 of the same
-    length. `owned`: the scores may be written to. `masked`: some may be -inf (forbidden)."""
+    """Tokens that may come next.
+
+    Args:
+        tokens: int32 ids, ascending, or None for the whole vocabulary.
+        scores: float32, one per token.
+        owned: Whether `scores` may be written to.
+        masked: Whether some scores may be -inf (forbidden tokens).
+    """
 
     tokens: np.ndarray | None
     scores: np.ndarray
@@ -31,30 +37,34 @@ class Candidates:
         return len(self.scores)
 
     def writable(self) -> np.ndarray:
-        """The scores, copied first if they belong to someone else."""
+        """The scores for writing; copied first if not `owned`."""
         if not self.owned:
             self.scores = self.scores.copy()
             self.owned = True
         return self.scores
 
     def keep(self, index: np.ndarray) -> Candidates:
-        """The candidates at `index` (ascending places among these)."""
+        """The candidates at the indices `index` (ascending)."""
         tokens = index.astype(np.int32) if self.tokens is None else self.tokens[index]
         return Candidates(tokens, self.scores[index], True, self.masked)
 
     def allowed(self) -> Candidates:
-        """The same without what is forbidden. Raises if nothing is left."""
+        """The candidates without forbidden tokens. Raises `ConstraintError` if none is left."""
         if not self.masked:
             return self
         index = np.flatnonzero(self.scores > -np.inf)
         if not len(index):
-            raise ConstraintError("no token is allowed here: bans and constraint leave none")
+            raise ConstraintError("no token is allowed here: bans and constraint forbid all tokens")
         kept = self if len(index) == len(self) else self.keep(index)
         kept.masked = False
         return kept
 
     def positions(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where `ids` (no duplicates) stand among these: places, and which of `ids` were found."""
+        """Find token ids (no duplicates) among the candidates.
+
+        Returns:
+            The indices of those found, and which of `ids` they are.
+        """
         if self.tokens is None:
             return ids, np.arange(len(ids))
         at = np.searchsorted(self.tokens, ids)
@@ -63,18 +73,20 @@ class Candidates:
         return at[found], found
 
     def argmax(self) -> int:
-        """The token with the highest score, the lowest id among equals."""
+        """The token with the highest score, ties to the lowest id."""
         position = int(self.scores.argmax())
         if self.masked and self.scores[position] == -np.inf:
-            raise ConstraintError("no token is allowed here: bans and constraint leave none")
+            raise ConstraintError("no token is allowed here: bans and constraint forbid all tokens")
         return position if self.tokens is None else int(self.tokens[position])
 
 
 @dataclass(frozen=True, eq=False)
 class Distribution:
-    """What a policy draws from: softmax of `scores` over `tokens`.
+    """The distribution that a sampler samples from: softmax of `scores` over `tokens`.
 
-    `tokens` is int32 ascending, or None for the whole vocabulary; `scores` is float32, logit / T.
+    Args:
+        tokens: int32 ids, ascending, or None for the whole vocabulary.
+        scores: float32, one per token: logit / temperature.
     """
 
     tokens: np.ndarray | None
@@ -84,7 +96,7 @@ class Distribution:
         return len(self.scores)
 
     def probabilities(self) -> np.ndarray:
-        """float64 `[len(tokens)]`, summing to one."""
+        """Probabilities float64 `[len(tokens)]`, with sum 1."""
         weights, total = exponentials(self.scores)
         return weights.astype(np.float64) / total
 
@@ -110,7 +122,7 @@ class Distribution:
         return result
 
     def sample(self, noise: Noise, position: int, attempt: int = 0) -> int:
-        """argmax of score + Gumbel noise, ties to the lowest id: a draw from this distribution."""
+        """Sample a token: argmax of score + Gumbel noise, ties to the lowest id."""
         if len(self.scores) == 1:
             return 0 if self.tokens is None else int(self.tokens[0])
         ids = range(len(self.scores)) if self.tokens is None else self.tokens
@@ -119,10 +131,10 @@ class Distribution:
 
 
 def _best_key(scores: np.ndarray, uniform: np.ndarray) -> int:
-    """argmax of score - log(-log(uniform)), with logarithms only where they can matter.
+    """argmax of score - log(-log(uniform)), computing logarithms only for possible winners.
 
     A token whose score is at most `edge` needs noise of at least `key - edge` to win, where `key`
-    is the best key above the edge; comparing uniform numbers with one bound rules nearly all out.
+    is the best key above the edge; comparing uniform numbers with one bound excludes nearly all.
     """
     if len(scores) <= 256:
         return int((scores - np.log(-np.log(uniform))).argmax())
@@ -138,8 +150,8 @@ def _best_key(scores: np.ndarray, uniform: np.ndarray) -> int:
 def exponentials(scores: np.ndarray) -> tuple[np.ndarray, float]:
     """exp(score - max) in float32, and their sum in float64.
 
-    One contiguous row at a time: the order of summation then depends on its length alone, never on
-    what else is in the batch.
+    Called for one contiguous row at a time, so that the order of summation depends only on its
+    length and not on the batch.
     """
     weights = np.subtract(scores, scores.max())
     np.exp(weights, out=weights)
@@ -147,13 +159,13 @@ def exponentials(scores: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def log_sum_exp(scores: np.ndarray) -> float:
-    """log(sum(exp(scores))), to about 1e-7."""
+    """log(sum(exp(scores))), accurate to about 1e-7."""
     _, total = exponentials(scores)
     return float(scores.max()) + float(np.log(total))
 
 
 def largest(scores: np.ndarray, count: int) -> np.ndarray:
-    """Places of the `count` largest scores, ascending; among equals the lowest places."""
+    """Indices of the `count` largest scores, ascending; ties to the lowest indices."""
     size = len(scores)
     if count >= size:
         return np.arange(size)
@@ -167,5 +179,5 @@ def largest(scores: np.ndarray, count: int) -> np.ndarray:
 
 
 def descending(scores: np.ndarray) -> np.ndarray:
-    """Places by falling score; among equals the lowest place first."""
+    """Indices in order of descending score; ties to the lowest index first."""
     return np.argsort(-scores, kind="stable")

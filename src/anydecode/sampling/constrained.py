@@ -1,4 +1,4 @@
-"""A constraint as a part of a policy."""
+"""Constraints as a logits processor of the sampler."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ if TYPE_CHECKING:
 
 
 class ConstraintState(Protocol):
-    """What is asked of a constraint: where it stands, and what it allows next."""
+    """The state of a constraint (grammar matcher) at one point of the text."""
 
     def mask(self) -> np.ndarray | None:
-        """Boolean `[vocab_size]`, or int ids ascending, of what may follow; None: anything."""
+        """The allowed next tokens: boolean `[vocab_size]`, or int ids, ascending; None for all."""
         ...
 
-    def advance(self, token: int) -> None: ...
+    def advance(self, token: int) -> None:
+        """Append `token`."""
+        ...
 
-    def fork(self) -> ConstraintState: ...
+    def fork(self) -> ConstraintState:
+        """A copy for a branch of the text."""
+        ...
 
 
 class Constrained(LogitsProcessor):
-    """Keeps what the constraint allows."""
+    """Keeps the candidates that the constraint allows."""
 
     stateful = True
 
@@ -35,7 +39,8 @@ class Constrained(LogitsProcessor):
         self.state = state
 
     def allows(self, token: int) -> bool:
-        """Whether `token` may come next; states that can tell without a mask are asked to."""
+        """Whether `token` may come next. Uses the state's own `allows` if it has one, which needs
+        no mask."""
         allows = getattr(self.state, "allows", None)
         if allows is not None:
             return bool(allows(token))
@@ -45,7 +50,7 @@ class Constrained(LogitsProcessor):
         return bool(mask[token]) if mask.dtype == np.bool_ else token in mask
 
     def forbids_little(self) -> bool:
-        """Whether most of the vocabulary may come next."""
+        """Whether most of the vocabulary is allowed next."""
         mask = self.state.mask()
         return mask is None or (
             mask.dtype == np.bool_ and 2 * int(np.count_nonzero(mask)) > len(mask)
@@ -55,16 +60,16 @@ class Constrained(LogitsProcessor):
         kept = self._kept(candidates, self.state.mask())
         unforced = getattr(self.state, "unforced", None)
         if unforced is not None and len(kept) == 1 and kept.scores[0] == -np.inf:
-            return self._kept(candidates, unforced.mask())  # the short way to the end is banned
+            return self._kept(candidates, unforced.mask())  # the shortest completion is banned
         return kept
 
     def _kept(self, candidates: Candidates, mask: np.ndarray | None) -> Candidates:
-        """What `mask` allows of `candidates`."""
+        """The candidates that `mask` allows."""
         if mask is None:
             return candidates
         if mask.dtype == np.bool_ and candidates.tokens is None:
             count = int(np.count_nonzero(mask[: len(candidates)]))
-            if 2 * count > len(candidates):  # an open string: dropping few beats gathering many
+            if 2 * count > len(candidates):  # masking a few is cheaper than gathering many
                 return self._without_few(candidates, mask[: len(candidates)], count)
         if mask.dtype == np.bool_:
             allowed = mask if candidates.tokens is None else mask[candidates.tokens]
@@ -72,7 +77,9 @@ class Constrained(LogitsProcessor):
         else:
             index, _ = candidates.positions(mask)
         if not len(index):
-            raise ConstraintError("the constraint allows none of the tokens that may come here")
+            raise ConstraintError(
+                "the constraint allows none of the tokens that the other rules allow here"
+            )
         return candidates if len(index) == len(candidates) else candidates.keep(index)
 
     @staticmethod
@@ -95,5 +102,5 @@ class Constrained(LogitsProcessor):
 
 
 def constraint_of(sampler: Sampler) -> Constrained | None:
-    """The part of `policy` that holds its constraint, or None."""
+    """The processor of `sampler` that applies its constraint, or None."""
     return next((part for part in sampler.pre_temperature if isinstance(part, Constrained)), None)

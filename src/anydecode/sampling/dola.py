@@ -16,20 +16,27 @@ from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
 from anydecode.sampling.truncation import log_probabilities
 
-#: The candidate layers a user can name: which half of the model they lie in.
-HALVES = ("low", "high")
+#: Candidate layers by name: the lower or upper half of the model.
+LAYER_HALVES = ("low", "high")
 
 
-#: How far the tokens that are too improbable in the last layer stand below all others, in nats.
+#: Offset in nats that puts tokens too improbable in the last layer below all others.
 BELOW = np.float32(1e4)
 
 
 @dataclass(frozen=True)
 class DoLa:
-    """ln p(last layer) - ln p(early layer) over tokens at least `relative_top` times as probable as
-    the best; the others come `BELOW` them, with ln p(last layer) alone, for `Plausible` to drop.
-    The early layer is the one of `taps` whose distribution has the largest Jensen-Shannon
-    divergence from the last (Chuang et al., 2023, arXiv 2309.03883); ties fall to the lower layer.
+    """Contrast of the last layer with an early one: ln p(last layer) - ln p(early layer) (Chuang et
+    al., 2023, arXiv 2309.03883).
+
+    This holds for tokens at least `relative_top` times as probable as the best one in the last
+    layer. The others get ln p(last layer) - `BELOW`, and `Plausible` drops them. The early layer is
+    the one of `capture_layers` with the largest Jensen-Shannon divergence from the last layer, ties
+    to the lower layer.
+
+    Args:
+        capture_layers: The candidate early layers.
+        relative_top: Minimum probability of a token relative to the best one.
     """
 
     capture_layers: tuple[int, ...]
@@ -43,7 +50,7 @@ class DoLa:
         companions: list[np.ndarray],
         capture_layers: dict[int, np.ndarray],
     ) -> np.ndarray:
-        """float32 `[vocab_size]`."""
+        """The contrasted row, float32 `[vocab_size]`."""
         last, p = log_probabilities(logits)
         early = {
             layer: log_probabilities(capture_layers[layer]) for layer in sorted(self.capture_layers)
@@ -55,8 +62,8 @@ class DoLa:
 
 
 class Plausible(LogitsProcessor):
-    """Drops what `DoLa` put below the rest. It comes after the constraint, so that where that
-    leaves nothing else, the last layer chooses among what is left."""
+    """Drops the tokens that `DoLa` marked as implausible. It comes after the constraint: if the
+    constraint allows only implausible tokens, the last layer decides among them."""
 
     def apply(self, candidates: Candidates) -> Candidates:
         candidates = candidates.allowed()
@@ -74,8 +81,15 @@ def divergence(log_p: np.ndarray, p: np.ndarray, log_q: np.ndarray, q: np.ndarra
 
 
 def candidate_layers(choice: str | Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The layers to contrast with, counted as how many have run (0: the embeddings): as given, or
-    every second one of the "low" or "high" half. Raises `InvalidRequestError`."""
+    """The layers to contrast with, numbered by how many layers have run (0: the embeddings).
+
+    Args:
+        choice: Layer numbers, or "low" or "high" for every second layer of that half.
+        num_layers: Number of layers of the model.
+
+    Raises:
+        InvalidRequestError: If `choice` is not valid for the model.
+    """
     half = num_layers // 2
     if choice == "low":
         return tuple(range(2 if half > 2 else 0, half, 2)) or (0,)
@@ -101,22 +115,26 @@ def candidate_layers(choice: str | Sequence[int], num_layers: int) -> tuple[int,
         paper="DoLa: Decoding by Contrasting Layers Improves Factuality in Large Language Models"
         " (arXiv:2309.03883)",
         exactness="lossy",
-        summary="Says what the last layer knows and an early one did not yet.",
+        summary="Prefers tokens whose probability grows from an early layer to the last one.",
         needs=("a model whose early layers can be read",),
         works_with=tuple(one for one in WORKS_WITH if one != "guidance"),
         deviations=(
             "no repetition penalty is added; the paper's 1.2 is repetition_penalty=1.2",
             "early states pass the final norm before the head; the authors' code leaves it out",
-            "where a constraint allows no plausible token, the last layer alone chooses",
-            "candidates are every second layer of one half; the paper chooses among two to four"
-            " buckets by a validation set",
+            "if a constraint allows no plausible token, the last layer alone decides",
+            "candidates are every second layer of one half; the paper selects one of two to four"
+            " buckets with a validation set",
         ),
     )
 )
 def dola(layers: str = "high") -> SamplerPreset:
-    """`layers`: "low", "high", or numbers of layers joined with "+"."""
+    """Decoding by contrasting layers.
+
+    Args:
+        layers: "low", "high", or layer numbers joined with "+".
+    """
     chosen: str | list[int] = layers
-    if layers not in HALVES:
+    if layers not in LAYER_HALVES:
         try:
             chosen = [int(layer) for layer in str(layers).split("+")]
         except ValueError:

@@ -1,4 +1,4 @@
-"""Don't repeat yourself."""
+"""DRY (don't repeat yourself): a penalty on tokens that continue a repetition."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from anydecode.sampling.history import History
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
 
-#: Longer matches are penalised like this one, so that the penalty stays finite.
-LONGEST_MATCH = 64
+#: Longer matches are penalised like matches of this length, so that the penalty stays finite.
+MAX_MATCH = 64
 
 
 class Dry(LogitsProcessor):
-    """A token that would continue a repetition of `length` tokens loses
-    multiplier * base^(length - allowed) once length >= allowed (DRY; p-e-w, text-generation-webui
-    pull request 5677, 2024). Matches do not reach across `breakers`, and a breaker is never
-    penalised. Prompt and output count.
+    """Subtracts multiplier * base^(length - allowed) from the logit of a token that would continue
+    a repetition of `length` >= `allowed` tokens of prompt and output (DRY; p-e-w,
+    text-generation-webui pull request 5677, 2024).
+
+    Args:
+        multiplier: Scale of the penalty.
+        base: Growth of the penalty per repeated token.
+        allowed: Minimum length of a penalised repetition.
+        breakers: Token ids that end a match; they are never penalised.
+        prompt: Token ids of the prompt.
     """
 
     stateful = True
@@ -41,9 +47,9 @@ class Dry(LogitsProcessor):
         lengths = self._matches()
         if lengths:
             ids = np.array(sorted(lengths), np.int32)
-            over = np.array([lengths[int(token)] - self.allowed for token in ids])
+            excess = np.array([lengths[int(token)] - self.allowed for token in ids])
             positions, found = candidates.positions(ids)
-            penalty = self.multiplier * self.base ** over[found].astype(np.float64)
+            penalty = self.multiplier * self.base ** excess[found].astype(np.float64)
             candidates.writable()[positions] -= penalty.astype(np.float32)
         return candidates
 
@@ -57,11 +63,11 @@ class Dry(LogitsProcessor):
         return branch
 
     def _matches(self) -> dict[int, int]:
-        """Token -> length of the longest repetition that it would continue, if long enough."""
+        """The penalised tokens, with the length of the longest repetition that each continues."""
         tokens = self._history.tokens
         ends = np.arange(len(tokens) - 1)  # where an earlier occurrence of the suffix ends
         longest: dict[int, int] = {}
-        for length in range(1, LONGEST_MATCH + 1):
+        for length in range(1, MAX_MATCH + 1):
             ends = ends[ends >= length - 1]
             if not len(ends) or int(tokens[len(tokens) - length]) in self._breakers:
                 break
@@ -81,7 +87,7 @@ class Dry(LogitsProcessor):
         " year = {2024},"
         " howpublished = {oobabooga/text-generation-webui, pull request 5677}}",
         exactness="lossy",
-        summary="A token that would go on with a repetition loses more the longer that is.",
+        summary="Penalises tokens that continue a repetition, more for longer repetitions.",
         works_with=WORKS_WITH,
         deviations=(
             "matches longer than 64 tokens count like 64, so that the penalty stays finite",
@@ -90,6 +96,7 @@ class Dry(LogitsProcessor):
     )
 )
 def dry(multiplier: float = 0.8, base: float = 1.75, allowed: int = 2) -> SamplerPreset:
-    """A repetition of n >= `allowed` tokens costs `multiplier` * `base` ** (n - `allowed`)."""
+    """A repetition of n >= `allowed` tokens is penalised by `multiplier` * `base` ** (n -
+    `allowed`)."""
     options = {"dry_multiplier": multiplier, "dry_base": base, "dry_allowed": allowed}
     return SamplerPreset("dry", options, needs_temperature=False)

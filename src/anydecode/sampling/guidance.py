@@ -10,12 +10,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Guidance:
-    """without + scale * (with - without), where "with" are the logits behind the prompt and
-    "without" those behind the companion's prompt (Sanchez et al., "Stay on topic with
-    classifier-free guidance", 2023, arXiv 2306.17806). 1 changes nothing.
+    """Logits l' + scale * (l - l'), where l are the logits after the prompt and l' those after the
+    companion prompt (Sanchez et al., "Stay on topic with classifier-free guidance", 2023, arXiv
+    2306.17806). A scale of 1 changes nothing.
 
-    Taken on logits: on log-probabilities the row would differ by one constant, which no
-    distribution sees.
+    Computed from logits: with log-probabilities the row would differ by a constant, which does not
+    change the distribution.
     """
 
     scale: float
@@ -29,7 +29,7 @@ class Guidance:
         companions: list[np.ndarray],
         capture_layers: dict[int, np.ndarray],
     ) -> np.ndarray:
-        """float32 `[vocab_size]`."""
-        without = companions[0]
-        row: np.ndarray = without + np.float32(self.scale) * (logits - without)
+        """The guided row, float32 `[vocab_size]`."""
+        unguided = companions[0]
+        row: np.ndarray = unguided + np.float32(self.scale) * (logits - unguided)
         return row

@@ -1,4 +1,5 @@
-"""What has been said, in forms that branches share: a tree forks its policy at every node."""
+"""Token history and token counts that branches can share cheaply: a draft tree forks the sampler at
+every node."""
 
 from __future__ import annotations
 
@@ -9,40 +10,40 @@ import numpy as np
 
 
 @dataclass(eq=False)
-class _Log:
+class _SharedTokens:
     tokens: np.ndarray
     used: int
 
 
 class History:
-    """Tokens so far. Branches share one growing array; the first to append goes on in it, any
-    other branch moves to a copy."""
+    """The tokens so far. Branches share one growing array: the first to append continues in it, the
+    others move to a copy."""
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self._length = len(tokens)
-        self._log = _Log(np.empty(max(64, 2 * len(tokens)), np.int32), len(tokens))
-        self._log.tokens[: len(tokens)] = tokens
+        self._shared = _SharedTokens(np.empty(max(64, 2 * len(tokens)), np.int32), len(tokens))
+        self._shared.tokens[: len(tokens)] = tokens
 
     def __len__(self) -> int:
         return self._length
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 `[len(self)]`, a view not to be written to."""
-        return self._log.tokens[: self._length]
+        """int32 `[len(self)]`, a read-only view."""
+        return self._shared.tokens[: self._length]
 
     def append(self, token: int) -> None:
-        log, length = self._log, self._length
-        if log.used != length or length == len(log.tokens):
+        shared, length = self._shared, self._length
+        if shared.used != length or length == len(shared.tokens):
             grown = np.empty(max(64, 2 * length), np.int32)
-            grown[:length] = log.tokens[:length]
-            self._log = log = _Log(grown, length)
-        log.tokens[length] = token
-        log.used = self._length = length + 1
+            grown[:length] = shared.tokens[:length]
+            self._shared = shared = _SharedTokens(grown, length)
+        shared.tokens[length] = token
+        shared.used = self._length = length + 1
 
     def fork(self) -> History:
         branch = object.__new__(History)
-        branch._log, branch._length = self._log, self._length
+        branch._shared, branch._length = self._shared, self._length
         return branch
 
     def ends_with(self, tokens: Sequence[int]) -> bool:
@@ -54,8 +55,12 @@ class History:
 
 @dataclass(frozen=True, eq=False)
 class Counts:
-    """How often each token occurred: `tokens` int32 ascending, `numbers` float32. A value; `add`
-    makes another, so branches share it for nothing."""
+    """Immutable token counts; `add` returns a new object, so branches can share one.
+
+    Args:
+        tokens: int32 ids, ascending.
+        numbers: float32, the count of each.
+    """
 
     tokens: np.ndarray
     numbers: np.ndarray

@@ -1,7 +1,7 @@
-"""Log-probabilities of what was said and of what else could have been.
+"""Log-probabilities of generated tokens and of their alternatives.
 
-Each row is summed by itself, contiguous and in one fixed order (see `exponentials`), so the
-numbers do not depend on the batch the row came from.
+Each row is summed separately, contiguous and in a fixed order (see `exponentials`), so the numbers
+do not depend on the batch of the row.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ import numpy as np
 
 from anydecode.sampling.candidates import Distribution, descending, largest, log_sum_exp
 
-#: The most alternatives that may be asked for per token.
-MOST_ALTERNATIVES = 20
+#: Maximum number of alternatives per token.
+MAX_ALTERNATIVES = 20
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural logarithms: of the token said, and of the most probable tokens in falling order."""
+    """Log-probabilities (natural logarithm) at one position.
+
+    Attributes:
+        token: The generated token.
+        logprob: Its log-probability.
+        top: The most probable tokens with their log-probabilities, in descending order.
+    """
 
     token: int
     logprob: float
@@ -26,12 +32,13 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: np.ndarray, token: int, count: int = 0) -> TokenLogprobs:
-    """`token` and the `count` most probable tokens under softmax of raw logits `[vocab_size]`."""
+    """Log-probabilities of `token` and of the `count` most probable tokens under the softmax of
+    unmodified logits `[vocab_size]`."""
     return distribution_logprobs(Distribution(None, logits), token, count)
 
 
 def distribution_logprobs(distribution: Distribution, token: int, count: int = 0) -> TokenLogprobs:
-    """The same under what the policy drew from; -inf for a token it had cut."""
+    """The same under the distribution that the sampler used; -inf for a token that it dropped."""
     scores = np.ascontiguousarray(distribution.scores)
     total = log_sum_exp(scores)
     positions = largest(scores, count) if count else np.empty(0, np.int64)

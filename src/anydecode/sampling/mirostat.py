@@ -1,4 +1,4 @@
-"""Mirostat: truncation steered so that the surprise of the text stays at a target.
+"""Mirostat: truncation with feedback control that keeps the surprise of the text at a target.
 
 Basu et al., "Mirostat: a neural text decoding algorithm that directly controls perplexity", 2020,
 arXiv 2007.14966. `mu` starts at twice the target and moves against the surprise of each token.
@@ -20,10 +20,14 @@ ZIPF_TOKENS = 100
 
 
 class Mirostat(LogitsProcessor):
-    """Version 2: drops tokens whose surprise, -log2 p in bits, exceeds `mu` (at least one stays).
+    """Version 2: drops tokens whose surprise, -log2 p in bits, exceeds `mu` (at least one is kept).
 
-    Surprise is measured before the truncation. `mu` is held between 0 and four times `target`,
-    so that a target out of reach does not wind it up; the paper has no such bounds.
+    Surprise is measured before the truncation. `mu` is clipped to between 0 and four times `target`
+    to avoid windup when the target cannot be reached; the paper has no such bounds.
+
+    Args:
+        target: Target surprise in bits per token.
+        rate: Learning rate of `mu`.
     """
 
     stateful = True
@@ -61,7 +65,8 @@ class Mirostat(LogitsProcessor):
         return kept if len(kept) else np.array([scores.argmax()])
 
     def _surprise_of(self, token: int) -> float | None:
-        """None where nothing was said of the token: it was forced, or no distribution was asked."""
+        """The surprise of `token`, or None if it was not a candidate or there was no distribution
+        (forced tokens)."""
         if self._surprise is None:
             return None
         if self._tokens is None:
@@ -106,18 +111,24 @@ class MirostatZipf(Mirostat):
         paper="Mirostat: A Neural Text Decoding Algorithm that Directly Controls Perplexity"
         " (arXiv:2007.14966)",
         exactness="lossy",
-        summary="Cuts so that the surprise of the text stays at `tau` bits per token.",
+        summary="Truncates so that the surprise of the text stays at `tau` bits per token.",
         works_with=WORKS_WITH,
         deviations=(
-            "version 2, from the authors' later code, unless version=1 is asked for",
-            "tau is 5 bits and eta 0.1, as users of llama.cpp know them; the paper's are 3 and 1",
-            "mu is held between 0 and 4 tau, so that a target out of reach does not wind it up",
-            "surprise is measured after penalties, constraint and temperature, on what may be said",
+            "version 2, from the authors' later code, unless version=1 is set",
+            "the defaults are tau = 5 bits and eta = 0.1, as in llama.cpp; the paper has 3 and 1",
+            "mu is clipped to between 0 and 4 tau, to avoid windup at targets out of reach",
+            "surprise is measured after penalties, constraint and temperature, on allowed tokens",
             "version 1 keeps k tokens, where the authors' code keeps k + 1",
         ),
     )
 )
 def mirostat(tau: float = 5.0, eta: float = 0.1, version: int = 2) -> SamplerPreset:
-    """`tau` is the target in bits, `eta` the rate, `version` 1 or 2."""
+    """Mirostat sampling.
+
+    Args:
+        tau: Target surprise in bits per token.
+        eta: Learning rate.
+        version: 1 or 2.
+    """
     options = {"mirostat": version, "mirostat_tau": tau, "mirostat_eta": eta}
     return SamplerPreset("mirostat", options)

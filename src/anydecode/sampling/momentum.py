@@ -1,4 +1,4 @@
-"""Momentum decoding: greedy search with resistance to cycles."""
+"""Momentum decoding: greedy search with a penalty on repeated n-grams."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ from anydecode.sampling.history import History
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
 
-#: Resistance of a token by the length of the n-gram it would repeat; the paper's, for GPT-2.
+#: Resistance of a token by the length of the n-gram that it would repeat; the paper's for GPT-2.
 RESISTANCE = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
 
 
 class Momentum(LogitsProcessor):
-    """Leaves one token: among the `k` most probable, the one with the highest
+    """Keeps one token: among the `k` most probable, the one with the highest
     p - alpha * resistance[d], where d is the length of the longest n-gram ending in it that has
-    already occurred (Lan et al., "Momentum decoding", 2022, arXiv 2212.02175). Prompt and output
-    count; ties fall to the lower id."""
+    already occurred in prompt or output (Lan et al., "Momentum decoding", 2022, arXiv 2212.02175).
+    Ties to the lower id.
+
+    Args:
+        alpha: Weight of the resistance.
+        k: Number of tokens to consider.
+        resistance: Resistance by d, starting with 0.
+        prompt: Token ids of the prompt.
+    """
 
     stateful = True
 
@@ -45,15 +52,16 @@ class Momentum(LogitsProcessor):
         return candidates.keep(positions[[int(values.argmax())]])
 
     def depth(self, token: int) -> int:
-        """Length of the longest repeated n-gram that `token` would end, up to the table's end."""
-        said = self._history.tokens
-        ends = np.flatnonzero(said == token)
+        """Length of the longest repeated n-gram that `token` would end, at most the last index of
+        the resistance table."""
+        tokens = self._history.tokens
+        ends = np.flatnonzero(tokens == token)
         for length in range(1, len(self.resistance)):
             if not len(ends):
                 return length - 1
             ends = ends[ends >= length]
-            if length <= len(said):
-                ends = ends[said[ends - length] == said[len(said) - length]]
+            if length <= len(tokens):
+                ends = ends[tokens[ends - length] == tokens[len(tokens) - length]]
         return len(self.resistance) - 1
 
     def advance(self, token: int) -> None:
@@ -73,17 +81,22 @@ class Momentum(LogitsProcessor):
         paper="Momentum Decoding: Open-ended Text Generation As Graph Exploration"
         " (arXiv:2212.02175)",
         exactness="lossy",
-        summary="Greedy search that resists tokens which would walk in a circle.",
+        summary="Greedy search that penalises tokens which repeat n-grams.",
         works_with=WORKS_WITH,
         deviations=(
-            "n-grams longer than the resistance table count like its longest, where the paper's"
-            " resistance becomes infinite",
+            "n-grams longer than the resistance table get its last value; the paper's resistance"
+            " becomes infinite",
             "the k most probable tokens are taken among those that penalties and constraint allow",
         ),
     )
 )
 def momentum(alpha: float = 0.2, k: int = 5) -> SamplerPreset:
-    """`alpha` weighs the resistance against the probability; `k` tokens are considered."""
+    """Momentum decoding.
+
+    Args:
+        alpha: Weight of the resistance against the probability.
+        k: Number of most probable tokens to consider.
+    """
     return SamplerPreset(
         "momentum", {"momentum_alpha": alpha, "momentum_k": k}, needs_temperature=False
     )

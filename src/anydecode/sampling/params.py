@@ -1,4 +1,4 @@
-"""What a request asks of sampling, checked, and the policy it comes to."""
+"""Sampling parameters of a request: validation, and the sampler that they describe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from anydecode.sampling.constrained import Constrained, ConstraintState
 from anydecode.sampling.dola import DoLa, Plausible, candidate_layers
 from anydecode.sampling.dry import Dry
 from anydecode.sampling.guidance import Guidance
-from anydecode.sampling.logprobs import MOST_ALTERNATIVES
+from anydecode.sampling.logprobs import MAX_ALTERNATIVES
 from anydecode.sampling.mirostat import Mirostat, MirostatZipf
 from anydecode.sampling.momentum import Momentum
 from anydecode.sampling.penalties import CountPenalty, RepetitionPenalty
@@ -28,33 +28,74 @@ from anydecode.sampling.top_w import Geometry, TopW
 from anydecode.sampling.truncation import Epsilon, Eta, MinP, TopK, TopNSigma, TopP, Typical
 from anydecode.sampling.xtc import ExcludeTopChoices
 
-#: The most samples of one prompt: their number is part of the noise's stream.
-MOST_SAMPLES = 1 << 16
+#: Maximum number of samples per prompt; the sample index has 16 bits in the noise stream.
+MAX_SAMPLES = 1 << 16
 
 _BIG = 1 << 31
 
-#: Below this temperature, float32 no longer holds logit / T to a fraction of the noise.
-COLDEST = 1e-4
+#: Below this temperature, logit / T in float32 is less precise than the noise needs.
+MIN_TEMPERATURE = 1e-4
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Everything about sampling that a request may set; the defaults change nothing.
+    """All sampling options of a request. The defaults change nothing.
 
-    Raises `InvalidRequestError` for a value out of range, or two that contradict each other.
-    `stop` are strings; `stop_tokens`, `banned_words`, `dry_breakers` and the keys of `logit_bias`
-    are token ids. `logprobs` asks for that many alternatives per token, under raw logits unless
-    `processed_logprobs`; `prompt_logprobs` does so for the prompt's tokens, always under raw
-    logits. `max_tokens` may be 0, to score the prompt only. A value of 0 turns `top_k`, `min_p`,
-    `eta`, `epsilon`, `top_n_sigma`, `mirostat`, `no_repeat_ngram`, `xtc_probability`,
-    `dry_multiplier` and `momentum_alpha` off; 1 does so for `top_p`, `typical_p`,
-    `repetition_penalty` and `guidance_scale`.
+    The rules apply in this order: guidance or DoLa; repetition penalty, presence and frequency
+    penalty, DRY, logit bias, no-repeat n-gram, banned words, minimum length, constraint, momentum;
+    temperature; top-n-sigma, top-k, top-p, min-p, typical, epsilon, eta, top-w, XTC, mirostat,
+    autodeco.
 
-    Order of the parts: repetition penalty, presence and frequency, DRY, bias, no-repeat n-gram,
-    bans, minimum length, constraint, momentum; temperature; top-n-sigma, top-k, top-p, min-p,
-    typical, epsilon, eta, top-w, XTC, or mirostat, or what the heads of `autodeco` say.
+    Args:
+        temperature: 0 for greedy decoding.
+        top_k: Keep the k most probable tokens; 0 is off.
+        top_p: Keep the most probable tokens up to this mass (nucleus sampling); 1 is off.
+        min_p: Keep tokens at least this probable relative to the best one; 0 is off.
+        typical_p: Locally typical sampling, mass to keep; 1 is off.
+        epsilon: Keep tokens of at least this probability; 0 is off.
+        eta: Eta sampling; 0 is off.
+        top_n_sigma: Keep tokens within n standard deviations of the best logit; 0 is off.
+        xtc_probability: Probability of excluding top choices (XTC); 0 is off.
+        xtc_threshold: Tokens of at least this probability are top choices.
+        top_w: Whether to truncate by embedding distances (Top-W).
+        top_w_entropy: Weight of the entropy in Top-W.
+        top_w_mass: Weight of the log mass in Top-W.
+        mirostat: Version of mirostat, 1 or 2; 0 is off.
+        mirostat_tau: Target surprise in bits per token.
+        mirostat_eta: Learning rate of mirostat.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or
+            output; 1 is off.
+        presence_penalty: Subtracted from the logits of tokens in the output.
+        frequency_penalty: Subtracted once per occurrence in the output.
+        dry_multiplier: Scale of the DRY penalty on repetitions; 0 is off.
+        dry_base: Growth of the DRY penalty per repeated token.
+        dry_allowed: Minimum length of a penalised repetition.
+        dry_breakers: Token ids that end a repetition.
+        momentum_alpha: Weight of the resistance of momentum decoding; 0 is off.
+        momentum_k: Number of tokens that momentum decoding considers.
+        logit_bias: Added to the logits, by token id; -inf forbids a token.
+        banned_words: Token id sequences that must not be generated.
+        no_repeat_ngram: Forbid repeated n-grams of this size; 0 is off.
+        guidance_scale: Scale of classifier-free guidance; 1 is off.
+        dola_layers: Early layers to contrast with (DoLa), or "low" or "high" for every second
+            layer of that half; empty is off.
+        autodeco: Heads that predict temperature and top-p, or None.
+        min_tokens: Minimum number of tokens before the generation may end.
+        max_tokens: Maximum number of tokens; 0 to score only the prompt; None for the default.
+        stop: Strings that end the generation.
+        stop_tokens: Token ids that end the generation.
+        ignore_eos: Whether end-of-text tokens do not end the generation.
+        include_stop: Whether the text includes the stop string or token.
+        n: Number of samples.
+        seed: Seed of the random numbers, 64 bits; None for a random one.
+        logprobs: Number of alternatives per token to return with log-probabilities, under
+            unmodified logits unless `processed_logprobs`; None for no log-probabilities.
+        processed_logprobs: Whether `logprobs` are those of the distribution sampled from.
+        prompt_logprobs: The same as `logprobs` for the prompt's tokens, always under unmodified
+            logits.
 
-    `dola_layers` are layers to contrast with, or "low" or "high" for every second one of that half.
+    Raises:
+        InvalidRequestError: If a value is out of range, or two contradict each other.
     """
 
     temperature: float = 1.0
@@ -101,17 +142,17 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high, what in _RANGES:
+        for name, low, high, allowed in _RANGES:
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            wanted, kind = (Integral, "an integer") if name in _INTEGERS else (Real, "a number")
-            if isinstance(value, bool) or not isinstance(value, wanted):
+            number, kind = (Integral, "an integer") if name in _INTEGERS else (Real, "a number")
+            if isinstance(value, bool) or not isinstance(value, number):
                 raise InvalidRequestError(f"{name} must be {kind}, not {value!r}")
             if not low <= float(value) <= high:
-                raise InvalidRequestError(f"{name} must be {what}, not {value}")
-        for complaint in chain(self._mistaken(), self._contradictions()):
-            raise InvalidRequestError(complaint)
+                raise InvalidRequestError(f"{name} must be {allowed}, not {value}")
+        for message in chain(self._type_errors(), self._contradictions()):
+            raise InvalidRequestError(message)
 
     def sampler(
         self,
@@ -124,25 +165,34 @@ class SamplingParams:
         num_layers: int = _BIG,
         hidden_size: int | None = None,
     ) -> Sampler:
-        """The policy at the start of an answer to `prompt`, for a model of that many tokens, layers
-        and numbers per state.
+        """The sampler at the start of a generation.
 
-        `geometry` holds the model's embeddings and is needed by top-w alone. Raises
-        `InvalidRequestError` where a token, a layer or heads do not belong to the model.
+        Args:
+            prompt: Token ids of the prompt.
+            vocab_size: Vocabulary size of the model.
+            eos_ids: End-of-text tokens.
+            constraint: State of the constraint, if any.
+            geometry: The model's embeddings; needed by top-w only.
+            num_layers: Number of layers of the model.
+            hidden_size: Size of the model's hidden states.
+
+        Raises:
+            InvalidRequestError: If a token, a layer or the autodeco heads do not fit the model.
         """
         self._check_ids(vocab_size)
         if self.autodeco is not None and hidden_size is not None:
             self.autodeco.check(hidden_size)
-        before = list(self._before(prompt, eos_ids, constraint))
-        after = [] if self.temperature == 0 else list(self._after(geometry))
-        return Sampler(self.temperature, before, after, self._combiner(num_layers))
+        pre_temperature = list(self._pre_temperature(prompt, eos_ids, constraint))
+        post_temperature = [] if self.temperature == 0 else list(self._post_temperature(geometry))
+        combiner = self._combiner(num_layers)
+        return Sampler(self.temperature, pre_temperature, post_temperature, combiner)
 
     @property
     def needs_geometry(self) -> bool:
-        """Whether `policy` wants the model's embeddings."""
+        """Whether `sampler` needs the model's embeddings."""
         return self.top_w and self.temperature > 0
 
-    def _before(
+    def _pre_temperature(
         self, prompt: Sequence[int], eos_ids: Iterable[int], constraint: ConstraintState | None
     ) -> Iterator[LogitsProcessor]:
         if self.repetition_penalty != 1:
@@ -168,7 +218,7 @@ class SamplingParams:
         if self.momentum_alpha:
             yield Momentum(self.momentum_alpha, self.momentum_k, prompt=prompt)
 
-    def _after(self, geometry: Geometry | None) -> Iterator[LogitsProcessor]:
+    def _post_temperature(self, geometry: Geometry | None) -> Iterator[LogitsProcessor]:
         if self.top_n_sigma:
             yield TopNSigma(self.top_n_sigma)
         if self.top_k:
@@ -200,8 +250,8 @@ class SamplingParams:
             return Guidance(self.guidance_scale)
         return DoLa(candidate_layers(self.dola_layers, num_layers)) if self.dola_layers else None
 
-    def _mistaken(self) -> Iterator[str]:
-        """What is of another type than its field."""
+    def _type_errors(self) -> Iterator[str]:
+        """Messages about fields with values of a wrong type."""
         for name in _FLAGS:
             if not isinstance(value := getattr(self, name), bool | np.bool_):
                 yield f"{name} must be true or false, not {value!r}"
@@ -222,11 +272,12 @@ class SamplingParams:
             yield f"logit_bias must map token ids to numbers, not {biases!r}"
 
     def _contradictions(self) -> Iterator[str]:
+        """Messages about values that are invalid or contradict each other."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             yield f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})"
         greedy = self.temperature == 0
-        if 0 < self.temperature < COLDEST:
-            yield f"temperature must be 0 or at least {COLDEST}, not {self.temperature}"
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            yield f"temperature must be 0 or at least {MIN_TEMPERATURE}, not {self.temperature}"
         if greedy and self.n > 1:
             yield f"n is {self.n}, but at temperature 0 all samples would be the same"
         for name in ("mirostat", "xtc_probability", "top_w", "autodeco"):
@@ -247,7 +298,7 @@ class SamplingParams:
         if self.guidance_scale != 1 and self.dola_layers:
             yield "guidance_scale and dola_layers cannot be combined"
         if any(not word for word in self.banned_words):
-            yield "banned_words holds an empty word"
+            yield "banned_words contains an empty word"
         if not all(self.stop):
             yield "stop must be a list of strings that are not empty"
         for token, value in self.logit_bias.items():
@@ -267,7 +318,7 @@ class SamplingParams:
             for token in ids:
                 if not 0 <= token < vocab_size:
                     raise InvalidRequestError(
-                        f"{name} names token {token}, but the vocabulary has {vocab_size}"
+                        f"{name} contains token {token}, but the vocabulary has {vocab_size} tokens"
                     )
 
 
@@ -287,7 +338,7 @@ _SMALLEST = 5e-324  # the smallest number above 0
 _BELOW_ONE = math.nextafter(1.0, 0.0)
 _LARGEST = 1.7976931348623157e308
 
-#: Name, least and greatest value, and how to say so.
+#: Name, minimum and maximum, and the allowed values in words.
 _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("temperature", 0, 100, "between 0 and 100"),
     ("top_k", 0, _BIG, "0 (off) or more"),
@@ -316,10 +367,10 @@ _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("guidance_scale", 0, 100, "between 0 and 100"),
     ("min_tokens", 0, _BIG, "0 or more"),
     ("max_tokens", 0, _BIG, "0 or more"),
-    ("n", 1, MOST_SAMPLES, f"between 1 and {MOST_SAMPLES}"),
+    ("n", 1, MAX_SAMPLES, f"between 1 and {MAX_SAMPLES}"),
     ("seed", -(1 << 63), (1 << 64) - 1, "an integer of 64 bits"),
-    ("logprobs", 0, MOST_ALTERNATIVES, f"between 0 and {MOST_ALTERNATIVES}"),
-    ("prompt_logprobs", 0, MOST_ALTERNATIVES, f"between 0 and {MOST_ALTERNATIVES}"),
+    ("logprobs", 0, MAX_ALTERNATIVES, f"between 0 and {MAX_ALTERNATIVES}"),
+    ("prompt_logprobs", 0, MAX_ALTERNATIVES, f"between 0 and {MAX_ALTERNATIVES}"),
 )
 _OPTIONAL = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
 _INTEGERS = _OPTIONAL | {

@@ -1,4 +1,4 @@
-"""Penalties on tokens that have been said."""
+"""Penalties on tokens that have occurred: repetition, presence and frequency."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class RepetitionPenalty(LogitsProcessor):
         positions, _ = candidates.positions(self._counts.tokens)
         if len(positions):
             scores = candidates.writable()
-            held = scores[positions]
-            scores[positions] = np.where(held > 0, held / self.penalty, held * self.penalty)
+            logits = scores[positions]
+            scores[positions] = np.where(logits > 0, logits / self.penalty, logits * self.penalty)
         return candidates
 
     def advance(self, token: int) -> None:
@@ -39,7 +39,7 @@ class RepetitionPenalty(LogitsProcessor):
         return branch
 
 
-_NOTHING = Counts.of(())
+_NO_COUNTS = Counts.of(())
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class CountPenalty(LogitsProcessor):
 
     presence: float = 0.0
     frequency: float = 0.0
-    counts: Counts = _NOTHING
+    counts: Counts = _NO_COUNTS
 
     stateful = True
 

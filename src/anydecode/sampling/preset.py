@@ -1,4 +1,4 @@
-"""A sampling rule as a user names it: a key of the catalogue, and the options it stands for."""
+"""Sampler presets: named sampling rules of the catalogue, and the options they stand for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from anydecode.errors import InvalidRequestError
 
-#: What every sampler goes together with; each of its cards says so.
+#: `Card.works_with` of all samplers.
 WORKS_WITH = (
     "speculation", "constraints", "penalties", "guidance", "logprobs", "batches", "adapters",
 )  # fmt: skip
@@ -16,22 +16,34 @@ WORKS_WITH = (
 
 @dataclass(frozen=True)
 class SamplerPreset:
-    """`options` are fields of `SamplingParams`. `draws`: the rule shapes what is drawn from, so it
-    needs a temperature above 0 (1 where the request says none)."""
+    """A sampling rule with its parameters.
+
+    Args:
+        key: Key of the catalogue.
+        options: Fields of `SamplingParams` that the preset sets.
+        needs_temperature: Whether the rule only has an effect at a temperature above 0; the default
+            temperature is then 1.
+    """
 
     key: str
     options: Mapping[str, Any]
     needs_temperature: bool = True
 
     def apply(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """`given` options with this rule's. Raises `InvalidRequestError` where both set one, or
-        where the rule could have no effect."""
+        """The request's options `given`, extended by those of this preset.
+
+        Raises:
+            InvalidRequestError: If an option is set by both, or if the temperature is 0 and the
+                rule would have no effect.
+        """
         for name in self.options:
             if name in given:
-                raise InvalidRequestError(f"{name} is given twice: by itself and by {self.key!r}")
-        settled = {**given, **self.options}
+                raise InvalidRequestError(
+                    f"{name} is set by the request and by the sampler {self.key!r}; set it once"
+                )
+        combined = {**given, **self.options}
         if self.needs_temperature:
-            settled.setdefault("temperature", 1.0)
-            if settled["temperature"] == 0:
+            combined.setdefault("temperature", 1.0)
+            if combined["temperature"] == 0:
                 raise InvalidRequestError(f"{self.key} needs a temperature above 0")
-        return settled
+        return combined

@@ -1,4 +1,4 @@
-"""The parts a policy is made of."""
+"""Interfaces of the parts of a sampler: logits processors and logits combiners."""
 
 from __future__ import annotations
 
@@ -11,51 +11,50 @@ from anydecode.sampling.candidates import Candidates
 
 
 class LogitsProcessor(ABC):
-    """Changes scores or drops candidates; always leaves at least one.
+    """Changes scores or drops candidates; always leaves at least one candidate.
 
-    A processor with `stateful` True is told every token of the text by `advance` and gives each
-    branch a state of its own by `fork`. The others are shared by all branches.
+    If `stateful` is True, `advance` is called with every token of the text, and `fork` creates an
+    independent copy for each branch. Stateless processors are shared by all branches.
     """
 
     stateful = False
-    #: Whether it must be shown the last layer's state of the row it works on, by `see`. Such a part
-    #: is stateful: what it was shown belongs to one row.
+    #: Whether `observe_hidden` must be called with the last hidden state of each row before
+    #: `apply`. Such a processor is stateful, since the hidden state belongs to one row.
     observes_hidden = False
 
-    #: Whether it learns from the rows it was asked about, so that the tokens alone do not tell
-    #: where it stands.
+    #: Whether the state depends on the processed rows too, not only on the tokens.
     learns_from_logits = False
 
     @abstractmethod
     def apply(self, candidates: Candidates) -> Candidates:
         """The candidates after this rule. May write to `candidates.writable()`."""
 
-    def advance(self, token: int) -> None:  # noqa: B027  most parts have nothing to learn
-        """The text goes on with `token`."""
+    def advance(self, token: int) -> None:  # noqa: B027  most processors are stateless
+        """Append `token` to the text."""
 
     def observe_hidden(self, state: np.ndarray, logits: np.ndarray) -> None:  # noqa: B027
-        """The next row: its state float32 `[hidden_size]` after the final norm, and the model's own
-        logits float32 `[vocab_size]`."""
+        """Receive the next row: its last hidden state after the final norm, float32
+        `[hidden_size]`, and the model's unmodified logits, float32 `[vocab_size]`."""
 
     def prepare(self) -> None:
-        """The model is about to score the next token: begin what can be computed meanwhile."""
+        """Called when the pass for the next token starts: begin computing in parallel with it."""
 
     def fork(self) -> LogitsProcessor:
-        """The same for a branch; must be cheap."""
+        """A copy for a branch of the text; must be cheap."""
         return self
 
 
 class LogitsCombiner(Protocol):
-    """Makes one row of logits from several."""
+    """Combines several rows of logits into one."""
 
     @property
     def companions(self) -> int:
-        """How many companion contexts it wants."""
+        """Number of companion prompts whose logits it needs."""
         ...
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """The layers whose logits, through the model's head, it wants."""
+        """The layers whose logits (hidden state through the model's head) it needs."""
         ...
 
     def combine(
@@ -64,5 +63,11 @@ class LogitsCombiner(Protocol):
         companions: list[np.ndarray],
         capture_layers: dict[int, np.ndarray],
     ) -> np.ndarray:
-        """float32 `[vocab_size]`; -inf marks a token that must not be said."""
+        """The combined row, float32 `[vocab_size]`; -inf marks a forbidden token.
+
+        Args:
+            logits: The sequence's logits, float32 `[vocab_size]`.
+            companions: The logits of each companion prompt.
+            capture_layers: Logits by layer.
+        """
         ...

@@ -1,9 +1,10 @@
-"""From a row of logits to a token.
+"""The sampler: from a row of logits to a token.
 
-Order: `before` (penalties, bias, bans, the constraint) works on logits, then the temperature
-divides them, then `after` (the truncations) works on what is left, and the pick is the argmax of
-score + Gumbel noise. Penalties come before the mask so that a mask has the last word on what may
-be said; truncations come after it so that they never leave only forbidden tokens.
+Order: the pre-temperature processors (penalties, bias, bans, the constraint) change the logits,
+the temperature divides them, the post-temperature processors (truncations) drop candidates, and the
+token is the argmax of score + Gumbel noise. Penalties come before the constraint, so that no
+penalty can lift its mask; truncations come after it, so that they never leave only forbidden
+tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +22,18 @@ from anydecode.scoring.noise import Noise
 
 
 class Sampler:
-    """A temperature and an ordered list of processors.
+    """Samples tokens from logits with a temperature and ordered logits processors.
 
-    At temperature 0 the pick is the argmax after `before`, ties to the lowest id; `after` cannot
-    change it and is skipped. A row is float32 `[vocab_size]` and is never written to.
+    At temperature 0 the token is the argmax after the pre-temperature processors, ties to the
+    lowest id; post-temperature processors cannot change it and are skipped. A row of logits is
+    float32 `[vocab_size]` and is never written to.
+
+    Args:
+        temperature: 0 for greedy decoding.
+        pre_temperature: Processors of the logits. A constraint in last place is applied lazily.
+        post_temperature: Processors of the scaled logits.
+        combiner: Combines the logits of companion prompts or early layers with those of the
+            sequence, before all processors.
     """
 
     def __init__(
@@ -48,7 +57,7 @@ class Sampler:
 
     @property
     def stateful(self) -> bool:
-        """Whether the distribution depends on the tokens said so far."""
+        """Whether the distribution depends on earlier tokens through `advance`."""
         return bool(self._stateful)
 
     @property
@@ -57,45 +66,50 @@ class Sampler:
 
     @property
     def is_temperature_only(self) -> bool:
-        """Whether the temperature is all there is, so that a backend may pick by itself."""
+        """Whether there is only a temperature, so that a backend may sample by itself."""
         return not (self.pre_temperature or self.post_temperature or self.combiner)
 
     @property
     def is_constraint_only(self) -> bool:
-        """Whether a constraint and the temperature are all there is: what a backend picks without
-        the constraint stands if that permits it."""
+        """Whether there are only a constraint and a temperature: a token that a backend sampled
+        without the constraint is valid if the constraint allows it."""
         return self._constraint is not None and not (
             self.pre_temperature[1:] or self.post_temperature or self.combiner
         )
 
     def allows(self, token: int) -> bool:
-        """Whether the constraint, if there is one, lets `token` come next."""
+        """Whether the constraint, if there is one, allows `token` next."""
         return self._constraint is None or self._constraint.allows(token)
 
     @property
     def learns_from_logits(self) -> bool:
-        """Whether a text's tokens alone do not tell where it stands (mirostat)."""
+        """Whether the state depends on logits too, so that it cannot be rebuilt from the tokens
+        alone (mirostat)."""
         return any(processor.learns_from_logits for processor in self._stateful)
 
     @property
     def observes_hidden(self) -> bool:
-        """Whether it must be shown the last layer's state of each row (`see`)."""
+        """Whether `observe_hidden` must be called with the last hidden state of each row."""
         return bool(self._observing)
 
     def observe_hidden(self, state: np.ndarray, logits: np.ndarray) -> None:
-        """Show the row that the next `distribution` or `pick` is asked of: its last layer's state
-        after the final norm, float32 `[hidden_size]`, and the model's own logits."""
+        """Pass the row that `distribution` or `sample` is called for next.
+
+        Args:
+            state: Last hidden state after the final norm, float32 `[hidden_size]`.
+            logits: The model's unmodified logits, float32 `[vocab_size]`.
+        """
         for processor in self._observing:
             processor.observe_hidden(state, logits)
 
     @property
     def companions(self) -> int:
-        """How many companion contexts `combine` wants."""
+        """Number of companion prompts whose logits `combine` needs."""
         return self.combiner.companions if self.combiner else 0
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """The layers whose logits `combine` wants."""
+        """The layers whose logits `combine` needs."""
         return self.combiner.capture_layers if self.combiner else ()
 
     def combine(
@@ -104,13 +118,15 @@ class Sampler:
         companions: list[np.ndarray],
         capture_layers: dict[int, np.ndarray],
     ) -> np.ndarray:
-        """One row from the sequence's own, its companions' and the tapped layers' logits."""
+        """Combine the logits of the sequence, its companions and the captured layers into one row,
+        float32 `[vocab_size]`."""
         return (
             self.combiner.combine(logits, companions, capture_layers) if self.combiner else logits
         )
 
     def fork(self) -> Sampler:
-        """The same state for a branch. Without state the branch shares this object."""
+        """A copy with the same state for a branch of the text. A stateless sampler returns
+        itself."""
         if not self._stateful:
             return self
         return Sampler(
@@ -121,20 +137,21 @@ class Sampler:
         )
 
     def prepare(self) -> None:
-        """A pass for the next token starts: whatever can be computed beside it may begin."""
+        """Called when the pass for the next token starts, so that processors can compute in
+        parallel with it."""
         if self.is_constraint_only:
-            return  # what is picked without a mask mostly stands
+            return  # tokens sampled without the mask are mostly valid
         for processor in self._stateful:
             processor.prepare()
 
     def advance(self, token: int) -> None:
-        """The text goes on with `token`. Policies that learn from probabilities (mirostat) take
-        them from the last `distribution` or `pick` of this branch."""
+        """Append `token` to the text. Processors that learn from probabilities (mirostat) use those
+        of the last `distribution` or `sample` of this branch."""
         for processor in self._stateful:
             processor.advance(token)
 
     def distribution(self, logits: np.ndarray) -> Distribution:
-        """What the next token is drawn from; at temperature 0 a single token."""
+        """The distribution of the next token; at temperature 0 a single token."""
         candidates = self._prepare(logits)
         if self.is_greedy:
             token = np.array([candidates.argmax()], np.int32)
@@ -142,7 +159,7 @@ class Sampler:
         return self._scaled(candidates)
 
     def _scaled(self, candidates: Candidates) -> Distribution:
-        """The distribution of what `before` has left."""
+        """The distribution over the candidates that the pre-temperature processors have left."""
         candidates = candidates.allowed()
         candidates.scores = candidates.scores / self._divisor
         candidates.owned = True
@@ -151,16 +168,28 @@ class Sampler:
         return Distribution(candidates.tokens, candidates.scores)
 
     def sample(self, logits: np.ndarray, noise: Noise, position: int, attempt: int = 0) -> int:
-        """The token said at `position`: argmax of score + Gumbel noise over what is allowed, ties
-        to the lowest id. `attempt` counts redraws of the same place."""
+        """Sample the token at `position`: argmax of score + Gumbel noise over the allowed tokens,
+        ties to the lowest id.
+
+        Args:
+            logits: float32 `[vocab_size]`.
+            noise: The random numbers of the sequence.
+            position: Text position of the sampled token.
+            attempt: Counts repeated samples for the same position.
+
+        Raises:
+            ConstraintError: If no token is allowed.
+        """
         if self.is_greedy:
             if not self.pre_temperature and self.combiner is None:
                 return int(logits.argmax())
             if self._constraint is None:
                 return self._prepare(logits).argmax()
-            free = self._without_constraint(logits)
-            token = free.argmax()  # mostly the constraint has nothing against it
-            return token if self._constraint.allows(token) else self._constrained(free).argmax()
+            unconstrained = self._without_constraint(logits)
+            token = unconstrained.argmax()  # mostly allowed, which saves computing the mask
+            if self._constraint.allows(token):
+                return token
+            return self._constrained(unconstrained).argmax()
         if self.is_temperature_only:
             return self._sample_scaled(logits, noise, position, attempt)
         if self.post_temperature or self.combiner:
@@ -172,8 +201,8 @@ class Sampler:
                 if self._constraint.allows(token):
                     return token
             candidates = self._constrained(candidates)
-        if candidates.tokens is None:  # penalties, or a constraint that forbids little
-            candidates.argmax()  # raises where everything is forbidden
+        if candidates.tokens is None:  # penalties, or a constraint that allows most tokens
+            candidates.argmax()  # raises if no token is allowed
             return self._sample_scaled(candidates.scores, noise, position, attempt)
         allowed = candidates.allowed()
         return self._sample_scaled(allowed.scores, noise, position, attempt, allowed.tokens)
@@ -186,17 +215,17 @@ class Sampler:
         attempt: int,
         tokens: np.ndarray | None = None,
     ) -> int:
-        """The pick among `tokens` (all if None) where nothing but the temperature acts any more."""
+        """Sample among `tokens` (all if None) with the temperature only."""
         inverse = 1 / self.temperature
         if tokens is None and load_library() is not None and logits.flags.c_contiguous:
             noise_key = (noise.seed, noise.stream, position, attempt)
             return sample_gumbel(logits, inverse, *noise_key)
-        # In float64, as the native kernels scale: both ways pick the same token.
+        # In float64, like the native kernels, so that both give the same token.
         scaled = logits.astype(np.float64) * inverse
         return Distribution(tokens, scaled).sample(noise, position, attempt)
 
     def _without_constraint(self, logits: np.ndarray) -> Candidates:
-        """What `before` has left without its last part, if that is a constraint."""
+        """The candidates after all pre-temperature processors but the constraint."""
         candidates = Candidates(None, logits, masked=self.combiner is not None)
         for processor in (
             self.pre_temperature if self._constraint is None else self.pre_temperature[:-1]
@@ -208,9 +237,9 @@ class Sampler:
         return self._constrained(self._without_constraint(logits))
 
     def _constrained(self, candidates: Candidates) -> Candidates:
-        """`candidates` under the constraint."""
+        """The candidates that the constraint allows."""
         if self._constraint is not None:
             candidates = self._constraint.apply(candidates)
         if not len(candidates):
-            raise ConstraintError("no token is allowed here: bans and constraint leave none")
+            raise ConstraintError("no token is allowed here: bans and constraint forbid all tokens")
         return candidates

@@ -1,4 +1,4 @@
-"""Top-W: truncation that weighs how far apart the tokens' embeddings lie.
+"""Top-W: truncation by the distances between the embeddings of tokens.
 
 "Top-W", 2026, arXiv 2602.10346. The kept set S minimises W1(p, p|S) + entropy_weight * H(p|S) -
 mass_weight * ln p(S), with the transport cost bounded by the distance to the nearest kept token.
@@ -19,8 +19,8 @@ from anydecode.sampling.truncation import log_probabilities
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """A model's token embeddings float32 `[vocab_size, hidden_size]`, with their mean and standard
-    deviation per dimension. Made once per model."""
+    """A model's token embeddings, float32 `[vocab_size, hidden_size]`, with their mean and standard
+    deviation per dimension, float32 `[hidden_size]`. Created once per model."""
 
     embeddings: np.ndarray
     mean: np.ndarray
@@ -41,11 +41,21 @@ class Geometry:
 
 @dataclass(frozen=True, eq=False)
 class TopW(LogitsProcessor):
-    """Keeps the set found by alternating between distances to the set and the best set for them.
+    """Keeps the set found by alternately computing distances to the set and the best set for these
+    distances.
 
-    With `mass_weight` at least `entropy_weight` the best set is a prefix of the tokens by falling
-    potential, found in one scan; with less it is a single token (the one that is best by the
-    objective, not by potential alone). Probabilities are taken after the temperature.
+    If `mass_weight` is at least `entropy_weight`, the best set is a prefix of the tokens by
+    descending potential, found in one scan; else it is a single token (the best by the objective,
+    not by potential alone). Probabilities are those after the temperature.
+
+    Args:
+        geometry: The model's embeddings.
+        entropy_weight: Weight of the entropy of the kept set.
+        mass_weight: Weight of the log mass of the kept set.
+        distance_weight: Weight of the embedding distance to the kept set.
+        pool: Only this many most probable tokens are considered.
+        start_mass: Probability mass of the initial set.
+        rounds: Maximum number of alternations.
     """
 
     geometry: Geometry
@@ -60,7 +70,7 @@ class TopW(LogitsProcessor):
         positions = largest(candidates.scores, self.pool)
         tokens = positions if candidates.tokens is None else candidates.tokens[positions]
         log_all, p_all = log_probabilities(candidates.scores)
-        possible = p_all[positions] > 0  # far below the best, float32 has none left
+        possible = p_all[positions] > 0  # probabilities far below the best underflow in float32
         positions, tokens = positions[possible], tokens[possible]
         log_p, p = log_all[positions].astype(np.float64), p_all[positions].astype(np.float64)
         distance = 1 - self.geometry.cosines(tokens)
@@ -81,8 +91,8 @@ class TopW(LogitsProcessor):
 
 
 def best_set(p: np.ndarray, potential: np.ndarray, mass_weight: float) -> np.ndarray:
-    """Places, ascending, of the set that maximises mean potential + mass_weight * ln(mass); of
-    several the largest. `p` is above 0."""
+    """Indices, ascending, of the set that maximises mean potential + mass_weight * ln(mass), ties
+    to the largest set. `p` must be above 0."""
     if mass_weight < 0:
         return np.array([(potential + mass_weight * np.log(p)).argmax()])
     order = descending(potential)
@@ -97,19 +107,25 @@ def best_set(p: np.ndarray, potential: np.ndarray, mass_weight: float) -> np.nda
         "sampling",
         paper="Top-W, geometry-aware truncation by Wasserstein distance (arXiv:2602.10346)",
         exactness="lossy",
-        summary="Keeps the set whose distance in embedding space, entropy and mass balance best.",
+        summary="Keeps the set with the best balance of embedding distance, entropy and mass.",
         needs=("a model whose embeddings can be read",),
         works_with=WORKS_WITH,
         deviations=(
-            "where the mass weight is below the entropy weight the optimum is a single token; the"
+            "if the mass weight is below the entropy weight, the optimum is a single token; the"
             " paper names the token of largest potential, but enumeration of all subsets shows that"
-            " it is the one that maximises potential + (mass - entropy) ln p, which is taken",
+            " it is the one that maximises potential + (mass - entropy) ln p, which is used",
             "of several equally good sets the largest is kept",
-            "selection sees the probabilities at the sampling temperature (the paper's T_sel = T)",
-            "only the nearest-neighbour potential; the k-neighbour and exact ones are left out",
+            "selection uses the probabilities at the sampling temperature (the paper's T_sel = T)",
+            "only the nearest-neighbour potential is implemented, not the k-neighbour and exact"
+            " ones",
         ),
     )
 )
 def top_w(entropy: float = 2.2, mass: float = 2.8) -> SamplerPreset:
-    """`entropy` and `mass` are the weights of the kept set's entropy and of its log mass."""
+    """Top-W sampling.
+
+    Args:
+        entropy: Weight of the entropy of the kept set.
+        mass: Weight of its log mass.
+    """
     return SamplerPreset("top-w", {"top_w": True, "top_w_entropy": entropy, "top_w_mass": mass})

@@ -1,7 +1,7 @@
-"""Truncations without memory: each keeps a part of the candidates, at least one.
+"""Stateless truncation rules: each keeps some of the candidates, at least one.
 
-Ties fall to the lower ids: where a rule keeps "the k best" or "the best up to a mass", tokens of
-equal score are taken in the order of their ids.
+Ties go to the lower ids: if a rule keeps "the k best" or "the best up to a mass", tokens of equal
+score are taken in the order of their ids.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from anydecode.sampling.candidates import Candidates, descending, exponentials, 
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
 
-#: Weight, against 1 for the best token, of the tokens that top-p looks at first.
+#: Minimum weight, relative to the best token, of the tokens that top-p considers first.
 _NEAR = 1e-3
 
-#: Distance from the entropy, in nats, of the tokens that typical sampling looks at first.
+#: Maximum distance from the entropy, in nats, of the tokens that typical sampling considers first.
 _CLOSE = 4.0
 
 
@@ -44,8 +44,8 @@ class TopP(LogitsProcessor):
     def apply(self, candidates: Candidates) -> Candidates:
         weights, total = exponentials(candidates.scores)
         mass = self.p * total
-        # Tokens lighter than the second floor weigh less than 1 - p all together, so the others
-        # hold the nucleus. Mostly those above the first hold it already.
+        # Tokens below the second floor weigh less than 1 - p in total, so the others contain the
+        # nucleus. Mostly the tokens above the first floor contain it already.
         for floor in (_NEAR, 0.999 * (1 - self.p) * total / len(weights)):
             index = np.flatnonzero(weights >= np.float32(floor))
             if float(weights[index].sum(dtype=np.float64)) > mass * (1 + 1e-6):
@@ -76,8 +76,8 @@ class Typical(LogitsProcessor):
     def apply(self, candidates: Candidates) -> Candidates:
         log_p, p = log_probabilities(candidates.scores)
         closeness = -np.abs(log_p + entropy(log_p, p))
-        for reach in (_CLOSE, np.inf):
-            index = np.flatnonzero(closeness >= -np.float32(reach))
+        for max_distance in (_CLOSE, np.inf):
+            index = np.flatnonzero(closeness >= -np.float32(max_distance))
             if float(p[index].sum(dtype=np.float64)) > self.p * (1 + 1e-6):
                 break
         return candidates.keep(_heaviest(closeness, p, index, self.p))
@@ -110,8 +110,8 @@ class Eta(LogitsProcessor):
 
 @dataclass(frozen=True)
 class TopNSigma(LogitsProcessor):
-    """Tokens within `n` standard deviations of the best score; the deviation is taken over the
-    candidates left so far (Tang et al., 2024, arXiv 2411.07641)."""
+    """Tokens within `n` standard deviations of the best score; the deviation is that of the
+    remaining candidates (Tang et al., 2024, arXiv 2411.07641)."""
 
     n: float
 
@@ -123,7 +123,7 @@ class TopNSigma(LogitsProcessor):
 
 
 def log_probabilities(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """ln p and p, float32, of softmax(scores)."""
+    """ln p and p of softmax(scores), float32."""
     weights, total = exponentials(scores)
     log_p = scores - np.float32(float(scores.max()) + np.log(total))
     weights *= np.float32(1 / total)
@@ -141,8 +141,8 @@ _NUM_BINS = 1024
 
 
 def _heaviest(keys: np.ndarray, weights: np.ndarray, index: np.ndarray, mass: float) -> np.ndarray:
-    """Places among `index`, ascending, of the shortest run by falling key whose weights reach
-    `mass`. Counts weights into bins of keys, and sorts the one bin where the run ends."""
+    """The entries of `index`, ascending, with the largest keys whose weights together reach `mass`.
+    Sums the weights by bins of keys, and sorts only the bin in which `mass` is reached."""
     keys, weights = keys[index], weights[index]
     depth = (keys.max() - keys) * np.float32(_BINS_PER_UNIT)
     bins = np.minimum(depth, np.float32(_NUM_BINS - 1)).astype(np.int64)
@@ -169,11 +169,15 @@ def _heaviest(keys: np.ndarray, weights: np.ndarray, index: np.ndarray, mass: fl
         exactness="lossy",
         summary="Keeps tokens at least `p` times as probable as the best one.",
         works_with=WORKS_WITH,
-        deviations=("the bound is applied after the temperature, as transformers does",),
+        deviations=("the bound is applied after the temperature, as in transformers",),
     )
 )
 def min_p(p: float = 0.05) -> SamplerPreset:
-    """`p` is relative to the best token's probability."""
+    """Min-p sampling.
+
+    Args:
+        p: Minimum probability relative to the best token.
+    """
     return SamplerPreset("min-p", {"min_p": p})
 
 
@@ -185,11 +189,15 @@ def min_p(p: float = 0.05) -> SamplerPreset:
         exactness="lossy",
         summary="Keeps tokens whose surprise is closest to the entropy, up to a mass of `p`.",
         works_with=WORKS_WITH,
-        deviations=("tokens equally far from the entropy are taken by rising id",),
+        deviations=("tokens equally far from the entropy are taken in ascending order of id",),
     )
 )
 def typical(p: float = 0.95) -> SamplerPreset:
-    """`p` is the mass that is kept."""
+    """Locally typical sampling.
+
+    Args:
+        p: Probability mass to keep.
+    """
     return SamplerPreset("typical", {"typical_p": p})
 
 
@@ -201,11 +209,15 @@ def typical(p: float = 0.95) -> SamplerPreset:
         exactness="lossy",
         summary="Drops tokens below min(epsilon, sqrt(epsilon) exp(-entropy)).",
         works_with=WORKS_WITH,
-        deviations=("the best token always stays, however small the bound leaves the rest",),
+        deviations=("the best token is always kept",),
     )
 )
 def eta(epsilon: float = 6e-4) -> SamplerPreset:
-    """`epsilon` is a probability; the paper uses 2e-4 to 4e-3."""
+    """Eta sampling.
+
+    Args:
+        epsilon: A probability; the paper uses 2e-4 to 4e-3.
+    """
     return SamplerPreset("eta", {"eta": epsilon})
 
 
@@ -215,14 +227,18 @@ def eta(epsilon: float = 6e-4) -> SamplerPreset:
         "sampling",
         paper="Top-nsigma: Not All Logits Are You Need (arXiv:2411.07641)",
         exactness="lossy",
-        summary="Keeps tokens within `n` standard deviations of the best logit, however hot.",
+        summary="Keeps tokens within `n` standard deviations of the best logit.",
         works_with=WORKS_WITH,
         deviations=(
-            "the deviation is taken over the tokens that penalties and constraint allow, since a"
+            "the deviation is that of the tokens that penalties and constraint allow, since a"
             " forbidden token has no logit",
         ),
     )
 )
 def top_n_sigma(n: float = 1.0) -> SamplerPreset:
-    """`n` counts standard deviations."""
+    """Top-n-sigma sampling.
+
+    Args:
+        n: Maximum distance from the best logit, in standard deviations.
+    """
     return SamplerPreset("top-n-sigma", {"top_n_sigma": n})

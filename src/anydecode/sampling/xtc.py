@@ -1,4 +1,4 @@
-"""Exclude top choices."""
+"""XTC (exclude top choices): randomly drops the most probable tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from anydecode.sampling.processor import LogitsProcessor
 
 @dataclass(frozen=True)
 class ExcludeTopChoices(LogitsProcessor):
-    """With `probability`, all tokens of probability `threshold` or more are dropped but the least
-    likely of them (XTC; p-e-w, text-generation-webui pull request 6335, 2024).
+    """With probability `probability`, drops all tokens of probability `threshold` or more except
+    the least likely of them (XTC; p-e-w, text-generation-webui pull request 6335, 2024).
 
-    The coin is summed out: scores become the logarithm of the mixture of both outcomes, which is
-    the same distribution, so the rule needs no noise of its own and verification stays exact. It
-    has to come last, since later truncations would see the mixture.
+    The random decision is marginalised: scores become the logarithm of the mixture of both
+    outcomes, which is the same distribution, so the rule needs no random numbers and verification
+    stays exact. It must be the last truncation, since later ones would be applied to the mixture.
     """
 
     probability: float
@@ -30,9 +30,10 @@ class ExcludeTopChoices(LogitsProcessor):
         top = np.flatnonzero(weights >= np.float32(self.threshold * total))
         if len(top) < 2:
             return candidates
-        held = weights[top]
-        spared = len(held) - 1 - int(held[::-1].argmin())  # among equals the highest id stays
-        dropped = np.delete(top, spared)
+        top_weights = weights[top]
+        # Of equally likely tokens the highest id is kept.
+        kept = len(top_weights) - 1 - int(top_weights[::-1].argmin())
+        dropped = np.delete(top, kept)
         rest = total - float(weights[dropped].sum(dtype=np.float64))
         scores = candidates.writable()
         stay = 1 - self.probability
@@ -56,16 +57,21 @@ class ExcludeTopChoices(LogitsProcessor):
         " year = {2024},"
         " howpublished = {oobabooga/text-generation-webui, pull request 6335}}",
         exactness="lossy",
-        summary="Now and then all likely tokens but the least likely of them are dropped.",
+        summary="Randomly drops all likely tokens except the least likely of them.",
         works_with=WORKS_WITH,
         deviations=(
-            "the coin is summed out: tokens are drawn from the mixture of both outcomes, which is"
-            " the same distribution",
-            "end-of-text and newline are not spared, as the first implementation did",
+            "the random decision is marginalised: tokens are sampled from the mixture of both"
+            " outcomes, which is the same distribution",
+            "end-of-text and newline are not exempt, unlike in the first implementation",
         ),
     )
 )
 def xtc(probability: float = 0.5, threshold: float = 0.1) -> SamplerPreset:
-    """With `probability`, only the least likely of the tokens above `threshold` stays of them."""
+    """XTC sampling.
+
+    Args:
+        probability: Probability of dropping tokens at a position.
+        threshold: Of the tokens of this probability or more, only the least likely is kept.
+    """
     options = {"xtc_probability": probability, "xtc_threshold": threshold}
     return SamplerPreset("xtc", options)

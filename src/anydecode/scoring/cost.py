@@ -1,5 +1,5 @@
-"""What a pass costs: seconds by number of rows and length of context. Plain data, and a guess for
-models that nobody has measured."""
+"""The cost of a forward pass in seconds, by number of rows and context length, with a default for
+models that were not measured."""
 
 from __future__ import annotations
 
@@ -9,53 +9,64 @@ from dataclasses import dataclass, field
 from math import exp, log
 from typing import Any, Protocol
 
-#: What one more row costs where nothing was measured, in passes of one row.
+#: Default cost of one more row, as a fraction of a pass over one row.
 DEFAULT_ROW_COST = 0.1
 
 
 class CostModel(Protocol):
-    """What a decoder may ask about the engine it runs in."""
+    """The cost of a forward pass and the current load of the engine, as decoders see them."""
 
     def seconds(self, rows: int, context: int) -> float:
-        """What a pass over that many rows behind `context` positions costs."""
+        """Returns the duration of one pass in seconds.
+
+        Args:
+            rows: Number of rows (tokens) in the pass.
+            context: Number of cached positions that each row attends to.
+        """
         ...
 
     def num_others(self) -> int:
-        """How many other sequences are running now; each adds about a row to every pass."""
+        """Returns the number of other running sequences. Each adds about one row to every pass."""
         ...
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """`seconds_by[context][n]`: a pass of n rows. Between measured points costs are interpolated,
-    beyond them the last slope goes on; they never fall with n."""
+    """Measured pass durations: `seconds_by[context][n]` is the duration of a pass of n rows.
+
+    Costs are interpolated between measured points and extrapolated with the last slope beyond
+    them. They never decrease with n.
+    """
 
     seconds_by: Mapping[int, Mapping[int, float]]
-    _lines: list[tuple[int, list[int], list[float]]] = field(init=False, repr=False, compare=False)
+    _curves: list[tuple[int, list[int], list[float]]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.seconds_by or any(len(line) < 2 for line in self.seconds_by.values()):
             raise ValueError("a cost table needs at least two numbers of rows per context")
-        lines = []
+        curves = []
         for context in sorted(self.seconds_by):
             counts = sorted(self.seconds_by[context])
-            costs, highest = [], 0.0
+            costs, max_cost = [], 0.0
             for count in counts:
-                highest = max(highest, self.seconds_by[context][count])
-                costs.append(highest)
-            lines.append((context, counts, costs))
-        object.__setattr__(self, "_lines", lines)
+                max_cost = max(max_cost, self.seconds_by[context][count])
+                costs.append(max_cost)
+            curves.append((context, counts, costs))
+        object.__setattr__(self, "_curves", curves)
 
     def seconds(self, rows: int, context: int) -> float:
-        """The cost of a pass over `rows` rows, each seeing about `context` positions."""
-        lines = self._lines
-        if len(lines) == 1:
-            return _along(rows, lines[0][1], lines[0][2])
-        position = min(max(bisect_right([line[0] for line in lines], context), 1), len(lines) - 1)
-        low, counts, costs = lines[position - 1]
-        high, more_counts, more_costs = lines[position]
-        left, right = _along(rows, counts, costs), _along(rows, more_counts, more_costs)
-        return max(left + (right - left) * (max(context, low) - low) / (high - low), 0.0)
+        """The duration of a pass over `rows` rows that each attend to about `context` positions."""
+        curves = self._curves
+        if len(curves) == 1:
+            return _interpolate(rows, curves[0][1], curves[0][2])
+        index = min(max(bisect_right([line[0] for line in curves], context), 1), len(curves) - 1)
+        low, counts, costs = curves[index - 1]
+        high, more_counts, more_costs = curves[index]
+        shorter, longer = (
+            _interpolate(rows, counts, costs),
+            _interpolate(rows, more_counts, more_costs),
+        )
+        return max(shorter + (longer - shorter) * (max(context, low) - low) / (high - low), 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """`{"rows": [{"n": 1, "context": 256, "seconds": ...}, ...]}`"""
@@ -69,55 +80,64 @@ class CostTable:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> CostTable:
-        """The table of a `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
-        found: dict[int, dict[int, float]] = {}
+        """The table that `to_dict` wrote. Raises KeyError, TypeError or ValueError for other
+        data."""
+        seconds_by: dict[int, dict[int, float]] = {}
         for row in data["rows"]:
-            found.setdefault(int(row["context"]), {})[int(row["n"])] = float(row["seconds"])
-        return CostTable(found)
+            seconds_by.setdefault(int(row["context"]), {})[int(row["n"])] = float(row["seconds"])
+        return CostTable(seconds_by)
 
 
 class CostCorrection:
-    """Factors that bring a table closer to the passes really seen: one for how fast the machine is
-    now, times one for the number of rows' order of magnitude. The first moves `common` of the way,
-    so that sizes which are rarely run keep up with those that always are. A table measured while
-    the machine was busy mends itself this way."""
+    """Online correction of a cost table from observed passes.
 
-    def __init__(self, learning: float = 0.05, common: float = 0.8, limit: float = 4.0) -> None:
-        self._learning = learning
-        self._common = common
+    The correction is the product of two factors: one for the current speed of the machine, and one
+    for the order of magnitude (bit length) of the number of rows. The speed factor takes the share
+    `shared` of every update, so that rarely run sizes follow the others. A table that was measured
+    on a busy machine is corrected this way.
+
+    Args:
+        rate: Learning rate, between 0 and 1, of the logarithms of the factors.
+        shared: Share of each update that goes to the speed factor.
+        limit: Observed ratios are clipped to between 1 / `limit` and `limit`.
+    """
+
+    def __init__(self, rate: float = 0.05, shared: float = 0.8, limit: float = 4.0) -> None:
+        self._rate = rate
+        self._shared = shared
         self._limit = limit
         self._speed = 0.0  # logarithms
         self._sizes: dict[int, float] = {}
 
     def __call__(self, rows: int) -> float:
-        """What the table's cost of `rows` rows is to be multiplied with. Sizes not seen yet take
-        the factor of the nearest smaller one, else that of the nearest larger one."""
-        return exp(self._speed + self._size(rows.bit_length()))
+        """The factor to multiply the table's cost of `rows` rows with. Sizes without observations
+        take the factor of the nearest smaller size, else of the nearest larger size."""
+        return exp(self._speed + self._size_factor(rows.bit_length()))
 
-    def _size(self, position: int) -> float:
+    def _size_factor(self, magnitude: int) -> float:
         sizes = self._sizes
         if not sizes:
             return 0.0
-        below = [known for known in sizes if known <= position]
-        return sizes[max(below) if below else min(sizes)]
+        smaller = [size for size in sizes if size <= magnitude]
+        return sizes[max(smaller) if smaller else min(sizes)]
 
     def record(self, rows: int, ratio: float) -> None:
-        """A pass took `ratio` times what the table says."""
-        position = rows.bit_length()
-        known = self._size(position)
-        wanted = log(min(max(ratio, 1 / self._limit), self._limit))
-        step = self._learning * (wanted - self._speed - known)
-        self._sizes[position] = known + (1 - self._common) * step
-        self._speed += self._common * step
+        """Record a pass that took `ratio` times the cost in the table."""
+        magnitude = rows.bit_length()
+        current = self._size_factor(magnitude)
+        target = log(min(max(ratio, 1 / self._limit), self._limit))
+        step = self._rate * (target - self._speed - current)
+        self._sizes[magnitude] = current + (1 - self._shared) * step
+        self._speed += self._shared * step
 
 
 def default_table(unit: float = 1.0) -> CostTable:
-    """Costs where nothing was measured: each further row a tenth of the first."""
+    """The table for models that were not measured: each further row costs a tenth of the first."""
     return CostTable({0: {1: unit, 2: unit * (1 + DEFAULT_ROW_COST)}})
 
 
-def _along(rows: int, counts: list[int], costs: list[float]) -> float:
-    position = min(max(bisect_right(counts, rows), 1), len(counts) - 1)
-    low, high = counts[position - 1], counts[position]
-    slope = (costs[position] - costs[position - 1]) / (high - low)
-    return costs[position - 1] + slope * (rows - low)
+def _interpolate(rows: int, counts: list[int], costs: list[float]) -> float:
+    index = min(max(bisect_right(counts, rows), 1), len(counts) - 1)
+    low, high = counts[index - 1], counts[index]
+    slope = (costs[index] - costs[index - 1]) / (high - low)
+    return costs[index - 1] + slope * (rows - low)

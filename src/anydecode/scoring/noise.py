@@ -1,8 +1,8 @@
-"""Noise that belongs to a place, not to a moment.
+"""Counter-based random numbers for sampling.
 
-A counter-based generator: the number for (seed, stream, position, attempt, token) is a pure
-function of those five, so masks, truncations, batches and speculation never shift it. The
-generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+The number for (seed, stream, position, attempt, token) is a pure function of these five values, so
+it does not depend on masks, truncation, batching or speculation. The generator is Philox4x32-10
+(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from functools import lru_cache
 
 import numpy as np
 
-#: What a stream may be for. The order is part of the text a seed gives.
+#: Purposes of a stream. Their order determines the text that a seed gives, so it must not change.
 PURPOSES = ("target", "coin", "residual", "draft", "unmask", "search", "resample", "other")
 
 _MULTIPLIERS = np.array([[0xD2511F53, 0xCD9E8D57], [0xCD9E8D57, 0xD2511F53]], np.uint64)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
-_LOW = np.array(0xFFFFFFFF, np.uint64)
+_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+_NUM_ROUNDS = 10
+_LOW_MASK = np.array(0xFFFFFFFF, np.uint64)
 _SHIFT = np.array(32, np.uint64)
 _LOW_BITS = 0xFFFFFFFF
 _SAMPLE_BITS, _FORK_BITS, _PURPOSE_BITS = 16, 12, 4
 
 
 def fresh_seed() -> int:
-    """A seed from the operating system, below 2^63 so that any JSON reader keeps it whole."""
+    """A random seed from the operating system, below 2^63 so that JSON readers keep it exact."""
     return secrets.randbits(63)
 
 
 def stream_id(sample: int = 0, fork: int = 0, purpose: str | int = "target") -> int:
-    """Pack the sample's number (16 bits), the fork's (12) and the purpose (4) into 32 bits."""
+    """Pack the sample index (16 bits), the fork index (12) and the purpose (4) into 32 bits."""
     code = PURPOSES.index(purpose) if isinstance(purpose, str) else purpose
     for value, bits, name in (
         (sample, _SAMPLE_BITS, "sample"),
@@ -45,7 +45,7 @@ def stream_id(sample: int = 0, fork: int = 0, purpose: str | int = "target") -> 
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise of one stream. `seed` is taken modulo 2^64, `stream` is a `stream_id`."""
+    """The random numbers of one stream. `seed` is taken modulo 2^64, `stream` is a `stream_id`."""
 
     seed: int
     stream: int = 0
@@ -76,7 +76,7 @@ class Noise:
         return noise
 
     def coin(self, position: int, attempt: int = 0, index: int = 0) -> float:
-        """One uniform number; `index` tells several coins of a place apart."""
+        """One uniform number; `index` distinguishes several coins at the same position."""
         return float(self.uniform(range(index, index + 1), position, attempt)[0])
 
     def with_stream(self, stream: int) -> Noise:
@@ -84,12 +84,12 @@ class Noise:
         return replace(self, stream=stream)
 
     def with_purpose(self, purpose: str | int) -> Noise:
-        """The same seed, sample and fork, for another purpose."""
+        """The same seed, sample and fork with another purpose."""
         return self.with_stream(stream_id(self.sample, self.fork, purpose))
 
     def forked(self, number: int) -> Noise:
-        """The noise of branch `number` (at least 1). A branch of a branch mixes both numbers into
-        the 12 bits."""
+        """The noise of branch `number` (1 or more). For a branch of a branch, both numbers are
+        mixed into the 12 bits of the fork index."""
         fork = (self.fork * 61 + number) % (1 << _FORK_BITS)
         return self.with_stream(stream_id(self.sample, fork, self.purpose))
 
@@ -112,11 +112,11 @@ class Noise:
 
 @lru_cache(maxsize=256)
 def _round_keys(seed: int) -> np.ndarray:
-    """uint64 `[rounds, 2]`: the two key words of each round, those of odd rounds swapped."""
-    keys = np.empty((_ROUNDS, 2), np.uint64)
-    for number in range(_ROUNDS):
-        low = (seed + number * _KEY_STEPS[0]) & _LOW_BITS
-        high = ((seed >> 32) + number * _KEY_STEPS[1]) & _LOW_BITS
+    """uint64 `[rounds, 2]`: the two key words of each round, swapped in odd rounds."""
+    keys = np.empty((_NUM_ROUNDS, 2), np.uint64)
+    for number in range(_NUM_ROUNDS):
+        low = (seed + number * _KEY_INCREMENTS[0]) & _LOW_BITS
+        high = ((seed >> 32) + number * _KEY_INCREMENTS[1]) & _LOW_BITS
         keys[number] = (low, high) if number % 2 else (high, low)
     return keys
 
@@ -124,10 +124,10 @@ def _round_keys(seed: int) -> np.ndarray:
 def philox4x32(first: np.ndarray, second: int, third: int, fourth: int, key: int) -> np.ndarray:
     """Philox4x32-10 over counters (first[i], second, third, fourth): uint32 `[4, len(first)]`.
 
-    `first` is uint64 holding 32-bit values; `key` is 64 bits, its low word first.
+    `first` is uint64 holding 32-bit values; `key` has 64 bits, the low word is the first key word.
     """
-    # Both multiplications of a round are one numpy call over two halves. The halves would change
-    # places every round; they stay, and multipliers and keys change places instead.
+    # Both multiplications of a round are one numpy call over two halves. Instead of swapping the
+    # halves after every round, the multipliers and keys are swapped.
     count = len(first)
     even, odd = np.empty(2 * count, np.uint64), np.empty(2 * count, np.uint64)
     even[:count], even[count:] = first, third
@@ -135,13 +135,13 @@ def philox4x32(first: np.ndarray, second: int, third: int, fourth: int, key: int
     keys = np.repeat(_round_keys(key), count, axis=1)
     multipliers = np.repeat(_MULTIPLIERS, count, axis=1)
     product = np.empty(2 * count, np.uint64)
-    for number in range(_ROUNDS):
+    for number in range(_NUM_ROUNDS):
         np.multiply(even, multipliers[number % 2], out=product)
         np.right_shift(product, _SHIFT, out=even)
         np.bitwise_xor(even, odd, out=even)
         np.bitwise_xor(even, keys[number], out=even)
-        np.bitwise_and(product[count:], _LOW, out=odd[:count])
-        np.bitwise_and(product[:count], _LOW, out=odd[count:])
+        np.bitwise_and(product[count:], _LOW_MASK, out=odd[:count])
+        np.bitwise_and(product[:count], _LOW_MASK, out=odd[count:])
     result = np.empty((4, count), np.uint32)
     result[0], result[2] = even[:count], even[count:]
     result[1], result[3] = odd[count:], odd[:count]

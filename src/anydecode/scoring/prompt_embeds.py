@@ -1,4 +1,4 @@
-"""Rows of a prompt that are given as embeddings: images, frames, soft prompts."""
+"""Prompt positions given as embeddings instead of tokens: images, video frames, soft prompts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from anydecode.errors import InvalidRequestError
 
 @dataclass(frozen=True, eq=False)
 class PromptEmbeds:
-    """`rows`, float32 `[count, hidden_size]`, stand in place of the prompt's tokens from position
-    `first` on. They are taken as they are (a model's embedding scale is not applied). `importance`,
-    float32 `[count]`, says how much the encoder made of each (CLS attention, say)."""
+    """Embeddings that replace consecutive tokens of a prompt.
+
+    Args:
+        first: Position in the prompt of the first replaced token.
+        rows: float32 `[count, hidden_size]`, used unchanged (a model's embedding scale is not
+            applied).
+        importance: float32 `[count]`, the encoder's weight of each row (for example CLS
+            attention), or None.
+    """
 
     first: int
     rows: torch.Tensor
@@ -24,7 +30,7 @@ class PromptEmbeds:
         return self.first + len(self.rows)
 
     def check(self, prompt: list[int], hidden_size: int) -> None:
-        """Raise `InvalidRequestError` where the rows do not fit the prompt or the model."""
+        """Raise `InvalidRequestError` if the rows do not fit the prompt or the model."""
         if self.rows.ndim != 2 or self.rows.shape[1] != hidden_size:
             raise InvalidRequestError(
                 f"embeddings are [count, {hidden_size}], not {list(self.rows.shape)}"

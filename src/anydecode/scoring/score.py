@@ -1,4 +1,4 @@
-"""What a decoder yields and what it is sent back."""
+"""The protocol between decoders and the engine: the actions a decoder yields and their results."""
 
 from __future__ import annotations
 
@@ -23,12 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class ScoreRequest:
-    """A request for scoring in one lane.
+    """A request to run rows of one sequence through one model. The result is a `Scores`.
 
-    `groups` holds one list of spans per context: the sequence's own first, then its companions'.
-    Spans of a group run in order; their wanted rows, one after the other, are the answer.
-    `positions`, `row_parents` and `row_tokens` describe the answered rows: where each stands, which
-    answered row it follows (`ROOT`: the sequence's own tokens) and which token it holds.
+    Args:
+        sequence: The sequence that the rows belong to.
+        runner: Name of the model runner: "target" or "draft".
+        groups: One list of spans per sequence cache: the sequence's own cache first, then those of
+            its companions. The spans of a group run in order; the result has the output rows of
+            all its spans, concatenated.
+        positions: int `[num_output_rows]`, the text position of each output row.
+        row_parents: For each output row, the output row that it follows, or `ROOT` if it follows
+            the sequence's own tokens.
+        row_tokens: The token id of each output row.
     """
 
     sequence: Sequence
@@ -38,78 +44,105 @@ class ScoreRequest:
     row_parents: list[int]
     row_tokens: list[int]
 
-    def sample_specs(self, span: Span, wanted: list[int], row: int) -> list[SampleSpec]:
-        """What a backend may pick within a pass that answers rows `wanted` of `span`, as rows `row`
-        and on of its logits. Noise is dear: a draft's rows, which are not asked for unless it is
-        accepted, are left."""
+    def sample_specs(self, span: Span, output_rows: list[int], first_row: int) -> list[SampleSpec]:
+        """The rows that the backend may sample within the pass.
+
+        Sampling noise is expensive, so draft rows are not sampled in the pass, but only when the
+        decoder reads them. Greedy rows need no noise and are always sampled.
+
+        Args:
+            span: The span that runs.
+            output_rows: The rows of `span` whose logits this pass returns.
+            first_row: Index of the first of them in the logits of the pass.
+
+        Returns:
+            One `SampleSpec` per row to sample; empty if the sampler needs more than a temperature
+            and a constraint.
+        """
         sequence = self.sequence
         sampler = sequence.sampler
-        simple = sampler.is_temperature_only or sampler.is_constraint_only
-        if self.runner != "target" or not simple or not isinstance(span, ChainSpan | TreeSpan):
+        is_supported = sampler.is_temperature_only or sampler.is_constraint_only
+        if (
+            self.runner != "target"
+            or not is_supported
+            or not isinstance(span, ChainSpan | TreeSpan)
+        ):
             return []
         if sampler.is_greedy:
-            return [SampleSpec(row + i) for i in range(len(wanted))]
-        answering = next(other for other in self.groups[0] if len(other.output_rows))
-        if span is not answering or wanted[0] != span.output_rows[0]:
+            return [SampleSpec(first_row + i) for i in range(len(output_rows))]
+        output_span = next(candidate for candidate in self.groups[0] if len(candidate.output_rows))
+        if span is not output_span or output_rows[0] != span.output_rows[0]:
             return []
         noise, position = sequence.noise, int(self.positions[0]) + 1
-        return [SampleSpec(row, 1 / sampler.temperature, noise.seed, noise.stream, position)]
+        return [SampleSpec(first_row, 1 / sampler.temperature, noise.seed, noise.stream, position)]
 
     @property
     def multi_step_tokens(self) -> list[int]:
-        """What a backend has chosen that went on by itself: the pick of the last row, then that of
-        each token before it. Empty if it did not."""
+        """The tokens that the backend sampled in a multi-step pass: the sample of the last row,
+        then one sample after each of these tokens. Empty if the pass had one step."""
         span = self.groups[0][-1]
         return span.multi_step_tokens if isinstance(span, MultiStepSpan) else []
 
     @property
     def num_rows(self) -> int:
-        """Rows still to run."""
+        """Number of rows that have not run yet."""
         return sum(span.remaining for spans in self.groups for span in spans)
 
 
 @dataclass(eq=False)
 class Submit:
-    """Yielded to start `score` and go on at once; the decoder is sent a `Ticket`."""
+    """Yielded to start `request` without waiting for it. The decoder is resumed at once with a
+    `Ticket`."""
 
-    score: ScoreRequest
+    request: ScoreRequest
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A submitted score; `scores` is set once it is answered."""
+    """A submitted request. `scores` is set when it has run."""
 
-    score: ScoreRequest
+    request: ScoreRequest
     scores: Scores | None = None
     cancelled: bool = False
 
 
 @dataclass(eq=False)
 class Wait:
-    """Yielded to wait until any of `tickets` is answered; the decoder is sent that ticket."""
+    """Yielded to wait until the request of any of `tickets` has run. The decoder is resumed with
+    that ticket."""
 
     tickets: list[Ticket]
 
 
 @dataclass(eq=False)
 class Cancel:
-    """Yielded to drop a ticket; what it has stored in its context stays until truncated."""
+    """Yielded to cancel a ticket. Positions that it has already stored stay in the sequence cache
+    until they are truncated."""
 
     ticket: Ticket
 
 
 @dataclass(eq=False)
 class MultiStep:
-    """Yielded to pick and rescore up to `count` tokens without resuming in between; the decoder is
-    sent the picked tokens, one where any may end the text. They are not emitted yet. `state` is
-    then the policy that has been told all of them but the last, as `emit` takes it."""
+    """Yielded to sample and score up to `count` tokens without resuming the decoder in between.
+
+    The decoder is resumed with the sampled tokens, which are not emitted yet. With stop strings,
+    where any token may end the text, only one token is sampled.
+
+    Args:
+        sequence: The sequence to continue.
+        count: Maximum number of tokens.
+        sampler: Set on return: the sampler advanced by all sampled tokens but the last, as
+            `Sequence.emit` takes it.
+    """
 
     sequence: Sequence
     count: int
-    state: Sampler | None = None
+    sampler: Sampler | None = None
 
     def steps(self) -> Generator[ScoreRequest, Scores, list[int]]:
-        """The same in scores, of several tokens each where the backend goes on by itself."""
+        """The same as a generator of score requests, each of several tokens if the backend supports
+        multi-step passes."""
         sequence = self.sequence
         sampler = sequence.sampler.fork()
         tokens: list[int] = []
@@ -118,20 +151,20 @@ class MultiStep:
             1 if sequence.stop_checker.end_tokens is None else min(self.count, sequence.remaining)
         )
         while True:
-            left = count - len(tokens)
-            score = sequence.score(inputs, extra_tokens=left - 1)
-            scores = yield score
-            said = score.multi_step_tokens or [self._sampled(scores, sampler)]
-            for token in said[:-1]:
+            remaining = count - len(tokens)
+            request = sequence.score(inputs, extra_tokens=remaining - 1)
+            scores = yield request
+            step_tokens = request.multi_step_tokens or [self._sample(scores, sampler)]
+            for token in step_tokens[:-1]:
                 sampler.advance(token)
-            tokens += said
-            inputs = said[-1:]
-            if len(said) >= left or sequence.stops_at(said[-1]):
-                self.state = sampler
+            tokens += step_tokens
+            inputs = step_tokens[-1:]
+            if len(step_tokens) >= remaining or sequence.stops_at(step_tokens[-1]):
+                self.sampler = sampler
                 return tokens
-            sampler.advance(said[-1])
+            sampler.advance(step_tokens[-1])
 
-    def _sampled(self, scores: Scores, sampler: Sampler) -> int:
+    def _sample(self, scores: Scores, sampler: Sampler) -> int:
         if not sampler.stateful:
             return scores.sampled[-1]
         row, position = scores.row(-1), int(scores.positions[-1]) + 1
@@ -147,7 +180,8 @@ Decoding = Generator[DecoderAction, ActionResult, None]
 
 
 class SampledTokens:
-    """`picks[i]`: the token plain decoding would say after row i. Computed when asked for."""
+    """`sampled[i]` is the token that autoregressive decoding would generate after row i. Computed
+    lazily."""
 
     def __init__(self, scores: Scores) -> None:
         self._scores = scores
@@ -163,99 +197,124 @@ class SampledTokens:
 
 
 class Scores:
-    """The answer to a score, row for row. Valid until the decoder yields again; copy what is kept.
+    """The result of a `ScoreRequest`, one entry per output row.
 
-    `logits`: float32 `[rows, vocab_size]` of the sequence's own context; `row(i)` is the same row
-    after the policy has combined it with companions and taps. `tokens[i]` is the token of row i.
-    `hidden[l]`: `[rows, hidden_size]`. `picked` says what the pass has picked of each row, -1 where
-    it has picked nothing; or it is empty.
+    The arrays are views of buffers that the next pass overwrites: they are valid until the decoder
+    yields again. Copy what must live longer.
+
+    Attributes:
+        sequence: The sequence that the rows belong to.
+        positions: int `[rows]`, the text position of each row.
+        tokens: The token id of each row.
+        logits: float32 `[rows, vocab_size]`, from the sequence's own cache. `row(i)` gives the same
+            row combined with companions and captured layers.
+        hidden: `hidden[l]`, `[rows, hidden_size]`: the hidden states after l layers.
+
+    Args:
+        request: The request that has run.
+        logits: See above.
+        hidden: See above.
+        companions: Logits float32 `[rows, vocab_size]` of each companion prompt.
+        sampled_in_pass: The token that the backend sampled for each row, -1 for none; or empty.
     """
 
     def __init__(
         self,
-        score: ScoreRequest,
+        request: ScoreRequest,
         logits: np.ndarray,
         hidden: dict[int, torch.Tensor],
         companions: list[np.ndarray],
-        picked: Seq[int] = (),
+        sampled_in_pass: Seq[int] = (),
     ) -> None:
-        self.sequence = score.sequence
-        self.positions = score.positions
-        self.tokens = score.row_tokens
+        self.sequence = request.sequence
+        self.positions = request.positions
+        self.tokens = request.row_tokens
         self.logits = logits
         self.hidden = hidden
-        self._score = score
+        self._request = request
         self._companions = companions
-        self._states: dict[tuple[int, int], Sampler] = {}
+        self._samplers: dict[tuple[int, int], Sampler] = {}
         self._sampled: dict[tuple[int, int], int] = {}
-        self._sampled_in_pass = picked
-        self._captured: dict[int, np.ndarray] | None = None
+        self._sampled_in_pass = sampled_in_pass
+        self._captured_logits: dict[int, np.ndarray] | None = None
 
     @property
     def sampled(self) -> SampledTokens:
-        """What plain decoding says after each row. Made anew each time, so that scores hold no
-        cycle and their logits go as soon as nobody needs them."""
+        """The token that autoregressive decoding generates after each row."""
+        # Created on each access: a stored object would form a reference cycle that keeps the
+        # logits alive until garbage collection.
         return SampledTokens(self)
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def keep(self) -> Scores:
-        """Copy what would be overwritten by the lane's next pass."""
+        """Copy everything that the runner's next pass would overwrite, and return self."""
         self.logits = self.logits.copy()
         self.hidden = {layer: rows.clone() for layer, rows in self.hidden.items()}
         self._companions = [rows.copy() for rows in self._companions]
         return self
 
     def top(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int32 and logits float32 `[rows, min(count, vocab_size)]`: the largest `logits` of
-        each row, falling, the lowest id first among equals."""
+        """The `count` top_k logits of each row, in descending order, ties to the lowest id.
+
+        Returns:
+            Ids int32 and logits float32, both `[rows, min(count, vocab_size)]`.
+        """
         return top_k(self.logits, count)
 
     def row(self, row: int) -> np.ndarray:
-        """Logits float32 `[vocab_size]` that the policy works on."""
+        """Logits float32 `[vocab_size]` of `row`, combined with companions and captured layers, as
+        the sampler gets them."""
         sampler = self.sequence.sampler
-        tapped = all(
-            layer in self.hidden for layer in sampler.capture_layers
-        )  # not in a row that stops early
+        # Early-exit rows do not capture layers.
+        is_captured = all(layer in self.hidden for layer in sampler.capture_layers)
         if (
-            self._score.runner != "target"
+            self._request.runner != "target"
             or not (sampler.companions or sampler.capture_layers)
-            or not tapped
+            or not is_captured
         ):
             logits: np.ndarray = self.logits[row]
             return logits
-        if self._captured is None:
+        if self._captured_logits is None:
             head = self._model.head
-            self._captured = {
+            self._captured_logits = {
                 layer: head(self.hidden[layer]).numpy() for layer in sampler.capture_layers
             }
-        taps = {layer: logits[row] for layer, logits in self._captured.items()}
-        return sampler.combine(self.logits[row], [rows[row] for rows in self._companions], taps)
+        layer_logits = {layer: logits[row] for layer, logits in self._captured_logits.items()}
+        return sampler.combine(
+            self.logits[row], [rows[row] for rows in self._companions], layer_logits
+        )
 
     @property
     def _model(self) -> Any:
-        return self._score.groups[0][-1].context.pool.model
+        return self._request.groups[0][-1].context.pool.model
 
     def last_state(self, row: int) -> np.ndarray:
-        """The last layer's state of `row`, float32 `[hidden_size]`, as the model's head sees it:
-        after the final norm. It must have been asked for."""
+        """The last hidden state of `row` after the final norm, float32 `[hidden_size]`: the input
+        of the model's head. The request must have captured the last layer."""
         model = self._model
         states = self.hidden[model.spec.num_layers][row : row + 1 or None]
         normed = getattr(model, "normed", None)
-        sampler_after: np.ndarray = (normed(states) if normed else states)[0].cpu().numpy()
-        return sampler_after
+        state: np.ndarray = (normed(states) if normed else states)[0].cpu().numpy()
+        return state
 
     def show_hidden(self, sampler: Sampler, row: int) -> None:
-        """Let `policy` see `row`, if it wants to and the row went through all layers."""
-        if not sampler.observes_hidden or self._score.runner != "target":
+        """Pass the last hidden state of `row` to `sampler`, if it uses hidden states and the row
+        went through all layers."""
+        if not sampler.observes_hidden or self._request.runner != "target":
             return
         if self._model.spec.num_layers in self.hidden:
             sampler.observe_hidden(self.last_state(row), self.logits[row])
 
     def sampler_after(self, row: int) -> Sampler:
-        """The policy after the token of `row`, shown that row: the sequence's own where the token
-        is already emitted, else a fork that has been told the tokens on the way from there."""
+        """The sampler advanced by the tokens up to and including that of `row`: the sequence's own
+        if that token is already emitted, else a fork.
+
+        Raises:
+            ValueError: If the sequence has moved past `row`, or if tokens before it are not among
+                the rows.
+        """
         sampler = self._sampler_after(row)
         self.show_hidden(sampler, row)
         return sampler
@@ -268,47 +327,50 @@ class Scores:
         length = self.sequence.length
         if self.positions[row] < length:
             if self.positions[row] != length - 1:
-                raise ValueError("the policy has moved on from this row")
+                raise ValueError("the sequence has already moved past this row")
             return sampler
         key = (row, length)
-        if key not in self._states:
-            parent = self._score.row_parents[row]
+        if key not in self._samplers:
+            parent = self._request.row_parents[row]
             if parent == ROOT and self.positions[row] != length:
-                raise ValueError("the tokens before this row were not asked for")
-            before = self._sampler_after(parent) if parent != ROOT else sampler
-            self._states[key] = fork = before.fork()
-            fork.advance(self._score.row_tokens[row])
-        return self._states[key]
+                raise ValueError("the tokens before this row are not among the output rows")
+            parent_sampler = self._sampler_after(parent) if parent != ROOT else sampler
+            self._samplers[key] = fork = parent_sampler.fork()
+            fork.advance(self._request.row_tokens[row])
+        return self._samplers[key]
 
     def sample(self, row: int) -> int:
-        """What plain decoding says after `row`, with the noise of its place."""
+        """The token that autoregressive decoding generates after `row`, with the random numbers of
+        the following position."""
         row = row % len(self)
-        made = self._sampled_in_pass[row] if self._sampled_in_pass else -1
+        pass_token = self._sampled_in_pass[row] if self._sampled_in_pass else -1
         if (
-            made >= 0
+            pass_token >= 0
             and self.sequence.annotate is None
             and self.sequence.sampler.is_temperature_only
         ):
-            return made
+            return pass_token
         key = (row, self.sequence.length)
         if key not in self._sampled:
             position = int(self.positions[row]) + 1
             logits = self.row(row)
             sampler_after = self.sampler_after(row)
-            stands = made >= 0 and sampler_after.allows(made)
-            token = made if stands else self.sequence.sample(sampler_after, logits, position)
-            if self._score.runner == "target":
+            is_valid = pass_token >= 0 and sampler_after.allows(pass_token)
+            token = (
+                pass_token if is_valid else self.sequence.sample(sampler_after, logits, position)
+            )
+            if self._request.runner == "target":
                 self.sequence.record_logprobs(logits, position, token, sampler_after)
             self._sampled[key] = token
         return self._sampled[key]
 
     def sample_at(self, row: int, attempt: int = 0) -> int:
-        """What the policy draws from `row` for the row's own position: for models whose rows
-        predict themselves. `attempt` counts redraws."""
+        """Sample a token for the position of `row` itself, for models that predict a token at its
+        own position (diffusion). `attempt` counts repeated samples."""
         position = int(self.positions[row])
         self.show_hidden(self.sequence.sampler, row)
         return self.sequence.sample(self.sequence.sampler, self.row(row), position, attempt)
 
     def distribution(self, row: int) -> Distribution:
-        """The distribution `pick` draws from."""
+        """The distribution from which `sample(row)` samples."""
         return self.sampler_after(row).distribution(self.row(row))

@@ -1,4 +1,4 @@
-"""One generation in progress. Plain data, and the verbs a decoder speaks."""
+"""One generation in progress: its state, and the methods that decoders use."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from anydecode.scoring.cost import CostModel
 from anydecode.scoring.noise import Noise
 from anydecode.scoring.score import MultiStep, ScoreRequest, Scores
 from anydecode.scoring.span import (
-    Block,
+    BlockSpan,
     ChainSpan,
     CompletionSpan,
     MultiStepSpan,
-    Overwrite,
+    OverwriteSpan,
     Span,
     TreeSpan,
 )
@@ -35,10 +35,11 @@ _ids = count()
 
 
 class StopChecker(Protocol):
-    """Takes emitted tokens, applies the stop rules, and keeps the text."""
+    """Applies the stop rules to emitted tokens."""
 
     def push(self, tokens: list[int]) -> tuple[int, str | None]:
-        """How many of `tokens` were taken, and the finish reason if that ended the generation."""
+        """Append tokens. Returns how many were taken, and the finish reason if one of them ended
+        the generation."""
         ...
 
     def stops_at(self, token: int) -> bool:
@@ -47,21 +48,50 @@ class StopChecker(Protocol):
 
     @property
     def end_tokens(self) -> frozenset[int] | None:
-        """The tokens that would; None where the text may end it too (a stop string)."""
+        """The tokens that end the generation; None if stop strings may end it too."""
         ...
 
     @property
     def remaining(self) -> int:
-        """How many tokens may still be said."""
+        """How many tokens may still be generated."""
         ...
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Prompt, tokens, contexts, policy, noise, stop rules.
+    """The state of one generation, and the interface between a decoder and the engine.
 
-    `state` is for whatever a decoder must remember across a restart (beams, a canvas): plain data.
-    Everything else a decoder holds is lost when it is preempted; it then starts again from here.
+    A decoder builds score requests with `score`, `verify`, `block` and the like, yields them, and
+    adds tokens to the text with `emit` or `accept`. When the sequence is preempted, its sequence
+    caches and the decoder's generator are dropped; the decoder then starts again from this object.
+
+    Attributes:
+        prompt: Token ids of the prompt.
+        tokens: Token ids generated so far.
+        sampler: The sampler, advanced by all of `tokens`.
+        noise: Random numbers of this sample.
+        stop_checker: Stop rules and the text.
+        open_context: Creates the sequence cache for (runner name, tokens).
+        companion_prompts: Further prompts that are scored beside this one, for guidance.
+        annotate: Computes the log-probabilities of a token from (logits, token, sampler), or None.
+        logprobs: The log-probabilities of `tokens`, if `annotate` is set.
+        state: Plain data that a decoder keeps across a restart (beams, a canvas). Everything else
+            a decoder stores is lost on preemption.
+        finish_reason: Why the generation ended, or None while it runs.
+        adapter: Index of the LoRA adapter, -1 for none.
+        priority: Smaller numbers are scheduled first.
+        mask_token: The tokenizer's mask token, for diffusion models.
+        num_layers: Number of layers of the target model.
+        namespace: Prefixes are shared only within a namespace.
+        shares_prefix: Whether later requests may reuse this sequence's cache.
+        num_passes: Number of target passes so far.
+        num_rows: Number of rows that the target has computed.
+        num_cached_tokens: Prompt tokens taken from the target's prefix cache.
+        trace: One entry per decoding round if tracing is on, else None.
+        tokenizers: Tokenizers by runner name.
+        cost_model: Pass costs and the load of the engine, if known.
+        parent: The sequence that this is a branch of, or None.
+        id: A number unique in the process.
     """
 
     prompt: list[int]
@@ -70,7 +100,7 @@ class Sequence:
     stop_checker: StopChecker
     open_context: Callable[[str, list[int]], SequenceCache]
     companion_prompts: list[list[int]] = field(default_factory=list)
-    annotate: Callable[[np.ndarray, int, Sampler], Any] | None = None  # a token's log-probabilities
+    annotate: Callable[[np.ndarray, int, Sampler], Any] | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
@@ -83,17 +113,17 @@ class Sequence:
     shares_prefix: bool = True
     num_passes: int = 0
     num_rows: int = 0
-    num_cached_tokens: int = 0  # of the prompt, taken from the target's prefix cache
+    num_cached_tokens: int = 0
     trace: list[dict[str, Any]] | None = None
-    tokenizers: dict[str, Any] = field(default_factory=dict)  # by lane
-    cost_model: CostModel | None = None  # what passes cost, and how busy the engine is
+    tokenizers: dict[str, Any] = field(default_factory=dict)
+    cost_model: CostModel | None = None
     parent: Sequence | None = None
     id: int = field(default_factory=lambda: next(_ids))
 
     def __post_init__(self) -> None:
         self._contexts: dict[str, list[SequenceCache]] = {}
         self._children: list[Sequence] = []
-        self._notes: dict[tuple[int, int], Any] = {}
+        self._pending_logprobs: dict[tuple[int, int], Any] = {}
 
     @property
     def finished(self) -> bool:
@@ -101,7 +131,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Prompt and generated tokens."""
+        """Number of prompt and generated tokens."""
         return len(self.prompt) + len(self.tokens)
 
     @property
@@ -109,14 +139,13 @@ class Sequence:
         return self.prompt + self.tokens
 
     def context(self, runner: str = TARGET) -> SequenceCache:
-        """This sequence's memory in `runner`'s model, opened when first asked for. It may begin
-        with
-        a prefix that an earlier request left."""
-        return self._opened(runner)[0]
+        """This sequence's key-value cache in the model of `runner`, created on first use. It may
+        begin with a prefix that an earlier request computed."""
+        return self._open_contexts(runner)[0]
 
     def unscored(self, runner: str = TARGET) -> list[int]:
-        """The tokens that `runner`'s model has not seen yet; never empty while generating."""
-        return self._from(self.context(runner).length)
+        """The tokens that are not in the cache of `runner` yet; never empty while generating."""
+        return self._tokens_from(self.context(runner).length)
 
     def score(
         self,
@@ -131,15 +160,24 @@ class Sequence:
         extra_tokens: int = 0,
         companions: bool = True,
     ) -> ScoreRequest:
-        """Score `tokens` (default: the unscored ones) as a chain behind the context.
+        """Returns a request that appends `tokens` to the cache as a causal chain and scores them.
 
-        `rows` is "last" or "all": which rows come back. `layers` is the layer range `(0, k)` of an
-        early exit. `hidden` names layers whose states come back. `embeddings`, float32
-        `[rows, hidden_size]`, stand in place of tokens. With `parallel`, layers run in groups of
-        that many, side by side: an approximation that drafts can be made with
-        (`Network.grouped`). With `ahead` the backend may go on by itself and score up to so many of
-        its own choices (`ScoreRequest.said`), where nobody has to see the logits of each. Without
-        `companions` the companion prompts are not scored beside it.
+        Args:
+            tokens: Token ids; by default the unscored ones.
+            runner: The model that runs.
+            rows: Which rows to return: "last" or "all".
+            layers: The layer range `(0, k)` of an early exit; by default all layers.
+            hidden: Layers whose hidden states to return for the same rows.
+            embeddings: float32 `[rows, hidden_size]`, used in place of token embeddings.
+            parallel: If not 0, layers run in parallel groups of this size (`Network.grouped`): an
+                approximation for drafting.
+            extra_tokens: Up to this many further tokens may be sampled and scored by the backend
+                in the same pass (`ScoreRequest.multi_step_tokens`), if nothing but the sampled
+                tokens is needed of them.
+            companions: Whether to score the companion prompts too.
+
+        Raises:
+            InvalidRequestError: If there is no token to score.
         """
         if tokens is None:
             tokens = self.unscored(runner)
@@ -149,9 +187,9 @@ class Sequence:
         first = context.length
         depth = context.pool.model.spec.num_layers
         start, stop = layers or (0, depth)
-        answers = [len(tokens) - 1] if rows == "last" else list(range(len(tokens)))
-        taps = self._capture_layers(hidden, runner, stop)
-        shape = (context, tokens, start, stop, answers, taps)
+        output_rows = [len(tokens) - 1] if rows == "last" else list(range(len(tokens)))
+        capture_layers = self._capture_layers(hidden, runner, stop)
+        shape = (context, tokens, start, stop, output_rows, capture_layers)
         end_tokens = self.end_tokens if extra_tokens > 0 else None
         span = (
             ChainSpan(*shape, inputs=embeddings)
@@ -165,8 +203,8 @@ class Sequence:
             runner,
             span,
             tokens,
-            first + np.asarray(answers),
-            [tokens[i] for i in answers],
+            first + np.asarray(output_rows),
+            [tokens[i] for i in output_rows],
             companions,
         )
 
@@ -178,55 +216,78 @@ class Sequence:
         hidden: tuple[int, ...] = (),
         grows: bool = False,
     ) -> ScoreRequest:
-        """Score the unscored tokens and then `tree` behind them. Row 0 answers for the last
-        unscored token, row i + 1 for node i. Keep a path with `accept`. With `grows`, `extend` may
-        lengthen the tree before."""
+        """Returns a request that scores the unscored tokens, then a draft tree behind them.
+
+        Row 0 of the result belongs to the last unscored token, row i + 1 to node i. The nodes stay
+        pending until `accept` keeps a path.
+
+        Args:
+            tree: The draft tokens.
+            runner: The model that runs.
+            hidden: Layers whose hidden states to return for the same rows.
+            grows: Whether `extend` may add nodes before `accept`.
+        """
         unscored = self.unscored(runner)
         if not len(tree):
             return self.score(unscored, runner=runner, hidden=hidden)
         context = self.context(runner)
         depth = context.pool.model.spec.num_layers
-        taps = self._capture_layers(hidden, runner)
-        if tree.is_chain and not grows:  # positions like any others, until some are taken back
+        capture_layers = self._capture_layers(hidden, runner)
+        if tree.is_chain and not grows:  # appended like other tokens; `accept` truncates the rest
             tokens = [*unscored, *tree.tokens]
             first = len(unscored) - 1
-            span = ChainSpan(context, tokens, 0, depth, range(first, len(tokens)), taps)
+            span = ChainSpan(context, tokens, 0, depth, range(first, len(tokens)), capture_layers)
             positions = np.arange(context.length + first, context.length + len(tokens))
             return self._build(runner, span, tokens, positions, tokens[first:])
-        root = ChainSpan(context, unscored, 0, depth, [len(unscored) - 1], taps)
+        root = ChainSpan(context, unscored, 0, depth, [len(unscored) - 1], capture_layers)
         nodes = range(len(tree))
         base = context.length + len(unscored) - 1
         positions = np.array([base] + [base + tree.depth(node) for node in nodes])
-        score = self._build(runner, root, unscored, positions, [unscored[-1], *tree.tokens])
-        score.row_parents = [ROOT] + [parent + 1 for parent in tree.parents]
-        for spans in score.groups:
+        request = self._build(runner, root, unscored, positions, [unscored[-1], *tree.tokens])
+        request.row_parents = [ROOT] + [parent + 1 for parent in tree.parents]
+        for spans in request.groups:
             trunk = spans[-1]
             spans.append(
                 TreeSpan(
-                    trunk.context, tree.tokens, 0, depth, list(nodes), taps, parents=tree.parents
+                    trunk.context,
+                    tree.tokens,
+                    0,
+                    depth,
+                    list(nodes),
+                    capture_layers,
+                    parents=tree.parents,
                 )
             )
-        return score
+        return request
 
     def extend(
         self, tokens: Seq[int], parents: Seq[int], *, runner: str, hidden: tuple[int, ...] = ()
     ) -> ScoreRequest:
-        """Score further nodes of the token tree that is pending in `runner`, or its first ones.
-        `parents` are nodes of that tree in the order they were scored, or `ROOT`: the last position
-        of the context. One row per node comes back."""
+        """Returns a request that scores the first or further nodes of the pending token tree of
+        `runner`. The result has one row per node.
+
+        Args:
+            tokens: Token ids of the new nodes.
+            parents: For each new node, a node of the whole tree in the order in which nodes were
+                scored, or `ROOT` for the last position of the cache.
+            runner: The model that runs.
+            hidden: Layers whose hidden states to return.
+        """
         context = self.context(runner)
-        held = [] if context.pending is None else context.pending.parents
-        whole = [*held, *parents]
+        pending_parents = [] if context.pending is None else context.pending.parents
+        all_parents = [*pending_parents, *parents]
         depths: list[int] = []
-        for parent in whole:
+        for parent in all_parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
-        first, depth = len(held), context.pool.model.spec.num_layers
+        first, depth = len(pending_parents), context.pool.model.spec.num_layers
         rows = range(len(tokens))
-        taps = self._capture_layers(hidden, runner)
-        span = TreeSpan(context, tokens, 0, depth, rows, taps, parents=whole, first=first)
+        capture_layers = self._capture_layers(hidden, runner)
+        span = TreeSpan(
+            context, tokens, 0, depth, rows, capture_layers, parents=all_parents, first=first
+        )
         positions = context.length - 1 + np.asarray(depths[first:], np.int64)
-        above = [parent - first if parent >= first else ROOT for parent in parents]
-        return ScoreRequest(self, runner, [[span]], positions, above, list(tokens))
+        row_parents = [parent - first if parent >= first else ROOT for parent in parents]
+        return ScoreRequest(self, runner, [[span]], positions, row_parents, list(tokens))
 
     def block(
         self,
@@ -237,12 +298,20 @@ class Sequence:
         hidden: tuple[int, ...] = (),
         embeddings: torch.Tensor | None = None,
     ) -> ScoreRequest:
-        """Score `tokens` as a block whose rows all see the context and each other. All rows come
-        back. With `store` they become the context's next positions."""
+        """Returns a request that scores `tokens` as a bidirectional block: each row attends to the
+        cache and to all rows of the block. The result has all rows.
+
+        Args:
+            tokens: Token ids of the block.
+            store: Whether to append the block to the cache.
+            runner: The model that runs.
+            hidden: Layers whose hidden states to return.
+            embeddings: float32 `[rows, hidden_size]`, used in place of token embeddings.
+        """
         context = self.context(runner)
         depth = context.pool.model.spec.num_layers
         rows = list(range(len(tokens)))
-        span = Block(
+        span = BlockSpan(
             context,
             tokens,
             0,
@@ -264,12 +333,20 @@ class Sequence:
         runner: str = TARGET,
         hidden: tuple[int, ...] = (),
     ) -> ScoreRequest:
-        """Score `tokens` anew at the positions `positions` that the context already holds; each row
-        sees the first `visible` positions (default: all). All rows come back."""
+        """Returns a request that recomputes cached positions with new tokens. The result has all
+        rows.
+
+        Args:
+            positions: Positions of the cache, ascending.
+            tokens: The token id at each of them.
+            visible: Each row attends to this many first positions of the cache (default: all).
+            runner: The model that runs.
+            hidden: Layers whose hidden states to return.
+        """
         context = self.context(runner)
         depth = context.pool.model.spec.num_layers
         index = np.asarray(positions, np.int32)
-        span = Overwrite(
+        span = OverwriteSpan(
             context,
             tokens,
             0,
@@ -289,47 +366,63 @@ class Sequence:
         hidden: tuple[int, ...] = (),
         stop: int | None = None,
     ) -> ScoreRequest:
-        """Run the positions that stopped at an early layer through the rest, and `tokens` behind
-        them through all layers. All those rows come back. With `stop` (and no tokens), run those
-        that stopped before that layer up to it."""
+        """Returns a request that runs early-exit positions through their remaining layers, then
+        `tokens` behind them through all layers. The result has all these rows.
+
+        Args:
+            tokens: Token ids to score behind the early-exit positions.
+            runner: The model that runs.
+            hidden: Layers whose hidden states to return.
+            stop: Without `tokens`: run only to this layer, and only the positions that have not
+                reached it.
+
+        Raises:
+            InvalidRequestError: If no position stopped at an early layer.
+            UnsupportedCombinationError: If the sampler needs layers that the rows have passed.
+        """
         context = self.context(runner)
         depth = context.pool.model.spec.num_layers
         last = depth if stop is None else stop
         if not context.partials or (len(tokens) and last < depth):
             raise InvalidRequestError("no position stopped at an early layer")
-        taps = self._capture_layers(hidden, runner, last)
-        if any(layer < partial.depth for layer in taps for partial in _before_layer(context, last)):
+        capture_layers = self._capture_layers(hidden, runner, last)
+        if any(
+            layer < partial.depth
+            for layer in capture_layers
+            for partial in _before_layer(context, last)
+        ):
             raise UnsupportedCombinationError(
-                "a policy that looks at early layers (DoLa) does not work with a decoder that stops"
+                "a sampler that reads early layers (DoLa) does not work with a decoder that exits"
                 " at early layers"
             )
-        spans: list[Span] = list(self._completions(context, taps, last))
+        spans: list[Span] = list(self._completion_spans(context, capture_layers, last))
         positions: list[int] = []
         for span, partial in zip(spans, _before_layer(context, last), strict=True):
             span.output_rows = range(len(span))
             positions += range(partial.start, partial.stop)
         if len(tokens):
-            spans.append(ChainSpan(context, tokens, 0, depth, range(len(tokens)), taps))
-        held = [*(context.tokens[position] for position in positions), *tokens]
+            spans.append(ChainSpan(context, tokens, 0, depth, range(len(tokens)), capture_layers))
+        row_tokens = [*(context.tokens[position] for position in positions), *tokens]
         row_positions = np.array([*positions, *range(context.length, context.length + len(tokens))])
         return ScoreRequest(
-            self, runner, [spans], row_positions, self._chain_parents(row_positions), held
+            self, runner, [spans], row_positions, self._chain_parents(row_positions), row_tokens
         )
 
     def multi_step(self, count: int) -> MultiStep:
-        """Pick and rescore up to `count` tokens without coming back in between."""
+        """Returns an action that samples and scores up to `count` tokens in one go."""
         return MultiStep(self, count)
 
     def sample(self, sampler: Sampler, logits: np.ndarray, position: int, attempt: int = 0) -> int:
-        """The token `policy` picks for `position`, with the noise that belongs there."""
+        """The token that `sampler` samples for `position`, with the random numbers of that
+        position."""
         return sampler.sample(logits, self.noise, position, attempt)
 
     def record_logprobs(
         self, logits: np.ndarray, position: int, token: int, sampler: Sampler
     ) -> None:
-        """Keep the log-probabilities of a token that `policy` picked until it is emitted."""
+        """Store the log-probabilities of a sampled token until it is emitted."""
         if self.annotate is not None:
-            self._notes[position, token] = self.annotate(logits, token, sampler)
+            self._pending_logprobs[position, token] = self.annotate(logits, token, sampler)
 
     def stops_at(self, token: int) -> bool:
         """Whether `token` would end the generation."""
@@ -337,59 +430,79 @@ class Sequence:
 
     @property
     def end_tokens(self) -> frozenset[int] | None:
-        """The tokens that end the generation, if all else it takes to say tokens is to score them
-        and choose, so that a backend can do it by itself; else None."""
+        """The tokens that end the generation, if the backend can sample by itself (temperature
+        only, no log-probabilities, no stop strings); else None."""
         simple = self.sampler.is_temperature_only and self.annotate is None
         return self.stop_checker.end_tokens if simple else None
 
     @property
     def remaining(self) -> int:
-        """How many tokens may still be said."""
+        """How many tokens may still be generated."""
         return self.stop_checker.remaining
 
     def emit(
-        self, tokens: Seq[int], state: Sampler | None = None, notes: Seq[Any] | None = None
+        self, tokens: Seq[int], sampler: Sampler | None = None, logprobs: Seq[Any] | None = None
     ) -> int:
-        """Say `tokens`. Applies the stop rules; returns how many tokens were taken. `state` is a
-        policy that has already been told all of `tokens` but the last. `notes` are the tokens'
-        log-probabilities, where the decoder has kept them itself."""
+        """Append `tokens` to the text and apply the stop rules.
+
+        Args:
+            tokens: Token ids.
+            sampler: A sampler that has already been advanced by all of `tokens` but the last; by
+                default the sequence's own, which has been advanced by none of them.
+            logprobs: The log-probabilities of the tokens, if not recorded by `record_logprobs`.
+
+        Returns:
+            How many tokens were taken before a stop rule applied.
+        """
         if self.finished or not len(tokens):
             return 0
         first = self.length
         taken, self.finish_reason = self.stop_checker.push(list(tokens))
-        said = list(tokens[:taken])
-        self.tokens.extend(said)
+        emitted = list(tokens[:taken])
+        self.tokens.extend(emitted)
         if self.annotate is not None:
-            if notes is None:
-                notes = [self._notes.get((first + i, token)) for i, token in enumerate(said)]
-            self.logprobs.extend(notes[:taken])
-            self._notes.clear()
-        if state is None:
-            for token in said:
+            if logprobs is None:
+                logprobs = [
+                    self._pending_logprobs.get((first + i, token))
+                    for i, token in enumerate(emitted)
+                ]
+            self.logprobs.extend(logprobs[:taken])
+            self._pending_logprobs.clear()
+        if sampler is None:
+            for token in emitted:
                 self.sampler.advance(token)
         else:
-            self.sampler = state
-            state.advance(tokens[-1])
+            self.sampler = sampler
+            sampler.advance(tokens[-1])
         return taken
 
     def accept(self, path: Seq[int], tokens: Seq[int], scores: Scores, runner: str = TARGET) -> int:
-        """Keep the nodes of `path` from a verified tree and say `tokens` (the path's, then one
-        more). Returns how many tokens were taken."""
-        contexts = self._opened(runner)
+        """Keep the nodes of `path` of a verified tree, drop the others, and emit `tokens`.
+
+        Args:
+            path: Accepted nodes, from the first level down.
+            tokens: The tokens of these nodes, then the bonus token.
+            scores: The result of `verify`.
+            runner: The model that verified the tree.
+
+        Returns:
+            How many tokens were taken before a stop rule applied.
+        """
+        contexts = self._open_contexts(runner)
         if contexts[0].pending is not None:
             for context in contexts:
                 context.retain(path)
         elif contexts[0].length > self.length + len(path):  # a chain
             self.truncate(self.length + len(path), runner)
-        state = (
+        sampler = (
             scores.sampler_after(path[-1] + 1 if len(path) else 0)
             if self.sampler.stateful
             else None
         )
-        return self.emit(tokens, state)
+        return self.emit(tokens, sampler)
 
-    def record(self, tree: TokenTree, path: Seq[int], tokens: Seq[int], **facts: Any) -> None:
-        """Note one round for the trace, if one is kept."""
+    def record(self, tree: TokenTree, path: Seq[int], tokens: Seq[int], **fields: Any) -> None:
+        """Append one decoding round to the trace, if tracing is on."""
         if self.trace is not None:
             self.trace.append(
                 {
@@ -399,21 +512,21 @@ class Sequence:
                     "sources": tree.sources,
                     "accepted": list(path),
                     "tokens": list(tokens),
-                    **facts,
+                    **fields,
                 }
             )
 
     def truncate(self, length: int, runner: str = TARGET) -> None:
-        """Forget positions from `length` on, in every context of `runner`."""
-        contexts = self._opened(runner)
+        """Drop the cached positions from `length` on, in every sequence cache of `runner`."""
+        contexts = self._open_contexts(runner)
         prompts = [self.prompt, *self.companion_prompts][: len(contexts)]
         for context, prompt in zip(contexts, prompts, strict=True):
             context.truncate(length - len(self.prompt) + len(prompt))
 
     def fork(self, number: int = 0) -> Sequence:
-        """A branch of this sequence: the same tokens, memory and policy state, and noise of its own
-        if `number` is not 0. It belongs to this sequence and is released with it."""
-        child = Sequence(
+        """Returns a branch of this sequence: the same tokens, cache and sampler state, and its own
+        random numbers if `number` is not 0. The branch is released with this sequence."""
+        branch = Sequence(
             prompt=self.prompt,
             sampler=self.sampler.fork(),
             noise=self.noise.forked(number) if number else self.noise,
@@ -429,12 +542,13 @@ class Sequence:
             parent=self,
         )
         for runner, contexts in self._contexts.items():
-            child._contexts[runner] = [context.fork() for context in contexts]
-        self._children.append(child)
-        return child
+            branch._contexts[runner] = [context.fork() for context in contexts]
+        self._children.append(branch)
+        return branch
 
     def branch(self) -> Sequence:
-        """A fork that belongs to the same root as this one."""
+        """Returns a fork that has the same parent as this branch, or this sequence as its
+        parent."""
         sibling = self.fork()
         if self.parent is not None:
             self._children.remove(sibling)
@@ -443,12 +557,12 @@ class Sequence:
         return sibling
 
     def append(self, token: int) -> None:
-        """Lengthen a branch by a token that is not said yet."""
+        """Append a token to a branch without emitting it."""
         self.tokens.append(token)
         self.sampler.advance(token)
 
     def release(self) -> None:
-        """Give back the memory of this sequence and its branches."""
+        """Free the cache of this sequence and of its branches."""
         for child in list(self._children):
             child.release()
         for contexts in self._contexts.values():
@@ -459,7 +573,7 @@ class Sequence:
             self.parent._children.remove(self)
 
     def contexts(self, runner: str | None = None) -> list[SequenceCache]:
-        """Every open context (of `runner`), branches included."""
+        """Every open sequence cache (of `runner`), branches included."""
         own = [
             context
             for name, contexts in self._contexts.items()
@@ -469,26 +583,28 @@ class Sequence:
         return own + [context for child in self._children for context in child.contexts(runner)]
 
     def align(self, runner: str) -> None:
-        """Forget what `runner` holds beyond the tokens this sequence really has (rejected
+        """Drop cached positions of `runner` that are not tokens of this sequence (rejected
         drafts)."""
-        context, known = self.context(runner), self.all_tokens
+        context, tokens = self.context(runner), self.all_tokens
         context.discard()
-        held = context.tokens
-        if held != known[: len(held)]:
-            same = next(i for i, token in enumerate(held) if i >= len(known) or token != known[i])
-            context.truncate(same)
-        if context.length >= len(known):
-            context.truncate(len(known) - 1)
+        cached = context.tokens
+        if cached != tokens[: len(cached)]:
+            num_common = next(
+                i for i, token in enumerate(cached) if i >= len(tokens) or token != tokens[i]
+            )
+            context.truncate(num_common)
+        if context.length >= len(tokens):
+            context.truncate(len(tokens) - 1)
 
     def is_open(self, runner: str) -> bool:
         return runner in self._contexts
 
     @property
     def root(self) -> Sequence:
-        """The sequence that this is a branch of, or itself."""
+        """The sequence at the root of this tree of branches; itself if it is no branch."""
         return self if self.parent is None else self.parent.root
 
-    def _opened(self, runner: str) -> list[SequenceCache]:
+    def _open_contexts(self, runner: str) -> list[SequenceCache]:
         if runner not in self._contexts:
             prompts = [self.prompt]
             if runner == TARGET:
@@ -498,7 +614,7 @@ class Sequence:
             ]
         return self._contexts[runner]
 
-    def _from(self, position: int) -> list[int]:
+    def _tokens_from(self, position: int) -> list[int]:
         if position >= len(self.prompt):
             return self.tokens[position - len(self.prompt) :]
         return self.prompt[position:] + self.tokens
@@ -506,7 +622,7 @@ class Sequence:
     def _capture_layers(
         self, hidden: tuple[int, ...], runner: str, stop: int | None = None
     ) -> tuple[int, ...]:
-        """`hidden` and what the policy wants to see of rows that run through all layers."""
+        """`hidden`, plus the layers that the sampler reads of rows that run through all layers."""
         sampler, depth = self.sampler, self.num_layers
         if runner != TARGET or (stop is not None and stop < depth):
             return hidden
@@ -522,46 +638,47 @@ class Sequence:
         self,
         runner: str,
         span: Span,
-        chain: Seq[int],
+        chain_tokens: Seq[int],
         positions: np.ndarray,
-        held: list[int],
+        row_tokens: list[int],
         companions: bool = True,
     ) -> ScoreRequest:
-        """A score of `span`, with what must run before it and beside it. `chain` is the part of its
-        tokens that companions follow."""
+        """A request for `span`, preceded by the completion of early-exit positions and accompanied
+        by companion prompts. `chain_tokens` is the part of its tokens that companions repeat."""
         spans: list[Span] = []
         if span.context.partials and not span.is_partial:
-            spans += self._completions(span.context, ())
+            spans += self._completion_spans(span.context, ())
         groups = [[*spans, span]]
         if companions and runner == TARGET and self.companion_prompts:
-            groups += [[companion] for companion in self._companions(span, chain)]
+            groups += [[companion] for companion in self._companion_spans(span, chain_tokens)]
         parents = self._chain_parents(positions)
-        return ScoreRequest(self, runner, groups, positions, parents, held)
+        return ScoreRequest(self, runner, groups, positions, parents, row_tokens)
 
-    def _companions(self, span: Span, chain: Seq[int]) -> list[Span]:
+    def _companion_spans(self, span: Span, chain_tokens: Seq[int]) -> list[Span]:
         if not isinstance(span, ChainSpan) or span.inputs is not None:
             raise UnsupportedCombinationError(
                 "guidance with a second prompt works on token chains and trees only"
             )
         spans: list[Span] = []
-        extra = list(chain[len(self.unscored()) :])
-        is_open = self._opened(TARGET)
-        for context, prompt in zip(is_open[1:], self.companion_prompts, strict=True):
+        extra = list(chain_tokens[len(self.unscored()) :])
+        contexts = self._open_contexts(TARGET)
+        for context, prompt in zip(contexts[1:], self.companion_prompts, strict=True):
             tokens = (prompt + self.tokens)[context.length :] + extra
-            answers = range(len(tokens) - len(span.output_rows), len(tokens))
-            if answers[0] < 0:
+            output_rows = range(len(tokens) - len(span.output_rows), len(tokens))
+            if output_rows[0] < 0:
                 raise UnsupportedCombinationError(
-                    "guidance needs a second prompt at least as long as the rows asked for"
+                    "guidance needs a second prompt with at least as many tokens as the requested"
+                    " output rows"
                 )
             spans.append(
                 ChainSpan(
-                    context, tokens, span.start, span.stop, list(answers), span.capture_layers
+                    context, tokens, span.start, span.stop, list(output_rows), span.capture_layers
                 )
             )
         return spans
 
-    def _completions(
-        self, context: SequenceCache, taps: tuple[int, ...], stop: int | None = None
+    def _completion_spans(
+        self, context: SequenceCache, capture_layers: tuple[int, ...], stop: int | None = None
     ) -> list[CompletionSpan]:
         last = context.pool.model.spec.num_layers if stop is None else stop
         return [
@@ -570,7 +687,7 @@ class Sequence:
                 [-1] * len(partial.hidden),
                 partial.depth,
                 last,
-                capture_layers=taps,
+                capture_layers=capture_layers,
                 inputs=partial.hidden,
                 partial=partial,
             )
@@ -583,5 +700,5 @@ class Sequence:
 
 
 def _before_layer(context: SequenceCache, layer: int) -> list[EarlyExitRows]:
-    """Positions that have not reached `layer`."""
+    """The early-exit positions that have not reached `layer`."""
     return [partial for partial in context.partials if partial.depth < layer]

@@ -1,7 +1,8 @@
-"""Rows of one context, asked for together: the shapes a score is made of.
+"""Spans: groups of rows of one sequence cache that run together. A score request consists of spans.
 
-A span knows how its rows take their slots, what they see, and what becomes of them after the pass.
-Whether rows are a prompt, a draft tree or a denoising block is nothing to the engine.
+The type of a span determines how its rows get cache slots, which positions they attend to, and
+what happens to them after the pass. The engine does not distinguish prompts, draft trees and
+denoising blocks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,21 @@ from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
 
 @dataclass(eq=False)
 class Span(ABC):
-    """`tokens` go through layers `start..stop` of `context`'s model. `answers` lists the rows whose
-    logits are wanted, `taps` the layers whose hidden states are wanted for the same rows."""
+    """Rows of one sequence cache that run through a range of layers.
+
+    Life of a span: `reserve` allocates cache slots for the next rows, `fill` writes their metadata
+    into the pass, `complete` updates the cache after the pass.
+
+    Args:
+        context: The sequence cache.
+        tokens: Token id of each row.
+        start: First layer.
+        stop: End of the layer range; less than the model's depth for an early exit.
+        output_rows: Indices of the rows to return, ascending.
+        capture_layers: Layers whose hidden states to return for the output rows.
+        logits: Whether to return logits for the output rows.
+        inputs: float32 `[rows, hidden_size]`, used in place of `tokens`, or None.
+    """
 
     context: SequenceCache
     tokens: Seq[int]
@@ -30,12 +44,12 @@ class Span(ABC):
     output_rows: Seq[int] = ()
     capture_layers: tuple[int, ...] = ()
     logits: bool = True
-    inputs: torch.Tensor | None = None  # float32 [rows, hidden], in place of `tokens`
-    done: int = field(default=0, init=False)
+    inputs: torch.Tensor | None = None
+    done: int = field(default=0, init=False)  # rows that have run
     parallel: int = field(default=0, init=False)  # see `Network.grouped`
-    _append_start: int = field(default=0, init=False)  # where appended rows of a pass begin
+    _append_start: int = field(default=0, init=False)  # first position appended in this pass
 
-    #: Whether a pass may run some of the rows and leave the rest to the next.
+    #: Whether the rows may be divided among several passes.
     divisible = False
 
     def __len__(self) -> int:
@@ -43,6 +57,7 @@ class Span(ABC):
 
     @property
     def remaining(self) -> int:
+        """Number of rows that have not run yet."""
         return len(self.tokens) - self.done
 
     @property
@@ -52,18 +67,20 @@ class Span(ABC):
 
     @abstractmethod
     def reserve(self, count: int) -> None:
-        """Take slots for the next `count` rows. Raises `PoolFull`, changing nothing."""
+        """Allocate slots for the next `count` rows. If the pool is full, raises `PoolFull` and
+        changes nothing."""
 
     @abstractmethod
     def fill(self, rows: Rows, at: int, count: int) -> None:
         """Write the next `count` rows into `rows[at : at + count]`."""
 
     def complete(self, hidden: torch.Tensor | None, count: int) -> None:
-        """The rows have run; `hidden` is their state where they stopped, if that was early. The
-        context may have been released or cut meanwhile."""
+        """Called when `count` rows have run. `hidden`, `[count, hidden_size]`, is their hidden
+        state at an early exit, else None. The cache may have been released or truncated
+        meanwhile."""
         self.done += count
 
-    def _inputs(self, rows: Rows, at: int, count: int) -> None:
+    def _fill_inputs(self, rows: Rows, at: int, count: int) -> None:
         stop = at + count
         rows.start[at:stop] = self.start
         rows.stop[at:stop] = self.stop
@@ -75,26 +92,27 @@ class Span(ABC):
             rows.inputs[at:stop] = self.inputs[self.done : self.done + count]
 
     def _store_tokens(self, count: int) -> int:
-        """The `count` rows that have run were appended: the context gets their tokens. Returns how
-        many of them it still has, since it may have been cut with the pass under way."""
-        left = max(0, min(count, self.context.length - self._append_start))
+        """Store the tokens of the `count` appended rows that have run in the cache. Returns how
+        many of these rows the cache still has: it may have been truncated during the pass."""
+        num_kept = max(0, min(count, self.context.length - self._append_start))
         if self.inputs is None:
-            self.context.tokens += self.tokens[self.done : self.done + left]
+            self.context.tokens += self.tokens[self.done : self.done + num_kept]
         else:
-            self.context.tokens += [-1] * left
-        return left
+            self.context.tokens += [-1] * num_kept
+        return num_kept
 
-    def _table(self, rows: Rows, at: int, count: int) -> None:
+    def _fill_table(self, rows: Rows, at: int, count: int) -> None:
         rows.table[at : at + count] = len(rows.tables)
         rows.tables.append(self.context.table)
 
 
 @dataclass(eq=False)
 class ChainSpan(Span):
-    """Appended one after the other; each row sees everything before it and itself."""
+    """A causal chain: rows are appended to the cache; each attends to all positions before it and
+    to itself."""
 
     divisible = True
-    reserved: int = field(default=0, init=False)  # positions behind the rows that a pass may fill
+    reserved: int = field(default=0, init=False)  # slots for the extra tokens of a multi-step pass
 
     def reserve(self, count: int) -> None:
         self.context.append(count)
@@ -103,8 +121,8 @@ class ChainSpan(Span):
         stop = at + count
         length = self.context.length - self.reserved
         first = self._append_start = length - count
-        self._inputs(rows, at, count)
-        self._table(rows, at, count)
+        self._fill_inputs(rows, at, count)
+        self._fill_table(rows, at, count)
         rows.slots[at:stop] = self.context.table[first:length]
         if count == 1:
             rows.positions[at] = first
@@ -116,19 +134,24 @@ class ChainSpan(Span):
         rows.tail_length[at:stop] = 0
 
     def complete(self, hidden: torch.Tensor | None, count: int) -> None:
-        left = self._store_tokens(count)
-        if self.is_partial and left:
+        num_kept = self._store_tokens(count)
+        if self.is_partial and num_kept:
             assert hidden is not None
             self.context.partials.append(
-                EarlyExitRows(self._append_start, self.stop, hidden[:left].clone())
+                EarlyExitRows(self._append_start, self.stop, hidden[:num_kept].clone())
             )
         self.done += count
 
 
 @dataclass(eq=False)
 class MultiStepSpan(ChainSpan):
-    """A chain behind which the backend may go on with what it chooses: up to `ahead` tokens more
-    are scored, until one of `ends` is said. `said` is then all that was chosen."""
+    """A chain after which the backend may sample and score further tokens in the same pass.
+
+    Args:
+        extra_tokens: Maximum number of further tokens that are scored.
+        end_tokens: Tokens after which the backend stops.
+        multi_step_tokens: Set after the pass: all sampled tokens. The last one is not scored.
+    """
 
     extra_tokens: int = 0
     end_tokens: frozenset[int] = frozenset()
@@ -145,7 +168,7 @@ class MultiStepSpan(ChainSpan):
     def complete(self, hidden: torch.Tensor | None, count: int) -> None:
         context, end = self.context, self._append_start + count
         super().complete(hidden, count)
-        if context.length == end + self.reserved:  # else it was cut with the pass under way
+        if context.length == end + self.reserved:  # else it was truncated during the pass
             context.tokens += self.multi_step_tokens[:-1]
             context.truncate(end + max(0, len(self.multi_step_tokens) - 1))
         self.reserved = 0
@@ -153,9 +176,14 @@ class MultiStepSpan(ChainSpan):
 
 @dataclass(eq=False)
 class TreeSpan(Span):
-    """A token tree behind the context's last position; each row sees the context and its own path.
-    It stays pending until `SequenceCache.retain`. With `first`, `tokens` are the nodes from
-    there on of a tree that is pending already; `parents` are the whole tree's."""
+    """A token tree behind the last position of the cache; each row attends to the cache and to its
+    own path. The tree stays pending until `SequenceCache.retain`.
+
+    Args:
+        parents: Parent of each node of the whole tree, `ROOT` for the first level.
+        first: If not 0, the first `first` nodes are already pending, and `tokens` are the nodes
+            from there on.
+    """
 
     parents: list[int] = field(default_factory=list)
     first: int = 0
@@ -171,8 +199,8 @@ class TreeSpan(Span):
         assert pending is not None
         stop = at + count
         base = self.context.length
-        self._inputs(rows, at, count)
-        self._table(rows, at, count)
+        self._fill_inputs(rows, at, count)
+        self._fill_table(rows, at, count)
         first = self.first
         rows.slots[at:stop] = pending.slots[first:]
         rows.prefix[at:stop] = base
@@ -200,8 +228,9 @@ class TreeSpan(Span):
 
 
 @dataclass(eq=False)
-class Block(Span):
-    """Rows that all see the context and each other; appended if `store`, else forgotten."""
+class BlockSpan(Span):
+    """A bidirectional block: each row attends to the cache and to all rows of the block. The block
+    is appended to the cache if `store`, else it uses scratch slots."""
 
     store: bool = False
     _slots: np.ndarray | None = field(default=None, init=False)
@@ -216,8 +245,8 @@ class Block(Span):
         assert self._slots is not None
         stop = at + count
         base = self._append_start = self.context.length - (count if self.store else 0)
-        self._inputs(rows, at, count)
-        self._table(rows, at, count)
+        self._fill_inputs(rows, at, count)
+        self._fill_table(rows, at, count)
         rows.slots[at:stop] = self._slots
         rows.positions[at:stop] = np.arange(base, base + count)
         rows.prefix[at:stop] = base
@@ -237,23 +266,27 @@ class Block(Span):
 
 
 @dataclass(eq=False)
-class Overwrite(Span):
-    """Rows for positions that the context already holds, at `positions`. Each sees the first
-    `visible`
-    positions of the context, itself and its fellows included."""
+class OverwriteSpan(Span):
+    """Rows that overwrite cached positions. Each attends to the first `visible` positions of the
+    cache, including itself and the other overwritten positions.
+
+    Args:
+        visible: Number of positions that each row attends to.
+        positions: int32 `[rows]`, the overwritten positions, ascending.
+    """
 
     visible: int = 0
-    positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # ascending
+    positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
     def reserve(self, count: int) -> None:
-        self.context.reusable = False  # at once: it may be released with the pass under way
+        self.context.reusable = False  # now, since it may be released during the pass
         for position in self.positions:
             self.context.make_exclusive(int(position), int(position) + 1)
 
     def fill(self, rows: Rows, at: int, count: int) -> None:
         stop = at + count
-        self._inputs(rows, at, count)
-        self._table(rows, at, count)
+        self._fill_inputs(rows, at, count)
+        self._fill_table(rows, at, count)
         rows.slots[at:stop] = self.context.table[self.positions]
         rows.positions[at:stop] = self.positions
         rows.prefix[at:stop] = self.visible
@@ -262,14 +295,14 @@ class Overwrite(Span):
 
     def complete(self, hidden: torch.Tensor | None, count: int) -> None:
         for position, token in zip(self.positions, self.tokens, strict=True):
-            if position < len(self.context.tokens):  # else it was cut with the pass under way
+            if position < len(self.context.tokens):  # else it was truncated during the pass
                 self.context.tokens[position] = token
         self.done += count
 
 
 @dataclass(eq=False)
 class CompletionSpan(Span):
-    """The last positions of a context, which stopped at an early layer, run through the rest."""
+    """Early-exit positions of the cache, `partial`, that run through their remaining layers."""
 
     partial: EarlyExitRows | None = None
 
@@ -280,8 +313,8 @@ class CompletionSpan(Span):
         assert self.partial is not None
         stop = at + count
         first = self.partial.start
-        self._inputs(rows, at, count)
-        self._table(rows, at, count)
+        self._fill_inputs(rows, at, count)
+        self._fill_table(rows, at, count)
         rows.slots[at:stop] = self.context.table[first : first + count]
         rows.positions[at:stop] = np.arange(first, first + count)
         rows.prefix[at:stop] = np.arange(first + 1, first + count + 1)
@@ -293,9 +326,9 @@ class CompletionSpan(Span):
         partials = self.context.partials
         if self.partial in partials:
             index = partials.index(self.partial)
-            further = []
+            unfinished = []
             if self.is_partial:
                 assert hidden is not None
-                further = [EarlyExitRows(self.partial.start, self.stop, hidden.clone())]
-            partials[index : index + 1] = further
+                unfinished = [EarlyExitRows(self.partial.start, self.stop, hidden.clone())]
+            partials[index : index + 1] = unfinished
         self.done += count

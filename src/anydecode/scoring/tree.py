@@ -1,4 +1,4 @@
-"""Draft tokens as a tree: what a drafter proposes and an acceptance rule walks."""
+"""A tree of draft tokens: proposed by a drafter, walked by an acceptance rule."""
 
 from __future__ import annotations
 
@@ -6,25 +6,30 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-#: The node every tree hangs on: the last token that is already decided.
+#: Parent index of the first level: the last token that is already part of the text.
 ROOT = -1
 
 
 @dataclass(eq=False)
 class TokenTree:
-    """`tokens[i]` follows `parents[i]` (`ROOT` for the first level; a parent comes before its
-    children). Siblings stand in the order they were drafted.
+    """Draft tokens with parent indices. Siblings are in the order in which they were drafted.
 
-    `probabilities[node]` is the draft distribution the children of `node` were drawn from (float64
-    `[vocab_size]`), where the drafter has one; `kind` says how: "point" (chosen, not drawn), "wor"
-    (drawn without replacement) or "iid".
+    Args:
+        tokens: One token id per node.
+        parents: `parents[i]` is the node that node i follows, or `ROOT` for the first level. A
+            parent comes before its children.
+        probabilities: `probabilities[node]` is the draft distribution, float64 `[vocab_size]`,
+            from which the children of `node` were sampled. Empty if the drafter has none.
+        kind: How children were sampled: "point" (chosen, not sampled), "wor" (without
+            replacement) or "iid".
+        sources: The name of the drafter of each node, for traces.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     probabilities: dict[int, Any] = field(default_factory=dict)
     kind: str = "point"
-    sources: list[str] | None = None  # who drafted each node, for traces
+    sources: list[str] | None = None
 
     def __post_init__(self) -> None:
         self._children: dict[int, dict[int, int]] = {}
@@ -34,12 +39,12 @@ class TokenTree:
 
     @staticmethod
     def chain(tokens: Seq[int], **fields: Any) -> TokenTree:
-        """One path."""
+        """A tree with a single path."""
         return TokenTree(list(tokens), list(range(-1, len(tokens) - 1)), **fields)
 
     @staticmethod
     def merge(paths: Seq[Seq[int]]) -> TokenTree:
-        """The tree that shares the common prefixes of `paths`."""
+        """The prefix tree (trie) of `paths`."""
         tree = TokenTree()
         for path in paths:
             node = ROOT
@@ -50,11 +55,11 @@ class TokenTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether there is but one path."""
+        """Whether the tree is a single path."""
         return self.parents == list(range(ROOT, len(self.parents) - 1))
 
     def add(self, token: int, parent: int = ROOT) -> int:
-        """Append a node; returns its index."""
+        """Append a node and return its index."""
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
@@ -62,7 +67,7 @@ class TokenTree:
         return node
 
     def child(self, node: int, token: int) -> int | None:
-        """The first child of `node` that holds `token`."""
+        """The first child of `node` with this token, or None."""
         return self._children.get(node, {}).get(token)
 
     def children(self, node: int) -> list[int]:
@@ -70,7 +75,7 @@ class TokenTree:
         return self._order.get(node, [])
 
     def path(self, node: int) -> list[int]:
-        """Nodes from the first level down to `node`."""
+        """The nodes from the first level down to `node`."""
         nodes = []
         while node != ROOT:
             nodes.append(node)
@@ -78,7 +83,7 @@ class TokenTree:
         return nodes[::-1]
 
     def depth(self, node: int) -> int:
-        """1 for the first level."""
+        """Depth of `node`; 1 for the first level."""
         return len(self.path(node))
 
     def __len__(self) -> int:
@@ -86,6 +91,6 @@ class TokenTree:
 
     def _link(self, node: int, parent: int, token: int) -> None:
         if not -1 <= parent < node:
-            raise ValueError(f"node {node} cannot hang on {parent}")
+            raise ValueError(f"node {node} has parent {parent}; allowed are -1 to {node - 1}")
         self._children.setdefault(parent, {}).setdefault(token, node)
         self._order.setdefault(parent, []).append(node)

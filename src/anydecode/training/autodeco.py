@@ -20,7 +20,7 @@ from torch import nn
 from anydecode.decoders.decoder import Decoder
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.sampling.autodeco import COLDEST, HOTTEST, NUM_FIGURES, Heads
+from anydecode.sampling.autodeco import MAX_TEMPERATURE, MIN_TEMPERATURE, NUM_FEATURES, Heads
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
@@ -169,7 +169,7 @@ class HeadsModule(nn.Module):
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
         self.temp_head: Any = _network(hidden_size, width)
-        self.top_p_head: Any = _network(hidden_size + NUM_FIGURES, width)
+        self.top_p_head: Any = _network(hidden_size + NUM_FEATURES, width)
         with torch.no_grad():  # start at temperature 1 and a top-p of about 0.98
             for network, offset in ((self.temp_head, 0.0), (self.top_p_head, 4.0)):
                 last: Any = list(network.modules())[-1]
@@ -179,7 +179,7 @@ class HeadsModule(nn.Module):
     def temperature(self, states: torch.Tensor) -> torch.Tensor:
         """Temperatures `[rows, 1]` from states after the final norm."""
         output: torch.Tensor = self.temp_head.mlp(states)
-        return (HOTTEST * torch.sigmoid(output)).clamp_min(COLDEST)
+        return (MAX_TEMPERATURE * torch.sigmoid(output)).clamp_min(MIN_TEMPERATURE)
 
     def top_p(
         self, states: torch.Tensor, logits: torch.Tensor, temperature: torch.Tensor

@@ -143,7 +143,7 @@ class SelfInfill(Decoder):
         if state.phase == "end" and not sequence.finished:
             num_suffix_emitted = len(sequence.tokens) - state.left - len(state.middle)
             remaining_suffix = state.suffix[max(0, num_suffix_emitted) :]
-            sequence.emit(remaining_suffix, notes=[None] * len(remaining_suffix))
+            sequence.emit(remaining_suffix, logprobs=[None] * len(remaining_suffix))
 
     def _generate_left(
         self, sequence: Sequence, state: InfillState, sentinel_ids: Sentinels, prefix: list[int]
@@ -160,7 +160,7 @@ class SelfInfill(Decoder):
                 sequence.sampler, with_banned(row, sentinel_ids.infill_tokens), position
             )
             branch.tokens.append(token)
-            sequence.emit([token], notes=_notes(sequence, row, token))
+            sequence.emit([token], logprobs=_notes(sequence, row, token))
         branch.release()
 
     def _generate_middle(
@@ -186,7 +186,7 @@ class SelfInfill(Decoder):
                 break
             state.middle.append(token)
             branch.tokens.append(token)
-            sequence.emit([token], notes=_notes(sequence, row, token))
+            sequence.emit([token], logprobs=_notes(sequence, row, token))
         branch.release()
         state.phase = "end"
         if self.suffix:

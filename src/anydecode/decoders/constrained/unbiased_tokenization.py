@@ -75,7 +75,7 @@ class PromptBoundaryDecoder(Decoder):
                     f"{self.card.key} needs a tokenizer that can tokenize every suffix of a token"
                 )
             state["cover"], state["beyond"] = cover_tokens, len(answer_tokens)
-            sequence.emit(answer_tokens, notes=[None] * len(answer_tokens))
+            sequence.emit(answer_tokens, logprobs=[None] * len(answer_tokens))
         branch.tokens = state["cover"] + sequence.tokens[state["beyond"] :]
         if branch.context().length > branch.length - 1:
             branch.truncate(branch.length - 1)
@@ -87,7 +87,7 @@ class PromptBoundaryDecoder(Decoder):
             annotate = None if sequence.annotate is None else sequence.annotate
             logprobs = None if annotate is None else [annotate(row, token, sequence.sampler)]
             branch.tokens.append(token)
-            sequence.emit([token], notes=logprobs)
+            sequence.emit([token], logprobs=logprobs)
         branch.release()
 
 

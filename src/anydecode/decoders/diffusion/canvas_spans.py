@@ -61,7 +61,7 @@ class CanvasSpan(Span):
 
     def fill(self, rows: Rows, at: int, count: int) -> None:
         stop = at + count
-        self._inputs(rows, at, count)
+        self._fill_inputs(rows, at, count)
         rows.table[at:stop] = len(rows.tables)
         table = self.context.table
         if self._slots is not None:
@@ -109,8 +109,8 @@ class CausalSpan(Span):
     def fill(self, rows: Rows, at: int, count: int) -> None:
         assert self._slots is not None
         stop = at + count
-        self._inputs(rows, at, count)
-        self._table(rows, at, count)
+        self._fill_inputs(rows, at, count)
+        self._fill_table(rows, at, count)
         rows.slots[at:stop] = self._slots
         rows.positions[at:stop] = self.positions
         rows.prefix[at:stop] = self.context.length

@@ -279,7 +279,7 @@ class Denoiser(Decoder):
             **trace_fields,
         )
         notes = [canvas.notes.pop(position, None) for position in range(first, stop)]
-        sequence.emit(tokens, notes=notes if sequence.annotate is not None else None)
+        sequence.emit(tokens, logprobs=notes if sequence.annotate is not None else None)
 
     def embeddings(
         self, sequence: Sequence, canvas: Canvas, positions: np.ndarray

@@ -127,7 +127,7 @@ class SparseSpan(Span):
 
     def fill(self, rows: Rows, at: int, count: int) -> None:
         stop, positions = at + count, self.positions[self.done : self.done + count]
-        self._inputs(rows, at, count)
+        self._fill_inputs(rows, at, count)
         self._visible = np.full(self.length, -1, np.int32)
         self._visible[self.positions] = self.context.table[self.positions]
         rows.table[at:stop] = len(rows.tables)

@@ -413,7 +413,7 @@ class _Session:
                         "verify_seconds": seconds_per_token,
                     }
                     sequence.record(_EMPTY_TREE, [], [token], **facts)
-            sequence.emit(tokens, request.state)
+            sequence.emit(tokens, request.sampler)
         self._num_undrafted = len(sequence.tokens) - start
 
     def _max_probability(self) -> float:

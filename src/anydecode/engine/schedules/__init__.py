@@ -1,5 +1,5 @@
-"""Schedules of the literature and of practice, each one class on the `Schedule` seam.
+"""Schedules from papers and from practice, each a subclass of `Schedule`.
 
-A schedule moves work between passes. Rows do not depend on their pass, so no schedule changes what
-is said, only when.
+A schedule moves work between passes. The results of rows do not depend on the pass that they run
+in, so a schedule changes the timing but not the generated text.
 """

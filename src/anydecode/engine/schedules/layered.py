@@ -16,17 +16,17 @@ from anydecode.scoring.score import ScoreRequest
 from anydecode.scoring.span import ChainSpan, CompletionSpan, Span
 
 
-def num_groups(rows: int, unit: int, most: int) -> int:
-    """How many layer groups a cohort of `rows` prompt tokens is cut into: the power of two that
-    leaves at most `unit` rows times all layers per pass, no more than `most`."""
+def num_groups(rows: int, unit: int, max_groups: int) -> int:
+    """The number of layer groups for a cohort of `rows` prompt tokens: the smallest power of two
+    with at most `unit` rows times all layers per pass, at most `max_groups`."""
     groups = 1
-    while groups < most and rows > unit * groups:
+    while groups < max_groups and rows > unit * groups:
         groups *= 2
-    return min(groups, most)
+    return min(groups, max_groups)
 
 
 def boundaries(layers: int, groups: int) -> list[int]:
-    """Where groups of layers end, the larger groups first: `boundaries(5, 2)` is [3, 5]."""
+    """The ends of the layer groups, larger groups first: `boundaries(5, 2)` is [3, 5]."""
     size, larger = divmod(layers, groups)
     return [(i + 1) * size + min(i + 1, larger) for i in range(groups)]
 
@@ -37,23 +37,27 @@ def boundaries(layers: int, groups: int) -> list[int]:
         "serving",
         paper="Lee et al. 2025, Layered Prefill, arXiv:2510.08055",
         exactness="token-exact",
-        summary="A prompt goes through a group of layers per pass, whole, beside every decode.",
+        summary="Prefills whole prompts one group of layers per pass, together with all decodes.",
         deviations=(
-            "a prompt that wants hidden states or more than its last row is not cut into layers",
-            "layers are cut into at most as many groups as the model has layers",
-            "without a unit, the work of a pass follows from what passes cost on this machine, and"
-            " a cohort is as much as goes through in that many groups",
+            "a prompt that needs hidden states or more than its last row is not divided by layers",
+            "there are at most as many groups as the model has layers",
+            "without a unit, the work of a pass follows from the measured pass costs on this"
+            " machine, and a cohort is as much as runs in that many groups",
         ),
     )
 )
 class LayeredPrefill(Schedule):
-    """One cohort of prompts at a time, of at most `cohort` rows, a group of layers per pass.
+    """Runs one cohort of prompts at a time, one group of layers per pass.
 
-    `unit` rows through all layers is the work of a pass; `groups` is the largest number of groups.
-    Prompts longer than `cohort` are cut into chunks of that many rows, one after the other; where
-    nothing is said, it is what goes through in so many groups. Without a `unit`, that is what
-    stretches the time between tokens to `stretch` times what it is without prompts, by what passes
-    cost on this machine, when a cohort begins; and every prompt is one, however short.
+    Args:
+        unit: Prefill work of a pass, in rows through all layers. By default it is chosen when a
+            cohort begins, such that the time between tokens grows by the factor `stretch`, by
+            the measured pass costs; and requests of any length may count as prompts.
+        groups: Maximum number of layer groups.
+        cohort: Maximum number of rows of a cohort; longer prompts are divided into chunks of this
+            size. By default as many rows as run in `groups` passes.
+        short: Requests of more rows count as prompts.
+        stretch: Allowed factor on the time between tokens, more than 1.
     """
 
     def __init__(
@@ -64,43 +68,43 @@ class LayeredPrefill(Schedule):
         short: int = 64,
         stretch: float = 2.0,
     ) -> None:
-        if min([groups, *(given for given in (unit, cohort) if given is not None)]) < 1:
+        if min([groups, *(size for size in (unit, cohort) if size is not None)]) < 1:
             raise InvalidRequestError("unit, groups and cohort must be 1 or more")
         self.unit, self.groups, self.cohort, self.short = unit, groups, cohort, short
         self.stretch = checked_stretch(stretch)
         self._cohort: list[ScoreRequest] = []
 
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
-        here = set(waiting)
-        self._cohort = [score for score in self._cohort if score in here]
+        current = set(waiting)
+        self._cohort = [request for request in self._cohort if request in current]
         members = set(self._cohort)
         prompts, decodes = [], []
-        for score in waiting:
-            if score in members:
+        for request in waiting:
+            if request in members:
                 continue
-            if score.num_rows > self.short or (self.unit is None and is_prompt(score)):
-                prompts.append(score)
+            if request.num_rows > self.short or (self.unit is None and is_prompt(request)):
+                prompts.append(request)
             else:
-                decodes.append(score)
-                yield from whole(score)
+                decodes.append(request)
+                yield from whole(request)
         if prompts and not self._cohort:
             self._gather(decodes, prompts)
-        for score in self._cohort:
-            yield from _stage(score)
+        for request in self._cohort:
+            yield from _stage(request)
 
     def _gather(self, decodes: list[ScoreRequest], prompts: list[ScoreRequest]) -> None:
-        """Choose the next cohort and cut its prompts into layer groups."""
+        """Choose the next cohort and divide its prompts into layer groups."""
         unit = self.unit or rows_beside(decodes, prompts, self.stretch, whole=True)
         depth = prompts[0].groups[0][0].context.pool.model.spec.num_layers
         cohort = self.cohort or unit * min(self.groups, depth)
         rows = 0
-        for score in prompts:
-            if rows and rows + score.num_rows > cohort:
+        for request in prompts:
+            if rows and rows + request.num_rows > cohort:
                 break
-            rows += score.num_rows
-            self._cohort.append(score)
-        for score in self._cohort:
-            for spans in score.groups:
+            rows += request.num_rows
+            self._cohort.append(request)
+        for request in self._cohort:
+            for spans in request.groups:
                 if spans and _divisible(spans[0]):
                     layers = spans[0].stop
                     count = num_groups(min(rows, cohort), unit, min(self.groups, layers))
@@ -108,25 +112,25 @@ class LayeredPrefill(Schedule):
 
 
 def _cut(span: Span, stops: list[int], rows: int) -> list[Span]:
-    """`span` as spans of one layer group each, in chunks of `rows`."""
+    """`span` divided into chunks of `rows` and these into spans of one layer group each."""
     result: list[Span] = []
     for first in range(0, len(span), rows):
         tokens = span.tokens[first : first + rows]
         inputs = None if span.inputs is None else span.inputs[first : first + rows]
-        last = first + len(tokens) == len(span)
-        answers = [len(tokens) - 1] if last and len(span.output_rows) else []
+        is_last = first + len(tokens) == len(span)
+        output_rows = [len(tokens) - 1] if is_last and len(span.output_rows) else []
         result.append(ChainSpan(span.context, tokens, 0, stops[0], inputs=inputs, logits=False))
         for start, stop in zip(stops, stops[1:], strict=False):
             result.append(
                 CompletionSpan(span.context, [-1] * len(tokens), start, stop, logits=False)
             )
-        result[-1].output_rows, result[-1].logits = answers, span.logits
+        result[-1].output_rows, result[-1].logits = output_rows, span.logits
     return result
 
 
 def _divisible(span: Span) -> bool:
-    """Whether `span` may be cut into layer groups: a chain through all layers, of which at most the
-    last row is asked for, and not in hidden states."""
+    """Whether `span` may be divided into layer groups: a chain through all layers that returns at
+    most its last row and no hidden states."""
     depth = span.context.pool.model.spec.num_layers
     return (
         isinstance(span, ChainSpan)
@@ -137,13 +141,13 @@ def _divisible(span: Span) -> bool:
     )
 
 
-def _stage(score: ScoreRequest) -> Iterator[ScheduledSpan]:
-    """The next layer group of each of a prompt's contexts."""
-    for spans in score.groups:
+def _stage(request: ScoreRequest) -> Iterator[ScheduledSpan]:
+    """The next layer group of each sequence cache of a prompt."""
+    for spans in request.groups:
         for span in spans:
             if span.remaining:
                 if isinstance(span, CompletionSpan) and span.partial is None:
                     span.partial = span.context.partials[-1]
                     span.inputs = span.partial.hidden
-                yield score, span, span.remaining
+                yield request, span, span.remaining
                 break

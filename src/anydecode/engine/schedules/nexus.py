@@ -1,4 +1,4 @@
-"""Prefill and decode on one device, each with a share that a cost model chose ahead.
+"""Prefill and decode on one device, with shares of each pass that a cost model chooses.
 
 Shi et al., "Nexus: Proactive Intra-GPU Disaggregation of Prefill and Decode in LLM Serving",
 arXiv:2507.06608.
@@ -15,27 +15,27 @@ from anydecode.errors import InvalidRequestError
 from anydecode.scoring.cost import default_table
 from anydecode.scoring.score import ScoreRequest
 
-#: Seconds of a pass by its number of rows.
+#: Duration of a pass in seconds, by its number of rows.
 Cost = Callable[[int], float]
 
 
 def chosen_share(
     cost: Cost, decodes: int, prompt: int, shares: list[int], *, decode_first: bool, slack: float
 ) -> int:
-    """How many prompt rows go beside `decodes` rows, of the ascending `shares`.
+    """The number of prompt rows per pass, one of the ascending `shares`.
 
-    A pass takes `cost(rows)`, which is the time between tokens; `prompt` rows take that times the
-    number of passes. Decode first: from the smallest share up, the first whose prefill time is
-    within `slack` times the best. Else from the largest down, the first whose time between tokens
-    is within `slack` times the best.
+    The time between tokens is the duration of a pass, `cost(rows)`; the prefill time is that times
+    the number of passes for `prompt` rows. With `decode_first`: the smallest share whose prefill
+    time is within `slack` times the best. Else: the largest share whose time between tokens is
+    within `slack` times the best.
     """
-    between = {share: cost(decodes + share) for share in shares}
-    prefill = {share: -(-prompt // share) * between[share] for share in shares}
+    inter_token = {share: cost(decodes + share) for share in shares}
+    prefill = {share: -(-prompt // share) * inter_token[share] for share in shares}
     if decode_first:
         limit = slack * min(prefill.values())
         return next(share for share in shares if prefill[share] <= limit)
-    limit = slack * min(between.values())
-    return next(share for share in reversed(shares) if between[share] <= limit)
+    limit = slack * min(inter_token.values())
+    return next(share for share in reversed(shares) if inter_token[share] <= limit)
 
 
 @register(
@@ -44,22 +44,33 @@ def chosen_share(
         "serving",
         paper="Shi et al. 2025, Nexus, arXiv:2507.06608",
         exactness="token-exact",
-        summary="A cost model chooses what share of a pass prompts get; the shortest goes first.",
+        summary="A cost model chooses the prompts' share of each pass; shortest prompts first.",
         deviations=(
             "the shares are rows of one pass on all cores, not sets of cores with a stream each:"
             " the row kernels have one team of threads",
-            "costs are the machine's measured table; its slope takes the place of saturation points"
-            " and of the bandwidth contention term",
-            "a prompt's wait is counted in passes, so that the order does not depend on the clock",
+            "costs are the machine's measured table; its slope replaces the saturation points and"
+            " the bandwidth contention term",
+            "waiting time is counted in passes, so that the order does not depend on the clock",
         ),
     )
 )
 class Nexus(Schedule):
-    """All decodes in every pass, and beside them the share of `row_budget` that the cost model
-    allows: the shortest prefill while the time between tokens is within `beta` times its best; or,
-    while more than `full` of the cache is in use, the shortest time between tokens while prefill is
-    within `alpha` times its best. A share changes only by `change` or more. Prompts go by their
-    remaining rows less `ageing` per pass waited."""
+    """Runs all decodes in every pass, with the number of prompt rows that the cost model chooses.
+
+    The share minimises prefill time while the time between tokens is within `beta` times its best.
+    When more than `full` of the cache is in use, it minimises the time between tokens while prefill
+    time is within `alpha` times its best.
+
+    Args:
+        row_budget: Maximum number of prompt rows per pass.
+        short: Requests of more rows count as prompts.
+        alpha: Slack on the prefill time, 1 or more.
+        beta: Slack on the time between tokens, 1 or more.
+        full: Used fraction of the cache above which decodes come first.
+        steps: Number of shares to choose from.
+        change: Minimum relative change of the share.
+        ageing: Prompts are ordered by their remaining rows minus `ageing` per waited pass.
+    """
 
     def __init__(
         self,
@@ -74,7 +85,8 @@ class Nexus(Schedule):
     ) -> None:
         if not 1 <= steps <= row_budget or min(alpha, beta) < 1 or min(change, ageing) < 0:
             raise InvalidRequestError(
-                "nexus needs alpha and beta of 1 or more, and steps between 1 and row_budget"
+                "nexus needs alpha and beta of 1 or more, steps between 1 and row_budget, and"
+                " change and ageing of 0 or more"
             )
         self.row_budget, self.short = row_budget, short
         self.alpha, self.beta, self.full = alpha, beta, full
@@ -85,27 +97,27 @@ class Nexus(Schedule):
 
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         decodes = [s for s in waiting if s.num_rows <= self.short and not begun(s)]
-        speaking = set(decodes)
-        prompts = [score for score in waiting if score not in speaking]
-        self._waited = {score: self._waited.get(score, -1) + 1 for score in prompts}
-        for score in decodes:
-            yield from whole(score)
+        decoding = set(decodes)
+        prompts = [request for request in waiting if request not in decoding]
+        self._waited = {request: self._waited.get(request, -1) + 1 for request in prompts}
+        for request in decodes:
+            yield from whole(request)
         if prompts:
-            rows = sum(score.num_rows for score in decodes)
+            rows = sum(request.num_rows for request in decodes)
             share = self._chosen(waiting, prompts, rows) if rows else self.row_budget
             prompts.sort(key=lambda s: s.num_rows - self.ageing * self._waited[s])
             yield from fill(prompts, RowBudget(share, started=rows > 0))
 
     def _chosen(self, waiting: list[ScoreRequest], prompts: list[ScoreRequest], rows: int) -> int:
-        contexts = [spans[-1].context for score in waiting for spans in score.groups]
-        held = sum(context.length for context in contexts)
-        behind = held // len(contexts)
-        cost_model = waiting[0].sequence.cost_model or _GUESS
-        decode_first = held > self.full * contexts[0].pool.num_slots
+        contexts = [spans[-1].context for request in waiting for spans in request.groups]
+        num_positions = sum(context.length for context in contexts)
+        mean_length = num_positions // len(contexts)
+        cost_model = waiting[0].sequence.cost_model or _DEFAULT_COSTS
+        decode_first = num_positions > self.full * contexts[0].pool.num_slots
         share = chosen_share(
-            lambda count: cost_model.seconds(count, behind),
+            lambda count: cost_model.seconds(count, mean_length),
             rows,
-            sum(score.num_rows for score in prompts),
+            sum(request.num_rows for request in prompts),
             self.shares,
             decode_first=decode_first,
             slack=self.alpha if decode_first else self.beta,
@@ -115,4 +127,4 @@ class Nexus(Schedule):
         return self._share
 
 
-_GUESS = default_table()
+_DEFAULT_COSTS = default_table()

@@ -1,5 +1,5 @@
-"""How much of the prompts goes beside the decodes, where nobody said a number: as much as lets the
-time between tokens grow by a given factor, by what passes cost on this machine."""
+"""Default number of prompt rows that run together with decodes: as many as increase the time
+between tokens by a given factor, by the measured pass costs on this machine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from anydecode.errors import InvalidRequestError
 from anydecode.scoring.cost import default_table
 from anydecode.scoring.score import ScoreRequest
 
-#: Prompt rows of a pass in which nobody speaks.
-MOST = 512
+#: Maximum number of prompt rows per pass.
+MAX_PROMPT_ROWS = 512
 
-_GUESS = default_table()
+_DEFAULT_COSTS = default_table()
 
 
 def checked_stretch(stretch: float) -> float:
-    """`stretch`, unless it leaves no time for prompts."""
+    """Returns `stretch`. Raises `InvalidRequestError` if it leaves no time for prompts."""
     if not stretch > 1:
         raise InvalidRequestError(f"stretch must be more than 1, not {stretch:g}")
     return stretch
@@ -25,40 +25,49 @@ def checked_stretch(stretch: float) -> float:
 def rows_beside(
     decodes: Seq[ScoreRequest], prompts: Seq[ScoreRequest], stretch: float, *, whole: bool = False
 ) -> int:
-    """The most rows of `prompts` with which a pass takes no longer than `stretch` times what the
-    `decodes` take by themselves; at least one, `MOST` where nobody decodes. With `whole` the rows
-    are chosen for all passes until the prompts are through: behind where they end, and as if one
-    sequence at least were decoding."""
-    rows, held = sum(score.num_rows for score in decodes), _behind(decodes)
+    """The maximum number of rows of `prompts` such that a pass takes at most `stretch` times as
+    long as the `decodes` alone.
+
+    Args:
+        decodes: The requests that run in every pass.
+        prompts: The waiting prompts, not empty.
+        stretch: Allowed factor on the duration of a pass.
+        whole: Choose the rows for all passes until the prompts are done: with the context length
+            at their end, and assuming at least one decoding sequence.
+
+    Returns:
+        Between 1 and `MAX_PROMPT_ROWS`; the latter if there are no decodes.
+    """
+    rows, decode_length = sum(request.num_rows for request in decodes), _mean_length(decodes)
     if not (rows or whole):
-        return MOST
-    behind = _behind(prompts[:1]) + (prompts[0].num_rows if whole else 0)
+        return MAX_PROMPT_ROWS
+    prompt_length = _mean_length(prompts[:1]) + (prompts[0].num_rows if whole else 0)
     if not rows:
-        rows, held = 1, behind
-    cost_model = prompts[0].sequence.cost_model or _GUESS
-    limit = stretch * cost_model.seconds(rows, held)
-    low, high = 1, MOST
+        rows, decode_length = 1, prompt_length
+    cost_model = prompts[0].sequence.cost_model or _DEFAULT_COSTS
+    limit = stretch * cost_model.seconds(rows, decode_length)
+    low, high = 1, MAX_PROMPT_ROWS
     while low < high:
-        more = (low + high + 1) // 2
-        seen = (rows * held + more * behind) // (rows + more)
-        if cost_model.seconds(rows + more, seen) <= limit:
-            low = more
+        middle = (low + high + 1) // 2
+        length = (rows * decode_length + middle * prompt_length) // (rows + middle)
+        if cost_model.seconds(rows + middle, length) <= limit:
+            low = middle
         else:
-            high = more - 1
+            high = middle - 1
     return low
 
 
-def is_prompt(score: ScoreRequest) -> bool:
-    """Whether a score is the start of a sequence that has said nothing yet, and may be cut into
-    chunks. However short: beside one decode, sixty rows are a stall too."""
+def is_prompt(request: ScoreRequest) -> bool:
+    """Whether a request runs the prompt of a sequence without generated tokens and may be divided
+    into chunks. Prompts of any length count: 60 rows also delay a single decode."""
     return (
-        score.num_rows > 1
-        and not score.sequence.root.tokens
-        and all(span.divisible for spans in score.groups for span in spans)
+        request.num_rows > 1
+        and not request.sequence.root.tokens
+        and all(span.divisible for spans in request.groups for span in spans)
     )
 
 
-def _behind(scores: Seq[ScoreRequest]) -> int:
-    """The positions that rows of `scores` see, on average."""
-    contexts = [spans[-1].context for score in scores for spans in score.groups]
+def _mean_length(requests: Seq[ScoreRequest]) -> int:
+    """The mean number of cached positions of `requests`."""
+    contexts = [spans[-1].context for request in requests for spans in request.groups]
     return sum(context.length for context in contexts) // max(1, len(contexts))

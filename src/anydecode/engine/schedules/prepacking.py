@@ -1,4 +1,4 @@
-"""Prompts packed into passes of even length.
+"""Prompts packed into passes of similar length.
 
 Zhao, Israel, Van den Broeck and Grover, "Prepacking: A Simple Method for Fast Prefilling and
 Increased Throughput in Large Language Models", arXiv:2404.09529.
@@ -15,8 +15,8 @@ from anydecode.scoring.score import ScoreRequest
 
 
 def pack(lengths: Seq[int], capacity: int) -> list[list[int]]:
-    """Indices of `lengths` in bins that hold at most `capacity`: the longest first, each into the
-    emptiest bin that has room, else into a new one."""
+    """Pack items of `lengths` into bins of `capacity`, the longest first, each into the emptiest
+    bin with enough space or else a new one. Returns the item indices of each bin."""
     bins: list[list[int]] = []
     loads: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -38,17 +38,21 @@ def pack(lengths: Seq[int], capacity: int) -> list[list[int]]:
         "serving",
         paper="Zhao et al. 2024, Prepacking, arXiv:2404.09529",
         exactness="token-exact",
-        summary="Waiting prompts are packed into bins as long as the longest; a bin is a pass.",
+        summary="Packs waiting prompts into bins as long as the longest prompt; one bin per pass.",
         deviations=(
-            "bins run one after the other, each as one pass without padding, not side by side as"
-            " the padded rows of one batch",
+            "bins run one after the other, each as one pass without padding, not in parallel as the"
+            " padded rows of one batch",
             "a prompt's last token runs with it, so its first new token needs no further pass",
         ),
     )
 )
 class Prepacking(Schedule):
-    """All decodes, and one bin of whole prompts, in every pass. Scores of more than `short` rows
-    count as prompts; `capacity` makes bins longer than the longest prompt."""
+    """Runs all decodes and one bin of whole prompts in every pass.
+
+    Args:
+        capacity: Minimum size of a bin in rows; a bin is at least as large as the longest prompt.
+        short: Requests of more rows count as prompts.
+    """
 
     def __init__(self, capacity: int = 0, short: int = 64) -> None:
         self.capacity = capacity
@@ -56,15 +60,15 @@ class Prepacking(Schedule):
         self._bins: list[list[ScoreRequest]] = []
 
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
-        here = set(waiting)
-        self._bins = [kept for bin in self._bins if (kept := [s for s in bin if s in here])]
-        prompts = [score for score in waiting if score.num_rows > self.short]
+        current = set(waiting)
+        self._bins = [kept for bin in self._bins if (kept := [s for s in bin if s in current])]
+        prompts = [request for request in waiting if request.num_rows > self.short]
         if not self._bins and prompts:
-            lengths = [score.num_rows for score in prompts]
+            lengths = [request.num_rows for request in prompts]
             packed = pack(lengths, max(self.capacity, *lengths))
             self._bins = [[prompts[i] for i in sorted(bin)] for bin in packed]
-        for score in waiting:
-            if score.num_rows <= self.short:
-                yield from whole(score)
-        for score in self._bins.pop(0) if self._bins else ():
-            yield from whole(score)
+        for request in waiting:
+            if request.num_rows <= self.short:
+                yield from whole(request)
+        for request in self._bins.pop(0) if self._bins else ():
+            yield from whole(request)

@@ -1,4 +1,4 @@
-"""Who comes first: urgency, tenants' fair shares, and work that can wait.
+"""Priority scheduling: request priorities, fair shares of tenants, and offline work.
 
 Fair shares: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, arXiv:2401.00588.
 """
@@ -16,12 +16,12 @@ from anydecode.scoring.sequence import Sequence
 
 
 def most_urgent(sequences: Seq[Sequence]) -> int:
-    """The first of those with the smallest `priority`."""
+    """Index of the first sequence with the smallest `priority`."""
     return min(range(len(sequences)), key=lambda i: sequences[i].priority)
 
 
 def least_urgent(sequences: Seq[Sequence]) -> int:
-    """The last of those with the largest `priority`."""
+    """Index of the last sequence with the largest `priority`."""
     return max(range(len(sequences)), key=lambda i: (sequences[i].priority, i))
 
 
@@ -31,11 +31,11 @@ def least_urgent(sequences: Seq[Sequence]) -> int:
         "serving",
         paper="common practice; no paper",
         exactness="token-exact",
-        summary="Smaller priority numbers are admitted, filled and kept first.",
+        summary="Requests with smaller priority numbers are admitted and run first.",
     )
 )
 class Priority(DecodesFirst):
-    """`DecodesFirst`, with admission and preemption by the request's `priority` too."""
+    """`DecodesFirst` with admission and preemption by the request's `priority`."""
 
     def next_job(self, waiting: Seq[Sequence]) -> int:
         return most_urgent(waiting)
@@ -50,33 +50,41 @@ class Priority(DecodesFirst):
         "serving",
         paper="Qiao et al. 2024, ConServe, arXiv:2410.01228",
         exactness="token-exact",
-        summary="Requests with a priority above 0 are offline and get the rows that online leaves.",
+        summary="Requests with a priority above 0 are offline and get the remaining rows.",
         deviations=(
-            "offline rows give way at the end of a pass, not within it",
-            "a preempted offline request is computed anew from its shared prefix; nothing is copied"
-            " to host memory",
+            "offline rows are preempted at the end of a pass, not within it",
+            "a preempted offline request is recomputed from its cached prefix; nothing is copied to"
+            " host memory",
         ),
     )
 )
 class OnlineOffline(Priority):
-    """Online requests (priority 0 or less) as if alone; offline ones fill the rest of the pass,
-    with at most `offline` rows (0: all that is left)."""
+    """Schedules online requests (priority 0 or less) as if alone; offline requests fill the rest of
+    the pass.
+
+    Args:
+        row_budget: Maximum number of rows per pass.
+        short: Requests of more rows count as prompts.
+        offline: Maximum number of offline rows per pass; 0 for all remaining rows.
+    """
 
     def __init__(self, row_budget: int = 512, short: int = 64, offline: int = 0) -> None:
         super().__init__(row_budget, short)
         self.offline = offline
 
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
-        online = [score for score in waiting if score.sequence.priority <= 0]
+        online = [request for request in waiting if request.sequence.priority <= 0]
         rows = 0
-        for piece in super().schedule(online):
-            rows += piece[2]
-            yield piece
+        for item in super().schedule(online):
+            rows += item[2]
+            yield item
         left = self.row_budget - rows
         if left > 0:
             left = min(left, self.offline or left)
-            offline = [score for score in waiting if score.sequence.priority > 0]
-            offline.sort(key=lambda score: (score.num_rows > self.short, score.sequence.priority))
+            offline = [request for request in waiting if request.sequence.priority > 0]
+            offline.sort(
+                key=lambda request: (request.num_rows > self.short, request.sequence.priority)
+            )
             yield from fill(offline, RowBudget(left, started=rows > 0))
 
 
@@ -86,16 +94,23 @@ class OnlineOffline(Priority):
         "serving",
         paper="Sheng et al. 2024, Fairness in Serving Large Language Models, arXiv:2401.00588",
         exactness="token-exact",
-        summary="The tenant that was served least is admitted next (virtual token counter).",
+        summary="Admits the tenant with the least service next (virtual token counter).",
         deviations=(
-            "a tenant is a prefix-cache namespace, which the server makes of the API key",
-            "tokens are charged between passes, when their sequence's text has grown",
+            "a tenant is a prefix-cache namespace, which the server derives from the API key",
+            "tokens are charged between passes, after they were generated",
         ),
     )
 )
 class Fair(DecodesFirst):
-    """Counts what every tenant got: `prompt` per prompt token, `output` per token said. A tenant
-    that comes back is lifted to the least served of those that wait, so idling earns no credit."""
+    """Admits the tenant with the smallest service counter. A tenant that returns after being idle
+    starts at the smallest counter of the waiting tenants, so that idling earns no credit.
+
+    Args:
+        row_budget: Maximum number of rows per pass.
+        short: Requests of more rows count as prompts.
+        prompt: Weight of a prompt token.
+        output: Weight of a generated token.
+    """
 
     def __init__(
         self, row_budget: int = 512, short: int = 64, prompt: float = 1.0, output: float = 2.0
@@ -106,11 +121,11 @@ class Fair(DecodesFirst):
         self.prompt, self.output = prompt, output
         self.served: dict[Hashable, float] = {}
         self._queued: set[Hashable] = set()
-        self._left: Hashable = None
+        self._last_admitted: Hashable = None
         self._charged: dict[int, tuple[Sequence, int]] = {}
 
     def next_job(self, waiting: Seq[Sequence]) -> int:
-        self._settle()
+        self._charge()
         tenants = [sequence.namespace for sequence in waiting]
         for tenant in dict.fromkeys(tenants):
             if tenant not in self._queued:
@@ -124,19 +139,20 @@ class Fair(DecodesFirst):
         if sequence.id not in self._charged:
             self.served[tenant] = self.served.get(tenant, 0.0) + self.prompt * len(sequence.prompt)
             self._charged[sequence.id] = (sequence, len(sequence.tokens))
-        self._left = tenant
+        self._last_admitted = tenant
 
     def _lift(self, tenant: Hashable) -> None:
         floor = min((self.served[other] for other in self._queued), default=None)
         if floor is None:
-            floor = self.served.get(self._left, 0.0)
+            floor = self.served.get(self._last_admitted, 0.0)
         self.served[tenant] = max(self.served.get(tenant, 0.0), floor)
 
-    def _settle(self) -> None:
-        for key, (sequence, counted) in list(self._charged.items()):
-            grown = len(sequence.tokens) - counted
-            self.served[sequence.namespace] += self.output * grown
+    def _charge(self) -> None:
+        """Charge the tokens generated since the last call."""
+        for key, (sequence, num_charged) in list(self._charged.items()):
+            num_new = len(sequence.tokens) - num_charged
+            self.served[sequence.namespace] += self.output * num_new
             if sequence.finished:
                 del self._charged[key]
             else:
-                self._charged[key] = (sequence, counted + grown)
+                self._charged[key] = (sequence, num_charged + num_new)

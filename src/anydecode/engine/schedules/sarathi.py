@@ -1,4 +1,4 @@
-"""Chunked prefill beside running decodes.
+"""Chunked prefill together with running decodes.
 
 SARATHI: Agrawal et al., "Efficient LLM Inference by Piggybacking Decodes with Chunked Prefills",
 arXiv:2308.16369. Sarathi-Serve: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM
@@ -15,15 +15,21 @@ from anydecode.engine.schedules.pacing import checked_stretch, is_prompt, rows_b
 from anydecode.scoring.score import ScoreRequest
 
 
-def begun(score: ScoreRequest) -> bool:
-    """Whether some rows of `score` have run in an earlier pass."""
-    return any(span.done for spans in score.groups for span in spans)
+def begun(request: ScoreRequest) -> bool:
+    """Whether some rows of `request` have run in an earlier pass."""
+    return any(span.done for spans in request.groups for span in spans)
 
 
 class _Chunked(Schedule):
-    """`budget` rows a pass; scores of more than `short` rows count as prompts. Without a `budget`,
-    prompts get the rows that stretch the time between tokens to `stretch` times what it is without
-    them, by what passes cost on this machine, and every prompt is one, however short."""
+    """Chunked prefill with a row budget.
+
+    Args:
+        budget: Maximum number of rows per pass. By default, prompts get as many rows as increase
+            the time between tokens by the factor `stretch`, by the measured pass costs on this
+            machine, and prompts of any length are chunked.
+        short: Requests of more rows count as prompts.
+        stretch: Allowed factor on the time between tokens, more than 1.
+    """
 
     def __init__(self, budget: int | None = None, short: int = 64, stretch: float = 2.0) -> None:
         self.budget = None if budget is None else RowBudget(budget).left
@@ -32,26 +38,26 @@ class _Chunked(Schedule):
     def split(
         self, waiting: list[ScoreRequest]
     ) -> tuple[list[ScoreRequest], list[ScoreRequest], list[ScoreRequest]]:
-        """Decodes, prompts under way, prompts not begun; each in the order they came."""
-        resumed = [score for score in waiting if begun(score)]
-        fresh = [score for score in waiting if not begun(score)]
+        """Returns decodes, started prompts and new prompts, each in order of arrival."""
+        resumed = [request for request in waiting if begun(request)]
+        fresh = [request for request in waiting if not begun(request)]
         decodes: list[ScoreRequest] = []
         prompts: list[ScoreRequest] = []
-        for score in fresh:
-            (prompts if self._is_prompt(score) else decodes).append(score)
+        for request in fresh:
+            (prompts if self._is_prompt(request) else decodes).append(request)
         return decodes, resumed, prompts
 
-    def _is_prompt(self, score: ScoreRequest) -> bool:
-        return score.num_rows > self.short or (self.budget is None and is_prompt(score))
+    def _is_prompt(self, request: ScoreRequest) -> bool:
+        return request.num_rows > self.short or (self.budget is None and is_prompt(request))
 
     def prefill(
         self, decodes: list[ScoreRequest], prompts: list[ScoreRequest]
     ) -> Iterator[ScheduledSpan]:
-        """All `decodes`, then as much of `prompts` as the budget leaves."""
+        """All `decodes`, then as many rows of `prompts` as the budget allows."""
         rows = 0
-        for score in decodes:
-            rows += score.num_rows
-            yield from whole(score)
+        for request in decodes:
+            rows += request.num_rows
+            yield from whole(request)
         if prompts:
             left = (
                 rows_beside(decodes, prompts, self.stretch)
@@ -68,17 +74,17 @@ class _Chunked(Schedule):
         "serving",
         paper="Agrawal et al. 2023, SARATHI, arXiv:2308.16369",
         exactness="token-exact",
-        summary="One chunk of one prompt a pass, beside every decode.",
+        summary="Each pass runs all decodes and one chunk of one prompt.",
         deviations=(
-            "the chunk is what the decodes leave of the budget; it is not rounded to matrix tiles,"
-            " which the row kernels do not have",
-            "without a budget, the chunk follows from what passes cost on this machine",
+            "the chunk is the rest of the budget after the decodes; it is not rounded to matrix"
+            " tiles, which the row kernels do not have",
+            "without a budget, the chunk size follows from the measured pass costs on this machine",
             "a draft tree counts with all its rows",
         ),
     )
 )
 class Sarathi(_Chunked):
-    """Every pass has all decodes and at most one prompt's next chunk."""
+    """Every pass has all decodes and the next chunk of at most one prompt."""
 
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         decodes, resumed, fresh = self.split(waiting)
@@ -91,17 +97,17 @@ class Sarathi(_Chunked):
         "serving",
         paper="Agrawal et al. 2024, Sarathi-Serve, OSDI 2024, arXiv:2403.02310",
         exactness="token-exact",
-        summary="A row budget per pass: decodes, then prompts under way, then new ones.",
+        summary="A row budget per pass: decodes first, then started prompts, then new prompts.",
         deviations=(
-            "memory is taken chunk by chunk, not for the whole prompt on admission",
-            "without a budget, chunks are what keeps the time between tokens within `stretch` times"
-            " what it is without prompts, pass by pass, not one profiled number of tokens",
+            "memory is allocated chunk by chunk, not for the whole prompt on admission",
+            "without a budget, the chunk size keeps the time between tokens within `stretch` times"
+            " that without prompts, pass by pass, instead of one profiled number of tokens",
             "a draft tree counts with all its rows",
         ),
     )
 )
 class SarathiServe(_Chunked):
-    """Stall-free: whoever speaks is in every pass, and no pass is longer than its budget."""
+    """Stall-free batching: all decodes run in every pass, and no pass exceeds its budget."""
 
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         decodes, resumed, fresh = self.split(waiting)

@@ -17,7 +17,7 @@ from anydecode.evaluation.mechanisms.sampling_claims import repetition
 from anydecode.evaluation.mechanisms.sampling_oracles import random_heads
 from anydecode.evaluation.samplers import OracleContext, ToyModel, softmax
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
-from anydecode.sampling.autodeco import Heads, figures
+from anydecode.sampling.autodeco import Heads, features
 from anydecode.training.autodeco import (
     AutoDecoRecipe,
     Gain,
@@ -160,7 +160,7 @@ def learned(samples: int) -> tuple[HeadsModule, Gain]:
 def autodeco() -> Iterator[Check]:
     """The heads' inputs, the soft nucleus by hand, training, and files."""
     half = np.array([math.log(0.5), math.log(0.3), math.log(0.2)], np.float32)
-    shown = figures(half, 1.0)
+    shown = features(half, 1.0)
     entropy = -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2))
     variance = ((0.5 - 1 / 3) ** 2 + (0.3 - 1 / 3) ** 2 + (0.2 - 1 / 3) ** 2) / 2
     right = np.abs(shown - np.array([1.0, 0.5, entropy, variance, 1.0])).max() < 1e-6

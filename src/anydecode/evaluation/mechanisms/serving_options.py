@@ -69,7 +69,7 @@ def _sizes(server: ServerGoodput, running: int) -> Iterator[int]:
             sequence.cost_model = None
             budgets.append((sequence, _load_limited(llm, keys[number % 2]).budget(sequence)))
         for sequence, budget in budgets:
-            yield min(budget.ours.size(sequence), 8)  # type: ignore[attr-defined]
+            yield min(budget.first.size(sequence), 8)  # type: ignore[attr-defined]
 
 
 def _load_limited(llm: LLM, key: str) -> LoadLimited:
@@ -96,7 +96,7 @@ def first_finish() -> Iterator[Check]:
             with scripted_llm() as llm:
                 every = llm.generate("abcabc", **options).samples
                 request = llm.request("abcabc", decoder=decoder, first_finish=first, **options)
-                samples_of_race = llm._finish([request])[0].samples
+                samples_of_race = llm._run([request])[0].samples
                 llm.engine.check_integrity()
             stops = [one.tokens for one in every if one.finish_reason == "stop"]
             order = sorted(stops, key=len) + [o.tokens for o in every if o.tokens not in stops]
