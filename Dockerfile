@@ -1,7 +1,7 @@
 # Serves a model on port 8000. Build: docker build -t anydecode .
 # Run: docker run --rm -p 127.0.0.1:8000:8000 -v anydecode-models:/models anydecode
 FROM python:3.12-slim-bookworm AS build
-# The release's own versions: exact ones vanish from the mirrors with every fix.
+# Packages are not pinned: the mirrors delete an exact version when a fix replaces it.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
