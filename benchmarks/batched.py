@@ -1,9 +1,9 @@
-"""Many sequences decoded together: our engine beside llama.cpp's own `llama-batched-bench`.
+"""Throughput of many sequences decoded together: anydecode and llama.cpp's `llama-batched-bench`.
 
 python benchmarks/batched.py MODEL.gguf --bench PATH [--fastest Q4_0.gguf] [--sequences 1,16]
     [--prompt 128] [--tokens 64] [--rounds 3] [--threads N] [--json]
 
-PATH is the tool built from the source that llama-cpp-python's sdist carries:
+PATH is the tool, built from the llama.cpp source in the sdist of llama-cpp-python:
 
     pip download --no-binary llama-cpp-python --no-deps llama-cpp-python
     tar xzf llama_cpp_python-*.tar.gz && cd llama_cpp_python-*/vendor/llama.cpp
@@ -11,11 +11,11 @@ PATH is the tool built from the source that llama-cpp-python's sdist carries:
         -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF
     cmake --build build --target llama-batched-bench      # build/bin/llama-batched-bench
 
-Rounds are interleaved. Both sides decode random prompts of equal length; the clock runs from when
-every sequence has its first token until all have their last, prefill left out. llama.cpp gets flash
-attention on and off and keeps its better time. `--fastest`: its fastest 4-bit format of the same
-checkpoint (python -m anydecode.evaluation.baseline_worker quantize MODEL --to FILE).
-"""
+Rounds are interleaved. Both engines decode random prompts of equal length. The time is measured
+from when every sequence has its first token until all have their last, without prefill. llama.cpp
+runs with flash attention on and off, and the better time counts. `--fastest` is the same checkpoint
+in llama.cpp's fastest 4-bit format (python -m anydecode.evaluation.baseline_worker quantize MODEL
+--to FILE)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from anydecode.evaluation.baselines import find_file
 from anydecode.evaluation.machine_info import cpu_name
 
 
-def ours(llm: LLM, count: int, args: argparse.Namespace, seed: int) -> float:
-    """Tokens per second of our engine, all sequences together."""
+def own_rate(llm: LLM, count: int, args: argparse.Namespace, seed: int) -> float:
+    """Tokens per second of anydecode, over all sequences."""
     generator = np.random.default_rng(seed)
     size = min(llm.tokenizer.vocab_size, llm.model.spec.vocab_size)
     prompts = generator.integers(0, size, (count, args.prompt)).tolist()
@@ -46,13 +46,13 @@ def ours(llm: LLM, count: int, args: argparse.Namespace, seed: int) -> float:
         llm.start(request, background=False)
     sequences = [job.sequence for request in requests for job in request.jobs]
     llm.driver.advance(lambda: all(s.length > args.prompt for s in sequences))
-    before, began = llm.engine.num_tokens, time.perf_counter()
-    llm.driver.advance(lambda: all(request.done for request in requests))
-    return (llm.engine.num_tokens - before) / (time.perf_counter() - began)
+    before, start = llm.engine.num_tokens, time.perf_counter()
+    llm.driver.advance(lambda: all(request.process for request in requests))
+    return (llm.engine.num_tokens - before) / (time.perf_counter() - start)
 
 
-def theirs(file: str, counts: list[int], args: argparse.Namespace) -> dict[int, float]:
-    """The same of llama-batched-bench, for every number of sequences."""
+def llama_rates(file: str, counts: list[int], args: argparse.Namespace) -> dict[int, float]:
+    """Tokens per second of llama-batched-bench, by number of sequences."""
     best = dict.fromkeys(counts, 0.0)
     context = max(counts) * (args.prompt + args.tokens)
     command = [
@@ -61,17 +61,18 @@ def theirs(file: str, counts: list[int], args: argparse.Namespace) -> dict[int, 
         "-t", str(args.threads), "-tb", str(args.threads), "--output-format", "jsonl",
     ]  # fmt: skip
     for flash in ("on", "off"):
-        done = subprocess.run([*command, "-fa", flash], capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"llama-batched-bench failed: {done.stderr.strip()[-300:]}")
-        for line in done.stdout.splitlines():
+        process = subprocess.run([*command, "-fa", flash], capture_output=True, text=True)
+        if process.returncode:
+            raise SystemExit(f"llama-batched-bench failed: {process.stderr.strip()[-300:]}")
+        for line in process.stdout.splitlines():
             if line.startswith("{"):
-                found = json.loads(line)
-                best[found["pl"]] = max(best[found["pl"]], found["speed_tg"])
+                row = json.loads(line)
+                best[row["pl"]] = max(best[row["pl"]], row["speed_tg"])
     return best
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Run all rounds and return the report."""
     path = find_file(args.model)
     counts = [int(count) for count in args.sequences.split(",")]
     files = {"llama.cpp, the same file": path}
@@ -87,9 +88,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     }
     for number in range(args.rounds):
         for count in counts:
-            speeds["anydecode"][count].append(ours(llm, count, args, number))
+            speeds["anydecode"][count].append(own_rate(llm, count, args, number))
         for name, file in files.items():
-            for count, speed in theirs(file, counts, args).items():
+            for count, speed in llama_rates(file, counts, args).items():
                 speeds[name][count].append(speed)
     return {
         "machine": cpu_name(),
@@ -102,26 +103,28 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
+    """Print the report as a table."""
     print(
         f"{result['model']}, {result['threads']} threads of {result['machine']}:"
-        f" {result['tokens']} tokens behind {result['prompt']}, tokens per second"
+        f" {result['tokens']} tokens after {result['prompt']}, tokens per second"
         " (median of the rounds)"
     )
     speeds = result["tokens_per_second"]
-    middle = {
-        name: {count: float(np.median(s)) for count, s in found.items()}
-        for name, found in speeds.items()
+    medians = {
+        name: {count: float(np.median(s)) for count, s in by_count.items()}
+        for name, by_count in speeds.items()
     }
-    print(f"{'sequences':32}" + "".join(f"{count:>18}" for count in middle["anydecode"]))
-    for name, found in middle.items():
+    print(f"{'sequences':32}" + "".join(f"{count:>18}" for count in medians["anydecode"]))
+    for name, by_count in medians.items():
         cells = ""
-        for count, speed in found.items():
-            ratio = "" if name == "anydecode" else f" ({middle['anydecode'][count] / speed:.2f}x)"
+        for count, speed in by_count.items():
+            ratio = "" if name == "anydecode" else f" ({medians['anydecode'][count] / speed:.2f}x)"
             cells += f"{f'{speed:.1f}{ratio}':>18}"
         print(f"{name:32}{cells}")
 
 
 def main() -> None:
+    """Run the benchmark with the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--bench", required=True, help="llama-batched-bench")
@@ -131,7 +134,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--backend", help="native or torch; the best found if absent")
+    parser.add_argument("--backend", help="native or torch; default: the best available")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     result = compare(args)

@@ -1,13 +1,13 @@
-"""Cached against uncached denoising on a LLaDA-shaped model with random weights.
+"""Throughput of cached and uncached denoising on a LLaDA-shaped model with random weights.
 
 python benchmarks/diffusion.py --folder DIR [--layers 16] [--hidden 2048] [--mlp 5632] [--heads 32]
     [--vocab 32000] [--dtype int4] [--canvas 512] [--prompt 64] [--block 32] [--uncached 4]
     [--threads N] [--json]
 
-Writes the checkpoint in LLaDA's published layout into DIR, unless it is there: 2 GB. Random weights
-are sure of nothing, so both sides fill one token per pass; every block of a canvas costs the same,
-so one block is timed of the cached side (its opening pass over all rows, and one over the block's
-rows per further token) and `--uncached` passes of the other (all rows, each).
+Writes the checkpoint (2 GB) in LLaDA's published layout into DIR, unless it exists. With random
+weights no prediction is confident, so both variants fill one token per pass. Every block of a
+canvas costs the same, so the cached variant is timed over one block (an opening pass over all rows,
+then passes over the block's rows), and the uncached one over `--uncached` passes (over all rows).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from anydecode.models.scripted import ByteTokenizer
 
 
 def write(args: argparse.Namespace) -> Path:
-    """The checkpoint's folder."""
+    """Write the checkpoint unless it exists, and return its folder."""
     folder = Path(args.folder) / f"llada-{args.layers}x{args.hidden}x{args.mlp}"
     file = folder / "model.safetensors"
     if file.exists():
@@ -62,8 +62,8 @@ def write(args: argparse.Namespace) -> Path:
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        drawn = torch.randn(rows, columns, generator=generator) / columns**0.5
-        return drawn.to(torch.bfloat16)
+        values = torch.randn(rows, columns, generator=generator) / columns**0.5
+        return values.to(torch.bfloat16)
 
     tensors = {
         "model.transformer.wte.weight": matrix(args.vocab, args.hidden),
@@ -84,20 +84,20 @@ def write(args: argparse.Namespace) -> Path:
 
 
 def seconds(llm: LLM, decoder: str, passes: int, args: argparse.Namespace) -> float:
-    """How long the first `passes` passes of a canvas take."""
+    """Seconds of the first `passes` passes of a canvas."""
     prompt = np.random.default_rng(1).integers(3, 250, args.prompt).tolist()
     request = llm.request(prompt, decoder=decoder, max_tokens=args.canvas, ignore_eos=True)
     [job] = request.jobs
-    began = time.perf_counter()
+    start = time.perf_counter()
     llm.start(request, background=False)
     llm.driver.advance(lambda: job.sequence.num_passes >= passes)
-    elapsed = time.perf_counter() - began
+    elapsed = time.perf_counter() - start
     llm.driver.cancel(job)
     return elapsed
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of both sides and their ratio."""
+    """Tokens per second of both variants, and their ratio."""
     options = {"dtype": args.dtype, "threads": args.threads}
     positions = 4 * (args.prompt + args.canvas)
     with LLM(write(args), tokenizer=ByteTokenizer(), cache_positions=positions, **options) as llm:
@@ -122,7 +122,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the figures."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", required=True)
     for name, default in {
@@ -133,14 +133,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="int4")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    found = measure(args)
+    result = measure(args)
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
         return
-    print(f"{found['parameters'] / 1e9:.2f}B parameters, canvas of {found['canvas']}:")
-    print(f"  uncached {found['uncached_tokens_per_second']:.2f} tokens/s")
-    print(f"  cached   {found['cached_tokens_per_second']:.2f} tokens/s")
-    print(f"  ratio    {found['ratio']:.1f}x on {found['machine']}")
+    print(f"{result['parameters'] / 1e9:.2f}B parameters, canvas of {result['canvas']}:")
+    print(f"  uncached {result['uncached_tokens_per_second']:.2f} tokens/s")
+    print(f"  cached   {result['cached_tokens_per_second']:.2f} tokens/s")
+    print(f"  ratio    {result['ratio']:.1f}x on {result['machine']}")
 
 
 if __name__ == "__main__":

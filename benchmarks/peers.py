@@ -1,4 +1,4 @@
-"""Times anydecode beside transformers, llama.cpp and OpenVINO GenAI; `--help` lists the options."""
+"""Times anydecode and baselines (transformers, llama.cpp, OpenVINO GenAI); see `--help`."""
 
 from __future__ import annotations
 

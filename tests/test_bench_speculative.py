@@ -1,4 +1,5 @@
-"""The benchmark of drafting methods: its arithmetic by hand, and a whole run on scripted models."""
+"""The speculative benchmark: its arithmetic against hand computations, and complete runs on
+scripted models."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from anydecode.evaluation.baselines import Worker
 from anydecode.evaluation.speculative_bench import (
     PLAIN,
     Question,
-    Run,
+    TimedAnswer,
     interval,
     loops,
     memory,
@@ -30,10 +31,12 @@ from anydecode.evaluation.speculative_report import print_report, to_svg
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
 
-def answer(method: str, prompt: int, seconds: float, category: str = "a", **facts: object) -> Run:
+def answer(
+    method: str, prompt: int, seconds: float, category: str = "a", **facts: object
+) -> TimedAnswer:
     values = {"passes": 11, "draft_seconds": 0.1, "modelled": 1.5, "loops": False,
               "same_text": True, **facts}  # fmt: skip
-    return Run(category, prompt, method, 0.0, False, 21, seconds=seconds, **values)
+    return TimedAnswer(category, prompt, method, 0.0, False, 21, seconds=seconds, **values)
 
 
 def test_speed_ups_are_ratios_prompt_by_prompt() -> None:
@@ -55,7 +58,7 @@ def test_speed_ups_are_ratios_prompt_by_prompt() -> None:
     assert rows["overall"]["fifth_percentile"] == pytest.approx(np.percentile([2, 0.5, 3], 5))
 
 
-def test_looping_answers_can_be_left_out() -> None:
+def test_looping_answers_are_excluded_on_request() -> None:
     runs = [
         answer(PLAIN, 0, 2.0, loops=True),
         answer("m", 0, 0.1, loops=True),
@@ -67,7 +70,7 @@ def test_looping_answers_can_be_left_out() -> None:
     assert found[True] == pytest.approx(10.5)
 
 
-def test_what_counts_as_a_loop() -> None:
+def test_loops_are_detected() -> None:
     text = list(range(40))
     assert not loops(text)
     assert loops(text + [7] * 32)
@@ -76,7 +79,7 @@ def test_what_counts_as_a_loop() -> None:
     assert not loops([7] * 20)
 
 
-def test_the_interval_holds_the_mean_and_narrows() -> None:
+def test_the_interval_contains_the_mean_and_narrows() -> None:
     random = np.random.default_rng(1)
     few, many = random.normal(2, 0.5, 10), random.normal(2, 0.5, 1000)
     low, high = interval([few])
@@ -97,7 +100,7 @@ def test_small_categories_are_merged(tmp_path: Path) -> None:
     assert len(questions(tmp_path, None)) == 7
 
 
-def test_data_that_is_none_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_invalid_data_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "question.jsonl").write_text('{"category": "qa"}\n')
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(InvalidRequestError) as error:
@@ -111,13 +114,15 @@ def scripted() -> LLM:
     )
 
 
-def test_a_whole_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_reports_all_methods(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = [Question("a", "one two one two"), Question("b", "three")]
     count: list[str] = []
     with scripted() as llm:
         methods = ["prompt-lookup", "auto"]
         runs = list(bench.run(llm, asked, methods, [0.0, 0.8], 12, True, count.append))
-        beyond = memory(llm, asked[0], methods, 8)
+        extra_memory = memory(llm, asked[0], methods, 8)
         more = list(bench.run(llm, asked[:1], ["auto"], [0.0], 12, True, rounds=3))
     assert len(runs) == len(count) == 2 * 2 * (1 + 2 * 2)
     assert len(more) == 3
@@ -128,14 +133,14 @@ def test_a_whole_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         ("auto", True),
     }  # fmt: skip
     assert all(one.draft_seconds > 0 for one in runs if one.method != PLAIN)
-    assert set(beyond) == set(methods)
+    assert set(extra_memory) == set(methods)
     report = {
         "machine": {"cpu": "c", "cores": 2, "threads": 0},
         "model": "scripted",
         "tokens": 12,
         "data": "two",
         "rows": summary(runs),
-        "memory": beyond,
+        "memory": extra_memory,
         "runs": [],
     }
     print_report(report)
@@ -146,14 +151,14 @@ def test_a_whole_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     json.dumps(report)
 
 
-def test_cold_answers_start_with_nothing_learned() -> None:
+def test_cold_answers_start_without_drafter_state() -> None:
     asked = [Question("a", "q")] * 2
     with scripted() as llm:
         runs = list(bench.run(llm, asked, ["auto"], [0.0], 24))
         cold = [one.passes for one in runs if one.method == "auto" and not one.warm]
         warm = [one.passes for one in runs if one.method == "auto" and one.warm]
     assert cold[0] == cold[1]
-    assert warm[1] < cold[1]  # the second time, the first answer is remembered
+    assert warm[1] < cold[1]  # the second time, the drafter has seen the first answer
 
 
 def test_an_unknown_method_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +169,7 @@ def test_an_unknown_method_is_refused_before_anything_runs(monkeypatch: pytest.M
         bench.bench_speculative(None, methods="auto", temperatures="warm", draft=None)
 
 
-def test_without_data_it_says_where_to_get_it(
+def test_without_data_it_prints_where_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(bench, "LLM", lambda *args, **options: scripted())
@@ -179,8 +184,8 @@ def test_without_data_it_says_where_to_get_it(
     assert picture.read_text().startswith("<svg")
 
 
-class _Watched:
-    """A scripted engine that counts what is asked of it and, once, is interrupted."""
+class _RecordingLLM:
+    """Makes scripted LLMs that record their timed prompts and, at `stop_at`, are interrupted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> None:
         self.asked: list[str] = []
@@ -191,19 +196,19 @@ class _Watched:
         llm = rounds.scripted(rounds.wordy())
         chat = llm.chat
 
-        def watched(messages: Any, **options: Any) -> Any:
+        def recording(messages: Any, **options: Any) -> Any:
             if len(self.asked) == self.stop_at:
                 raise KeyboardInterrupt
-            if options.get("trace"):  # what is measured; memory is asked for without
+            if options.get("trace"):  # timed requests; those that measure memory have no trace
                 self.asked.append(messages[0]["content"])
             return chat(messages, **options)
 
-        llm.chat = watched  # type: ignore[method-assign]
+        llm.chat = recording  # type: ignore[method-assign]
         return llm
 
 
-def _kept(data: Path, keep: Path | None, tokens: int = 24) -> list[dict[str, Any]]:
-    """The table's rows, without what is timed by the machine's own clock."""
+def _run_rows(data: Path, keep: Path | None, tokens: int = 24) -> list[dict[str, Any]]:
+    """Run the benchmark; its result rows without those values that depend on the clock."""
     file = data / "out.json"
     bench.bench_speculative(
         data, "copyspec", "m", tokens=tokens, temperatures="0,0.8", keep=keep, json_file=file
@@ -219,39 +224,43 @@ def _questions(folder: Path) -> list[str]:
     return texts
 
 
-def test_an_interrupted_run_goes_on_and_gives_the_same_table(
+def test_an_interrupted_run_resumes_to_the_same_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     texts = _questions(tmp_path)
     monkeypatch.setattr(bench, "_decode_seconds", lambda answer: 0.01 * answer.stats.passes)
-    monkeypatch.setattr(bench, "_modelled", lambda answer, pace: float(answer.stats.passes))
-    _Watched(monkeypatch)
-    whole = _kept(tmp_path, None)
+    monkeypatch.setattr(
+        bench, "_modelled_speedup", lambda answer, cost_model: float(answer.stats.passes)
+    )
+    _RecordingLLM(monkeypatch)
+    whole = _run_rows(tmp_path, None)
     assert any(row["tokens_per_pass"] > 1 for row in whole)
     keep = tmp_path / "answers.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        _Watched(monkeypatch, stop_at=4)  # three entrants: within the second question
-        _kept(tmp_path, keep)
+        _RecordingLLM(
+            monkeypatch, stop_at=4
+        )  # three variants per question: within the second question
+        _run_rows(tmp_path, keep)
     held = keep.read_text()
     assert len(held.splitlines()) == 2  # the settings and the first question
     with keep.open("a") as out:
-        out.write('[{"category": "qa", "prom')  # killed while it was writing
-    watched = _Watched(monkeypatch)
-    assert _kept(tmp_path, keep) == whole
-    assert watched.asked == [text for text in (texts * 2)[1:] for _ in range(3)]
+        out.write('[{"category": "qa", "prom')  # as after a kill during a write
+    recording = _RecordingLLM(monkeypatch)
+    assert _run_rows(tmp_path, keep) == whole
+    assert recording.asked == [text for text in (texts * 2)[1:] for _ in range(3)]
     assert keep.read_text().startswith(held) and len(keep.read_text().splitlines()) == 1 + 2 * 3
-    again = _Watched(monkeypatch)
-    assert _kept(tmp_path, keep) == whole
-    assert not again.asked  # everything was held
+    again = _RecordingLLM(monkeypatch)
+    assert _run_rows(tmp_path, keep) == whole
+    assert not again.asked  # all answers were recorded
     lines = keep.read_text().splitlines()
     changed = json.loads(lines[1])
     changed[1]["seconds"] *= 2
     keep.write_text("\n".join([lines[0], json.dumps(changed), *lines[2:]]) + "\n")
-    assert _kept(tmp_path, keep) != whole  # what is held is what is shown
+    assert _run_rows(tmp_path, keep) != whole  # recorded answers are used
 
 
-class _Peer:
-    """Another engine: answers at once, and fails from its `fails`th answer on."""
+class _FakeBaseline:
+    """A baseline that answers at once, and is interrupted at its `fails`th answer."""
 
     def __init__(self, engine: str, fails: int | None = None) -> None:
         self.engine = engine
@@ -260,14 +269,14 @@ class _Peer:
         self.missing: str | None = None
         self.hello = {"settings": "1 thread"}
 
-    def ask(self, prompt: str, tokens: int, **how: Any) -> dict[str, Any]:
+    def ask(self, prompt: str, tokens: int, **options: Any) -> dict[str, Any]:
         self.asked.append(prompt)
         if len(self.asked) == self.fails:
             raise KeyboardInterrupt
         return {"tokens": tokens, "total": 1.0, "first": 0.5}
 
 
-def test_what_other_engines_answered_is_kept_answer_by_answer(
+def test_baseline_answers_are_recorded_one_by_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = _questions(tmp_path)
@@ -275,44 +284,44 @@ def test_what_other_engines_answered_is_kept_answer_by_answer(
     names = ("openvino-genai", "openvino-prompt-lookup")
     monkeypatch.setattr(bench, "find_file", lambda model: model)
 
-    def asked(*peers: _Peer) -> dict[str, Any]:
-        monkeypatch.setattr(bench, "started", lambda *arguments: list(peers))
+    def asked(*baselines: _FakeBaseline) -> dict[str, Any]:
+        monkeypatch.setattr(bench, "start_workers", lambda *arguments: list(baselines))
         bench.bench_speculative(
             tmp_path, "copyspec", "m", tokens=8, temperatures="0", warm=False, keep=keep,
-            peers=",".join(names), json_file=file,
+            baselines=",".join(names), json_file=file,
         )  # fmt: skip
         report: dict[str, Any] = json.loads(file.read_text())
         return report
 
-    watched = _Watched(monkeypatch)
+    recording = _RecordingLLM(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        asked(_Peer(names[0]), _Peer(names[1], fails=2))
+        asked(_FakeBaseline(names[0]), _FakeBaseline(names[1], fails=2))
     told = capsys.readouterr()
-    assert "stopped: the figures are of what was answered" in told.err
+    assert "interrupted: the results cover the answers so far" in told.err
     assert "1 of 12 answers: question 1 of 3, T=0: autoregressive" in told.err
     assert "3 of 12 answers: question 1 of 3, T=0: openvino-genai" in told.err
     assert "copyspec" in told.out and names[0] in told.out  # the first question's table
     assert [len(json.loads(line)) for line in keep.read_text().splitlines()[1:]] == [2, 1, 1, 2]
-    made = len(watched.asked)
-    peers = [_Peer(name) for name in names]
-    report = asked(*peers)
-    assert len(watched.asked) == made + 2  # the last question, plainly and drafting
-    assert [len(peer.asked) for peer in peers] == [2, 2]
+    made = len(recording.asked)
+    baselines = [_FakeBaseline(name) for name in names]
+    report = asked(*baselines)
+    assert len(recording.asked) == made + 2  # the last question, with plain decoding and drafting
+    assert [len(baseline.asked) for baseline in baselines] == [2, 2]
     assert len(report["runs"]) == len(texts) * 4
-    again = [_Peer(name) for name in names]
+    again = [_FakeBaseline(name) for name in names]
     assert asked(*again)["runs"] == report["runs"]
-    assert not any(peer.asked for peer in again)
+    assert not any(baseline.asked for baseline in again)
 
 
-def test_an_engine_that_gives_no_answer_is_ended(tmp_path: Path) -> None:
+def test_an_unresponsive_baseline_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys, time\nprint('{}', flush=True)\nprint(input(), flush=True)\ntime.sleep(600)"
     )
     (tmp_path / "peer.py").write_text(program)
-    worker = Worker("mute", "m", 1, sys.executable, str(tmp_path / "peer.py"), patience=20.0)
+    worker = Worker("mute", "m", 1, sys.executable, str(tmp_path / "peer.py"), timeout=20.0)
     assert worker.missing is None
     assert worker.ask(prompt="x") == {"prompt": "x"}
-    worker.patience = 0.1
+    worker.timeout = 0.1
     assert worker.ask(prompt="y") == {"missing": "mute gave no answer within 0.1 s"}
     worker.close()
     assert worker.process.returncode
@@ -322,14 +331,14 @@ def test_answers_of_other_settings_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _questions(tmp_path)
-    _Watched(monkeypatch)
+    _RecordingLLM(monkeypatch)
     keep = tmp_path / "answers.jsonl"
-    _kept(tmp_path, keep)
+    _run_rows(tmp_path, keep)
     held = keep.read_text()
     with pytest.raises(InvalidRequestError, match="other settings") as refusal:
-        _kept(tmp_path, keep, tokens=25)
+        _run_rows(tmp_path, keep, tokens=25)
     assert "\n" not in str(refusal.value) and keep.read_text() == held
     keep.write_text("something else\n")
     with pytest.raises(InvalidRequestError, match="no answers of this benchmark"):
-        _kept(tmp_path, keep)
+        _run_rows(tmp_path, keep)
     assert keep.read_text() == "something else\n"

@@ -250,7 +250,7 @@ def test_doctor_reports_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x" * 5000], "context"),
         (["methods", "--family", "nonsense"], "no family"),
         (["certify", "nonsense"], "nonsense"),
-        (["bench", "peers", "--engines", "nonsense"], "no engine nonsense"),
+        (["bench", "peers", "--engines", "nonsense"], "unknown engines nonsense"),
         (["pull", "nonsense"], "nonsense"),
     ],
 )

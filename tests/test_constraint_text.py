@@ -21,7 +21,7 @@ from anydecode.errors import (
     UnsupportedCombinationError,
 )
 from anydecode.evaluation.constrained_answers import (
-    Ours,
+    OwnEngine,
     Setting,
     judged,
     run,
@@ -230,7 +230,7 @@ def test_answers_are_validated_and_a_run_resumes(tmp_path):
 def test_seeds_in_a_batch_equal_seeds_one_by_one():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     with LLM(ScriptedModel(seed=2), tokenizer=TOKENIZER, cache_positions=2048) as llm:
-        asked = Ours(llm, Setting(tokens=40), "auto")
+        asked = OwnEngine(llm, Setting(tokens=40), "auto")
         alone = [asked.ask(schema, range(seed, seed + 1))[0] for seed in range(4)]
         together = asked.ask(schema, range(4))
         assert [row["text"] for row in together] == [row["text"] for row in alone]

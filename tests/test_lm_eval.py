@@ -1,4 +1,4 @@
-"""The lm-eval adapter, over a scripted model and a stand-in for lm-eval's two names."""
+"""The lm-eval adapter, on a scripted model and with stubs for lm-eval's classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
 @pytest.fixture
 def adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An `AnydecodeLM` over a model with room for 64 tokens."""
+    """An `AnydecodeLM` on a model with a context of 64 tokens."""
     model, registry = ModuleType("lm_eval.api.model"), ModuleType("lm_eval.api.registry")
     model.LM = object  # type: ignore[attr-defined]
     registry.register_model = lambda name: lambda cls: cls  # type: ignore[attr-defined]
@@ -34,7 +34,7 @@ def requests(*args: tuple[Any, ...]) -> list[Any]:
     return [SimpleNamespace(args=arg) for arg in args]
 
 
-def test_loglikelihood_is_the_facades(adapter: Any) -> None:
+def test_loglikelihood_matches_llm_scores(adapter: Any) -> None:
     found = adapter.loglikelihood(requests(("abc", "de"), ("ab ", "c"), ("", "xyz")))
     direct = adapter.llm.scores([("abc", "de"), ("ab", " c")])
     assert [pair[0] for pair in found[:2]] == [likelihood.total for likelihood in direct]
@@ -42,11 +42,11 @@ def test_loglikelihood_is_the_facades(adapter: Any) -> None:
     assert found[0][0] != adapter.loglikelihood(requests(("abd", "de")))[0][0]
 
 
-def test_greedy_flag_tells_what_greedy_decoding_says(adapter: Any) -> None:
+def test_greedy_flag_matches_greedy_decoding(adapter: Any) -> None:
     tokens = adapter.llm.generate([97, 98], max_tokens=3, ignore_eos=True).tokens
-    said = adapter.llm.score([97, 98], tokens)
+    greedy = adapter.llm.score([97, 98], tokens)
     other = adapter.llm.score([97, 98], [*tokens[:-1], (tokens[-1] + 1) % 250])
-    assert said.greedy and not other.greedy
+    assert greedy.greedy and not other.greedy
 
 
 def test_rolling_covers_every_token_once(adapter: Any) -> None:
@@ -55,7 +55,7 @@ def test_rolling_covers_every_token_once(adapter: Any) -> None:
     ids = adapter.llm.encode(text, special=False)
     assert len(ids) > 2 * room
     total, at = 0.0, 0
-    before = adapter._start()
+    before = adapter._start_token()
     while at < len(ids):
         total += adapter.llm.score([before], ids[at : at + room]).total
         at += room
@@ -63,7 +63,7 @@ def test_rolling_covers_every_token_once(adapter: Any) -> None:
     assert adapter.loglikelihood_rolling(requests((text,)))[0] == pytest.approx(total)
 
 
-def test_a_long_context_loses_its_beginning(adapter: Any) -> None:
+def test_a_long_context_is_truncated_on_the_left(adapter: Any) -> None:
     long = "z" * 100 + "abcdefgh"
     room = adapter.llm.max_length - 1 - 2
     ((found, _),) = adapter.loglikelihood(requests((long, "ij")))

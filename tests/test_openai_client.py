@@ -1,4 +1,4 @@
-"""The server as OpenAI's own client sees it."""
+"""The server, used through OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def client(llm: Any) -> Iterator[Any]:
             yield client
 
 
-def test_chat_says_what_the_engine_says(client: Any, llm: Any) -> None:
+def test_chat_matches_the_engine(client: Any, llm: Any) -> None:
     for options in ({"temperature": 0}, {"temperature": 0.9, "seed": 5, "top_p": 0.9}):
         answer = client.chat.completions.create(
             model="scripted", messages=ASK, max_tokens=24, **options
@@ -62,9 +62,9 @@ def test_chat_says_what_the_engine_says(client: Any, llm: Any) -> None:
     assert other.choices[0].message.content != alone.text
 
 
-def test_a_stream_adds_up_to_the_answer(client: Any) -> None:
+def test_stream_chunks_add_up_to_the_response(client: Any) -> None:
     options: dict[str, Any] = {"model": "scripted", "messages": ASK, "max_tokens": 40, "seed": 3}
-    whole = client.chat.completions.create(**options, n=2, logprobs=True, top_logprobs=2)
+    response = client.chat.completions.create(**options, n=2, logprobs=True, top_logprobs=2)
     texts, notes, reasons = ["", ""], [[], []], [None, None]
     usage = None
     stream = client.chat.completions.create(
@@ -77,14 +77,14 @@ def test_a_stream_adds_up_to_the_answer(client: Any) -> None:
             texts[choice.index] += choice.delta.content or ""
             notes[choice.index] += choice.logprobs.content if choice.logprobs else []
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]
-    assert texts == [choice.message.content for choice in whole.choices]
-    assert reasons == [choice.finish_reason for choice in whole.choices]
-    assert notes == [choice.logprobs.content for choice in whole.choices]
-    assert usage == whole.usage
+    assert texts == [choice.message.content for choice in response.choices]
+    assert reasons == [choice.finish_reason for choice in response.choices]
+    assert notes == [choice.logprobs.content for choice in response.choices]
+    assert usage == response.usage
     assert texts[0] != texts[1]
 
 
-def test_logprobs_are_those_of_the_engine(client: Any, llm: Any) -> None:
+def test_logprobs_match_the_engine(client: Any, llm: Any) -> None:
     answer = client.chat.completions.create(
         model="scripted", messages=ASK, max_tokens=8, temperature=0, logprobs=True, top_logprobs=3
     )
@@ -133,7 +133,7 @@ def test_completions_take_many_prompts_tokens_and_echo(client: Any, llm: Any) ->
     assert text == llm.generate("ab", max_tokens=6).text
 
 
-def test_the_decoder_is_chosen_and_traced(client: Any, llm: Any) -> None:
+def test_decoder_and_trace_fields_work(client: Any, llm: Any) -> None:
     options: dict[str, Any] = {"model": "scripted", "messages": ASK, "max_tokens": 40}
     options["logit_bias"] = {"122": 100}
     plain = client.chat.completions.create(**options, temperature=0)
@@ -141,10 +141,10 @@ def test_the_decoder_is_chosen_and_traced(client: Any, llm: Any) -> None:
         **options, temperature=0, extra_body={"decoder": "prompt-lookup:size=4", "trace": True}
     )
     assert fast.choices[0].message.content == plain.choices[0].message.content
-    told = fast.anydecode
-    assert told["decoder"] == "prompt-lookup:size=4"
-    assert told["passes"] < 40
-    rounds = told["trace"][0]
+    extension = fast.anydecode
+    assert extension["decoder"] == "prompt-lookup:size=4"
+    assert extension["passes"] < 40
+    rounds = extension["trace"][0]
     assert any(entry["accepted"] for entry in rounds)
     assert all(len(entry["drafted"]) == len(entry["drafted_text"]) for entry in rounds)
     page = client.chat.completions.create(
@@ -153,7 +153,7 @@ def test_the_decoder_is_chosen_and_traced(client: Any, llm: Any) -> None:
     assert page.startswith("<!doctype html>")
 
 
-def test_json_formats_hold(client: Any) -> None:
+def test_response_formats_are_enforced(client: Any) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
@@ -169,14 +169,14 @@ def test_json_formats_hold(client: Any) -> None:
     )
     value = json.loads(answer.choices[0].message.content)
     assert set(value) == {"a", "b"} and value["b"] in ("x", "y")
-    with pytest.raises(openai.BadRequestError, match="no response format 'xml'"):
+    with pytest.raises(openai.BadRequestError, match="response_format has type 'xml'"):
         client.chat.completions.create(
             model="scripted", messages=ASK, response_format={"type": "xml"}
         )
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tool_calls_have_arguments_that_fit(client: Any, stream: bool) -> None:
+def test_tool_call_arguments_match_their_schema(client: Any, stream: bool) -> None:
     answer = client.chat.completions.create(
         model="scripted",
         messages=ASK,
@@ -199,7 +199,7 @@ def test_tool_calls_have_arguments_that_fit(client: Any, stream: bool) -> None:
     assert reason == "tool_calls"
 
 
-def test_a_conversation_with_a_tool_result_goes_on(client: Any) -> None:
+def test_tool_results_are_accepted_in_conversations(client: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     answer = client.chat.completions.create(
         model="scripted",
@@ -215,16 +215,16 @@ def test_a_conversation_with_a_tool_result_goes_on(client: Any) -> None:
     assert answer.usage.completion_tokens <= 4
 
 
-def test_responses_whole_and_streamed(client: Any, llm: Any) -> None:
+def test_responses_match_the_engine_with_and_without_streaming(client: Any, llm: Any) -> None:
     prompt = "system: be brief\nuser: hello\nassistant: "
     alone = llm.generate(prompt, max_tokens=12)
     options: dict[str, Any] = {
         "model": "scripted", "input": "hello", "instructions": "be brief",
         "max_output_tokens": 12, "temperature": 0,
     }  # fmt: skip
-    whole = client.responses.create(**options)
-    assert whole.output_text == alone.text
-    assert whole.usage.output_tokens == len(alone.tokens)
+    response = client.responses.create(**options)
+    assert response.output_text == alone.text
+    assert response.usage.output_tokens == len(alone.tokens)
     events = list(client.responses.create(**options, stream=True))
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == alone.text
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -233,7 +233,7 @@ def test_responses_whole_and_streamed(client: Any, llm: Any) -> None:
         client.responses.create(**options, previous_response_id="resp_1")
 
 
-def test_embeddings_are_unit_means_of_states(client: Any) -> None:
+def test_embeddings_have_unit_length(client: Any) -> None:
     found = client.embeddings.create(model="scripted", input=["hello", "hello", "quite another"])
     one, two, other = (entry.embedding for entry in found.data)
     assert one == two != other
@@ -242,8 +242,8 @@ def test_embeddings_are_unit_means_of_states(client: Any) -> None:
     assert listed.data[0].embedding == pytest.approx(one, abs=1e-6)
 
 
-def test_errors_have_openai_types(client: Any) -> None:
-    with pytest.raises(openai.NotFoundError, match="does not exist here"):
+def test_errors_map_to_openai_exceptions(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not exist on this server"):
         client.chat.completions.create(model="another", messages=ASK)
     with pytest.raises(openai.BadRequestError, match="unknown field wings") as caught:
         client.chat.completions.create(model="scripted", messages=ASK, extra_body={"wings": 2})

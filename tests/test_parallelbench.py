@@ -1,4 +1,4 @@
-"""The tasks of the diffusion benchmark, their checks, and the figures theory gives for them."""
+"""The tasks of the diffusion benchmark, their checks, and their theoretical success rates."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_examples_are_reproducible_and_the_split_is_clean(task: str) -> None:
 
 
 def test_bad_requests_are_refused_in_one_line() -> None:
-    with pytest.raises(InvalidRequestError, match="no task 'shufle'"):
+    with pytest.raises(InvalidRequestError, match="unknown task 'shufle'"):
         next(examples("shufle", 1))
     with pytest.raises(InvalidRequestError, match="held out"):
         next(examples("copy", 1, length=TASKS["copy"].held_out, held_out=False))
     with pytest.raises(InvalidRequestError, match="from 1 to 20"):
         next(examples("copy", 1, length=99))
-    with pytest.raises(InvalidRequestError, match="no task 'x'"):
+    with pytest.raises(InvalidRequestError, match="unknown task 'x'"):
         questions(["x"], None, 1, 0)
 
 
@@ -80,7 +80,7 @@ def _example(task: str, answer: str, items: str, word: str = "") -> Example:
         ("replace-random", "a b", "x", ["x b", "a x"], ["a b", "x x", "b x", "x a"]),
     ],
 )
-def test_properties_of_tasks_with_many_answers(
+def test_property_checks_of_tasks_with_many_answers(
     task: str, items: str, word: str, right: list[str], wrong: list[str]
 ) -> None:
     example = _example(task, right[0], items, word)
@@ -88,7 +88,7 @@ def test_properties_of_tasks_with_many_answers(
     assert not any(example.is_right(text) for text in wrong)
 
 
-def test_the_other_checks() -> None:
+def test_equality_checks_of_structured_answers() -> None:
     square = Example("latin", 4, "", "", tuple("1234"))
     assert square.is_right("2143 3412 4321") and square.is_right("2341 3412 4123")
     assert not square.is_right("2143 3412 4312") and not square.is_right("2143 3412")
@@ -108,25 +108,25 @@ def test_strict_answers_have_one_space_between_words() -> None:
     assert not example.is_strictly_right("b a\n")
 
 
-def test_the_metric_gives_what_theory_says_of_one_pass() -> None:
-    """Slots drawn alone: the share of right shuffles and replacements, counted over all draws."""
+def test_the_checks_match_the_theory_of_one_pass() -> None:
+    """With independent slots: the share of right shuffles and replacements over all samples."""
     items = NAMES[:4]
     shuffle = _example("shuffle", "", " ".join(items))
     draws = [" ".join(draw) for draw in itertools.product(items, repeat=4)]
     right = sum(map(shuffle.is_right, draws))
-    identity = 1  # a permutation, but not another order
+    identity = 1  # a permutation, but not a different order
     assert (right + identity) / len(draws) == pytest.approx(theory.shuffle_success(4))
     assert theory.shuffle_success(6) == pytest.approx(0.0154, abs=1e-4)
     assert theory.shuffle_correlation(1) == pytest.approx(0.0)
 
     replace = _example("replace-random", "", " ".join(items), "x")
     slots = [[(item, 3 / 4), ("x", 1 / 4)] for item in items]
-    chance = sum(
+    probability = sum(
         _product(share for _, share in draw)
         for draw in itertools.product(*slots)
         if replace.is_right(" ".join(word for word, _ in draw))
     )
-    assert chance == pytest.approx(theory.replacement_success(4))
+    assert probability == pytest.approx(theory.replacement_success(4))
     assert not replace.is_right(" ".join(items)) and theory.replacement_success(4, greedy=True) == 0
 
 
@@ -137,7 +137,7 @@ def _product(values: itertools.chain[float] | object) -> float:
     return total
 
 
-def test_shuffles_are_uniform_over_the_other_orders() -> None:
+def test_shuffles_are_uniform_over_other_orders() -> None:
     source, counts = random.Random(0), Counter[str]()
     for _ in range(3000):
         example = make_example("shuffle", 3, source)
@@ -158,12 +158,12 @@ def test_methods_may_carry_parameters() -> None:
     assert split_methods("a, b:x=1,y=2;c:z=0.5") == ["a", "b:x=1,y=2", "c:z=0.5"]
 
 
-def test_the_front_holds_what_nothing_beats() -> None:
+def test_the_pareto_front() -> None:
     points = [(1.0, 0.5), (0.5, 0.5), (0.2, 0.1), (2.0, 0.9), (3.0, 0.8)]
     assert front(points) == [(0.2, 0.1), (0.5, 0.5), (2.0, 0.9)]
 
 
-def test_overall_lines_and_picture() -> None:
+def test_overall_means_and_plot() -> None:
     rows = [
         Row("m<1>", task, length, 2, share, share, 4.0, 8.0, 64.0, 0.1)
         for task, length, share in (("copy", 3, 1.0), ("copy", 7, 0.5), ("shuffle", 3, 0.0))
@@ -179,7 +179,7 @@ def test_overall_lines_and_picture() -> None:
 
 
 class _Scripted:
-    """Answers every question with its own text, in two passes."""
+    """A model that answers each prompt with a given text, in two passes."""
 
     def __init__(self, texts: dict[str, str]) -> None:
         self.texts = texts
@@ -191,7 +191,7 @@ class _Scripted:
         return [Generation(self.texts[p], [], "stop", 0, stats, "scripted") for p in prompts]
 
 
-def test_a_method_is_measured_by_what_it_answers() -> None:
+def test_a_method_is_scored_by_its_answers() -> None:
     [group] = questions(["reverse"], [3], 4, 0)
     texts = {example.prompt: example.answer for example in group}
     texts[group[0].prompt] = group[1].answer

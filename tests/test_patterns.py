@@ -289,7 +289,7 @@ def chain(count):
 def tool(schema):
     tools = [Tool(function=Function(name="f", parameters=schema))]
     form = TOOL_FORMATS["hermes"]
-    return tool_constraint(tools, form, required=True, parallel=False, answer=None)
+    return tool_constraint(tools, form, required=True, parallel=False, answer_schema=None)
 
 def grammar(schema):
     return Grammar("start: value\\nvalue: %json " + json.dumps(schema))

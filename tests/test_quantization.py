@@ -101,9 +101,9 @@ def test_formats_are_compared_at_the_same_number_of_passes(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--formats", "int3"], "no format 'int3'"),
+        (["--formats", "int3"], "unknown format 'int3'"),
         (["--formats", ","], "at least one format"),
-        (["--tasks", "fly"], "no task 'fly'"),
+        (["--tasks", "fly"], "unknown task 'fly'"),
     ],
 )
 def test_invalid_options_are_rejected(options: list[str], words: str) -> None:

@@ -1,4 +1,4 @@
-"""The server under what clients really do: keys, limits, bad bodies, early leaves, shutdowns."""
+"""The server under realistic use: API keys, limits, invalid bodies, disconnects, shutdowns."""
 
 from __future__ import annotations
 
@@ -33,12 +33,17 @@ from anydecode.evaluation.certify import scripted_llm  # noqa: E402
 from anydecode.evaluation.mechanisms import serving as mechanisms  # noqa: E402
 from anydecode.evaluation.serving.bench import parse_objective  # noqa: E402
 from anydecode.evaluation.serving.plot import distribution_svg  # noqa: E402
-from anydecode.evaluation.serving.replay import Objective, Outcome, beside_prompts, summary  # noqa: E402
+from anydecode.evaluation.serving.replay import (  # noqa: E402
+    Objective,
+    RequestOutcome,
+    gaps_during_prefill,
+    summary,
+)
 from anydecode.evaluation.serving.traces import (  # noqa: E402
     Arrival,
-    fitted,
     prompt_text,
     read_trace,
+    scaled,
 )
 from anydecode.models.scripted import ScriptedModel  # noqa: E402
 from anydecode.server import logs  # noqa: E402
@@ -55,11 +60,11 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         if condition():
             return
         time.sleep(0.01)
-    raise AssertionError("it never came true")
+    raise AssertionError("timed out")
 
 
 def assert_clean(llm: Any) -> None:
-    """Nothing runs, nothing waits, and every page belongs to a shared prefix or to nobody."""
+    """Nothing runs or waits, and every used position belongs to a cached prefix."""
     wait_until(lambda: not llm.engine.has_work)
     llm.engine.check_integrity()
     for runner in llm.engine.runners.values():
@@ -76,16 +81,17 @@ def llm() -> Iterator[Any]:
 
 @pytest.fixture
 def slow() -> Iterator[Any]:
-    """An engine whose passes take 20 ms, so that there is time to interfere."""
+    """An engine whose forward passes take 20 ms, so that requests are still running when a test
+    acts."""
     with scripted_llm() as llm:
         runner = llm.engine.runners["target"]
         run = runner.run
 
-        def slowly(plan: Any) -> Any:
+        def slow_run(plan: Any) -> Any:
             time.sleep(0.02)
             return run(plan)
 
-        runner.run = slowly
+        runner.run = slow_run
         yield llm
 
 
@@ -97,7 +103,7 @@ def client(server: LiveServer, **options: Any) -> Any:
     return httpx.Client(base_url=server.url, timeout=30, trust_env=False, **options)
 
 
-def test_limits_have_their_status_codes(slow: Any) -> None:
+def test_each_limit_returns_its_status_code(slow: Any) -> None:
     limits = settings(max_body=2000, max_prompt=50, max_requests=1, max_choices=4)
     with LiveServer(slow, limits) as server, client(server) as http:
         large = http.post("/v1/completions", json={"prompt": "a" * 3000})
@@ -114,7 +120,7 @@ def test_limits_have_their_status_codes(slow: Any) -> None:
         assert many.status_code == 400
         body = {"prompt": "a", "stream": True, "max_tokens": 500, "ignore_eos": True}
         with http.stream("POST", "/v1/completions", json=body) as stream:
-            lines = stream.iter_lines()  # kept, for its end would end the stream
+            lines = stream.iter_lines()  # referenced, since its deletion would end the stream
             next(lines)
             busy = http.post("/v1/completions", json={"prompt": "b"})
             assert busy.status_code == 429
@@ -124,7 +130,7 @@ def test_limits_have_their_status_codes(slow: Any) -> None:
     assert_clean(slow)
 
 
-def test_keys_are_asked_for_and_keep_caches_apart(llm: Any) -> None:
+def test_api_keys_are_required_and_isolate_caches(llm: Any) -> None:
     prompt = "a prompt that is long enough to be shared by those who may share it"
     with LiveServer(llm, settings(api_keys=("one", "two"))) as server, client(server) as http:
 
@@ -148,7 +154,7 @@ def test_keys_are_asked_for_and_keep_caches_apart(llm: Any) -> None:
     assert llm.decoder("suffix", "a") is not llm.decoder("suffix", "b")
 
 
-def test_bad_bodies_are_told_in_one_line(llm: Any) -> None:
+def test_invalid_bodies_return_400_with_a_one_line_message(llm: Any) -> None:
     ask = [{"role": "user", "content": "x"}]
     cases = {
         "/v1/completions": [
@@ -188,7 +194,7 @@ def test_bad_bodies_are_told_in_one_line(llm: Any) -> None:
 
 
 class Broken(Decoder):
-    """Says three tokens, then has a fault of its own."""
+    """Generates three tokens, then raises an error."""
 
     def decode(self, sequence: Any) -> Any:
         for _ in range(3):
@@ -197,7 +203,7 @@ class Broken(Decoder):
         raise ZeroDivisionError("a fault in the decoder")
 
 
-def test_a_fault_ends_only_its_request(slow: Any, caplog: Any) -> None:
+def test_a_decoder_fault_ends_only_its_request(slow: Any, caplog: Any) -> None:
     caplog.set_level(logging.CRITICAL)
     build = slow.methods.find
     slow.methods.find = lambda choice, *rest: Broken() if choice == "beam" else build(choice, *rest)
@@ -222,7 +228,7 @@ def test_a_fault_ends_only_its_request(slow: Any, caplog: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_is_not_decoded_for(slow: Any, stream: bool) -> None:
+def test_a_disconnect_cancels_the_request(slow: Any, stream: bool) -> None:
     body = json.dumps({**LONG, "stream": stream}).encode()
     with LiveServer(slow, settings()) as server, client(server) as http:
         host, port = server.url.removeprefix("http://").split(":")
@@ -238,7 +244,7 @@ def test_who_leaves_is_not_decoded_for(slow: Any, stream: bool) -> None:
     assert_clean(slow)
 
 
-def test_who_does_not_read_is_cut_off(llm: Any) -> None:
+def test_a_stalled_stream_is_cancelled(llm: Any) -> None:
     body = {"prompt": ["abc"] * 30, "max_tokens": 3000, "stream": True, "logprobs": 20}
     data = json.dumps({**body, "ignore_eos": True}).encode()
     with LiveServer(llm, settings(stall_seconds=0.3)) as server:
@@ -256,36 +262,36 @@ def test_who_does_not_read_is_cut_off(llm: Any) -> None:
     assert_clean(llm)
 
 
-def test_nobody_waits_for_a_pass_to_be_heard(llm: Any) -> None:
-    """While a pass is under way the server takes, refuses and cancels requests all the same."""
+def test_the_server_responds_during_a_forward_pass(llm: Any) -> None:
+    """During a forward pass the server still accepts, refuses and cancels requests."""
     runner = llm.engine.runners["target"]
-    run, under_way, go_on = runner.run, threading.Event(), threading.Event()
+    run, has_started, may_continue = runner.run, threading.Event(), threading.Event()
 
-    def held(plan: Any) -> Any:
-        under_way.set()
-        go_on.wait(20)
+    def blocked_run(plan: Any) -> Any:
+        has_started.set()
+        may_continue.wait(20)
         return run(plan)
 
-    runner.run = held
+    runner.run = blocked_run
     with LiveServer(llm, settings()) as server, client(server) as http:
-        asking = [
+        threads = [
             threading.Thread(target=http.post, args=("/v1/completions",), kwargs={"json": LONG})
             for _ in range(3)
         ]
-        asking[0].start()
-        under_way.wait(20)
-        for further in asking[1:]:
+        threads[0].start()
+        has_started.wait(20)
+        for further in threads[1:]:
             further.start()
         wait_until(lambda: len(llm.driver._inbox) == 2)
         assert http.get("/health", timeout=5).status_code == 200
         runner.run = run
-        go_on.set()
-        for one in asking:
+        may_continue.set()
+        for one in threads:
             one.join()
     assert_clean(llm)
 
 
-def test_metrics_tell_what_happened(llm: Any) -> None:
+def test_metrics_count_requests_and_tokens(llm: Any) -> None:
     with LiveServer(llm, settings()) as server, client(server) as http:
         body = {"prompt": "abc", "max_tokens": 7, "temperature": 0, "ignore_eos": True}
         body["decoder"] = "autoregressive"
@@ -343,21 +349,21 @@ def test_a_shutdown_drains_and_then_cancels(slow: Any, drain: float, whole: bool
             except httpx.HTTPError:
                 answers.append(None)
 
-        asking = threading.Thread(target=ask)
-        asking.start()
+        thread = threading.Thread(target=ask)
+        thread.start()
         wait_until(lambda: slow.engine.num_tokens > 2)
         server.stop()
-        asking.join()
+        thread.join()
         assert (answers == [200]) == whole
     assert_clean(slow)
 
 
 def test_a_draining_server_refuses_new_work(llm: Any) -> None:
-    gate = create_app(llm, settings())
-    gate.draining = True
+    app = create_app(llm, settings())
+    app.draining = True
 
     async def ask() -> list[int]:
-        transport = httpx.ASGITransport(app=gate)
+        transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             refused = await http.post("/v1/completions", json={"prompt": "a"})
             assert refused.headers["retry-after"] == "5"
@@ -367,10 +373,10 @@ def test_a_draining_server_refuses_new_work(llm: Any) -> None:
 
 
 def test_soak(llm: Any) -> None:
-    """Random lengths, cancellations, bad bodies and early leaves: nothing is left behind, and every
-    answer is the one that the same request gets alone."""
-    chance = random.Random(7)
-    asked: list[tuple[dict[str, Any], str]] = []
+    """Random lengths, cancellations, invalid bodies and disconnects: nothing leaks, and every
+    answer equals that of the same request alone."""
+    generator = random.Random(7)
+    answered: list[tuple[dict[str, Any], str]] = []
 
     async def one(http: Any, kind: str, body: dict[str, Any]) -> None:
         if kind == "bad":
@@ -378,9 +384,9 @@ def test_soak(llm: Any) -> None:
             assert answer.status_code == 400
         elif kind == "whole":
             answer = await http.post("/v1/completions", json=body)
-            asked.append((body, answer.json()["choices"][0]["text"]))
+            answered.append((body, answer.json()["choices"][0]["text"]))
         else:
-            leave = chance.randrange(1, 4) if kind == "leave" else None
+            leave = generator.randrange(1, 4) if kind == "leave" else None
             text = ""
             async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as s:
                 async for line in s.aiter_lines():
@@ -389,7 +395,7 @@ def test_soak(llm: Any) -> None:
                         if leave is not None and (leave := leave - 1) == 0:
                             return
             if kind == "stream":
-                asked.append((body, text))
+                answered.append((body, text))
 
     async def soak(url: str) -> None:
         limits = httpx.Limits(max_connections=24)
@@ -397,17 +403,17 @@ def test_soak(llm: Any) -> None:
             tasks = []
             for _ in range(300):
                 body = {
-                    "prompt": chance.choice("abcdef") * chance.randrange(1, 120),
-                    "max_tokens": chance.randrange(1, 16),
-                    "seed": chance.randrange(4),
-                    "temperature": chance.choice([0, 0.8]),
-                    "decoder": chance.choice(["autoregressive", "prompt-lookup", "suffix"]),
+                    "prompt": generator.choice("abcdef") * generator.randrange(1, 120),
+                    "max_tokens": generator.randrange(1, 16),
+                    "seed": generator.randrange(4),
+                    "temperature": generator.choice([0, 0.8]),
+                    "decoder": generator.choice(["autoregressive", "prompt-lookup", "suffix"]),
                 }
                 kinds = ["whole"] * 4 + ["stream"] * 4 + ["leave"] * 2 + ["bad", "cancel"]
-                kind = chance.choice(kinds)
+                kind = generator.choice(kinds)
                 task = asyncio.ensure_future(one(h, "stream" if kind == "cancel" else kind, body))
                 if kind == "cancel":
-                    asyncio.get_running_loop().call_later(chance.random() * 0.5, task.cancel)
+                    asyncio.get_running_loop().call_later(generator.random() * 0.5, task.cancel)
                 tasks.append(task)
             results = await asyncio.gather(*tasks, return_exceptions=True)
             wrong = [r for r in results if isinstance(r, Exception)]
@@ -415,18 +421,20 @@ def test_soak(llm: Any) -> None:
 
     with LiveServer(llm, settings(max_requests=1000)) as server:
         asyncio.run(soak(server.url))
-    assert len(asked) > 150
+    assert len(answered) > 150
     assert_clean(llm)
     llm.prefix_cache = False
-    for body, text in asked:
+    for body, text in answered:
         options = {key: body[key] for key in ("max_tokens", "seed", "temperature")}
         assert llm.generate(body["prompt"], **options).text == text
-    body, text = asked[0]
+    body, text = answered[0]
     other = llm.generate(body["prompt"] + "!", max_tokens=16, seed=99, temperature=0.8).text
-    assert other != text  # the comparison above can tell texts apart
+    assert (
+        other != text
+    )  # texts of different requests differ, so the comparison above is meaningful
 
 
-def test_memory_that_runs_out_changes_no_text() -> None:
+def test_preemption_changes_no_text() -> None:
     model = ScriptedModel(seed=1)
     from anydecode.engine.llm import LLM
     from anydecode.models.scripted import ByteTokenizer
@@ -443,21 +451,21 @@ def test_memory_that_runs_out_changes_no_text() -> None:
         assert texts == [sample.text for sample in alone.samples]
 
 
-def test_parsers_take_answers_apart_at_any_cut() -> None:
+def test_parsers_split_answers_at_any_chunk_size() -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     text = f"hm<think>why\n</think>\n\nso <b> {call}"
     for size in (1, 2, 3, 7, 1000):
         parser = Parser(("<think>", "</think>"), TOOL_FORMATS["hermes"])
-        found: dict[str, str] = {"content": "", "reasoning": ""}
+        texts: dict[str, str] = {"content": "", "reasoning": ""}
         calls = []
         for at in range(0, len(text), size):
             for kind, value in parser.push(text[at : at + size]):
                 if kind == "tool":
                     calls.append(value)
                 else:
-                    found[kind] += value
-        found["content"] += "".join(str(value) for _, value in parser.push("", final=True))
-        assert found == {"content": "hmso <b> ", "reasoning": "why\n"}
+                    texts[kind] += value
+        texts["content"] += "".join(str(value) for _, value in parser.push("", final=True))
+        assert texts == {"content": "hmso <b> ", "reasoning": "why\n"}
         assert calls == [{"name": "f", "arguments": '{"x": 1}'}]
     listed = Parser(None, TOOL_FORMATS["mistral"])
     events = list(listed.push('[TOOL_CALLS][{"name": "a", "arguments": {}}, {"name": "b"}]', True))
@@ -470,37 +478,37 @@ def test_parsers_take_answers_apart_at_any_cut() -> None:
     assert list(thinking.push("a</think>b", True)) == [("reasoning", "a"), ("content", "b")]
 
 
-def test_bodies_are_json_and_described(slow: Any) -> None:
-    """A page of another origin may send text unasked, and JSON only if the server allows it."""
-    said, path = b'{"prompt": "a", "max_tokens": 1}', "/v1/completions"
+def test_bodies_must_be_json_and_are_in_the_openapi_schema(slow: Any) -> None:
+    """Browsers let pages of other origins send text without a CORS preflight, but not JSON."""
+    valid, path = b'{"prompt": "a", "max_tokens": 1}', "/v1/completions"
     with LiveServer(slow, settings()) as server, client(server) as http:
 
-        def status(kind: str | None, body: bytes = said) -> int:
+        def status(kind: str | None, body: bytes = valid) -> int:
             headers = {} if kind is None else {"content-type": kind}
             return int(http.post(path, content=body, headers=headers).status_code)
 
         for kind in ("application/json", "Application/JSON; charset=utf-8", "application/x+json"):
             assert status(kind) == 200
         assert [status(kind) for kind in (None, "text/plain", "text/json")] == [400] * 3
-        for wrong in (b"", b"{", b"[]", b'"a"', b'{"prompt": "\xff"}', b"[" * 5000):
-            assert status("application/json", wrong) == 400
-        told = http.post(path, json={"prompt": "a", "n": "many"}).json()["error"]
-        assert (told["param"], told["code"]) == ("n", "invalid_body")
-        described = http.get("/openapi.json").json()["paths"][path]["post"]["requestBody"]
-        shape = described["content"]["application/json"]["schema"]
-        assert described["required"] and shape["$ref"].endswith("/CompletionRequest")
+        for invalid in (b"", b"{", b"[]", b'"a"', b'{"prompt": "\xff"}', b"[" * 5000):
+            assert status("application/json", invalid) == 400
+        error = http.post(path, json={"prompt": "a", "n": "many"}).json()["error"]
+        assert (error["param"], error["code"]) == ("n", "invalid_body")
+        request_body = http.get("/openapi.json").json()["paths"][path]["post"]["requestBody"]
+        body_schema = request_body["content"]["application/json"]["schema"]
+        assert request_body["required"] and body_schema["$ref"].endswith("/CompletionRequest")
 
 
 @pytest.mark.parametrize(
     "key", ["sarathi", "sarathi-serve", "prepacking", "layered-prefill", "priority",
             "online-offline", "fair"],
 )  # fmt: skip
-def test_schedules_work_as_published(key: str) -> None:
+def test_schedules_pass_their_oracle_tests(key: str) -> None:
     checks = list(getattr(mechanisms, key.replace("-", "_"))())
     assert checks and all(check.passed for check in checks), checks
 
 
-def test_a_schedule_that_works_otherwise_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_schedule_fails_its_oracle_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     from anydecode.engine.schedule import DecodesFirst
     from anydecode.engine.schedules import layered, sarathi
 
@@ -516,8 +524,10 @@ def test_a_schedule_that_works_otherwise_is_caught(monkeypatch: pytest.MonkeyPat
     "name, mistaken",
     [("rows_beside", lambda *given, **how: 512), ("is_prompt", lambda score: False)],
 )
-def test_a_stall_is_caught(name: str, mistaken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mistakes: the papers' budget whatever passes cost; short prompts taken for decodes."""
+def test_a_schedule_that_stalls_decodes_fails_its_oracle_tests(
+    name: str, mistaken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mistakes: the papers' budget regardless of pass costs; short prompts treated as decodes."""
     from anydecode.engine.schedules import layered, sarathi
 
     monkeypatch.setattr(sarathi, name, mistaken)
@@ -528,7 +538,7 @@ def test_a_stall_is_caught(name: str, mistaken: Any, monkeypatch: pytest.MonkeyP
         assert not all(check.passed for check in mechanisms.layered_prefill())
 
 
-def test_schedules_are_chosen_by_key() -> None:
+def test_schedules_are_built_by_key() -> None:
     with scripted_llm(schedule="sarathi-serve:budget=64") as llm:
         assert llm.engine.runners["target"].schedule.budget == 64
     with pytest.raises(InvalidRequestError, match="not a schedule"):
@@ -539,7 +549,7 @@ def test_schedules_are_chosen_by_key() -> None:
         scripted_llm(schedule="layered-prefill:stretch=1")
 
 
-def test_traces_are_read_and_fitted(tmp_path: Path) -> None:
+def test_traces_are_read_and_scaled(tmp_path: Path) -> None:
     azure = tmp_path / "a.csv"
     azure.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -552,7 +562,7 @@ def test_traces_are_read_and_fitted(tmp_path: Path) -> None:
     trace = read_trace(mooncake)
     assert trace[1] == Arrival(2.0, 700, 5, (4, 5))
     options = {"rate": 4.0, "longest": 256, "output": 3, "shrink": 0.5}
-    halves = fitted(trace, requests=2, **options)
+    halves = scaled(trace, requests=2, **options)
     assert halves[1] == Arrival(0.25, 256, 2, (4, 5), block=256)
     assert prompt_text(halves[1], 1) == prompt_text(replace(halves[1], blocks=(4, 9)), 1)
     longer = replace(halves[1], prompt=300)  # past the first block, which has shrunk by half
@@ -563,30 +573,32 @@ def test_traces_are_read_and_fitted(tmp_path: Path) -> None:
     salted = prompt_text(trace[0], 0, "round 2 ").split()
     assert salted[:16] != texts[0].split()[:16] and len(salted) == 700
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(InvalidRequestError, match="x.csv is no trace"):
+    with pytest.raises(InvalidRequestError, match="x.csv is not a trace"):
         read_trace(tmp_path / "x.csv")
 
 
-def test_figures_of_a_replay_by_hand() -> None:
+def test_replay_results_match_a_hand_computation() -> None:
     outcomes = [
-        Outcome(0.0, 5, 0.1, 1.1, 11, [0.1 + 0.1 * step for step in range(11)]),
-        Outcome(1.0, 5, 0.9, 1.0, 2, [0.9, 1.0]),
-        Outcome(2.0, 5, 0.2, 2.2, 3, [0.2, 0.7, 2.2]),
-        Outcome(3.0, 5, error="429"),
+        RequestOutcome(0.0, 5, 0.1, 1.1, 11, [0.1 + 0.1 * step for step in range(11)]),
+        RequestOutcome(1.0, 5, 0.9, 1.0, 2, [0.9, 1.0]),
+        RequestOutcome(2.0, 5, 0.2, 2.2, 3, [0.2, 0.7, 2.2]),
+        RequestOutcome(3.0, 5, error="429"),
     ]
-    found = summary(outcomes, Objective(ttft=0.5, tpot=0.15))
-    assert found["attainment"] == 0.25
-    assert found["seconds"] == pytest.approx(4.2)
-    assert found["goodput_requests_per_second"] == pytest.approx(1 / 4.2)
-    assert found["goodput_tokens_per_second"] == pytest.approx(11 / 4.2)
-    assert found["ttft"] == {"p50": 0.2, "p99": 0.9}
-    assert found["tpot"] == pytest.approx({"p50": 0.1, "p99": 1.0})
-    assert found["itl"] == pytest.approx({"p50": 0.1, "p99": 1.5})
-    assert found["prompt_tokens"] == 20
+    results = summary(outcomes, Objective(ttft=0.5, tpot=0.15))
+    assert results["attainment"] == 0.25
+    assert results["seconds"] == pytest.approx(4.2)
+    assert results["goodput_requests_per_second"] == pytest.approx(1 / 4.2)
+    assert results["goodput_tokens_per_second"] == pytest.approx(11 / 4.2)
+    assert results["ttft"] == {"p50": 0.2, "p99": 0.9}
+    assert results["tpot"] == pytest.approx({"p50": 0.1, "p99": 1.0})
+    assert results["itl"] == pytest.approx({"p50": 0.1, "p99": 1.5})
+    assert results["prompt_tokens"] == 20
     # The second waits from 1.0 to 1.9, beside one gap of the first; the third from 2.0 to 2.2.
-    assert beside_prompts(outcomes) == pytest.approx([0.1])
-    outcomes[3] = Outcome(2.6, 5, first=0.3)  # the end of a gap, and the beginning of the next
-    assert beside_prompts(outcomes) == pytest.approx([0.1, 0.5, 1.5])
+    assert gaps_during_prefill(outcomes) == pytest.approx([0.1])
+    outcomes[3] = RequestOutcome(
+        2.6, 5, first=0.3
+    )  # the end of a gap, and the beginning of the next
+    assert gaps_during_prefill(outcomes) == pytest.approx([0.1, 0.5, 1.5])
     assert parse_objective("ttft=1") == Objective(1.0, float("inf"))
     with pytest.raises(InvalidRequestError, match="--slo"):
         parse_objective("speed=3")
@@ -605,9 +617,9 @@ def test_a_trace_is_replayed_against_a_server(llm: Any, tmp_path: Path) -> None:
             "--output": 6, "--json": tmp_path / "out.json", "--plot": tmp_path / "out.svg",
         }  # fmt: skip
         run_bench("serving", [str(word) for option in options.items() for word in option])
-    told = json.loads((tmp_path / "out.json").read_text())
-    report = told["servers"]["anydecode"]
-    assert told["rounds"] == 1
+    output = json.loads((tmp_path / "out.json").read_text())
+    report = output["servers"]["anydecode"]
+    assert output["rounds"] == 1
     assert (report["requests"], report["failed"], report["attainment"]) == (8, 0, 1.0)
     assert report["tokens"] == 48
     assert (tmp_path / "out.svg").read_text().startswith("<svg")
@@ -615,36 +627,36 @@ def test_a_trace_is_replayed_against_a_server(llm: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("mistaken", [False, True])
-def test_a_stream_shows_the_canvas(path: str, mistaken: bool, monkeypatch: Any) -> None:
-    """With a trace, a diffusion model's stream tells how the canvas fills, before anything can be
-    said. The mistake: news of tokens only."""
+def test_a_traced_stream_sends_the_canvas(path: str, mistaken: bool, monkeypatch: Any) -> None:
+    """With a trace, the stream of a diffusion model sends the canvas of each pass, before any text.
+    The mistake: progress is reported for tokens only."""
     run, progressed = ScriptedModel.run, Request._progressed
 
-    def slowly(self: ScriptedModel, *passed: Any) -> Any:
+    def slow_run(self: ScriptedModel, *args: Any) -> Any:
         time.sleep(0.01)
-        return run(self, *passed)
+        return run(self, *args)
 
     def of_tokens(self: Request, number: int) -> None:
         if self.jobs[number].sequence.tokens:
             progressed(self, number)
 
-    monkeypatch.setattr(ScriptedModel, "run", slowly)
+    monkeypatch.setattr(ScriptedModel, "run", slow_run)
     if mistaken:
         monkeypatch.setattr(Request, "_progressed", of_tokens)
 
     def streamed(**more: Any) -> tuple[list[list[str | None]], str, dict[str, Any]]:
-        asked = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
-        asked.pop("messages" if path == "completions" else "prompt")
-        body = {**asked, "max_tokens": 24, "seed": 4, "temperature": 1.5, "stream": True, **more}
+        inputs = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+        inputs.pop("messages" if path == "completions" else "prompt")
+        body = {**inputs, "max_tokens": 24, "seed": 4, "temperature": 1.5, "stream": True, **more}
         answer = httpx.post(f"{server.url}/v1/{path}", json=body, trust_env=False)
         parts = [json.loads(x[6:]) for x in answer.text.split("\n\n") if x[6:].startswith("{")]
-        told = [part.get("anydecode", {}) for part in parts]
+        extensions = [part.get("anydecode", {}) for part in parts]
         text = "".join(
             one.get("text") or one.get("delta", {}).get("content") or ""
             for part in parts
             for one in part["choices"]
         )
-        return [one["canvas"] for one in told if "canvas" in one], text, told[-1]
+        return [one["canvas"] for one in extensions if "canvas" in one], text, extensions[-1]
 
     with scripted_llm(causal=False) as llm, LiveServer(llm, settings()) as server:
         canvases, text, last = streamed(trace=True, decoder="llada")
@@ -653,24 +665,24 @@ def test_a_stream_shows_the_canvas(path: str, mistaken: bool, monkeypatch: Any) 
     assert any(None in one and one[0] is None for one in canvases) != mistaken
     masks = [one.count(None) for one in canvases]
     assert masks == sorted(masks, reverse=True) and masks[-1] == 0
-    shown, said = (
-        "".join(filter(str.isascii, characters))  # of others a place may hold a part
+    shown, generated = (
+        "".join(filter(str.isascii, characters))  # a position may hold a part of other characters
         for characters in ("".join(filter(None, canvases[-1])), text)
     )
-    assert shown.startswith(said) and last["seed"] == 4
+    assert shown.startswith(generated) and last["seed"] == 4
 
 
-def test_the_api_keeps_to_its_own_description(llm: Any) -> None:
+def test_the_api_matches_its_openapi_schema(llm: Any) -> None:
     if schemathesis is None:
         pytest.skip("schemathesis is not installed")
     hypothesis = pytest.importorskip("hypothesis")
-    gate = create_app(llm, settings(max_choices=4))
-    gate.app.openapi()
-    schema = schemathesis.openapi.from_dict(gate.app.openapi())
+    app = create_app(llm, settings(max_choices=4))
+    app.app.openapi()
+    schema = schemathesis.openapi.from_dict(app.app.openapi())
     statuses = set()
 
     async def send(calls: list[Any]) -> None:
-        transport = httpx.ASGITransport(app=gate, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             for method, path, body in calls:
                 answer = await http.request(method, path, json=body)
@@ -698,7 +710,7 @@ def test_the_api_keeps_to_its_own_description(llm: Any) -> None:
     assert_clean(llm)
 
 
-def test_the_command_serves_and_ends_in_order(tmp_path: Path) -> None:
+def test_the_serve_command_shuts_down_on_sigterm(tmp_path: Path) -> None:
     program = (
         "import anydecode.engine.llm as m, anydecode.evaluation.certify as c, anydecode;"
         "anydecode.LLM = lambda name, **o: c.scripted_llm();"

@@ -1,5 +1,5 @@
-"""A server whose engine stops, and the same in the Python API: nobody waits for an answer that will
-not come."""
+"""A stopped engine, in the server and in the Python API: all requests fail at once instead of
+waiting."""
 
 from __future__ import annotations
 
@@ -38,22 +38,27 @@ from anydecode.server.settings import Settings  # noqa: E402
 WAIT = 20.0
 
 
-class Sudden(BaseException):
-    """What no `except Exception` catches."""
+class UncatchableFault(BaseException):
+    """An exception that `except Exception` does not catch."""
 
 
-FAULTS = [ZeroDivisionError("a secret of\nthe engine"), MemoryError(), Sudden("out of nowhere")]
+FAULTS = [
+    ZeroDivisionError("a secret of\nthe engine"),
+    MemoryError(),
+    UncatchableFault("out of nowhere"),
+]
 
 
 @pytest.fixture
 def llm() -> Iterator[Any]:
-    """At most two sequences at once, so that there are some that wait."""
+    """An engine that runs at most two sequences at once, so that others wait."""
     with scripted_llm(max_running=2) as llm:
         yield llm
 
 
 def stop_at(llm: Any, fault: BaseException, ready: Callable[[], bool]) -> None:
-    """Let `Engine.step` raise `fault` once `ready`; passes take a little, so that all can start."""
+    """Make `Engine.step` raise `fault` once `ready`. Each step sleeps briefly, so that all requests
+    can start."""
     step = llm.engine.step
 
     def failing() -> None:
@@ -71,7 +76,9 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
-def test_a_stopped_engine_answers_at_once(llm: Any, fault: BaseException, caplog: Any) -> None:
+def test_a_stopped_engine_fails_all_requests_at_once(
+    llm: Any, fault: BaseException, caplog: Any
+) -> None:
     caplog.set_level(logging.CRITICAL + 1)
     long = {"max_tokens": 2000, "ignore_eos": True}
     chat = {"messages": [{"role": "user", "content": "abc"}]}
@@ -83,7 +90,7 @@ def test_a_stopped_engine_answers_at_once(llm: Any, fault: BaseException, caplog
         ("/v1/chat/completions", chat),
         ("/v1/responses", {"input": "abe"}),
     ]
-    found: dict[int, Any] = {}
+    responses: dict[int, Any] = {}
     engine = llm.engine
     stop_at(llm, fault, lambda: len(engine.running) == 2 and len(engine.waiting) >= 4)
     with (
@@ -95,26 +102,26 @@ def test_a_stopped_engine_answers_at_once(llm: Any, fault: BaseException, caplog
 
         def ask(index: int) -> None:
             path, body = bodies[index]
-            found[index] = http.post(path, json={**body, **long})
+            responses[index] = http.post(path, json={**body, **long})
 
-        asking = [threading.Thread(target=ask, args=(index,)) for index in range(len(bodies))]
-        for one in asking:
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(bodies))]
+        for one in threads:
             one.start()
-        for one in asking:
+        for one in threads:
             one.join(WAIT)
-        assert sorted(found) == [*range(len(bodies))]
+        assert sorted(responses) == [*range(len(bodies))]
         for index in (0, 2):
-            error = events(found[index].text)[-1]["error"]
+            error = events(responses[index].text)[-1]["error"]
             assert error["code"] == "engine_stopped" and error["type"] == "server_error"
-        last = events(found[1].text)
+        last = events(responses[1].text)
         assert [event["type"] for event in last[-2:]] == ["error", "response.failed"]
         assert last[-2]["code"] == "engine_stopped"
         assert last[-1]["response"]["status"] == "failed"
         assert last[-1]["response"]["error"]["message"] == last[-2]["message"]
         for index in (3, 4, 5):
-            assert found[index].status_code == 503
-            assert found[index].json()["error"]["code"] == "engine_stopped"
-        for path, body in bodies:  # new ones, streams too
+            assert responses[index].status_code == 503
+            assert responses[index].json()["error"]["code"] == "engine_stopped"
+        for path, body in bodies:  # new requests, also streamed
             answer = http.post(path, json={**body, **long})
             assert answer.status_code == 503
             message = answer.json()["error"]["message"]
@@ -131,7 +138,7 @@ def test_a_stopped_engine_answers_at_once(llm: Any, fault: BaseException, caplog
 
 @pytest.mark.parametrize("fault", FAULTS[:2], ids=lambda fault: type(fault).__name__)
 def test_calls_of_a_stopped_engine_raise(llm: Any, fault: Exception, caplog: Any) -> None:
-    """Without a background thread: several callers at once, and each one after them."""
+    """Without a background thread: concurrent callers, and later ones."""
     caplog.set_level(logging.CRITICAL + 1)
     options = {"max_tokens": 500, "ignore_eos": True}
     engine = llm.engine
@@ -143,10 +150,10 @@ def test_calls_of_a_stopped_engine_raise(llm: Any, fault: Exception, caplog: Any
             llm.generate("abc", **options)
         raised.append(error.value)
 
-    calling = [threading.Thread(target=call) for _ in range(4)]
-    for one in calling:
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for one in threads:
         one.start()
-    for one in calling:
+    for one in threads:
         one.join(WAIT)
     assert len(raised) == 4 and all(error.__cause__ is fault for error in raised)
     with pytest.raises(EngineStoppedError):
@@ -173,11 +180,11 @@ def test_calls_of_a_stopped_engine_raise_in_asyncio(
             pass
 
     async def all_calls() -> None:
-        for count in (3, 1):  # what is pending, then what is new
+        for count in (3, 1):  # pending calls, then new ones
             calls = [llm.agenerate("abc", **options) for _ in range(count)]
             calls += [stream() for _ in range(2)]
-            ended = await asyncio.gather(*calls, return_exceptions=True)
-            assert [type(one) for one in ended] == [EngineStoppedError] * len(calls)
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            assert [type(one) for one in results] == [EngineStoppedError] * len(calls)
 
     asyncio.run(asyncio.wait_for(all_calls(), WAIT))
 
@@ -212,8 +219,8 @@ serve(llm, Settings(port=0))
 """
 
 
-def test_a_process_whose_engine_stops() -> None:
-    """It says so until it is told to end, and then it ends in order."""
+def test_a_server_process_outlives_its_engine_until_sigterm() -> None:
+    """It reports the stopped engine until SIGTERM, and then exits normally."""
     process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
@@ -235,15 +242,15 @@ def test_a_process_whose_engine_stops() -> None:
         process.kill()
 
 
-class Refuses(Decoder):
-    """Fails as it is asked for its generator."""
+class FailsAtStart(Decoder):
+    """Raises when its generator is created."""
 
     def decode(self, sequence: Any) -> Any:
         raise ZeroDivisionError("a fault before the first token")
 
 
-class Clings(Decoder):
-    """Fails as its generator is closed."""
+class FailsAtClose(Decoder):
+    """Raises when its generator is closed."""
 
     def decode(self, sequence: Any) -> Any:
         try:
@@ -254,8 +261,8 @@ class Clings(Decoder):
             raise ZeroDivisionError("a fault at the end")
 
 
-class Misleads(Decoder):
-    """Asks for rows of what is no token."""
+class RequestsInvalidToken(Decoder):
+    """Yields a score request with an invalid token."""
 
     def __init__(self, token: Any) -> None:
         self.token = token
@@ -267,35 +274,38 @@ class Misleads(Decoder):
 
 
 @pytest.mark.parametrize("token", [1 << 20, -1, "x", None])
-def test_rows_of_no_token_end_only_their_request(llm: Any, token: Any, caplog: Any) -> None:
-    """What cannot be laid out is left out of the pass that it would share with others."""
+def test_invalid_tokens_of_a_decoder_end_only_its_request(
+    llm: Any, token: Any, caplog: Any
+) -> None:
+    """An invalid score request is excluded from the forward pass that it would share with
+    others."""
     caplog.set_level(logging.CRITICAL + 1)
     options: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
     expected = llm.generate("abc", **options).text
     other = llm.request("abc", **options)
-    misled = llm.request("abc", decoder=Misleads(token), **options)
-    for request in (misled, other):
+    invalid = llm.request("abc", decoder=RequestsInvalidToken(token), **options)
+    for request in (invalid, other):
         llm.start(request, background=False)
-    llm.driver.advance(lambda: other.done and misled.done)
+    llm.driver.advance(lambda: other.done and invalid.done)
     assert other.generation().text == expected
     with pytest.raises((InvalidRequestError, RuntimeError)):
-        misled.generation()
+        invalid.generation()
     assert llm.driver.error is None and not llm.engine.has_work
     llm.engine.check_integrity()
     llm.clear()
     assert all(runner.pool.num_used == 0 for runner in llm.engine.runners.values())
 
 
-def test_a_fault_of_one_request_stops_nothing(llm: Any, caplog: Any) -> None:
-    """Of its decoder before the beginning and after the end, of its policy, of its callback."""
+def test_a_fault_of_one_request_does_not_stop_the_engine(llm: Any, caplog: Any) -> None:
+    """Faults of the decoder at its start and end, of the sampler, and of the callback."""
     caplog.set_level(logging.CRITICAL + 1)
     options: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
     expected = llm.generate("abc", **options).text
     with pytest.raises(RuntimeError, match="before the first token"):
-        llm.generate("abc", decoder=Refuses(), **options)
-    clinging = llm.stream("abc", decoder=Clings(), max_tokens=100, ignore_eos=True)
-    next(clinging)
-    clinging.close()
+        llm.generate("abc", decoder=FailsAtStart(), **options)
+    stream = llm.stream("abc", decoder=FailsAtClose(), max_tokens=100, ignore_eos=True)
+    next(stream)
+    stream.close()
 
     def fault() -> None:
         raise ZeroDivisionError("a fault of one request")
@@ -311,7 +321,7 @@ def test_a_fault_of_one_request_stops_nothing(llm: Any, caplog: Any) -> None:
     llm.engine.check_integrity()
 
 
-READS = {  # what reads, writes or looks for a file or another machine
+AUDITED_EVENTS = {  # audit events of file and network access
     "open", "os.mkdir", "os.listdir", "os.scandir", "os.rename", "os.remove", "socket.connect",
     "socket.getaddrinfo", "subprocess.Popen",
 }  # fmt: skip
@@ -319,12 +329,12 @@ _touched: list[str] | None = None
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if _touched is not None and event in READS:
+    if _touched is not None and event in AUDITED_EVENTS:
         _touched.append(f"{event} {arguments!r}")
 
 
-def touched(call: Callable[[], Any], name: str) -> tuple[Any, list[str]]:
-    """What `call` returns, and what it did on the way with anything called `name`."""
+def audited(call: Callable[[], Any], name: str) -> tuple[Any, list[str]]:
+    """The result of `call`, and the audit events during it whose arguments contain `name`."""
     global _touched
     if _audit not in _hooks:
         _hooks.append(_audit)
@@ -339,10 +349,10 @@ def touched(call: Callable[[], Any], name: str) -> tuple[Any, list[str]]:
 _hooks: list[Any] = []
 
 
-def test_no_decoder_of_a_request_touches_a_file(
+def test_request_decoders_access_no_files(
     llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every parameter of every method with the name of a file: none is read, none is made."""
+    """With a file name as every parameter of every method, no file is read or created."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "leak").write_text("secret\tsecret\n")
     choices = [
@@ -360,27 +370,31 @@ def test_no_decoder_of_a_request_touches_a_file(
                 for choice in choices
             }
 
-        answers, found = touched(ask_all, "leak")
-        assert found == [] and [path.name for path in tmp_path.iterdir()] == ["leak"]
+        answers, accesses = audited(ask_all, "leak")
+        assert accesses == [] and [path.name for path in tmp_path.iterdir()] == ["leak"]
         for choice, answer in answers.items():
             assert answer.status_code in (200, 400), (choice, answer.text)
             assert answer.status_code == 200 or "\n" not in answer.json()["error"]["message"]
         for choice in ("learn2pd:filter=leak", "autodeco:heads=leak", "monitors:path=leak"):
-            assert "for the server's own options" in answers[choice].text
+            assert "only the server's own options" in answers[choice].text
         for key in ("sarathi", "first-finish", "dlm-ptq", "prefix-spill", "smartspec-server"):
             answer = http.post("/v1/completions", json={"prompt": "a", "decoder": key})
             assert answer.status_code == 400 and "not a decoder" in answer.text
         answer = http.post("/v1/completions", json={"prompt": "a", "decoder": "monitors"})
         assert answer.status_code == 400 and "reads files" in answer.text
-    for option in ("decoder", "sampler", "constraint"):  # in a program too, only the kind it takes
+    for option in (
+        "decoder",
+        "sampler",
+        "constraint",
+    ):  # in the Python API too, only the right kind of method is accepted
         with pytest.raises(InvalidRequestError, match="'prefix-spill' is a Spill, not"):
             llm.generate("a", **{option: "prefix-spill:where=leak2"})
     assert not (tmp_path / "leak2").exists()
-    assert touched(lambda: (tmp_path / "leak").read_text(), "leak")[1]  # the watch sees it
+    assert audited(lambda: (tmp_path / "leak").read_text(), "leak")[1]  # the audit detects access
 
 
-def test_a_file_that_the_operator_names_is_read(tmp_path: Path) -> None:
-    """What is refused to requests is the operator's to say."""
+def test_the_default_decoder_may_read_files(tmp_path: Path) -> None:
+    """The operator may choose decoders that requests may not."""
     heads = tmp_path / "heads.safetensors"
     with scripted_llm() as llm, pytest.raises(CheckpointError, match=r"heads\.safetensors"):
         llm.generate("a", decoder=f"autodeco:heads={heads}", temperature=1)
@@ -394,8 +408,8 @@ def test_a_file_that_the_operator_names_is_read(tmp_path: Path) -> None:
             assert refused.status_code == 400 and "filter names a file" in refused.text
 
 
-def test_a_schema_fetches_nothing(llm: Any, tmp_path: Path) -> None:
-    """References out of a schema are refused, not followed."""
+def test_schema_references_are_not_fetched(llm: Any, tmp_path: Path) -> None:
+    """External references of a schema are refused, not followed."""
     pytest.importorskip("llguidance")
     pytest.importorskip("jsonschema_rs")
     (tmp_path / "part.json").write_text('{"const": "secret"}')
@@ -403,13 +417,13 @@ def test_a_schema_fetches_nothing(llm: Any, tmp_path: Path) -> None:
         listening.setblocking(False)
         web = f"http://127.0.0.1:{listening.getsockname()[1]}/part.json"
         with TestClient(create_app(llm), base_url="http://localhost") as http:
-            for position in (web, (tmp_path / "part.json").as_uri()):
-                reference: dict[str, Any] = {"$ref": position}
+            for location in (web, (tmp_path / "part.json").as_uri()):
+                reference: dict[str, Any] = {"$ref": location}
                 for schema in (
                     reference,
                     {"type": "object", "properties": {"a": reference}, "required": ["a"]},
                     {"type": "object", "propertyNames": {"allOf": [reference]}, "minProperties": 1},
-                    {"$schema": position, "type": "string"},
+                    {"$schema": location, "type": "string"},
                     {"anyOf": [{"not": reference}, {"type": "integer"}]},
                 ):
                     form = {"type": "json_schema", "json_schema": {"schema": schema}}

@@ -1,5 +1,5 @@
-"""Fields of OpenAI's API (honoured, named as ignored, or refused), the prompt's log-probabilities,
-and the counts of tokens."""
+"""Fields of OpenAI's API (supported, listed as ignored, or refused), the prompt's
+log-probabilities, and token counts."""
 
 from __future__ import annotations
 
@@ -32,46 +32,46 @@ COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/r
 LONG = "a prompt that is long enough to fill several blocks of the cache. "
 
 
-def body(path: str, asked: str = "abc", **fields: Any) -> dict[str, Any]:
+def body(path: str, input_text: str = "abc", **fields: Any) -> dict[str, Any]:
     """A request for three tokens."""
     if path == COMPLETIONS:
-        return {"prompt": asked, "max_tokens": 3, **fields}
+        return {"prompt": input_text, "max_tokens": 3, **fields}
     if path == CHAT:
-        return {"messages": [{"role": "user", "content": asked}], "max_tokens": 3, **fields}
-    return {"input": asked, "max_output_tokens": 3, **fields}
+        return {"messages": [{"role": "user", "content": input_text}], "max_tokens": 3, **fields}
+    return {"input": input_text, "max_output_tokens": 3, **fields}
 
 
 class Client:
-    """Asks a server on a thread of this process."""
+    """A client of a server on a thread of this process."""
 
     def __init__(self, http: Any) -> None:
         self._http = http
 
-    def ask(self, path: str, *asked: str, **fields: Any) -> dict[str, Any]:
-        answer = self._http.post(path, json=body(path, *asked, **fields))
+    def ask(self, path: str, *input_text: str, **fields: Any) -> dict[str, Any]:
+        answer = self._http.post(path, json=body(path, *input_text, **fields))
         assert answer.status_code == 200, answer.text
-        found: dict[str, Any] = answer.json()
-        return found
+        response: dict[str, Any] = answer.json()
+        return response
 
-    def refused(self, path: str, *asked: str, **fields: Any) -> dict[str, Any]:
-        answer = self._http.post(path, json=body(path, *asked, **fields))
+    def refused(self, path: str, *input_text: str, **fields: Any) -> dict[str, Any]:
+        answer = self._http.post(path, json=body(path, *input_text, **fields))
         assert answer.status_code == 400, answer.text
-        found: dict[str, Any] = answer.json()["error"]
-        return found
+        error: dict[str, Any] = answer.json()["error"]
+        return error
 
-    def chunks(self, path: str, *asked: str, **fields: Any) -> list[dict[str, Any]]:
-        answer = self._http.post(path, json=body(path, *asked, **fields, stream=True))
+    def chunks(self, path: str, *input_text: str, **fields: Any) -> list[dict[str, Any]]:
+        answer = self._http.post(path, json=body(path, *input_text, **fields, stream=True))
         assert answer.status_code == 200, answer.text
         lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
         return [json.loads(line[6:]) for line in lines]
 
-    def last(self, path: str, stream: bool, *asked: str, **fields: Any) -> dict[str, Any]:
-        """The answer, or the last chunk of a stream."""
+    def last(self, path: str, stream: bool, *input_text: str, **fields: Any) -> dict[str, Any]:
+        """The response, or the last chunk of a stream."""
         if not stream:
-            return self.ask(path, *asked, **fields)
-        chunk = self.chunks(path, *asked, **fields)[-1]
-        found: dict[str, Any] = chunk.get("response", chunk)
-        return found
+            return self.ask(path, *input_text, **fields)
+        chunk = self.chunks(path, *input_text, **fields)[-1]
+        response: dict[str, Any] = chunk.get("response", chunk)
+        return response
 
 
 @contextmanager
@@ -126,7 +126,7 @@ IGNORED: dict[str, dict[str, Any]] = {
 
 
 def names(fields: dict[str, Any]) -> list[str]:
-    """Fields, and parts of those that have parts of their own, as the server names them."""
+    """The names that the server lists for `fields`: those with parts are listed by part."""
     parted = {"reasoning", "text", "stream_options"}
     return sorted(
         name
@@ -136,7 +136,7 @@ def names(fields: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
-def test_fields_without_effect_are_named(client: Client, path: str) -> None:
+def test_fields_without_effect_are_listed(client: Client, path: str) -> None:
     fields = IGNORED[path]
     plain = client.ask(path, temperature=0)
     assert "ignored" not in plain["anydecode"]
@@ -171,21 +171,21 @@ def test_fields_without_effect_are_named(client: Client, path: str) -> None:
         ),
     ],
 )  # fmt: skip
-def test_defaults_and_nulls_ask_for_nothing(
+def test_defaults_and_nulls_are_not_listed_as_ignored(
     client: Client, path: str, defaults: dict[str, Any]
 ) -> None:
     assert "ignored" not in client.ask(path, **defaults)["anydecode"]
     shared = ["n", "seed", "stop", "stream", "stream_options", "temperature", "top_p", "logit_bias"]
     ours = ["trace", "priority", "decoder", "first_finish", "segment", "resume", "top_k"]
     given = [*shared, *ours, *defaults, *(name.partition(".")[0] for name in IGNORED[path])]
-    further = {
+    more_fields = {
         COMPLETIONS: ["echo", "logprobs", "max_tokens"],
         CHAT: ["audio", "moderation", "logprobs", "top_logprobs", "max_completion_tokens",
                "response_format", "tool_choice", "chat_template_kwargs"],
         RESPONSES: ["conversation", "prompt", "previous_response_id", "moderation",
                     "instructions"],
     }[path]  # fmt: skip
-    nulls = dict.fromkeys([*given, *further])
+    nulls = dict.fromkeys([*given, *more_fields])
     assert "ignored" not in client.ask(path, **nulls)["anydecode"]
     part = {"stream_options": {"include_usage": None, "include_obfuscation": None}}
     assert "ignored" not in client.ask(path, **part)["anydecode"]
@@ -216,7 +216,7 @@ def test_fields_that_change_the_answer_are_refused(
     assert error["message"].startswith(f"{field} is not supported here: ")
 
 
-def test_the_table_of_fields_is_whole() -> None:
+def test_the_documentation_lists_all_fields() -> None:
     table = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
     for request in (CompletionRequest, ChatRequest, ResponsesRequest):
         for name in (*request.IGNORED, *request.REFUSED):
@@ -254,7 +254,7 @@ class TemplateTokenizer(ByteTokenizer):
         ("nothing", "low", None),
     ],
 )
-def test_the_template_is_given_the_reasoning_effort(
+def test_the_reasoning_effort_reaches_the_template(
     template: str, effort: str, rendered: str | None
 ) -> None:
     with LLM(ScriptedModel(seed=1), tokenizer=TemplateTokenizer(template)) as llm:
@@ -286,7 +286,7 @@ def lists_of(choice: dict[str, Any]) -> list[list[Any]]:
 @pytest.mark.parametrize("prompt", ["the cat sat", [*b"the cat sat"], LONG * 3, "a"])
 def test_echo_scores_the_prompt(client: Client, llm: LLM, prompt: Any, max_tokens: int) -> None:
     text = prompt if isinstance(prompt, str) else bytes(prompt).decode()
-    for _ in range(2):  # the second finds the prompt in the cache
+    for _ in range(2):  # the second time, the prompt is in the prefix cache
         answer = client.ask(
             COMPLETIONS, prompt=prompt, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0
         )
@@ -306,9 +306,9 @@ def test_echo_scores_the_prompt(client: Client, llm: LLM, prompt: Any, max_token
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-def test_echo_scores_as_lm_eval_asks(client: Client, llm: LLM) -> None:
-    """A context and a continuation in one prompt: the sum over the continuation's tokens, and
-    whether each is the most probable."""
+def test_echo_gives_lm_eval_its_loglikelihoods(client: Client, llm: LLM) -> None:
+    """With a context and a continuation in one prompt: the sum of the log-probabilities of the
+    continuation's tokens, and whether each is the most probable."""
     context = [*b"the cat"]
     greedy = llm.generate(context, max_tokens=5, ignore_eos=True).tokens
     prompts = [context + greedy, context + [*b" sat on"]]
@@ -327,26 +327,26 @@ def test_echo_with_samples_prompts_and_streams(client: Client) -> None:
         "prompt": ["the cät sat", "ab", LONG * 3], "n": 3, "seed": 3, "max_tokens": 6,
         "echo": True, "logprobs": 2,
     }  # fmt: skip
-    whole = client.ask(COMPLETIONS, **fields)
-    joined = [["", [[], [], [], []]] for _ in whole["choices"]]
+    response = client.ask(COMPLETIONS, **fields)
+    joined = [["", [[], [], [], []]] for _ in response["choices"]]
     for chunk in client.chunks(COMPLETIONS, **fields):
         for choice in chunk["choices"]:
             found = joined[choice["index"]]
             found[0] += choice["text"]
             if choice["logprobs"] is not None:
                 found[1] = [a + b for a, b in zip(found[1], lists_of(choice), strict=True)]
-    assert joined == [[choice["text"], lists_of(choice)] for choice in whole["choices"]]
-    tokens, values, _, offsets = lists_of(whole["choices"][0])
+    assert joined == [[choice["text"], lists_of(choice)] for choice in response["choices"]]
+    tokens, values, _, offsets = lists_of(response["choices"][0])
     assert tokens[5:7] == ["bytes:\\xc3", "bytes:\\xa4"]
-    assert offsets[4:9] == [4, 5, 5, 6, 7]  # the letter comes with its second byte
+    assert offsets[4:9] == [4, 5, 5, 6, 7]  # the character is complete with its second byte
     for first in range(0, 9, 3):  # the samples of one prompt
-        prompts = [lists_of(choice)[1][:10] for choice in whole["choices"][first : first + 3]]
+        prompts = [lists_of(choice)[1][:10] for choice in response["choices"][first : first + 3]]
         length = min(10, len(fields["prompt"][first // 3].encode()))
         assert [one[:length] for one in prompts] == [prompts[0][:length]] * 3
         assert prompts[0][0] is None and None not in prompts[0][1:]
 
 
-def test_nothing_is_generated_for_no_tokens(client: Client) -> None:
+def test_zero_max_tokens_generates_nothing(client: Client) -> None:
     for path, limit in (
         (COMPLETIONS, "max_tokens"),
         (CHAT, "max_tokens"),
@@ -355,12 +355,12 @@ def test_nothing_is_generated_for_no_tokens(client: Client) -> None:
     ):
         usage = client.ask(path, **{limit: 0})["usage"]
         assert usage.get("completion_tokens", usage.get("output_tokens")) == 0
-    whole = client.ask(COMPLETIONS, prompt="abc", max_tokens=0, echo=True, n=2, seed=1)
-    assert [choice["text"] for choice in whole["choices"]] == ["abc", "abc"]
-    assert {choice["finish_reason"] for choice in whole["choices"]} == {"length"}
+    response = client.ask(COMPLETIONS, prompt="abc", max_tokens=0, echo=True, n=2, seed=1)
+    assert [choice["text"] for choice in response["choices"]] == ["abc", "abc"]
+    assert {choice["finish_reason"] for choice in response["choices"]} == {"length"}
 
 
-def test_best_of_answers_with_the_most_likely(client: Client, llm: LLM) -> None:
+def test_best_of_returns_the_most_probable_samples(client: Client, llm: LLM) -> None:
     options: dict[str, Any] = {"seed": 5, "max_tokens": 8, "temperature": 1.0}
     answer = client.ask(COMPLETIONS, prompt=["ab", "cd"], best_of=4, n=2, logprobs=0, **options)
     expected, total = [], 0
@@ -381,7 +381,7 @@ def test_best_of_answers_with_the_most_likely(client: Client, llm: LLM) -> None:
 
 
 def counts(usage: dict[str, Any]) -> tuple[int, int, int]:
-    """Prompt, cached and generated tokens."""
+    """Numbers of prompt, cached and generated tokens."""
     if "input_tokens" in usage:
         cached = usage["input_tokens_details"]["cached_tokens"]
         return usage["input_tokens"], cached, usage["output_tokens"]
@@ -391,7 +391,7 @@ def counts(usage: dict[str, Any]) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
-def test_cached_tokens_are_those_not_computed(path: str, stream: bool) -> None:
+def test_cached_tokens_are_not_computed_again(path: str, stream: bool) -> None:
     with scripted_llm() as llm:
         runner = llm.engine.runners["target"]
         with served(llm) as client:
@@ -425,13 +425,13 @@ def test_usage_counts_every_sample_and_each_prompt_once(client: Client) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("closed", [True, False])
 def test_reasoning_tokens_are_counted(closed: bool, stream: bool) -> None:
-    """The model says one text, byte by byte."""
+    """The model generates a fixed text, byte by byte."""
     reasoning = "<think>so it is"
-    said = [*(reasoning + ("</think>" + "yes" if closed else "")).encode(), EOS]
+    generated = [*(reasoning + ("</think>" + "yes" if closed else "")).encode(), EOS]
 
     def script(path: tuple[int, ...]) -> Any:
         logits = np.zeros(ByteTokenizer.vocab_size, np.float32)
-        logits[said[len(path) - start]] = 30.0
+        logits[generated[len(path) - start]] = 30.0
         return logits
 
     with LLM(ScriptedModel(script), tokenizer=ByteTokenizer()) as llm:
@@ -443,6 +443,6 @@ def test_reasoning_tokens_are_counted(closed: bool, stream: bool) -> None:
                     fields["stream_options"] = {"include_usage": True}
                 usage = client.last(path, stream, **fields)["usage"]
                 kind = "completion" if path == CHAT else "output"
-                assert usage[f"{kind}_tokens"] == len(said)
+                assert usage[f"{kind}_tokens"] == len(generated)
                 details = usage[f"{kind}_tokens_details"]
                 assert details == {"reasoning_tokens": len(reasoning)}

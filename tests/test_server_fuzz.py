@@ -1,5 +1,5 @@
-"""Wrong values in every field of every endpoint: a 400 that names the field in one line, never a
-500, and nothing left behind."""
+"""Invalid values in every field of every endpoint: a 400 whose one-line message names the field,
+never a 500, and no leaks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from anydecode.server.protocol import (  # noqa: E402
 )
 
 DIFFUSION = {Denoiser, ChainDenoiser}
-#: Parameters that make work in proportion to them, or more.
+#: Parameters whose cost grows with their value.
 SLOW = {"size", "depth", "width", "group"}
 JSON = {"content-type": "application/json"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -46,8 +46,8 @@ TURNS = [
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
 RESUME = {"seed": 1, "samples": [{"number": 0, "tokens": [97]}]}
 
-#: By endpoint: the fields it knows, the smallest body it takes, and larger ones whose every part is
-#: replaced in turn.
+#: By endpoint: its body model, a minimal body, and larger bodies of which every part is replaced in
+#: turn.
 ENDPOINTS: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]]]] = {
     "/v1/completions": (
         CompletionRequest,
@@ -79,8 +79,8 @@ ENDPOINTS: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-#: Errors that say what a field holds rather than its name.
-MEANT = {
+#: Other words by which an error may identify a field.
+ALTERNATIVE_WORDS = {
     "prompt": ("the prompt", "token "), "input": ("the prompt", "token "),
     "decoder": ("decoding method",), "max_output_tokens": ("max_tokens",),
     "max_completion_tokens": ("max_tokens",),
@@ -91,8 +91,8 @@ def nested(depth: int, opening: str, closing: str) -> str:
     return opening * depth + "1" + closing * depth
 
 
-#: As JSON text, for `json.dumps` does not write all of them; every second one within other values.
-WRONG = [
+#: JSON texts, since `json.dumps` cannot produce all of them. Nested parts use every second one.
+INVALID_VALUES = [
     "null", "true", "-1", "0", "1e400", "-1e400", "NaN", "1.5", "1" + "0" * 40, '"NaN"', '"x"',
     '""', '"\\ud800"', '["\\ud800"]', "[null]", "[-1]", "[]", "[{}]", "{}", '"\\u0000"', "[[]]",
     '{"\\ud800": 1}', '{"a": {"b": [1]}}', "1", nested(150, "[", "]"), nested(150, '{"a":', "}"),
@@ -107,19 +107,19 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from paths(inner, (*path, name))
 
 
-def replaced(body: dict[str, Any], path: tuple[Any, ...], wrong: str) -> bytes:
-    """`body` with the JSON text `wrong` at `path`."""
+def replaced(body: dict[str, Any], path: tuple[Any, ...], invalid: str) -> bytes:
+    """`body` with the JSON text `invalid` at `path`."""
     changed: Any = copy.deepcopy(body)
     inner = changed
     for part in path[:-1]:
         inner = inner[part]
     inner[path[-1]] = "HERE"
-    return json.dumps(changed).replace('"HERE"', wrong).encode()
+    return json.dumps(changed).replace('"HERE"', invalid).encode()
 
 
 def cases() -> Iterator[tuple[str, str | None, bytes]]:
-    """(endpoint, the field that an error names, body). What all ways of generating share is tried
-    at one of them."""
+    """Yield (endpoint, field that an error must name, body). Fields that the endpoints share are
+    tested at one of them."""
     for endpoint, (model, base, bodies) in ENDPOINTS.items():
         names = set(model.model_fields)
         if model is CompletionRequest:
@@ -127,17 +127,19 @@ def cases() -> Iterator[tuple[str, str | None, bytes]]:
         elif model is not EmbeddingRequest:
             names -= set(Options.model_fields)
         for name in sorted(names):
-            for wrong in WRONG:
-                field = None if "\\ud800" in wrong else name  # that is no JSON: it has a column
-                yield endpoint, field, replaced(base, (name,), wrong)
+            for invalid in INVALID_VALUES:
+                field = (
+                    None if "\\ud800" in invalid else name
+                )  # invalid JSON: the error gives a column instead
+                yield endpoint, field, replaced(base, (name,), invalid)
         for body in bodies:
             for path in paths(body):
-                for wrong in WRONG[::2] if len(path) > 1 else ():
-                    yield endpoint, None, replaced(body, path, wrong)
+                for invalid in INVALID_VALUES[::2] if len(path) > 1 else ():
+                    yield endpoint, None, replaced(body, path, invalid)
 
 
 def check(endpoint: str, body: bytes, answer: Any, field: str | None = None) -> None:
-    """An answer is 200 and whole, or an error in OpenAI's form that names the field."""
+    """Assert that an answer is a complete 200, or an OpenAI error that names the field."""
     case = (endpoint, body[:300], answer.text[:500])
     if answer.status_code == 200:
         assert "internal_error" not in answer.text, case
@@ -148,11 +150,13 @@ def check(endpoint: str, body: bytes, answer: Any, field: str | None = None) -> 
     (error,) = answer.json().values()
     assert set(error) == {"message", "type", "param", "code"}, case
     assert error["message"] and "\n" not in error["message"], case
-    told = f"{error['message']} {error['param']}"
-    assert field is None or any(word in told for word in (field, *MEANT.get(field, ()))), case
+    text = f"{error['message']} {error['param']}"
+    assert field is None or any(
+        word in text for word in (field, *ALTERNATIVE_WORDS.get(field, ()))
+    ), case
 
 
-def test_wrong_values_are_refused(caplog: Any) -> None:
+def test_invalid_values_are_refused(caplog: Any) -> None:
     caplog.set_level(logging.CRITICAL + 1)
     statuses = []
     with scripted_llm(max_running=4) as llm:
@@ -187,9 +191,9 @@ def test_wrong_values_are_refused(caplog: Any) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_wrong_parameters_of_decoders_are_refused(causal: bool, caplog: Any) -> None:
-    """A parameter that a decoder cannot work with costs its own request only, and is its mistake:
-    tokens that are none, numbers without end, lists, texts."""
+def test_invalid_decoder_parameters_are_refused(causal: bool, caplog: Any) -> None:
+    """An invalid decoder parameter (an invalid token, infinity, a list, a text) is a 400, and ends
+    only its own request."""
     caplog.set_level(logging.CRITICAL + 1)
     built = {key: catalogue.kind_of(key) for key in catalogue.entries()}
     keys = [key for key, kind in built.items() if (kind in DIFFUSION) != causal]

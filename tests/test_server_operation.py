@@ -1,4 +1,4 @@
-"""What an operator sets: names the server answers to, who sees its figures, spans, the image."""
+"""Operation of a server: host names, access to metrics, telemetry, the container image."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def llm() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("host", "allowed", "asked", "status"),
+    ("host", "allowed", "requested", "status"),
     [
         ("127.0.0.1", (), "127.0.0.1:8000", 200),
         ("127.0.0.1", (), "localhost", 200),
@@ -49,10 +49,10 @@ def llm() -> Iterator[Any]:
         ("0.0.0.0", ("models.example",), "localhost", 403),
     ],
 )
-def test_names_the_server_answers_to(
-    llm: Any, host: str, allowed: tuple[str, ...], asked: str, status: int
+def test_host_names_are_checked(
+    llm: Any, host: str, allowed: tuple[str, ...], requested: str, status: int
 ) -> None:
-    gate = create_app(llm, Settings(host=host, allowed_hosts=allowed))
+    app = create_app(llm, Settings(host=host, allowed_hosts=allowed))
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -66,16 +66,16 @@ def test_names_the_server_answers_to(
     for path in ("/", "/v1/models", "/live"):
         scope = {
             "type": "http", "method": "GET", "path": path, "query_string": b"", "scheme": "http",
-            "headers": [(b"host", asked.encode())], "server": ("a", 80), "http_version": "1",
+            "headers": [(b"host", requested.encode())], "server": ("a", 80), "http_version": "1",
         }  # fmt: skip
-        asyncio.run(gate(scope, receive, send))
+        asyncio.run(app(scope, receive, send))
     statuses = [message["status"] for message in sent if "status" in message]
     assert statuses == [status] * 3
     if status == 403:
         assert json.loads(sent[1]["body"])["error"]["code"] == "host_not_allowed"
 
 
-def test_names_of_the_loopback() -> None:
+def test_loopback_names_are_recognised() -> None:
     assert [host_name(name) for name in ("A.b:1", "[::1]", "[::1]:9", "x.")] == [
         "a.b", "::1", "::1", "x",
     ]  # fmt: skip
@@ -84,7 +84,7 @@ def test_names_of_the_loopback() -> None:
 
 
 @pytest.mark.parametrize("open_metrics", [False, True])
-def test_figures_want_a_key_where_there_are_keys(llm: Any, open_metrics: bool) -> None:
+def test_metrics_need_an_api_key_if_configured(llm: Any, open_metrics: bool) -> None:
     settings = Settings(port=0, api_keys=("one",), open_metrics=open_metrics)
     with LiveServer(llm, settings) as server:
         with httpx.Client(base_url=server.url, trust_env=False) as http:
@@ -95,18 +95,18 @@ def test_figures_want_a_key_where_there_are_keys(llm: Any, open_metrics: bool) -
             assert [http.get(path).status_code for path in ("/", "/health")] == [200, 200]
 
 
-def test_requests_are_told_as_spans(llm: Any) -> None:
+def test_requests_are_recorded_as_spans(llm: Any) -> None:
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    kept = InMemorySpanExporter()
+    exporter = InMemorySpanExporter()
     provider = sdk.TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(kept))
-    gate = create_app(llm, Settings(name="m"), telemetry.Telemetry(provider, "m"))
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    app = create_app(llm, Settings(name="m"), telemetry.Telemetry(provider, "m"))
 
     async def ask() -> None:
-        transport = httpx.ASGITransport(app=gate)
+        transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             caller = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
             await http.post("/v1/completions", json=ASK, headers={"traceparent": caller})
@@ -115,23 +115,28 @@ def test_requests_are_told_as_spans(llm: Any) -> None:
     import asyncio
 
     asyncio.run(ask())
-    first, decode, whole, refused = kept.get_finished_spans()
-    assert [one.name for one in (first, decode, whole)] == [
+    first, decode, request_span, refused = exporter.get_finished_spans()
+    assert [one.name for one in (first, decode, request_span)] == [
         "first token", "decode", "text_completion m",
     ]  # fmt: skip
-    assert whole.parent.trace_id == int("ab" * 16, 16) and whole.parent.span_id == int("cd" * 8, 16)
-    assert first.parent.span_id == decode.parent.span_id == whole.context.span_id
-    assert whole.start_time == first.start_time <= first.end_time == decode.start_time
-    assert decode.end_time == whole.end_time
-    told = dict(whole.attributes)
-    assert told["gen_ai.usage.input_tokens"] == 6 and told["gen_ai.usage.output_tokens"] == 5
-    assert told["gen_ai.response.finish_reasons"] == ("length",)
-    assert (told["http.response.status_code"], told["anydecode.passes"]) == (200, 5)
+    assert request_span.parent.trace_id == int(
+        "ab" * 16, 16
+    ) and request_span.parent.span_id == int("cd" * 8, 16)
+    assert first.parent.span_id == decode.parent.span_id == request_span.context.span_id
+    assert request_span.start_time == first.start_time <= first.end_time == decode.start_time
+    assert decode.end_time == request_span.end_time
+    attributes = dict(request_span.attributes)
+    assert (
+        attributes["gen_ai.usage.input_tokens"] == 6
+        and attributes["gen_ai.usage.output_tokens"] == 5
+    )
+    assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert (attributes["http.response.status_code"], attributes["anydecode.passes"]) == (200, 5)
     assert refused.attributes["http.response.status_code"] == 400
-    assert not any("abcabc" in str(value) for value in told.values())
+    assert not any("abcabc" in str(value) for value in attributes.values())
 
 
-def test_the_environment_asks_for_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_configures_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(telemetry.os.environ):
         if name.startswith("OTEL_"):
             monkeypatch.delenv(name)
@@ -148,56 +153,60 @@ def test_the_environment_asks_for_spans(monkeypatch: pytest.MonkeyPatch) -> None
     assert telemetry.from_environment("m") is None
 
 
-def test_a_server_without_the_package_refuses_in_one_line() -> None:
+def test_missing_opentelemetry_is_a_one_line_error() -> None:
     program = (
         "import sys; sys.modules['opentelemetry.sdk.resources'] = None;"
         "import anydecode.evaluation.certify as c, anydecode;"
         "anydecode.LLM = lambda name, **o: c.scripted_llm();"
         "from anydecode.cli.main import run; run(['serve', 'scripted', '--port', '0'])"
     )
-    asked = {**telemetry.os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}
+    environment = {**telemetry.os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=asked, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode != 0
     assert len(done.stderr.strip().splitlines()) == 1 and "OpenTelemetry" in done.stderr
 
 
 def lint(text: str) -> list[str]:
-    """What is wrong with a Dockerfile, by the rules of hadolint that apply to it."""
+    """Problems of a Dockerfile, by the hadolint rules that apply to it."""
     text = re.sub(r"^\s*#.*\n", "", text, flags=re.M)
     lines = re.sub(r"\\\n\s*", " ", text).splitlines()
     steps = [line.split(None, 1) for line in lines if line.strip()]
-    wrong, stages, user = [], set(), "root"
+    problems, stages, user = [], set(), "root"
     for word, rest in steps:
         if word != word.upper():
-            wrong.append(f"{word}: instructions are upper case")
+            problems.append(f"{word}: instructions are upper case")
         if word == "FROM":
             image, *name = rest.split()
             if image not in stages and (":" not in image or image.endswith(":latest")):
-                wrong.append(f"DL3006: {image} has no version")
+                problems.append(f"DL3006: {image} has no version")
             stages |= set(name[1:])
             user = "root"
         elif word == "RUN":
             if "apt-get install" in rest:
                 for needed in ("--no-install-recommends", "-y", "rm -rf /var/lib/apt/lists"):
                     if needed not in rest.replace("--yes", "-y"):
-                        wrong.append(f"DL3015, DL3014, DL3009: apt-get without {needed}")
+                        problems.append(f"DL3015, DL3014, DL3009: apt-get without {needed}")
             if "pip install" in rest and "--no-cache-dir" not in rest:
-                wrong.append("DL3042: pip with a cache")
+                problems.append("DL3042: pip with a cache")
             if re.search(r"\b(sudo|apt|cd|ssh|top)\s", rest.replace("apt-get", "")):
-                wrong.append(f"DL3003, DL3004, DL3027: {rest}")
+                problems.append(f"DL3003, DL3004, DL3027: {rest}")
             if "|" in rest.replace("||", "") and "pipefail" not in rest:
-                wrong.append("DL4006: a pipe without pipefail")
+                problems.append("DL4006: a pipe without pipefail")
         elif word == "ADD":
-            wrong.append("DL3020: ADD in place of COPY")
+            problems.append("DL3020: ADD in place of COPY")
         elif word in ("CMD", "ENTRYPOINT") and not isinstance(_json(rest), list):
-            wrong.append(f"DL3025: {word} is no JSON list")
+            problems.append(f"DL3025: {word} is no JSON list")
         elif word == "WORKDIR" and not rest.startswith("/"):
-            wrong.append("DL3000: WORKDIR is not absolute")
+            problems.append("DL3000: WORKDIR is not absolute")
         elif word == "USER":
             user = rest
-    return wrong + (["DL3002: the last user is root"] if user == "root" else [])
+    return problems + (["DL3002: the last user is root"] if user == "root" else [])
 
 
 def _json(text: str) -> Any:
@@ -207,7 +216,7 @@ def _json(text: str) -> Any:
         return None
 
 
-def test_the_image_is_described_well() -> None:
+def test_the_dockerfile_passes_the_linter() -> None:
     text = (ROOT / "Dockerfile").read_text()
     assert not lint(text)
     ignored = (ROOT / ".dockerignore").read_text().split()
@@ -216,7 +225,7 @@ def test_the_image_is_described_well() -> None:
         assert f"!{needed}" in ignored and (ROOT / needed).exists()
 
 
-def test_a_badly_described_image_is_seen() -> None:
+def test_the_linter_finds_dockerfile_errors() -> None:
     text = "from debian\nRUN apt-get install gcc\nRUN pip install x | tee y\nADD a b\nCMD x\n"
     codes = " ".join(lint(text.replace("from", "FROM")))
     for code in ("DL3006", "DL3009", "DL3042", "DL4006", "DL3020", "DL3025", "DL3002"):
@@ -227,15 +236,17 @@ def test_a_badly_described_image_is_seen() -> None:
 @pytest.mark.parametrize(
     "key", ["smartspec-server", "first-finish", "segment-rollout", "prefix-spill", "nexus"]
 )
-def test_what_a_server_may_do_is_certified(key: str) -> None:
+def test_serving_methods_pass_certification(key: str) -> None:
     certificate = certify_one(key)
     assert certificate.passed, [check for check in certificate.checks if not check.passed]
 
 
 def test_service_options_over_http(llm: Any) -> None:
     body = {"prompt": "abcabc", "n": 4, "seed": 5, "max_tokens": 300, "temperature": 1.0}
-    every = llm.generate(**{**body, "prompt": "abcabc"}).samples
-    shortest = min((s for s in every if s.finish_reason == "stop"), key=lambda s: len(s.tokens))
+    all_samples = llm.generate(**{**body, "prompt": "abcabc"}).samples
+    shortest = min(
+        (s for s in all_samples if s.finish_reason == "stop"), key=lambda s: len(s.tokens)
+    )
     with LiveServer(llm, Settings(port=0)) as server:
         with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
 
@@ -247,14 +258,14 @@ def test_service_options_over_http(llm: Any) -> None:
             assert post(first_finish=1, stream=True).status_code == 400
             assert post(first_finish=9).status_code == 400
             part = post(segment=6, n=2, logprobs=1).json()
-            said = post(resume=part["anydecode"]["resume"], segment=5, logprobs=1).json()
+            resumed = post(resume=part["anydecode"]["resume"], segment=5, logprobs=1).json()
             chat = {"messages": [{"role": "user", "content": "x"}], "segment": 4, "seed": 5}
-            piece = http.post("/v1/chat/completions", json=chat).json()
+            segment = http.post("/v1/chat/completions", json=chat).json()
             whole = llm.generate("abcabc", n=2, seed=5, max_tokens=11, temperature=1.0)
-            assert [c["text"] for c in said["choices"]] == [s.text for s in whole.samples]
-            assert len(said["choices"][0]["logprobs"]["tokens"]) == 5
-            assert piece["choices"][0]["finish_reason"] == "length"
-            assert len(piece["anydecode"]["resume"]["samples"][0]["tokens"]) == 4
+            assert [c["text"] for c in resumed["choices"]] == [s.text for s in whole.samples]
+            assert len(resumed["choices"][0]["logprobs"]["tokens"]) == 5
+            assert segment["choices"][0]["finish_reason"] == "length"
+            assert len(segment["anydecode"]["resume"]["samples"][0]["tokens"]) == 4
             for number, tokens in ((0, [999999]), (1 << 20, []), (0, [1] * 300), (0, None)):
                 samples = [] if tokens is None else [{"number": number, "tokens": tokens}]
                 refused = post(resume={"seed": 5, "samples": samples})

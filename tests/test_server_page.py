@@ -1,4 +1,4 @@
-"""The page in a real browser: chromium, driven through chromedriver on the loopback."""
+"""The web page in a real browser: chromium, driven through chromedriver."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ DRIVER = shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None, reason="chromium and chromedriver are not installed"
 )
-#: Screenshots are kept in this folder where the variable is set.
+#: Folder for screenshots, if set.
 SCREENSHOTS = os.environ.get("ANYDECODE_SCREENSHOTS")
 
 
 class Browser:
-    """One headless chromium. Every wait is bounded."""
+    """A headless chromium. All waits have a timeout."""
 
     def __init__(self, folder: Path, dark: bool = False) -> None:
         port_file = folder / "chromedriver.log"
@@ -67,7 +67,7 @@ class Browser:
         return value
 
     def script(self, text: str) -> Any:
-        """What `text`, the body of a function, returns in the page."""
+        """Run `text` as the body of a function in the page, and return its result."""
         return self.do("execute/sync", script=text, args=[])
 
     def until(self, condition: str, seconds: float = 20.0) -> None:
@@ -76,7 +76,7 @@ class Browser:
             if self.script(f"return Boolean({condition})"):
                 return
             time.sleep(0.05)
-        raise AssertionError(f"never came true: {condition}")
+        raise AssertionError(f"timed out: {condition}")
 
     def size(self, width: int, height: int) -> None:
         """Set the size of the page itself, in CSS pixels."""
@@ -125,7 +125,7 @@ def opened(browser: Browser, url: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1200, 380])
-def test_chat_race_and_trace(browser: Any, url: str, width: int) -> None:
+def test_chat_race_and_trace_views(browser: Any, url: str, width: int) -> None:
     opened(browser, url, width)
     name = f"{browser.theme}-{width}"
     dark = browser.script("return matchMedia('(prefers-color-scheme: dark)').matches")
@@ -148,7 +148,7 @@ def test_chat_race_and_trace(browser: Any, url: str, width: int) -> None:
 
     browser.script("document.querySelector('.assistant .facts button').click()")
     browser.until("document.querySelector('dialog[open] iframe').srcdoc.includes('prompt-lookup')")
-    time.sleep(0.3)  # the picture is for people; nothing is asserted of it
+    time.sleep(0.3)  # only for the screenshot
     browser.picture(f"trace-{name}")
     browser.script("at('viewer').close()")
 
@@ -162,24 +162,24 @@ def test_chat_race_and_trace(browser: Any, url: str, width: int) -> None:
     assert browser.errors() == []
 
 
-def test_an_error_is_told_and_does_no_harm(browser: Any, url: str) -> None:
+def test_an_error_is_shown_and_not_added_to_the_chat(browser: Any, url: str) -> None:
     opened(browser, url, 800)
     browser.script(
         "at('temperature').value = -5; at('message').value = 'x'; at('ask').requestSubmit()"
     )
     browser.until("document.querySelector('.facts .error')")
-    told = browser.script("return document.querySelector('.facts .error').innerText")
-    assert told == "temperature must be between 0 and 100, not -5.0"
+    error = browser.script("return document.querySelector('.facts .error').innerText")
+    assert error == "temperature must be between 0 and 100, not -5.0"
     assert browser.script("return messages.length") == 0
 
 
-def test_nothing_is_fetched_from_elsewhere(browser: Any, url: str) -> None:
+def test_the_page_loads_no_external_resources(browser: Any, url: str) -> None:
     opened(browser, url, 800)
     fetched = browser.script("return performance.getEntriesByType('resource').map((e) => e.name)")
     assert fetched and all(name.startswith(url) for name in fetched)
 
 
-#: What of a canvas is still masked, and whether the text beside it shows.
+#: Script: the number of masks of the canvas, and whether the text beside it is shown.
 LIVE = """
 const canvas = document.querySelector('.canvas');
 return {
@@ -189,17 +189,17 @@ return {
 """
 
 
-def test_a_canvas_fills_in(browser: Any, monkeypatch: Any) -> None:
-    """A diffusion model without a chat template: the message is the prompt. It is slow, so that the
-    canvas is seen while it fills."""
+def test_the_canvas_is_shown_while_it_fills(browser: Any, monkeypatch: Any) -> None:
+    """A diffusion model without a chat template: the message is the prompt. Passes are slow, so
+    that the canvas is visible while it fills."""
     run = ScriptedModel.run
 
-    def slowly(self: ScriptedModel, *passed: Any) -> Any:
+    def slow_run(self: ScriptedModel, *args: Any) -> Any:
         time.sleep(0.1)
-        return run(self, *passed)
+        return run(self, *args)
 
-    monkeypatch.setattr(ScriptedModel, "run", slowly)
-    browser.errors()  # those that were meant to be
+    monkeypatch.setattr(ScriptedModel, "run", slow_run)
+    browser.errors()  # discard expected errors of earlier tests
     with scripted_llm(causal=False) as llm:
         llm.tokenizer.chat_template = None
         with LiveServer(llm, Settings(name="diffusion", port=0)) as server:
@@ -216,8 +216,10 @@ def test_a_canvas_fills_in(browser: Any, monkeypatch: Any) -> None:
                 browser.picture(f"filling-{width}-{browser.theme}")
                 browser.until("document.querySelector('.assistant .facts button')")
                 assert browser.script("return document.querySelector('.canvas')") is None
-                said = browser.script("return document.querySelector('.assistant .text').innerText")
-                assert said.strip()
+                answer_text = browser.script(
+                    "return document.querySelector('.assistant .text').innerText"
+                )
+                assert answer_text.strip()
                 browser.script("document.querySelector('.assistant .facts button').click()")
                 trace = "document.querySelector('iframe').srcdoc"
                 browser.until(f"{trace}.includes('<h2>Canvas</h2>')")

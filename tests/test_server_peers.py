@@ -1,4 +1,5 @@
-"""Several servers under one trace: their forms are found out, rounds interleaved, ratios right."""
+"""Several servers under one trace: detection of their APIs, interleaved rounds, ratios,
+overhead."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from anydecode.cli.bench import run_bench  # noqa: E402
 from anydecode.errors import InvalidRequestError  # noqa: E402
 from anydecode.evaluation.certify import scripted_llm  # noqa: E402
 from anydecode.evaluation.serving import baselines  # noqa: E402
-from anydecode.evaluation.serving.baselines import Comparison, Load, parse_baseline, started  # noqa: E402
-from anydecode.evaluation.serving.replay import Endpoint, Objective, Outcome  # noqa: E402
+from anydecode.evaluation.serving.baselines import Comparison, Load, parse_baseline, started_server  # noqa: E402
+from anydecode.evaluation.serving.replay import Endpoint, Objective, RequestOutcome  # noqa: E402
 from anydecode.evaluation.serving.sweep import Search, print_sweep, sweep  # noqa: E402
 from anydecode.evaluation.serving.sweep_plot import sweep_svg  # noqa: E402
 from anydecode.evaluation.serving.traces import Arrival, prompt_text  # noqa: E402
@@ -32,7 +33,7 @@ from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.service import Service  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
 
-#: A server that knows conversations only, and no field beyond the common ones.
+#: A server that supports only chat completions, and no optional fields.
 STRICT = """
 import sys
 from fastapi import FastAPI, Request
@@ -49,16 +50,16 @@ async def chat(request: Request):
     body = await request.json()
     if set(body) - {"model", "messages", "max_tokens", "temperature", "stream"}:
         return JSONResponse({"error": "unexpected"}, 422)
-    def said():
+    def events():
         for word in "a b c".split():
             yield "data: " + json.dumps({"choices": [{"delta": {"content": word}}]}) + "\\n\\n"
         yield "data: [DONE]\\n\\n"
-    return StreamingResponse(said(), media_type="text/event-stream")
+    return StreamingResponse(events(), media_type="text/event-stream")
 
 uvicorn.run(app, port=int(sys.argv[1]), log_level="critical")
 """
 
-#: A server that loads for a while, and then refuses every request.
+#: A server that first returns 503 and then refuses every request.
 REFUSING = """
 import http.server, sys
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -82,7 +83,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 """
 
 
-def test_two_servers_in_one_run(tmp_path: Path, capsys: Any) -> None:
+def test_two_servers_are_compared_in_one_run(tmp_path: Path, capsys: Any) -> None:
     trace = tmp_path / "m.jsonl"
     rows = [{"timestamp": 50 * i, "input_length": 20, "output_length": 5} for i in range(6)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -99,79 +100,85 @@ def test_two_servers_in_one_run(tmp_path: Path, capsys: Any) -> None:
         )  # fmt: skip
         report = json.loads((tmp_path / "two.json").read_text())["servers"]
         assert set(report) == {"anydecode", "again"}
-        for figures in report.values():
-            assert (figures["requests"], figures["failed"], figures["tokens"]) == (12, 0, 60)
-            assert figures["api"] == "completions" and figures["ignores_eos"]
-            assert len(figures["goodput_per_round"]) == 2
-        told = capsys.readouterr()
-        assert "times as much" in told.out
-        steps = [line for line in told.err.splitlines() if " of 6 requests: " in line]
+        for results in report.values():
+            assert (results["requests"], results["failed"], results["tokens"]) == (12, 0, 60)
+            assert results["api"] == "completions" and results["ignores_eos"]
+            assert len(results["goodput_per_round"]) == 2
+        output = capsys.readouterr()
+        assert "times as much" in output.out
+        steps = [line for line in output.err.splitlines() if " of 6 requests: " in line]
         assert steps[5::6] == [
             f"6 of 6 requests: {name}, round {number}, 60/s"
             for name, number in (("anydecode", 1), ("again", 1), ("again", 2), ("anydecode", 2))
         ]
-        lines = [line.partition(":")[0] for line in told.err.splitlines() if " of " not in line]
+        lines = [line.partition(":")[0] for line in output.err.splitlines() if " of " not in line]
         assert lines[:2] == ["warming up anydecode", "warming up again"]
         assert lines[2:] == ["anydecode, round 1, 60/s", "again, round 1, 60/s",
                          "again, round 2, 60/s", "anydecode, round 2, 60/s"]  # fmt: skip
         picture = (tmp_path / "two.svg").read_text()
         assert picture.count("<svg") == 4 and picture.count("<polyline") == 6
         command = f"{sys.executable} {tmp_path / 'strict.py'} {{port}}"
-        with started("strict", command) as url:
-            found = asyncio.run(
-                baselines.prepared([Endpoint("ours", f"{server.url}/v1"), Endpoint("strict", url)])
+        with started_server("strict", command) as url:
+            endpoints = asyncio.run(
+                baselines.prepare([Endpoint("ours", f"{server.url}/v1"), Endpoint("strict", url)])
             )
-        assert [(one.model, one.chat, sorted(one.extra)) for one in found] == [
+        assert [(one.model, one.chat, sorted(one.extra)) for one in endpoints] == [
             ("ours", True, ["stream_options"]), ("strict", True, []),
         ]  # fmt: skip
-        alone = asyncio.run(baselines.prepared([Endpoint("ours", f"{server.url}/v1")]))
+        alone = asyncio.run(baselines.prepare([Endpoint("ours", f"{server.url}/v1")]))
         assert sorted(alone[0].extra) == ["ignore_eos", "stream_options"]
 
 
-def test_ratios_by_hand() -> None:
-    def outcomes(seconds: float, late: int) -> list[Outcome]:
-        good = [Outcome(0.0, 5, first=0.1, seconds=seconds, tokens=3) for _ in range(4 - late)]
-        return good + [Outcome(0.0, 5, first=9.0, seconds=seconds, tokens=3)] * late
+def test_ratios_match_a_hand_computation() -> None:
+    def outcomes(seconds: float, late: int) -> list[RequestOutcome]:
+        good = [
+            RequestOutcome(0.0, 5, first=0.1, seconds=seconds, tokens=3) for _ in range(4 - late)
+        ]
+        return good + [RequestOutcome(0.0, 5, first=9.0, seconds=seconds, tokens=3)] * late
 
     rounds = {"a": [outcomes(2.0, 0), outcomes(4.0, 0)], "b": [outcomes(2.0, 2), outcomes(8.0, 3)]}
     comparison = Comparison([Endpoint("a", "x"), Endpoint("b", "y", chat=True)], rounds)
-    told = comparison.report(Objective(1.0, 10.0))
-    assert told["a"]["goodput_per_round"] == [2.0, 1.0]
-    assert told["b"]["goodput_per_round"] == [1.0, 0.125]
-    assert told["a"]["ratio"] == 1.0 and told["b"]["ratio"] == (2.0 + 8.0) / 2
-    assert told["b"]["attainment"] == 3 / 8 and told["b"]["api"] == "chat"
+    report = comparison.report(Objective(1.0, 10.0))
+    assert report["a"]["goodput_per_round"] == [2.0, 1.0]
+    assert report["b"]["goodput_per_round"] == [1.0, 0.125]
+    assert report["a"]["ratio"] == 1.0 and report["b"]["ratio"] == (2.0 + 8.0) / 2
+    assert report["b"]["attainment"] == 3 / 8 and report["b"]["api"] == "chat"
 
 
 @pytest.mark.parametrize("mistaken", [False, True])
 def test_goodput_is_found_by_bisection(mistaken: bool, capsys: Any, monkeypatch: Any) -> None:
-    """Servers that keep within the objective up to 3 and 1 requests a second, and one that never
-    does. The mistake: the first rate tried is believed."""
+    """Servers that meet the objective up to 3 and 1 requests per second, and one that never does.
+    The mistake: the search accepts the first rate."""
     limits = {"fast": 3.0, "slow": 1.0, "never": 0.0}
-    tried: list[tuple[str, float, int]] = []
+    rates_tried: list[tuple[str, float, int]] = []
 
-    def run(self: Load, endpoint: Endpoint, rate: float, number: int) -> list[Outcome]:
-        tried.append((endpoint.name, rate, number))
+    def run(self: Load, endpoint: Endpoint, rate: float, number: int) -> list[RequestOutcome]:
+        rates_tried.append((endpoint.name, rate, number))
         good = 9 if rate <= limits[endpoint.name] else 8
-        return [Outcome(0.0, 5, first=0.1 if n < good else 9.0, seconds=9.0) for n in range(10)]
+        return [
+            RequestOutcome(0.0, 5, first=0.1 if n < good else 9.0, seconds=9.0) for n in range(10)
+        ]
 
     monkeypatch.setattr(Load, "run", run)
     if mistaken:
         monkeypatch.setattr(Search, "goodput", property(lambda self: self.rates[self.high - 1]))
-        monkeypatch.setattr(Search, "learn", lambda self, kept: setattr(self, "low", self.high))
+        monkeypatch.setattr(Search, "record", lambda self, is_met: setattr(self, "low", self.high))
     load = Load(lambda rate: [], 1.0, Objective(1.0, 1.0))
     rates = [4.0, 0.5, 1.0, 2.0, 0.25, 3.0, 6.0]
-    found = sweep([Endpoint(name, "x") for name in limits], load, rates, 0.9, 2)
-    good = {name: told["goodput_per_round"] for name, told in found.items()}
+    results = sweep([Endpoint(name, "x") for name in limits], load, rates, 0.9, 2)
+    good = {name: server["goodput_per_round"] for name, server in results.items()}
     right = {"fast": [3.0, 3.0], "slow": [1.0, 1.0], "never": [0.0, 0.0]}
     assert (good == right) != mistaken
     if mistaken:
         return
-    assert found["slow"]["ratio"] == 3.0 and found["never"]["ratio"] is None
-    assert [(one["rate"], one["round"]) for one in found["fast"]["runs"][:3]] == [
+    assert results["slow"]["ratio"] == 3.0 and results["never"]["ratio"] is None
+    assert [(one["rate"], one["round"]) for one in results["fast"]["runs"][:3]] == [
         (2.0, 1), (4.0, 1), (3.0, 1),
     ]  # fmt: skip
-    assert [name for name, _, _ in tried[:3]] == ["fast", "slow", "never"] and len(tried) == 18
-    print_sweep(found, rates, 0.9)
+    assert [name for name, _, _ in rates_tried[:3]] == ["fast", "slow", "never"] and len(
+        rates_tried
+    ) == 18
+    print_sweep(results, rates, 0.9)
     out = capsys.readouterr().out
     assert "slow: goodput 1 requests/s; fast's is 3.00 times as much" in out
     assert "never: goodput below 0.25 requests/s" in out and "90%" in out
@@ -198,9 +205,9 @@ def test_a_sweep_against_a_server(tmp_path: Path, capsys: Any) -> None:
         assert picture.count("<polyline") == 5 and picture.count("<circle") == 1 + 5 * 2
 
 
-def test_a_picture_of_a_sweep() -> None:
-    """Every point at its place: the middle rate, tried in two rounds, half-way between the others;
-    a rate where nothing came has no times."""
+def test_the_sweep_plot_has_points_at_the_right_positions() -> None:
+    """The middle rate, tried in two rounds, is half-way between the others; a rate without answers
+    has no latencies."""
 
     def run(rate: float, attainment: float, first: float | None) -> dict[str, Any]:
         times = {"p50": first, "p99": None if first is None else 10 * first}
@@ -215,16 +222,16 @@ def test_a_picture_of_a_sweep() -> None:
 
 
 @pytest.mark.parametrize("mistaken", [False, True])
-def test_a_signal_stops_what_was_started(mistaken: bool, tmp_path: Path) -> None:
-    """The mistake: nothing is done about the signal."""
+def test_sigterm_stops_started_servers(mistaken: bool, tmp_path: Path) -> None:
+    """The mistake: the signal is not handled."""
     ending = "import os, threading; threading.Timer(30, os._exit, [0]).start()\n"
     server = tmp_path / "refusing.py"
     server.write_text(ending + REFUSING)
     program = f"""
 import contextlib, signal
-from anydecode.evaluation.serving.baselines import ended_by_sigterm, started
-with {"contextlib.nullcontext" if mistaken else "ended_by_sigterm"}():
-    with started("refusing", "{sys.executable} {server} {{port}}") as url:
+from anydecode.evaluation.serving.baselines import sigterm_as_exit, started_server
+with {"contextlib.nullcontext" if mistaken else "sigterm_as_exit"}():
+    with started_server("refusing", "{sys.executable} {server} {{port}}") as url:
         print(url, flush=True)
         signal.pause()
 """
@@ -241,19 +248,21 @@ with {"contextlib.nullcontext" if mistaken else "ended_by_sigterm"}():
 
 
 @pytest.mark.parametrize("mistaken", [False, True])
-def test_no_run_finds_the_prompts_of_another(mistaken: bool, monkeypatch: Any) -> None:
-    """Warm-up, rounds and rates have words of their own; all servers get the same. The mistake:
+def test_runs_share_no_prompts(mistaken: bool, monkeypatch: Any) -> None:
+    """Warm-up, rounds and rates use different words; all servers get the same ones. The mistake:
     one salt for all."""
     sent: list[tuple[str, ...]] = []
 
-    async def replay(endpoint: Endpoint, arrivals: list[Arrival], **how: Any) -> list[Outcome]:
-        salt = "" if mistaken else how.get("salt", "")
+    async def replay(
+        endpoint: Endpoint, arrivals: list[Arrival], **options: Any
+    ) -> list[RequestOutcome]:
+        salt = "" if mistaken else options.get("salt", "")
         sent.append((endpoint.name, *(prompt_text(one, n, salt) for n, one in enumerate(arrivals))))
-        return [Outcome(0.0, 5, first=0.1, seconds=0.1) for _ in arrivals]
+        return [RequestOutcome(0.0, 5, first=0.1, seconds=0.1) for _ in arrivals]
 
     monkeypatch.setattr(baselines, "replay", replay)
     load = Load(lambda rate: [Arrival(0.0, 40, 5, (1, 2), 20)] * 4, 1.0, Objective(1.0, 1.0))
-    both = load.ready([Endpoint("a", "x", "m"), Endpoint("b", "y", "m")])
+    both = load.prepare_endpoints([Endpoint("a", "x", "m"), Endpoint("b", "y", "m")])
     baselines.compare(both, load, 1.0, 2)
     load.run(both[0], 2.0, 0)
     texts = {name: [text for one, *text in sent if one == name] for name in "ab"}
@@ -262,31 +271,34 @@ def test_no_run_finds_the_prompts_of_another(mistaken: bool, monkeypatch: Any) -
     assert (len(set(firsts)) == len(firsts)) != mistaken
 
 
-def test_a_server_that_fails_is_told_in_one_line() -> None:
-    def answered(body: str) -> str:
+def test_a_failing_server_is_a_one_line_error() -> None:
+    def command(body: str) -> str:
         return f"{sys.executable} -c {shlex.quote(body)} {{port}}"
 
     with (
         pytest.raises(InvalidRequestError, match="^x ended with exit code 3: no such model$"),
-        started("x", answered("import sys; print('no such model'); sys.exit(3)")),
+        started_server("x", command("import sys; print('no such model'); sys.exit(3)")),
     ):
         pass
     with (
         pytest.raises(InvalidRequestError, match="^x did not answer within 0.3 s: loading$"),
-        started("x", answered("import time; print('loading', flush=True); time.sleep(9)"), 0.3),
+        started_server(
+            "x", command("import time; print('loading', flush=True); time.sleep(9)"), 0.3
+        ),
     ):
         pass
     load = Load(lambda rate: [Arrival(0.0, 5, 2)] * 2, 9.0, Objective(1.0, 1.0))
-    with started("x", answered(REFUSING)) as url:
+    with started_server("x", command(REFUSING)) as url:
         with pytest.raises(InvalidRequestError, match="^x answered no request: 400: too long"):
-            load.ready([Endpoint("x", url)])
+            load.prepare_endpoints([Endpoint("x", url)])
         with pytest.raises(InvalidRequestError, match=r"^x, round 1, 2/s: every request failed: 4"):
             load.run(Endpoint("x", url, "m"), 2.0, 0)
 
 
 @pytest.mark.parametrize("slow", ["", "request", "token"])
-def test_what_the_server_adds_is_measured(slow: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """A server that sleeps before each answer is found out, and one that works on each piece."""
+def test_overhead_measures_server_time(slow: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """The overhead of a server that sleeps before each response is measured, and that of one that
+    works on each chunk."""
     head, chunk = Service.head, chat._chunk
 
     def slow_head(self: Service, *named: str) -> dict[str, Any]:
@@ -306,20 +318,20 @@ def test_what_the_server_adds_is_measured(slow: str, tmp_path: Path, monkeypatch
     out = tmp_path / "out.json"
     options = ["--requests", "3", "--tokens", "12", "--rounds", "1", "--json", str(out)]
     run_bench("overhead", options)
-    found = json.loads(out.read_text())
-    assert (found["request"] > 0.19) == (slow == "request")
-    if slow != "request":  # there all tokens have come before the first piece is sent
-        assert 0 < found["pieces"] <= 1
-        assert (found["token_cpu"] > 0.009 * found["pieces"]) == (slow == "token")
+    overhead = json.loads(out.read_text())
+    assert (overhead["request"] > 0.19) == (slow == "request")
+    if slow != "request":  # otherwise all tokens are ready before the first chunk is sent
+        assert 0 < overhead["pieces"] <= 1
+        assert (overhead["token_cpu"] > 0.009 * overhead["pieces"]) == (slow == "token")
 
 
-def test_what_is_no_peer_is_told() -> None:
+def test_invalid_baselines_are_refused() -> None:
     assert parse_baseline("a=b=c", "--peer") == ("a", "b=c")
     for text in ("a", "=b", "a="):
-        with pytest.raises(InvalidRequestError, match="--peer wants NAME=VALUE"):
+        with pytest.raises(InvalidRequestError, match="--peer is .*; give NAME=VALUE"):
             parse_baseline(text, "--peer")
     with pytest.raises(InvalidRequestError, match="cannot be started"):
-        with started("none", "/nowhere/server {port}"):
+        with started_server("none", "/nowhere/server {port}"):
             pass
-    with pytest.raises(InvalidRequestError, match="does not tell its models"):
-        asyncio.run(baselines.prepared([Endpoint("gone", "http://127.0.0.1:9/v1")]))
+    with pytest.raises(InvalidRequestError, match="does not list its models"):
+        asyncio.run(baselines.prepare([Endpoint("gone", "http://127.0.0.1:9/v1")]))

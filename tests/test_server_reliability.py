@@ -1,5 +1,4 @@
-"""What a server must survive: unreliable clients by the thousand, memory that runs out, and its own
-sudden death."""
+"""Reliability of the server: unreliable clients, exhausted memory, and kills."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ httpx = pytest.importorskip("httpx")
 
 from anydecode.engine import costs  # noqa: E402
 from anydecode.errors import InvalidRequestError  # noqa: E402
-from anydecode.evaluation.serving import soak as soaking  # noqa: E402
+from anydecode.evaluation.serving import soak as soak_module  # noqa: E402
 from anydecode.evaluation.serving.soak import Case, Soak, soak  # noqa: E402
 from anydecode.evaluation.tiny import tiny_llm, tiny_model  # noqa: E402
 from anydecode.memory.spill import DiskSpill  # noqa: E402
@@ -30,38 +29,39 @@ from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
 
 
-def test_a_soak_leaves_nothing_behind() -> None:
-    found = soak(120, distinct=40, seed=1)
-    assert not found.wrong and found.compared > 50 and found.slots_left == 0
-    assert set(found.kinds) == set(soaking.KINDS) and sum(found.kinds.values()) == 120
+def test_a_soak_leaks_nothing() -> None:
+    result = soak(120, distinct=40, seed=1)
+    assert not result.wrong and result.compared > 50 and result.slots_left == 0
+    assert set(result.kinds) == set(soak_module.KINDS) and sum(result.kinds.values()) == 120
 
 
-def test_a_soak_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong texts, a leak of positions and growing memory are each found."""
+def test_a_soak_detects_wrong_texts_and_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong texts, leaked positions and growing memory are each detected."""
     monkeypatch.setattr(
-        soaking, "cases", lambda *rest: [Case({"prompt": "a", "max_tokens": 2, "n": 1}, ["?"])]
+        soak_module, "cases", lambda *rest: [Case({"prompt": "a", "max_tokens": 2, "n": 1}, ["?"])]
     )
     kinds = {"whole": 1}
-    monkeypatch.setattr(soaking, "KINDS", kinds)
-    make = soaking.tiny_llm
+    monkeypatch.setattr(soak_module, "KINDS", kinds)
+    make = soak_module.tiny_llm
 
     def leaking(**options: Any) -> Any:
         llm = make(**options)
         llm.engine.runners["target"].pool.allocate(3)
         return llm
 
-    monkeypatch.setattr(soaking, "tiny_llm", leaking)
-    found = soak(3, at_once=1)
-    assert len([line for line in found.wrong if line.startswith("whole: status 200")]) == 3
-    assert any("does not add up" in line for line in found.wrong)
-    assert any("3 positions" in line for line in found.wrong)
+    monkeypatch.setattr(soak_module, "tiny_llm", leaking)
+    result = soak(3, at_once=1)
+    assert len([line for line in result.wrong if line.startswith("whole: status 200")]) == 3
+    assert any("the memory check failed" in line for line in result.wrong)
+    assert any("3 positions" in line for line in result.wrong)
     grown = Soak(1000, Counter(), memory=[100 << 20] * 10 + [200 << 20] * 10)
     grown.check_memory()
     assert grown.wrong == ["memory grew from 100 to 200 MiB"]
 
 
-def test_memory_that_runs_out_preempts_and_changes_no_text() -> None:
-    """Six conversations at a time where two fit, on a real transformer, each by another decoder."""
+def test_preemption_changes_no_text_of_any_decoder() -> None:
+    """Six concurrent requests where two fit into memory, on a real transformer, with several
+    decoders."""
     prompts = [letter * 90 for letter in "abcdef"]
     decoders = ["autoregressive", "prompt-lookup", "suffix"] * 2
     bodies: list[dict[str, Any]] = [
@@ -71,22 +71,22 @@ def test_memory_that_runs_out_preempts_and_changes_no_text() -> None:
     with tiny_llm(prefix_cache=False) as alone:
         options = {"max_tokens": 60, "seed": 4, "temperature": 0.8}
         expected = [alone.generate(prompt, **options).text for prompt in prompts]
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     with tiny_llm(cache_positions=330) as llm, LiveServer(llm, Settings(port=0)) as server:
         with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:
 
             def ask(body: dict[str, Any]) -> None:
                 answer = http.post("/v1/completions", json=body).json()
-                found[body["prompt"]] = answer["choices"][0]["text"]
+                texts[body["prompt"]] = answer["choices"][0]["text"]
 
-            asking = [threading.Thread(target=ask, args=(body,)) for body in bodies]
-            for one in asking:
+            threads = [threading.Thread(target=ask, args=(body,)) for body in bodies]
+            for one in threads:
                 one.start()
-            for one in asking:
+            for one in threads:
                 one.join()
             assert "anydecode_preemptions_total 0.0" not in http.get("/metrics").text
         assert llm.engine.num_preemptions > 0
-    assert [found[prompt] for prompt in prompts] == expected
+    assert [texts[prompt] for prompt in prompts] == expected
 
 
 _PROGRAM = """
@@ -117,39 +117,42 @@ def _serve(model: Path, folder: Path) -> tuple[subprocess.Popen[str], str]:
     raise AssertionError("the server did not start")
 
 
-def test_a_killed_server_comes_back_whole(tmp_path: Path) -> None:
-    """`kill -9` while prefixes are written: no half block, and the next process goes on."""
+def test_a_killed_server_restarts_with_a_consistent_spill(tmp_path: Path) -> None:
+    """After `kill -9` while prefixes are written, no block is truncated, and the next process uses
+    them."""
     model = tmp_path / "model"
     model.write_text("the name that blocks are filed under")
     folder = tmp_path / "spill"
-    chance = random.Random(2)
-    prompts = ["".join(chance.choices("abcdefgh", k=150)) for _ in range(30)]
+    generator = random.Random(2)
+    prompts = ["".join(generator.choices("abcdefgh", k=150)) for _ in range(30)]
     body = {"max_tokens": 4, "seed": 1, "temperature": 0.8, "ignore_eos": True}
     process, url = _serve(model, folder)
     texts: dict[str, str] = {}
 
     def ask(prompt: str) -> None:
         try:
-            asked = {"prompt": prompt, **body}
+            request = {"prompt": prompt, **body}
             path = f"{url}/v1/completions"
-            answer = httpx.post(path, json=asked, timeout=60, trust_env=False)
+            answer = httpx.post(path, json=request, timeout=60, trust_env=False)
             texts[prompt] = answer.json()["choices"][0]["text"]
         except httpx.HTTPError:
             return
 
-    asking = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
-    for one in asking:
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for one in threads:
         one.start()
     while len(texts) < 12 or not list(folder.rglob("*.block")):
         time.sleep(0.002)
         assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait(30)
-    for one in asking:
+    for one in threads:
         one.join()
     (identity,) = folder.iterdir()
     files = list(identity.glob("*.block"))
-    (identity / f"{'00' * 32}-{process.pid}.part").write_bytes(b"cut o")  # as if killed in between
+    (identity / f"{'00' * 32}-{process.pid}.part").write_bytes(
+        b"cut o"
+    )  # as after a kill during a write
     spill = DiskSpill(folder, 1 << 30, identity.name)
     assert files and all(spill.get(bytes.fromhex(file.stem)) is not None for file in files)
     spill.close()
@@ -161,33 +164,33 @@ def test_a_killed_server_comes_back_whole(tmp_path: Path) -> None:
         for prompt in before:
             ask(prompt)
         assert texts == before
-        figures = httpx.get(f"{url}/metrics", trust_env=False).text
-        restored = re.search(r'prefix_restored_tokens_total{lane="target"} (\d+)', figures)
+        metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+        restored = re.search(r'prefix_restored_tokens_total{lane="target"} (\d+)', metrics)
         assert restored is not None and int(restored[1]) > 0
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
 
 
-def test_a_cost_table_that_was_cut_off_is_measured_anew(
+def test_a_truncated_cost_table_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(costs, "_is_busy", lambda: False)
     model = tiny_model()
     model.path = tmp_path / "model"
     model.path.write_text("x")
-    kept = costs._stored(model, tmp_path)
+    original = costs._stored(model, tmp_path)
     (file,) = (tmp_path / "costs").iterdir()
     whole = file.read_text()
     for cut in (0, len(whole) // 2, len(whole) - 2):
         file.write_text(whole[:cut])
         again = costs._stored(model, tmp_path)
-        assert set(again.seconds_by) == set(kept.seconds_by)
+        assert set(again.seconds_by) == set(original.seconds_by)
         assert json.loads(file.read_text())["rows"]
     assert [path.name for path in (tmp_path / "costs").iterdir()] == [file.name]
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_an_unusable_spill_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequestError, match="cannot be used"):
         tiny_llm(prefix_spill=tmp_path / "file" / "below")

@@ -24,24 +24,26 @@ from anydecode.server.settings import Settings  # noqa: E402
 from anydecode.server.tools import tool_constraint  # noqa: E402
 
 
-def accepts(tools: dict[str, Any], style: str, calls: list[tuple[str, Any]]) -> bool:
-    """Whether a model may make `calls` of `tools` (schemas by name), and then end."""
-    form = TOOL_FORMATS[style]
+def accepts(tools: dict[str, Any], format_name: str, calls: list[tuple[str, Any]]) -> bool:
+    """Whether the constraint for `tools` (schemas by name) accepts exactly `calls`."""
+    call_format = TOOL_FORMATS[format_name]
     offered = [Tool(function=Function(name=name, parameters=one)) for name, one in tools.items()]
-    constraint = tool_constraint(offered, form, required=True, parallel=True, answer=None)
-    written = [json.dumps({"name": name, form.arguments: value}) for name, value in calls]
-    whole = f"[{', '.join(written)}]" if form.listed else form.closing.join(written)
+    constraint = tool_constraint(
+        offered, call_format, required=True, parallel=True, answer_schema=None
+    )
+    texts = [json.dumps({"name": name, call_format.arguments: value}) for name, value in calls]
+    joined = f"[{', '.join(texts)}]" if call_format.is_list else call_format.closing.join(texts)
     tokenizer = ByteTokenizer()
     state = constraint.start(tokenizer, tokenizer.vocab_size)
-    for byte in f"{form.opening}{whole}{form.closing}".encode():
+    for byte in f"{call_format.opening}{joined}{call_format.closing}".encode():
         if not state.allows(byte):
             return False
         state.advance(byte)
     return state.may_stop
 
 
-def of(**properties: Any) -> dict[str, Any]:
-    """An object with these properties, all of them required."""
+def object_schema(**properties: Any) -> dict[str, Any]:
+    """The schema of an object with these properties, all required."""
     return {
         "type": "object",
         "properties": properties,
@@ -52,29 +54,36 @@ def of(**properties: Any) -> dict[str, Any]:
 
 LIST = {"type": "array", "items": {"$ref": "#"}}
 INTEGER, NULL = {"type": "integer"}, {"type": "null"}
-#: A schema, a value that is valid under it, and one that is not.
+#: By name: a schema, a valid value, and an invalid one.
 SCHEMAS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "defs": (
-        {**of(c={"$ref": "#/$defs/C"}), "$defs": {"C": of(x=INTEGER)}},
+        {**object_schema(c={"$ref": "#/$defs/C"}), "$defs": {"C": object_schema(x=INTEGER)}},
         {"c": {"x": 1}},
         {"c": 1},
     ),
     "definitions": (
-        {**of(c={"$ref": "#/definitions/a~1b"}), "definitions": {"a/b": INTEGER}},
+        {**object_schema(c={"$ref": "#/definitions/a~1b"}), "definitions": {"a/b": INTEGER}},
         {"c": 1},
         {"c": ""},
     ),
-    "root": (of(c=LIST), {"c": [{"c": []}]}, {"c": [1]}),
-    "pointer": (of(x=INTEGER, y={"$ref": "#/properties/x"}), {"x": 1, "y": 2}, {"x": 1, "y": ""}),
+    "root": (object_schema(c=LIST), {"c": [{"c": []}]}, {"c": [1]}),
+    "pointer": (
+        object_schema(x=INTEGER, y={"$ref": "#/properties/x"}),
+        {"x": 1, "y": 2},
+        {"x": 1, "y": ""},
+    ),
     "root reference": (
-        {"$ref": "#/$defs/N", "$defs": {"N": of(n={"anyOf": [{"$ref": "#/$defs/N"}, NULL]})}},
+        {
+            "$ref": "#/$defs/N",
+            "$defs": {"N": object_schema(n={"anyOf": [{"$ref": "#/$defs/N"}, NULL]})},
+        },
         {"n": {"n": None}},
         {"n": 1},
     ),
     "id": (
         {
             "$id": "https://x.org/a.json",
-            **of(c={"$ref": "https://x.org/a.json#/$defs/C"}),
+            **object_schema(c={"$ref": "https://x.org/a.json#/$defs/C"}),
             "$defs": {"C": INTEGER},
         },
         {"c": 1},
@@ -82,55 +91,59 @@ SCHEMAS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     ),
     "nested id": (
         {
-            **of(c={"$ref": "b.json"}),
+            **object_schema(c={"$ref": "b.json"}),
             "$defs": {
-                "B": {"$id": "b.json", **of(z={"$ref": "#/$defs/Q"}), "$defs": {"Q": INTEGER}}
+                "B": {
+                    "$id": "b.json",
+                    **object_schema(z={"$ref": "#/$defs/Q"}),
+                    "$defs": {"Q": INTEGER},
+                }
             },
         },
         {"c": {"z": 1}},
         {"c": {"z": ""}},
     ),
     "anchor": (
-        {**of(c={"$ref": "#here"}), "$defs": {"C": {"$anchor": "here", **INTEGER}}},
+        {**object_schema(c={"$ref": "#here"}), "$defs": {"C": {"$anchor": "here", **INTEGER}}},
         {"c": 1},
         {"c": ""},
     ),
     "a name": (
-        of(**{"$ref": {"const": {"$ref": "#/$defs/C"}}}),
+        object_schema(**{"$ref": {"const": {"$ref": "#/$defs/C"}}}),
         {"$ref": {"$ref": "#/$defs/C"}},
         {"$ref": 1},
     ),
     "data": (
-        of(c={"enum": [{"$ref": "#/none"}], "default": {"$ref": "#/none"}}),
+        object_schema(c={"enum": [{"$ref": "#/none"}], "default": {"$ref": "#/none"}}),
         {"c": {"$ref": "#/none"}},
         {"c": 1},
     ),
 }
 
 
-@pytest.mark.parametrize("style", list(TOOL_FORMATS))
+@pytest.mark.parametrize("format_name", list(TOOL_FORMATS))
 @pytest.mark.parametrize("name", list(SCHEMAS))
-def test_references_mean_what_they_mean_in_the_schema(name: str, style: str) -> None:
-    """The other tool defines the same names as something else."""
+def test_references_resolve_within_their_own_schema(name: str, format_name: str) -> None:
+    """Another tool defines the same names differently."""
     schema, good, bad = SCHEMAS[name]
     other = {
-        **of(c={"$ref": "#/$defs/C"}, x={"$ref": "#/definitions/a~1b"}),
+        **object_schema(c={"$ref": "#/$defs/C"}, x={"$ref": "#/definitions/a~1b"}),
         "$defs": {"C": {"const": "other"}, "N": {}, "B": {}},
         "definitions": {"a/b": {"const": "other"}},
     }
-    theirs = {"c": "other", "x": "other"}
+    other_value = {"c": "other", "x": "other"}
     for tools in ({"f": schema}, {"f": schema, "g": other}, {"g": other, "f": schema}):
-        assert accepts(tools, style, [("f", good)])
-        assert not accepts(tools, style, [("f", bad)])
-        assert not accepts(tools, style, [("h", good)])
+        assert accepts(tools, format_name, [("f", good)])
+        assert not accepts(tools, format_name, [("f", bad)])
+        assert not accepts(tools, format_name, [("h", good)])
         if "g" in tools:
-            assert accepts(tools, style, [("g", theirs)])
-            assert not accepts(tools, style, [("g", good)])
-            assert not accepts(tools, style, [("f", theirs)])
+            assert accepts(tools, format_name, [("g", other_value)])
+            assert not accepts(tools, format_name, [("g", good)])
+            assert not accepts(tools, format_name, [("f", other_value)])
 
 
-def test_lists_of_calls_are_written_in_one_way() -> None:
-    tools = {"f": of(x=INTEGER), "g": of(y=INTEGER)}
+def test_lists_of_calls_need_at_least_one_call() -> None:
+    tools = {"f": object_schema(x=INTEGER), "g": object_schema(y=INTEGER)}
     calls = [("f", {"x": 1}), ("g", {"y": 2}), ("f", {"x": 3})]
     assert accepts(tools, "mistral", calls)
     assert not accepts(tools, "mistral", [])
@@ -140,11 +153,14 @@ def test_lists_of_calls_are_written_in_one_way() -> None:
     ("reference", "problem"),
     [("#/$defs/none", "Pointer '/\\$defs/none' does not exist"), ("https://x.org/a", "x.org/a")],
 )
-def test_a_reference_to_nothing_is_refused_by_the_tools_name(reference: str, problem: str) -> None:
+def test_an_unresolvable_reference_names_its_tool(reference: str, problem: str) -> None:
     with pytest.raises(ConstraintError, match=f"parameters of tool 'g' cannot be .*{problem}"):
-        accepts({"f": of(x=INTEGER), "g": of(c={"$ref": reference})}, "hermes", [])
+        accepts(
+            {"f": object_schema(x=INTEGER), "g": object_schema(c={"$ref": reference})}, "hermes", []
+        )
 
 
+# The docstrings are part of the prompt, so they determine the scripted model's answers.
 class Country(pydantic.BaseModel):
     """A class within one within another."""
 
@@ -176,7 +192,7 @@ def client() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_nested_model_is_a_tool(client: Any, stream: bool) -> None:
+def test_nested_pydantic_models_work_as_tools(client: Any, stream: bool) -> None:
     tools: Any = [
         openai.pydantic_function_tool(Trip),
         {"type": "function", "function": {"name": "go", "parameters": City.model_json_schema()}},

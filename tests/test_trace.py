@@ -1,4 +1,4 @@
-"""The view of one generation: every token is in it once, in the colour of who drafted it."""
+"""The HTML view of a generation: every token is shown once, in the colour of its drafter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECORD = {
 }
 
 
-def made(records: list[dict] | None, tokens: list[int], **facts: object) -> Generation:
+def make_generation(records: list[dict] | None, tokens: list[int], **facts: object) -> Generation:
     stats = Stats(passes=2, num_tokens=len(tokens), num_prompt_tokens=2, seconds=1.0,
                   time_to_first_token=0.1)  # fmt: skip
     show = {11: "<b>", 12: " no", 13: "\n", 14: "alt", 15: "end", 10: "start"}
@@ -35,7 +35,7 @@ def made(records: list[dict] | None, tokens: list[int], **facts: object) -> Gene
 
 
 class Reader(HTMLParser):
-    """Checks that tags close in order, and collects what is asked for."""
+    """Checks that tags are balanced, and collects ids, links and linked texts."""
 
     VOID = frozenset(("meta", "input", "br", "link"))
 
@@ -67,21 +67,21 @@ class Reader(HTMLParser):
             self.words.append((str(self.open[-1][1].get("class")), data))
 
 
-def test_tokens_are_coloured_by_who_drafted_them() -> None:
-    reader = Reader(page(made([RECORD], [10, 11, 13, 15])))
+def test_tokens_are_coloured_by_their_drafter() -> None:
+    reader = Reader(page(make_generation([RECORD], [10, 11, 13, 15])))
     assert reader.words == [("own", "start"), ("s0", "<b>"), ("s0", "\n"), ("own", "end")]
 
 
-def test_rejected_drafts_stand_where_they_were_rejected() -> None:
+def test_rejected_drafts_are_shown_where_they_were_rejected() -> None:
     rejected = {**RECORD, "accepted": [], "tokens": [15]}
-    html = fragment(made([rejected], [10, 15]))
+    html = fragment(make_generation([rejected], [10, 15]))
     text = html[html.index('<div class="text">') : html.index("<h2>Time")]
     assert unescape(re.sub("<[^>]*>", "|", text)).replace("||", "|") == "|start|<b> no|end|"
     assert "0 of 4" in html
 
 
-def test_every_node_of_a_tree_is_shown_once_and_kept_ones_in_colour() -> None:
-    html = page(made([RECORD], [10, 11, 13, 15]))
+def test_each_tree_node_is_shown_once_with_accepted_ones_coloured() -> None:
+    html = page(make_generation([RECORD], [10, 11, 13, 15]))
     listed = html[html.index('<ol class="passes">') :]
     chips = [(kind, unescape(text)) for kind, text in
              re.findall(r'class="chip (\w+)"[^>]*>([^<]*)<', listed)]  # fmt: skip
@@ -91,54 +91,56 @@ def test_every_node_of_a_tree_is_shown_once_and_kept_ones_in_colour() -> None:
     ]  # fmt: skip
 
 
-def test_a_node_wrongly_called_kept_would_be_seen() -> None:
+def test_a_wrongly_accepted_node_changes_the_page() -> None:
     wrong = {**RECORD, "accepted": [0, 1]}
-    assert page(made([wrong], [10, 11, 13, 15])) != page(made([RECORD], [10, 11, 13, 15]))
+    assert page(make_generation([wrong], [10, 11, 13, 15])) != page(
+        make_generation([RECORD], [10, 11, 13, 15])
+    )
 
 
-def test_every_link_leads_somewhere_and_nothing_is_fetched() -> None:
+def test_links_resolve_and_nothing_is_fetched() -> None:
     for records in ([RECORD], [{**RECORD, "position": 2}], []):
-        html = page(made(records, [10, 11, 13, 15, 15]))
+        html = page(make_generation(records, [10, 11, 13, 15, 15]))
         reader = Reader(html)
         if records:
             assert {link[1:] for link in reader.links} <= set(reader.ids)
         assert not re.search(r"https?:|url\(|@import|src=", html)
 
 
-def test_tokens_nobody_recorded_are_still_there() -> None:
-    generation = made([RECORD], [10, 11, 13, 15, 10, 10])
+def test_tokens_without_a_trace_are_shown() -> None:
+    generation = make_generation([RECORD], [10, 11, 13, 15, 10, 10])
     assert [p.tokens for p in passes_of(generation)] == [[10], [11, 13, 15], [10, 10]]
-    assert passes_of(made(None, [10]))[0].tokens == [10]
+    assert passes_of(make_generation(None, [10]))[0].tokens == [10]
 
 
-def test_an_answer_that_ended_inside_accepted_drafts() -> None:
-    generation = made([RECORD], [10, 11])
-    assert [p.num_kept for p in passes_of(generation)] == [0, 1]
+def test_an_answer_that_ends_within_accepted_drafts() -> None:
+    generation = make_generation([RECORD], [10, 11])
+    assert [p.num_accepted for p in passes_of(generation)] == [0, 1]
     Reader(page(generation))
 
 
-def real(decoder: str, **options: object) -> Generation:
+def generate(decoder: str, **options: object) -> Generation:
     with LLM(ScriptedModel(vocab_size=263, seed=5), tokenizer=ByteTokenizer()) as llm:
         return llm.generate("one two one two one", decoder=decoder, trace=True, max_tokens=30,
                             ignore_eos=True, **options)  # fmt: skip
 
 
 @pytest.mark.parametrize("decoder", ["autoregressive", "prompt-lookup", "suffix", "auto"])
-def test_a_real_trace_says_every_token_once(decoder: str) -> None:
-    generation = real(decoder)
+def test_a_real_trace_shows_each_token_once(decoder: str) -> None:
+    generation = generate(decoder)
     assert [token for p in passes_of(generation) for token in p.tokens] == generation.tokens
     reader = Reader(page(generation))
     shown = "".join(text for _, text in reader.words)
     assert shown == "".join(map(generation.token_text, generation.tokens)).replace("\r", "\n")
 
 
-def test_a_notebook_shows_the_answer_with_and_without_a_trace() -> None:
-    Reader(real("auto")._repr_html_())
+def test_notebooks_render_answers_with_and_without_a_trace() -> None:
+    Reader(generate("auto")._repr_html_())
     with LLM(ScriptedModel(vocab_size=263, seed=5), tokenizer=ByteTokenizer()) as llm:
         Reader(llm.generate("a", max_tokens=5, ignore_eos=True)._repr_html_())
 
 
-def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trace_option_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
     from anydecode.cli import options

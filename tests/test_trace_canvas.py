@@ -1,4 +1,5 @@
-"""The view of a canvas: every token once in the colour of its pass, every pass as it left it."""
+"""The HTML view of a canvas: every token in the colour of its pass, and the canvas after each
+pass."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from html import unescape
 
 from anydecode.evaluation.trace_canvas import MASK, steps_of, view
 from anydecode.evaluation.trace_html import page
-from test_trace import Reader, made
+from test_trace import Reader, make_generation
 
 TRACE = [
     {"canvas": [-1, -1, 7, -1], "start": 5, "filled": [7]},
@@ -23,7 +24,11 @@ def shown(html: str, kind: str) -> list[str]:
 
 def test_a_canvas_fills_in_pass_by_pass() -> None:
     steps = steps_of([{"tokens": [1]}, *TRACE])
-    assert [(step.filled, step.again) for step in steps] == [([2], []), ([0, 3], []), ([1, 2], [2])]
+    assert [(step.filled, step.refilled) for step in steps] == [
+        ([2], []),
+        ([0, 3], []),
+        ([1, 2], [2]),
+    ]
     html = view(TRACE, [4, 6, 8], SHOW.__getitem__)
     assert re.findall(r'class="cell" style="--n:(\d)"', html) == ["2", "3", "3"]
     assert shown(html, "cell") == [" <a>", " b", "d\n"]
@@ -39,7 +44,7 @@ def test_a_canvas_fills_in_pass_by_pass() -> None:
 def test_a_page_with_a_canvas_is_well_formed() -> None:
     records = [{"position": 3, "drafted": [], "parents": [], "sources": None, "accepted": [],
                 "tokens": [], **record} for record in TRACE]  # fmt: skip
-    html = page(made(records, [11, 12, 13]))
+    html = page(make_generation(records, [11, 12, 13]))
     reader = Reader(html)
     assert len(set(reader.ids)) == len(reader.ids) and "<h2>Canvas</h2>" in html
     assert "<b>" not in html

@@ -1,8 +1,8 @@
-"""One engine under measurement, in a process of its own: JSON requests in, JSON answers out.
+"""Runs one engine in its own process: JSON requests on stdin, JSON answers on stdout.
 
-Run as a file, so that it works in an environment that has the peer and not anydecode. Each peer is
-given its best case: greedy picks, ends ignored, nothing printed, and llama.cpp through its C calls
-without Python's samplers.
+Run as a file, so that it works in an environment that has the baseline but not anydecode. Each
+baseline runs in its best case: greedy, end tokens ignored, nothing printed, and llama.cpp through
+its C API without Python's samplers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ TRIAL_PROMPT = "The harbour office counted the boats"
 
 
 class Timing(NamedTuple):
-    """`first` is seconds from the prompt to its first token, `total` to the last of `tokens`."""
+    """Times of one generation: seconds from the prompt to the first token (`first`) and to the last
+    (`total`), and the numbers of generated and prompt tokens."""
 
     first: float
     total: float
@@ -33,7 +34,7 @@ class Timing(NamedTuple):
 
 
 class Anydecode:
-    """Ours, through its Python API."""
+    """anydecode, through its Python API."""
 
     def __init__(self, model: str, threads: int, decoder: str = "following") -> None:
         import anydecode
@@ -48,17 +49,20 @@ class Anydecode:
         first = 0.0
         generation: Any = None
         settings: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "decoder": self.decoder}
-        for piece in self.llm.stream(prompt, max_tokens=tokens, **settings):
+        for chunk in self.llm.stream(prompt, max_tokens=tokens, **settings):
             first = first or time.perf_counter() - start
-            generation = piece.generation or generation
+            generation = chunk.generation or generation
         total = time.perf_counter() - start
         first = generation.stats.time_to_first_token or first
         return Timing(first, total, len(generation.tokens), len(self.llm.tokenizer.encode(prompt)))
 
 
 class Transformers:
-    """`transformers`, with the checkpoint's weights in a dense type. `lookup`: drafts by its prompt
-    lookup, up to so many; `layers`: by a copy with so many layers, spread evenly."""
+    """`transformers`, with the checkpoint's weights in a dense dtype.
+
+    With `lookup`, it drafts up to that many tokens by its prompt lookup; with `layers`, it drafts
+    with a copy of the model that has that many layers, evenly spaced.
+    """
 
     def __init__(
         self, model: str, threads: int, dtype: str = "float32", lookup: int = 0, layers: int = 0
@@ -73,45 +77,47 @@ class Transformers:
         self.settings = f"{threads} threads, {dtype}"
         self.torch = torch
         path = Path(model)
-        where: dict[str, Any] = {"pretrained_model_name_or_path": model}
+        source: dict[str, Any] = {"pretrained_model_name_or_path": model}
         if path.suffix == ".gguf":
-            where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-        if "gguf_file" in where and hasattr(transformers, "GgufConfig"):
-            # Newer versions keep and multiply the blocks of the file unless told not to.
+            source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+        if "gguf_file" in source and hasattr(transformers, "GgufConfig"):
+            # Newer versions compute with the file's quantised blocks unless disabled.
             dense = transformers.GgufConfig(gguf_file=path.name, dequantize=True)
-            where["quantization_config"] = dense
-        kind = getattr(torch, dtype)
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(dtype=kind, **where).eval()
-        self.drafting: dict[str, Any] = {}
+            source["quantization_config"] = dense
+        torch_dtype = getattr(torch, dtype)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            dtype=torch_dtype, **source
+        ).eval()
+        self.draft_options: dict[str, Any] = {}
         if lookup:
-            self.drafting = {"prompt_lookup_num_tokens": lookup}
+            self.draft_options = {"prompt_lookup_num_tokens": lookup}
             self.settings += f", prompt lookup of {lookup}"
         if layers:
-            self.drafting = {"assistant_model": self._thinned(layers)}
+            self.draft_options = {"assistant_model": self._shallow_copy(layers)}
             self.settings += f", assisted by {layers} of its layers"
 
-    def _thinned(self, count: int) -> Any:
-        """A model that shares the weights of `count` layers."""
+    def _shallow_copy(self, count: int) -> Any:
+        """A model of `count` evenly spaced layers, which shares their weights."""
         depth = len(self.model.model.layers)
-        kept = [round(position * (depth - 1) / (count - 1)) for position in range(count)]
+        layer_indices = [round(index * (depth - 1) / (count - 1)) for index in range(count)]
         config = copy.deepcopy(self.model.config)
         config.num_hidden_layers = count
         if getattr(config, "layer_types", None):
-            config.layer_types = [config.layer_types[layer] for layer in kept]
-        few = copy.copy(self.model)
-        few._modules = dict(self.model._modules)
-        few.model = copy.copy(self.model.model)
-        few.model._modules = dict(self.model.model._modules)
-        layers = [copy.copy(self.model.model.layers[layer]) for layer in kept]
-        for position, layer in enumerate(layers):
+            config.layer_types = [config.layer_types[layer] for layer in layer_indices]
+        shallow = copy.copy(self.model)
+        shallow._modules = dict(self.model._modules)
+        shallow.model = copy.copy(self.model.model)
+        shallow.model._modules = dict(self.model.model._modules)
+        layers = [copy.copy(self.model.model.layers[layer]) for layer in layer_indices]
+        for index, layer in enumerate(layers):
             layer._modules = dict(layer._modules)
             layer.self_attn = copy.copy(layer.self_attn)
-            layer.self_attn.layer_idx = position
-        few.model.layers = self.torch.nn.ModuleList(layers)
-        few.config = few.model.config = config
-        few.generation_config = copy.deepcopy(self.model.generation_config)
-        return few
+            layer.self_attn.layer_idx = index
+        shallow.model.layers = self.torch.nn.ModuleList(layers)
+        shallow.config = shallow.model.config = config
+        shallow.generation_config = copy.deepcopy(self.model.generation_config)
+        return shallow
 
     def generate(
         self, prompt: str, tokens: int, temperature: float = 0.0, ends: bool = False
@@ -123,13 +129,13 @@ class Transformers:
             options["min_new_tokens"] = tokens
         if temperature > 0:
             options.update(temperature=temperature, top_k=0, top_p=1.0)
-        if self.drafting:
-            clock = _Criterion(inputs["input_ids"].shape[1])
+        if self.draft_options:
+            clock = _CriterionClock(inputs["input_ids"].shape[1])
             options["stopping_criteria"] = [clock]
         else:
             options["streamer"] = clock
         with self.torch.inference_mode():
-            out = self.model.generate(**inputs, **options, **self.drafting, pad_token_id=0)
+            out = self.model.generate(**inputs, **options, **self.draft_options, pad_token_id=0)
         length = inputs["input_ids"].shape[1]
         return Timing(clock.times[1], clock.times[-1], out.shape[1] - length, length)
 
@@ -147,16 +153,16 @@ class Transformers:
                 cache = one_pass(None, 0, context) if context else None
                 for _ in range(4):
                     start = time.perf_counter()
-                    passed = one_pass(cache, context, count)
+                    new_cache = one_pass(cache, context, count)
                     seconds.append(time.perf_counter() - start)
                     if cache is not None:
-                        passed.crop(-count)
+                        new_cache.crop(-count)
                 costs[count] = sorted(seconds)[len(seconds) // 2]
         return costs
 
 
 class _Clock:
-    """A `transformers` streamer that only notes the time: the prompt first, then each token."""
+    """A `transformers` streamer that records the time of the prompt, then of each token."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -169,8 +175,8 @@ class _Clock:
         return
 
 
-class _Criterion(_Clock):
-    """The same where streamers are not allowed: a stopping criterion that never stops."""
+class _CriterionClock(_Clock):
+    """The same as a stopping criterion that never stops, for where streamers are not supported."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -182,7 +188,8 @@ class _Criterion(_Clock):
 
 
 class LlamaCppPython:
-    """llama.cpp through `llama-cpp-python`'s own loop, with or without its prompt lookup."""
+    """llama.cpp through the generation loop of `llama-cpp-python`, with prompt lookup if `drafts` >
+    0."""
 
     def __init__(self, model: str, threads: int, drafts: int = 0) -> None:
         import llama_cpp
@@ -213,7 +220,8 @@ class LlamaCppPython:
 
 
 class LlamaCpp:
-    """llama.cpp through `llama-cpp-python`'s C bindings, at its fastest threads and flags."""
+    """llama.cpp through the C bindings of `llama-cpp-python`, with its fastest settings if
+    `tune`."""
 
     def __init__(self, model: str, threads: int, tune: bool = True) -> None:
         import llama_cpp
@@ -232,7 +240,7 @@ class LlamaCpp:
         self.sampler = llama_cpp.llama_sampler_init_greedy()
         self.context: Any = None
         choices = [(count, flash) for count in range(threads, 0, -1) for flash in (1, 0)]
-        best = min(choices if tune else choices[:1], key=self._trial)
+        best = min(choices if tune else choices[:1], key=self._time_choice)
         self._open(*best)
         self.settings = f"{best[0]} threads, flash attention {'on' if best[1] else 'off'}"
 
@@ -248,7 +256,7 @@ class LlamaCpp:
         parameters.no_perf = True
         self.context = library.llama_init_from_model(self.model, parameters)
 
-    def _trial(self, choice: tuple[int, int]) -> float:
+    def _time_choice(self, choice: tuple[int, int]) -> float:
         self._open(*choice)
         timings = [self.generate(TRIAL_PROMPT, 24) for _ in range(2)]
         return min(timing.total for timing in timings)
@@ -259,22 +267,22 @@ class LlamaCpp:
         count = self.library.llama_tokenize(self.vocab, data, len(data), ids, len(ids), True, False)
         return list(ids[:count])
 
-    def _forget(self) -> None:
+    def _clear_cache(self) -> None:
         self.library.llama_memory_clear(self.library.llama_get_memory(self.context), True)
 
     def generate(self, prompt: str, tokens: int) -> Timing:
         library, context = self.library, self.context
-        self._forget()
+        self._clear_cache()
         start = time.perf_counter()
         ids = self.tokenize(prompt)
         array = (library.llama_token * len(ids))(*ids)
         self._decode(library.llama_batch_get_one(array, len(ids)))
-        one = (library.llama_token * 1)()
-        one[0] = library.llama_sampler_sample(self.sampler, context, -1)
+        next_token = (library.llama_token * 1)()
+        next_token[0] = library.llama_sampler_sample(self.sampler, context, -1)
         first = time.perf_counter() - start
         for _ in range(tokens - 1):
-            self._decode(library.llama_batch_get_one(one, 1))
-            one[0] = library.llama_sampler_sample(self.sampler, context, -1)
+            self._decode(library.llama_batch_get_one(next_token, 1))
+            next_token[0] = library.llama_sampler_sample(self.sampler, context, -1)
         return Timing(first, time.perf_counter() - start, tokens, len(ids))
 
     def _decode(self, batch: Any) -> None:
@@ -284,20 +292,20 @@ class LlamaCpp:
     def rows(self, counts: list[int], context: int) -> dict[int, float]:
         costs = {}
         for count in counts:
-            self._forget()
+            self._clear_cache()
             for start in range(0, context, 512):
-                self._rows_pass(start, min(512, context - start), every=False)
+                self._rows_pass(start, min(512, context - start), all_logits=False)
             memory = self.library.llama_get_memory(self.context)
             seconds = []
             for _ in range(8):
-                begin = time.perf_counter()
-                self._rows_pass(context, count, every=count <= 64)
-                seconds.append(time.perf_counter() - begin)
+                pass_start = time.perf_counter()
+                self._rows_pass(context, count, all_logits=count <= 64)
+                seconds.append(time.perf_counter() - pass_start)
                 self.library.llama_memory_seq_rm(memory, 0, context, -1)
             costs[count] = sorted(seconds)[len(seconds) // 2]
         return costs
 
-    def _rows_pass(self, start: int, count: int, *, every: bool) -> None:
+    def _rows_pass(self, start: int, count: int, *, all_logits: bool) -> None:
         batch = self.library.llama_batch_init(count, 0, 1)
         batch.n_tokens = count
         for i in range(count):
@@ -305,14 +313,14 @@ class LlamaCpp:
             batch.pos[i] = start + i
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = 0
-            batch.logits[i] = int(every or i == count - 1)
+            batch.logits[i] = int(all_logits or i == count - 1)
         self._decode(batch)
         self.library.llama_synchronize(self.context)
         self.library.llama_batch_free(batch)
 
 
 def quantize(source: str, target: str) -> None:
-    """Write `source` as Q4_0, with llama.cpp's own quantiser."""
+    """Quantise the file `source` to Q4_0 with llama.cpp, and write it to `target`."""
     import llama_cpp
 
     parameters = llama_cpp.llama_model_quantize_default_params()
@@ -326,7 +334,8 @@ def quantize(source: str, target: str) -> None:
 
 
 class OpenVino:
-    """OpenVINO GenAI, which reads GGUF itself. `lookup`: drafts by its prompt lookup."""
+    """OpenVINO GenAI, which loads GGUF files. With `lookup`, it drafts up to that many tokens by
+    its prompt lookup."""
 
     def __init__(self, model: str, threads: int, lookup: int = 0) -> None:
         import openvino_genai
@@ -376,7 +385,7 @@ ENGINES: dict[str, Callable[[str, int], Any]] = {
     "openvino-prompt-lookup": lambda model, threads: OpenVino(model, threads, lookup=5),
 }
 
-#: Engines that draft, each behind the same engine without drafts.
+#: Engines that draft, each preceded by the same engine without drafts.
 SPECULATIVE = (
     "llama-cpp-python",
     "llama.cpp-prompt-lookup",
@@ -386,20 +395,20 @@ SPECULATIVE = (
     "openvino-genai",
     "openvino-prompt-lookup",
 )
-#: What `bench peers` compares by default.
-PLAIN = tuple(name for name in ENGINES if name not in SPECULATIVE) + (
+#: The engines that `bench peers` compares by default.
+DEFAULT_ENGINES = tuple(name for name in ENGINES if name not in SPECULATIVE) + (
     "transformers-float32",
     "openvino-genai",
 )
 
-#: Engines whose single passes can be timed.
-SHOWING_PASSES = frozenset(
+#: Engines whose forward passes can be timed.
+CAN_TIME_PASSES = frozenset(
     {"transformers-float32", "transformers-bfloat16", "llama.cpp", "llama.cpp-q4_0"}
 )
 
 
 def peak_memory() -> int:
-    """The most bytes this process has had resident."""
+    """Peak resident set of this process, in bytes."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
@@ -411,35 +420,35 @@ def peak_memory() -> int:
 
 
 def serve(engine: str, model: str, threads: int) -> None:
-    """Answer requests, one JSON object a line, until the input ends. What libraries print is
-    kept off the pipe the answers take."""
-    answers = os.fdopen(os.dup(1), "w")
+    """Answer requests, one JSON object per line, until the input ends. Output of libraries is
+    redirected to stderr, away from the answers."""
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def answer(value: dict[str, Any]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
+    def respond(value: dict[str, Any]) -> None:
+        output.write(json.dumps(value) + "\n")
+        output.flush()
 
     start = time.perf_counter()
     try:
         worker = ENGINES[engine](model, threads)
     except Exception as error:
-        answer({"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"})
+        respond({"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"})
         return
-    loaded = time.perf_counter() - start
-    answer({"version": worker.version, "settings": worker.settings, "load_seconds": loaded})
+    load_seconds = time.perf_counter() - start
+    respond({"version": worker.version, "settings": worker.settings, "load_seconds": load_seconds})
     for line in sys.stdin:
         request = json.loads(line)
         if "rows" in request:
-            answer({"rows": worker.rows(request["rows"], request["context"])})
+            respond({"rows": worker.rows(request["rows"], request["context"])})
         else:
-            how = {name: request[name] for name in ("temperature", "ends") if name in request}
+            options = {name: request[name] for name in ("temperature", "ends") if name in request}
             try:
-                timing = worker.generate(request["prompt"], request["tokens"], **how)
+                timing = worker.generate(request["prompt"], request["tokens"], **options)
             except Exception as error:
-                answer({"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"})
+                respond({"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"})
                 continue
-            answer({**timing._asdict(), "peak_memory": peak_memory()})
+            respond({**timing._asdict(), "peak_memory": peak_memory()})
 
 
 def main() -> None:

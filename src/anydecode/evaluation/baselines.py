@@ -1,7 +1,8 @@
-"""Other engines beside ours, in one run: same checkpoint, prompts, threads, all greedy.
+"""`anydecode bench peers`: compares this engine with baselines on the same checkpoint, prompts and
+threads, all greedy.
 
-Every engine lives in a process of its own, and the rounds are interleaved, so that whatever the
-machine does meanwhile falls on all alike. What is compared is a ratio, within a round.
+Each engine runs in its own process. Rounds are interleaved, so that other load on the machine
+affects all engines equally. Engines are compared by the ratio of their rates within a round.
 """
 
 from __future__ import annotations
@@ -27,16 +28,31 @@ from anydecode.evaluation.machine_info import cpu_name, usable_cores
 from anydecode.evaluation.prompts import spread
 from anydecode.evaluation.report import JsonFile, write_report
 
-OURS = "anydecode"
+ANYDECODE = "anydecode"
 ROWS = (1, 2, 4, 8, 16, 32)
 PREFILL_ROWS = 512
-#: Seconds that an engine may take to load, and for one answer.
-LOADING, ANSWERING = 600.0, 180.0
+#: Seconds that an engine may take to load, and to answer one request.
+LOAD_TIMEOUT, ANSWER_TIMEOUT = 600.0, 180.0
 
 
 @dataclass
-class Result:
-    """One engine's figures: medians over rounds and prompts. `rates` has one entry per round."""
+class BaselineResult:
+    """Results of one engine.
+
+    Attributes:
+        engine: Name of the engine.
+        version: Version of the engine.
+        settings: Settings of the engine, as text.
+        load_seconds: Time to load the model, in seconds.
+        time_to_first_token: Median over rounds, in seconds.
+        tokens_per_second: Median over rounds, after the first token.
+        peak_memory: Largest resident set, in bytes.
+        ratio: How many times this engine's rate anydecode's rate is; None if it was not measured.
+        prompt_tokens: Tokens of all prompts.
+        rates: Tokens per second of each round.
+        firsts: Mean time to first token of each round, in seconds.
+        rows: Seconds of a forward pass, by its number of rows.
+    """
 
     engine: str
     version: str
@@ -53,9 +69,11 @@ class Result:
 
 
 class Worker:
-    """A running `baseline_worker.py`, or another such `file`. `missing` says why it does not
-    run. One
-    that takes longer than `patience` seconds for an answer is ended."""
+    """A running process of `baseline_worker.py`, or of another `file` with the same protocol.
+
+    `missing` is the reason why the engine cannot run, or None. A process that takes longer than
+    `timeout` seconds for an answer is killed.
+    """
 
     def __init__(
         self,
@@ -64,10 +82,10 @@ class Worker:
         threads: int,
         python: str,
         file: str = baseline_worker.__file__,
-        patience: float | None = None,
+        timeout: float | None = None,
     ) -> None:
         program = [python, file, engine, model, "--threads", str(threads)]
-        quiet = {
+        environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(threads),
             "HF_HUB_OFFLINE": "1",
@@ -75,30 +93,30 @@ class Worker:
             "OPENVINO_TELEMETRY": "0",
         }
         self.engine = engine
-        self.patience = patience
+        self.timeout = timeout
         self.process = subprocess.Popen(
             program,
-            env=quiet,
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self.hello = self._answer()
+        self.hello = self._read()
         self.missing: str | None = self.hello.get("missing")
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request, wait for its answer."""
+        """Send a request and return its answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        return self._answer()
+        return self._read()
 
-    def _answer(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], self.patience)[0]:
+        if not select.select([self.process.stdout], [], [], self.timeout)[0]:
             self.process.kill()
-            return {"missing": f"{self.engine} gave no answer within {self.patience:g} s"}
+            return {"missing": f"{self.engine} gave no answer within {self.timeout:g} s"}
         line = self.process.stdout.readline()
         if not line:
             return {"missing": f"{self.engine} ended with exit code {self.process.wait()}"}
@@ -106,29 +124,29 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """End the process."""
+        """Close the pipes and wait for the process to exit."""
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
         self.process.wait()
 
 
-def started(
+def start_workers(
     engines: Sequence[str],
     model: str,
     threads: int,
     python: str,
     stack: ExitStack,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[Worker]:
-    """Workers for engines other than ours, until `stack` closes; those that do not run say why."""
+    """Start one worker per baseline; `stack` closes them. Each one's status is passed to `log`."""
     workers = []
     for engine in engines:
-        worker = Worker(engine, model, threads, python, patience=LOADING)
-        worker.patience = ANSWERING
+        worker = Worker(engine, model, threads, python, timeout=LOAD_TIMEOUT)
+        worker.timeout = ANSWER_TIMEOUT
         stack.callback(worker.close)
-        loaded = f"loaded in {worker.hello.get('load_seconds', 0.0):.1f} s"
-        tell(f"{engine}: {worker.missing or loaded}")
+        status = f"loaded in {worker.hello.get('load_seconds', 0.0):.1f} s"
+        log(f"{engine}: {worker.missing or status}")
         workers.append(worker)
     return workers
 
@@ -144,18 +162,20 @@ def compare(
     rows: bool = False,
     python: str = sys.executable,
 ) -> dict[str, Any]:
-    """Time `engines` on the GGUF file `model`; everything the table and `--json` show."""
+    """Time `engines` on the GGUF file `model`. Returns the report for the tables and `--json`."""
     texts = [prompt.text for prompt in spread(prompts)]
     missing: dict[str, str] = {}
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="anydecode-peers-")))
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="anydecode-baselines-"))
+        )
         workers = []
         for engine in engines:
-            file = _file_for(engine, model, folder, python, missing)
+            file = _model_file(engine, model, folder, python, missing)
             if file is None:
                 continue
-            ours = engine == OURS
-            worker = Worker(engine, file, threads, sys.executable if ours else python)
+            own = engine == ANYDECODE
+            worker = Worker(engine, file, threads, sys.executable if own else python)
             stack.callback(worker.close)
             if worker.missing is None:
                 workers.append(worker)
@@ -164,7 +184,7 @@ def compare(
         results = measure(workers, texts, tokens, rounds, missing)
         for worker in workers if rows else ():
             if worker.engine in results:
-                results[worker.engine].rows = _rows(worker)
+                results[worker.engine].rows = _row_costs(worker)
     add_ratios(results)
     return {
         "machine": {"cpu": cpu_name(), "cores": usable_cores(), "threads": threads},
@@ -177,18 +197,19 @@ def compare(
     }
 
 
-def _file_for(
+def _model_file(
     engine: str, model: str, folder: Path, python: str, missing: dict[str, str]
 ) -> str | None:
-    """The file an engine reads: the model's own, or what llama.cpp's quantiser makes of it."""
+    """The file that an engine loads: the model's own, or one quantised by llama.cpp. None if
+    quantising failed, with the reason in `missing`."""
     if engine != "llama.cpp-q4_0":
         return model
     target = folder / f"{Path(model).stem}-q4_0.gguf"
     command = [python, baseline_worker.__file__, "quantize", model, "--to", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == 0:
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode == 0:
         return str(target)
-    missing[engine] = next(iter(done.stderr.splitlines()[-1:]), "quantising failed")
+    missing[engine] = next(iter(process.stderr.splitlines()[-1:]), "quantising failed")
     return None
 
 
@@ -198,18 +219,18 @@ def measure(
     tokens: int,
     rounds: int,
     missing: dict[str, str],
-) -> dict[str, Result]:
-    """Interleaved rounds after a warm-up; an engine that fails on the way joins `missing`."""
-    results: dict[str, Result] = {}
+) -> dict[str, BaselineResult]:
+    """Run interleaved rounds after a warm-up. An engine that fails is moved to `missing`."""
+    results: dict[str, BaselineResult] = {}
     samples: dict[str, list[list[dict[str, Any]]]] = {}
     for worker in workers:
         hello = worker.hello
-        results[worker.engine] = Result(
+        results[worker.engine] = BaselineResult(
             worker.engine, hello["version"], hello["settings"], hello["load_seconds"]
         )
         samples[worker.engine] = [[] for _ in range(rounds)]
         worker.ask(prompt=texts[0], tokens=min(tokens, 16))
-    for turn, text, worker in _interleaved(workers, texts, rounds):
+    for round_index, text, worker in _interleaved(workers, texts, rounds):
         if worker.engine not in results:
             continue
         answer = worker.ask(prompt=text, tokens=tokens)
@@ -217,7 +238,7 @@ def measure(
             missing[worker.engine] = answer["missing"]
             del results[worker.engine]
         else:
-            samples[worker.engine][turn].append(answer)
+            samples[worker.engine][round_index].append(answer)
     for engine, result in results.items():
         _fill(result, samples[engine])
     return results
@@ -226,15 +247,15 @@ def measure(
 def _interleaved(
     workers: list[Worker], texts: list[str], rounds: int
 ) -> Iterator[tuple[int, str, Worker]]:
-    for turn in range(rounds):
+    for round_index in range(rounds):
         for number, text in enumerate(texts):
-            offset = (turn + number) % max(len(workers), 1)
+            offset = (round_index + number) % max(len(workers), 1)
             for worker in workers[offset:] + workers[:offset]:
-                yield turn, text, worker
+                yield round_index, text, worker
 
 
-def _fill(result: Result, rounds: list[list[dict[str, Any]]]) -> None:
-    """Medians; a round's rate is its tokens after each first, over their time."""
+def _fill(result: BaselineResult, rounds: list[list[dict[str, Any]]]) -> None:
+    """Set the medians. A round's rate counts the tokens after each first one, and their time."""
     for answers in rounds:
         seconds = sum(answer["total"] - answer["first"] for answer in answers)
         result.rates.append(sum(answer["tokens"] - 1 for answer in answers) / seconds)
@@ -245,28 +266,28 @@ def _fill(result: Result, rounds: list[list[dict[str, Any]]]) -> None:
     result.peak_memory = max(answer["peak_memory"] for answers in rounds for answer in answers)
 
 
-def _rows(worker: Worker) -> dict[str, float]:
-    """Seconds of a pass over n rows at 256 positions of context, and of a prefill; empty where the
-    engine shows no passes."""
-    if worker.engine not in baseline_worker.SHOWING_PASSES:
+def _row_costs(worker: Worker) -> dict[str, float]:
+    """Seconds of a forward pass over n rows at a context of 256 positions, and of a prefill; empty
+    if the engine's passes cannot be timed."""
+    if worker.engine not in baseline_worker.CAN_TIME_PASSES:
         return {}
     costs = worker.ask(rows=list(ROWS), context=256).get("rows", {})
     prefill = worker.ask(rows=[PREFILL_ROWS], context=0).get("rows", {})
     return {**costs, **prefill}
 
 
-def add_ratios(results: dict[str, Result]) -> None:
-    """How many times an engine's rate ours is: the median over rounds of the ratio in a round."""
-    ours = results.get(OURS)
-    if ours is None:
+def add_ratios(results: dict[str, BaselineResult]) -> None:
+    """Set each engine's `ratio`: the median over rounds of anydecode's rate over the engine's."""
+    own = results.get(ANYDECODE)
+    if own is None:
         return
     for result in results.values():
-        pairs = zip(ours.rates, result.rates, strict=True)
-        result.ratio = statistics.median(mine / other for mine, other in pairs)
+        pairs = zip(own.rates, result.rates, strict=True)
+        result.ratio = statistics.median(own_rate / rate for own_rate, rate in pairs)
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """The tables, the machine's name above them and missing engines below."""
+    """Print the machine, the tables and the missing engines."""
     from rich.console import Console
     from rich.table import Table
 
@@ -298,12 +319,12 @@ def print_report(report: dict[str, Any]) -> None:
 def _print_rows(console: Any, report: dict[str, Any]) -> None:
     from rich.table import Table
 
-    shown = [row for row in report["engines"] if row["rows"]]
-    if not shown:
+    rows = [row for row in report["engines"] if row["rows"]]
+    if not rows:
         return
     columns = [*map(str, ROWS), str(PREFILL_ROWS)]
     table = Table("ms of a pass over n rows", *columns[:-1], f"prefill {columns[-1]}", box=None)
-    for row in shown:
+    for row in rows:
         table.add_row(row["engine"], *(f"{row['rows'][column] * 1e3:.1f}" for column in columns))
     console.print(table)
 
@@ -313,27 +334,31 @@ def bench_baselines(
         "smollm2-135m-instruct"
     ),
     engines: Annotated[
-        str, typer.Option("--engines", help="Names, separated by commas.")
-    ] = ",".join(baseline_worker.PLAIN),
-    threads: Annotated[int, typer.Option("--threads", help="CPU threads for each.")] = 0,
+        str, typer.Option("--engines", help="Names of engines, separated by commas.")
+    ] = ",".join(baseline_worker.DEFAULT_ENGINES),
+    threads: Annotated[
+        int, typer.Option("--threads", help="CPU threads per engine; 0: every core.")
+    ] = 0,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens per prompt.")] = 128,
-    prompts: Annotated[int, typer.Option("--prompts", min=1, help="How many prompts.")] = 4,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How many rounds.")] = 3,
-    rows: Annotated[bool, typer.Option("--rows", help="Passes over n rows as well.")] = False,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Number of prompts.")] = 4,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Number of rounds.")] = 3,
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Also time forward passes over n rows.")
+    ] = False,
     python: Annotated[
-        str, typer.Option("--python", help="The interpreter that has the peers.")
+        str, typer.Option("--python", help="Python interpreter with the baselines installed.")
     ] = sys.executable,
     json_file: JsonFile = None,
 ) -> None:
-    """Time this engine and its peers on one checkpoint, in one run.
+    """Time this engine and baselines on one checkpoint, in one run.
 
     Example: anydecode bench peers --tokens 128 --json peers.json
     """
     chosen = [name.strip() for name in engines.split(",") if name.strip()]
     unknown = sorted(set(chosen) - set(baseline_worker.ENGINES))
     if unknown:
-        known = ", ".join(baseline_worker.ENGINES)
-        raise InvalidRequestError(f"no engine {', '.join(unknown)}: there are {known}")
+        allowed = ", ".join(baseline_worker.ENGINES)
+        raise InvalidRequestError(f"unknown engines {', '.join(unknown)}; choose from {allowed}")
     report = compare(
         find_file(model),
         engines=chosen,
@@ -348,12 +373,13 @@ def bench_baselines(
 
 
 def find_file(model: str) -> str:
-    """The `.gguf` file of a model: a path as it is, a name by the loader."""
+    """The `.gguf` file of `model`, which is a path or a name. Raises `InvalidRequestError` if it
+    has none."""
     if Path(model).is_file():
         return model
     from anydecode.models.loading import resolve
 
     path = str(resolve(model))
     if not path.endswith(".gguf"):
-        raise InvalidRequestError(f"peers are compared on a .gguf file, and {model} is none")
+        raise InvalidRequestError(f"{model} is not a .gguf file; baselines need one")
     return path

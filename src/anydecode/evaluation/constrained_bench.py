@@ -1,8 +1,8 @@
-"""`anydecode bench constrained`: what the constraints accept, what they get wrong, what they cost.
+"""`anydecode bench constrained`: coverage, correctness and cost of constraints.
 
 Instances of JSONSchemaBench and of the JSON-Schema-Test-Suite are walked through the constraint
-token by token and then through the validator, as a decoder would; with a model, answers are
-generated and judged by jsonschema-rs.
+token by token and then through the validator, as by a decoder. With a model, answers are generated
+and validated by jsonschema-rs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.evaluation import constrained_worker
 from anydecode.evaluation.baselines import find_file
 from anydecode.evaluation.constrained_answers import (
-    OURS,
+    ANYDECODE,
     UNCHECKED,
     Baseline,
-    Ours,
+    OwnEngine,
     Setting,
-    print_figures,
+    print_results,
     run,
     summary,
-    unconstrained_pace,
+    unconstrained_seconds_per_token,
 )
 from anydecode.evaluation.machine_info import usable_cores
 from anydecode.evaluation.results_log import ResultsLog
@@ -42,10 +42,25 @@ from anydecode.models.tokenizer import Tokenizer
 
 @dataclass
 class Tally:
-    """Counts and times of one split (or keyword). Times in milliseconds and microseconds; `warm_ms`
-    is the same schema once more, `compile_cpu_ms` leaves out what other processes took. Of the
-    instances `wrongly_refused` as they are written, `respelled` can be said with their properties
-    in another order or whole numbers without ".0"."""
+    """Counts and times of one split (or keyword).
+
+    Attributes:
+        schemas: Schemas measured.
+        compiled: Schemas that compiled.
+        all_right: Compiled schemas with no wrongly accepted or refused instance.
+        valid: Valid instances.
+        invalid: Invalid instances.
+        wrongly_refused: Valid instances that the constraint refuses as they are written.
+        respelled: Of these, those accepted with their properties in another order or whole numbers
+            without ".0".
+        wrongly_allowed: Invalid instances that the constraint accepts.
+        with_checks: Schemas that need a validator in addition to the mask.
+        compile_ms: Wall time to compile each schema, in milliseconds.
+        compile_cpu_ms: CPU time to compile each schema, in milliseconds.
+        warm_ms: Wall time to compile the same schema again, in milliseconds.
+        mask_us: Time of each mask, in microseconds.
+        refusals: One line per schema that did not compile and per wrongly refused instance.
+    """
 
     schemas: int = 0
     compiled: int = 0
@@ -63,12 +78,12 @@ class Tally:
     refusals: list[str] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
-        """Count what `other` counted."""
+        """Add the counts and times of `other`."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts, with times as median, 95th, 99th percentile and largest."""
+        """The counts, and the times as median, 95th and 99th percentile and maximum."""
         plain = {name: value for name, value in vars(self).items() if isinstance(value, int)}
         names = ("compile_ms", "compile_cpu_ms", "warm_ms", "mask_us")
         times = {name: getattr(self, name) for name in names}
@@ -77,30 +92,30 @@ class Tally:
 
 
 def walk(constraint: JsonSchema, tokenizer: Tokenizer, text: str) -> bool:
-    """Whether a decoder under `constraint` could say `text`."""
+    """Whether `constraint` accepts `text`, token by token."""
     return refused_at(constraint, tokenizer, text) is None
 
 
 def refused_at(
     constraint: JsonSchema, tokenizer: Tokenizer, text: str, times: list[float] | None = None
 ) -> int | None:
-    """None if a decoder under `constraint` could say `text`: every token is in its mask, and no
-    check refuses. Else how many tokens it could say. The times of the masks, in microseconds, go
-    into `times`."""
+    """The number of tokens of `text` before `constraint` refuses; None if it accepts all of `text`:
+    every token is in the mask, and the validator finds no error. Appends the time of each mask, in
+    microseconds, to `times`."""
     state = constraint.start(tokenizer, tokenizer.vocab_size)
-    watch = constraint.incremental_validator(tokenizer)
+    validator = constraint.incremental_validator(tokenizer)
     tokens = tokenizer.encode(text, special=False)
     for number, token in enumerate(tokens):
         if times is not None:
-            began = perf_counter()
+            start = perf_counter()
             state.mask()
-            times.append(1e6 * (perf_counter() - began))
+            times.append(1e6 * (perf_counter() - start))
         if not state.allows(token):
             return number
         state.advance(token)
-        if watch is not None and watch.push(token) is not None:
+        if validator is not None and validator.push(token) is not None:
             return number + 1
-    if not state.may_stop or (watch is not None and watch.end() is not None):
+    if not state.may_stop or (validator is not None and validator.end() is not None):
         return len(tokens)
     return None
 
@@ -113,7 +128,7 @@ def measure_schema(
     resources: dict[str, Any] | None = None,
     formats: bool = True,
 ) -> Tally:
-    """One schema with its instances."""
+    """Measure one schema with its instances."""
     tally = Tally(schemas=1)
     options: dict[str, Any] = {
         "max_string": 0,
@@ -121,90 +136,95 @@ def measure_schema(
         "resources": resources,
         "formats": formats,
     }
-    began, worked = perf_counter(), thread_time()
+    start, cpu_start = perf_counter(), thread_time()
     try:
         constraint = JsonSchema(schema, **options)
         constraint.start(tokenizer, tokenizer.vocab_size)
     except ConstraintError as error:
         tally.refusals.append(f"{name}: {error}")
         return tally
-    tally.compile_ms.append(1e3 * (perf_counter() - began))
-    tally.compile_cpu_ms.append(1e3 * (thread_time() - worked))
-    began = perf_counter()
+    tally.compile_ms.append(1e3 * (perf_counter() - start))
+    tally.compile_cpu_ms.append(1e3 * (thread_time() - cpu_start))
+    start = perf_counter()
     JsonSchema(schema, **options).start(tokenizer, tokenizer.vocab_size)
-    tally.warm_ms.append(1e3 * (perf_counter() - began))
+    tally.warm_ms.append(1e3 * (perf_counter() - start))
     tally.compiled = 1
     tally.with_checks = int(constraint.incremental_validator(tokenizer) is not None)
-    wrong = 0
+    num_wrong = 0
     for test in tests:
         times: list[float] = []
         try:
             text = json.dumps(test["data"], ensure_ascii=False)
-            stopped = refused_at(constraint, tokenizer, text, times)
+            refused_after = refused_at(constraint, tokenizer, text, times)
         except (ConstraintError, UnicodeEncodeError):
-            stopped, text = 0, ""
-        accepted = stopped is None
+            refused_after, text = 0, ""
+        accepted = refused_after is None
         tally.mask_us += times
         valid = bool(test["valid"])
         if valid and not accepted:
-            other = spelling(
+            respelling = spelling(
                 constraint.start(tokenizer, tokenizer.vocab_size), tokenizer, test["data"]
             )
-            spelled = other is not None and walk(constraint, tokenizer, other)
-            tally.respelled += spelled
-            said = tokenizer.decode(tokenizer.encode(text, special=False)[:stopped])[-60:]
-            how = "in this spelling" if spelled else "in any spelling found"
+            is_respelled = respelling is not None and walk(constraint, tokenizer, respelling)
+            tally.respelled += is_respelled
+            prefix = tokenizer.decode(tokenizer.encode(text, special=False)[:refused_after])[-60:]
+            where = "in this spelling" if is_respelled else "in every spelling tried"
             case = " ".join((name, test.get("description", ""))).strip()
-            tally.refusals.append(f"{case}: refused {how} behind {said!r}")
+            tally.refusals.append(f"{case}: refused {where} after {prefix!r}")
         tally.valid += valid
         tally.invalid += not valid
         tally.wrongly_refused += valid and not accepted
         tally.wrongly_allowed += accepted and not valid
-        wrong += accepted != valid
-    tally.all_right = int(not wrong)
+        num_wrong += accepted != valid
+    tally.all_right = int(not num_wrong)
     return tally
 
 
 def measure_splits(
     data: Path, tokenizer: Tokenizer, limit: int | None, split: str = ""
 ) -> dict[str, Tally]:
-    """JSONSchemaBench, by split; `limit` schemas of each, or of the one called `split`."""
+    """Measure JSONSchemaBench by split: `limit` schemas of each, or only of `split`."""
     tallies: dict[str, Tally] = {}
-    for name, key, row in rows_of(data, limit, split):
+    for name, key, row in load_rows(data, limit, split):
         tally = measure_schema(row["schema"], row["tests"], tokenizer, key)
         tallies.setdefault(name, Tally()).add(tally)
     return tallies
 
 
-def rows_of(data: Path, limit: int | None, split: str) -> list[tuple[str, str, dict[str, Any]]]:
-    """Split, id and row of the schemas to look at."""
+def load_rows(data: Path, limit: int | None, split: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """Split, id and row of the selected schemas."""
     files = sorted(file for file in data.glob("*.jsonl") if split in ("", file.stem))
     if not files:
         raise InvalidRequestError(f"no split {split!r} in {data}" if split else f"{data} is empty")
-    found = []
+    rows = []
     for file in files:
         for line in file.read_text().splitlines()[:limit]:
             row = json.loads(line)
-            found.append((file.stem, row["id"], row))
-    return found
+            rows.append((file.stem, row["id"], row))
+    return rows
 
 
 def measure_suite(suite: Path, tokenizer: Tokenizer, limit: int | None) -> dict[str, Tally]:
-    """The required part of the JSON-Schema-Test-Suite (draft 2020-12), by keyword. There formats
-    are annotations, as the specification has it where nothing else is said."""
+    """Measure the required part of the JSON-Schema-Test-Suite (draft 2020-12), by keyword. Formats
+    are annotations there, the specification's default."""
     remotes = suite / "remotes"
     files = sorted((remotes / "draft2020-12").rglob("*.json"))
-    home = "http://localhost:1234/"
+    base_url = "http://localhost:1234/"
     resources = {
-        home + file.relative_to(remotes).as_posix(): json.loads(file.read_text()) for file in files
+        base_url + file.relative_to(remotes).as_posix(): json.loads(file.read_text())
+        for file in files
     }
     tallies: dict[str, Tally] = {}
     for file in sorted((suite / "tests" / "draft2020-12").glob("*.json")):
         tally = tallies[file.stem] = Tally()
         for case in json.loads(file.read_text())[:limit]:
             name = f"{file.stem}: {case['description']}"
-            needed = resources if "localhost:1234" in json.dumps(case["schema"]) else None
-            tally.add(measure_schema(case["schema"], case["tests"], tokenizer, name, needed, False))
+            case_resources = resources if "localhost:1234" in json.dumps(case["schema"]) else None
+            tally.add(
+                measure_schema(
+                    case["schema"], case["tests"], tokenizer, name, case_resources, False
+                )
+            )
     return tallies
 
 
@@ -220,55 +240,58 @@ def measure_answers(
     file: Path,
     threads: int,
 ) -> dict[str, Any]:
-    """Answers of this engine and of peers to every schema, by split; what `file` has of an earlier
-    run is kept."""
-    told = {**asdict(setting), "model": Path(model).name, "decoder": decoder}
-    results_log = ResultsLog(file, told)
-    asked: dict[str, Ours | Baseline] = {}
+    """Generate answers with this engine and baselines for every schema, and return the results by
+    split. Rows of an earlier run in `file` are reused."""
+    settings = {**asdict(setting), "model": Path(model).name, "decoder": decoder}
+    results_log = ResultsLog(file, settings)
+    active: dict[str, OwnEngine | Baseline] = {}
     missing: dict[str, str] = {}
     for name in engines:
-        if name == OURS:
-            asked[name] = Ours(llm, setting, decoder)
+        if name == ANYDECODE:
+            active[name] = OwnEngine(llm, setting, decoder)
         elif name == UNCHECKED:
-            asked[name] = Ours(llm, setting, decoder, UNCHECKED)
+            active[name] = OwnEngine(llm, setting, decoder, UNCHECKED)
         else:
-            peer = Baseline(name, find_file(model), threads, python, setting)
-            if peer.missing is None:
-                asked[name] = peer
+            baseline = Baseline(name, find_file(model), threads, python, setting)
+            if baseline.missing is None:
+                active[name] = baseline
             else:
-                missing[name] = peer.missing
+                missing[name] = baseline.missing
     plain = [(split, name, row["schema"]) for split, name, row in schemas]
-    free = unconstrained_pace(
+    token_seconds = unconstrained_seconds_per_token(
         llm, [schema for _, _, schema in plain[:: len(plain) // 8 + 1]], setting
     )
-    every = []
+    all_rows = []
     try:
         with progress(len(plain)) as step:
-            for own in run(asked, plain, setting, results_log.entries, results_log.write, llm):
-                every += own
+            for schema_rows in run(
+                active, plain, setting, results_log.entries, results_log.write, llm
+            ):
+                all_rows += schema_rows
                 step()
     finally:
-        for one in asked.values():
+        for one in active.values():
             one.close()
-    figures: dict[str, dict[str, Any]] = {}
-    for split in [*dict.fromkeys(row["split"] for row in every), "all"]:
-        figures[split] = {
+    results: dict[str, dict[str, Any]] = {}
+    for split in [*dict.fromkeys(row["split"] for row in all_rows), "all"]:
+        results[split] = {
             name: summary(
-                [r for r in every if r["engine"] == name and split in ("all", r["split"])], setting
+                [r for r in all_rows if r["engine"] == name and split in ("all", r["split"])],
+                setting,
             )
-            for name in asked
+            for name in active
         }
-    print_figures(figures)
-    typer.echo(f"{1e3 * free:.1f} ms per token without a constraint")
+    print_results(results)
+    typer.echo(f"{1e3 * token_seconds:.1f} ms per token without a constraint")
     for name, reason in missing.items():
         typer.echo(f"{name}: missing ({reason})")
-    return {"setting": told, "unconstrained_token_ms": 1e3 * free, "missing": missing,
-            "figures": figures}  # fmt: skip
+    return {"setting": settings, "unconstrained_token_ms": 1e3 * token_seconds, "missing": missing,
+            "figures": results}  # fmt: skip
 
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr; each call is one schema."""
+    """A progress bar on stderr; each call of the value counts one schema."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -283,41 +306,51 @@ def bench_constrained(
     suite: Annotated[Path | None, typer.Option(help="The JSON-Schema-Test-Suite.")] = None,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", help="Where figures go; answers beside it, so a run can go on."),
+        typer.Option(
+            "--json", help="Write results here; answers go beside it, so that a run can be resumed."
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Schemas per split.")] = None,
     split: Annotated[str, typer.Option(help="Only this split.")] = "",
     model: Annotated[str | None, typer.Option(help="Generate answers with this model too.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Token limit of an answer.")] = 256,
     seeds: Annotated[int, typer.Option(min=1, help="Answers per schema and engine.")] = 10,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of the answers.")] = 0.7,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.7,
     close: Annotated[
-        bool, typer.Option("--close", help="Bring ours to an end within the limit.")
+        bool, typer.Option("--close", help="Complete this engine's answers within the limit.")
     ] = False,
-    decoder: Annotated[str, typer.Option(help="Our decoder.")] = "auto",
+    decoder: Annotated[str, typer.Option(help="Decoder of this engine.")] = "auto",
     engines: Annotated[
-        str, typer.Option(help="Of anydecode, xgrammar, llama.cpp, outlines.")
-    ] = OURS,
+        str, typer.Option(help="Any of anydecode, xgrammar, llama.cpp, outlines.")
+    ] = ANYDECODE,
     python: Annotated[
-        str, typer.Option("--python", help="The interpreter that has the peers.")
+        str, typer.Option("--python", help="Python interpreter with the baselines installed.")
     ] = sys.executable,
-    threads: Annotated[int, typer.Option("--threads", help="CPU threads for each.")] = 0,
-    seconds: Annotated[float, typer.Option(help="Most a peer may take for one answer.")] = 60.0,
+    threads: Annotated[
+        int, typer.Option("--threads", help="CPU threads per engine; 0: every core.")
+    ] = 0,
+    seconds: Annotated[float, typer.Option(help="Most seconds of a baseline per answer.")] = 60.0,
     batch: Annotated[
-        int, typer.Option(min=1, help="Answers of ours decoded together; changes times only.")
+        int,
+        typer.Option(
+            min=1, help="Answers of this engine that are decoded together; changes only times."
+        ),
     ] = 1,
 ) -> None:
-    """What the constraints accept, what they get wrong, and what they cost.
+    """Measure coverage, correctness and cost of constraints.
 
     Example: anydecode bench constrained --data jsonschemabench --limit 10
     """
     if not data.is_dir():
-        raise InvalidRequestError(f"{data} is no folder")
+        raise InvalidRequestError(f"{data} is not a folder")
     names = [name.strip() for name in engines.split(",") if name.strip()]
-    unknown = sorted(set(names) - {OURS, UNCHECKED, *constrained_worker.BASELINES})
+    unknown = sorted(set(names) - {ANYDECODE, UNCHECKED, *constrained_worker.BASELINES})
     if unknown:
-        raise InvalidRequestError(f"no engine is called {', '.join(unknown)}")
-    schemas = rows_of(data, limit, split)
+        raise InvalidRequestError(
+            f"unknown engines {', '.join(unknown)};"
+            " choose from anydecode, xgrammar, llama.cpp, outlines"
+        )
+    schemas = load_rows(data, limit, split)
     llm = None
     tokenizer: Tokenizer = ByteTokenizer()
     if model is not None:
@@ -325,12 +358,12 @@ def bench_constrained(
 
         llm = LLM(model, threads=threads or None)
         tokenizer = llm.tokenizer
-    figures: dict[str, Any] = {"splits": _report(measure_splits(data, tokenizer, limit, split))}
+    results: dict[str, Any] = {"splits": _report(measure_splits(data, tokenizer, limit, split))}
     if suite is not None:
-        figures["suite"] = _report(measure_suite(suite, tokenizer, limit))
+        results["suite"] = _report(measure_suite(suite, tokenizer, limit))
     if llm is not None and model is not None:
-        beside = Path("constrained.json") if json_file is None else json_file
-        figures["answers"] = measure_answers(
+        base_file = Path("constrained.json") if json_file is None else json_file
+        results["answers"] = measure_answers(
             llm,
             model,
             schemas,
@@ -338,11 +371,11 @@ def bench_constrained(
             decoder=decoder,
             engines=names,
             python=python,
-            file=beside.with_suffix(".answers.jsonl"),
+            file=base_file.with_suffix(".answers.jsonl"),
             threads=threads or usable_cores(),
         )
     if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+        json_file.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def _report(tallies: dict[str, Tally]) -> dict[str, Any]:
@@ -373,7 +406,12 @@ def _summary(values: list[float]) -> dict[str, float]:
         return {"p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}
     ordered = sorted(values)
 
-    def at(share: float) -> float:
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    def percentile(fraction: float) -> float:
+        return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
 
-    return {"p50": at(0.5), "p95": at(0.95), "p99": at(0.99), "max": ordered[-1]}
+    return {
+        "p50": percentile(0.5),
+        "p95": percentile(0.95),
+        "p99": percentile(0.99),
+        "max": ordered[-1],
+    }

@@ -1,10 +1,9 @@
-"""One peer that answers under JSON schemas, in a process of its own: JSON in, JSON out.
+"""Runs one baseline for JSON-schema-constrained generation in its own process: JSON in, JSON out.
 
-Run as a file, so that it works in an environment that has the peer and not anydecode. A request
-has `schema`, `prompt`, `tokens`, `seed` and `temperature`; the answer has the `text`, seconds to
-compile (0 where that was done for an earlier seed), to the first token and in all, and the number
-of `tokens`; or an `error`.
-"""
+Run as a file, so that it works in an environment that has the baseline but not anydecode. A request
+has `schema`, `prompt`, `tokens`, `seed` and `temperature`. The answer has the `text`, the seconds
+to compile (`compile`, near 0 if an earlier seed compiled the schema), to the first token (`first`)
+and in total (`total`), and the number of `tokens`; or an `error`."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from typing import Any
 
 
 class LlamaCppGrammar:
-    """llama.cpp's own grammars, made from the schema by its converter."""
+    """llama.cpp's grammars, converted from the schema by llama.cpp."""
 
     def __init__(self, model: str, threads: int) -> None:
         import llama_cpp
@@ -32,7 +31,7 @@ class LlamaCppGrammar:
         return self.library.LlamaGrammar.from_json_schema(json.dumps(schema), verbose=False)
 
     def answer(self, grammar: Any, prompt: str, **options: Any) -> list[str]:
-        pieces = self.llm.create_completion(
+        chunks = self.llm.create_completion(
             prompt,
             max_tokens=options["tokens"],
             temperature=options["temperature"],
@@ -45,15 +44,16 @@ class LlamaCppGrammar:
             stream=True,
         )
         texts: list[str] = []
-        for piece in pieces:
+        for chunk in chunks:
             if not texts:
                 options["first"]()
-            texts.append(piece["choices"][0]["text"])
+            texts.append(chunk["choices"][0]["text"])
         return texts
 
 
 class Outlines(LlamaCppGrammar):
-    """outlines over llama.cpp: an index of the schema's regular expression over the vocabulary."""
+    """outlines on llama.cpp: compiles the schema's regular expression to an index over the
+    vocabulary."""
 
     def __init__(self, model: str, threads: int) -> None:
         super().__init__(model, threads)
@@ -69,7 +69,7 @@ class Outlines(LlamaCppGrammar):
         return self.outlines.Generator(self.model, JsonSchema(json.dumps(schema)))
 
     def answer(self, grammar: Any, prompt: str, **options: Any) -> list[str]:
-        pieces = grammar.stream(
+        chunks = grammar.stream(
             prompt,
             max_tokens=options["tokens"],
             temperature=options["temperature"],
@@ -80,10 +80,10 @@ class Outlines(LlamaCppGrammar):
             seed=options["seed"],
         )
         texts: list[str] = []
-        for piece in pieces:
+        for chunk in chunks:
             if not texts:
                 options["first"]()
-            texts.append(piece)
+            texts.append(chunk)
         return texts
 
 
@@ -96,31 +96,31 @@ def _version(package: str) -> str:
     return version(package)
 
 
-def _answered(worker: Any, request: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
+def _run_request(worker: Any, request: dict[str, Any], cache: dict[str, Any]) -> dict[str, Any]:
     key = json.dumps(request["schema"])
-    began = perf_counter()
+    start = perf_counter()
     try:
-        if held.get("key") != key:
-            held.clear()
-            held["grammar"] = worker.compiled(request["schema"])
-            held["key"] = key
+        if cache.get("key") != key:
+            cache.clear()
+            cache["grammar"] = worker.compiled(request["schema"])
+            cache["key"] = key
         compiled = perf_counter()
         first: list[float] = []
         texts = worker.answer(
-            held["grammar"],
+            cache["grammar"],
             request["prompt"],
             tokens=request["tokens"],
             temperature=request["temperature"],
             seed=request["seed"],
             first=lambda: first.append(perf_counter()),
         )
-    except Exception as error:  # every peer has errors of its own kinds
-        held.clear()
+    except Exception as error:  # each baseline has its own exception types
+        cache.clear()
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     return {
         "text": "".join(texts),
         "tokens": len(texts),
-        "compile": compiled - began,
+        "compile": compiled - start,
         "first": (first[0] if first else perf_counter()) - compiled,
         "total": perf_counter() - compiled,
     }
@@ -133,22 +133,22 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is kept off the pipe
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # output of libraries goes to stderr
 
-    def say(value: dict[str, Any]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
+    def respond(value: dict[str, Any]) -> None:
+        output.write(json.dumps(value) + "\n")
+        output.flush()
 
     try:
         worker = BASELINES[arguments.peer](arguments.model, arguments.threads)
     except Exception as error:
-        say({"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"})
+        respond({"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"})
         return
-    say({"version": worker.version})
-    held: dict[str, Any] = {}
+    respond({"version": worker.version})
+    cache: dict[str, Any] = {}
     for line in sys.stdin:
-        say(_answered(worker, json.loads(line), held))
+        respond(_run_request(worker, json.loads(line), cache))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Prompts of our own for benchmarks and examples: eight kinds of work, three prompts each.
+"""The package's own prompts for benchmarks and examples: eight categories, three prompts each.
 
-They differ in how much of the answer can be copied from the prompt, which is what decides how well
-drafting from the prompt goes.
+The categories differ in how much of the answer can be copied from the prompt, which determines the
+acceptance rate of drafting from the prompt.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Prompt(NamedTuple):
-    """`text` is one user message."""
+    """A prompt: its category and one user message."""
 
     category: str
     text: str
@@ -108,13 +108,13 @@ PROMPTS = (
 
 
 def spread(count: int) -> list[Prompt]:
-    """The first `count` prompts, taken from every category in turn."""
+    """The first `count` prompts, taken from the categories in turn."""
     categories = list(dict.fromkeys(prompt.category for prompt in PROMPTS))
-    by_turn = sorted(
+    interleaved = sorted(
         PROMPTS,
         key=lambda prompt: (
             [p for p in PROMPTS if p.category == prompt.category].index(prompt),
             categories.index(prompt.category),
         ),
     )
-    return by_turn[:count]
+    return interleaved[:count]

@@ -1,8 +1,8 @@
-"""`anydecode bench quantization`: what a diffusion model loses in the engine's number formats.
+"""`anydecode bench quantization`: quality loss of a diffusion model in the engine's number formats.
 
-Thresholds mean something else after quantisation, so formats are compared at the same number of
-passes; and by the cross-entropy of masked tokens, whose mean over the share that is masked bounds
-the negative log-likelihood of a token.
+Quantisation shifts confidences, and with them the effect of thresholds, so formats are compared at
+the same number of passes. They are also compared by the cross-entropy of masked tokens, whose mean
+over the masked share bounds the negative log-likelihood per token.
 """
 
 from __future__ import annotations
@@ -31,15 +31,23 @@ from anydecode.models.opening import choose_executor
 from anydecode.models.transformer import Transformer
 from anydecode.scoring.sequence import Sequence as Text
 
-#: Shares of an answer that are masked.
+#: Shares of an answer's tokens that are masked.
 SHARES = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
-class Loss:
-    """One format. `bytes` of all weights; `entropy` in nats per masked token, by share masked, and
-    `bound`, their mean; `accuracy` and `passes` are means over the questions; `differing` is the
-    share of tokens unlike the first format's."""
+class FormatLoss:
+    """Results of one number format.
+
+    Attributes:
+        format: Name of the format.
+        bytes: Bytes of all weight matrices.
+        entropy: Cross-entropy in nats per masked token, by masked share.
+        bound: Mean of `entropy`.
+        accuracy: Share of questions answered correctly.
+        passes: Mean number of forward passes per question.
+        differing: Share of tokens that differ from the first format's.
+    """
 
     format: str
     bytes: int
@@ -50,40 +58,40 @@ class Loss:
     differing: float
 
 
-class Teacher(Denoiser):
-    """Looks once at a canvas whose answer is known: `truths` by canvas. What the answer's masked
-    tokens cost, in nats each, goes into `costs`."""
+class CrossEntropyProbe(Denoiser):
+    """Measures cross-entropy: runs one forward pass on each canvas of `answers` (the answer's
+    tokens by canvas), and appends the loss of each masked token, in nats, to `losses`."""
 
-    def __init__(self, truths: dict[tuple[int, ...], list[int]]) -> None:
+    def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
         super().__init__()
-        self.truths = truths
-        self.costs: list[float] = []
+        self.answers = answers
+        self.losses: list[float] = []
 
     def fill(self, sequence: Text, canvas: Canvas, predictions: Predictions) -> None:
-        truth = self.truths[tuple(canvas.tokens.tolist())]
+        answer_tokens = self.answers[tuple(canvas.tokens.tolist())]
         for position in canvas.masks:
             logits = predictions.logits(int(position)).astype(np.float64)
-            self.costs.append(float(np.logaddexp.reduce(logits) - logits[truth[position]]))
+            self.losses.append(float(np.logaddexp.reduce(logits) - logits[answer_tokens[position]]))
         canvas.open(canvas.frontier, len(canvas))
         self.commit(sequence, canvas, predictions, canvas.masks)
 
 
 def entropy(llm: LLM, canvases: dict[tuple[int, ...], list[int]]) -> float:
-    """The mean cross-entropy of the masked tokens, in nats."""
-    teacher = Teacher(canvases)
+    """Mean cross-entropy of the masked tokens of `canvases`, in nats."""
+    probe = CrossEntropyProbe(canvases)
     prompts = [list(canvas) for canvas in canvases]
-    llm.generate(prompts, decoder=teacher, max_tokens=max(map(len, prompts)), ignore_eos=True)
-    return float(np.mean(teacher.costs))
+    llm.generate(prompts, decoder=probe, max_tokens=max(map(len, prompts)), ignore_eos=True)
+    return float(np.mean(probe.losses))
 
 
 def weight_bytes(model: Transformer) -> int:
-    """Of all matrices, each once, as they are stored; norms and biases are not counted."""
+    """Stored bytes of all weight matrices, shared ones once, without norms and biases."""
     return sum({id(one): one.num_bytes for one in model.network.matrices()}.values())
 
 
-def pairs(asked: Sequence[Example]) -> list[Pair]:
-    """Questions and their right answers."""
-    return [(example.prompt, example.answer) for example in asked]
+def pairs(all_examples: Sequence[Example]) -> list[Pair]:
+    """Questions with their reference answers."""
+    return [(example.prompt, example.answer) for example in all_examples]
 
 
 def measure(
@@ -96,42 +104,46 @@ def measure(
     threads: int | None = None,
     seed: int = 0,
     **options: Any,
-) -> Iterator[Loss]:
-    """Each format's, in order; the first is what the others are compared with. `options` go to
-    `LLM.generate`."""
-    asked = [example for group in groups for example in group]
-    plain = load_checkpoint(model)
+) -> Iterator[FormatLoss]:
+    """Yield the results of each format, in order. The first format is the reference. `options` are
+    passed to `LLM.generate`."""
+    all_examples = [example for group in groups for example in group]
+    source = load_checkpoint(model)
     reference: list[list[int]] = []
     for name in formats:
-        checkpoint, dtype = plain, name
+        checkpoint, dtype = source, name
         if name == GPTQ:
-            checkpoint, dtype = calibrate(plain, pairs(calibration), seed), "int4"
+            checkpoint, dtype = calibrate(source, pairs(calibration), seed), "int4"
         size = weight_bytes(build_model(checkpoint, dtype))
         built = build_model(checkpoint, dtype, executor=choose_executor(threads=threads))
         with LLM(built, tokenizer=checkpoint.tokenizer) as llm:
-            hidden = {t: masked(llm.tokenizer, pairs(asked), t, seed) for t in SHARES}
-            costs = {str(t): entropy(llm, canvases) for t, canvases in hidden.items()}
-            prompts = [example.prompt for example in asked]
+            masked_canvases = {
+                t: masked(llm.tokenizer, pairs(all_examples), t, seed) for t in SHARES
+            }
+            losses = {str(t): entropy(llm, canvases) for t, canvases in masked_canvases.items()}
+            prompts = [example.prompt for example in all_examples]
             answers = llm.generate(prompts, decoder=method, seed=seed, ignore_eos=True, **options)
-            ends = llm.tokenizer.eos_ids
-            texts = [llm.tokenizer.decode(_until(one.tokens, ends)) for one in answers]
-        found = [answer.tokens for answer in answers]
-        reference = reference or found
-        both = [p for a, b in zip(found, reference, strict=True) for p in zip(a, b, strict=False)]
-        yield Loss(
+            eos_ids = llm.tokenizer.eos_ids
+            texts = [llm.tokenizer.decode(_before_end(one.tokens, eos_ids)) for one in answers]
+        outputs = [answer.tokens for answer in answers]
+        reference = reference or outputs
+        token_pairs = [
+            p for a, b in zip(outputs, reference, strict=True) for p in zip(a, b, strict=False)
+        ]
+        yield FormatLoss(
             name,
             size,
-            costs,
-            float(np.mean([*costs.values()])),
-            float(np.mean([e.is_right(t) for e, t in zip(asked, texts, strict=True)])),
+            losses,
+            float(np.mean([*losses.values()])),
+            float(np.mean([e.is_right(t) for e, t in zip(all_examples, texts, strict=True)])),
             float(np.mean([answer.stats.passes for answer in answers])),
-            float(np.mean([a != b for a, b in both])),
+            float(np.mean([a != b for a, b in token_pairs])),
         )
 
 
-def _until(tokens: list[int], ends: frozenset[int]) -> list[int]:
-    """What stands before the first end of text."""
-    return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]
+def _before_end(tokens: list[int], eos_ids: frozenset[int]) -> list[int]:
+    """The tokens before the first end-of-sequence token."""
+    return tokens[: next((i for i, token in enumerate(tokens) if token in eos_ids), len(tokens))]
 
 
 def bench_quantization(
@@ -139,42 +151,51 @@ def bench_quantization(
         "tiny-diffusion"
     ),
     formats: Annotated[
-        str, typer.Option("--formats", help=f"Of {', '.join(FORMATS)}; the first is compared with.")
+        str,
+        typer.Option("--formats", help=f"Any of {', '.join(FORMATS)}; the first is the reference."),
     ] = ",".join(FORMATS),
     method: Annotated[
-        str, typer.Option("--method", help="A decoder that takes the same passes for any model.")
+        str,
+        typer.Option(
+            "--method", help="A decoder whose number of passes does not depend on the model."
+        ),
     ] = "llada:block=0,steps=8",
     tasks: Annotated[
-        str, typer.Option("--tasks", help="Tasks, separated by commas; all if none.")
+        str, typer.Option("--tasks", help="Tasks, separated by commas; empty: all.")
     ] = "",
     count: Annotated[int, typer.Option("--count", min=1, help="Examples per task and length.")] = 6,
     tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Most tokens of an answer: the canvas.")
+        int,
+        typer.Option("--max-tokens", min=1, help="Most tokens of an answer: the canvas length."),
     ] = 32,
-    seed: Annotated[int, typer.Option("--seed", help="Of questions, masks and calibration.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of questions, masks and calibration.")
+    ] = 0,
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: every core.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """What a diffusion model loses in fewer bits, at the same number of passes.
+    """Measure the quality loss of a diffusion model in fewer bits, at equal passes.
 
     Example: anydecode bench quantization --formats float32,int8,int4 --count 4
     """
     chosen = [name.strip() for name in formats.split(",") if name.strip()]
     for name in chosen:
         if name not in FORMATS:
-            raise InvalidRequestError(f"no format {name!r}: there are {', '.join(FORMATS)}")
+            raise InvalidRequestError(f"unknown format {name!r}; choose from {', '.join(FORMATS)}")
     if not chosen:
         raise InvalidRequestError("give at least one format")
-    named = [name.strip() for name in tasks.split(",") if name.strip()] or [*TASKS]
-    groups = questions(named, None, count, seed)
-    seen = [one for task in named for one in examples(task, 2 * count, seed=seed, held_out=False)]
+    task_names = [name.strip() for name in tasks.split(",") if name.strip()] or [*TASKS]
+    groups = questions(task_names, None, count, seed)
+    calibration = [
+        one for task in task_names for one in examples(task, 2 * count, seed=seed, held_out=False)
+    ]
     rows = [
         *measure(
             model,
             chosen,
             method,
             groups,
-            seen,
+            calibration,
             threads=threads or None,
             seed=seed,
             max_tokens=tokens,
@@ -193,7 +214,7 @@ def bench_quantization(
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """A line per format."""
+    """Print one line per format."""
     from rich.console import Console
     from rich.table import Table
 

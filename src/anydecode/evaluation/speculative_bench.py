@@ -1,9 +1,9 @@
 """`anydecode bench speculative`: drafting methods and plain decoding, interleaved in one run.
 
-Each prompt is answered by every method in turn, in an order that rotates, so that whatever else the
-machine does falls on all alike. Drafter memories and shared prefixes are cleared before each timed
-answer; a warm figure, with memories kept from prompt to prompt, stands beside the cold one.
-"""
+Each prompt is answered by every method in turn, in a rotating order, so that other load on the
+machine affects all methods equally. Drafter state and cached prefixes are cleared before each timed
+answer (cold). Warm results, with drafter state kept from prompt to prompt, are reported beside
+them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from anydecode.engine.generation import Generation
 from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation import baseline_worker
-from anydecode.evaluation.baselines import Worker, find_file, started
+from anydecode.evaluation.baselines import Worker, find_file, start_workers
 from anydecode.evaluation.machine_info import cpu_name, usable_cores
 from anydecode.evaluation.prompts import PROMPTS
 from anydecode.evaluation.report import JsonFile, PlotFile, write_report
@@ -34,15 +34,15 @@ from anydecode.scoring.cost import CostModel
 
 PLAIN = "autoregressive"
 DEFAULT_METHODS = "auto,prompt-lookup,suffix,copyspec,token-recycling"
-#: Spec-Bench takes these from MT-Bench, a handful each; they are one category here.
+#: Spec-Bench has a few questions of each of these, from MT-Bench; here they are one category.
 MT_BENCH = frozenset(
     ("writing", "roleplay", "reasoning", "math", "coding", "stem", "humanities", "extraction")
 )
-#: Small enough to stand alone in MT-Bench, but named in the figures to reach.
-KEPT = frozenset(("extraction",))
+#: Small categories of MT-Bench that are still reported separately.
+OWN_CATEGORIES = frozenset(("extraction",))
 RESAMPLES = 2000
-WHERE_TO_GET = (
-    "no benchmark data given: running on the package's own prompts. Spec-Bench's questions are"
+DATA_HINT = (
+    "no --data given: running on the package's own prompts. Spec-Bench's questions are"
     " data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench; put that file into a folder"
     " and pass it as --data"
 )
@@ -56,10 +56,24 @@ class Question(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
-    """One answer. `seconds` is from the first token to the last, `draft_seconds` what drafting took
-    of it, `modelled` the speed-up if every pass cost what the cost table says: free of the noise of
-    a busy machine. Other engines show no `passes`, and nothing is modelled of them."""
+class TimedAnswer:
+    """One timed answer.
+
+    Attributes:
+        category: Category of the question.
+        prompt: Index of the question.
+        method: Decoding method, or name of a baseline.
+        temperature: Sampling temperature.
+        warm: Whether drafter state was kept from earlier prompts.
+        num_tokens: Generated tokens.
+        passes: Forward passes; 0 for baselines, which do not report them.
+        seconds: Time from the first token to the last.
+        draft_seconds: Part of `seconds` that was spent on drafting.
+        modelled: Speed-up by the cost model instead of the clock, so without noise from other
+            load; 0 for baselines.
+        loops: Whether the answer ends in repetition.
+        same_text: Whether the tokens equal those of plain decoding.
+    """
 
     category: str
     prompt: int
@@ -76,38 +90,42 @@ class Run:
 
     @property
     def rate(self) -> float:
+        """Tokens per second after the first token."""
         return (self.num_tokens - 1) / self.seconds if self.seconds > 0 else 0.0
 
 
 def questions(data: Path | None, limit: int | None) -> list[Question]:
-    """The first turns of Spec-Bench's questions, `limit` per category; our own without `data`."""
+    """First turns of Spec-Bench's questions, at most `limit` per category; without `data`, the
+    package's own prompts."""
     if data is None:
-        found = [Question(prompt.category, prompt.text) for prompt in PROMPTS]
+        result = [Question(prompt.category, prompt.text) for prompt in PROMPTS]
     else:
         file = data / "question.jsonl" if data.is_dir() else data
         try:
             lines = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line]
-            found = [Question(_category(line["category"]), line["turns"][0]) for line in lines]
+            result = [Question(_category(line["category"]), line["turns"][0]) for line in lines]
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise InvalidRequestError(f"{file} holds no Spec-Bench questions: {error}") from None
+            raise InvalidRequestError(
+                f"{file} is not a file of Spec-Bench questions: {error}"
+            ) from None
     counts: dict[str, int] = {}
-    kept = []
-    for question in found:
+    selected = []
+    for question in result:
         counts[question.category] = counts.get(question.category, 0) + 1
         if limit is None or counts[question.category] <= limit:
-            kept.append(question)
-    return kept
+            selected.append(question)
+    return selected
 
 
 def _category(name: str) -> str:
-    return "mt-bench" if name in MT_BENCH - KEPT else name
+    return "mt-bench" if name in MT_BENCH - OWN_CATEGORIES else name
 
 
-def loops(tokens: Sequence[int], longest: int = 64, least: int = 32) -> bool:
-    """Whether an answer ends in repetition: four times the same stretch of up to `longest` tokens,
-    `least` tokens in all."""
-    for period in range(1, longest + 1):
-        size = max(4 * period, least)
+def loops(tokens: Sequence[int], max_period: int = 64, min_length: int = 32) -> bool:
+    """Whether `tokens` ends in a sequence of at most `max_period` tokens that is repeated four
+    times or more, over at least `min_length` tokens."""
+    for period in range(1, max_period + 1):
+        size = max(4 * period, min_length)
         if len(tokens) < size:
             continue
         tail = tokens[-size:]
@@ -118,160 +136,179 @@ def loops(tokens: Sequence[int], longest: int = 64, least: int = 32) -> bool:
 
 def run(
     llm: LLM,
-    asked: Sequence[Question],
+    question_list: Sequence[Question],
     methods: Sequence[str],
     temperatures: Sequence[float],
     tokens: int,
     warm: bool = True,
-    on_answer: Callable[[str], None] = lambda told: None,
+    on_step: Callable[[str], None] = lambda step: None,
     rounds: int = 1,
-    peers: Sequence[Worker] = (),
+    baselines: Sequence[Worker] = (),
     results_log: ResultsLog | None = None,
-) -> Iterator[Run]:
-    """Every question, by every method and plainly, cold and with memories kept (`warm`), and by
-    other engines. The fastest of `rounds` cold answers counts. What `results_log` holds is not
-    asked again. `on_answer` is told what is done, answer by answer."""
-    kept = {method: llm.decoder(method) for method in methods}
-    entrants = [(PLAIN, False), *((method, False) for method in methods)]
-    entrants += [(method, True) for method in methods] if warm else []
+) -> Iterator[TimedAnswer]:
+    """Time every question with plain decoding, every method and every baseline.
+
+    Args:
+        llm: The model.
+        question_list: The questions.
+        methods: Keys of decoding methods.
+        temperatures: Sampling temperatures.
+        tokens: Token limit of an answer.
+        warm: Whether to also time each method with drafter state kept between questions.
+        on_step: Called with a description after each answer.
+        rounds: Cold answers per question, of which the fastest counts.
+        baselines: Workers of other engines.
+        results_log: Where answers are recorded; recorded ones are not generated again.
+
+    Yields:
+        The timed answers; for each question, plain decoding first.
+    """
+    warm_decoders = {method: llm.decoder(method) for method in methods}
+    variants = [(PLAIN, False), *((method, False) for method in methods)]
+    variants += [(method, True) for method in methods] if warm else []
     llm.generate([1] * 8, max_tokens=4, ignore_eos=True)
-    llm.cost_model.seconds(1, 0)  # costs are measured once per machine, not per answer
-    held = {} if results_log is None else _held(results_log)
+    llm.cost_model.seconds(1, 0)  # measures the costs before anything is timed
+    recorded = {} if results_log is None else _recorded(results_log)
     for temperature in temperatures:
         options = {"max_tokens": tokens, "trace": True, "temperature": temperature, "seed": 1}
-        for number, question in enumerate(asked):
-            head = f"question {number + 1} of {len(asked)}, T={temperature:g}"
-            told = partial(_tell, on_answer, head)
-            known = held.get((temperature, number), [])
-            if not known:
-                known = _ours(llm, question, number, entrants, kept, options, rounds, told)
-                _keep(results_log, known)
-            yield from known
-            answered = {one.method for one in known}
-            for worker in _in_turn([w for w in peers if w.engine not in answered], number):
-                found = _theirs(llm, question, number, worker, options, known[0])
-                told(worker.engine if worker.missing is None else f"{worker.engine} is missing")
-                if found is not None:
-                    _keep(results_log, [found])
-                    yield found
+        for number, question in enumerate(question_list):
+            label = f"question {number + 1} of {len(question_list)}, T={temperature:g}"
+            report_step = partial(_report_step, on_step, label)
+            answers = recorded.get((temperature, number), [])
+            if not answers:
+                answers = _run_methods(
+                    llm, question, number, variants, warm_decoders, options, rounds, report_step
+                )
+                _record(results_log, answers)
+            yield from answers
+            engines_done = {one.method for one in answers}
+            for worker in _rotated([w for w in baselines if w.engine not in engines_done], number):
+                timed = _run_baseline(llm, question, number, worker, options, answers[0])
+                report_step(
+                    worker.engine if worker.missing is None else f"{worker.engine} is missing"
+                )
+                if timed is not None:
+                    _record(results_log, [timed])
+                    yield timed
 
 
-def _tell(on_answer: Callable[[str], None], head: str, who: str) -> None:
-    on_answer(f"{head}: {who}")
+def _report_step(on_step: Callable[[str], None], label: str, name: str) -> None:
+    on_step(f"{label}: {name}")
 
 
-def _keep(results_log: ResultsLog | None, runs: Sequence[Run]) -> None:
+def _record(results_log: ResultsLog | None, runs: Sequence[TimedAnswer]) -> None:
     if results_log is not None:
         results_log.write([asdict(one) for one in runs])
 
 
-def _in_turn(parts: Sequence[Any], number: int) -> Sequence[Any]:
-    turn = number % max(len(parts), 1)
-    return [*parts[turn:], *parts[:turn]]
+def _rotated(parts: Sequence[Any], number: int) -> Sequence[Any]:
+    offset = number % max(len(parts), 1)
+    return [*parts[offset:], *parts[:offset]]
 
 
-def _ours(
+def _run_methods(
     llm: LLM,
     question: Question,
     number: int,
-    entrants: list[tuple[str, bool]],
-    kept: dict[str, Decoder],
+    variants: list[tuple[str, bool]],
+    warm_decoders: dict[str, Decoder],
     options: dict[str, Any],
     rounds: int,
-    told: Callable[[str], None],
-) -> list[Run]:
-    """One question by all of our methods, plain decoding first in the result."""
+    report_step: Callable[[str], None],
+) -> list[TimedAnswer]:
+    """One question with all variants (method, is warm); plain decoding is first in the result."""
     answers: dict[tuple[str, bool], Generation] = {}
-    for method, keeps in list(_in_turn(entrants, number)) * rounds:
-        if keeps and (method, keeps) in answers:
-            continue  # a second time it would remember this very answer
+    for method, is_warm in list(_rotated(variants, number)) * rounds:
+        if is_warm and (method, is_warm) in answers:
+            continue  # a second run would draft from this very answer
         llm.clear()
-        decoder = kept[method] if keeps else llm.decoder(method)
+        decoder = warm_decoders[method] if is_warm else llm.decoder(method)
         message = [{"role": "user", "content": question.text}]
         answer = llm.chat(message, decoder=decoder, **options)
-        best = answers.get((method, keeps), answer)
-        answers[method, keeps] = min(best, answer, key=_decode_seconds)
-        told(f"{method}, warm" if keeps else method)
+        best = answers.get((method, is_warm), answer)
+        answers[method, is_warm] = min(best, answer, key=_decode_seconds)
+        report_step(f"{method}, warm" if is_warm else method)
     plain = answers[PLAIN, False].tokens
     return [
-        Run(
+        TimedAnswer(
             question.category,
             number,
             method,
             options["temperature"],
-            keeps,
-            (stats := answers[method, keeps].stats).num_tokens,
+            is_warm,
+            (stats := answers[method, is_warm].stats).num_tokens,
             stats.passes,
-            _decode_seconds(answers[method, keeps]),
-            sum(r.get("draft_seconds", 0.0) for r in answers[method, keeps].trace or ()),
-            _modelled(answers[method, keeps], llm.cost_model),
-            loops(answers[method, keeps].tokens),
-            answers[method, keeps].tokens == plain,
+            _decode_seconds(answers[method, is_warm]),
+            sum(r.get("draft_seconds", 0.0) for r in answers[method, is_warm].trace or ()),
+            _modelled_speedup(answers[method, is_warm], llm.cost_model),
+            loops(answers[method, is_warm].tokens),
+            answers[method, is_warm].tokens == plain,
         )
-        for method, keeps in entrants
+        for method, is_warm in variants
     ]
 
 
-def _theirs(
+def _run_baseline(
     llm: LLM,
     question: Question,
     number: int,
     worker: Worker,
     options: dict[str, Any],
-    plain: Run,
-) -> Run | None:
-    """The same question by another engine, which shows neither passes nor drafts. Whether an answer
-    loops is what our plain one did."""
+    plain: TimedAnswer,
+) -> TimedAnswer | None:
+    """The same question with a baseline, which reports neither passes nor drafts; None if it
+    failed. `loops` is copied from our plain answer, since the baseline returns no tokens."""
     if worker.missing is not None:
         return None
-    heat = options["temperature"]
-    told = worker.ask(
+    temperature = options["temperature"]
+    response = worker.ask(
         prompt=llm.tokenizer.render_chat([{"role": "user", "content": question.text}]),
         tokens=options["max_tokens"],
-        temperature=heat,
+        temperature=temperature,
         ends=True,
     )
-    worker.missing = told.get("missing")
-    if worker.missing is not None or told["tokens"] < 2:
+    worker.missing = response.get("missing")
+    if worker.missing is not None or response["tokens"] < 2:
         return None
-    seconds = told["total"] - told["first"]
-    return Run(
-        question.category, number, worker.engine, heat, False, told["tokens"], 0, seconds, 0.0,
-        0.0, plain.loops, False,
+    seconds = response["total"] - response["first"]
+    return TimedAnswer(
+        question.category, number, worker.engine, temperature, False, response["tokens"], 0,
+        seconds, 0.0, 0.0, plain.loops, False,
     )  # fmt: skip
 
 
-def _held(results_log: ResultsLog) -> dict[tuple[float, int], list[Run]]:
-    """What the diary has, by temperature and number of the question; plain decoding comes first."""
-    found: dict[tuple[float, int], list[Run]] = {}
+def _recorded(results_log: ResultsLog) -> dict[tuple[float, int], list[TimedAnswer]]:
+    """Recorded answers by temperature and index of the question; plain decoding comes first."""
+    result: dict[tuple[float, int], list[TimedAnswer]] = {}
     try:
         for answers in results_log.entries:
-            runs = [Run(**one) for one in answers]
-            found.setdefault((runs[0].temperature, runs[0].prompt), []).extend(runs)
+            runs = [TimedAnswer(**one) for one in answers]
+            result.setdefault((runs[0].temperature, runs[0].prompt), []).extend(runs)
     except (TypeError, LookupError):
         raise results_log.format_error() from None
-    return found
+    return result
 
 
 def _decode_seconds(answer: Generation) -> float:
     return answer.stats.seconds - answer.stats.time_to_first_token
 
 
-def _modelled(answer: Generation, cost_model: CostModel) -> float:
-    """Plain passes for the same tokens over the passes that were made, both by the cost table."""
+def _modelled_speedup(answer: Generation, cost_model: CostModel) -> float:
+    """Modelled seconds of plain decoding for the same tokens, over those of the passes that were
+    made and the drafting."""
     records = answer.trace or ()
-    spent = sum(cost_model.seconds(1 + len(r["drafted"]), r["position"]) for r in records)
-    spent += sum(r.get("draft_seconds", 0.0) for r in records)
+    drafted_seconds = sum(cost_model.seconds(1 + len(r["drafted"]), r["position"]) for r in records)
+    drafted_seconds += sum(r.get("draft_seconds", 0.0) for r in records)
     plain = sum(
         cost_model.seconds(1, r["position"] + position)
         for r in records
         for position in range(len(r["tokens"]))
     )
-    return plain / spent if spent else 1.0
+    return plain / drafted_seconds if drafted_seconds else 1.0
 
 
 def memory(llm: LLM, question: Question, methods: Sequence[str], tokens: int) -> dict[str, int]:
-    """Peak bytes that each method allocates beyond plain decoding, on one question, untimed."""
+    """Peak bytes of Python allocations of each method beyond plain decoding, on one question."""
     peaks = {}
     for method in (PLAIN, *methods):
         llm.clear()
@@ -282,9 +319,9 @@ def memory(llm: LLM, question: Question, methods: Sequence[str], tokens: int) ->
     return {method: max(0, peaks[method] - peaks[PLAIN]) for method in methods}
 
 
-def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One row per temperature, warm or cold, with or without looping answers, method and category;
-    the category "overall" is the mean over categories."""
+def summary(runs: Sequence[TimedAnswer]) -> list[dict[str, Any]]:
+    """Result rows by temperature, warm or cold, with or without looping answers, method and
+    category. The category "overall" is the mean over categories."""
     rows: list[dict[str, Any]] = []
     plain = {(r.temperature, r.prompt): r for r in runs if r.method == PLAIN}
     keys = dict.fromkeys((r.temperature, r.warm, r.method) for r in runs if r.method != PLAIN)
@@ -297,27 +334,34 @@ def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 and (with_loops or not (r.loops or plain[temperature, r.prompt].loops))
                 and min(r.num_tokens, plain[temperature, r.prompt].num_tokens) > 1
             ]
-            head = {"temperature": temperature, "warm": warm, "loops": with_loops, "method": method}
+            label = {
+                "temperature": temperature,
+                "warm": warm,
+                "loops": with_loops,
+                "method": method,
+            }
             parts = [
-                {**head, "category": category, **_figures(category_runs, plain)}
+                {**label, "category": category, **_results(category_runs, plain)}
                 for category, category_runs in _by_category(chosen)
             ]
             if parts:
-                rows += [*parts, {**head, "category": "overall", **_overall(parts, chosen, plain)}]
+                rows += [*parts, {**label, "category": "overall", **_overall(parts, chosen, plain)}]
     return rows
 
 
-def _by_category(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
+def _by_category(runs: Sequence[TimedAnswer]) -> Iterator[tuple[str, list[TimedAnswer]]]:
     for category in dict.fromkeys(r.category for r in runs):
         yield category, [r for r in runs if r.category == category]
 
 
-def _ratios(runs: Sequence[Run], plain: dict[tuple[float, int], Run]) -> np.ndarray:
-    """float64 `[len(runs)]`: tokens per second over plain's, prompt by prompt."""
+def _ratios(runs: Sequence[TimedAnswer], plain: dict[tuple[float, int], TimedAnswer]) -> np.ndarray:
+    """float64 `[len(runs)]`: tokens per second over those of plain decoding, per prompt."""
     return np.array([r.rate / plain[r.temperature, r.prompt].rate for r in runs])
 
 
-def _figures(runs: Sequence[Run], plain: dict[tuple[float, int], Run]) -> dict[str, Any]:
+def _results(
+    runs: Sequence[TimedAnswer], plain: dict[tuple[float, int], TimedAnswer]
+) -> dict[str, Any]:
     ratios = _ratios(runs, plain)
     low, high = interval([ratios])
     return {
@@ -335,19 +379,21 @@ def _figures(runs: Sequence[Run], plain: dict[tuple[float, int], Run]) -> dict[s
 
 
 def _overall(
-    parts: Sequence[dict[str, Any]], runs: Sequence[Run], plain: dict[tuple[float, int], Run]
+    parts: Sequence[dict[str, Any]],
+    runs: Sequence[TimedAnswer],
+    plain: dict[tuple[float, int], TimedAnswer],
 ) -> dict[str, Any]:
     groups = [_ratios(category_runs, plain) for _, category_runs in _by_category(runs)]
-    whole = _figures(runs, plain)
+    results = _results(runs, plain)
     mean = {
         name: float(np.mean([part[name] for part in parts]))
         for name in ("tokens_per_pass", "speedup", "modelled")
     }
-    return {**whole, **mean, "interval": list(interval(groups))}
+    return {**results, **mean, "interval": list(interval(groups))}
 
 
 def interval(groups: Sequence[np.ndarray], resamples: int = RESAMPLES) -> tuple[float, float]:
-    """95% bootstrap interval of the mean over groups of each group's mean; prompts are drawn anew
+    """95% bootstrap interval of the mean over groups of each group's mean. Values are resampled
     within their group."""
     random = np.random.default_rng(0)
     means = [
@@ -369,34 +415,36 @@ def bench_speculative(
         "smollm2-135m-instruct"
     ),
     draft: Annotated[
-        str | None, typer.Option("--draft", help="A smaller model, for methods that want one.")
+        str | None, typer.Option("--draft", help="A draft model, for methods that need one.")
     ] = None,
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: every core.")] = 0,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens per answer.")] = 128,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Prompts per category; all if absent.")
+        int | None, typer.Option("--limit", min=1, help="Prompts per category; default: all.")
     ] = None,
     temperatures: Annotated[
-        str, typer.Option("--temperatures", help="Separated by commas.")
+        str, typer.Option("--temperatures", help="Sampling temperatures, separated by commas.")
     ] = "0,0.8",
-    warm: Annotated[bool, typer.Option("--warm/--no-warm", help="Warm figures as well.")] = True,
+    warm: Annotated[
+        bool, typer.Option("--warm/--no-warm", help="Also report warm results.")
+    ] = True,
     rounds: Annotated[
-        int, typer.Option("--rounds", min=1, help="The fastest of so many cold answers counts.")
+        int, typer.Option("--rounds", min=1, help="Cold answers per prompt; the fastest counts.")
     ] = 1,
-    peers: Annotated[
+    baselines: Annotated[
         str,
         typer.Option(
             "--peers",
-            help="Other engines in the same run, separated by commas, as"
-            " llama.cpp-prompt-lookup; all: every speculative one, and each without.",
+            help="Baselines to run interleaved, separated by commas, such as"
+            " llama.cpp-prompt-lookup; all: every speculative one, each also without drafts.",
         ),
     ] = "",
     python: Annotated[
-        str, typer.Option("--python", help="The interpreter that has the peers.")
+        str, typer.Option("--python", help="Python interpreter with the baselines installed.")
     ] = sys.executable,
     keep: Annotated[
         Path | None,
-        typer.Option("--keep", help="Write answers here as they come, and go on from there."),
+        typer.Option("--keep", help="Record answers here; a later run resumes from it."),
     ] = None,
     plot: PlotFile = None,
     json_file: JsonFile = None,
@@ -408,53 +456,68 @@ def bench_speculative(
     from anydecode.evaluation.speculative_report import note, print_report, progress, to_svg
 
     if data is None:
-        note(WHERE_TO_GET)
+        note(DATA_HINT)
     chosen = [name.strip() for name in methods.replace(";", ",").split(",") if name.strip()]
     try:
-        heats = [float(part) for part in temperatures.split(",")]
+        temperature_values = [float(part) for part in temperatures.split(",")]
     except ValueError:
-        raise InvalidRequestError(f"{temperatures!r} is no list of temperatures") from None
-    asked = questions(data, limit)
-    names = baseline_worker.SPECULATIVE if peers == "all" else tuple(filter(None, peers.split(",")))
+        raise InvalidRequestError(
+            f"--temperatures is {temperatures!r}; give numbers separated by commas"
+        ) from None
+    question_list = questions(data, limit)
+    names = (
+        baseline_worker.SPECULATIVE
+        if baselines == "all"
+        else tuple(filter(None, baselines.split(",")))
+    )
     if unknown := sorted(set(names) - set(baseline_worker.SPECULATIVE)):
-        known = ", ".join(baseline_worker.SPECULATIVE)
-        raise InvalidRequestError(f"no peer {', '.join(unknown)}: there are {known}")
+        allowed = ", ".join(baseline_worker.SPECULATIVE)
+        raise InvalidRequestError(f"unknown baselines {', '.join(unknown)}; choose from {allowed}")
     settings = {
         "model": model, "draft": draft, "methods": chosen, "peers": names, "tokens": tokens,
-        "warm": warm, "rounds": rounds, "questions": len(asked),
+        "warm": warm, "rounds": rounds, "questions": len(question_list),
     }  # fmt: skip
     results_log = None if keep is None else ResultsLog(keep, settings)
-    runs: list[Run] = []
-    beyond: dict[str, int] = {}
-    stopped = False
+    runs: list[TimedAnswer] = []
+    extra_memory: dict[str, int] = {}
+    was_interrupted = False
     with LLM(model, draft=draft, threads=threads or None) as llm, ExitStack() as stack:
         for method in chosen:
             llm.decoder(method)
         workers = []
         if names:
             file, count = find_file(model), threads or usable_cores()
-            workers = started(names, file, count, python, stack, note)
-        own = (1 + len(chosen)) * rounds + (len(chosen) if warm else 0)
-        answers = len(asked) * len(heats) * (own + len(workers))
-        for answered in _held(results_log).values() if results_log else ():
-            answers -= own + sum(one.method in names for one in answered)
+            workers = start_workers(names, file, count, python, stack, note)
+        num_own = (1 + len(chosen)) * rounds + (len(chosen) if warm else 0)
+        answers = len(question_list) * len(temperature_values) * (num_own + len(workers))
+        for question_answers in _recorded(results_log).values() if results_log else ():
+            answers -= num_own + sum(one.method in names for one in question_answers)
         try:
             with progress("answers", max(0, answers)) as advance:
-                asking = run(
-                    llm, asked, chosen, heats, tokens, warm, advance, rounds, workers, results_log
+                timed = run(
+                    llm,
+                    question_list,
+                    chosen,
+                    temperature_values,
+                    tokens,
+                    warm,
+                    advance,
+                    rounds,
+                    workers,
+                    results_log,
                 )
-                runs.extend(asking)
-            beyond = memory(llm, asked[0], chosen, tokens)
+                runs.extend(timed)
+            extra_memory = memory(llm, question_list[0], chosen, tokens)
         except KeyboardInterrupt:
-            note("stopped: the figures are of what was answered")
-            stopped = True
+            note("interrupted: the results cover the answers so far")
+            was_interrupted = True
     report = {
         "machine": {"cpu": cpu_name(), "cores": usable_cores(), "threads": threads},
         "model": Path(model).name,
         "tokens": tokens,
         "data": "own prompts" if data is None else "Spec-Bench",
         "rows": summary(runs),
-        "memory": beyond,
+        "memory": extra_memory,
         "peers": {worker.engine: worker.hello.get("settings", "") for worker in workers},
         "missing": {worker.engine: worker.missing for worker in workers if worker.missing},
         "runs": [asdict(one) for one in runs],
@@ -462,5 +525,5 @@ def bench_speculative(
     if plot is not None:
         plot.write_text(to_svg(report), encoding="utf-8")
     write_report(report, json_file, lambda: print_report(report))
-    if stopped:
+    if was_interrupted:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The figures of `anydecode bench speculative` as tables and as a picture."""
+"""Tables and plot of the results of `anydecode bench speculative`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 from itertools import count
 from typing import Any
 
-#: Distinct for most kinds of colour vision, on light ground and on dark.
+#: Distinguishable with most kinds of colour vision, on light and dark backgrounds.
 COLOURS = ("#2f7fc1", "#d9822b", "#3a9d6e", "#b1519e", "#8a8a2c", "#c4504b", "#5b6ec9", "#4d9aa5")
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#222}.axis{stroke:#999}.grid{stroke:#ddd}"
@@ -20,14 +20,14 @@ _STYLE = (
 
 
 def note(message: str) -> None:
-    """A line on stderr."""
+    """Print a line to stderr."""
     print(message, file=sys.stderr)
 
 
 @contextmanager
 def progress(name: str, total: int) -> Iterator[Callable[..., None]]:
-    """A bar on stderr, where that is a terminal; the value advances it. Called with what was done,
-    it says so: beside the bar, or where there is none in a line of its own."""
+    """A progress bar on stderr; calling the value advances it. The description of a step is shown
+    beside the bar, or printed as a line if stderr is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -46,7 +46,8 @@ def progress(name: str, total: int) -> Iterator[Callable[..., None]]:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """A table per temperature, cold beside warm, all answers; then those that do not loop."""
+    """Print two tables per temperature, of all answers and of those that do not loop, with cold and
+    warm results; then missing baselines, their settings, and memory."""
     from rich.console import Console
     from rich.table import Table
 
@@ -57,7 +58,7 @@ def print_report(report: dict[str, Any]) -> None:
         f"{machine['cpu']}, {machine['cores']} cores; {report['model']}, {report['tokens']} tokens,"
         f" {report['data']}; speed-up over plain decoding, 95% interval, 5th percentile of prompts"
     )
-    warm = {_position(row): row for row in report["rows"] if row["warm"]}
+    warm = {_row_key(row): row for row in report["rows"] if row["warm"]}
     for temperature in dict.fromkeys(row["temperature"] for row in report["rows"]):
         for loops in (True, False):
             title = f"T={temperature:g}, {'all answers' if loops else 'answers that do not loop'}"
@@ -77,7 +78,7 @@ def print_report(report: dict[str, Any]) -> None:
                 table.add_column(name, justify="right")
             for row in report["rows"]:
                 if (row["temperature"], row["loops"], row["warm"]) == (temperature, loops, False):
-                    table.add_row(*_cells(row, warm.get(_position(row))))
+                    table.add_row(*_cells(row, warm.get(_row_key(row))))
             console.print(table)
     for engine, reason in report.get("missing", {}).items():
         console.print(f"{engine}: missing ({reason})", highlight=False)
@@ -88,7 +89,7 @@ def print_report(report: dict[str, Any]) -> None:
         console.print(f"{method}: {extra / 2**20:.2f} MiB beyond plain", highlight=False)
 
 
-def _position(row: dict[str, Any]) -> tuple[Any, ...]:
+def _row_key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["temperature"], row["loops"], row["method"], row["category"]
 
 
@@ -109,8 +110,8 @@ def _cells(row: dict[str, Any], warm: dict[str, Any] | None) -> list[str]:
 
 
 def to_svg(report: dict[str, Any]) -> str:
-    """Cold speed-ups at the first temperature, all answers: a group of bars per category, a bar per
-    method, whiskers for the interval."""
+    """An SVG bar chart of the cold speed-ups at the first temperature, over all answers: a group of
+    bars per category, a bar per method, whiskers for the interval."""
     first = report["rows"][0]["temperature"] if report["rows"] else 0.0
     rows = [
         row
@@ -122,43 +123,45 @@ def to_svg(report: dict[str, Any]) -> str:
     bar, gap, left, top, height = 14, 22, 44, 46, 240
     group = bar * len(methods) + gap
     title = f"Speed-up over plain decoding, {report['model']}, T={first:g}"
-    width = left + max(group * len(categories) + 20, 7 * len(title))  # a letter takes up to 7
-    most: float = max([row["interval"][1] for row in rows] + [1.5]) * 1.05
+    width = left + max(group * len(categories) + 20, 7 * len(title))  # up to 7 per letter
+    max_value: float = max([row["interval"][1] for row in rows] + [1.5]) * 1.05
 
     def y(value: float) -> float:
-        return top + height * (1 - value / most)
+        return top + height * (1 - value / max_value)
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top + height + 60}"'
         f' role="img" aria-label="Speed-up over plain decoding"><style>{_STYLE}</style>',
         f'<text x="{left}" y="16">{escape(title)}</text>',
     ]
-    for position, method in enumerate(methods):
-        x = left + position * ((width - left) / max(len(methods), 1))
-        parts.append(
-            f'<rect x="{x:.0f}" y="24" width="10" height="10" fill="{_colour(position)}"/>'
-        )
+    for index, method in enumerate(methods):
+        x = left + index * ((width - left) / max(len(methods), 1))
+        parts.append(f'<rect x="{x:.0f}" y="24" width="10" height="10" fill="{_colour(index)}"/>')
         parts.append(f'<text x="{x + 14:.0f}" y="33">{escape(method)}</text>')
-    step = 0.5 if most < 4 else 1.0
-    for tick in range(int(most / step) + 1):
-        at = y(tick * step)
+    step = 0.5 if max_value < 4 else 1.0
+    for tick in range(int(max_value / step) + 1):
+        tick_y = y(tick * step)
         line = "axis" if tick * step == 1 else "grid"
-        parts.append(f'<line class="{line}" x1="{left}" x2="{width - 10}" y1="{at}" y2="{at}"/>')
-        parts.append(f'<text x="{left - 8}" y="{at + 4}" text-anchor="end">{tick * step:g}</text>')
+        parts.append(
+            f'<line class="{line}" x1="{left}" x2="{width - 10}" y1="{tick_y}" y2="{tick_y}"/>'
+        )
+        parts.append(
+            f'<text x="{left - 8}" y="{tick_y + 4}" text-anchor="end">{tick * step:g}</text>'
+        )
     for row in rows:
-        position = methods.index(row["method"])
-        x = left + gap / 2 + categories.index(row["category"]) * group + position * bar
+        index = methods.index(row["method"])
+        x = left + gap / 2 + categories.index(row["category"]) * group + index * bar
         value, (low, high), middle = row["speedup"], row["interval"], x + bar / 2 - 1
         parts.append(
             f'<rect x="{x}" y="{y(value):.1f}" width="{bar - 2}" height="{y(0) - y(value):.1f}"'
-            f' fill="{_colour(position)}"><title>{escape(row["method"])},'
+            f' fill="{_colour(index)}"><title>{escape(row["method"])},'
             f" {escape(row['category'])}:"
             f" {value:.2f}</title></rect>"
             f'<line class="whisker" x1="{middle}" x2="{middle}" y1="{y(low):.1f}"'
             f' y2="{y(high):.1f}"/>'
         )
-    for position, category in enumerate(categories):
-        x = left + group * (position + 0.5)
+    for index, category in enumerate(categories):
+        x = left + group * (index + 0.5)
         parts.append(
             f'<text x="{x}" y="{top + height + 18}" text-anchor="end" transform="rotate(-25 {x}'
             f' {top + height + 18})">{escape(category)}</text>'
@@ -166,5 +169,5 @@ def to_svg(report: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _colour(position: int) -> str:
-    return COLOURS[position % len(COLOURS)]
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]

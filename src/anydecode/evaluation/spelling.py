@@ -1,5 +1,6 @@
-"""Other spellings of a JSON value: a mask fixes the order of properties and how numbers are
-written, so a text that it refuses may say a value that it allows."""
+"""Searches for another spelling of a JSON value that a constraint accepts. A mask fixes the order
+of properties and the format of numbers, so it may refuse a text although it allows the same value
+in another spelling."""
 
 from __future__ import annotations
 
@@ -11,77 +12,81 @@ from anydecode.constraints.constraint import ConstraintState
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
-#: Values looked at before the search gives up.
-_MOST = 2000
+#: Calls for a value after which the search gives up.
+_MAX_CALLS = 2000
 
 
 def spelling(state: ConstraintState, tokenizer: Tokenizer, value: Any) -> str | None:
-    """A text of `value` that `state` allows: the properties in some order, whole numbers with or
-    without ".0". None where none is found. `state` is moved about and comes back."""
-    for text in _Speller(state, tokenizer).say(value):
+    """A text of `value` that `state` allows, with the properties in any order and whole numbers
+    with or without ".0"; None if none is found. `state` is advanced and rolled back."""
+    for text in _SpellingSearch(state, tokenizer).spellings(value):
         if state.may_stop:
             return text
     return None
 
 
-class _Speller:
-    """One state, led forth and back: between a generator's yields it stands behind what it said."""
+class _SpellingSearch:
+    """A depth-first search on one state: when a generator yields a text, the state has advanced
+    past that text; when the generator resumes, the state is rolled back."""
 
     def __init__(self, state: ConstraintState, tokenizer: Tokenizer) -> None:
         self.state = state
         self.tokenizer = tokenizer
-        self.left = _MOST
+        self.remaining = _MAX_CALLS
 
-    def say(self, value: Any) -> Iterator[str]:
-        """The spellings of a value."""
-        self.left -= 1
-        if self.left < 0:
+    def spellings(self, value: Any) -> Iterator[str]:
+        """Yield the spellings of `value` that the state allows."""
+        self.remaining -= 1
+        if self.remaining < 0:
             return
         if isinstance(value, dict):
-            yield from self._behind("{", lambda: self._members(value, ""))
+            yield from self._after("{", lambda: self._members(value, ""))
         elif isinstance(value, list):
-            yield from self._behind("[", lambda: self._items(value, ""))
+            yield from self._after("[", lambda: self._items(value, ""))
         else:
             for form in _forms(value):
-                yield from self._behind(form)
+                yield from self._after(form)
 
-    def _items(self, left: list[Any], comma: str) -> Iterator[str]:
-        if not left:
-            yield from self._behind("]")
+    def _items(self, remaining: list[Any], comma: str) -> Iterator[str]:
+        if not remaining:
+            yield from self._after("]")
             return
-        for text in self._behind(comma, lambda: self.say(left[0])):
-            for rest in self._items(left[1:], ", "):
+        for text in self._after(comma, lambda: self.spellings(remaining[0])):
+            for rest in self._items(remaining[1:], ", "):
                 yield text + rest
 
-    def _members(self, left: dict[str, Any], comma: str) -> Iterator[str]:
-        if not left:
-            yield from self._behind("}")
+    def _members(self, remaining: dict[str, Any], comma: str) -> Iterator[str]:
+        if not remaining:
+            yield from self._after("}")
             return
-        for said in self._behind(comma):
-            possible = [name for name in left if self._can(_key(name))]
-            doubtful = []
-            for name in possible:
-                for text in self._member(name, left[name]):
-                    # What shuts out nothing that could come first may come first itself.
-                    if all(self._can(", " + _key(one)) for one in possible if one != name):
-                        for rest in self._members(_without(left, name), ", "):
-                            yield said + text + rest
+        for separator in self._after(comma):
+            allowed = [name for name in remaining if self._is_allowed(_key(name))]
+            deferred = []
+            for name in allowed:
+                for text in self._member(name, remaining[name]):
+                    # If all other properties are still allowed after this one, it can be first.
+                    if all(self._is_allowed(", " + _key(one)) for one in allowed if one != name):
+                        for rest in self._members(_without(remaining, name), ", "):
+                            yield separator + text + rest
                         return
-                    doubtful.append(name)
+                    deferred.append(name)
                     break
-            for name in doubtful:
-                for text in self._member(name, left[name]):
-                    for rest in self._members(_without(left, name), ", "):
-                        yield said + text + rest
+            for name in deferred:
+                for text in self._member(name, remaining[name]):
+                    for rest in self._members(_without(remaining, name), ", "):
+                        yield separator + text + rest
 
     def _member(self, name: str, value: Any) -> Iterator[str]:
-        return self._behind(_key(name), lambda: self.say(value))
+        return self._after(_key(name), lambda: self.spellings(value))
 
-    def _can(self, text: str) -> bool:
-        return any(True for _ in self._behind(text))
+    def _is_allowed(self, text: str) -> bool:
+        return any(True for _ in self._after(text))
 
-    def _behind(self, text: str, more: Callable[[], Iterator[str]] | None = None) -> Iterator[str]:
-        """`text` and what `more` says behind it, while the state stands there."""
+    def _after(
+        self, text: str, continuation: Callable[[], Iterator[str]] | None = None
+    ) -> Iterator[str]:
+        """Yield `text` with each text of `continuation`, with the state advanced past them; nothing
+        if the state refuses `text`."""
         count = 0
         try:
             for token in self.tokenizer.encode(text, special=False):
@@ -89,10 +94,10 @@ class _Speller:
                     return
                 self.state.advance(token)
                 count += 1
-            if more is None:
+            if continuation is None:
                 yield text
             else:
-                for rest in more():
+                for rest in continuation():
                     yield text + rest
         except ConstraintError:
             return
@@ -101,8 +106,8 @@ class _Speller:
                 self.state.rollback(count)
 
 
-def _without(left: dict[str, Any], name: str) -> dict[str, Any]:
-    return {other: value for other, value in left.items() if other != name}
+def _without(remaining: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in remaining.items() if key != name}
 
 
 def _key(name: str) -> str:

@@ -1,4 +1,5 @@
-"""How a trace looks. One sheet, light and dark, from a phone's width up; nothing is fetched."""
+"""The style sheet of a trace, for light and dark mode and from phone width up. Nothing is
+fetched."""
 
 STYLE = """
 .adt{--ground:#fff;--ink:#1d2127;--faint:#69707a;--line:#dfe3e8;--panel:#f6f7f9;--bad:#b3261e;
@@ -12,10 +13,10 @@ font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;padding:1rem clamp(.
 .adt main{max-width:75rem;margin:auto}
 .adt h1{font-size:1.3rem;margin:.2rem 0 .6rem}
 .adt h2{font-size:1rem;margin:1.8rem 0 .5rem}
-.adt .figures{display:flex;flex-wrap:wrap;gap:.5rem 2rem;margin:0}
-.adt .figures div{display:flex;flex-direction:column-reverse}
-.adt .figures dt{color:var(--faint);font-size:.8rem}
-.adt .figures dd{margin:0;font-size:1.25rem;font-variant-numeric:tabular-nums}
+.adt .stats{display:flex;flex-wrap:wrap;gap:.5rem 2rem;margin:0}
+.adt .stats div{display:flex;flex-direction:column-reverse}
+.adt .stats dt{color:var(--faint);font-size:.8rem}
+.adt .stats dd{margin:0;font-size:1.25rem;font-variant-numeric:tabular-nums}
 .adt .legend{display:flex;flex-wrap:wrap;gap:.3rem 1rem;color:var(--faint);font-size:.85rem}
 .adt .key{border-radius:3px;padding:0 .35em;color:var(--ink)}
 .adt .text{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--panel);

@@ -1,1 +1,1 @@
-"""The engine over HTTP, in OpenAI's shape: `create_app` makes the application, `serve` runs it."""
+"""An OpenAI-compatible HTTP server: `create_app` builds the ASGI application, `serve` runs it."""

@@ -1,4 +1,4 @@
-"""What every request passes before a handler sees it: host, key, size, and a free place."""
+"""Checks on every request before its handler runs: host, API key, body size, and capacity."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ from anydecode.server.metrics import Metrics
 from anydecode.server.settings import Settings
 from anydecode.server.telemetry import Telemetry
 
-#: What tells about the load, and needs a key where there are keys.
-FIGURES = ("/metrics", "/live")
+#: Paths that report the load; they need an API key if keys are configured.
+METRICS_PATHS = ("/metrics", "/live")
 
 Message = dict[str, Any]
 
 
-class TooLarge(HTTPException):
-    """The body turned out to be longer than it may be."""
+class BodyTooLarge(HTTPException):
+    """Raised while the body is read, once it exceeds the limit."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(413, f"the body is larger than {limit} bytes")
 
 
 class AdmissionMiddleware:
-    """ASGI middleware around the whole application.
+    """ASGI middleware that admits or refuses each request, and records it when it ends.
 
-    On the loopback it answers to the loopback's names only: a page from elsewhere whose own name
-    was made to point here (DNS rebinding) is refused. Under `/v1/` it asks for the API key, and for
-    a free place where something is to be computed (POST); once the engine of `driver` has stopped,
-    all that is refused. `scope["state"]` gets the request's id
-    and the key's namespace; what a handler leaves there as `count` is called at the end. Every
-    request is counted, logged and told to `telemetry` when it ends.
+    On a loopback address, only loopback host names (and `allowed_hosts`) are accepted, which blocks
+    DNS rebinding: a web page whose own host name resolves to this machine is refused. Paths under
+    `/v1/` need an API key if keys are configured. A POST under `/v1/` needs the engine of `driver`
+    to be running and fewer than `max_requests` active requests.
+
+    `scope["state"]` receives the request's `id` and the key's `namespace`. If a handler stores a
+    function there as `count`, it is called when the request ends. Every request is then counted in
+    `metrics`, logged, and recorded by `telemetry`.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class AdmissionMiddleware:
         self.app = app
         self.driver = driver
         self.telemetry = telemetry
-        self._local = is_loopback(settings.host)
+        self._is_local = is_loopback(settings.host)
         self.settings = settings
         self.metrics = metrics
         self.active = 0
@@ -66,108 +68,114 @@ class AdmissionMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        visit = RequestScope(self, scope, receive, send)
-        computes = scope["method"] == "POST" and scope["path"].startswith("/v1/")
+        request = RequestScope(self, scope, receive, send)
+        is_inference = scope["method"] == "POST" and scope["path"].startswith("/v1/")
         try:
-            self._admit(visit, computes)
+            self._admit(request, is_inference)
         except ApiError as error:
-            await visit.refuse(error)
-            self._ended(visit)
+            await request.refuse(error)
+            self._record(request)
             return
-        self.active += computes
+        self.active += is_inference
         try:
-            await self.app(scope, visit.receive, visit.send)
+            await self.app(scope, request.receive, request.send)
         finally:
-            self.active -= computes
-            if computes:
-                self._mean_seconds += 0.1 * (visit.seconds - self._mean_seconds)
-            self._ended(visit)
+            self.active -= is_inference
+            if is_inference:
+                self._mean_seconds += 0.1 * (request.seconds - self._mean_seconds)
+            self._record(request)
 
-    def _admit(self, visit: RequestScope, computes: bool) -> None:
-        scope = visit.scope
+    def _admit(self, request: RequestScope, is_inference: bool) -> None:
+        scope = request.scope
         headers = dict(scope["headers"])
         state = scope.setdefault("state", {})
-        state["id"] = visit.id
+        state["id"] = request.id
         state["namespace"] = None
         self._check_host(headers)
-        guarded = scope["path"] in FIGURES and not self.settings.open_metrics
-        if self._namespaces and (guarded or scope["path"].startswith("/v1/")):
+        needs_key = scope["path"] in METRICS_PATHS and not self.settings.open_metrics
+        if self._namespaces and (needs_key or scope["path"].startswith("/v1/")):
             state["namespace"] = self._namespace(headers)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.settings.max_body:
             limit = self.settings.max_body
             message = f"the body is larger than {limit} bytes"
             raise ApiError(413, message, code="body_too_large")
-        if computes and (error := self.driver.error) is not None:
+        if is_inference and (error := self.driver.error) is not None:
             raise api_error(error)
-        if computes and self.draining:
+        if is_inference and self.draining:
             raise ApiError(503, "the server is shutting down", headers={"retry-after": "5"})
-        if computes and self.active >= self.settings.max_requests:
+        if is_inference and self.active >= self.settings.max_requests:
             wait = str(min(60, max(1, math.ceil(self._mean_seconds))))
-            message = f"{self.active} requests are at work already; try again in {wait} s"
+            message = f"{self.active} requests are already running; try again in {wait} s"
             raise ApiError(429, message, code="too_many_requests", headers={"retry-after": wait})
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         allowed = self.settings.allowed_hosts
-        if b"host" not in headers or "*" in allowed or not (self._local or allowed):
+        if b"host" not in headers or "*" in allowed or not (self._is_local or allowed):
             return
         name = host_name(headers[b"host"].decode("latin-1"))
-        if name not in allowed and not (self._local and is_loopback(name)):
-            message = f"this server is not {name!r}; --allow-host lets it answer to that name"
+        if name not in allowed and not (self._is_local and is_loopback(name)):
+            message = f"the host {name!r} is not allowed; --allow-host {name} allows it"
             raise ApiError(403, message, code="host_not_allowed")
 
     def _namespace(self, headers: dict[bytes, bytes]) -> str:
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        found = None
-        for key, namespace in self._namespaces.items():  # all of them, whichever fits
+        result = None
+        for key, namespace in self._namespaces.items():  # no early exit: constant time
             if hmac.compare_digest(key.encode(), given.strip()) and scheme.lower() == b"bearer":
-                found = namespace
-        if found is None:
-            raise ApiError(401, "this server asks for an API key", code="invalid_api_key")
-        return found
+                result = namespace
+        if result is None:
+            raise ApiError(
+                401,
+                "this server requires an API key; send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
+        return result
 
-    def _ended(self, visit: RequestScope) -> None:
-        path = visit.scope["path"]
-        if (count := visit.scope["state"].get("count")) is not None:
+    def _record(self, request: RequestScope) -> None:
+        path = request.scope["path"]
+        if (count := request.scope["state"].get("count")) is not None:
             count()
-        route = visit.scope.get("route")
-        known = getattr(route, "path", None) or ("other" if visit.status == 404 else path)
-        if visit.status in (401, 403, 413, 429, 503) and route is None:
-            known = "refused"
-        self.metrics.requests.labels(known, str(visit.status or 499)).inc()
+        route = request.scope.get("route")
+        endpoint = getattr(route, "path", None) or ("other" if request.status == 404 else path)
+        if request.status in (401, 403, 413, 429, 503) and route is None:
+            endpoint = "refused"
+        self.metrics.requests.labels(endpoint, str(request.status or 499)).inc()
         logs.event(
             "request",
-            id=visit.id,
-            method=visit.scope["method"],
+            id=request.id,
+            method=request.scope["method"],
             path=path,
-            status=visit.status or 499,
-            ms=round(visit.seconds * 1e3, 2),
-            tenant=visit.scope["state"]["namespace"],
-            **visit.scope["state"].get("facts", {}),
+            status=request.status or 499,
+            ms=round(request.seconds * 1e3, 2),
+            tenant=request.scope["state"]["namespace"],
+            **request.scope["state"].get("facts", {}),
         )
         if self.telemetry is not None:
-            headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in visit.scope["headers"]}
+            headers = {
+                k.decode("latin-1"): v.decode("latin-1") for k, v in request.scope["headers"]
+            }
             self.telemetry.record(
-                method=visit.scope["method"],
+                method=request.scope["method"],
                 path=path,
-                status=visit.status or 499,
+                status=request.status or 499,
                 headers=headers,
-                began=visit.began,
-                ended=time_ns(),
-                facts=visit.scope["state"].get("facts", {}),
+                start_ns=request.start_ns,
+                end_ns=time_ns(),
+                facts=request.scope["state"].get("facts", {}),
             )
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without its port: `[::1]:80` is `::1`."""
+    """The host of a Host header, without the port: `[::1]:80` gives `::1`."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].rstrip(".").lower()
 
 
-@lru_cache(256)  # every request asks, nearly always for the same name
+@lru_cache(256)  # called for every request, nearly always with the same name
 def is_loopback(name: str) -> bool:
-    """Whether a name or address stands for this machine alone."""
+    """Whether a host name or address is a loopback one."""
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
@@ -175,33 +183,35 @@ def is_loopback(name: str) -> bool:
 
 
 class RequestScope:
-    """One request on its way through the gate."""
+    """One admitted request: its id, status and timing, and its wrapped `receive` and `send`."""
 
-    def __init__(self, gate: AdmissionMiddleware, scope: Message, receive: Any, send: Any) -> None:
+    def __init__(
+        self, admission: AdmissionMiddleware, scope: Message, receive: Any, send: Any
+    ) -> None:
         self.scope = scope
         self.id = token_hex(16)
         self.status = 0
-        self._limit = self._left = gate.settings.max_body
+        self._limit = self._num_remaining = admission.settings.max_body
         self._receive = receive
         self._send = send
-        self._began = perf_counter()
-        self.began = time_ns()
+        self._start = perf_counter()
+        self.start_ns = time_ns()
 
     @property
     def seconds(self) -> float:
-        return perf_counter() - self._began
+        return perf_counter() - self._start
 
     async def receive(self) -> Message:
-        """The next part of the body. Raises `TooLarge`."""
+        """The next ASGI message of the request. Raises `BodyTooLarge`."""
         message: Message = await self._receive()
         if message["type"] == "http.request":
-            self._left -= len(message.get("body", b""))
-            if self._left < 0:
-                raise TooLarge(self._limit)
+            self._num_remaining -= len(message.get("body", b""))
+            if self._num_remaining < 0:
+                raise BodyTooLarge(self._limit)
         return message
 
     async def send(self, message: Message) -> None:
-        """Pass an answer on, with the request's id in its head."""
+        """Forward a response message, with an `x-request-id` header added."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", []), (b"x-request-id", self.id.encode())]
@@ -209,7 +219,7 @@ class RequestScope:
         await self._send(message)
 
     async def refuse(self, error: ApiError) -> None:
-        """Answer with an error without asking anybody."""
+        """Send an error response without calling the application."""
         body = error.to_json()
         headers = {
             "content-type": "application/json",

@@ -1,4 +1,4 @@
-"""The application: routes, errors, and the gate around them."""
+"""The ASGI application: routes, error handlers, and the admission middleware around them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from anydecode.server.bodies import JsonRoute
 from anydecode.server.chat import chat
 from anydecode.server.completions import complete
 from anydecode.server.embeddings import embed
-from anydecode.server.errors import ApiError, api_error, stopped
+from anydecode.server.errors import ApiError, api_error, stopped_message
 from anydecode.server.logs import log
 from anydecode.server.protocol import (
     ChatRequest,
@@ -49,13 +49,13 @@ _PAGE_HEADERS = {
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
     for status, text in {
-        400: "The request cannot be served; the message says why.",
-        401: "No key, or a wrong one.",
-        403: "The server does not answer to the name in the Host header.",
-        404: "No such model.",
+        400: "The request is invalid; the message gives the reason.",
+        401: "The API key is missing or wrong.",
+        403: "The host in the Host header is not allowed.",
+        404: "The model does not exist.",
         413: "The body is too large.",
-        429: "Too many requests are at work; Retry-After says when to come back.",
-        500: "The server made a mistake.",
+        429: "Too many requests are running; retry after the seconds in Retry-After.",
+        500: "Internal server error.",
         503: "The server is shutting down, or its engine has stopped.",
     }.items()
 }
@@ -64,60 +64,71 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 def create_app(
     llm: LLM, settings: Settings | None = None, telemetry: Telemetry | None = None
 ) -> AdmissionMiddleware:
-    """The ASGI application that serves `llm`. It does not close `llm`."""
+    """Build the ASGI application that serves `llm`.
+
+    Args:
+        llm: The model and its engine. The caller closes it.
+        settings: Limits, API keys and names; None for the defaults.
+        telemetry: Records one OpenTelemetry span per request, if given.
+
+    Returns:
+        The application, wrapped in the admission middleware.
+    """
     service = Service(llm, settings or Settings())
     app = FastAPI(title="anydecode", version=__version__, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     _add_api(app, service)
-    _add_figures(app, service)
+    _add_metrics(app, service)
     _add_page(app)
     _add_errors(app)
-    gate = AdmissionMiddleware(app, llm.driver, service.settings, service.metrics, telemetry)
+    admission = AdmissionMiddleware(app, llm.driver, service.settings, service.metrics, telemetry)
 
     @app.get("/health", responses={503: _ERRORS[503]})
     async def health() -> Response:
-        """Whether the server takes requests; if not, why."""
+        """Whether the server accepts requests; if not, the reason."""
         if (error := llm.driver.error) is not None:
-            return JSONResponse({"status": "stopped", "reason": stopped(error)}, 503)
-        status = "draining" if gate.draining else "ok"
-        return JSONResponse({"status": status}, 503 if gate.draining else 200)
+            return JSONResponse({"status": "stopped", "reason": stopped_message(error)}, 503)
+        status = "draining" if admission.draining else "ok"
+        return JSONResponse({"status": status}, 503 if admission.draining else 200)
 
-    return gate
+    return admission
 
 
 def _add_api(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", responses=_ERRORS)
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         return await chat(service, body, http)
 
     @app.post("/v1/completions", responses=_ERRORS)
     async def completions(body: CompletionRequest, http: Request) -> Response:
-        """Continue a text."""
+        """Generate the continuation of one prompt or several."""
         return await complete(service, body, http)
 
     @app.post("/v1/responses", responses=_ERRORS)
     async def responses(body: ResponsesRequest, http: Request) -> Response:
-        """Answer an input."""
+        """Generate a response to an input."""
         return await respond(service, body, http)
 
     @app.post("/v1/embeddings", responses=_ERRORS)
     async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
-        """Vectors of texts."""
+        """Compute one embedding per input."""
         return await embed(service, body, http)
 
     @app.get("/v1/models", responses={401: _ERRORS[401]})
     async def models() -> Response:
-        """The model and its adapters."""
+        """List the model and its adapters."""
         return JSONResponse({"object": "list", "data": _models(service)})
 
     @app.get("/v1/models/{name:path}", responses={401: _ERRORS[401], 404: _ERRORS[404]})
     async def model(name: str) -> Response:
-        """One of them."""
-        for found in _models(service):
-            if found["id"] == name:
-                return JSONResponse(found)
-        raise ApiError(404, f"the model {name!r} does not exist here", code="model_not_found")
+        """Describe the model or one adapter."""
+        for entry in _models(service):
+            if entry["id"] == name:
+                return JSONResponse(entry)
+        raise ApiError(
+            404, f"the model {name!r} does not exist on this server", code="model_not_found"
+        )
 
 
 def _models(service: Service) -> list[dict[str, Any]]:
@@ -136,17 +147,17 @@ def _models(service: Service) -> list[dict[str, Any]]:
     ]
 
 
-def _add_figures(app: FastAPI, service: Service) -> None:
+def _add_metrics(app: FastAPI, service: Service) -> None:
     engine = service.llm.engine
 
     @app.get("/metrics", responses={401: _ERRORS[401]})
     async def prometheus() -> Response:
-        """Figures in Prometheus's text format."""
+        """Metrics in the Prometheus text format."""
         return Response(service.metrics.exposition(), media_type=metrics.CONTENT_TYPE)
 
     @app.get("/live", responses={401: _ERRORS[401]})
     async def live() -> Response:
-        """The load at this moment, for the page."""
+        """The current load, for the web page."""
         runners = {
             name: {
                 "capacity": runner.pool.num_slots,
@@ -170,26 +181,26 @@ def _add_figures(app: FastAPI, service: Service) -> None:
 
     @app.get("/decoders")
     async def decoders() -> Response:
-        """The decoders of the catalogue that can run here, and whether the model converses, for the
-        page."""
-        chats = service.tokenizer.chat_template is not None
-        return JSONResponse({"decoders": _decoders(service), "chat": chats})
+        """The decoders that can run on this server, and whether the model has a chat template, for
+        the web page."""
+        has_chat_template = service.tokenizer.chat_template is not None
+        return JSONResponse({"decoders": _decoders(service), "chat": has_chat_template})
 
 
 def _decoders(service: Service) -> list[dict[str, str]]:
-    found = []
+    result = []
     runners = set(service.llm.engine.runners)
     for key, entry in sorted(catalogue.entries().items()):
         try:
             built = entry.build()
-        except (AnydecodeError, TypeError):  # it wants parameters, which the page does not offer
+        except (AnydecodeError, TypeError):  # it needs parameters, which the page does not offer
             continue
         if not isinstance(built, Decoder) or set(built.runners) - runners:
             continue
         if built.causal in (None, service.llm.model.spec.causal):
             card = entry.card
-            found.append({"key": key, "exactness": card.exactness, "summary": card.summary})
-    return found
+            result.append({"key": key, "exactness": card.exactness, "summary": card.summary})
+    return result
 
 
 def _add_page(app: FastAPI) -> None:
@@ -198,14 +209,14 @@ def _add_page(app: FastAPI) -> None:
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
-        return _file(pages, "index.html")
+        return _page_file(pages, "index.html")
 
     @app.get("/page/{name}", include_in_schema=False)
     async def page(name: str) -> Response:
-        return _file(pages, name)
+        return _page_file(pages, name)
 
 
-def _file(pages: dict[str, bytes], name: str) -> Response:
+def _page_file(pages: dict[str, bytes], name: str) -> Response:
     if name not in pages:
         raise ApiError(404, f"there is no page {name!r}")
     return Response(pages[name], media_type=_PAGE[name], headers=_PAGE_HEADERS)
@@ -216,34 +227,34 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(AnydecodeError)
     @app.exception_handler(UnicodeEncodeError)
     @app.exception_handler(RuntimeError)
-    async def told(http: Request, error: Exception) -> Response:
-        answer = api_error(error)
-        if answer.status == 500:
+    async def handle_api_error(http: Request, error: Exception) -> Response:
+        api_failure = api_error(error)
+        if api_failure.status == 500:
             log.error("a request failed", exc_info=error)
-        return _answer(answer)
+        return _error_response(api_failure)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(http: Request, error: RequestValidationError) -> Response:
+    async def handle_invalid_body(http: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        position = ".".join(str(part) for part in first["loc"] if part != "body")
-        message = f"{position}: {first['msg']}" if position else f"the body: {first['msg']}"
-        return _answer(ApiError(400, message, code="invalid_body", param=position or None))
+        field = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = f"{field}: {first['msg']}" if field else f"the body: {first['msg']}"
+        return _error_response(ApiError(400, message, code="invalid_body", param=field or None))
 
     @app.exception_handler(HTTPException)
-    async def http_error(http: Request, error: HTTPException) -> Response:
+    async def handle_http_exception(http: Request, error: HTTPException) -> Response:
         headers = dict(error.headers or {})
-        return _answer(ApiError(error.status_code, str(error.detail), headers=headers))
+        return _error_response(ApiError(error.status_code, str(error.detail), headers=headers))
 
     @app.exception_handler(Disconnected)
-    async def gone(http: Request, error: Disconnected) -> Response:
+    async def handle_disconnect(http: Request, error: Disconnected) -> Response:
         return Response(status_code=499)
 
     @app.exception_handler(Exception)
-    async def broken(http: Request, error: Exception) -> Response:
-        return _answer(api_error(error))
+    async def handle_unexpected(http: Request, error: Exception) -> Response:
+        return _error_response(api_error(error))
 
 
-def _answer(error: ApiError) -> Response:
+def _error_response(error: ApiError) -> Response:
     return Response(
         error.to_json(), error.status, headers=error.headers, media_type="application/json"
     )

@@ -1,4 +1,4 @@
-"""`/v1/completions`."""
+"""The endpoint `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anydecode.engine.generation import Generation
 from anydecode.engine.request import Request
 from anydecode.server import logprobs
 from anydecode.server.errors import ApiError
-from anydecode.server.events import DONE, EventStream, data
+from anydecode.server.events import DONE, EventStream, encode_event
 from anydecode.server.options import engine_options
 from anydecode.server.prompts import prompt_list
 from anydecode.server.protocol import CompletionRequest
@@ -20,12 +20,12 @@ from anydecode.server.run import ServerRun
 from anydecode.server.service import Service, canvas, extension, usage
 from anydecode.server.tools import format_constraint, format_schema
 
-#: OpenAI's own limit where a request names none.
+#: OpenAI's default for `max_tokens`.
 DEFAULT_TOKENS = 16
 
 
 async def complete(service: Service, body: CompletionRequest, http: HttpRequest) -> Response:
-    """Continue one prompt or several, whole or as a stream."""
+    """Generate the continuation of one prompt or several, as one response or as a stream."""
     state = http.scope["state"]
     options = engine_options(body, service.llm, service.settings, state["namespace"])
     options["max_tokens"] = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
@@ -36,59 +36,64 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
         _check_best_of(body)
         options["n"] = body.best_of
         options["logprobs"] = body.logprobs or 0
-    constrain = None
+    make_constraint = None
     if format_schema(body.response_format) is not None:
 
-        def constrain() -> Any:
+        def make_constraint() -> Any:
             return format_constraint(body.response_format)
 
     prompts = prompt_list(body.prompt)
-    run = await service.run(prompts, options, state, constrain=constrain, streamed=body.stream)
-    answer = _Answer(service, body, run)
+    run = await service.run(
+        prompts, options, state, make_constraint=make_constraint, streamed=body.stream
+    )
+    answer = _CompletionAnswer(service, body, run)
     if body.stream:
         return EventStream(run, answer.chunks(), service.settings.stall_seconds)
     async with run:
-        generations = await run.finished(http.receive)
-    return JSONResponse(answer.whole(generations))
+        generations = await run.wait_for_generations(http.receive)
+    return JSONResponse(answer.response(generations))
 
 
 def _is_ranked(body: CompletionRequest) -> bool:
-    """Whether more samples are drawn than answered. At temperature 0 they would all be the same."""
+    """Whether `best_of` selects among more samples than `n`. At temperature 0 all samples are
+    equal."""
     return body.best_of not in (None, body.n or 1) and body.temperature != 0
 
 
 def _check_best_of(body: CompletionRequest) -> None:
     assert body.best_of is not None
     if body.best_of < (body.n or 1):
-        message = f"best_of is {body.best_of}, less than n ({body.n}); make it n or more"
+        message = f"best_of is {body.best_of}; it must be at least n ({body.n})"
         raise ApiError(400, message, param="best_of")
     if body.stream or body.first_finish is not None or body.resume is not None:
-        message = "best_of above n goes without stream, first_finish and resume"
+        message = "best_of above n cannot be combined with stream, first_finish or resume"
         raise ApiError(400, message, param="best_of")
 
 
 def _mean_logprob(generation: Generation) -> float:
-    notes = logprobs.present(generation.logprobs or [])
-    return sum(note.logprob for note in notes) / max(1, len(notes))
+    entries = logprobs.require_all(generation.logprobs or [])
+    return sum(entry.logprob for entry in entries) / max(1, len(entries))
 
 
-class _Answer:
-    """The answer in OpenAI's shape, in one piece or in chunks."""
+class _CompletionAnswer:
+    """Builds the response object, or the chunks of its stream."""
 
     def __init__(self, service: Service, body: CompletionRequest, run: ServerRun) -> None:
         self.service = service
         self.body = body
         self.run = run
-        self._noted = [0] * len(run.choices)
-        self._lists: dict[int, logprobs.CompletionLists] = {}
-        self._traced = [0] * len(run.choices)
+        self._num_logprobs_sent = [0] * len(run.choices)
+        self._lists: dict[int, logprobs.CompletionLogprobs] = {}
+        self._num_passes_sent = [0] * len(run.choices)
 
-    def whole(self, generations: list[Generation]) -> dict[str, Any]:
-        """The answer of a request that did not ask for a stream."""
+    def response(self, generations: list[Generation]) -> dict[str, Any]:
+        """The response object of finished generations, without streaming."""
         choices = []
-        for position, index in enumerate(self._kept(generations)):
+        for number, index in enumerate(self._selected(generations)):
             text = self._echo(index) + generations[index].text
-            choices.append(self._choice(position, text, self._notes(index), self._reason(index)))
+            choices.append(
+                self._choice(number, text, self._new_logprobs(index), self._finish_reason(index))
+            )
         return {
             **self.service.head("text_completion", "cmpl"),
             "choices": choices,
@@ -97,45 +102,45 @@ class _Answer:
         }
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The events of a stream."""
+        """The events of the stream."""
         head = self.service.head("text_completion", "cmpl")
-        wants_usage = bool(self.body.stream_options and self.body.stream_options.include_usage)
-        shared = {**head, "usage": None} if wants_usage else head
-        live = set(range(len(self.run.choices)))
-        echoes = [self._echo(index) for index in sorted(live)]
-        while live:
-            await self.run.news()
-            for index in sorted(live):
+        include_usage = bool(self.body.stream_options and self.body.stream_options.include_usage)
+        shared = {**head, "usage": None} if include_usage else head
+        active = set(range(len(self.run.choices)))
+        echoes = [self._echo(index) for index in sorted(active)]
+        while active:
+            await self.run.wait_for_progress()
+            for index in sorted(active):
                 request, number = self.run.choices[index]
                 job = request.jobs[number]
                 ended = job.done
-                if self._waits(request):
+                if self._needs_prompt_logprobs(request):
                     continue
                 if ended and job.error is not None:
-                    request.generation()  # raises what ended it
+                    request.generation()  # raises the error
                 text = echoes[index] + request.take_text(number)
                 echoes[index] = ""
-                notes = self._notes(index) if text or ended else None
-                reason = self._reason(index) if ended else None
-                positions, self._traced[index] = canvas(
-                    job.sequence.trace, self._traced[index], self.service.tokenizer
+                entries = self._new_logprobs(index) if text or ended else None
+                reason = self._finish_reason(index) if ended else None
+                positions, self._num_passes_sent[index] = canvas(
+                    job.sequence.trace, self._num_passes_sent[index], self.service.tokenizer
                 )
-                further: dict[str, Any] = {} if positions is None else {"canvas": positions}
+                extra: dict[str, Any] = {} if positions is None else {"canvas": positions}
                 if ended:
-                    live.discard(index)
-                    if not live:
-                        told = extension(self.run.generations(), self.service.tokenizer, self.body)
-                        further |= told
-                if text or ended or further:
-                    choice = self._choice(index, text, notes, reason)
-                    told = {"anydecode": further} if further else {}
-                    yield data({**shared, "choices": [choice], **told})
-        if wants_usage:
-            yield data({**head, "choices": [], "usage": usage(self.run)})
+                    active.discard(index)
+                    if not active:
+                        generations = self.run.generations()
+                        extra |= extension(generations, self.service.tokenizer, self.body)
+                if text or ended or extra:
+                    choice = self._choice(index, text, entries, reason)
+                    fields = {"anydecode": extra} if extra else {}
+                    yield encode_event({**shared, "choices": [choice], **fields})
+        if include_usage:
+            yield encode_event({**head, "choices": [], "usage": usage(self.run)})
         yield DONE
 
-    def _choice(self, index: int, text: str, notes: Any, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": notes, "finish_reason": reason}
+    def _choice(self, index: int, text: str, entries: Any, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": entries, "finish_reason": reason}
 
     def _echo(self, index: int) -> str:
         if not self.body.echo:
@@ -143,8 +148,8 @@ class _Answer:
         prompt = self.run.choices[index][0].prompt
         return self.service.tokenizer.decode(prompt)
 
-    def _kept(self, generations: list[Generation]) -> list[int]:
-        """The choices that make the answer: all, or the best `n` of each prompt."""
+    def _selected(self, generations: list[Generation]) -> list[int]:
+        """Indices of the samples that are returned: all, or the best `n` of each prompt."""
         count = len(generations)
         if not _is_ranked(self.body):
             return list(range(count))
@@ -156,28 +161,30 @@ class _Answer:
         ]
         return [index for best in ranked for index in best[: self.body.n or 1]]
 
-    def _waits(self, request: Request) -> bool:
-        """Whether the prompt's log-probabilities, which sample 0 computes, are yet to come."""
-        wanted = self.body.echo and self.body.logprobs is not None
-        return bool(wanted) and request.prompt_logprobs is None and not request.jobs[0].done
+    def _needs_prompt_logprobs(self, request: Request) -> bool:
+        """Whether the prompt's log-probabilities, which sample 0 computes, are not available
+        yet."""
+        is_requested = self.body.echo and self.body.logprobs is not None
+        return bool(is_requested) and request.prompt_logprobs is None and not request.jobs[0].done
 
-    def _notes(self, index: int) -> dict[str, list[Any]] | None:
-        """Log-probabilities of what has come since the last time, first of all of the prompt's."""
+    def _new_logprobs(self, index: int) -> dict[str, list[Any]] | None:
+        """Log-probabilities of the tokens since the last call; the first call starts with the
+        prompt's."""
         if self.body.logprobs is None:
             return None
         request, number = self.run.choices[index]
-        notes = logprobs.said(request.jobs[number].sequence, self._noted[index])
-        self._noted[index] += len(notes)
+        entries = logprobs.generated(request.jobs[number].sequence, self._num_logprobs_sent[index])
+        self._num_logprobs_sent[index] += len(entries)
         if index in self._lists:
-            return self._lists[index].of_answer(notes)
-        made = logprobs.CompletionLists(self.service.tokenizer, self._echo(index))
-        self._lists[index] = made
-        lists = made.of_answer(notes)
-        if (scored := request.prompt_logprobs) is not None:
-            echoed = made.of_prompt(request.prompt, scored)
-            lists = {name: echoed[name] + values for name, values in lists.items()}
+            return self._lists[index].for_tokens(entries)
+        lists_of_choice = logprobs.CompletionLogprobs(self.service.tokenizer, self._echo(index))
+        self._lists[index] = lists_of_choice
+        lists = lists_of_choice.for_tokens(entries)
+        if (prompt_entries := request.prompt_logprobs) is not None:
+            prompt_lists = lists_of_choice.for_prompt(request.prompt, prompt_entries)
+            lists = {name: prompt_lists[name] + values for name, values in lists.items()}
         return lists
 
-    def _reason(self, index: int) -> str:
+    def _finish_reason(self, index: int) -> str:
         request, number = self.run.choices[index]
         return request.jobs[number].sequence.finish_reason or "stop"

@@ -1,7 +1,7 @@
-"""`/v1/embeddings`: the mean of the last hidden states, of length 1.
+"""The endpoint `/v1/embeddings`: the mean of the last hidden states, normalised to length 1.
 
-A model made for generation gives such vectors as a by-product; they rank texts, but a model trained
-for the purpose ranks them better.
+Embeddings of a generative model can rank texts, but a model trained for embeddings ranks them
+better.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ from anydecode.server.service import Service
 
 
 async def embed(service: Service, body: EmbeddingRequest, http: HttpRequest) -> Response:
-    """One vector per input."""
-    width = service.llm.model.spec.hidden_size
-    if body.dimensions not in (None, width):
-        raise ApiError(400, f"this model's vectors have {width} numbers", param="dimensions")
+    """Compute one embedding per input."""
+    hidden_size = service.llm.model.spec.hidden_size
+    if body.dimensions not in (None, hidden_size):
+        raise ApiError(
+            400,
+            f"dimensions is {body.dimensions}; this model's embeddings have {hidden_size}",
+            param="dimensions",
+        )
     texts = prompt_list(body.input)
     check_choices(len(texts), service.settings)
     state = http.scope["state"]
@@ -40,15 +44,15 @@ async def embed(service: Service, body: EmbeddingRequest, http: HttpRequest) -> 
         for text, decoder in zip(texts, decoders, strict=True)
     ]
     requests = [request for run in runs for request in run.requests]
-    run = service.joined(requests, state)
+    run = service.build_run(requests, state)
     async with run:
-        await run.finished(http.receive)
+        await run.wait_for_generations(http.receive)
     count = sum(len(request.prompt) for request in requests)
     return JSONResponse(
         {
             "object": "list",
             "data": [
-                {"object": "embedding", "index": index, "embedding": _coded(decoder, body)}
+                {"object": "embedding", "index": index, "embedding": _encode(decoder, body)}
                 for index, decoder in enumerate(decoders)
             ],
             "model": service.settings.name,
@@ -57,7 +61,7 @@ async def embed(service: Service, body: EmbeddingRequest, http: HttpRequest) -> 
     )
 
 
-def _coded(decoder: MeanState, body: EmbeddingRequest) -> Any:
+def _encode(decoder: MeanState, body: EmbeddingRequest) -> Any:
     vector = decoder.vector()
     if body.encoding_format == "float":
         return vector

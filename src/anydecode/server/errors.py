@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: a status and one JSON shape."""
+"""Error responses as OpenAI clients expect them: a status and one JSON object."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than 200. `code` is machine-readable, `param` the field that is wrong."""
+    """An error response. `code` is machine-readable; `param` names the invalid field."""
 
     def __init__(
         self,
@@ -55,24 +55,25 @@ class ApiError(Exception):
         }
 
     def to_json(self) -> bytes:
-        """The same as ASCII JSON."""
+        """The error object as ASCII JSON."""
         return json.dumps(self.to_dict()).encode()
 
 
-def stopped(error: EngineStoppedError) -> str:
-    """Why nothing is answered any more, without the fault's own words: the log has them."""
+def stopped_message(error: EngineStoppedError) -> str:
+    """The message for requests to a stopped engine: the fault's type, without its text, which only
+    the log contains."""
     fault = type(error.__cause__).__name__
-    return f"the engine stopped ({fault}); the server's log has the details: restart the server"
+    return f"the engine stopped ({fault}); see the server's log for details and restart the server"
 
 
 def api_error(error: BaseException) -> ApiError:
-    """What a client is told about `error`. Only what it can mend is told in words."""
+    """The error response for `error`. Only errors that the client can fix include their text."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineStoppedError):
-        return ApiError(503, stopped(error), code="engine_stopped")
+        return ApiError(503, stopped_message(error), code="engine_stopped")
     if isinstance(error, UnicodeEncodeError):
-        return ApiError(400, "the text holds a lone surrogate, which is no character")
+        return ApiError(400, "the text contains a lone surrogate, which is not a valid character")
     if isinstance(error, AnydecodeError):
         message = " ".join(str(error).split())
         if isinstance(error, ConstraintError):
@@ -83,5 +84,5 @@ def api_error(error: BaseException) -> ApiError:
             return ApiError(400, message, code="invalid_value")
         return ApiError(400, message)
     return ApiError(
-        500, "the server made a mistake; its log has the details", code="internal_error"
+        500, "internal server error; see the server's log for details", code="internal_error"
     )

@@ -1,4 +1,4 @@
-"""Server-sent events: an answer that grows while the client reads."""
+"""Server-sent events: a response that is streamed while it is generated."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from anydecode.server.errors import ApiError, api_error
 from anydecode.server.logs import log
-from anydecode.server.run import ServerRun, left
+from anydecode.server.run import ServerRun, wait_for_disconnect
 
 DONE = b"data: [DONE]\n\n"
-_HEAD = {
+_RESPONSE_START = {
     "type": "http.response.start",
     "status": 200,
     "headers": [
@@ -24,80 +24,88 @@ _HEAD = {
     ],
 }
 
-#: A value as JSON without spaces. One encoder for all: making one costs more than most events.
+#: Encodes a value as JSON without spaces. Shared, because constructing an encoder costs more than
+#: encoding most events.
 compact = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def data(value: Any) -> bytes:
-    """One event."""
+def encode_event(value: Any) -> bytes:
+    """One server-sent event with `value` as JSON."""
     return b"data: " + compact(value).encode() + b"\n\n"
 
 
-def failure(error: ApiError) -> bytes:
-    """An error behind the head, as completions and chat tell it."""
-    return data(error.to_dict())
+def encode_error(error: ApiError) -> bytes:
+    """The event of an error in a completion or chat stream."""
+    return encode_event(error.to_dict())
 
 
 class EventStream(Response):
-    """An ASGI response that sends `chunks` of `run`. When the client leaves, or reads nothing for
-    `stall` seconds, the run is cancelled. An error after the head becomes what `failed` makes of
-    it."""
+    """An ASGI response that streams the `chunks` of `run`.
+
+    The run is cancelled when the client disconnects or reads nothing for `stall_seconds`. An error
+    after the response has started is sent as the events that `encode_failure` returns.
+    """
 
     def __init__(
         self,
         run: ServerRun,
         chunks: AsyncIterator[bytes],
-        stall: float,
-        failed: Callable[[ApiError], bytes] = failure,
+        stall_seconds: float,
+        encode_failure: Callable[[ApiError], bytes] = encode_error,
     ) -> None:
         super().__init__(media_type="text/event-stream")
         self._run = run
         self._chunks = chunks
-        self._stall = stall
-        self._failed = failed
+        self._stall_seconds = stall_seconds
+        self._encode_failure = encode_failure
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async with self._run:
-            await send(_HEAD)
+            await send(_RESPONSE_START)
             writing = asyncio.ensure_future(self._write(send))
-            leaving = asyncio.ensure_future(left(receive))
+            disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
             try:
-                await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({writing, disconnect}, return_when=asyncio.FIRST_COMPLETED)
                 if writing.done() and not writing.cancelled():
                     writing.result()
             finally:
-                leaving.cancel()
+                disconnect.cancel()
                 writing.cancel()
 
     async def _write(self, send: Any) -> None:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
-        sending: float | None = None  # since when
+        send_start: float | None = None  # None: no send is pending
         timer: asyncio.TimerHandle
 
-        def look() -> None:
-            """One timer for the whole stream: it moves to where the sending would have stalled."""
+        def check_stall() -> None:
+            """Cancel a stalled send, or set the timer to the time at which it would be stalled. One
+            timer serves the whole stream."""
             nonlocal timer
             now = loop.time()
-            due = (now if sending is None else sending) + self._stall
-            if due > now:
-                timer = loop.call_at(due, look)
+            deadline = (now if send_start is None else send_start) + self._stall_seconds
+            if deadline > now:
+                timer = loop.call_at(deadline, check_stall)
             else:
                 task.cancel()
 
-        timer = loop.call_later(self._stall, look)
+        timer = loop.call_later(self._stall_seconds, check_stall)
         try:
             async for chunk in self._chunks:
-                sending = loop.time()
+                send_start = loop.time()
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                sending = None
+                send_start = None
         except Exception as error:
-            told = api_error(error)
-            if told.status >= 500:
+            api_failure = api_error(error)
+            if api_failure.status >= 500:
                 log.exception("a stream failed")
             await send(
-                {"type": "http.response.body", "body": self._failed(told), "more_body": True}
+                {
+                    "type": "http.response.body",
+                    "body": self._encode_failure(api_failure),
+                    "more_body": True,
+                }
             )
         finally:
             timer.cancel()

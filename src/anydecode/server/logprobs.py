@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes."""
+"""Log-probabilities in the formats of OpenAI's chat and completion APIs."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.logprobs import TokenLogprobs
 from anydecode.scoring.sequence import Sequence
 
-#: What stands for minus infinity, which JSON lacks.
+#: Replaces minus infinity, which JSON cannot represent.
 FLOOR = -9999.0
 
 
-def said(sequence: Sequence, start: int = 0) -> list[TokenLogprobs]:
-    """The notes of a sequence's tokens from `start` on, without the token that only ends it and
-    without those of earlier calls that this one resumed."""
-    notes = present(sequence.logprobs[max(start, sequence.state.get("resumed", 0)) :])
-    if notes and sequence.finished and sequence.stops_at(notes[-1].token):
-        notes.pop()
-    return notes
+def generated(sequence: Sequence, start: int = 0) -> list[TokenLogprobs]:
+    """Log-probabilities of the tokens of `sequence` from index `start` on, without a stop token at
+    the end and without those of earlier calls that this call resumes."""
+    entries = require_all(sequence.logprobs[max(start, sequence.state.get("resumed", 0)) :])
+    if entries and sequence.finished and sequence.stops_at(entries[-1].token):
+        entries.pop()
+    return entries
 
 
-def present(notes: list[TokenLogprobs | None]) -> list[TokenLogprobs]:
-    """`notes`, of which none may be missing."""
-    found = [note for note in notes if note is not None]
-    if len(found) < len(notes):
-        raise UnsupportedCombinationError("this decoder gives no log-probabilities")
-    return found
+def require_all(entries: list[TokenLogprobs | None]) -> list[TokenLogprobs]:
+    """`entries`; raises `UnsupportedCombinationError` if one is None."""
+    result = [entry for entry in entries if entry is not None]
+    if len(result) < len(entries):
+        raise UnsupportedCombinationError(
+            "this decoder does not return log-probabilities; use another decoder or omit logprobs"
+        )
+    return result
 
 
-def chat_entries(notes: list[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """For chat: token, bytes and alternatives, one entry per token."""
+def chat_entries(entries: list[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The chat format: one entry per token with its text, bytes and most probable alternatives."""
     return [
         {
-            **_entry(note.token, note.logprob, tokenizer),
-            "top_logprobs": [_entry(token, value, tokenizer) for token, value in note.top],
+            **_entry(entry.token, entry.logprob, tokenizer),
+            "top_logprobs": [_entry(token, value, tokenizer) for token, value in entry.top],
         }
-        for note in notes
+        for entry in entries
     ]
 
 
-class CompletionLists:
-    """For completions: lists side by side, of tokens as they come. The text begins with `echo`, the
-    text of the prompt, or behind it."""
+class CompletionLogprobs:
+    """The completion format: parallel lists over the tokens, built as they are generated. Text
+    offsets count from the start of `echo`, the echoed text of the prompt."""
 
     def __init__(self, tokenizer: Tokenizer, echo: str = "") -> None:
         self._tokenizer = tokenizer
@@ -54,45 +56,48 @@ class CompletionLists:
         self._detokenizer = Detokenizer(tokenizer)
         self._offset = len(echo)
 
-    def of_prompt(self, prompt: list[int], notes: list[TokenLogprobs | None]) -> dict[str, Any]:
-        """The lists of a prompt's tokens; the first has no log-probability."""
+    def for_prompt(self, prompt: list[int], entries: list[TokenLogprobs | None]) -> dict[str, Any]:
+        """The lists of the prompt's tokens; the first has no log-probability."""
         detokenizer = Detokenizer(self._tokenizer)
         lengths = [len(detokenizer.push(token)) for token in prompt]
         offset = len(self._echo) - sum(lengths) - len(detokenizer.flush())
         offsets = []
-        for length in lengths:  # the text may lack a space that the first token begins with
+        for length in lengths:  # the text may lack the leading space of the first token
             offsets.append(max(0, offset))
             offset += length
-        return self._lists(prompt, notes, offsets)
+        return self._lists(prompt, entries, offsets)
 
-    def of_answer(self, notes: list[TokenLogprobs]) -> dict[str, Any]:
-        """The lists of the tokens that come next."""
+    def for_tokens(self, entries: list[TokenLogprobs]) -> dict[str, Any]:
+        """The lists of the next generated tokens."""
         offsets = []
-        for note in notes:
+        for entry in entries:
             offsets.append(self._offset)
-            self._offset += len(self._detokenizer.push(note.token))
-        return self._lists([note.token for note in notes], notes, offsets)
+            self._offset += len(self._detokenizer.push(entry.token))
+        return self._lists([entry.token for entry in entries], entries, offsets)
 
     def _lists(
-        self, tokens: list[int], notes: Iterable[TokenLogprobs | None], offsets: list[int]
+        self, tokens: list[int], entries: Iterable[TokenLogprobs | None], offsets: list[int]
     ) -> dict[str, Any]:
-        notes = list(notes)
+        entries = list(entries)
         return {
-            "tokens": [self._name(token) for token in tokens],
-            "token_logprobs": [None if note is None else _finite(note.logprob) for note in notes],
-            "top_logprobs": [None if note is None else self._top(note) for note in notes],
+            "tokens": [self._display_text(token) for token in tokens],
+            "token_logprobs": [
+                None if entry is None else _finite(entry.logprob) for entry in entries
+            ],
+            "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
             "text_offset": offsets,
         }
 
-    def _top(self, note: TokenLogprobs) -> dict[str, float]:
-        """The most probable tokens, and the token itself; of tokens alike in text, the first."""
-        found: dict[str, float] = {}
-        for token, value in (*note.top, (note.token, note.logprob)):
-            found.setdefault(self._name(token), _finite(value))
-        return found
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The most probable tokens and the token itself, by text; of tokens with equal text, the
+        first."""
+        result: dict[str, float] = {}
+        for token, value in (*entry.top, (entry.token, entry.logprob)):
+            result.setdefault(self._display_text(token), _finite(value))
+        return result
 
-    def _name(self, token: int) -> str:
-        """A token's text; its bytes, as OpenAI writes them, where they are no whole characters."""
+    def _display_text(self, token: int) -> str:
+        """A token's text, or its bytes in OpenAI's notation if they are not valid UTF-8."""
         data = self._tokenizer.token_bytes(token)
         try:
             return data.decode() if data else self._tokenizer.token_text(token)

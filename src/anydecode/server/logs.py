@@ -11,7 +11,8 @@ log = logging.getLogger("anydecode.server")
 
 
 class JsonLines(logging.Formatter):
-    """Time, level, logger, message, and whatever the event carries in `fields`."""
+    """Formats a log record as one JSON object: time, level, logger, event, and the record's
+    `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, timezone.utc)
@@ -33,7 +34,7 @@ def event(name: str, **fields: object) -> None:
 
 
 def write_json_lines(level: str = "INFO") -> None:
-    """Send our own and uvicorn's logs to stderr as JSON."""
+    """Send the logs of anydecode and uvicorn to stderr as JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name in ("anydecode", "uvicorn", "uvicorn.error"):

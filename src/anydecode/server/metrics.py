@@ -1,4 +1,4 @@
-"""Figures for Prometheus, read from the engine when they are asked for."""
+"""Prometheus metrics; those of the engine are read when they are scraped."""
 
 from __future__ import annotations
 
@@ -15,51 +15,53 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0)
 _PER_PASS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0)
 
-#: By name: what it is, and how it is read.
-Figures = dict[str, tuple[str, Callable[[ModelRunner], float]]]
+#: By metric name: its help text, and the function that reads it from a model runner.
+Readers = dict[str, tuple[str, Callable[[ModelRunner], float]]]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """Counters and histograms of one server; gauges come from its engine."""
+    """Counters and histograms of one server, and the metrics of its engine."""
 
     def __init__(self, llm: LLM) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._counter(
-            "requests", "Requests answered, by endpoint and status.", "endpoint", "status"
+            "requests", "HTTP requests, by endpoint and status.", "endpoint", "status"
         )
-        self.cancelled = self._counter("cancelled_requests", "Clients that left early.")
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.generated = self._counter("generation_tokens", "Tokens said.")
-        self.first = self._histogram(
-            "time_to_first_token_seconds", "From submission to the first token.", _SECONDS
+        self.cancelled = self._counter("cancelled_requests", "Requests whose client disconnected.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
+        self.generated = self._counter("generation_tokens", "Generated tokens.")
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "Time from submission to the first token.", _SECONDS
         )
-        self.per_token = self._histogram(
-            "time_per_output_token_seconds", "Between tokens, the mean of a request.", _PER_TOKEN
+        self.time_per_token = self._histogram(
+            "time_per_output_token_seconds", "Mean time between tokens of a request.", _PER_TOKEN
         )
-        self.whole = self._histogram("request_seconds", "From submission to the end.", _SECONDS)
-        self.per_pass = self._histogram(
-            "tokens_per_pass", "Tokens accepted per pass of the target, by request.", _PER_PASS
+        self.request_seconds = self._histogram(
+            "request_seconds", "Time from submission to the end.", _SECONDS
         )
-        self.registry.register(EngineFigures(llm))
+        self.tokens_per_pass = self._histogram(
+            "tokens_per_pass", "Tokens per forward pass of the target model, by request.", _PER_PASS
+        )
+        self.registry.register(EngineCollector(llm))
 
     def record(self, generations: list[Generation]) -> None:
-        """Count finished answers."""
+        """Record finished generations."""
         for generation in generations:
             stats = generation.stats
             self.prompt_tokens.inc(stats.num_prompt_tokens)
             self.generated.inc(stats.num_tokens)
-            self.first.observe(stats.time_to_first_token)
-            self.whole.observe(stats.seconds)
+            self.time_to_first_token.observe(stats.time_to_first_token)
+            self.request_seconds.observe(stats.seconds)
             if stats.passes:
-                self.per_pass.observe(stats.tokens_per_pass)
+                self.tokens_per_pass.observe(stats.tokens_per_pass)
             if stats.num_tokens > 1:
-                spent = stats.seconds - stats.time_to_first_token
-                self.per_token.observe(spent / (stats.num_tokens - 1))
+                decode_seconds = stats.seconds - stats.time_to_first_token
+                self.time_per_token.observe(decode_seconds / (stats.num_tokens - 1))
 
     def exposition(self) -> bytes:
-        """Everything in Prometheus's text format."""
+        """All metrics in the Prometheus text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -69,63 +71,64 @@ class Metrics:
         return Histogram(f"anydecode_{name}", text, registry=self.registry, buckets=buckets)
 
 
-class EngineFigures:
-    """The engine's own state as metrics."""
+class EngineCollector:
+    """A Prometheus collector of the engine's state."""
 
     def __init__(self, llm: LLM) -> None:
         self._engine = llm.engine
         self._driver = llm.driver
 
     def describe(self) -> list[Metric]:
-        """Nothing ahead of time: what there is depends on the lanes."""
+        """Nothing: the metrics depend on the model runners."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges and counters, per lane where lanes differ."""
+        """Gauges and counters of the engine, and those of each model runner."""
         engine = self._engine
         yield GaugeMetricFamily(
             "anydecode_engine_up",
-            "1 while the engine runs, 0 once a fault of its own has stopped it.",
+            "1 while the engine runs, 0 after a fault has stopped it.",
             float(self._driver.error is None),
         )
         yield GaugeMetricFamily(
-            "anydecode_running_sequences", "Sequences being decoded.", len(engine.running)
+            "anydecode_running_sequences", "Running sequences.", len(engine.running)
         )
         yield GaugeMetricFamily(
-            "anydecode_waiting_sequences", "Sequences that wait for a place.", len(engine.waiting)
+            "anydecode_waiting_sequences", "Waiting sequences.", len(engine.waiting)
         )
         yield CounterMetricFamily(
-            "anydecode_preemptions", "Sequences that gave way to others.", engine.num_preemptions
+            "anydecode_preemptions", "Preempted sequences.", engine.num_preemptions
         )
-        lane_gauges: Figures = {
-            "cache_positions": ("Positions the cache holds.", lambda runner: runner.pool.num_slots),
-            "cache_used": ("Positions in use, shared prefixes included.",
+        runner_gauges: Readers = {
+            "cache_positions": ("Capacity of the key-value cache, in positions.",
+                                lambda runner: runner.pool.num_slots),
+            "cache_used": ("Used positions, including cached prefixes.",
                            lambda runner: runner.pool.num_used),
-            "cache_prefix": ("Positions kept for prefixes to come.",
+            "cache_prefix": ("Positions that hold cached prefixes.",
                              lambda runner: runner.prefixes.num_slots),
-            "spill_bytes": ("Bytes of prefixes kept outside the cache.", _spilled),
+            "spill_bytes": ("Bytes of prefixes in the spill.", _spill_bytes),
         }  # fmt: skip
-        lane_counters: Figures = {
-            "prefix_hit_tokens": ("Prompt tokens found in the cache.",
+        runner_counters: Readers = {
+            "prefix_hit_tokens": ("Prompt tokens found in the prefix cache.",
                                   lambda runner: runner.prefixes.num_hits),
-            "prefix_restored_tokens": ("Of these, brought back from the spill.",
+            "prefix_restored_tokens": ("Prompt tokens restored from the spill.",
                                        lambda runner: runner.prefixes.num_restored),
-            "passes": ("Passes run.", lambda runner: runner.num_passes),
-            "rows": ("Rows run.", lambda runner: runner.num_rows),
-            "pass_seconds": ("Time spent in passes.", lambda runner: runner.seconds),
+            "passes": ("Forward passes.", lambda runner: runner.num_passes),
+            "rows": ("Rows computed in forward passes.", lambda runner: runner.num_rows),
+            "pass_seconds": ("Time in forward passes, in seconds.", lambda runner: runner.seconds),
         }  # fmt: skip
-        for name, (text, read) in lane_gauges.items():
+        for name, (text, read) in runner_gauges.items():
             gauge = GaugeMetricFamily(f"anydecode_{name}", text, labels=["lane"])
             for runner in list(engine.runners.values()):
                 gauge.add_metric([runner.name], read(runner))
             yield gauge
-        for name, (text, read) in lane_counters.items():
+        for name, (text, read) in runner_counters.items():
             counter = CounterMetricFamily(f"anydecode_{name}", text, labels=["lane"])
             for runner in list(engine.runners.values()):
                 counter.add_metric([runner.name], read(runner))
             yield counter
 
 
-def _spilled(runner: ModelRunner) -> float:
+def _spill_bytes(runner: ModelRunner) -> float:
     spill = runner.prefixes.spill
     return 0 if spill is None else spill.num_bytes

@@ -1,4 +1,4 @@
-"""From a request body to what the engine is asked for."""
+"""Conversion of a request body into the options of `LLM.request`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from anydecode.server.prompts import effort_variables
 from anydecode.server.protocol import Options
 from anydecode.server.settings import Settings
 
-#: Largest number that a client may give a decoder as a parameter.
-LARGEST = 4096
-#: What a body may set by its own name; `echo` with `logprobs` asks for `prompt_logprobs`.
+#: Largest absolute value of a number that a client may pass as a decoder parameter.
+MAX_PARAMETER = 4096
+#: Fields of `SamplingParams` that a body may set by name; `prompt_logprobs` is set by `echo`.
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__) - {"prompt_logprobs"}
 _SHARED = ("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty")
 
@@ -24,7 +24,7 @@ _SHARED = ("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_p
 def engine_options(
     body: Options, llm: LLM, settings: Settings, namespace: str | None
 ) -> dict[str, Any]:
-    """Options for `LLM.request`. Raises `ApiError` or `InvalidRequestError`."""
+    """The options for `LLM.request`. Raises `ApiError` or `InvalidRequestError`."""
     options: dict[str, Any] = {"temperature": 1.0}
     for name in _SHARED:
         if (value := getattr(body, name)) is not None:
@@ -33,11 +33,11 @@ def engine_options(
         options["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
     if body.logit_bias:
         options["logit_bias"] = token_biases(body.logit_bias)
-    options.update(further(body))
+    options.update(extra_options(body))
     if options.get("temperature") == 0 and options.get("n", 1) == 1:
         options.pop("n", None)
     options["decoder"] = (
-        checked_decoder(body.decoder) if body.decoder else settings.decoder or llm.default_decoder
+        check_decoder(body.decoder) if body.decoder else settings.decoder or llm.default_decoder
     )
     options["adapter"] = adapter_of(body.model, llm, settings)
     options["trace"] = bool(body.trace)
@@ -47,74 +47,80 @@ def engine_options(
     options["segment"] = body.segment
     options["resume"] = body.resume
     if body.first_finish is not None and body.stream:
-        message = "who finishes first is known at the end only; first_finish answers whole"
+        message = "first_finish cannot be streamed: the chosen samples are known only at the end"
         raise ApiError(400, message, param="first_finish")
     return options
 
 
-def further(body: Options) -> dict[str, Any]:
-    """Fields beyond OpenAI's: those of `SamplingParams`. Others are refused by name, and so are
-    OpenAI's own without which the answer would mean something else."""
+def extra_options(body: Options) -> dict[str, Any]:
+    """Fields of `SamplingParams` beyond OpenAI's. Raises `ApiError` for unknown fields, and for
+    unsupported fields of OpenAI's API that would change the answer."""
     extra = body.model_extra or {}
     unknown = sorted(set(extra) - _SAMPLING - body.IGNORED.keys() - body.REFUSED.keys())
     if unknown:
         names = ", ".join(unknown)
         raise ApiError(400, f"unknown field {names}", code="unknown_parameter", param=unknown[0])
-    for name, (harmless, advice) in body.REFUSED.items():
-        if _asks(extra.get(name), harmless):
+    for name, (neutral, advice) in body.REFUSED.items():
+        if _has_effect(extra.get(name), neutral):
             message = f"{name} is not supported here: {advice}"
             raise ApiError(400, message, code="unsupported_parameter", param=name)
     return {name: extra[name] for name in extra if name in _SAMPLING and extra[name] is not None}
 
 
-def ignored(body: Options, template: str | None) -> list[str]:
-    """Fields that ask for something and have no effect here; "a.b" is a part of a field. `template`
-    is the chat template, which may know of a reasoning effort."""
+def ignored_fields(body: Options, template: str | None) -> list[str]:
+    """Names of the fields that are set but have no effect; "a.b" is a part of a field. `template`
+    is the chat template, which may support a reasoning effort."""
     set_fields = body.model_fields_set
     names = [
         name
-        for name, harmless in body.IGNORED.items()
-        if name.partition(".")[0] in set_fields and _asks(_given(body, name), harmless)
+        for name, neutral in body.IGNORED.items()
+        if name.partition(".")[0] in set_fields and _has_effect(_field_value(body, name), neutral)
     ]
     for name in ("reasoning_effort", "reasoning.effort"):
-        effort = _given(body, name)
+        effort = _field_value(body, name)
         if effort is not None and not effort_variables(effort, template):
             names.append(name)
     return sorted(names)
 
 
-def _given(body: Options, path: str) -> Any:
+def _field_value(body: Options, path: str) -> Any:
     value: Any = body
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
     return value
 
 
-def _asks(value: Any, harmless: tuple[Any, ...]) -> bool:
-    return value is not None and value not in harmless
+def _has_effect(value: Any, neutral: tuple[Any, ...]) -> bool:
+    return value is not None and value not in neutral
 
 
 def token_biases(biases: dict[str, float]) -> dict[int, float]:
-    """OpenAI's string keys as token ids."""
+    """`biases` with token ids as integer keys."""
     try:
         return {int(token): value for token, value in biases.items()}
     except ValueError:
-        raise ApiError(400, "logit_bias maps token ids to numbers", param="logit_bias") from None
+        raise ApiError(
+            400, "logit_bias must map token ids to numbers", param="logit_bias"
+        ) from None
 
 
-def checked_decoder(choice: str) -> str:
-    """`choice`, unless it reaches for files or its parameters are out of all proportion."""
+def check_decoder(choice: str) -> str:
+    """`choice`. Raises `ApiError` if the decoder reads files or a parameter is too large."""
     key, _, rest = choice.partition(":")
-    only = "that is for the server's own options, not for requests"
+    reason = "only the server's own options may do that, not requests"
     if getattr(catalogue.kind_of(key), "reads_files", False):
-        raise ApiError(400, f"{key!r} reads files of this machine; {only}", param="decoder")
+        raise ApiError(400, f"{key!r} reads files of this machine; {reason}", param="decoder")
     given = parameters(rest, catalogue.text_parameters(key))
     if files := catalogue.file_parameters(key) & given.keys():
-        message = f"{key!r}: {min(files)} names a file; {only}"
+        message = f"{key!r}: {min(files)} names a file; {reason}"
         raise ApiError(400, message, param="decoder")
     for value in given.values():
-        if isinstance(value, int | float) and not abs(value) <= LARGEST:
-            raise ApiError(400, f"a decoder's parameters go up to {LARGEST}", param="decoder")
+        if isinstance(value, int | float) and not abs(value) <= MAX_PARAMETER:
+            raise ApiError(
+                400,
+                f"a decoder parameter is {value}; the largest is {MAX_PARAMETER}",
+                param="decoder",
+            )
     return choice
 
 
@@ -124,24 +130,24 @@ def adapter_of(model: str | None, llm: LLM, settings: Settings) -> str | None:
         return None
     if model in llm.adapters:
         return model
-    known = ", ".join([settings.name, *llm.adapters])
-    message = f"the model {model!r} does not exist here; there are {known}"
+    available = ", ".join([settings.name, *llm.adapters])
+    message = f"the model {model!r} does not exist on this server; available: {available}"
     raise ApiError(404, message, code="model_not_found", param="model")
 
 
 def check_prompt(tokens: list[int], settings: Settings) -> None:
-    """Raise `ApiError` for a prompt above the operator's limit."""
+    """Raise `ApiError` if a prompt is longer than `settings.max_prompt`."""
     if settings.max_prompt and len(tokens) > settings.max_prompt:
         raise ApiError(
             400,
-            f"the prompt has {len(tokens)} tokens; this server takes {settings.max_prompt}",
+            f"the prompt has {len(tokens)} tokens; this server allows {settings.max_prompt}",
             code="context_length_exceeded",
             param="messages",
         )
 
 
 def check_choices(count: int, settings: Settings) -> None:
-    """Raise `InvalidRequestError` where one request asks for too many answers at once."""
+    """Raise `InvalidRequestError` if one request has more choices than the server allows."""
     if count > settings.max_choices:
         raise InvalidRequestError(
             f"prompts times n (or best_of) is {count}; this server allows {settings.max_choices}"

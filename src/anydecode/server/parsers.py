@@ -1,4 +1,4 @@
-"""What model families write around their thoughts and tool calls, taken apart while it streams.
+"""Streaming parsers for the reasoning and tool-call formats of model families.
 
 A parser turns text into events: ("content", text), ("reasoning", text) and ("tool", call), where
 call is a dict of `name` and `arguments` (JSON text).
@@ -19,38 +19,41 @@ Event = tuple[str, Any]
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family writes a call: between `opening` and `closing` (to the end of the answer where
-    there is none), as JSON with `name` and the arguments under `arguments`."""
+    """The tool-call format of a model family: JSON between `opening` and `closing` (up to the end
+    of the answer if `closing` is empty), with the key `name` and the arguments under the key
+    `arguments`."""
 
     opening: str
     closing: str
     arguments: str = "arguments"
-    listed: bool = False  # one JSON list of calls instead of one call
+    is_list: bool = False  # whether the JSON is a list of calls instead of one call
 
 
-#: By name: hermes (Qwen, Hermes, SmolLM and many more), mistral, llama (version 3.1 and later).
+#: Tool-call formats by name: hermes (Qwen, Hermes, SmolLM and many more), mistral, llama (3.1 and
+#: later).
 TOOL_FORMATS = {
     "hermes": ToolFormat("<tool_call>", "</tool_call>"),
-    "mistral": ToolFormat("[TOOL_CALLS]", "", listed=True),
+    "mistral": ToolFormat("[TOOL_CALLS]", "", is_list=True),
     "llama": ToolFormat("<|python_tag|>", "", arguments="parameters"),
 }
 
 
 def tool_format(name: str, template: str | None) -> ToolFormat | None:
-    """The format called `name`; "auto" goes by the chat template, and takes hermes if in doubt."""
+    """The format called `name`; "auto" chooses by the chat template, with hermes as default."""
     if name == "none":
         return None
     if name == "auto":
-        for known, style in TOOL_FORMATS.items():
-            if template is not None and style.opening in template:
-                return TOOL_FORMATS[known]
+        for key, call_format in TOOL_FORMATS.items():
+            if template is not None and call_format.opening in template:
+                return TOOL_FORMATS[key]
         return TOOL_FORMATS["hermes"]
-    found: ToolFormat = _known(TOOL_FORMATS, name, "tool parser")
-    return found
+    named: ToolFormat = _lookup(TOOL_FORMATS, name, "tool parser")
+    return named
 
 
 def reasoning_tags(name: str, template: str | None) -> tuple[str, str] | None:
-    """The tags called `name`; "auto" takes those in the chat template, or `<think>`."""
+    """The opening and closing tag called `name`; "auto" takes those in the chat template, with
+    `<think>` as default."""
     if name == "none":
         return None
     if name == "auto":
@@ -58,48 +61,48 @@ def reasoning_tags(name: str, template: str | None) -> tuple[str, str] | None:
             if template is not None and tags[1] in template:
                 return tags
         return REASONING_TAGS["think"]
-    found: tuple[str, str] = _known(REASONING_TAGS, name, "reasoning parser")
-    return found
+    named: tuple[str, str] = _lookup(REASONING_TAGS, name, "reasoning parser")
+    return named
 
 
-def _known(table: dict[str, Any], name: str, what: str) -> Any:
+def _lookup(table: dict[str, Any], name: str, what: str) -> Any:
     if name not in table:
-        raise InvalidRequestError(f"no {what} {name!r}: there are auto, none, {', '.join(table)}")
+        raise InvalidRequestError(f"unknown {what} {name!r}; choose auto, none, {', '.join(table)}")
     return table[name]
 
 
 class Splitter:
-    """Cuts streamed text at an opening and a closing tag. Text that may become a tag is held
-    back. `inside` tells whether the next text stands between the tags."""
+    """Splits streamed text at an opening and a closing tag. Text that may be the start of a tag is
+    buffered. `inside` is whether the next text is between the tags."""
 
     def __init__(self, opening: str, closing: str, inside: bool = False) -> None:
         self._tags = (opening, closing)
         self.inside = inside
-        self._held = ""
+        self._buffer = ""
 
     def push(self, text: str, final: bool = False) -> Iterator[tuple[bool, str, bool]]:
-        """(whether inside, text, whether a tag ended this stretch), in order."""
-        if text and not self._held and self._tags[self.inside][:1] not in text:
-            yield self.inside, text, False  # nothing here can begin a tag, as nearly always
+        """Yield (is inside, text, whether a tag ends it), in order."""
+        if text and not self._buffer and self._tags[self.inside][:1] not in text:
+            yield self.inside, text, False  # the common case: no tag can start here
             return
-        self._held += text
+        self._buffer += text
         while True:
             tag = self._tags[self.inside]
-            position = self._held.find(tag) if tag else -1
+            position = self._buffer.find(tag) if tag else -1
             if position < 0:
                 break
-            yield self.inside, self._held[:position], True
-            self._held = self._held[position + len(tag) :]
+            yield self.inside, self._buffer[:position], True
+            self._buffer = self._buffer[position + len(tag) :]
             self.inside = not self.inside
-        keep = 0 if final or not tag else _overlap(self._held, tag)
-        ready = self._held[: len(self._held) - keep]
-        self._held = self._held[len(ready) :]
+        num_kept = 0 if final or not tag else _overlap(self._buffer, tag)
+        ready = self._buffer[: len(self._buffer) - num_kept]
+        self._buffer = self._buffer[len(ready) :]
         if ready:
             yield self.inside, ready, False
 
 
 def _overlap(text: str, tag: str) -> int:
-    """The length of the longest end of `text` with which `tag` begins."""
+    """Length of the longest suffix of `text` that is a proper prefix of `tag`."""
     for size in range(min(len(text), len(tag) - 1), 0, -1):
         if text.endswith(tag[:size]):
             return size
@@ -107,8 +110,13 @@ def _overlap(text: str, tag: str) -> int:
 
 
 class Parser:
-    """Events of one answer. Both parts are optional; without them all text is content.
-    `thinking` says that the prompt has opened the reasoning already."""
+    """Parses one answer into events.
+
+    Args:
+        reasoning: Opening and closing reasoning tag; None if reasoning is not parsed.
+        tools: Tool-call format; None if tool calls are not parsed.
+        thinking: Whether the prompt ends with the opening reasoning tag.
+    """
 
     def __init__(
         self,
@@ -124,9 +132,9 @@ class Parser:
         self.num_calls = 0
 
     def push(self, text: str, final: bool = False) -> Iterator[Event]:
-        """Events that `text` completes; `final` flushes what is held back."""
+        """Yield the events that `text` completes. `final` flushes the buffered text."""
         if self._reasoning is None:
-            yield from self._said(text, final)
+            yield from self._push_answer(text, final)
             return
         for inside, part, closed in self._reasoning.push(text, final):
             if inside:
@@ -134,11 +142,11 @@ class Parser:
                     yield "reasoning", part
                 self._trim = self._trim or closed
             else:
-                yield from self._said(part, False)
+                yield from self._push_answer(part, False)
         if final:
-            yield from self._said("", True)
+            yield from self._push_answer("", True)
 
-    def _said(self, text: str, final: bool) -> Iterator[Event]:
+    def _push_answer(self, text: str, final: bool) -> Iterator[Event]:
         if self._trim and text:
             text = text.lstrip("\n")
             self._trim = not text
@@ -153,33 +161,33 @@ class Parser:
                 continue
             self._call += part
             if closed:
-                yield from self._called()
+                yield from self._finish_call()
         if final and self._call:
-            yield from self._called()
+            yield from self._finish_call()
 
-    def _called(self) -> Iterator[Event]:
+    def _finish_call(self) -> Iterator[Event]:
         assert self._format is not None
-        written, self._call = self._call, ""
-        calls = read_calls(written, self._format)
+        text, self._call = self._call, ""
+        calls = read_calls(text, self._format)
         if not calls:
-            yield "content", self._format.opening + written + self._format.closing
+            yield "content", self._format.opening + text + self._format.closing
         for call in calls:
             self.num_calls += 1
             yield "tool", call
 
 
-def read_calls(written: str, style: ToolFormat) -> list[dict[str, str]]:
-    """The calls in what stood between the tags; none where it is not what it should be."""
+def read_calls(text: str, call_format: ToolFormat) -> list[dict[str, str]]:
+    """The calls in the text between the tags; empty if it is not valid."""
     try:
-        value = json.loads(written)
+        value = json.loads(text)
     except ValueError:
         return []
-    calls = value if style.listed and isinstance(value, list) else [value]
+    calls = value if call_format.is_list and isinstance(value, list) else [value]
     found = []
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return []
-        arguments = call.get(style.arguments, call.get("arguments", {}))
+        arguments = call.get(call_format.arguments, call.get("arguments", {}))
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         found.append({"name": call["name"], "arguments": arguments})

@@ -1,4 +1,4 @@
-"""Conversations and prompts as they come over the wire, made into what the engine takes."""
+"""Conversion of messages and prompts from the API into the engine's input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _TOOL_NOTE = (
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates want them: text in one piece, arguments as objects."""
+    """Messages in the form that chat templates expect: content as one text, arguments as
+    objects."""
     result = []
     for message in messages:
         plain = message.model_dump(exclude_none=True)
@@ -27,7 +28,7 @@ def conversation(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def text_of(content: str | list[dict[str, Any]] | None) -> str:
-    """The text of a message; parts other than text are refused."""
+    """The text of a message's content. Raises `ApiError` for parts that are not text."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -36,9 +37,13 @@ def text_of(content: str | list[dict[str, Any]] | None) -> str:
     for part in content:
         if part.get("type") not in ("text", "input_text", "output_text"):
             kind = part.get("type")
-            raise ApiError(400, f"this model takes text only, not {kind!r}", param="messages")
+            raise ApiError(
+                400,
+                f"a content part has type {kind!r}; this model accepts text only",
+                param="messages",
+            )
         if not isinstance(part.get("text"), str):
-            raise ApiError(400, "a text part needs its text as a string", param="messages")
+            raise ApiError(400, "a text part needs the field text, a string", param="messages")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -52,15 +57,15 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments)
         except ValueError:
-            pass  # what a model wrote wrongly is shown to it as it stands
+            pass  # invalid JSON that the model generated is passed on unchanged
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def with_tools(
     messages: list[dict[str, Any]], tools: list[Tool], template: str | None, example: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The conversation and template variables that tell the model of `tools`: by its template, or
-    in a system message where the template knows nothing of tools."""
+    """The messages and template variables that describe `tools` to the model: through its template,
+    or in a system message if the template does not support tools."""
     described = [tool.model_dump(exclude_none=True) for tool in tools]
     if template is not None and "tools" in template:
         return messages, {"tools": described}
@@ -73,7 +78,7 @@ def with_tools(
 
 
 def effort_variables(effort: str | None, template: str | None) -> dict[str, Any]:
-    """The template variables of a reasoning effort; none where the template knows nothing of it."""
+    """The template variables for a reasoning effort; empty if the template does not support it."""
     if effort is None or template is None:
         return {}
     if "reasoning_effort" in template:
@@ -84,7 +89,7 @@ def effort_variables(effort: str | None, template: str | None) -> dict[str, Any]
 
 
 def prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """One prompt or many, as many."""
+    """The prompts as a list, from one prompt or several."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -102,13 +107,21 @@ def response_items(items: str | list[dict[str, Any]], instructions: str | None) 
     for item in items:
         if item.get("type", "message") != "message":
             kind = item.get("type")
-            raise ApiError(400, f"input items are messages, not {kind!r}", param="input")
+            raise ApiError(
+                400, f"an input item has type {kind!r}; only messages are supported", param="input"
+            )
         content, role = item.get("content"), item.get("role", "user")
         if role not in ("system", "developer", "user", "assistant"):
-            raise ApiError(400, f"no role {role!r}", param="input")
+            raise ApiError(
+                400,
+                f"the role is {role!r}; it must be system, developer, user or assistant",
+                param="input",
+            )
         if not isinstance(content, (str, list)) or not all(
             isinstance(part, dict) for part in content if not isinstance(content, str)
         ):
-            raise ApiError(400, "a message's content is text or a list of parts", param="input")
+            raise ApiError(
+                400, "a message's content must be text or a list of parts", param="input"
+            )
         messages.append(Message(role=role, content=content))
     return messages

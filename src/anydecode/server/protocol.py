@@ -1,4 +1,4 @@
-"""Request bodies. Fields of `SamplingParams` are taken as well, by their own names."""
+"""Pydantic models of the request bodies. Fields of `SamplingParams` are accepted too, by name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-#: Fields of OpenAI's API without effect here, at every endpoint that generates: for each the values
-#: that ask for nothing. Other values are named in the answer's `anydecode.ignored`.
+#: Fields of OpenAI's API that have no effect at any endpoint that generates, with their neutral
+#: values. A field with another value is listed in the response's `anydecode.ignored`.
 _IGNORED: dict[str, tuple[Any, ...]] = {
     "metadata": ({},),
     "prompt_cache_key": (),
@@ -19,11 +19,11 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
     "stream_options.include_obfuscation": (False,),
     "user": (),
 }
-_MODERATION = "this server moderates nothing; call a moderation service yourself"
+_MODERATION = "this server does not moderate; call a moderation service yourself"
 
 
 class StreamOptions(BaseModel):
-    """`include_usage` adds a last chunk that counts the tokens."""
+    """Stream options. `include_usage` adds a last chunk with the token counts."""
 
     model_config = ConfigDict(extra="ignore")
     include_usage: bool | None = None
@@ -31,17 +31,20 @@ class StreamOptions(BaseModel):
 
 
 class Options(BaseModel):
-    """What all ways of generating share.
+    """Fields that all generating endpoints share.
 
-    `decoder` is a key of the catalogue, with parameters as "key:name=value". `trace` asks for what
-    was drafted and accepted, round by round; "html" for the same as a page. An adapter is chosen
-    through `model`. Smaller `priority` goes first under schedules that look at it. Of `n` samples
-    the `first_finish` that end first are the answer. `segment` is the most tokens this call says;
-    `resume` goes on from what an earlier answer's `anydecode.resume` holds.
-
-    `IGNORED` maps fields of OpenAI's API that have no effect to the values that ask for nothing;
-    `REFUSED` maps those without which the answer would mean something else to such values and to
-    what can be done instead.
+    Attributes:
+        model: The served model, or one of its adapters.
+        decoder: A key of the catalogue, with parameters as "key:name=value".
+        trace: Whether to return the drafted and accepted tokens of every round; "html" returns
+            them as a page.
+        priority: Smaller values run first, under schedules that use priorities.
+        first_finish: Of `n` samples, return this many that finish first.
+        segment: Most tokens that this call generates.
+        resume: Continue from `anydecode.resume` of an earlier response.
+        IGNORED: Fields of OpenAI's API that have no effect, with their neutral values.
+        REFUSED: Unsupported fields of OpenAI's API that would change the answer, with their neutral
+            values and advice on what to do instead.
     """
 
     IGNORED: ClassVar[dict[str, tuple[Any, ...]]] = _IGNORED
@@ -86,7 +89,7 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool; functions are the only kind."""
+    """A tool. Functions are the only supported type."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal["function"] = "function"
@@ -117,8 +120,8 @@ class ChatRequest(Options):
 
 
 class CompletionRequest(Options):
-    """`POST /v1/completions`. Of `best_of` samples per prompt the `n` with the highest mean
-    log-probability of their tokens are the answer."""
+    """`POST /v1/completions`. Of `best_of` samples per prompt, the `n` with the highest mean token
+    log-probability are returned."""
 
     REFUSED = {"suffix": (("",), "a completion continues its prompt; leave it out")}
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -139,7 +142,7 @@ class EmbeddingRequest(BaseModel):
 
 
 class Reasoning(BaseModel):
-    """How much to reason; all but `effort` is without effect."""
+    """Reasoning options. Only `effort` has an effect."""
 
     model_config = ConfigDict(extra="forbid")
     effort: str | None = None

@@ -1,4 +1,4 @@
-"""`/v1/responses`, for text. Nothing is stored between requests."""
+"""The endpoint `/v1/responses`, for text. Nothing is stored between requests."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from anydecode.server.tools import format_constraint, format_schema
 
 
 async def respond(service: Service, body: ResponsesRequest, http: HttpRequest) -> Response:
-    """Answer an input, whole or as a stream of events."""
+    """Generate a response to an input, as one response or as a stream of events."""
     if body.n not in (None, 1):
-        raise ApiError(400, "a response has one answer", param="n")
+        raise ApiError(400, f"n is {body.n}; a response has exactly one answer", param="n")
     state = http.scope["state"]
     options = engine_options(body, service.llm, service.settings, state["namespace"])
     limits = (body.max_output_tokens, body.max_tokens, service.llm.max_length)
@@ -34,28 +34,30 @@ async def respond(service: Service, body: ResponsesRequest, http: HttpRequest) -
     effort = None if body.reasoning is None else body.reasoning.effort
     variables = effort_variables(effort, service.tokenizer.chat_template)
     text = service.tokenizer.render_chat(conversation(messages), **variables)
-    wanted = (body.text or {}).get("format")
-    if not isinstance(wanted, dict | None):
-        raise ApiError(400, f"text.format is an object, not {wanted!r}", param="text")
-    constrain = None
-    if format_schema(wanted) is not None:
+    response_format = (body.text or {}).get("format")
+    if not isinstance(response_format, dict | None):
+        raise ApiError(400, f"text.format must be an object, not {response_format!r}", param="text")
+    make_constraint = None
+    if format_schema(response_format) is not None:
 
-        def constrain() -> Any:
-            return service.after_reasoning(format_constraint(wanted), text[-64:])
+        def make_constraint() -> Any:
+            return service.after_reasoning(format_constraint(response_format), text[-64:])
 
     tokens = service.tokenizer.encode(text, special=False)
-    run = await service.run([tokens], options, state, constrain=constrain, streamed=body.stream)
-    answer = _Answer(service, body, run, text[-64:])
+    run = await service.run(
+        [tokens], options, state, make_constraint=make_constraint, streamed=body.stream
+    )
+    answer = _ResponsesAnswer(service, body, run, text[-64:])
     if body.stream:
-        stall = service.settings.stall_seconds
-        return EventStream(run, answer.events(), stall, answer.failed)
+        stall_seconds = service.settings.stall_seconds
+        return EventStream(run, answer.events(), stall_seconds, answer.encode_failure)
     async with run:
-        generations = await run.finished(http.receive)
-    return JSONResponse(answer.whole(generations[0]))
+        generations = await run.wait_for_generations(http.receive)
+    return JSONResponse(answer.response(generations[0]))
 
 
-class _Answer:
-    """A response object, and the events of its coming about."""
+class _ResponsesAnswer:
+    """Builds the response object, or the events of its stream."""
 
     def __init__(self, service: Service, body: ResponsesRequest, run: ServerRun, end: str) -> None:
         self.service = service
@@ -65,35 +67,37 @@ class _Answer:
         self._parser = self._new_parser()
         head = service.head("response", "resp")
         self._head = {"id": head["id"], "object": "response", "created_at": head["created"]}
-        self._item = f"msg_{uuid4().hex}"
-        self._number = 0
+        self._item_id = f"msg_{uuid4().hex}"
+        self._sequence_number = 0
 
-    def whole(self, generation: Generation) -> dict[str, Any]:
-        """The response when it is complete."""
+    def response(self, generation: Generation) -> dict[str, Any]:
+        """The response object of a finished generation, without streaming."""
         events = list(self._parser.push(generation.text, final=True))
         text = "".join(value for kind, value in events if kind == "content")
-        return self._done(generation, text)
+        return self._final_response(generation, text)
 
-    def _done(self, generation: Generation, text: str) -> dict[str, Any]:
-        counted = usage(self.run, self._new_parser)
-        cut = generation.finish_reason == "length"
+    def _final_response(self, generation: Generation, text: str) -> dict[str, Any]:
+        counts = usage(self.run, self._new_parser)
+        is_truncated = generation.finish_reason == "length"
         return {
-            **self._response("incomplete" if cut else "completed", [self._message(text)]),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            **self._response_object(
+                "incomplete" if is_truncated else "completed", [self._message(text)]
+            ),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
             "usage": {
-                "input_tokens": counted["prompt_tokens"],
-                "input_tokens_details": counted["prompt_tokens_details"],
-                "output_tokens": counted["completion_tokens"],
-                "output_tokens_details": counted["completion_tokens_details"],
-                "total_tokens": counted["total_tokens"],
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": counts["prompt_tokens_details"],
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": counts["completion_tokens_details"],
+                "total_tokens": counts["total_tokens"],
             },
             "anydecode": extension([generation], self.service.tokenizer, self.body),
         }
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The events of a stream, in OpenAI's order."""
-        position = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        started = self._response("in_progress", [])
+        """The events of the stream, in OpenAI's order."""
+        position = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        started = self._response_object("in_progress", [])
         yield self._event("response.created", response=started)
         yield self._event("response.in_progress", response=started)
         item = {**self._message(""), "status": "in_progress", "content": []}
@@ -102,10 +106,10 @@ class _Answer:
         text, ended = "", False
         request = self.run.requests[0]
         while not ended:
-            await self.run.news()
+            await self.run.wait_for_progress()
             ended = request.done
             if ended:
-                self.run.generations()  # raises what ended it
+                self.run.generations()  # raises the error of a failed request
             for kind, value in self._parser.push(request.take_text(), final=ended):
                 if kind == "content":
                     text += value
@@ -115,19 +119,19 @@ class _Answer:
         yield self._event("response.output_text.done", **position, text=text, logprobs=[])
         yield self._event("response.content_part.done", **position, part=_part(text))
         yield self._event("response.output_item.done", output_index=0, item=self._message(text))
-        done = self._done(self.run.generations()[0], text)
+        done = self._final_response(self.run.generations()[0], text)
         yield self._event(f"response.{done['status']}", response=done)
 
-    def failed(self, error: ApiError) -> bytes:
-        """The events of a stream that an error ends."""
+    def encode_failure(self, error: ApiError) -> bytes:
+        """The events that end a stream after `error`."""
         code = error.code or "server_error"
-        told = {"code": code, "message": error.message}
-        response = {**self._response("failed", []), "error": told}
-        return self._event("error", **told, param=error.param) + self._event(
+        fields = {"code": code, "message": error.message}
+        response = {**self._response_object("failed", []), "error": fields}
+        return self._event("error", **fields, param=error.param) + self._event(
             "response.failed", response=response
         )
 
-    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def _response_object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             **self._head,
             "status": status,
@@ -146,7 +150,7 @@ class _Answer:
 
     def _message(self, text: str) -> dict[str, Any]:
         return {
-            "id": self._item,
+            "id": self._item_id,
             "type": "message",
             "role": "assistant",
             "status": "completed",
@@ -154,8 +158,8 @@ class _Answer:
         }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        body = json.dumps({"type": kind, "sequence_number": self._number, **fields})
-        self._number += 1
+        body = json.dumps({"type": kind, "sequence_number": self._sequence_number, **fields})
+        self._sequence_number += 1
         return f"event: {kind}\ndata: {body}\n\n".encode()
 
 

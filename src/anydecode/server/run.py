@@ -1,4 +1,4 @@
-"""One request at work: started, watched, counted, and cancelled when nobody waits for it."""
+"""The engine requests of one HTTP request: started, awaited, and cancelled on disconnect."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ Receive = Callable[[], Any]
 
 
 class Disconnected(Exception):
-    """The client left before its answer was whole."""
+    """Raised when the client disconnects before the response is complete."""
 
 
 class ServerRun:
-    """Engine requests that answer one HTTP request, several where it holds several prompts.
+    """The engine requests of one HTTP request, one per prompt.
 
-    Use as an async context manager: whatever ends the block, nothing goes on decoding after it.
-    `streamed`: wake for every token, not at the end only. `on_end` is told when the block ends,
-    before anything is cancelled.
+    An async context manager: entering it starts the requests, and leaving it cancels those that
+    still run.
+
+    Args:
+        llm: The model and its engine.
+        requests: The engine requests.
+        on_end: Called when the block ends, before anything is cancelled.
+        streamed: Whether `wait_for_progress` returns after every token, not only at the end.
     """
 
     def __init__(
@@ -38,13 +43,13 @@ class ServerRun:
         self._on_end = on_end
         self.requests = requests
         self._loop = asyncio.get_running_loop()
-        self._news = asyncio.Event()
-        self._told = False
-        self._answers: list[Generation] | None = None
+        self._progress = asyncio.Event()
+        self._is_wakeup_pending = False
+        self._generations: list[Generation] | None = None
 
     async def __aenter__(self) -> ServerRun:
         for request in self.requests:
-            request.notify(self._tell)
+            request.notify(self._schedule_wakeup)
             self.llm.start(request)
         return self
 
@@ -54,7 +59,7 @@ class ServerRun:
 
     @property
     def choices(self) -> list[tuple[Request, int]]:
-        """(request, sample) in the order of the answer."""
+        """(request, sample index) in the order of the response's choices."""
         return [(request, number) for request in self.requests for number in request.shown]
 
     @property
@@ -62,58 +67,64 @@ class ServerRun:
         return all(request.done for request in self.requests)
 
     def cancel(self) -> None:
-        """Stop whatever is still decoding; its memory is free after the pass under way."""
+        """Cancel the requests that still run. Their memory is freed after the current forward
+        pass."""
         for request in self.requests:
             if not request.done:
                 self.llm.abandon(request)
 
-    async def news(self) -> None:
-        """Wait until there are new tokens, or the end."""
-        await self._news.wait()
-        self._news.clear()
+    async def wait_for_progress(self) -> None:
+        """Wait for new tokens, or the end."""
+        await self._progress.wait()
+        self._progress.clear()
 
-    async def finished(self, receive: Receive) -> list[Generation]:
-        """All answers, sample by sample. Raises `Disconnected` when the client leaves first, and
-        what ended a request if something did."""
-        leaving = asyncio.ensure_future(left(receive))
-        leaving.add_done_callback(lambda _: self._news.set())
+    async def wait_for_generations(self, receive: Receive) -> list[Generation]:
+        """Wait for all requests and return their generations, one per sample.
+
+        Raises:
+            Disconnected: If the client disconnects first.
+            Exception: The error that ended a request.
+        """
+        disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
+        disconnect.add_done_callback(lambda _: self._progress.set())
         try:
             while not self.done:
-                await self.news()
-                if leaving.done():
+                await self.wait_for_progress()
+                if disconnect.done():
                     raise Disconnected
         finally:
-            leaving.cancel()
+            disconnect.cancel()
         return self.generations()
 
     def generations(self) -> list[Generation]:
-        """All answers of requests that are done."""
-        if self._answers is None:
-            self._answers = self._collected()
-        return self._answers
+        """The generations of finished requests, one per sample."""
+        if self._generations is None:
+            self._generations = self._collect()
+        return self._generations
 
-    def _collected(self) -> list[Generation]:
-        found = [sample for request in self.requests for sample in request.generation().samples]
-        if any(sample.finish_reason == "cancelled" for sample in found):
+    def _collect(self) -> list[Generation]:
+        samples = [sample for request in self.requests for sample in request.generation().samples]
+        if any(sample.finish_reason == "cancelled" for sample in samples):
             raise ApiError(503, "the server is shutting down", headers={"retry-after": "5"})
-        return found
+        return samples
 
-    def _tell(self) -> None:
-        """On the engine's thread: wake the event loop, once until it has looked."""
-        if not self._told and (self.streamed or self.done):
-            self._told = True
+    def _schedule_wakeup(self) -> None:
+        """Called on the engine's thread: schedule `_wake` on the event loop, unless it is already
+        scheduled."""
+        if not self._is_wakeup_pending and (self.streamed or self.done):
+            self._is_wakeup_pending = True
             try:
-                self._loop.call_soon_threadsafe(self._hear)
-            except RuntimeError:  # the loop has closed; nobody waits any more
+                self._loop.call_soon_threadsafe(self._wake)
+            except RuntimeError:  # the loop has closed; nothing waits any more
                 return
 
-    def _hear(self) -> None:
-        self._told = False
-        self._news.set()
+    def _wake(self) -> None:
+        self._is_wakeup_pending = False
+        self._progress.set()
 
 
-async def left(receive: Receive) -> None:
-    """Returns when the client has left."""
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected."""
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":

@@ -1,4 +1,4 @@
-"""Running the application: uvicorn on a socket, and an orderly end."""
+"""Runs the application with uvicorn, and shuts it down gracefully."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from anydecode.server.telemetry import Telemetry, from_environment
 
 
 class _Server(uvicorn.Server):
-    """Refuses new work from the moment a shutdown is asked for, while answers under way go on."""
+    """A uvicorn server that refuses new requests once a shutdown is requested, while running
+    requests continue."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        gate = self.config.app
-        gate.draining = True  # type: ignore[union-attr]
+        admission = self.config.app
+        admission.draining = True  # type: ignore[union-attr]
         super().handle_exit(sig, frame)
 
 
@@ -34,7 +35,7 @@ def _server(llm: LLM, settings: Settings, telemetry: Telemetry | None = None) ->
         access_log=False,
         lifespan="off",
         server_header=False,
-        proxy_headers=False,  # nobody here asks for the client's address
+        proxy_headers=False,  # the client's address is not used
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
         timeout_keep_alive=30,
     )
@@ -42,11 +43,13 @@ def _server(llm: LLM, settings: Settings, telemetry: Telemetry | None = None) ->
 
 
 def serve(llm: LLM, settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM; then finish what is under way, cancel what takes longer than
-    `drain_seconds`, and close the engine."""
+    """Serve until SIGINT or SIGTERM, then shut down gracefully and close `llm`.
+
+    Running requests are cancelled after `settings.drain_seconds`.
+    """
     telemetry = from_environment(settings.name)
     logs.write_json_lines()
-    # uvicorn raises the signal again at its end; the engine is to be closed all the same.
+    # uvicorn raises the signal again when it exits; the engine must still be closed.
     signal.signal(signal.SIGTERM, lambda *_: None)
     logs.event("start", model=settings.name, url=f"http://{settings.host}:{settings.port}")
     try:
@@ -59,8 +62,11 @@ def serve(llm: LLM, settings: Settings) -> None:
 
 
 class LiveServer:
-    """A server on a thread of this process, for notebooks, benchmarks and tests. Port 0 finds a
-    free one. Leaving the `with` block stops the server; `llm` is the caller's to close."""
+    """A server on a background thread, for notebooks, benchmarks and tests.
+
+    A context manager: leaving the `with` block stops the server. The caller closes `llm`. Port 0
+    picks a free port.
+    """
 
     def __init__(self, llm: LLM, settings: Settings) -> None:
         self._server = _server(llm, settings)
@@ -84,7 +90,7 @@ class LiveServer:
         self.stop()
 
     def stop(self) -> None:
-        """Shut down as a signal would, and wait for the end."""
+        """Shut down gracefully, as after a signal, and wait for the thread to end."""
         self._server.config.app.draining = True  # type: ignore[union-attr]
         self._server.should_exit = True
         self._thread.join()

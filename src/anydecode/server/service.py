@@ -1,4 +1,5 @@
-"""What the handlers share: the engine, the settings, and how a request becomes a run."""
+"""State and helpers that the handlers share: the engine, the settings, and the conversion of an
+HTTP request into engine requests."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ from anydecode.engine.request import Request
 from anydecode.engine.text import Detokenizer
 from anydecode.errors import AnydecodeError, InvalidRequestError
 from anydecode.server.metrics import Metrics
-from anydecode.server.options import check_choices, check_prompt, ignored
+from anydecode.server.options import check_choices, check_prompt, ignored_fields
 from anydecode.server.parsers import Parser, reasoning_tags, tool_format
 from anydecode.server.protocol import Options
 from anydecode.server.run import ServerRun
 from anydecode.server.settings import Settings
 
-#: Prompts of more characters are tokenised on a thread, so that others' streams go on.
+#: Longer prompts, in characters, are tokenised on a thread, so that the event loop is not blocked.
 LONG_TEXT = 16384
 
 
 class Service:
-    """One model, served."""
+    """One served model: its engine, settings, metrics and parsers."""
 
     def __init__(self, llm: LLM, settings: Settings) -> None:
         assert llm.tokenizer is not None
@@ -38,10 +39,11 @@ class Service:
         self.created = int(time.time())
         template = self.tokenizer.chat_template
         self.tool_format = tool_format(settings.tool_parser, template)
-        self._reasoning = reasoning_tags(settings.reasoning_parser, template)
-        #: Whether the model may open its reasoning itself, as far as is known.
-        self._reasons = self._reasoning is not None and (
-            settings.reasoning_parser != "auto" or self._reasoning[1] in (template or "")
+        self._reasoning_tags = reasoning_tags(settings.reasoning_parser, template)
+        #: Whether the model may generate the opening reasoning tag itself, as far as the template
+        #: shows.
+        self._may_open_reasoning = self._reasoning_tags is not None and (
+            settings.reasoning_parser != "auto" or self._reasoning_tags[1] in (template or "")
         )
 
     async def run(
@@ -50,61 +52,73 @@ class Service:
         options: dict[str, Any],
         state: dict[str, Any],
         *,
-        constrain: Callable[[], Any] | None = None,
+        make_constraint: Callable[[], Any] | None = None,
         streamed: bool | None = False,
     ) -> ServerRun:
-        """A run of `prompts` (text or tokens), not started. `constrain` makes the constraint."""
+        """Build a run of `prompts`, not started.
+
+        Args:
+            prompts: Texts or token ids.
+            options: Options for `LLM.request`.
+            state: The `state` of the ASGI scope.
+            make_constraint: Returns the constraint; called on a thread.
+            streamed: Whether the run reports progress after every token.
+
+        Raises:
+            InvalidRequestError: If there are too many choices, or several prompts to resume.
+            ApiError: If a prompt is longer than the server allows.
+        """
         resumed = options.get("resume")
         samples = options.get("n", 1) if resumed is None else resumed.get("samples")
         if isinstance(samples, list):
             samples = len(samples)
         elif not isinstance(samples, int):
-            samples = 1  # refused where the request is made
+            samples = 1  # invalid: refused by `LLM.request`
         check_choices(len(prompts) * samples, self.settings)
         if resumed is not None and len(prompts) > 1:
-            raise InvalidRequestError("resume goes on with one prompt")
+            raise InvalidRequestError("resume needs exactly one prompt")
 
-        def make() -> list[Request]:
-            if constrain is not None:
-                options["constraint"] = constrain()
+        def make_requests() -> list[Request]:
+            if make_constraint is not None:
+                options["constraint"] = make_constraint()
             tokens = [self.llm.encode(prompt) for prompt in prompts]
             for prompt in tokens:
                 check_prompt(prompt, self.settings)
             return [self.llm.request(prompt, **options) for prompt in tokens]
 
-        long = sum(len(prompt) for prompt in prompts) > LONG_TEXT
-        if constrain is not None or long:
-            requests = await asyncio.to_thread(make)
+        is_long = sum(len(prompt) for prompt in prompts) > LONG_TEXT
+        if make_constraint is not None or is_long:
+            requests = await asyncio.to_thread(make_requests)
         else:
-            requests = make()
-        return self.joined(requests, state, bool(streamed))
+            requests = make_requests()
+        return self.build_run(requests, state, bool(streamed))
 
-    def joined(
+    def build_run(
         self, requests: list[Request], state: dict[str, Any], streamed: bool = False
     ) -> ServerRun:
-        """One run of several requests to the engine."""
-        return ServerRun(self.llm, requests, lambda run: self._ended(run, state), streamed)
+        """Build one run of several engine requests, not started."""
+        return ServerRun(self.llm, requests, lambda run: self._on_end(run, state), streamed)
 
     def parser(self, prompt_end: str, tools: bool) -> Parser:
-        """The parser of an answer to a conversation whose rendering ends with `prompt_end`."""
-        tags = self._reasoning
-        thinking = tags is not None and prompt_end.rstrip().endswith(tags[0])
-        return Parser(tags, self.tool_format if tools else None, thinking)
+        """A parser for the answer to a rendered conversation that ends with `prompt_end`."""
+        tags = self._reasoning_tags
+        is_open = tags is not None and prompt_end.rstrip().endswith(tags[0])
+        return Parser(tags, self.tool_format if tools else None, is_open)
 
     def after_reasoning(self, constraint: Constraint, prompt_end: str) -> Constraint:
-        """`constraint` for what follows the reasoning, where the answer to a conversation whose
-        rendering ends with `prompt_end` begins with one, or may do so."""
-        if self._reasoning is None:
+        """`constraint`, applied after the reasoning if the answer to a rendered conversation that
+        ends with `prompt_end` starts with reasoning or may do so."""
+        if self._reasoning_tags is None:
             return constraint
-        opening, closing = self._reasoning
-        opened = prompt_end.rstrip().endswith(opening)
-        may_open = self._reasons and not prompt_end.rstrip().endswith(closing)
-        if opened or may_open:
-            return AfterReasoning(constraint, opening, closing, opened)
+        opening, closing = self._reasoning_tags
+        is_open = prompt_end.rstrip().endswith(opening)
+        may_open = self._may_open_reasoning and not prompt_end.rstrip().endswith(closing)
+        if is_open or may_open:
+            return AfterReasoning(constraint, opening, closing, is_open)
         return constraint
 
     def head(self, kind: str, prefix: str) -> dict[str, Any]:
-        """How every answer begins."""
+        """The fields that every response object starts with."""
         return {
             "id": f"{prefix}-{uuid4().hex}",
             "object": kind,
@@ -112,8 +126,8 @@ class Service:
             "model": self.settings.name,
         }
 
-    def _ended(self, run: ServerRun, state: dict[str, Any]) -> None:
-        """Count a run that is over, for better or worse."""
+    def _on_end(self, run: ServerRun, state: dict[str, Any]) -> None:
+        """Record how a run ended. Counting finished runs is deferred to `state["count"]`."""
         facts: dict[str, Any] = {"decoder": run.requests[0].name}
         state["facts"] = facts
         if not run.done:
@@ -123,8 +137,8 @@ class Service:
         state["count"] = lambda: self._count(run, facts)
 
     def _count(self, run: ServerRun, facts: dict[str, Any]) -> None:
-        """What a run came to, for the metrics and the log; the gate calls it behind the answer, for
-        which nobody needs it."""
+        """Record a finished run in the metrics and the log. The admission middleware calls it after
+        the response has been sent, so that it adds no latency."""
         try:
             generations = run.generations()
         except Exception as error:
@@ -140,8 +154,9 @@ class Service:
 
 
 def usage(run: ServerRun, parser: Callable[[], Parser] | None = None) -> dict[str, Any]:
-    """OpenAI's count of tokens: every prompt once, and what all samples generated, also those that
-    are not part of the answer. `parser` makes what finds the reasoning in a sample, to count it."""
+    """The `usage` object: counts each prompt once, and the generated tokens of all samples,
+    including those that are not part of the answer. With `parser`, which makes a new parser, the
+    reasoning tokens are counted too."""
     prompt = generated = cached = reasoning = 0
     for request in run.requests:
         prompt += len(request.prompt)
@@ -150,41 +165,41 @@ def usage(run: ServerRun, parser: Callable[[], Parser] | None = None) -> dict[st
             generated += len(job.sequence.tokens)
             if parser is not None:
                 reasoning += _reasoning_tokens(request, number, parser)
-    counted: dict[str, Any] = {
+    counts: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
     if parser is not None:
-        counted["completion_tokens_details"] = {"reasoning_tokens": reasoning}
-    return counted
+        counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return counts
 
 
 def _reasoning_tokens(request: Request, number: int, parser: Callable[[], Parser]) -> int:
-    """How many tokens of a sample stand before the tag that ends its reasoning."""
+    """The number of tokens of a sample up to the end of its reasoning."""
     if all(kind != "reasoning" for kind, _ in parser().push(request.text(number), final=True)):
         return 0
-    reader, detokenizer = parser(), Detokenizer(request.llm.tokenizer)
-    count = held = 0  # tokens whose text may yet become a tag belong with what comes next
+    sample_parser, detokenizer = parser(), Detokenizer(request.llm.tokenizer)
+    count = num_pending = 0  # pending: their text may be the start of a tag
     tokens = request.jobs[number].sequence.tokens
     for position, token in enumerate(tokens, 1):
-        held += 1
-        events = list(reader.push(detokenizer.push(token), final=position == len(tokens)))
+        num_pending += 1
+        events = list(sample_parser.push(detokenizer.push(token), final=position == len(tokens)))
         if events:
-            count += held if events[0][0] == "reasoning" else 0
-            held = 0
+            count += num_pending if events[0][0] == "reasoning" else 0
+            num_pending = 0
     return count
 
 
 def extension(generations: list[Generation], tokenizer: Any, body: Options) -> dict[str, Any]:
-    """What we tell beyond OpenAI's fields: the seed that gives the same text again, how the decoder
-    fared, and what of `body` had no effect. Samples of one request come in the order of their
-    index."""
+    """The `anydecode` object of a response, beyond OpenAI's fields: the seed that reproduces the
+    text, decoder statistics, and the fields of `body` without effect. `generations` are the samples
+    of one request in the order of their index."""
     first = generations[0]
     passes = sum(generation.stats.passes for generation in generations)
     tokens = sum(generation.stats.num_tokens for generation in generations)
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "seed": first.seed,
         "decoder": first.decoder,
         "passes": passes,
@@ -193,42 +208,42 @@ def extension(generations: list[Generation], tokenizer: Any, body: Options) -> d
         "time_to_first_token": first.stats.time_to_first_token,
     }
     if first.constraint is not None:
-        told["constraint"] = first.constraint
+        fields["constraint"] = first.constraint
     if first.resume is not None:
-        told["resume"] = first.resume
-    if names := ignored(body, tokenizer.chat_template):
-        told["ignored"] = names
+        fields["resume"] = first.resume
+    if ignored := ignored_fields(body, tokenizer.chat_template):
+        fields["ignored"] = ignored
     if body.trace == "html":
         from anydecode.evaluation.trace_html import page
 
-        told["trace_html"] = [page(one) for one in generations]
+        fields["trace_html"] = [page(one) for one in generations]
     elif first.trace is not None:
-        told["trace"] = [rounds(one.trace or [], tokenizer) for one in generations]
-    return told
+        fields["trace"] = [plain_trace(one.trace or [], tokenizer) for one in generations]
+    return fields
 
 
 def canvas(
-    trace: list[dict[str, Any]] | None, seen: int, tokenizer: Any
+    trace: list[dict[str, Any]] | None, num_seen: int, tokenizer: Any
 ) -> tuple[list[str | None] | None, int]:
-    """The canvas as the last pass of `trace` left it, place by place: a token's text, or None for a
-    mask; None altogether where no pass has come behind the first `seen`, or none has a canvas. And
-    how many passes there are now."""
+    """The canvas after the last pass of `trace`: per position the text of its token, or None for a
+    mask. None instead of the list if there are no passes beyond the first `num_seen`, or the last
+    has no canvas. Also returns the number of passes."""
     count = len(trace or ())
-    if trace is None or count <= seen or "canvas" not in trace[count - 1]:
+    if trace is None or count <= num_seen or "canvas" not in trace[count - 1]:
         return None, count
     positions = trace[count - 1]["canvas"]
     return [None if token < 0 else tokenizer.decode([token]) for token in positions], count
 
 
-def rounds(trace: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
-    """A trace as plain JSON, with the text of its tokens."""
+def plain_trace(trace: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
+    """A trace as JSON-compatible values, with the text of its tokens added."""
     from anydecode.cli.output import to_plain
 
-    told = []
+    entries = []
     for entry in trace:
         plain = to_plain(entry)
         for name in ("drafted", "tokens"):
             if isinstance(plain.get(name), list):
                 plain[f"{name}_text"] = [tokenizer.decode([token]) for token in plain[name]]
-        told.append(plain)
-    return told
+        entries.append(plain)
+    return entries

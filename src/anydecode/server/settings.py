@@ -1,4 +1,4 @@
-"""What an operator may set, and the bounds that keep one client from hurting another."""
+"""Server settings, with the limits that protect clients from each other."""
 
 from __future__ import annotations
 
@@ -8,16 +8,26 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Settings:
-    """How to serve.
+    """Settings of one server.
 
-    `name` is the model's id in answers. Without `api_keys` nobody is asked for one. `max_body` is
-    in bytes, `max_prompt` in tokens (0: what the context holds), `max_requests` counts requests at
-    work, `max_choices` prompts times samples of one request. `stall_seconds` is how long a client
-    may leave a streamed answer unread; `drain_seconds` how long a shutdown waits for answers under
-    way. `tool_parser` and `reasoning_parser` are names of `server.parsers`, "auto" to go by the
-    chat template, or "none". On the loopback the server answers to the loopback's names and to
-    `allowed_hosts`; elsewhere to any name, unless some are given ("*": any). With keys, /metrics
-    and /live want one too, unless `open_metrics`.
+    Attributes:
+        name: The model's id in responses.
+        host: Address to listen on.
+        port: Port to listen on; 0 picks a free one.
+        api_keys: Accepted API keys; if empty, no key is required.
+        max_body: Largest request body, in bytes.
+        max_prompt: Longest prompt, in tokens; 0 for the context length.
+        max_requests: Most requests that run at once.
+        max_choices: Most choices of one request: prompts times samples.
+        stall_seconds: How long a client may leave a stream unread before it is cancelled.
+        drain_seconds: How long a shutdown waits for running requests.
+        decoder: Default decoder; None for the model's default.
+        tool_parser: A name of `server.parsers.TOOL_FORMATS`, "auto" (chosen by the chat template)
+            or "none".
+        reasoning_parser: A name of `REASONING_TAGS`, "auto" or "none".
+        allowed_hosts: Accepted Host names, "*" for any. On a loopback address, loopback names are
+            always accepted; on other addresses an empty tuple accepts any name.
+        open_metrics: Whether /metrics and /live need no key although keys are configured.
     """
 
     name: str = "model"
@@ -30,7 +40,7 @@ class Settings:
     max_choices: int = 64
     stall_seconds: float = 60.0
     drain_seconds: float = 10.0
-    decoder: str | None = None  # None: the model's default
+    decoder: str | None = None
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     allowed_hosts: tuple[str, ...] = ()
@@ -38,5 +48,5 @@ class Settings:
 
     @property
     def namespaces(self) -> dict[str, str]:
-        """By API key, the name under which its prefixes and drafters' memory are kept apart."""
+        """By API key: the namespace that isolates its prefix cache and its drafters' state."""
         return {key: hashlib.sha256(key.encode()).hexdigest()[:12] for key in self.api_keys}

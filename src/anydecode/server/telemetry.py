@@ -1,8 +1,9 @@
-"""Spans of OpenTelemetry, one tree per request, where the environment asks for them.
+"""OpenTelemetry tracing: one tree of spans per request, if the environment enables it.
 
-The standard variables decide: `OTEL_TRACES_EXPORTER` (otlp, console, or any that is installed),
-`OTEL_EXPORTER_OTLP_ENDPOINT` and its kin, `OTEL_SERVICE_NAME`, `OTEL_SDK_DISABLED`, sampling.
-Attributes go by the conventions for HTTP and generative AI; prompts and answers are never told.
+Configured by the standard variables: `OTEL_TRACES_EXPORTER` (otlp, console, or any installed one),
+`OTEL_EXPORTER_OTLP_ENDPOINT` and related ones, `OTEL_SERVICE_NAME`, `OTEL_SDK_DISABLED`, and those
+for sampling. Attributes follow the semantic conventions for HTTP and generative AI. Prompts and
+answers are never recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _OPERATIONS = {
     "/v1/responses": "chat",
     "/v1/embeddings": "embeddings",
 }
-#: Attributes by the names of a request's facts.
+#: Span attributes, by the name of the request's fact.
 _FACTS = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "completion_tokens": "gen_ai.usage.output_tokens",
@@ -33,7 +34,7 @@ _FACTS = {
 
 
 class Telemetry:
-    """Records finished requests with a provider of spans."""
+    """Records finished requests with a tracer provider."""
 
     def __init__(self, provider: Any, model: str) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -50,12 +51,22 @@ class Telemetry:
         path: str,
         status: int,
         headers: Mapping[str, str],
-        began: int,
-        ended: int,
+        start_ns: int,
+        end_ns: int,
         facts: Mapping[str, Any],
     ) -> None:
-        """One request from `began` to `ended` (nanoseconds since 1970), below the caller's span if
-        `headers` name one; below it, the time to the first token and the time after it."""
+        """Record one request as a span, a child of the caller's span if `headers` name one. Child
+        spans cover the time to the first token and the time after it.
+
+        Args:
+            method: HTTP method.
+            path: URL path.
+            status: HTTP status.
+            headers: Request headers.
+            start_ns: Start, in nanoseconds since the Unix epoch.
+            end_ns: End, in nanoseconds since the Unix epoch.
+            facts: What the handler recorded about the request, by the names in `_FACTS`.
+        """
         from opentelemetry import trace
 
         operation = _OPERATIONS.get(path)
@@ -75,36 +86,40 @@ class Telemetry:
             context=self._propagator.extract(headers),
             kind=trace.SpanKind.SERVER,
             attributes=attributes,
-            start_time=began,
+            start_time=start_ns,
         )
         if status >= 500:
             span.set_status(trace.Status(trace.StatusCode.ERROR))
         if "ttft_ms" in facts:
-            within = trace.set_span_in_context(span)
-            first = min(ended, began + int(facts["ttft_ms"] * 1e6))
-            for name, start, end in (("first token", began, first), ("decode", first, ended)):
-                self._tracer.start_span(name, context=within, start_time=start).end(end)
-        span.end(ended)
+            parent = trace.set_span_in_context(span)
+            first = min(end_ns, start_ns + int(facts["ttft_ms"] * 1e6))
+            for name, start, end in (("first token", start_ns, first), ("decode", first, end_ns)):
+                self._tracer.start_span(name, context=parent, start_time=start).end(end)
+        span.end(end_ns)
 
     def close(self) -> None:
-        """Send what has not been sent yet."""
+        """Export the remaining spans and shut down."""
         self._provider.shutdown()
 
 
 def from_environment(model: str) -> Telemetry | None:
-    """What the environment asks for; None if it asks for nothing. Raises `InvalidRequestError`
-    where what it asks for is not installed."""
+    """The telemetry that the environment configures; None if it configures none.
+
+    Raises:
+        MissingPackageError: If OpenTelemetry is not installed.
+        InvalidRequestError: If an exporter is not installed.
+    """
     chosen = os.environ.get("OTEL_TRACES_EXPORTER", "").strip()
-    asked = chosen or any(os.environ.get(name) for name in _ENDPOINTS)
+    is_requested = chosen or any(os.environ.get(name) for name in _ENDPOINTS)
     disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    if not asked or disabled or chosen == "none":
+    if not is_requested or disabled or chosen == "none":
         return None
     try:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        what, extra = "telemetry, which the environment asks for (OTEL_...),", "telemetry"
+        what, extra = "telemetry, which the environment enables (OTEL_...),", "telemetry"
         raise MissingPackageError(what, "OpenTelemetry", f"'anydecode[{extra}]'") from None
     name = os.environ.get("OTEL_SERVICE_NAME") or "anydecode"
     provider = TracerProvider(resource=Resource.create({"service.name": name}))
@@ -114,12 +129,12 @@ def from_environment(model: str) -> Telemetry | None:
 
 
 def _exporter(name: str) -> Any:
-    """The exporter that an installed package registers under `name`."""
-    known = name
+    """An instance of the exporter that an installed package registers under `name`."""
+    entry_point = name
     if name == "otlp":
         protocol = next((os.environ[n] for n in _PROTOCOLS if os.environ.get(n)), "http/protobuf")
-        known = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
-    for point in entry_points(group="opentelemetry_traces_exporter", name=known):
+        entry_point = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
+    for point in entry_points(group="opentelemetry_traces_exporter", name=entry_point):
         return point.load()()
     raise InvalidRequestError(
         f"OTEL_TRACES_EXPORTER: no installed package exports to {name!r};"

@@ -1,4 +1,4 @@
-"""What an answer may be: JSON formats and tool calls as constraints."""
+"""Constraints for response formats and tool calls."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from anydecode.server.errors import ApiError
 from anydecode.server.parsers import ToolFormat
 from anydecode.server.protocol import Tool
 
-#: One way of writing JSON, so that a model cannot fill its answer with white space.
-_WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#: Fixed JSON formatting, so that a model cannot fill its answer with white space.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def format_constraint(response_format: dict[str, Any] | None) -> Any:
-    """The constraint of OpenAI's `response_format`; None where it asks for plain text."""
+    """The constraint for OpenAI's `response_format`; None for plain text."""
     schema = format_schema(response_format)
     if schema is None:
         return None
@@ -27,7 +27,7 @@ def format_constraint(response_format: dict[str, Any] | None) -> Any:
 
 
 def format_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The JSON Schema that `response_format` asks for; None where it asks for plain text."""
+    """The JSON Schema of `response_format`; None for plain text."""
     kind = (response_format or {"type": "text"}).get("type")
     if kind == "text":
         return None
@@ -40,13 +40,17 @@ def format_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | No
         if not isinstance(schema, dict):
             raise ApiError(400, "json_schema needs a schema object", param="response_format")
         return schema
-    raise ApiError(400, f"no response format {kind!r}", param="response_format")
+    raise ApiError(
+        400,
+        f"response_format has type {kind!r}; it must be text, json_object or json_schema",
+        param="response_format",
+    )
 
 
-def chosen_tools(
+def select_tools(
     tools: list[Tool] | None, choice: str | dict[str, Any] | None
 ) -> tuple[list[Tool], bool]:
-    """The tools that may be called, and whether one must be."""
+    """The tools that may be called, and whether a call is required."""
     offered = tools or []
     if choice is None or choice == "auto":
         return offered, False
@@ -54,60 +58,62 @@ def chosen_tools(
         return [], False
     if choice == "required":
         if not offered:
-            raise ApiError(400, "tool_choice asks for a call, but no tools are given")
+            raise ApiError(400, "tool_choice requires a call, but no tools are given")
         return offered, True
     named = choice.get("function", choice) if isinstance(choice, dict) else None
     name = named.get("name") if isinstance(named, dict) else None
-    found = [tool for tool in offered if tool.function.name == name]
-    if not found:
-        raise ApiError(400, f"tool_choice {choice!r} names none of the tools", param="tool_choice")
-    return found, True
+    matching = [tool for tool in offered if tool.function.name == name]
+    if not matching:
+        raise ApiError(
+            400, f"tool_choice {choice!r} is not one of the given tools", param="tool_choice"
+        )
+    return matching, True
 
 
 def tool_constraint(
     tools: list[Tool],
-    style: ToolFormat,
+    call_format: ToolFormat,
     *,
     required: bool,
     parallel: bool,
-    answer: dict[str, Any] | None,
+    answer_schema: dict[str, Any] | None,
 ) -> Any:
-    """Calls whose arguments fit their schemas; where none is `required`, text instead, or JSON of
-    the schema `answer`."""
+    """A grammar of tool calls whose arguments match their schemas. If no call is `required`, the
+    answer may instead be text, or JSON that matches `answer_schema` if given."""
     from anydecode import Grammar
 
-    called: list[str] = []
+    call_rules: list[str] = []
     rules: list[str] = []
     for number, tool in enumerate(tools):
         name = tool.function.name
         schema = tool.function.parameters or _EMPTY
         _check(schema, f"the parameters of tool {name!r}")
-        begun = json.dumps({"name": name})[:-1] + f', "{style.arguments}": '
-        called.append(f'{json.dumps(begun)} arguments_{number} "}}"')
-        # The root of a `%json` of its own: references mean in it what they mean in the schema.
-        rules.append(f"arguments_{number}: %json {_written(schema)}")
-    rules.append("one: " + " | ".join(called))
+        prefix = json.dumps({"name": name})[:-1] + f', "{call_format.arguments}": '
+        call_rules.append(f'{json.dumps(prefix)} arguments_{number} "}}"')
+        # A separate `%json` rule: references resolve within it as in the schema alone.
+        rules.append(f"arguments_{number}: %json {_schema_json(schema)}")
+    rules.append("one: " + " | ".join(call_rules))
     several = ' (", " one)*' if parallel else ""
-    rules.append(f'json: "[" one{several} "]"' if style.listed else "json: one")
-    opening, closing = json.dumps(style.opening), json.dumps(style.closing)
-    body = f"{opening} /\\s?/ json /\\s?/ {closing}" if style.closing else f"{opening} json"
+    rules.append(f'json: "[" one{several} "]"' if call_format.is_list else "json: one")
+    opening, closing = json.dumps(call_format.opening), json.dumps(call_format.closing)
+    body = f"{opening} /\\s?/ json /\\s?/ {closing}" if call_format.closing else f"{opening} json"
     rules.append(f"call: {body}")
-    calling = "call (/\\n?/ call)*" if parallel and style.closing else "call"
+    calls = "call (/\\n?/ call)*" if parallel and call_format.closing else "call"
     if required:
-        rules.insert(0, f"start: {calling}")
-    elif answer is None:
-        rules.insert(0, f"start: TEXT | TEXT? {calling}")
-        tag = "".join(f"\\x{ord(letter):02x}" for letter in style.opening)
+        rules.insert(0, f"start: {calls}")
+    elif answer_schema is None:
+        rules.insert(0, f"start: TEXT | TEXT? {calls}")
+        tag = "".join(f"\\x{ord(letter):02x}" for letter in call_format.opening)
         rules.append(f"TEXT: /(?s:.+)/ & ~/(?s:.*){tag}(?s:.*)/")
     else:
-        _check(answer, "the schema of response_format")
-        rules.insert(0, f"start: answer | {calling}")
-        rules.append(f"answer: %json {_written(answer)}")
+        _check(answer_schema, "the schema of response_format")
+        rules.insert(0, f"start: answer | {calls}")
+        rules.append(f"answer: %json {_schema_json(answer_schema)}")
     return Grammar("\n".join(rules))
 
 
 def _check(schema: dict[str, Any], what: str) -> None:
-    """Raise `ConstraintError`, in the words of `what`, for a schema that no grammar can enforce."""
+    """Raise `ConstraintError`, which names `what`, if a grammar cannot enforce the schema."""
     text = json.dumps(schema)
     check_references(text)
     matcher = library().LLMatcher
@@ -116,5 +122,5 @@ def _check(schema: dict[str, Any], what: str) -> None:
         raise ConstraintError(f"{what} cannot be enforced: {one_line(error)}")
 
 
-def _written(schema: Any) -> str:
-    return json.dumps({**schema, "x-guidance": _WRITING})
+def _schema_json(schema: Any) -> str:
+    return json.dumps({**schema, "x-guidance": _JSON_STYLE})

@@ -104,7 +104,7 @@ def _first_inputs(canvases: Iterable[Sequence[int]]) -> torch.Tensor:
 
 
 @cache
-def losses(samples: int) -> dict[str, quantization.Loss]:
+def losses(samples: int) -> dict[str, quantization.FormatLoss]:
     """The loss by format, over `samples` held-out questions of all tasks, with eight passes per
     answer."""
     groups = [list(examples(task, samples // len(TASKS), seed=7)) for task in TASKS]

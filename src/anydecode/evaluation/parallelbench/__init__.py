@@ -1,2 +1,3 @@
-"""Tasks with checkable answers that show what parallel unmasking costs, after ParallelBench (Kang
-et al., arXiv:2510.04767): its list operations, arithmetic, records and code, from a generator."""
+"""Tasks with checkable answers that measure the quality loss of parallel unmasking, after
+ParallelBench (Kang et al., arXiv:2510.04767): generated list operations, arithmetic, records and
+code."""

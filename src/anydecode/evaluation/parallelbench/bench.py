@@ -1,7 +1,8 @@
-"""`anydecode bench parallelbench`: what parallel unmasking gains and loses, task by task.
+"""`anydecode bench parallelbench`: accuracy of parallel unmasking against passes per token, by
+task.
 
-Every method answers the same questions; accuracy stands against passes per token. A pass is counted
-whatever it was for (opening a block, writing a cache, verifying a draft), and so is every row.
+Every method answers the same questions. All passes are counted, whatever their purpose (opening a
+block, writing a cache, verifying a draft), and so are all rows.
 """
 
 from __future__ import annotations
@@ -28,14 +29,26 @@ from anydecode.evaluation.parallelbench.tasks import (
 )
 from anydecode.evaluation.report import JsonFile, PlotFile, write_report
 
-#: What the overall lines summarise: all lines of a method, or some kinds of task.
+#: Groups of rows that `overall` averages: all, or those of one kind of task.
 KINDS = ("all", "determined", "dependent", "held-out lengths")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method on one task and length: means over its examples, of the seconds the median. `tokens`
-    counts what an answer says, its end included; `rows` what the passes computed."""
+    """Results of one method on one task and length.
+
+    Attributes:
+        method: Key of the method.
+        task: Name of the task.
+        length: Length of the task.
+        examples: Number of examples.
+        accuracy: Share of right answers.
+        strict: Share of right answers with exact white space.
+        passes: Mean number of forward passes.
+        tokens: Mean number of generated tokens, including the end token.
+        rows: Mean number of rows computed by the passes.
+        seconds: Median time per example, in seconds.
+    """
 
     method: str
     task: str
@@ -52,14 +65,14 @@ class Row:
 def questions(
     tasks: Sequence[str], sizes: Sequence[int] | None, count: int, seed: int
 ) -> list[list[Example]]:
-    """`count` held-out examples per task and length. Without `sizes`, the shortest and the longest
-    trained length of a task, and the held-out one if it is a task of lists."""
+    """`count` held-out examples per task and length. Without `sizes`, the lengths are the shortest
+    and the longest trained one, and the held-out one of list tasks."""
     groups = []
     for task in tasks:
         if task not in TASKS:
-            raise InvalidRequestError(f"no task {task!r}: there are {', '.join(TASKS)}")
-        own, held_out = lengths(task), TASKS[task].held_out
-        chosen = {own[0], own[-1]}
+            raise InvalidRequestError(f"unknown task {task!r}; choose from {', '.join(TASKS)}")
+        trained, held_out = lengths(task), TASKS[task].held_out
+        chosen = {trained[0], trained[-1]}
         if held_out is not None:
             chosen = {*sizes} if sizes else {*chosen, held_out}
         groups += [
@@ -76,13 +89,14 @@ def measure(
     batch: int = 1,
     **options: Any,
 ) -> list[Row]:
-    """A row per group. `options` go to `LLM.generate`. Raises what the method refuses."""
+    """One row per group. `options` are passed to `LLM.generate`. Raises `AnydecodeError` if the
+    method cannot run."""
     rows = []
     for group in groups:
         answers: list[Generation] = []
         for start in range(0, len(group), batch):
-            asked = [example.prompt for example in group[start : start + batch]]
-            answers += llm.generate(asked, decoder=method, **options)
+            prompts = [example.prompt for example in group[start : start + batch]]
+            answers += llm.generate(prompts, decoder=method, **options)
         advance()
         right = [e.is_right(a.text) for e, a in zip(group, answers, strict=True)]
         strict = [e.is_strictly_right(a.text) for e, a in zip(group, answers, strict=True)]
@@ -105,11 +119,11 @@ def measure(
 
 
 def overall(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Per method and kind of task, the means over its rows, and passes per token."""
+    """Means over the rows of each method and kind of task, and passes per token."""
     lines = []
     for method in dict.fromkeys(row.method for row in rows):
         for kind in KINDS:
-            chosen = [row for row in rows if row.method == method and _is_of(row, kind)]
+            chosen = [row for row in rows if row.method == method and _has_kind(row, kind)]
             if chosen:
                 names = ("accuracy", "strict", "passes", "tokens", "rows", "seconds")
                 means = {name: _mean([getattr(row, name) for row in chosen]) for name in names}
@@ -119,15 +133,16 @@ def overall(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def diffusion_methods() -> list[str]:
-    """The diffusion decoders of the catalogue, first the one that fills a token per pass."""
+    """Keys of the diffusion decoders in the catalogue; first `llada`, which fills one token per
+    pass."""
     built = {card.key: catalogue.build(card.key) for card in catalogue.cards("diffusion")}
     keys = [key for key, method in built.items() if isinstance(method, Decoder)]
     return sorted(keys, key=lambda key: key != "llada")
 
 
 def split_methods(text: str) -> list[str]:
-    """Keys separated by commas or semicolons; `name=value` behind a comma belongs to the key before
-    it ("fast-dllm:threshold=0.8,block=8,prophet")."""
+    """Split keys at commas or semicolons. `name=value` after a comma is a parameter of the
+    preceding key ("fast-dllm:threshold=0.8,block=8,prophet")."""
     methods: list[str] = []
     for part in filter(None, (part.strip() for part in text.replace(";", ",").split(","))):
         if methods and "=" in part and ":" not in part.split("=")[0]:
@@ -137,7 +152,7 @@ def split_methods(text: str) -> list[str]:
     return methods
 
 
-def _is_of(row: Row, kind: str) -> bool:
+def _has_kind(row: Row, kind: str) -> bool:
     task = TASKS[row.task]
     if kind == "held-out lengths":
         return row.length == task.held_out
@@ -148,27 +163,28 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(1, len(values))
 
 
-def _measured(
+def _measure_interleaved(
     llm: LLM,
     methods: Sequence[str],
     groups: Sequence[Sequence[Example]],
-    left_out: dict[str, str],
-    is_choice: bool,
+    skipped: dict[str, str],
+    is_explicit: bool,
     advance: Callable[[], None],
     **options: Any,
 ) -> Iterator[Row]:
-    """Every group by all methods in turn, so that what else the machine does falls on all alike.
-    Before, each answers once: what is built or loaded at first is in nobody's seconds."""
+    """Measure every group with all methods in turn, so that other load on the machine affects all
+    methods equally. Each method first answers one question as a warm-up. A method that cannot run
+    is added to `skipped`, or raises if the methods are explicit."""
     for method in methods:
         try:
             measure(llm, method, [groups[0][:1]], **options)
         except AnydecodeError as error:
-            if is_choice:
+            if is_explicit:
                 raise
-            left_out[method] = " ".join(str(error).split())
+            skipped[method] = " ".join(str(error).split())
     for group in groups:
         for method in methods:
-            if method not in left_out:
+            if method not in skipped:
                 yield from measure(llm, method, [group], advance, **options)
 
 
@@ -178,13 +194,15 @@ def bench_parallelbench(
     ),
     methods: Annotated[
         str,
-        typer.Option("--methods", help="Keys, separated by commas; all diffusion methods if none."),
+        typer.Option(
+            "--methods", help="Keys, separated by commas; default: all diffusion methods."
+        ),
     ] = "",
     draft: Annotated[
-        str | None, typer.Option("--draft", help="A smaller model, for methods that want one.")
+        str | None, typer.Option("--draft", help="A draft model, for methods that need one.")
     ] = None,
     tasks: Annotated[
-        str, typer.Option("--tasks", help="Tasks, separated by commas; all if none.")
+        str, typer.Option("--tasks", help="Tasks, separated by commas; default: all.")
     ] = "",
     sizes: Annotated[
         str, typer.Option("--lengths", help="Lengths of lists, separated by commas.")
@@ -193,18 +211,19 @@ def bench_parallelbench(
         int, typer.Option("--count", min=1, help="Examples per task and length.")
     ] = 25,
     tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Most tokens of an answer: the canvas.")
+        int,
+        typer.Option("--max-tokens", min=1, help="Most tokens of an answer: the canvas length."),
     ] = 32,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the questions, and of sampling.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the questions and of sampling.")] = 0,
     batch: Annotated[
-        int, typer.Option("--batch", min=1, help="Questions at a time; seconds are shared out.")
+        int, typer.Option("--batch", min=1, help="Questions per batch; times are divided by it.")
     ] = 1,
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: every core.")] = 0,
     plot: PlotFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Accuracy against passes per token, on tasks whose answers can be checked.
+    """Measure accuracy against passes per token, on tasks with checkable answers.
 
     Example: anydecode bench parallelbench --methods fast-dllm --count 10 --json out.json
     """
@@ -214,20 +233,28 @@ def bench_parallelbench(
     try:
         chosen_sizes = [int(part) for part in sizes.split(",") if part.strip()]
     except ValueError:
-        raise InvalidRequestError(f"{sizes!r} is no list of lengths") from None
+        raise InvalidRequestError(
+            f"--lengths is {sizes!r}; give whole numbers separated by commas"
+        ) from None
     chosen_tasks = [name.strip() for name in tasks.split(",") if name.strip()] or [*TASKS]
     groups = questions(chosen_tasks, chosen_sizes or None, count, seed)
-    named = split_methods(methods)
-    left_out: dict[str, str] = {}
+    chosen_methods = split_methods(methods)
+    skipped: dict[str, str] = {}
     with LLM(model, draft=draft, threads=threads or None) as llm:
-        for method in named:
+        for method in chosen_methods:
             llm.decoder(method)
         options = {"max_tokens": tokens, "temperature": temperature, "seed": seed, "batch": batch}
-        asked = named or diffusion_methods()
-        with progress("tasks", len(asked) * len(groups)) as advance:
-            rows = [*_measured(llm, asked, groups, left_out, bool(named), advance, **options)]
+        keys = chosen_methods or diffusion_methods()
+        with progress("tasks", len(keys) * len(groups)) as advance:
+            rows = [
+                *_measure_interleaved(
+                    llm, keys, groups, skipped, bool(chosen_methods), advance, **options
+                )
+            ]
     if not rows:
-        raise InvalidRequestError(f"no method runs here: {next(iter(left_out.values()), '')}")
+        raise InvalidRequestError(
+            f"no method can run with this model: {next(iter(skipped.values()), '')}"
+        )
     report = {
         "machine": {"cpu": cpu_name(), "cores": usable_cores(), "threads": threads},
         "model": Path(model).name,
@@ -235,7 +262,7 @@ def bench_parallelbench(
         "count": count,
         "overall": overall(rows),
         "rows": [asdict(row) for row in rows],
-        "left_out": left_out,
+        "left_out": skipped,
     }
     if plot is not None:
         plot.write_text(reporting.to_svg(report), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""What makes an answer right: equality where there is one answer, a property where there are many.
+"""Checks of answers: equality for tasks with one answer, a property for tasks with many.
 
-The properties are those ParallelBench scores by (arXiv:2510.04767): a shuffle has the items of its
-list in another order; an insertion gives the list back once the word is taken out; and so on.
+The properties are those of ParallelBench (arXiv:2510.04767): a shuffle has the items of its list in
+another order; an insertion gives the original list if the word is removed; and so on.
 """
 
 from __future__ import annotations
@@ -16,39 +16,40 @@ if TYPE_CHECKING:
 
 
 def is_same_text(example: Example, text: str) -> bool:
-    """The reference, up to white space."""
+    """Whether `text` is the reference answer, up to white space."""
     return text.split() == example.answer.split()
 
 
 def is_shuffle(example: Example, text: str) -> bool:
-    """The same items, in another order."""
-    found = tuple(text.split())
-    return Counter(found) == Counter(example.items) and found != example.items
+    """Whether `text` has the same items in another order."""
+    words = tuple(text.split())
+    return Counter(words) == Counter(example.items) and words != example.items
 
 
 def is_insertion(example: Example, text: str) -> bool:
-    """The list again, once the new word is taken out."""
-    found = text.split()
-    if example.word not in found:
+    """Whether `text` is the list with the new word inserted."""
+    words = text.split()
+    if example.word not in words:
         return False
-    found.remove(example.word)
-    return tuple(found) == example.items
+    words.remove(example.word)
+    return tuple(words) == example.items
 
 
 def is_removal(example: Example, text: str) -> bool:
-    """The list less one item, the others in their order."""
-    items, found = example.items, tuple(text.split())
-    return any(found == items[:i] + items[i + 1 :] for i in range(len(items)))
+    """Whether `text` is the list without one item, in the same order."""
+    items, words = example.items, tuple(text.split())
+    return any(words == items[:i] + items[i + 1 :] for i in range(len(items)))
 
 
 def is_replacement(example: Example, text: str) -> bool:
-    """The list with the new word in the place of one item."""
-    items, found = example.items, tuple(text.split())
-    return any(found == (*items[:i], example.word, *items[i + 1 :]) for i in range(len(items)))
+    """Whether `text` is the list with one item replaced by the new word."""
+    items, words = example.items, tuple(text.split())
+    return any(words == (*items[:i], example.word, *items[i + 1 :]) for i in range(len(items)))
 
 
 def is_latin_square(example: Example, text: str) -> bool:
-    """Three rows that make a 4 x 4 square with the given one: every symbol once in every line."""
+    """Whether `text` has three rows that complete a 4 x 4 Latin square: each symbol once per row
+    and column."""
     rows = ["".join(example.items), *text.split()]
     lines = [*rows, *("".join(row[i : i + 1] for row in rows) for i in range(4))]
     symbols = sorted(example.items)
@@ -56,7 +57,7 @@ def is_latin_square(example: Example, text: str) -> bool:
 
 
 def is_same_record(example: Example, text: str) -> bool:
-    """A JSON object with the same fields and values, in whatever order."""
+    """Whether `text` is a JSON object with the same fields and values, in any order."""
     try:
         return bool(json.loads(text) == json.loads(example.answer))
     except ValueError:
@@ -64,7 +65,7 @@ def is_same_record(example: Example, text: str) -> bool:
 
 
 def is_same_code(example: Example, text: str) -> bool:
-    """A Python line with the same syntax tree."""
+    """Whether `text` is Python code with the same syntax tree."""
     return _tree(text.strip()) == _tree(example.answer.strip())
 
 

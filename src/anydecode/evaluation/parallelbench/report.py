@@ -1,4 +1,4 @@
-"""The figures of `anydecode bench parallelbench` as tables and as a picture."""
+"""Tables and plot of the results of `anydecode bench parallelbench`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _STYLE = (
     "@media(prefers-color-scheme:dark){text{fill:#ddd}.axis{stroke:#777}.grid{stroke:#333}}"
 )
 _PANELS = (("determined", "one right answer"), ("dependent", "many right answers"))
-_MOST_COLUMNS = 6
+_MAX_COLUMNS = 6
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 330, 250, 48, 46, 40
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """A table of all methods by kind of task, where "fewer" and "faster" compare passes and seconds
-    with those of the first method; then accuracy, passes and milliseconds by task. Lengths that the
-    task was not trained on have a star."""
+    """Print a table of all methods by kind of task, where "fewer" and "faster" are the ratios of
+    passes and seconds to those of the first method; then accuracy, passes and milliseconds by task.
+    A star marks lengths that the task was not trained on."""
     from rich.console import Console
 
     console, machine = Console(), report["machine"]
@@ -39,8 +39,8 @@ def print_report(report: dict[str, Any]) -> None:
     table = Table(box=None)
     for name in ("method", "tasks"):
         table.add_column(name, no_wrap=True)
-    heads = ("accuracy", "strict", "passes", "fewer", "passes/token", "rows", "ms", "faster")
-    for name in heads:
+    columns = ("accuracy", "strict", "passes", "fewer", "passes/token", "rows", "ms", "faster")
+    for name in columns:
         table.add_column(name, justify="right")
     first = {line["kind"]: line for line in reversed(report["overall"])}
     for line in report["overall"]:
@@ -58,10 +58,10 @@ def print_report(report: dict[str, Any]) -> None:
         )
     console.print(table)
     methods = list(dict.fromkeys(row["method"] for row in report["rows"]))
-    for start in range(0, len(methods), _MOST_COLUMNS):
-        console.print(_by_task(report["rows"], methods[start : start + _MOST_COLUMNS]))
+    for start in range(0, len(methods), _MAX_COLUMNS):
+        console.print(_by_task(report["rows"], methods[start : start + _MAX_COLUMNS]))
     for method, reason in report["left_out"].items():
-        console.print(f"left out: {method}: {reason}", highlight=False)
+        console.print(f"skipped: {method}: {reason}", highlight=False)
 
 
 def _by_task(rows: list[dict[str, Any]], methods: list[str]) -> Table:
@@ -72,9 +72,9 @@ def _by_task(rows: list[dict[str, Any]], methods: list[str]) -> Table:
         table.add_column(method, justify="right")
     cells = {(row["task"], row["length"], row["method"]): row for row in rows}
     for task, length in dict.fromkeys((row["task"], row["length"]) for row in rows):
-        found = [cells.get((task, length, method)) for method in methods]
+        method_rows = [cells.get((task, length, method)) for method in methods]
         star = "*" if length == TASKS[task].held_out else ""
-        table.add_row(task, f"{length}{star}", *(_cell(row) if row else "" for row in found))
+        table.add_row(task, f"{length}{star}", *(_cell(row) if row else "" for row in method_rows))
     return table
 
 
@@ -83,17 +83,17 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other beats in both: less of the first, more of the second."""
-    kept: list[tuple[float, float]] = []
+    """The Pareto front of points (cost, value): lower cost and higher value are better."""
+    front_points: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda point: (point[0], -point[1])):
-        if not kept or point[1] > kept[-1][1]:
-            kept.append(point)
-    return kept
+        if not front_points or point[1] > front_points[-1][1]:
+            front_points.append(point)
+    return front_points
 
 
 def to_svg(report: dict[str, Any]) -> str:
-    """Accuracy over passes per token, a panel for tasks with one right answer and one for those
-    with many, a point per method, the Pareto front dashed. The rates are on a logarithmic scale."""
+    """An SVG of accuracy over passes per token (logarithmic): one panel for tasks with one right
+    answer and one for those with many, a point per method, the Pareto front dashed."""
     lines = report["overall"]
     methods = list(dict.fromkeys(line["method"] for line in lines))
     rates = [line["passes_per_token"] for line in lines] or [1.0]
@@ -108,8 +108,8 @@ def to_svg(report: dict[str, Any]) -> str:
         f'<text x="{_LEFT}" y="16">Accuracy against passes per token, {escape(report["model"])},'
         f" canvas {report['max_tokens']}, T={report['temperature']:g}</text>",
     ]
-    for position, (kind, title) in enumerate(_PANELS):
-        left = _LEFT + position * (_WIDTH + _GAP)
+    for index, (kind, title) in enumerate(_PANELS):
+        left = _LEFT + index * (_WIDTH + _GAP)
         parts += _frame(left, title, low, high)
         points = {}
         for line in lines:
@@ -120,20 +120,19 @@ def to_svg(report: dict[str, Any]) -> str:
         corners = " ".join(f"{x:.1f},{-y:.1f}" for x, y in best)
         parts.append(f'<polyline class="front" points="{corners}"/>')
         for method, (x, y, line) in points.items():
-            told = f"{method}: {line['accuracy']:.3f} at {line['passes_per_token']:.3f}"
+            label = f"{method}: {line['accuracy']:.3f} at {line['passes_per_token']:.3f}"
             parts.append(
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7" fill="{_colour(methods, method)}">'
-                f"<title>{escape(told)}</title></circle>"
+                f"<title>{escape(label)}</title></circle>"
                 f'<text class="name" x="{x:.1f}" y="{y + 3:.1f}" text-anchor="middle"'
                 f' style="fill:#fff;font-size:9px">{methods.index(method) + 1}</text>'
             )
-    for position, method in enumerate(methods):
-        x = _LEFT + (position % 4) * (width - _LEFT) / 4
-        y = _TOP + _HEIGHT + 50 + 18 * (position // 4)
+    for index, method in enumerate(methods):
+        x = _LEFT + (index % 4) * (width - _LEFT) / 4
+        y = _TOP + _HEIGHT + 50 + 18 * (index // 4)
         parts.append(f'<circle cx="{x + 5:.0f}" cy="{y}" r="5" fill="{_colour(methods, method)}"/>')
         parts.append(
-            f'<text class="name" x="{x + 14:.0f}" y="{y + 4}">{position + 1}'
-            f" {escape(method)}</text>"
+            f'<text class="name" x="{x + 14:.0f}" y="{y + 4}">{index + 1} {escape(method)}</text>'
         )
     return "\n".join([*parts, "</svg>\n"])
 

@@ -1,9 +1,8 @@
-"""The tasks: a seeded generator of prompts with reference answers, and what answers are right.
+"""The tasks: seeded generators of prompts with reference answers, and their checks.
 
-Lists are of names, as in ParallelBench (arXiv:2510.04767). A task whose answer is one text is
-*determined*; `shuffle`, the `-random` ones and `latin` have many right answers, and tokens
-committed together may then belong to different ones.
-"""
+Lists consist of names, as in ParallelBench (arXiv:2510.04767). A task with one right answer is
+*determined*. `shuffle`, the `-random` tasks and `latin` have many right answers, and tokens that
+are committed in one pass may belong to different ones."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ _JOBS = "baker clerk doctor farmer judge nurse pilot singer teacher writer".spli
 _VARIABLES = "a b n x y count index item price size total value".split()
 _FUNCTIONS = "area combine compute cost find join measure mix scale update".split()
 
-#: Lengths of lists. Every task of lists is trained on all of them but one of its own.
+#: Lengths of lists. Each list task is trained on all of them except its held-out one.
 LENGTHS = (3, 4, 5, 6, 7, 8, 9)
 
 
 @dataclass(frozen=True)
 class Example:
-    """One question. `answer` is a right answer, for determined tasks the only one; `items` and
-    `word` are what the checks need of the question."""
+    """One question. `answer` is a right answer, the only one for determined tasks; `items` and
+    `word` are the parts of the question that the checks need."""
 
     task: str
     length: int
@@ -44,24 +43,26 @@ class Example:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether training must not see it: one prompt in ten, by its hash, and a whole length."""
+        """Whether training must not use it: one prompt in ten, by its hash, and all of the held-out
+        length."""
         is_length = self.length == TASKS[self.task].held_out
         return is_length or zlib.crc32(self.prompt.encode()) % 10 == 0
 
     def is_right(self, text: str) -> bool:
-        """Whether `text` answers it; white space around it does not count."""
+        """Whether `text` is a right answer, up to surrounding white space."""
         return TASKS[self.task].check(self, text)
 
     def is_strictly_right(self, text: str) -> bool:
-        """The same, and written exactly as asked: one space before every word, nothing behind."""
+        """Whether `text` is a right answer with exact white space: one space before every word (the
+        first is optional), none at the end."""
         exact = self.answer if TASKS[self.task].is_determined else " ".join(text.split())
         return self.is_right(text) and text.removeprefix(" ") == exact.strip()
 
 
 @dataclass(frozen=True)
 class Task:
-    """How examples are made and checked. `sizes`: its trained lengths; `held_out`: the length of
-    lists that only other tasks are trained on."""
+    """The generator and the check of a task. `sizes` are its trained lengths, if not `LENGTHS`;
+    `held_out` is the list length that only other tasks are trained on."""
 
     make: Callable[[Random, int], Example]
     check: Callable[[Example, str], bool]
@@ -71,25 +72,35 @@ class Task:
 
 
 def make_example(task: str, length: int, random: Random) -> Example:
-    """An example of `task` over `length` items (fields, terms)."""
+    """Generate one example of `task` with `length` items (or fields, or terms)."""
     return TASKS[task].make(random, length)
 
 
 def examples(
     task: str, count: int, *, seed: int = 0, length: int | None = None, held_out: bool = True
 ) -> Iterator[Example]:
-    """`count` examples of `task`, the same for the same `seed`; of one `length`, or of trained ones
-    at random. `held_out` says on which side of the split they lie (a held-out length has one side).
+    """Generate examples of one task.
 
-    Raises `InvalidRequestError` for a task or a length that does not exist.
+    Args:
+        task: Name of the task.
+        count: Number of examples.
+        seed: Seed; equal seeds give equal examples.
+        length: Length of all examples; None for random trained lengths.
+        held_out: Whether the examples are from the held-out split or from the training split. A
+            held-out length is only in the held-out split.
+
+    Raises:
+        InvalidRequestError: If the task or the length does not exist.
     """
     if task not in TASKS:
-        raise InvalidRequestError(f"no task {task!r}: there are {', '.join(TASKS)}")
+        raise InvalidRequestError(f"unknown task {task!r}; choose from {', '.join(TASKS)}")
     random, sizes = Random(f"{seed}/{task}/{length}/{held_out}"), lengths(task)
     if length is not None and not 1 <= length <= 20:
-        raise InvalidRequestError(f"tasks have lengths from 1 to 20, not {length}")
+        raise InvalidRequestError(f"the length is {length}; it must be from 1 to 20")
     if length is not None and length == TASKS[task].held_out and not held_out:
-        raise InvalidRequestError(f"length {length} is held out")
+        raise InvalidRequestError(
+            f"length {length} of task {task} is held out, so it has no training examples"
+        )
     while count > 0:
         example = make_example(task, length or random.choice(sizes), random)
         if example.is_held_out == held_out:
@@ -98,9 +109,9 @@ def examples(
 
 
 def lengths(task: str) -> tuple[int, ...]:
-    """The lengths `task` is trained on."""
-    known = TASKS[task]
-    return known.sizes or tuple(length for length in LENGTHS if length != known.held_out)
+    """The lengths that `task` is trained on."""
+    spec = TASKS[task]
+    return spec.sizes or tuple(length for length in LENGTHS if length != spec.held_out)
 
 
 def _over_list(
@@ -114,40 +125,38 @@ def _over_list(
 
 
 def _list_example(
-    task: str, asked: str, items: list[str], answer: list[str], word: str = ""
+    task: str, instruction: str, items: list[str], answer: list[str], word: str = ""
 ) -> Example:
-    prompt = f"{asked}{' '.join(items)}:"
+    prompt = f"{instruction}{' '.join(items)}:"
     return Example(task, len(items), prompt, f" {' '.join(answer)}", tuple(items), word)
 
 
 def _shuffled(random: Random, items: list[str]) -> list[str]:
-    mixed = list(items)
-    while mixed == items:
-        random.shuffle(mixed)
-    return mixed
+    shuffled = list(items)
+    while shuffled == items:
+        random.shuffle(shuffled)
+    return shuffled
 
 
 def _insert(random: Random, length: int, *, named: bool) -> Example:
     *items, new = random.sample(NAMES, length + 1)
-    position = random.randrange(length + 1)
-    task, where = ("insert-index", f" at {position + 1}") if named else ("insert-random", "")
-    answer = [*items[:position], new, *items[position:]]
+    index = random.randrange(length + 1)
+    task, where = ("insert-index", f" at {index + 1}") if named else ("insert-random", "")
+    answer = [*items[:index], new, *items[index:]]
     return _list_example(task, f"insert {new}{where} in ", items, answer, new)
 
 
 def _remove(random: Random, length: int, *, named: bool) -> Example:
-    items, position = random.sample(NAMES, length), random.randrange(length)
-    task, what = ("remove-index", position + 1) if named else ("remove-random", "one")
-    return _list_example(
-        task, f"remove {what} from ", items, items[:position] + items[position + 1 :]
-    )
+    items, index = random.sample(NAMES, length), random.randrange(length)
+    task, what = ("remove-index", index + 1) if named else ("remove-random", "one")
+    return _list_example(task, f"remove {what} from ", items, items[:index] + items[index + 1 :])
 
 
 def _replace(random: Random, length: int, *, named: bool) -> Example:
     *items, new = random.sample(NAMES, length + 1)
-    position = random.randrange(length)
-    task, what = ("replace-index", position + 1) if named else ("replace-random", "one")
-    answer = [*items[:position], new, *items[position + 1 :]]
+    index = random.randrange(length)
+    task, what = ("replace-index", index + 1) if named else ("replace-random", "one")
+    answer = [*items[:index], new, *items[index + 1 :]]
     return _list_example(task, f"replace {what} with {new} in ", items, answer, new)
 
 
@@ -175,13 +184,14 @@ def _chain(random: Random, length: int) -> Example:
 
 
 def _latin(random: Random, length: int) -> Example:
-    """The rows below a first row: of a cyclic or of a Klein square, lines and symbols permuted."""
+    """The rows below a given first row: of a cyclic or a Klein square with permuted rows, columns
+    and symbols."""
     base = random.choice((_CYCLIC, _KLEIN))
     columns = random.sample(range(4), 4)
     rows = [[base[row][column] for column in columns] for row in random.sample(range(4), 4)]
     symbols = random.sample("123456789", 4)
-    first, *below = ("".join(symbols[cell] for cell in row) for row in rows)
-    return Example("latin", length, f"latin {first}:", f" {' '.join(below)}", tuple(first))
+    first, *lower = ("".join(symbols[cell] for cell in row) for row in rows)
+    return Example("latin", length, f"latin {first}:", f" {' '.join(lower)}", tuple(first))
 
 
 _CYCLIC = [[(row + column) % 4 for column in range(4)] for row in range(4)]
@@ -198,16 +208,16 @@ def _json(random: Random, length: int) -> Example:
         "active": random.choice(("true", "false")),
     }
     keys = random.sample(sorted(values), length)
-    told = " ".join(f"{key} {values[key]}".replace('"', "") for key in keys)
+    text = " ".join(f"{key} {values[key]}".replace('"', "") for key in keys)
     record = ", ".join(f'"{key}": {values[key]}' for key in keys)
-    return Example("json", length, f"json {told}:", " {" + record + "}")
+    return Example("json", length, f"json {text}:", " {" + record + "}")
 
 
 def _python(random: Random, length: int) -> Example:
     one, two, three = random.sample(_VARIABLES, 3)
     name, number = random.choice(_FUNCTIONS), random.randint(2, 99)
     sign, word = random.choice((("+", "plus"), ("-", "minus"), ("*", "times")))
-    told, line = random.choice(
+    text, line = random.choice(
         (
             (f"set {one} to {two} {word} {number}", f"{one} = {two} {sign} {number}"),
             (f"if {one} over {number} return {two}", f"if {one} > {number}: return {two}"),
@@ -223,7 +233,7 @@ def _python(random: Random, length: int) -> Example:
             (f"print {name} of {one} {two} {three}", f"print({name}({one}, {two}, {three}))"),
         )
     )
-    return Example("python", length, f"python {told}:", f" {line}")
+    return Example("python", length, f"python {text}:", f" {line}")
 
 
 _many = partial(Task, is_determined=False)

@@ -1,1 +1,1 @@
-"""Serving under a real load: traces, their replay, and what is made of the times."""
+"""Benchmarks of serving under real load: traces, their replay, and latency and goodput results."""

@@ -1,6 +1,6 @@
-"""Several servers under the same trace in one run: rounds are interleaved, and what is compared is
-a ratio within a round. No run finds another's prompts in a prefix cache; within a run every server
-may use its own."""
+"""Compares several servers under the same trace in one run. Rounds are interleaved, and servers are
+compared by the ratio within a round. Prompts differ between runs, so that no run hits the prefix
+cache of another; within a run every server may use its prefix cache."""
 
 from __future__ import annotations
 
@@ -24,74 +24,85 @@ from anydecode.evaluation.serving.plot import distribution_svg
 from anydecode.evaluation.serving.replay import (
     Endpoint,
     Objective,
-    Outcome,
-    beside_prompts,
+    RequestOutcome,
+    gaps_during_prefill,
+    percentiles,
     replay,
-    spread,
     summary,
 )
 from anydecode.evaluation.serving.traces import Arrival
 from anydecode.evaluation.speculative_report import note, progress
 
-#: Fields that some servers know and others refuse.
-EXTRAS: dict[str, Any] = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+#: Request fields that some servers support and others refuse.
+OPTIONAL_FIELDS: dict[str, Any] = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 
-#: Requests that every server answers before anything is measured.
-WARM = 3
+#: Warm-up requests per server.
+NUM_WARMUP = 3
 
 
 def parse_baseline(text: str, option: str) -> tuple[str, str]:
-    """`NAME=VALUE`. Raises `InvalidRequestError`."""
+    """Parse `NAME=VALUE`. Raises `InvalidRequestError`, which names `option`."""
     name, equals, value = text.partition("=")
     if not (equals and name.strip() and value.strip()):
-        raise InvalidRequestError(f"{option} wants NAME=VALUE, not {text!r}")
+        raise InvalidRequestError(f"{option} is {text!r}; give NAME=VALUE")
     return name.strip(), value.strip()
 
 
 @contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as an exception does, so that what was started in it is stopped. Once:
-    the stopping is not interrupted by another. Off the main thread signals are others' business."""
+def sigterm_as_exit() -> Iterator[None]:
+    """Turn SIGTERM within the block into `SystemExit`, so that servers started in it are stopped. A
+    second SIGTERM is ignored, so that it does not interrupt the stopping. No effect outside the
+    main thread, where no signal handler can be installed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    previous = signal.signal(signal.SIGTERM, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
-def started(name: str, command: str, seconds: float = 300.0) -> Iterator[str]:
-    """Runs `command`, in which `{port}` is a free port, until the block ends; gives the URL once
-    the server answers. Raises `InvalidRequestError`, with the last it said, where it does not."""
+def started_server(name: str, command: str, seconds: float = 300.0) -> Iterator[str]:
+    """Run the server `command`, in which `{port}` is replaced by a free port, until the block ends.
+
+    Yields:
+        The URL of its API, once the server is ready.
+
+    Raises:
+        InvalidRequestError: If it is not ready within `seconds`; includes its last line of output.
+    """
     import httpx
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = [word.replace("{port}", str(port)) for word in shlex.split(command)]
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    arguments = [word.replace("{port}", str(port)) for word in shlex.split(command)]
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
         try:
-            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            process = subprocess.Popen(
+                arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
         except OSError as error:
             raise InvalidRequestError(f"{name} cannot be started: {error}") from None
         url = f"http://127.0.0.1:{port}"
         try:
             end = time.monotonic() + seconds
-            while not _answers(f"{url}/health", httpx):
+            while not _is_ready(f"{url}/health", httpx):
                 if process.poll() is not None:
-                    told = f"{name} ended with exit code {process.returncode}{_last(said)}"
-                    raise InvalidRequestError(told)
+                    message = (
+                        f"{name} ended with exit code {process.returncode}{_last_line(output)}"
+                    )
+                    raise InvalidRequestError(message)
                 if time.monotonic() > end:
-                    told = f"{name} did not answer within {seconds:g} s{_last(said)}"
-                    raise InvalidRequestError(told)
+                    message = f"{name} did not answer within {seconds:g} s{_last_line(output)}"
+                    raise InvalidRequestError(message)
                 time.sleep(0.1)
             yield f"{url}/v1"
         finally:
@@ -103,45 +114,49 @@ def started(name: str, command: str, seconds: float = 300.0) -> Iterator[str]:
                 process.wait()
 
 
-def _answers(url: str, httpx: Any) -> bool:
-    """Whether a server takes requests; llama-server says 503 while it loads its model."""
+def _is_ready(url: str, httpx: Any) -> bool:
+    """Whether a server accepts requests; llama-server returns 503 while it loads its model."""
     try:
         return bool(httpx.get(url, timeout=5, trust_env=False).status_code < 500)
     except httpx.HTTPError:
         return False
 
 
-def _last(said: IO[str]) -> str:
-    said.seek(0)
-    lines = [line.strip() for line in said if line.strip()]
+def _last_line(output: IO[str]) -> str:
+    output.seek(0)
+    lines = [line.strip() for line in output if line.strip()]
     return f": {lines[-1][:200]}" if lines else ""
 
 
-async def prepared(endpoints: list[Endpoint]) -> list[Endpoint]:
-    """The endpoints with their models' names, in the one API that all of them know, each with the
-    further fields it takes; but no server goes on behind an end of text where another cannot be
-    told to. Raises `InvalidRequestError` where one knows neither API."""
-    named = [await _named(endpoint) for endpoint in endpoints]
+async def prepare(endpoints: list[Endpoint]) -> list[Endpoint]:
+    """Complete the endpoints with their models' names, the API that all of them support
+    (completions or chat), and the optional fields that each accepts. `ignore_eos` is dropped from
+    all endpoints unless all accept it.
+
+    Raises:
+        InvalidRequestError: If an endpoint supports neither API.
+    """
+    named = [await _with_model(endpoint) for endpoint in endpoints]
     for chat in (False, True):
-        found = [await _accepted(replace(endpoint, chat=chat)) for endpoint in named]
-        fitting = [one for one in found if isinstance(one, Endpoint)]
-        if len(fitting) == len(named):
-            alike = all("ignore_eos" in one.extra for one in fitting)
-            return fitting if alike else [_ending(one) for one in fitting]
-    wrong = [
+        found = [await _with_accepted_fields(replace(endpoint, chat=chat)) for endpoint in named]
+        accepted = [one for one in found if isinstance(one, Endpoint)]
+        if len(accepted) == len(named):
+            all_ignore_eos = all("ignore_eos" in one.extra for one in accepted)
+            return accepted if all_ignore_eos else [_without_ignore_eos(one) for one in accepted]
+    problems = [
         f"{one.name} answered no request: {error}"
         for one, error in zip(named, found, strict=True)
         if isinstance(error, str)
     ]
-    raise InvalidRequestError("; ".join(wrong))
+    raise InvalidRequestError("; ".join(problems))
 
 
-def _ending(endpoint: Endpoint) -> Endpoint:
-    kept = {name: value for name, value in endpoint.extra.items() if name != "ignore_eos"}
-    return replace(endpoint, extra=kept)
+def _without_ignore_eos(endpoint: Endpoint) -> Endpoint:
+    extra = {name: value for name, value in endpoint.extra.items() if name != "ignore_eos"}
+    return replace(endpoint, extra=extra)
 
 
-async def _named(endpoint: Endpoint) -> Endpoint:
+async def _with_model(endpoint: Endpoint) -> Endpoint:
     import httpx
 
     if endpoint.model:
@@ -154,107 +169,112 @@ async def _named(endpoint: Endpoint) -> Endpoint:
             return replace(endpoint, model=models[0]["id"])
     except (httpx.HTTPError, ValueError, KeyError, IndexError):
         raise InvalidRequestError(
-            f"{endpoint.name} does not tell its models; give --peer-model {endpoint.name}=NAME"
+            f"{endpoint.name} does not list its models; give --peer-model {endpoint.name}=NAME"
         ) from None
 
 
-async def _accepted(endpoint: Endpoint) -> Endpoint | str:
-    """The endpoint with as many of `EXTRAS` as it takes; if it takes no request, what it said."""
+async def _with_accepted_fields(endpoint: Endpoint) -> Endpoint | str:
+    """The endpoint with as many of `OPTIONAL_FIELDS` as it accepts; its error message if it
+    accepts no request."""
     error = ""
-    for names in (list(EXTRAS), ["stream_options"], []):
-        tried = replace(endpoint, extra=endpoint.extra | {name: EXTRAS[name] for name in names})
-        outcome = (await replay(tried, [Arrival(0.0, 5, 2)]))[0]
+    for names in (list(OPTIONAL_FIELDS), ["stream_options"], []):
+        candidate = replace(
+            endpoint, extra=endpoint.extra | {name: OPTIONAL_FIELDS[name] for name in names}
+        )
+        outcome = (await replay(candidate, [Arrival(0.0, 5, 2)]))[0]
         if outcome.error is None:
-            return tried
+            return candidate
         error = outcome.error
     return error
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent: the arrivals at a rate (requests a second), how long one request may take (in
-    seconds), and what its user will bear."""
+    """The load of a benchmark: arrivals by rate (requests per second), the timeout of a request (in
+    seconds), and the latency objective."""
 
     arrivals: Callable[[float], list[Arrival]]
     timeout: float
     objective: Objective
 
-    def ready(self, endpoints: list[Endpoint]) -> list[Endpoint]:
-        """`endpoints`, prepared, each after `WARM` requests that are not counted."""
-        found = asyncio.run(prepared(endpoints))
-        warm = [replace(arrival, at=0.0) for arrival in self.arrivals(1.0)[:WARM]]
+    def prepare_endpoints(self, endpoints: list[Endpoint]) -> list[Endpoint]:
+        """Prepare `endpoints`, and warm up each with `NUM_WARMUP` requests."""
+        found = asyncio.run(prepare(endpoints))
+        warmup = [replace(arrival, at=0.0) for arrival in self.arrivals(1.0)[:NUM_WARMUP]]
         for endpoint in found:
             note(f"warming up {endpoint.name}")
-            self._answered(endpoint, warm, "warm-up", "warm-up")
+            self._replay(endpoint, warmup, "warm-up", "warm-up")
         return found
 
-    def run(self, endpoint: Endpoint, rate: float, number: int) -> list[Outcome]:
-        """One run; `number` is of the round. Raises `InvalidRequestError` where every request
-        fails."""
+    def run(self, endpoint: Endpoint, rate: float, number: int) -> list[RequestOutcome]:
+        """Run the load once on one endpoint, in round `number`. Raises `InvalidRequestError` if
+        every request fails."""
         label = f"round {number + 1}, {rate:g}/s"
-        outcomes = self._answered(endpoint, self.arrivals(rate), f"{label} ", label)
-        figures = summary(outcomes, self.objective)
-        first = figures["ttft"]["p99"]
+        outcomes = self._replay(endpoint, self.arrivals(rate), f"{label} ", label)
+        results = summary(outcomes, self.objective)
+        first = results["ttft"]["p99"]
         note(
-            f"{endpoint.name}, {label}: {figures['seconds']:.1f} s, {figures['failed']} failed, "
-            f"{figures['attainment']:.0%} met the objective, "
-            f"{figures['tokens_per_second']:.1f} tokens/s"
+            f"{endpoint.name}, {label}: {results['seconds']:.1f} s, {results['failed']} failed, "
+            f"{results['attainment']:.0%} met the objective, "
+            f"{results['tokens_per_second']:.1f} tokens/s"
             + ("" if first is None else f", ttft 99th percentile {first * 1e3:.0f} ms")
         )
         return outcomes
 
-    def _answered(
+    def _replay(
         self, endpoint: Endpoint, arrivals: list[Arrival], salt: str, label: str
-    ) -> list[Outcome]:
+    ) -> list[RequestOutcome]:
         step = f"{endpoint.name}, {label}"
         with progress("requests", len(arrivals)) as advance:
-            sending = replay(
+            replaying = replay(
                 endpoint, arrivals, timeout=self.timeout, salt=salt, done=lambda: advance(step)
             )
-            outcomes = asyncio.run(sending)
+            outcomes = asyncio.run(replaying)
         if all(one.error for one in outcomes):
-            told = f"{endpoint.name}, {label}: every request failed: {outcomes[0].error}"
-            raise InvalidRequestError(told)
+            message = f"{endpoint.name}, {label}: every request failed: {outcomes[0].error}"
+            raise InvalidRequestError(message)
         return outcomes
 
 
 @dataclass
 class Comparison:
-    """What `rounds` of all endpoints gave: per endpoint its outcomes, round by round."""
+    """The outcomes of all endpoints, by endpoint and round."""
 
     endpoints: list[Endpoint]
-    outcomes: dict[str, list[list[Outcome]]]
+    outcomes: dict[str, list[list[RequestOutcome]]]
 
     def report(self, objective: Objective) -> dict[str, Any]:
-        """Per endpoint the figures over all rounds, its goodput per round, and how many times the
-        first endpoint's goodput is its own: the median over rounds."""
+        """Results of each endpoint over all rounds, its goodput per round, and `ratio`: the first
+        endpoint's goodput over its own, median over rounds."""
         first = self.endpoints[0].name
         rates = {
             name: [summary(one, objective)["goodput_requests_per_second"] for one in rounds]
             for name, rounds in self.outcomes.items()
         }
-        told = {}
+        report = {}
         for endpoint in self.endpoints:
             rounds = self.outcomes[endpoint.name]
-            every = [summary(one, objective) for one in rounds]
-            told[endpoint.name] = {
-                **_together(every, rounds, objective),
-                **terms(endpoint),
+            summaries = [summary(one, objective) for one in rounds]
+            report[endpoint.name] = {
+                **_combined(summaries, rounds, objective),
+                **request_form(endpoint),
                 "goodput_per_round": rates[endpoint.name],
                 "ratio": median_ratio(rates[first], rates[endpoint.name]),
             }
-        return told
+        return report
 
-    def picture(self, title: str, objective: Objective) -> str:
-        """Three panels, one per latency, with a curve per endpoint."""
-        every = {name: [o for one in rounds for o in one] for name, rounds in self.outcomes.items()}
+    def to_svg(self, title: str, objective: Objective) -> str:
+        """An SVG with one panel per latency and one curve per endpoint."""
+        merged = {
+            name: [o for one in rounds for o in one] for name, rounds in self.outcomes.items()
+        }
         panels = [
             ("time to first token", {n: [o.first for o in v if o.first is not None]
-                                     for n, v in every.items()}, objective.ttft),
+                                     for n, v in merged.items()}, objective.ttft),
             ("time per token", {n: [o.per_token for o in v if o.per_token is not None]
-                                for n, v in every.items()}, objective.tpot),
+                                for n, v in merged.items()}, objective.tpot),
             ("between tokens", {n: [gap for o in v for gap in o.gaps]
-                                for n, v in every.items()}, float("inf")),
+                                for n, v in merged.items()}, float("inf")),
         ]  # fmt: skip
         parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 930">']
         for number, (name, curves, limit) in enumerate(panels):
@@ -265,38 +285,39 @@ class Comparison:
         return "\n".join([*parts, "</svg>\n"])
 
 
-def _together(
-    every: list[dict[str, Any]], rounds: list[list[Outcome]], objective: Objective
+def _combined(
+    summaries: list[dict[str, Any]], rounds: list[list[RequestOutcome]], objective: Objective
 ) -> dict[str, Any]:
-    """One summary over all rounds, in which what is per run is the median over runs. What a
-    request waited beside belongs to its run."""
-    figures = summary([outcome for one in rounds for outcome in one], objective)
-    gaps = [gap for one in rounds for gap in beside_prompts(one)]
-    figures["itl_beside_prompts"] = spread(gaps)
+    """One summary over all rounds. Values of whole runs are medians over the runs; gaps during
+    prefill are determined within each run."""
+    results = summary([outcome for one in rounds for outcome in one], objective)
+    gaps = [gap for one in rounds for gap in gaps_during_prefill(one)]
+    results["itl_beside_prompts"] = percentiles(gaps)
     for name in ("seconds", "goodput_requests_per_second", "goodput_tokens_per_second",
                  "tokens_per_second"):  # fmt: skip
-        figures[name] = statistics.median(one[name] for one in every)
-    return figures
+        results[name] = statistics.median(one[name] for one in summaries)
+    return results
 
 
-def terms(endpoint: Endpoint) -> dict[str, Any]:
-    """In which form an endpoint was asked."""
+def request_form(endpoint: Endpoint) -> dict[str, Any]:
+    """How requests to an endpoint are formed, for the report."""
     return {
         "api": "chat" if endpoint.chat else "completions",
         "ignores_eos": "ignore_eos" in endpoint.extra,
     }
 
 
-def median_ratio(ours: list[float], theirs: list[float]) -> float | None:
-    """The median over rounds of one server's goodput over another's; None if the other had none."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True) if b]
+def median_ratio(first: list[float], other: list[float]) -> float | None:
+    """Median over rounds of one server's goodput over another's; None if the other's is always
+    0."""
+    ratios = [a / b for a, b in zip(first, other, strict=True) if b]
     return statistics.median(ratios) if ratios else None
 
 
 def compare(endpoints: list[Endpoint], load: Load, rate: float, rounds: int) -> Comparison:
-    """Replay at `rate` against every endpoint in turn, `rounds` times; the order is reversed in
-    every other round."""
-    outcomes: dict[str, list[list[Outcome]]] = {endpoint.name: [] for endpoint in endpoints}
+    """Replay at `rate` against every endpoint in turn, for `rounds` rounds, with the order reversed
+    in every other round."""
+    outcomes: dict[str, list[list[RequestOutcome]]] = {endpoint.name: [] for endpoint in endpoints}
     for number in range(rounds):
         for endpoint in endpoints if number % 2 == 0 else endpoints[::-1]:
             outcomes[endpoint.name].append(load.run(endpoint, rate, number))

@@ -1,5 +1,5 @@
-"""`anydecode bench overhead`: what the server costs beside the engine, per request and per streamed
-token, on a model that costs next to nothing."""
+"""`anydecode bench overhead`: the server's overhead over the engine, per request and per streamed
+token, on a model whose own cost is negligible."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from anydecode.server.logs import JsonLines, log
 from anydecode.server.running import LiveServer
 from anydecode.server.settings import Settings
 
-#: A client of its own process, so that its work is not counted: it takes a body and how often to
-#: send it, and says how long each answer took and in how many pieces it came. It writes the same
-#: bytes each time and reads up to an answer's end: a library for HTTP takes longer than the server
-#: may, and that time is nobody's but its own.
+#: A client that runs in its own process, so that its work is not counted. It sends a body a number
+#: of times, and prints how long each response took and in how many events it came. It uses a plain
+#: socket, because the time of an HTTP library would exceed that of the server.
 CLIENT = """
 import json, re, socket, sys, time
 port, body, times = int(sys.argv[1]), sys.argv[2].encode(), int(sys.argv[3])
@@ -34,43 +33,43 @@ request = b"POST /v1/chat/completions HTTP/1.1\\r\\nhost: 127.0.0.1:%d\\r\\n" % 
 request += b"content-type: application/json\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body) + body
 link = socket.create_connection(("127.0.0.1", port))
 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-def ended(said):
-    head, blank, rest = said.partition(b"\\r\\n\\r\\n")
+def is_complete(response):
+    head, blank, rest = response.partition(b"\\r\\n\\r\\n")
     length = re.search(rb"content-length: (\\d+)", head)
-    whole = rest.endswith(b"0\\r\\n\\r\\n") if length is None else len(rest) >= int(length[1])
-    return blank and whole
-found = []
+    complete = rest.endswith(b"0\\r\\n\\r\\n") if length is None else len(rest) >= int(length[1])
+    return blank and complete
+results = []
 for _ in range(times):
-    began = time.perf_counter()
+    start = time.perf_counter()
     link.sendall(request)
-    said = link.recv(65536)
-    while not ended(said):
-        said += link.recv(65536)
-    found.append((time.perf_counter() - began, said.count(b"data: ")))
-    assert said.startswith(b"HTTP/1.1 200"), said
-print(json.dumps(found))
+    response = link.recv(65536)
+    while not is_complete(response):
+        response += link.recv(65536)
+    results.append((time.perf_counter() - start, response.count(b"data: ")))
+    assert response.startswith(b"HTTP/1.1 200"), response
+print(json.dumps(results))
 """
 _MESSAGES = [{"role": "user", "content": "what does the server add"}]
 
 
-class _Paced(ScriptedModel):
-    """Takes `pause` seconds a pass without the processor, as a model on other cores would; so the
-    event loop hears of every token by itself."""
+class _PacedModel(ScriptedModel):
+    """A model whose passes take `pause` seconds without using the CPU, like a model on an
+    accelerator, so that the event loop handles every token separately."""
 
     pause = 0.002
 
-    def run(self, *passed: Any, **named: Any) -> Any:
+    def run(self, *args: Any, **options: Any) -> Any:
         sleep(self.pause)
-        return super().run(*passed, **named)
+        return super().run(*args, **options)
 
 
 @contextmanager
 def _logging() -> Iterator[None]:
-    """Requests are logged as `anydecode serve` does, to nowhere."""
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        handler = logging.StreamHandler(nowhere)
+    """Log requests as `anydecode serve` does, but to the null device."""
+    with open(os.devnull, "w", encoding="utf-8") as null_device:
+        handler = logging.StreamHandler(null_device)
         handler.setFormatter(JsonLines())
-        before = log.level, log.propagate
+        previous = log.level, log.propagate
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False
@@ -78,16 +77,24 @@ def _logging() -> Iterator[None]:
             yield
         finally:
             log.removeHandler(handler)
-            log.level, log.propagate = before
+            log.level, log.propagate = previous
 
 
 def measure(requests: int, tokens: int, rounds: int) -> dict[str, float]:
-    """Medians over rounds, in seconds: what a request of one token takes longer by HTTP than in the
-    program, of the clock (`request`, and `request_least` in the best round) and of the processor
-    (`request_cpu`); the same for each further token of a stream (`token`, `token_cpu`); and how
-    many pieces a token came in."""
-    found: dict[str, list[float]] = {}
-    model = _Paced()
+    """Measure the overhead of HTTP over calls in the same process.
+
+    Args:
+        requests: Requests per round.
+        tokens: Tokens per streamed request.
+        rounds: Rounds after a warm-up.
+
+    Returns:
+        Medians over rounds: extra wall time and CPU time, in seconds, of a request for one token
+        (`request`, `request_cpu`) and of each further token of a stream (`token`, `token_cpu`);
+        events per token (`pieces`); and the minimum of `request` over rounds (`request_least`).
+    """
+    results: dict[str, list[float]] = {}
+    model = _PacedModel()
     tokenizer = ByteTokenizer()
     with (
         _logging(),
@@ -96,9 +103,9 @@ def measure(requests: int, tokens: int, rounds: int) -> dict[str, float]:
     ):
         port = server.url.rpartition(":")[2]
         for number in range(-1, rounds):
-            one = _compared(llm, port, requests, 1, False)
-            first, rest = (_compared(llm, port, requests, count, True) for count in (1, tokens))
-            if number < 0:  # to warm up
+            one = _overhead(llm, port, requests, 1, False)
+            first, rest = (_overhead(llm, port, requests, count, True) for count in (1, tokens))
+            if number < 0:  # warm-up
                 continue
             each = {
                 "request": one["clock"],
@@ -108,59 +115,59 @@ def measure(requests: int, tokens: int, rounds: int) -> dict[str, float]:
                 "pieces": (rest["pieces"] - first["pieces"]) / (tokens - 1),
             }
             for name, value in each.items():
-                found.setdefault(name, []).append(value)
-    middle = {name: statistics.median(values) for name, values in found.items()}
-    return {**middle, "request_least": min(found["request"])}
+                results.setdefault(name, []).append(value)
+    medians = {name: statistics.median(values) for name, values in results.items()}
+    return {**medians, "request_least": min(results["request"])}
 
 
-def _compared(llm: LLM, port: str, times: int, tokens: int, stream: bool) -> dict[str, float]:
-    """What an answer costs more by HTTP than in the program, and in how many pieces it came."""
+def _overhead(llm: LLM, port: str, times: int, tokens: int, stream: bool) -> dict[str, float]:
+    """Extra wall and CPU time of a request over HTTP, in seconds, and its number of events."""
     options: dict[str, Any] = {
         "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "decoder": "autoregressive",
     }  # fmt: skip
     body = json.dumps({"messages": _MESSAGES, "stream": stream, **options})
-    began = process_time()
-    told = subprocess.run(
+    cpu_start = process_time()
+    client = subprocess.run(
         [sys.executable, "-c", CLIENT, port, body, str(times)], capture_output=True, check=True
     )
-    served = (process_time() - began) / times
-    answers = json.loads(told.stdout)
+    served = (process_time() - cpu_start) / times
+    answers = json.loads(client.stdout)
     seconds = []
-    began = process_time()
+    cpu_start = process_time()
     for _ in range(times):
         start = perf_counter()
         llm.chat(_MESSAGES, **options)
         seconds.append(perf_counter() - start)
-    alone = (process_time() - began) / times
+    direct = (process_time() - cpu_start) / times
     return {
         "clock": statistics.median(one[0] for one in answers) - statistics.median(seconds),
-        "cpu": served - alone,
+        "cpu": served - direct,
         "pieces": statistics.median(one[1] for one in answers),
     }
 
 
 def bench_overhead(
-    requests: Annotated[int, typer.Option("--requests", min=1, help="How many a round.")] = 50,
-    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Of a stream.")] = 64,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often.")] = 5,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests per round.")] = 50,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens per stream.")] = 64,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Number of rounds.")] = 5,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all results here.")
     ] = None,
 ) -> None:
-    """What the server adds to the engine's own time, per request and per streamed token.
+    """Measure the server's overhead over the engine, per request and per streamed token.
 
     Example: anydecode bench overhead --rounds 5
     """
-    found = measure(requests, tokens, rounds)
-    clock, cpu = found["request"] * 1e3, found["request_cpu"] * 1e3
+    results = measure(requests, tokens, rounds)
+    clock, cpu = results["request"] * 1e3, results["request_cpu"] * 1e3
     print(
-        f"a request: {clock:.2f} ms more than in the program"
-        f" ({found['request_least'] * 1e3:.2f} in the best round), {cpu:.2f} ms of the processor"
+        f"per request: {clock:.2f} ms of overhead"
+        f" ({results['request_least'] * 1e3:.2f} in the best round), {cpu:.2f} ms of CPU time"
     )
-    clock, cpu = found["token"] * 1e6, found["token_cpu"] * 1e6
+    clock, cpu = results["token"] * 1e6, results["token_cpu"] * 1e6
     print(
-        f"a streamed token: {clock:.0f} µs more, {cpu:.0f} µs of the processor; "
-        f"{found['pieces']:.2f} pieces per token"
+        f"per streamed token: {clock:.0f} µs of overhead, {cpu:.0f} µs of CPU time; "
+        f"{results['pieces']:.2f} events per token"
     )
     if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

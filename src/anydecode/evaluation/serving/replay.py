@@ -1,4 +1,5 @@
-"""A trace against a server: every request at its time, every token with its own."""
+"""Replays a trace against a server: sends each request at its time and records when its tokens
+arrive."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from anydecode.evaluation.serving.traces import Arrival, prompt_text
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that speaks OpenAI's API at `url` (…/v1). `chat`: conversations, not completions.
-    `extra` goes with every request."""
+    """An OpenAI-compatible server at `url` (…/v1). `chat` is whether chat completions are used
+    instead of completions. `extra` are further fields of every request."""
 
     name: str
     url: str
@@ -29,15 +30,23 @@ class Endpoint:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every call carries."""
+        """HTTP headers of every request."""
         return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
 @dataclass
-class Outcome:
-    """One request as the client saw it; times in seconds since it was sent. `times`: when each
-    chunk with text came. `prompt` and `tokens` are what the server counted, or what was asked for
-    and the number of chunks."""
+class RequestOutcome:
+    """The outcome of one request, as measured by the client.
+
+    Attributes:
+        at: When the request was sent, in seconds since the start of the replay.
+        prompt: Prompt tokens, as reported by the server, else as requested.
+        first: Time to the first chunk with text, in seconds since the request was sent.
+        seconds: Time to the last chunk with text.
+        tokens: Generated tokens, as reported by the server, else the number of chunks with text.
+        times: Time of each chunk with text.
+        error: The error message, if the request failed.
+    """
 
     at: float
     prompt: int
@@ -49,14 +58,14 @@ class Outcome:
 
     @property
     def per_token(self) -> float | None:
-        """TPOT: the time after the first token, per further token."""
+        """Time per output token (TPOT): the time after the first token, per further token."""
         if self.first is None or self.tokens < 2:
             return None
         return (self.seconds - self.first) / (self.tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Between chunks with text."""
+        """Times between consecutive chunks with text, in seconds."""
         return [later - earlier for earlier, later in pairwise(self.times)]
 
 
@@ -67,9 +76,19 @@ async def replay(
     timeout: float = 300.0,
     salt: str = "",
     done: Callable[[], None] = lambda: None,
-) -> list[Outcome]:
-    """Send `arrivals` to an endpoint as streams; outcomes in the same order. `salt` chooses the
-    words of the prompts; `done` is called as each request ends."""
+) -> list[RequestOutcome]:
+    """Send `arrivals` to an endpoint as streamed requests.
+
+    Args:
+        endpoint: The server.
+        arrivals: The requests and their times.
+        timeout: Timeout of a request, in seconds.
+        salt: Selects the words of the prompts.
+        done: Called when a request ends.
+
+    Returns:
+        The outcomes, in the order of `arrivals`.
+    """
     try:
         import httpx
     except ImportError:
@@ -83,31 +102,31 @@ async def replay(
         timeout=timeout,
         trust_env=False,
     ) as client:
-        began = perf_counter()
+        start = perf_counter()
 
-        async def one(number: int, arrival: Arrival) -> Outcome:
+        async def one(number: int, arrival: Arrival) -> RequestOutcome:
             text = prompt_text(arrival, number, salt)
-            said = {"messages": [{"role": "user", "content": text}]}
+            messages = {"messages": [{"role": "user", "content": text}]}
             body = {
                 "model": endpoint.model,
-                **(said if endpoint.chat else {"prompt": text}),
+                **(messages if endpoint.chat else {"prompt": text}),
                 "max_tokens": arrival.output,
                 "temperature": 0,
                 "stream": True,
                 **endpoint.extra,
             }
             path = "/chat/completions" if endpoint.chat else "/completions"
-            await asyncio.sleep(max(0.0, arrival.at - (perf_counter() - began)))
-            outcome = await _ask(client, path, body, arrival)
+            await asyncio.sleep(max(0.0, arrival.at - (perf_counter() - start)))
+            outcome = await _send(client, path, body, arrival)
             done()
             return outcome
 
         return list(await asyncio.gather(*(one(n, a) for n, a in enumerate(arrivals))))
 
 
-async def _ask(client: Any, path: str, body: dict[str, Any], arrival: Arrival) -> Outcome:
-    outcome = Outcome(arrival.at, arrival.prompt)
-    began = perf_counter()
+async def _send(client: Any, path: str, body: dict[str, Any], arrival: Arrival) -> RequestOutcome:
+    outcome = RequestOutcome(arrival.at, arrival.prompt)
+    start = perf_counter()
     try:
         async with client.stream("POST", path, json=body) as answer:
             if answer.status_code != 200:
@@ -117,7 +136,7 @@ async def _ask(client: Any, path: str, body: dict[str, Any], arrival: Arrival) -
             async for line in answer.aiter_lines():
                 if not line.startswith("data:") or line[5:].strip() == "[DONE]":
                     continue
-                now = perf_counter() - began
+                now = perf_counter() - start
                 event = json.loads(line[5:])
                 if "error" in event:
                     outcome.error = str(event["error"])[:200]
@@ -126,7 +145,7 @@ async def _ask(client: Any, path: str, body: dict[str, Any], arrival: Arrival) -
                 outcome.prompt = usage.get("prompt_tokens") or outcome.prompt
                 if any(map(_text, event.get("choices") or ())):
                     outcome.times.append(now)
-    except Exception as error:  # whatever a network can do is this request's outcome
+    except Exception as error:  # any failure is this request's outcome
         outcome.error = f"{type(error).__name__}: {error}"
     if outcome.times:
         outcome.first, outcome.seconds = outcome.times[0], outcome.times[-1]
@@ -136,29 +155,29 @@ async def _ask(client: Any, path: str, body: dict[str, Any], arrival: Arrival) -
 
 def _text(choice: dict[str, Any]) -> str:
     delta = choice.get("delta") or {}
-    found: str = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
-    return found
+    text: str = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+    return text
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What a user will bear, in seconds: to the first token, and per further token."""
+    """A latency objective (SLO): limits on TTFT and TPOT, in seconds."""
 
     ttft: float
     tpot: float
 
-    def met(self, outcome: Outcome) -> bool:
-        """Whether a request kept within both."""
+    def is_met(self, outcome: RequestOutcome) -> bool:
+        """Whether a request succeeded within both limits."""
         if outcome.error is not None or outcome.first is None:
             return False
         return outcome.first <= self.ttft and (outcome.per_token or 0.0) <= self.tpot
 
 
-def summary(outcomes: list[Outcome], objective: Objective) -> dict[str, Any]:
-    """The figures of a run: median and 99th percentile in seconds, and goodput, in requests and
-    tokens a second of the requests that met the objective."""
+def summary(outcomes: list[RequestOutcome], objective: Objective) -> dict[str, Any]:
+    """Results of a run: median and 99th percentile of the latencies in seconds, and goodput, in
+    requests and tokens per second of the requests that met the objective."""
     span = max((one.at + one.seconds for one in outcomes), default=0.0) or 1.0
-    good = [one for one in outcomes if objective.met(one)]
+    good = [one for one in outcomes if objective.is_met(one)]
     failed = [one for one in outcomes if one.error is not None]
     return {
         "requests": len(outcomes),
@@ -168,10 +187,10 @@ def summary(outcomes: list[Outcome], objective: Objective) -> dict[str, Any]:
         "prompt_tokens": sum(one.prompt for one in outcomes),
         "tokens": sum(one.tokens for one in outcomes),
         "tokens_per_second": sum(one.tokens for one in outcomes) / span,
-        "ttft": spread([one.first for one in outcomes if one.first is not None]),
-        "tpot": spread([one.per_token for one in outcomes if one.per_token is not None]),
-        "itl": spread([gap for one in outcomes for gap in one.gaps]),
-        "itl_beside_prompts": spread(beside_prompts(outcomes)),
+        "ttft": percentiles([one.first for one in outcomes if one.first is not None]),
+        "tpot": percentiles([one.per_token for one in outcomes if one.per_token is not None]),
+        "itl": percentiles([gap for one in outcomes for gap in one.gaps]),
+        "itl_beside_prompts": percentiles(gaps_during_prefill(outcomes)),
         "slo": {"ttft": objective.ttft, "tpot": objective.tpot},
         "attainment": len(good) / len(outcomes) if outcomes else 0.0,
         "goodput_requests_per_second": len(good) / span,
@@ -179,9 +198,10 @@ def summary(outcomes: list[Outcome], objective: Objective) -> dict[str, Any]:
     }
 
 
-def beside_prompts(outcomes: list[Outcome]) -> list[float]:
-    """The gaps between tokens during which some request of the run waited for its first."""
-    waits: list[tuple[float, float]] = []  # apart from each other, by time
+def gaps_during_prefill(outcomes: list[RequestOutcome]) -> list[float]:
+    """Gaps between tokens during which another request of the run waited for its first token, in
+    seconds."""
+    waits: list[tuple[float, float]] = []  # disjoint intervals, by time
     for at, first in sorted((one.at, one.first) for one in outcomes if one.first is not None):
         begin, end = at, at + first
         if waits and begin <= waits[-1][1]:
@@ -189,17 +209,17 @@ def beside_prompts(outcomes: list[Outcome]) -> list[float]:
             waits.pop()
         waits.append((begin, end))
     ends = [end for _, end in waits]
-    found = []
+    gaps = []
     for one in outcomes:
         for earlier, later in pairwise(one.at + time for time in one.times):
-            position = bisect_right(ends, earlier)  # the first wait that is not over before the gap
-            if position < len(waits) and waits[position][0] < later:
-                found.append(later - earlier)
-    return found
+            index = bisect_right(ends, earlier)  # the first wait that ends after the gap starts
+            if index < len(waits) and waits[index][0] < later:
+                gaps.append(later - earlier)
+    return gaps
 
 
-def spread(values: list[float]) -> dict[str, float | None]:
-    """Median and 99th percentile (nearest rank); None where there are no values."""
+def percentiles(values: list[float]) -> dict[str, float | None]:
+    """Median and 99th percentile (nearest rank); None if there are no values."""
     if not values:
         return {"p50": None, "p99": None}
     ordered = sorted(values)

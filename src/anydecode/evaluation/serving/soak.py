@@ -1,5 +1,5 @@
-"""`anydecode bench soak`: thousands of requests by clients of every kind against a server on a tiny
-model, and the proof that nothing is left behind and no answer is another's."""
+"""`anydecode bench soak`: thousands of requests by reliable and unreliable clients against a server
+on a tiny model. Checks that no resource leaks and that every answer is correct."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.evaluation.tiny import tiny_llm
 
-#: How often each kind of client comes.
+#: Relative frequency of each kind of client.
 KINDS = {
     "whole": 30, "stream": 30, "leave": 10, "cancel": 8, "bad": 8, "reset": 6, "cut": 4, "slow": 4,
 }  # fmt: skip
 DECODERS = ("autoregressive", "prompt-lookup", "suffix", "auto", "token-recycling")
-BAD = (
+INVALID_BODIES = (
     b"{", b"\xff\xfe", b"[]", b"[" * 3000, b'{"prompt": 7}', b'{"prompt": ""}',
     b'{"prompt": "a", "temperature": -1}', b'{"prompt": "a", "n": 0}',
     b'{"prompt": "a", "decoder": "nonsense"}', b'{"prompt": "a", "nonsense": 1}',
     b'{"prompt": [99999]}', b'{"prompt": "a", "resume": {}}', b'{"prompt": "\\ud800"}',
 )  # fmt: skip
-#: How much the process may have grown since the first quarter: what an allocator may still spread.
-SLACK = 24 << 20
+#: Largest growth of the process, in bytes, that is still attributed to the allocator.
+MAX_GROWTH = 24 << 20
 
 
 @dataclass
 class Case:
-    """A body, and the texts that it gives alone."""
+    """A request body, and the texts expected for it."""
 
     body: dict[str, Any]
     texts: list[str]
@@ -46,8 +46,19 @@ class Case:
 
 @dataclass
 class Soak:
-    """What came of a soak. `wrong` says what should not have been; `memory` is in bytes, about
-    twenty times over the run."""
+    """Results of a soak test.
+
+    Attributes:
+        requests: Number of requests.
+        kinds: Number of requests by kind of client.
+        compared: Number of answers compared with the expected ones.
+        wrong: Descriptions of all failures.
+        memory: Resident bytes, sampled about twenty times over the run.
+        preemptions: Number of preemptions.
+        slots_left: Cache positions still in use at the end.
+        files_left: Files and sockets still open at the end.
+        seconds: Duration of the run.
+    """
 
     requests: int
     kinds: Counter[str] = field(default_factory=Counter)
@@ -60,31 +71,31 @@ class Soak:
     seconds: float = 0.0
 
     def check_memory(self) -> None:
-        """Note growth between the first quarter and the last."""
+        """Add a failure if memory grew from the first half to the last quarter of the samples."""
         quarter = max(1, len(self.memory) // 4)
         early, late = max(self.memory[: 2 * quarter]), max(self.memory[-quarter:])
-        if late > early + SLACK:
+        if late > early + MAX_GROWTH:
             self.wrong.append(f"memory grew from {early >> 20} to {late >> 20} MiB")
 
 
-def cases(count: int, chance: random.Random, alone: LLM) -> list[Case]:
-    """Random requests and what plain decoding says to each, one at a time."""
-    found = []
+def cases(count: int, generator: random.Random, alone: LLM) -> list[Case]:
+    """Random requests, with the texts of plain decoding of one request at a time on `alone`."""
+    result = []
     for _ in range(count):
         body: dict[str, Any] = {
-            "prompt": "".join(chance.choices("abcdef ", k=chance.randrange(1, 180))),
-            "max_tokens": chance.randrange(1, 33),
-            "seed": chance.randrange(1 << 30),
-            "temperature": chance.choice([0.0, 0.8, 1.0]),
-            "n": chance.choice([1, 1, 1, 2, 3]),
+            "prompt": "".join(generator.choices("abcdef ", k=generator.randrange(1, 180))),
+            "max_tokens": generator.randrange(1, 33),
+            "seed": generator.randrange(1 << 30),
+            "temperature": generator.choice([0.0, 0.8, 1.0]),
+            "n": generator.choice([1, 1, 1, 2, 3]),
         }
-        if chance.random() < 0.3:
+        if generator.random() < 0.3:
             body["prompt"] = ("shared beginning " * 8 + body["prompt"])[:180]
         if body["temperature"] == 0:
             body["n"] = 1
         answer = alone.generate(body["prompt"], **{k: v for k, v in body.items() if k != "prompt"})
-        found.append(Case(body, [sample.text for sample in answer.samples]))
-    return found
+        result.append(Case(body, [sample.text for sample in answer.samples]))
+    return result
 
 
 class Clients:
@@ -92,33 +103,34 @@ class Clients:
 
     def __init__(self, host: str, port: int, cases: list[Case], seed: int, timeout: float) -> None:
         self.host, self.port, self.cases, self.timeout = host, port, cases, timeout
-        self.chance = random.Random(seed)
+        self.generator = random.Random(seed)
 
-    async def run(self, soak: Soak, at_once: int, watch: Any) -> None:
-        """All requests of `soak`, `at_once` at a time; `watch()` is called twenty times."""
-        left = iter(range(soak.requests))
-        every = max(1, soak.requests // 20)
+    async def run(self, soak: Soak, at_once: int, sample_memory: Any) -> None:
+        """Send all requests of `soak`, `at_once` concurrently; call `sample_memory` about twenty
+        times."""
+        numbers = iter(range(soak.requests))
+        interval = max(1, soak.requests // 20)
 
         async def worker() -> None:
-            for number in left:
-                if number % every == 0:
-                    watch()
-                kind = self.chance.choices(list(KINDS), list(KINDS.values()))[0]
+            for number in numbers:
+                if number % interval == 0:
+                    sample_memory()
+                kind = self.generator.choices(list(KINDS), list(KINDS.values()))[0]
                 soak.kinds[kind] += 1
                 try:
                     await asyncio.wait_for(self._one(kind, soak), self.timeout)
                 except asyncio.TimeoutError:
                     soak.wrong.append(f"{kind}: no answer within {self.timeout:g} s")
-                except Exception as error:  # any failure of a client is a finding
+                except Exception as error:  # any failure of a client is recorded
                     soak.wrong.append(f"{kind}: {type(error).__name__}: {error}")
 
         await asyncio.gather(*(worker() for _ in range(at_once)))
 
     async def _one(self, kind: str, soak: Soak) -> None:
-        case = self.chance.choice(self.cases)
-        body = {**case.body, "decoder": self.chance.choice(DECODERS)}
+        case = self.generator.choice(self.cases)
+        body = {**case.body, "decoder": self.generator.choice(DECODERS)}
         if kind == "bad":
-            status, answer = await self._post(self.chance.choice(BAD))
+            status, answer = await self._post(self.generator.choice(INVALID_BODIES))
             if status != 400 or "error" not in answer:
                 soak.wrong.append(f"bad: status {status}")
             return
@@ -126,29 +138,31 @@ class Clients:
             await self._disconnect(json.dumps(body).encode(), kind == "cut")
             return
         if kind == "cancel":
-            asking = asyncio.ensure_future(self._post(json.dumps(body).encode()))
-            await asyncio.sleep(self.chance.random() * 0.05)
-            asking.cancel()
-            await asyncio.wait([asking])
+            task = asyncio.ensure_future(self._post(json.dumps(body).encode()))
+            await asyncio.sleep(self.generator.random() * 0.05)
+            task.cancel()
+            await asyncio.wait([task])
             return
         if kind == "whole":
             status, answer = await self._post(json.dumps(body).encode())
             texts = [choice["text"] for choice in answer.get("choices", ())]
         else:
-            most = self.chance.randrange(1, 5) if kind == "leave" else None
-            status, found = await self._stream(body, most, slow=kind == "slow")
-            if found is None:
+            max_events = self.generator.randrange(1, 5) if kind == "leave" else None
+            status, streamed = await self._stream(body, max_events, slow=kind == "slow")
+            if streamed is None:
                 return
-            texts = found
+            texts = streamed
         soak.compared += 1
         if status != 200 or texts != case.texts:
-            soak.wrong.append(f"{kind}: status {status}, {texts} and not {case.texts} to {body}")
+            soak.wrong.append(
+                f"{kind}: status {status}, {texts} instead of {case.texts} for {body}"
+            )
 
-    async def _open(self, body: bytes, announced: int | None = None) -> Any:
+    async def _open(self, body: bytes, content_length: int | None = None) -> Any:
         reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 20)
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {announced or len(body)}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {content_length or len(body)}\r\n"
             "Connection: close\r\n\r\n"
         )
         writer.write(head.encode() + body)
@@ -165,9 +179,10 @@ class Clients:
         return int(head.split()[1]), answer
 
     async def _stream(
-        self, body: dict[str, Any], most: int | None, slow: bool
+        self, body: dict[str, Any], max_events: int | None, slow: bool
     ) -> tuple[int, list[str] | None]:
-        """Status and texts; None for texts after leaving behind `most` events."""
+        """Status and texts; None instead of the texts if the client left after `max_events`
+        events."""
         reader, writer = await self._open(json.dumps({**body, "stream": True}).encode())
         texts = [""] * body["n"]
         try:
@@ -180,24 +195,24 @@ class Clients:
                 event = json.loads(line[6:])
                 for choice in event.get("choices", ()):
                     texts[choice["index"]] += choice["text"]
-                if most is not None and (most := most - 1) == 0:
+                if max_events is not None and (max_events := max_events - 1) == 0:
                     return 200, None
         finally:
             writer.close()
         return int(head.split()[1]), texts
 
     async def _disconnect(self, body: bytes, early: bool) -> None:
-        """Tear the connection down: within the body if `early`, else while the answer is made."""
+        """Reset the connection: within the request body if `early`, else during the response."""
         part = body[: len(body) // 2] if early else body
         _, writer = await self._open(part, len(body))
-        await asyncio.sleep(self.chance.random() * 0.03)
-        linger = struct.pack("ii", 1, 0)  # a reset in place of an orderly end
+        await asyncio.sleep(self.generator.random() * 0.03)
+        linger = struct.pack("ii", 1, 0)  # close with a reset
         writer.get_extra_info("socket").setsockopt(1, 13, linger)
         writer.close()
 
 
-def resident() -> int:
-    """Bytes of main memory this process holds."""
+def resident_bytes() -> int:
+    """Resident memory of this process, in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -211,46 +226,55 @@ def soak(
     timeout: float = 120.0,
     **engine: Any,
 ) -> Soak:
-    """Run `requests` requests against a server on a tiny model with a small cache, so that memory
-    runs out now and then; `engine` holds further options of the engine."""
+    """Run `requests` requests against a server on a tiny model, with a cache small enough to cause
+    preemptions.
+
+    Args:
+        requests: Number of requests.
+        at_once: Number of concurrent clients.
+        distinct: Number of distinct request bodies.
+        seed: Seed of the clients' choices.
+        timeout: Timeout of a request, in seconds.
+        **engine: Further options of the engine.
+    """
     from anydecode.server.running import LiveServer
     from anydecode.server.settings import Settings
 
     result = Soak(requests)
     with tiny_llm(prefix_cache=False) as alone:
-        known = cases(distinct, random.Random(seed), alone)
+        expected = cases(distinct, random.Random(seed), alone)
     with tiny_llm(**{"cache_positions": 2048, **engine}) as llm:
         runner = llm.engine.runners["target"]
         settings = Settings(name="tiny", port=0, max_requests=10 * at_once)
         files = len(os.listdir("/proc/self/fd"))
-        began = perf_counter()
+        start = perf_counter()
         with LiveServer(llm, settings) as server:
             host, port = server.url.removeprefix("http://").split(":")
-            clients = Clients(host, int(port), known, seed, timeout)
+            clients = Clients(host, int(port), expected, seed, timeout)
 
-            def watch() -> None:
+            def sample_memory() -> None:
                 gc.collect()
-                result.memory.append(resident())
+                result.memory.append(resident_bytes())
 
-            asyncio.run(clients.run(result, at_once, watch))
+            asyncio.run(clients.run(result, at_once, sample_memory))
             for _ in range(500):
                 if not llm.engine.has_work and not llm.driver._inbox:
                     break
                 sleep(0.01)
             else:
-                result.wrong.append("something is still being decoded for nobody")
-        result.seconds = perf_counter() - began
-        watch()
+                result.wrong.append("requests are still running after all clients have left")
+        result.seconds = perf_counter() - start
+        sample_memory()
         result.files_left = len(os.listdir("/proc/self/fd")) - files
         result.preemptions = llm.engine.num_preemptions
         try:
             llm.engine.check_integrity()
         except AssertionError as error:
-            result.wrong.append(f"memory does not add up: {error}")
+            result.wrong.append(f"the memory check failed: {error}")
         llm.clear()
         result.slots_left = runner.pool.num_used
     if result.slots_left:
-        result.wrong.append(f"{result.slots_left} positions of the cache were never given back")
+        result.wrong.append(f"{result.slots_left} positions of the cache were not freed")
     if result.files_left > 2:
         result.wrong.append(f"{result.files_left} files or sockets were left open")
     if requests >= 1000:
@@ -259,29 +283,32 @@ def soak(
 
 
 def bench_soak(
-    requests: Annotated[int, typer.Option("--requests", min=1, help="How many.")] = 10000,
-    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Clients at a time.")] = 24,
-    seed: Annotated[int, typer.Option("--seed", help="Of the clients' choices.")] = 0,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Number of requests.")] = 10000,
+    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Concurrent clients.")] = 24,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the clients' choices.")] = 0,
     schedule: Annotated[
         str | None, typer.Option("--schedule", help="A serving key of `anydecode methods`.")
     ] = None,
     drafting: Annotated[
-        str | None, typer.Option("--drafting", help="smartspec-server, or nothing.")
+        str | None,
+        typer.Option("--drafting", help="Draft budget across requests: smartspec-server."),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write what came of it here.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all results here.")
     ] = None,
 ) -> int:
-    """Thousands of requests by clients that leave, cancel, stall and lie: no leak, no wrong text.
+    """Send thousands of requests by unreliable clients; check for leaks and wrong texts.
 
     Example: anydecode bench soak --requests 10000
     """
     if not Path("/proc/self/statm").exists():
-        raise InvalidRequestError("the soak reads its memory from /proc, which is not here")
+        raise InvalidRequestError(
+            "this benchmark reads memory use from /proc, which this system does not have"
+        )
     result = soak(requests, at_once=at_once, seed=seed, schedule=schedule, drafting=drafting)
     kinds = ", ".join(f"{count} {kind}" for kind, count in result.kinds.most_common())
     print(f"{requests} requests in {result.seconds:.0f} s: {kinds}")
-    print(f"{result.compared} answers compared with those given alone")
+    print(f"{result.compared} answers compared with those of single requests")
     print(f"{result.preemptions} preemptions; {result.slots_left} positions left in use")
     sizes = " ".join(str(size >> 20) for size in result.memory)
     print(f"memory in MiB over the run: {sizes}")

@@ -1,5 +1,5 @@
-"""The largest rate at which a server keeps within an objective: goodput as DistServe defines it
-(Zhong et al., OSDI 2024, arXiv:2401.09670), found by bisection over given rates."""
+"""Searches for goodput by bisection over given rates: the largest rate at which a server meets a
+latency objective, as defined by DistServe (Zhong et al., OSDI 2024, arXiv:2401.09670)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from anydecode.evaluation.serving.baselines import Load, median_ratio, terms
+from anydecode.evaluation.serving.baselines import Load, median_ratio, request_form
 from anydecode.evaluation.serving.replay import Endpoint, summary
 
 
 @dataclass
 class Search:
-    """Bisection over ascending `rates`: the last that is known to be kept (`low`, -1: none) and the
-    first that is known not to be (`high`)."""
+    """Bisection over ascending `rates`. `low` is the index of the largest rate known to meet the
+    objective (-1 if none), `high` that of the smallest rate known to miss it."""
 
     rates: list[float]
     low: int = -1
@@ -25,44 +25,45 @@ class Search:
 
     @property
     def next(self) -> float | None:
-        """The rate to try; None when all is known."""
+        """The next rate to try; None when the search is complete."""
         return self.rates[(self.low + self.high) // 2] if self.high - self.low > 1 else None
 
-    def learn(self, kept: bool) -> None:
-        """Whether the rate that `next` gave was kept."""
+    def record(self, is_met: bool) -> None:
+        """Record whether the objective was met at the rate `next`."""
         middle = (self.low + self.high) // 2
-        self.low, self.high = (middle, self.high) if kept else (self.low, middle)
+        self.low, self.high = (middle, self.high) if is_met else (self.low, middle)
 
     @property
     def goodput(self) -> float:
-        """The largest rate that was kept, 0 if none was."""
+        """The largest rate that met the objective; 0 if none did."""
         return self.rates[self.low] if self.low >= 0 else 0.0
 
 
 def sweep(
     endpoints: list[Endpoint], load: Load, rates: list[float], share: float, rounds: int
 ) -> dict[str, Any]:
-    """Per endpoint its goodput, the largest of `rates` at which `share` of the requests met the
-    objective (the median over rounds), and the figures of every run. Endpoints take turns."""
-    found: dict[str, list[float]] = {endpoint.name: [] for endpoint in endpoints}
+    """Search the goodput of every endpoint: the largest of `rates` at which `share` of the requests
+    meet the objective (median over rounds). Endpoints take turns. Also returns the results of every
+    run."""
+    goodputs: dict[str, list[float]] = {endpoint.name: [] for endpoint in endpoints}
     runs: dict[str, list[dict[str, Any]]] = {endpoint.name: [] for endpoint in endpoints}
     for number in range(rounds):
         searches = [(endpoint, Search(sorted(rates))) for endpoint in endpoints]
         while any(search.next is not None for _, search in searches):
             for endpoint, search in searches:
                 if (rate := search.next) is not None:
-                    figures = summary(load.run(endpoint, rate, number), load.objective)
-                    runs[endpoint.name].append({"round": number + 1, "rate": rate, **figures})
-                    search.learn(figures["attainment"] >= share)
+                    results = summary(load.run(endpoint, rate, number), load.objective)
+                    runs[endpoint.name].append({"round": number + 1, "rate": rate, **results})
+                    search.record(results["attainment"] >= share)
         for endpoint, search in searches:
-            found[endpoint.name].append(search.goodput)
+            goodputs[endpoint.name].append(search.goodput)
     first = endpoints[0].name
     return {
         endpoint.name: {
-            **terms(endpoint),
-            "goodput_requests_per_second": statistics.median(found[endpoint.name]),
-            "goodput_per_round": found[endpoint.name],
-            "ratio": median_ratio(found[first], found[endpoint.name]),
+            **request_form(endpoint),
+            "goodput_requests_per_second": statistics.median(goodputs[endpoint.name]),
+            "goodput_per_round": goodputs[endpoint.name],
+            "ratio": median_ratio(goodputs[first], goodputs[endpoint.name]),
             "runs": runs[endpoint.name],
         }
         for endpoint in endpoints
@@ -70,7 +71,7 @@ def sweep(
 
 
 def print_sweep(servers: dict[str, Any], rates: list[float], share: float) -> None:
-    """A table with a line per server and rate that was tried, then the goodputs."""
+    """Print a table with a line per server and tried rate, then the goodputs."""
     from rich.console import Console
     from rich.table import Table
 
@@ -81,8 +82,8 @@ def print_sweep(servers: dict[str, Any], rates: list[float], share: float) -> No
     table = Table("server", box=None)
     for name in names:
         table.add_column(name, justify="right")
-    for server, told in servers.items():
-        for run in sorted(told["runs"], key=lambda one: one["rate"]):
+    for server, server_results in servers.items():
+        for run in sorted(server_results["runs"], key=lambda one: one["rate"]):
             times = [run[kind][p] for kind in ("ttft", "tpot", "itl") for p in ("p50", "p99")]
             table.add_row(
                 server, f"{run['rate']:g}", f"{run['attainment']:.0%}",
@@ -91,13 +92,13 @@ def print_sweep(servers: dict[str, Any], rates: list[float], share: float) -> No
             )  # fmt: skip
     console.print(table)
     first = next(iter(servers))
-    for server, told in servers.items():
-        goodput = told["goodput_requests_per_second"]
+    for server, server_results in servers.items():
+        goodput = server_results["goodput_requests_per_second"]
         bound = " or more" if goodput == max(rates) else ""
         line = f"{server}: goodput {goodput:g} requests/s{bound}"
         if not goodput:
             line = f"{server}: goodput below {min(rates):g} requests/s"
-        if server != first and told["ratio"] is not None:
-            line += f"; {first}'s is {told['ratio']:.2f} times as much"
+        if server != first and server_results["ratio"] is not None:
+            line += f"; {first}'s is {server_results['ratio']:.2f} times as much"
         print(line)
     print(f"(goodput: the largest rate at which {share:.0%} of the requests met the objective)")

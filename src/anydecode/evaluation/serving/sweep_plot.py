@@ -1,4 +1,4 @@
-"""A sweep of rates as a picture: what share met the objective, and how slow it was."""
+"""Plots a sweep of rates as SVG: share of requests that met the objective, and latency."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ _STYLE = (
     ".axis{stroke:#777}.limit{stroke:#999}}"
 )
 
-#: By rate, what was found there.
+#: Values by rate.
 Line = dict[float, float]
 
 
 def sweep_svg(
     title: str, servers: dict[str, Any], rates: list[float], objective: Objective, share: float
 ) -> str:
-    """Three panels over the rate (requests a second, logarithmic), a colour per server: the share
-    of requests that met the objective, and the time to the first token and per token, median drawn
-    through and 99th percentile dashed. A point is the median over the rounds that tried its rate;
-    rates that a search left out have none."""
+    """An SVG with three panels over the rate (requests per second, logarithmic), one colour per
+    server: the share of requests that met the objective, TTFT and TPOT (median solid, 99th
+    percentile dashed). A point is the median over the rounds that tried its rate; rates that a
+    search skipped have none."""
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(servers)}
     rows = -(-len(servers) // 2)
     top = _TOP + 18 * (rows - 1)
     panels = [
         _panel(
-            f"share of the requests that met the objective (wanted: {share:.0%})",
-            {name: [_line(told, "attainment")] for name, told in servers.items()},
+            f"share of the requests that met the objective (target: {share:.0%})",
+            {name: [_line(one, "attainment")] for name, one in servers.items()},
             rates, colours, share, None,
         ),
         *(
             _panel(
                 f"time {what}, median and 99th percentile (dashed)",
                 {
-                    name: [_line(told, kind, percentile) for percentile in ("p50", "p99")]
-                    for name, told in servers.items()
+                    name: [_line(server_results, kind, percentile) for percentile in ("p50", "p99")]
+                    for name, server_results in servers.items()
                 },
                 rates, colours, limit, "s",
             )
@@ -60,26 +60,26 @@ def sweep_svg(
         f' role="img" aria-label="Objective met and latency by rate"><style>{_STYLE}</style>',
         f'<text x="8" y="16">{escape(title)}</text>',
     ]
-    for position, (name, colour) in enumerate(colours.items()):
-        x, y = 8 + position % 2 * 230, 34 + position // 2 * 18
+    for index, (name, colour) in enumerate(colours.items()):
+        x, y = 8 + index % 2 * 230, 34 + index // 2 * 18
         parts.append(f'<circle cx="{x + 5}" cy="{y - 4}" r="5" fill="{colour}"/>')
         parts.append(f'<text x="{x + 15}" y="{y}">{escape(name)}</text>')
-    for position, panel in enumerate(panels):
-        parts.append(f'<g transform="translate({_LEFT} {top + position * (_HEIGHT + _GAP)})">')
+    for index, panel in enumerate(panels):
+        parts.append(f'<g transform="translate({_LEFT} {top + index * (_HEIGHT + _GAP)})">')
         parts += [*panel, "</g>"]
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _line(told: dict[str, Any], *names: str) -> Line:
-    """Per rate that was tried, the median over rounds of a figure of its runs."""
-    found: dict[float, list[float]] = {}
-    for run in told["runs"]:
+def _line(server_results: dict[str, Any], *names: str) -> Line:
+    """Median over rounds of one result, by rate; `names` is the path to it in each run."""
+    values_by_rate: dict[float, list[float]] = {}
+    for run in server_results["runs"]:
         value = run
         for name in names:
             value = value[name]
         if value is not None:
-            found.setdefault(run["rate"], []).append(value)
-    return {rate: statistics.median(values) for rate, values in sorted(found.items())}
+            values_by_rate.setdefault(run["rate"], []).append(value)
+    return {rate: statistics.median(values) for rate, values in sorted(values_by_rate.items())}
 
 
 def _panel(
@@ -90,18 +90,18 @@ def _panel(
     limit: float,
     unit: str | None,
 ) -> list[str]:
-    """One panel, its upper left corner at 0; shares where there is no `unit`, else times on a
+    """One panel with its upper left corner at the origin: shares if `unit` is None, else times on a
     logarithmic scale."""
-    x = _scale(min(rates), max(rates), 0.0, _WIDTH)
+    x = _log_scale(min(rates), max(rates), 0.0, _WIDTH)
     values = [value for lines in curves.values() for line in lines for value in line.values()]
     ticks = [0.0, 0.25, 0.5, 0.75, 1.0]
-    y: Callable[[float], float] = _falling
+    y: Callable[[float], float] = _share_to_y
     if unit is not None:
-        shown = [max(value, 1e-5) for value in values] + [limit] * math.isfinite(limit)
-        low = math.floor(math.log10(min(shown, default=0.01)))
-        high = max(low + 1, math.ceil(math.log10(max(shown, default=1.0))))
+        plotted = [max(value, 1e-5) for value in values] + [limit] * math.isfinite(limit)
+        low = math.floor(math.log10(min(plotted, default=0.01)))
+        high = max(low + 1, math.ceil(math.log10(max(plotted, default=1.0))))
         ticks = [10.0**power for power in range(low, high + 1)]
-        y = _scale(ticks[0], ticks[-1], _HEIGHT, 0.0)
+        y = _log_scale(ticks[0], ticks[-1], _HEIGHT, 0.0)
     parts = [f'<text x="{-_LEFT + 8}" y="-12">{escape(title)}</text>']
     for tick in ticks:
         kind = "grid" if tick > ticks[0] else "axis"
@@ -117,8 +117,10 @@ def _panel(
             f"{rate:g}/s</text>"
         )
     if math.isfinite(limit):
-        at = y(limit)
-        parts.append(f'<line class="limit" x1="0" x2="{_WIDTH}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        limit_y = y(limit)
+        parts.append(
+            f'<line class="limit" x1="0" x2="{_WIDTH}" y1="{limit_y:.1f}" y2="{limit_y:.1f}"/>'
+        )
     for name, lines in curves.items():
         for dashed, line in enumerate(lines):
             points = [(x(rate), y(value)) for rate, value in line.items()]
@@ -126,25 +128,26 @@ def _panel(
             kind = "p99" if dashed else "middle"
             parts.append(f'<polyline class="{kind}" points="{corners}" stroke="{colours[name]}"/>')
             for (a, b), value in zip(points, line.values(), strict=True):
-                said = f"{value:.0%}" if unit is None else f"{value:.3g} {unit}"
+                label_text = f"{value:.0%}" if unit is None else f"{value:.3g} {unit}"
                 parts.append(
                     f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{colours[name]}">'
-                    f"<title>{escape(name)}: {said}</title></circle>"
+                    f"<title>{escape(name)}: {label_text}</title></circle>"
                 )
     return parts
 
 
-def _falling(share: float) -> float:
+def _share_to_y(share: float) -> float:
     return _HEIGHT * (1 - share)
 
 
-def _scale(low: float, high: float, start: float, stop: float) -> Callable[[float], float]:
-    """`low` to `high` on a logarithmic scale from `start` to `stop`; one value stands between."""
+def _log_scale(low: float, high: float, start: float, stop: float) -> Callable[[float], float]:
+    """A logarithmic scale that maps `low` to `start` and `high` to `stop`; a single value is
+    centred."""
 
-    def position(value: float) -> float:
+    def index(value: float) -> float:
         if low == high:
             return (start + stop) / 2
         share = math.log(max(value, low) / low) / math.log(high / low)
         return start + (stop - start) * share
 
-    return position
+    return index

@@ -1,6 +1,6 @@
-"""Traces of real services: when requests came, how long prompts and answers were.
+"""Traces of real services: arrival times and lengths of prompts and answers.
 
-Read are the Azure LLM inference traces (CSV: TIMESTAMP, ContextTokens, GeneratedTokens) and
+Supported are the Azure LLM inference traces (CSV: TIMESTAMP, ContextTokens, GeneratedTokens) and
 Mooncake's (JSON lines: timestamp in ms, input_length, output_length, hash_ids of 512-token blocks).
 """
 
@@ -16,14 +16,21 @@ from pathlib import Path
 
 from anydecode.errors import InvalidRequestError
 
-#: Tokens that one hash id of a Mooncake trace stands for.
+#: Tokens per hash id of a Mooncake trace.
 BLOCK = 512
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request: seconds after the first, prompt and answer in tokens, and the prompt's blocks
-    (equal ids: equal text) of `block` tokens each."""
+    """One request of a trace.
+
+    Attributes:
+        at: Arrival time, in seconds after the first request.
+        prompt: Prompt length, in tokens.
+        output: Answer length, in tokens.
+        blocks: Ids of the prompt's blocks; equal ids mean equal text.
+        block: Tokens per block.
+    """
 
     at: float
     prompt: int
@@ -33,16 +40,18 @@ class Arrival:
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """All requests of a trace, by time. Raises `InvalidRequestError` for a file that is none."""
+    """All requests of a trace, by time. Raises `InvalidRequestError` if the file is not a trace."""
     try:
-        read = _mooncake if path.suffix == ".jsonl" else _azure
-        found = sorted(read(path), key=lambda one: one.at)
+        reader = _mooncake if path.suffix == ".jsonl" else _azure
+        arrivals = sorted(reader(path), key=lambda one: one.at)
     except (KeyError, ValueError, TypeError) as error:
-        raise InvalidRequestError(f"{path.name} is no trace that can be read: {error}") from None
-    if not found:
-        raise InvalidRequestError(f"{path.name} holds no requests")
-    first = found[0].at
-    return [replace(one, at=one.at - first) for one in found]
+        raise InvalidRequestError(
+            f"{path.name} is not a trace in the Azure or Mooncake format: {error}"
+        ) from None
+    if not arrivals:
+        raise InvalidRequestError(f"{path.name} contains no requests")
+    first = arrivals[0].at
+    return [replace(one, at=one.at - first) for one in arrivals]
 
 
 def _azure(path: Path) -> Iterator[Arrival]:
@@ -64,12 +73,19 @@ def _mooncake(path: Path) -> Iterator[Arrival]:
             )
 
 
-def fitted(
+def scaled(
     trace: list[Arrival], *, requests: int, rate: float, longest: int, output: int, shrink: float
 ) -> list[Arrival]:
-    """The first `requests` of a trace, at `rate` requests a second on average, lengths times
-    `shrink`, prompts of at most `longest` tokens and answers of at most `output`. Blocks shrink
-    with the prompts, so that the same share of them is found in a prefix cache."""
+    """Scale a trace to a machine.
+
+    Args:
+        trace: The requests of the trace.
+        requests: Number of requests to take from its start.
+        rate: Mean requests per second.
+        longest: Longest prompt, in tokens.
+        output: Longest answer, in tokens.
+        shrink: Factor on all lengths, including blocks, so that the prefix cache hit rate stays.
+    """
     chosen = trace[:requests]
     span = chosen[-1].at - chosen[0].at
     scale = (len(chosen) - 1) / rate / span if span > 0 else 0.0
@@ -92,13 +108,14 @@ _WORDS = (
 
 
 def prompt_text(arrival: Arrival, number: int, salt: str = "") -> str:
-    """Words, about one token each; equal blocks give equal words, so that prefixes are shared as
-    they were. Another `salt` gives other words throughout: nothing of them is in any cache."""
+    """A prompt of words, about one token each. Equal blocks give equal words, so that prefixes are
+    shared as in the trace. A different `salt` gives different words, so that no cache holds
+    them."""
     words: list[str] = []
     block = 0
     while len(words) < arrival.prompt:
-        known = block < len(arrival.blocks)
-        seed = f"block {arrival.blocks[block]}" if known else f"request {number} {block}"
+        has_block_id = block < len(arrival.blocks)
+        seed = f"block {arrival.blocks[block]}" if has_block_id else f"request {number} {block}"
         source = random.Random(salt + seed)
         words += source.choices(_WORDS, k=min(arrival.block, arrival.prompt - len(words)))
         block += 1

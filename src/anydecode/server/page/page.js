@@ -1,10 +1,10 @@
-// The page at /: chat, two decoders racing, traces and the load. It speaks the same API as any client.
+// The web page at /: chat, a race of two decoders, traces and the load. Uses the public API.
 "use strict";
 
 const at = (id) => document.getElementById(id);
 const messages = [];
-let pending = null; // the AbortController of what is being said
-let chats = true; // whether the model has a chat template; if not, the last message is the prompt
+let pending = null; // the AbortController of the running request
+let hasChatTemplate = true; // if false, the last message is the prompt of a completion
 
 function settings(decoder) {
   const body = {
@@ -25,22 +25,22 @@ function keyHeader() {
 
 async function* events(body, signal) {
   const headers = { "content-type": "application/json", ...keyHeader() };
-  const { messages: said, ...rest } = body;
-  const asked = chats ? body : { ...rest, prompt: said.at(-1).content };
-  const answer = await fetch(chats ? "v1/chat/completions" : "v1/completions", {
-    method: "POST", headers, body: JSON.stringify(asked), signal,
+  const { messages: conversation, ...options } = body;
+  const request = hasChatTemplate ? body : { ...options, prompt: conversation.at(-1).content };
+  const response = await fetch(hasChatTemplate ? "v1/chat/completions" : "v1/completions", {
+    method: "POST", headers, body: JSON.stringify(request), signal,
   });
-  if (!answer.ok) {
-    const told = await answer.json().catch(() => null);
-    throw new Error(told?.error?.message ?? "the server answered " + answer.status);
+  if (!response.ok) {
+    const failure = await response.json().catch(() => null);
+    throw new Error(failure?.error?.message ?? "the server returned status " + response.status);
   }
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let buffer = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
-    const parts = (held + value).split("\n\n");
-    held = parts.pop();
+    const parts = (buffer + value).split("\n\n");
+    buffer = parts.pop();
     for (const part of parts) {
       const data = part.replace(/^data: /, "");
       if (data === "[DONE]") return;
@@ -51,76 +51,76 @@ async function* events(body, signal) {
   }
 }
 
-// Streams one answer into `place`; resolves to its text and figures.
-async function say(body, place, signal) {
-  const began = performance.now();
-  const result = { text: "", tokens: 0, first: null, seconds: 0, more: null };
-  let thought = null;
+// Streams one answer into `element`; resolves to its text and statistics.
+async function generate(body, element, signal) {
+  const start = performance.now();
+  const result = { text: "", tokens: 0, first: null, seconds: 0, extension: null };
+  let reasoning = null;
   const content = document.createElement("span");
-  place.replaceChildren(content);
+  element.replaceChildren(content);
   let canvas = null;
   for await (const event of events(body, signal)) {
     const choice = event.choices[0] ?? {};
     const delta = choice.delta ?? { content: choice.text };
     if (delta.reasoning_content) {
-      if (!thought) place.prepend((thought = Object.assign(document.createElement("span"), { className: "thought" })));
-      thought.append(delta.reasoning_content);
+      if (!reasoning) element.prepend((reasoning = Object.assign(document.createElement("span"), { className: "thought" })));
+      reasoning.append(delta.reasoning_content);
     }
     if (delta.content) {
-      result.first ??= performance.now() - began;
+      result.first ??= performance.now() - start;
       result.text += delta.content;
       content.append(delta.content);
     }
     if (event.anydecode?.canvas) {
-      if (!canvas) place.append((canvas = Object.assign(document.createElement("span"), { className: "canvas", ariaHidden: "true" })));
+      if (!canvas) element.append((canvas = Object.assign(document.createElement("span"), { className: "canvas", ariaHidden: "true" })));
       content.hidden = true;
       showCanvas(canvas, event.anydecode.canvas);
     }
-    if (event.anydecode?.decoder) result.more = event.anydecode;
+    if (event.anydecode?.decoder) result.extension = event.anydecode;
     if (event.usage) result.tokens = event.usage.completion_tokens;
   }
   canvas?.remove();
   content.hidden = false;
-  result.seconds = (performance.now() - began) / 1000;
+  result.seconds = (performance.now() - start) / 1000;
   return result;
 }
 
-// A diffusion model's canvas while it fills: a dot for a mask, and what came last stands out.
-function showCanvas(canvas, places) {
-  const before = [...canvas.children];
-  canvas.replaceChildren(...places.map((text, index) => {
-    const had = before[index]?.className === "mask" ? null : before[index]?.textContent;
+// Shows a diffusion model's canvas while it fills: masks are dots, new tokens are highlighted.
+function showCanvas(canvas, positions) {
+  const previous = [...canvas.children];
+  canvas.replaceChildren(...positions.map((text, index) => {
+    const old = previous[index]?.className === "mask" ? null : previous[index]?.textContent;
     return Object.assign(document.createElement("span"), {
-      className: text === null ? "mask" : text === had ? "" : "new",
+      className: text === null ? "mask" : text === old ? "" : "new",
       textContent: text ?? "·",
     });
   }));
 }
 
-function showFacts(place, result) {
-  const more = result.more ?? {};
+function showFacts(element, result) {
+  const extension = result.extension ?? {};
   const facts = [
-    more.decoder,
+    extension.decoder,
     `${result.tokens} tokens`,
     `${(result.tokens / result.seconds).toFixed(1)} tokens/s`,
-    `${(more.tokens_per_pass ?? 0).toFixed(2)} per pass`,
+    `${(extension.tokens_per_pass ?? 0).toFixed(2)} per pass`,
     `${result.seconds.toFixed(2)} s`,
-    `seed ${more.seed}`,
+    `seed ${extension.seed}`,
   ];
-  place.replaceChildren(...facts.map((fact) => Object.assign(document.createElement("span"), { textContent: fact })));
-  if (more.trace_html) {
+  element.replaceChildren(...facts.map((fact) => Object.assign(document.createElement("span"), { textContent: fact })));
+  if (extension.trace_html) {
     const button = Object.assign(document.createElement("button"), { type: "button", textContent: "Trace" });
     button.onclick = () => {
-      at("viewer").querySelector("iframe").srcdoc = more.trace_html[0];
+      at("viewer").querySelector("iframe").srcdoc = extension.trace_html[0];
       at("viewer").showModal();
     };
-    place.append(button);
+    element.append(button);
   }
 }
 
-function showError(place, error) {
+function showError(element, error) {
   const text = error.name === "AbortError" ? "stopped" : error.message;
-  place.replaceChildren(Object.assign(document.createElement("span"), { className: "error", textContent: text }));
+  element.replaceChildren(Object.assign(document.createElement("span"), { className: "error", textContent: text }));
 }
 
 function turn(role, text) {
@@ -135,7 +135,7 @@ function turn(role, text) {
   return item;
 }
 
-function working(controller) {
+function setPending(controller) {
   pending = controller;
   at("send").textContent = controller ? "Stop" : "Send";
   at("go").textContent = controller ? "Stop" : "Race";
@@ -150,17 +150,17 @@ at("ask").onsubmit = async (submit) => {
   turn("user", text);
   messages.push({ role: "user", content: text });
   const item = turn("assistant", "");
-  working(new AbortController());
+  setPending(new AbortController());
   try {
     const body = { ...settings(at("decoder").value), messages };
-    const result = await say(body, item.querySelector(".text"), pending.signal);
+    const result = await generate(body, item.querySelector(".text"), pending.signal);
     messages.push({ role: "assistant", content: result.text });
     showFacts(item.querySelector(".facts"), result);
   } catch (error) {
     messages.pop();
     showError(item.querySelector(".facts"), error);
   }
-  working(null);
+  setPending(null);
   item.scrollIntoView({ block: "end" });
 };
 
@@ -181,19 +181,19 @@ at("start").onsubmit = async (submit) => {
   submit.preventDefault();
   if (pending) return pending.abort();
   const seed = at("seed").value === "" ? Math.floor(Math.random() * 1e9) : Number(at("seed").value);
-  const asked = [{ role: "user", content: at("prompt").value }];
-  working(new AbortController());
+  const prompt = [{ role: "user", content: at("prompt").value }];
+  setPending(new AbortController());
   at("verdict").textContent = "";
-  const lanes = [...document.querySelectorAll(".lanes article")];
+  const racers = [...document.querySelectorAll(".racers article")];
   let winner = null;
-  const results = await Promise.all(lanes.map(async (lane) => {
-    const facts = lane.querySelector(".facts");
-    lane.classList.remove("won");
+  const results = await Promise.all(racers.map(async (racer) => {
+    const facts = racer.querySelector(".facts");
+    racer.classList.remove("won");
     facts.replaceChildren();
     try {
-      const body = { ...settings(lane.querySelector("select").value), messages: asked, seed };
-      const result = await say(body, lane.querySelector("output"), pending.signal);
-      if (!winner) (winner = lane).classList.add("won");
+      const body = { ...settings(racer.querySelector("select").value), messages: prompt, seed };
+      const result = await generate(body, racer.querySelector("output"), pending.signal);
+      if (!winner) (winner = racer).classList.add("won");
       showFacts(facts, result);
       return result;
     } catch (error) {
@@ -205,9 +205,9 @@ at("start").onsubmit = async (submit) => {
     const [a, b] = results;
     const same = a.text === b.text ? "the same text" : "different texts";
     const ratio = Math.max(a.seconds, b.seconds) / Math.min(a.seconds, b.seconds);
-    at("verdict").textContent = `${winner.querySelector("select").value} came first, ${ratio.toFixed(2)} times as fast; ${same}.`;
+    at("verdict").textContent = `${winner.querySelector("select").value} finished first, ${ratio.toFixed(2)} times as fast; ${same}.`;
   }
-  working(null);
+  setPending(null);
 };
 
 for (const button of document.querySelectorAll("nav button")) {
@@ -220,7 +220,7 @@ for (const button of document.querySelectorAll("nav button")) {
   };
 }
 
-let before = null;
+let lastLoad = null;
 async function showLoad() {
   try {
     const live = await (await fetch("live", { headers: keyHeader() })).json();
@@ -231,29 +231,29 @@ async function showLoad() {
     at("waiting").textContent = live.waiting;
     at("cache").value = target.used / target.capacity;
     at("cache").title = `${target.used} of ${target.capacity} positions, ${target.shared} for shared prefixes`;
-    if (before) at("rate").textContent = ((live.said - before.said) / (now - before.now) * 1000).toFixed(0);
-    before = { said: live.said, now };
+    if (lastLoad) at("rate").textContent = ((live.said - lastLoad.said) / (now - lastLoad.now) * 1000).toFixed(0);
+    lastLoad = { said: live.said, now };
   } catch {
     at("running").textContent = "–";
   }
 }
 
-async function begin() {
+async function initialise() {
   const { decoders, chat } = await (await fetch("decoders")).json();
-  chats = chat;
+  hasChatTemplate = chat;
   const keys = decoders.map(({ key }) => key);
-  const plain = ["autoregressive", "llada"].find((key) => keys.includes(key)) ?? keys[0];
+  const defaultKey = ["autoregressive", "llada"].find((key) => keys.includes(key)) ?? keys[0];
   for (const id of ["decoder", "left", "right"]) {
     at(id).append(...decoders.map(({ key, exactness, summary }) =>
       Object.assign(document.createElement("option"), { value: key, textContent: key, title: `${exactness}: ${summary}` })));
-    at(id).value = plain;
+    at(id).value = defaultKey;
   }
   if (keys.includes("auto")) at("decoder").value = "auto";
-  const rival = ["prompt-lookup", "fast-dllm"].find((key) => keys.includes(key));
-  if (rival) at("right").value = rival;
+  const secondKey = ["prompt-lookup", "fast-dllm"].find((key) => keys.includes(key));
+  if (secondKey) at("right").value = secondKey;
   await showLoad();
   setInterval(() => document.hidden || showLoad(), 1000);
   document.body.dataset.ready = "yes";
 }
 
-begin();
+initialise();
