@@ -2,10 +2,10 @@
 llama.cpp from the same weights dequantised to float32.
 
 python benchmarks/divergence.py [model.gguf] [--text FILE] [--tokens 512] [--window 256]
-    [--peer PYTHON] [--threads N] [--backend native] [--json]
+    [--baseline PYTHON] [--threads N] [--backend native] [--json]
 
 All engines read the same file and the same token ids, window by window from an empty context.
-`--peer` is a Python interpreter with llama-cpp-python; its logits are returned through a file.
+`--baseline` is a Python interpreter with llama-cpp-python; its logits are returned through a file.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     model = build_model(exact, "float32")
     reference = np.concatenate([logits_of(model, window) for window in ids])
     engines = {f"anydecode, {type(own.executor).__name__}": _all_logits(own, ids)}
-    if args.peer:
-        logits, version = baseline_logits(args.peer, path, args.threads, ids)
+    if args.baseline:
+        logits, version = baseline_logits(args.baseline, path, args.threads, ids)
         engines[version] = logits[:, : reference.shape[1]]
     return {
         "machine": cpu_name(),
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--text", help="a text file; default: the package's own prompts")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--window", type=int, default=256)
-    parser.add_argument("--peer", help="a Python interpreter with llama-cpp-python")
+    parser.add_argument("--baseline", help="a Python interpreter with llama-cpp-python")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--backend", help="native, torch or triton; default: the best available")
     parser.add_argument("--json", action="store_true")

@@ -1,6 +1,6 @@
 """Times the Triton kernels on a GPU, and compares them with the memory bound and transformers.
 
-python benchmarks/gpu.py [--shape 8b] [--dtype bfloat16] [--context 256] [--no-peer] [--json]
+python benchmarks/gpu.py [--shape 8b] [--dtype bfloat16] [--context 256] [--no-baseline] [--json]
 
 With random weights in the shape of Llama 3 8B, it measures a pass over n rows as a replayed graph,
 a token of a multi-step pass, each kind of product, and a step of transformers with the same
@@ -241,10 +241,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "context": args.context, "copy_bytes_per_second": rate, "weight_bytes": size,
         "bound": size / rate, "checks": run_checks(model, baseline),
         "passes": time_passes(model, cache, args),
-        "following": time_multi_step(model, cache, args),
+        "multi-step": time_multi_step(model, cache, args),
         "products": time_products(executor, args.repeats),
     }  # fmt: skip
-    if not args.no_peer:
+    if not args.no_baseline:
         result["transformers_seconds"] = time_baseline(baseline, args)
     return result
 
@@ -262,7 +262,7 @@ def print_results(result: dict[str, Any]) -> None:
     one = result["passes"][1]
     for count, duration in result["passes"].items():
         print(f"{count:4d} {duration * 1e3:9.3f} {duration / one:9.2f}x {bound / duration:16.0%}")
-    duration = result["following"]
+    duration = result["multi-step"]
     print(f"multi-step: {duration * 1e3:.3f} ms per token, {bound / duration:.0%} of the bound")
     for name, duration in result.get("transformers_seconds", {}).items():
         print(f"transformers {name.replace('_', ' over ')}: {duration * 1e3:.3f} ms")
@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "int8", "int4"), default="bfloat16")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--no-peer", action="store_true", help="do not time transformers")
+    parser.add_argument("--no-baseline", action="store_true", help="do not time transformers")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     problem = unavailable_reason()

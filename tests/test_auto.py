@@ -308,7 +308,7 @@ def test_batch_without_useful_drafts_decodes_multi_step(
     )
     monkeypatch.setattr(Scores, "top", lambda s, n: top_searches.append(s) or top(s, n))
     expensive = lambda n: 0.003 * n  # noqa: E731
-    following = run_batch("following", expensive, temperature)
+    following = run_batch("multi-step", expensive, temperature)
     monkeypatch.setattr(Sequence, "emit", emitting)
     assert run_batch("auto", expensive, temperature) == following
     assert following[2] == 0 and len(following[1]) == 40
@@ -329,7 +329,7 @@ def test_pass_costs_are_recorded_with_all_rows() -> None:
     recorded = []
     with LLM(ScriptedModel(cyclic, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
         llm.cost_model.record = lambda rows, context, seconds: recorded.append((rows, context))
-        llm.generate([[0, 1], [0, 1, 2], [0, 1, 2, 3]], decoder="following", max_tokens=9)
+        llm.generate([[0, 1], [0, 1, 2], [0, 1, 2, 3]], decoder="multi-step", max_tokens=9)
     assert recorded == [(3, 3 + n) for n in range(1, 9)]  # the prefill pass needs fewer logits
 
 
@@ -341,7 +341,7 @@ def test_one_token_answer() -> None:
 
 def test_invalid_parameters_are_rejected() -> None:
     with pytest.raises(InvalidRequestError):
-        Auto(most=0)
+        Auto(max_drafts=0)
 
 
 def test_cost_table_interpolates_and_extrapolates() -> None:

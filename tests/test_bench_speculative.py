@@ -317,8 +317,8 @@ def test_an_unresponsive_baseline_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys, time\nprint('{}', flush=True)\nprint(input(), flush=True)\ntime.sleep(600)"
     )
-    (tmp_path / "peer.py").write_text(program)
-    worker = Worker("mute", "m", 1, sys.executable, str(tmp_path / "peer.py"), timeout=20.0)
+    (tmp_path / "baseline.py").write_text(program)
+    worker = Worker("mute", "m", 1, sys.executable, str(tmp_path / "baseline.py"), timeout=20.0)
     assert worker.missing is None
     assert worker.ask(prompt="x") == {"prompt": "x"}
     worker.timeout = 0.1

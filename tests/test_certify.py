@@ -44,7 +44,7 @@ SEAM_METHODS = (
     "layer-draft",
     "parallel-draft",
     "classifier-free-guidance",
-    "following",
+    "multi-step",
 )
 KEYS = [card.key for card in catalogue.cards()]
 
@@ -115,8 +115,8 @@ def test_guidance_is_certified_by_its_formula_and_is_not_token_exact() -> None:
 
 
 def test_a_method_without_an_oracle_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(load_oracle_tests(), "following")
-    assert not certify(["following"])[0].passed
+    monkeypatch.delitem(load_oracle_tests(), "multi-step")
+    assert not certify(["multi-step"])[0].passed
 
 
 def test_a_method_of_another_package_is_found_through_its_entry_point(tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def certify_by_command(*arguments: str) -> int:
 def test_an_exception_in_one_part_is_a_check_of_that_part(
     error: Exception, status: str, detail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(load_oracle_tests(), "following", broken(error))
-    certificate, other = certify(["following", "autoregressive"])
+    monkeypatch.setitem(load_oracle_tests(), "multi-step", broken(error))
+    certificate, other = certify(["multi-step", "autoregressive"])
     assert certificate.status == status and not certificate.passed and other.passed
     *before, first, last = certificate.checks
     assert before and all(check.passed for check in before)
@@ -220,17 +220,17 @@ def test_certification_continues_after_a_missing_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache_folder: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "jedi", None)
-    assert certify_by_command("monitors", "following") == 0
+    assert certify_by_command("monitors", "multi-step") == 0
     out, err = capsys.readouterr()
     assert out.splitlines() == [
         "not run  monitors",
         "        names that the object does not have: not run: needs package jedi"
         " (pip install 'anydecode[monitors]')",
-        "passed  following",
+        "passed  multi-step",
     ]
     assert "not run in full: monitors" in err
-    monkeypatch.setitem(load_oracle_tests(), "following", broken(ZeroDivisionError()))
-    assert certify_by_command("monitors", "following", "--json") == 1
+    monkeypatch.setitem(load_oracle_tests(), "multi-step", broken(ZeroDivisionError()))
+    assert certify_by_command("monitors", "multi-step", "--json") == 1
     monitors, following = json.loads(capsys.readouterr().out)
     assert (monitors["status"], following["status"]) == ("not run", "failed")
     assert [one["status"] for one in monitors["checks"]][-2:] == ["passed", "not run"]
@@ -239,7 +239,7 @@ def test_certification_continues_after_a_missing_package(
 def test_an_unknown_key_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certify_module, "certify_one", lambda *_: pytest.fail("it began"))
     with pytest.raises(InvalidRequestError, match="nonsense"):
-        certify(["following", "nonsense"])
+        certify(["multi-step", "nonsense"])
 
 
 KILLED = """
@@ -256,7 +256,7 @@ def one(key, model=None):
     return whole(key, model)
 
 certify.certify_one = one
-main.run(["certify", "autoregressive", "following", "beam", "--keep", sys.argv[1]])
+main.run(["certify", "autoregressive", "multi-step", "beam", "--keep", sys.argv[1]])
 """
 
 
@@ -264,14 +264,14 @@ main.run(["certify", "autoregressive", "following", "beam", "--keep", sys.argv[1
 def test_a_killed_certification_resumes(tmp_path: Path) -> None:
     keep = tmp_path / "kept.jsonl"
     program = [sys.executable, "-c", KILLED, str(keep)]
-    first = subprocess.run([*program, "following"], capture_output=True, text=True)
+    first = subprocess.run([*program, "multi-step"], capture_output=True, text=True)
     assert first.returncode == -9 and first.stdout == "passed  autoregressive\n"
     assert len(keep.read_text().splitlines()) == 2
     second = subprocess.run([*program, "none"], capture_output=True, text=True, check=True)
-    assert second.stderr.splitlines() == ["tried following", "tried beam"]
+    assert second.stderr.splitlines() == ["tried multi-step", "tried beam"]
     assert [line.split()[-1] for line in second.stdout.splitlines()] == [
         "autoregressive",
-        "following",
+        "multi-step",
         "beam",
     ]
 
@@ -288,11 +288,11 @@ def test_an_interrupted_certification_resumes_by_default(
         return Certificate(key, "token-exact", [Check("c", key != "beam")])
 
     monkeypatch.setattr(certify_module, "certify_one", one)
-    keys = ["autoregressive", "beam", "following"]
+    keys = ["autoregressive", "beam", "multi-step"]
     assert certify_by_command(*keys) == 1  # one failed
     assert "interrupted: 2 of 3" in capsys.readouterr().err
     assert certify_by_command(*keys) == 1
-    assert tried[3:] == ["beam", "following"]  # failed methods are tested again
+    assert tried[3:] == ["beam", "multi-step"]  # failed methods are tested again
     assert capsys.readouterr().out.splitlines()[0] == "passed  autoregressive"
     certify_by_command(*keys)
     assert tried[5:] == keys  # a complete run leaves no results to resume

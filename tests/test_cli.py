@@ -221,12 +221,12 @@ def test_certify_exit_code_follows_the_certificates(
 
     for passed, expected in ((True, 0), (False, 1)):
         check = module.Check("claim", passed, "detail")
-        certificate = module.Certificate("following", "token-exact", [check])
+        certificate = module.Certificate("multi-step", "token-exact", [check])
         monkeypatch.setattr(module, "certify_one", lambda key, model, c=certificate: c)
-        assert invoke("certify", "following", "--json") == expected
+        assert invoke("certify", "multi-step", "--json") == expected
         captured = capsys.readouterr()
         assert json.loads(captured.out)[0]["passed"] is passed
-        assert ("not certified: following" in captured.err) is not passed
+        assert ("not certified: multi-step" in captured.err) is not passed
 
 
 def test_doctor_reports_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,7 +250,7 @@ def test_doctor_reports_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x" * 5000], "context"),
         (["methods", "--family", "nonsense"], "no family"),
         (["certify", "nonsense"], "nonsense"),
-        (["bench", "peers", "--engines", "nonsense"], "unknown engines nonsense"),
+        (["bench", "baselines", "--engines", "nonsense"], "unknown engines nonsense"),
         (["pull", "nonsense"], "nonsense"),
     ],
 )

@@ -155,7 +155,7 @@ def test_every_decoder_generates_the_tokens_of_plain_decoding(constraint, temper
     options = {"constraint": constraint, "temperature": temperature, "seed": 5, "max_tokens": 40}
     with scripted_llm() as llm:
         expected = llm.generate(PROMPT, logprobs=2, repetition_penalty=1.2, **options)
-        for decoder in ("following", "prompt-lookup", "layer-draft", "speculative-sampling",
+        for decoder in ("multi-step", "prompt-lookup", "layer-draft", "speculative-sampling",
                         "jump-forward"):  # fmt: skip
             answer = llm.generate(
                 PROMPT, decoder=decoder, logprobs=2, repetition_penalty=1.2, **options
@@ -215,7 +215,7 @@ def test_a_faulty_state_changes_the_text():
     with scripted_llm() as llm:
         expected = llm.generate(PROMPT, decoder="autoregressive", **options).tokens
         try:
-            found = llm.generate(PROMPT, decoder="following:count=3", **options).tokens
+            found = llm.generate(PROMPT, decoder="multi-step:count=3", **options).tokens
         except ConstraintError:
             found = None
     assert found != expected

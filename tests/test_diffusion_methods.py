@@ -111,7 +111,7 @@ def test_two_infilled_regions_keep_the_text_between_them() -> None:
         ("localleap:radius=-1", "radius"),
         ("prophet:start=-1", "answer"),
         ("adablock:delimiters=", "delimiter"),
-        ("cd4lm:most=0", "at least one token"),
+        ("cd4lm:max_per_step=0", "at least one token"),
         ("bacd-tccf:low=0.9,high=0.5", "low <= high"),
         ("ccd:rule=guess", "agreement or averaged"),
         ("eb-sampler:gamma=-1", "gamma"),

@@ -173,7 +173,7 @@ def test_truncate_to_prefix_leaves_one_token_to_score() -> None:
         "specdec++:bound=2",
         "specdec++:bound=nan",
         "saguaro:exponent=x",
-        "taps:parts=deer+copyspec",
+        "taps:drafters=deer+copyspec",
         "smartspec:drafter=beam",
         "longspec:window=0",
         "rapid:chunk=0",

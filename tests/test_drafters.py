@@ -32,7 +32,7 @@ MODEL_FREE = (
     "lookahead",
     "jacobi",
     "autoregressive",
-    "following",
+    "multi-step",
     "layer-draft",
 )
 CHAINS = ("copyspec", "aggressive", "suffix", "token-recycling", "stand", "aded", "lookahead")
@@ -99,17 +99,17 @@ def test_drafts_have_at_most_the_given_size(key: str, max_drafts: int) -> None:
     "decoder",
     [
         "prompt-lookup:size=0",
-        "prompt-lookup:longest=1,shortest=2",
-        "copyspec:gram=0",
+        "prompt-lookup:max_ngram=1,min_ngram=2",
+        "copyspec:ngram=0",
         "aggressive:start=-1",
-        "suffix:least=0",
+        "suffix:min_probability=0",
         "token-recycling:tree=round",
-        "stand:longest=1",
+        "stand:max_ngram=1",
         "aded:depth=0",
         "lookahead:ngram=1",
         "jacobi:block=-1",
-        "taps:parts=copyspec",
-        "taps:parts=copyspec+lookahead",
+        "taps:drafters=copyspec",
+        "taps:drafters=copyspec+lookahead",
         "bandit:memory=0",
         "bandit:fixed=-1",
         "bandit:drafter=5",
@@ -119,7 +119,7 @@ def test_drafts_have_at_most_the_given_size(key: str, max_drafts: int) -> None:
         "aggressive:start=3",
         "token-recycling:row_cost=-1",
         "stand:row_cost=-1",
-        "suffix:least=nan",
+        "suffix:min_probability=nan",
         "copyspec:size=2.5",
         "copyspec:size=many",
         "taps:route=5",
@@ -163,7 +163,7 @@ def test_copyspec_bonus_token_follows_the_accepted_tokens() -> None:
     """When the last copied token is wrong, the bonus token must follow the accepted ones."""
     options = {"temperature": 0.8, "seed": 5, "ignore_eos": True}
     with scripted(wordy()) as llm:
-        found = rounds(llm, "copyspec:size=2,gram=1", "the cab had a bad cab", 40, **options)
+        found = rounds(llm, "copyspec:size=2,ngram=1", "the cab had a bad cab", 40, **options)
         plain = llm.generate("the cab had a bad cab", max_tokens=40, **options).tokens
     assert any(len(one.tokens) == 2 and len(one.accepted) == 1 for one in found)
     assert [token for one in found for token in one.generated][:40] == plain

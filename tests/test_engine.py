@@ -62,7 +62,7 @@ class _SamplingModel(ScriptedModel):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("decoder", ["autoregressive", "auto", "token-recycling", "following"])
+@pytest.mark.parametrize("decoder", ["autoregressive", "auto", "token-recycling", "multi-step"])
 def test_samples_of_the_backend_equal_samples_of_the_engine(decoder, temperature) -> None:
     options = {**OPTIONS, "temperature": temperature, "seed": 3, "decoder": decoder}
     expected = alone(**options)
@@ -126,7 +126,7 @@ class _MultiStepModel(_SamplingModel):
 def run_multi_step(
     model: _MultiStepModel, prompt: Any = "a prompt", positions=None, **options
 ) -> list[list[int]]:
-    options = {**OPTIONS, "decoder": "following", **options}
+    options = {**OPTIONS, "decoder": "multi-step", **options}
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=positions) as llm:
         answers = llm.generate(prompt, **options)
         llm.engine.check_integrity()
@@ -142,7 +142,7 @@ def test_multi_step_passes_do_not_change_the_output(temperature: float) -> None:
     assert run_multi_step(model, temperature=temperature) == expected
     assert 3 < model.passes < 20
     with LLM(model, tokenizer=ByteTokenizer()) as llm:
-        stats = llm.generate("a prompt", **{**OPTIONS, "decoder": "following"}).stats
+        stats = llm.generate("a prompt", **{**OPTIONS, "decoder": "multi-step"}).stats
     assert stats.passes == 40 and stats.rows == 39 + len("a prompt")
     model.skipped = 1
     with pytest.raises(RuntimeError, match="stored nothing"):
@@ -209,7 +209,9 @@ def test_multi_step_passes_can_fill_the_cache() -> None:
         assert run_multi_step(_MultiStepModel(seed=1), positions=positions) == alone(["a prompt"])
 
 
-@pytest.mark.parametrize("decoder", ["autoregressive", "prompt-lookup", "following", "layer-draft"])
+@pytest.mark.parametrize(
+    "decoder", ["autoregressive", "prompt-lookup", "multi-step", "layer-draft"]
+)
 def test_preemption_does_not_change_the_output(decoder: str) -> None:
     model = ScriptedModel(seed=1)
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=110) as llm:
@@ -624,7 +626,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
     model = ScriptedModel(seed=1)
     with LLM(model, tokenizer=ByteTokenizer()) as llm:
-        for decoder in ("autoregressive", "prompt-lookup", "following"):
+        for decoder in ("autoregressive", "prompt-lookup", "multi-step"):
             out = llm.generate("the cat the cat", decoder=decoder, logprobs=3, **OPTIONS)
             seen = list(b"the cat the cat")
             for token, entry in zip(out.tokens, out.logprobs, strict=True):

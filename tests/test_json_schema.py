@@ -326,7 +326,7 @@ def test_forced_completion_is_the_same_under_every_decoder(temperature, monkeypa
 
     expected = generate("autoregressive")
     assert expected.constraint["steered"]
-    for decoder in ("following:count=3", "prompt-lookup", "layer-draft", "jump-forward", "auto"):
+    for decoder in ("multi-step:count=3", "prompt-lookup", "layer-draft", "jump-forward", "auto"):
         assert generate(decoder).tokens == expected.tokens, decoder
 
     def fork_without_count(self):  # control: forks lose the token count
@@ -335,7 +335,7 @@ def test_forced_completion_is_the_same_under_every_decoder(temperature, monkeypa
         )
 
     monkeypatch.setattr(ForcedCompletion, "fork", fork_without_count)
-    assert generate("following:count=3").tokens != expected.tokens
+    assert generate("multi-step:count=3").tokens != expected.tokens
 
 
 def test_forced_completion_states_fork_and_roll_back():

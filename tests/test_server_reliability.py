@@ -165,7 +165,7 @@ def test_a_killed_server_restarts_with_a_consistent_spill(tmp_path: Path) -> Non
             ask(prompt)
         assert texts == before
         metrics = httpx.get(f"{url}/metrics", trust_env=False).text
-        restored = re.search(r'prefix_restored_tokens_total{lane="target"} (\d+)', metrics)
+        restored = re.search(r'prefix_restored_tokens_total{runner="target"} (\d+)', metrics)
         assert restored is not None and int(restored[1]) > 0
     finally:
         process.send_signal(signal.SIGTERM)

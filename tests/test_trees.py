@@ -37,7 +37,7 @@ def test_chain_fails_the_oracle_tests_of_trees(key: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("key", [*TREES, "rsd:branching=2-2-1", "taps:parts=suffix+opt-tree"])
+@pytest.mark.parametrize("key", [*TREES, "rsd:branching=2-2-1", "taps:drafters=suffix+opt-tree"])
 def test_tokens_equal_plain_decoding_in_a_batch(key: str, temperature: float) -> None:
     prompts = ["abcabcabd", "the cab had a bad cab", "h"]
     options = {"temperature": temperature, "seed": 4, "max_tokens": 30, "ignore_eos": True}

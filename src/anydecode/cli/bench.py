@@ -30,7 +30,7 @@ BENCHES = {
         "anydecode.evaluation.parallelbench.bench:bench_parallelbench",
         "Diffusion methods: accuracy against passes per token, on tasks with checkable answers.",
     ),
-    "peers": Bench(
+    "baselines": Bench(
         "anydecode.evaluation.baselines:bench_baselines",
         "anydecode against transformers, llama.cpp and OpenVINO GenAI, in one run.",
     ),
@@ -60,7 +60,7 @@ BENCHES = {
 }
 
 app = typer.Typer(
-    help="Measure speed on this machine.\n\nExample: anydecode bench peers --tokens 64",
+    help="Measure speed on this machine.\n\nExample: anydecode bench baselines --tokens 64",
     rich_markup_mode=None,
     no_args_is_help=True,
 )

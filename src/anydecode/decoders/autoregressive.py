@@ -29,7 +29,7 @@ class Autoregressive(Decoder):
 
 @register(
     Card(
-        "following",
+        "multi-step",
         "sampling",
         paper="",
         exactness="token-exact",

@@ -36,16 +36,16 @@ class FirstFinish:
 
     Args:
         first: Number of samples to keep.
-        least: Samples that stop with fewer tokens do not count.
+        min_tokens: Samples that stop with fewer tokens do not count.
     """
 
-    def __init__(self, first: int = 1, least: int = 0) -> None:
-        if first < 1 or least < 0:
+    def __init__(self, first: int = 1, min_tokens: int = 0) -> None:
+        if first < 1 or min_tokens < 0:
             raise InvalidRequestError(
-                f"first is {first} and least is {least}; first-finish needs first of 1 or more and"
-                " least of 0 or more"
+                f"first is {first} and min_tokens is {min_tokens}; first-finish needs first of 1 or"
+                " more and min_tokens of 0 or more"
             )
-        self.first, self.least = first, least
+        self.first, self.min_tokens = first, min_tokens
 
     def lost(self, samples: Seq[SampleState]) -> list[int]:
         """The running samples that can no longer be among the first."""
@@ -67,6 +67,6 @@ class FirstFinish:
         done = [
             i
             for i, (count, reason) in enumerate(samples)
-            if reason == "stop" and count >= self.least
+            if reason == "stop" and count >= self.min_tokens
         ]
         return sorted(done, key=lambda i: (samples[i][0], i))

@@ -62,7 +62,7 @@ class ServerGoodput:
     """Wraps the speculative decoders of one server so that they share one `RunningSet`.
 
     Args:
-        largest: Maximum draft length.
+        max_drafts: Maximum draft length.
         fixed: Fixed cost of a pass; None to use the costs that the engine measured.
         per_row: Cost per row, with `fixed`.
         per_position: Cost per cached position, with `fixed`.
@@ -70,14 +70,14 @@ class ServerGoodput:
 
     def __init__(
         self,
-        largest: int = 8,
+        max_drafts: int = 8,
         fixed: float | None = None,
         per_row: float = 0.1,
         per_position: float = 0.0,
     ) -> None:
-        if largest < 1:
-            raise InvalidRequestError(f"largest is {largest}; smartspec-server needs 1 or more")
-        self.largest = largest
+        if max_drafts < 1:
+            raise InvalidRequestError(f"largest is {max_drafts}; smartspec-server needs 1 or more")
+        self.max_drafts = max_drafts
         cost = None if fixed is None else LinearCost(fixed, per_row, per_position)
         self.load = RunningSet(DraftCosts(cost))
 
@@ -87,4 +87,4 @@ class ServerGoodput:
             return decoder
         if type(decoder).decode is not Speculative.decode:
             return decoder
-        return LoadLimited(decoder, self.load, self.largest)
+        return LoadLimited(decoder, self.load, self.max_drafts)

@@ -305,7 +305,7 @@ class Request:
             cost_model=llm.cost_model,
         )
         if self.prompt_embeds is not None:
-            sequence.state["embedded"] = self.prompt_embeds
+            sequence.state["prompt_embeds"] = self.prompt_embeds
         if sampler.learns_from_logits and (self.segment.tokens or sample.tokens):
             raise UnsupportedCombinationError("mirostat does not support segment and resume")
         if sample.tokens:

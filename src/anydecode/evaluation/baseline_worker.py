@@ -36,7 +36,7 @@ class Timing(NamedTuple):
 class Anydecode:
     """anydecode, through its Python API."""
 
-    def __init__(self, model: str, threads: int, decoder: str = "following") -> None:
+    def __init__(self, model: str, threads: int, decoder: str = "multi-step") -> None:
         import anydecode
 
         self.version = anydecode.__version__
@@ -395,7 +395,7 @@ SPECULATIVE = (
     "openvino-genai",
     "openvino-prompt-lookup",
 )
-#: The engines that `bench peers` compares by default.
+#: The engines that `bench baselines` compares by default.
 DEFAULT_ENGINES = tuple(name for name in ENGINES if name not in SPECULATIVE) + (
     "transformers-float32",
     "openvino-genai",

@@ -1,4 +1,4 @@
-"""`anydecode bench peers`: compares this engine with baselines on the same checkpoint, prompts and
+"""`anydecode bench baselines`: compares this engine with baselines on the same checkpoint, prompts and
 threads, all greedy.
 
 Each engine runs in its own process. Rounds are interleaved, so that other load on the machine
@@ -352,7 +352,7 @@ def bench_baselines(
 ) -> None:
     """Time this engine and baselines on one checkpoint, in one run.
 
-    Example: anydecode bench peers --tokens 128 --json peers.json
+    Example: anydecode bench baselines --tokens 128 --json baselines.json
     """
     chosen = [name.strip() for name in engines.split(",") if name.strip()]
     unknown = sorted(set(chosen) - set(baseline_worker.ENGINES))

@@ -127,9 +127,9 @@ def _run_request(worker: Any, request: dict[str, Any], cache: dict[str, Any]) ->
 
 
 def main() -> None:
-    """`constrained_worker.py PEER MODEL --threads N`."""
+    """`constrained_worker.py BASELINE MODEL --threads N`."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("peer", choices=BASELINES)
+    parser.add_argument("baseline", choices=BASELINES)
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
@@ -141,7 +141,7 @@ def main() -> None:
         output.flush()
 
     try:
-        worker = BASELINES[arguments.peer](arguments.model, arguments.threads)
+        worker = BASELINES[arguments.baseline](arguments.model, arguments.threads)
     except Exception as error:
         respond({"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"})
         return

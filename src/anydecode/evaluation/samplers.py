@@ -34,7 +34,7 @@ PROMPT = [1, 0, 3, 1]
 TOLERANCE = 2e-6
 
 #: Decoders that must generate the tokens of plain decoding under every rule.
-EXACT = ("following", "prompt-lookup", "token-recycling", "lookahead", "parallel-draft",
+EXACT = ("multi-step", "prompt-lookup", "token-recycling", "lookahead", "parallel-draft",
          "layer-draft")  # fmt: skip
 
 

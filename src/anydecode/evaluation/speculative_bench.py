@@ -434,7 +434,7 @@ def bench_speculative(
     baselines: Annotated[
         str,
         typer.Option(
-            "--peers",
+            "--baselines",
             help="Baselines to run interleaved, separated by commas, such as"
             " llama.cpp-prompt-lookup; all: every speculative one, each also without drafts.",
         ),
@@ -474,7 +474,7 @@ def bench_speculative(
         allowed = ", ".join(baseline_worker.SPECULATIVE)
         raise InvalidRequestError(f"unknown baselines {', '.join(unknown)}; choose from {allowed}")
     settings = {
-        "model": model, "draft": draft, "methods": chosen, "peers": names, "tokens": tokens,
+        "model": model, "draft": draft, "methods": chosen, "baselines": names, "tokens": tokens,
         "warm": warm, "rounds": rounds, "questions": len(question_list),
     }  # fmt: skip
     results_log = None if keep is None else ResultsLog(keep, settings)
@@ -518,7 +518,7 @@ def bench_speculative(
         "data": "own prompts" if data is None else "Spec-Bench",
         "rows": summary(runs),
         "memory": extra_memory,
-        "peers": {worker.engine: worker.hello.get("settings", "") for worker in workers},
+        "baselines": {worker.engine: worker.hello.get("settings", "") for worker in workers},
         "missing": {worker.engine: worker.missing for worker in workers if worker.missing},
         "runs": [asdict(one) for one in runs],
     }

@@ -82,7 +82,7 @@ def print_report(report: dict[str, Any]) -> None:
             console.print(table)
     for engine, reason in report.get("missing", {}).items():
         console.print(f"{engine}: missing ({reason})", highlight=False)
-    for engine, settings in report.get("peers", {}).items():
+    for engine, settings in report.get("baselines", {}).items():
         if settings:
             console.print(f"{engine}: {settings}", highlight=False)
     for method, extra in report["memory"].items():

@@ -174,8 +174,8 @@ def _add_metrics(app: FastAPI, service: Service) -> None:
                 "running": len(engine.running),
                 "waiting": len(engine.waiting),
                 "preemptions": engine.num_preemptions,
-                "said": engine.num_tokens,
-                "lanes": runners,
+                "num_tokens": engine.num_tokens,
+                "runners": runners,
             }
         )
 

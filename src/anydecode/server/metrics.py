@@ -118,12 +118,12 @@ class EngineCollector:
             "pass_seconds": ("Time in forward passes, in seconds.", lambda runner: runner.seconds),
         }  # fmt: skip
         for name, (text, read) in runner_gauges.items():
-            gauge = GaugeMetricFamily(f"anydecode_{name}", text, labels=["lane"])
+            gauge = GaugeMetricFamily(f"anydecode_{name}", text, labels=["runner"])
             for runner in list(engine.runners.values()):
                 gauge.add_metric([runner.name], read(runner))
             yield gauge
         for name, (text, read) in runner_counters.items():
-            counter = CounterMetricFamily(f"anydecode_{name}", text, labels=["lane"])
+            counter = CounterMetricFamily(f"anydecode_{name}", text, labels=["runner"])
             for runner in list(engine.runners.values()):
                 counter.add_metric([runner.name], read(runner))
             yield counter

@@ -29,7 +29,7 @@ class JumpForward(Drafter):
 
     def __init__(self, inner: Drafter, longest: int = 64) -> None:
         if longest < 1:
-            raise InvalidRequestError(f"jump-forward needs longest >= 1, not {longest}")
+            raise InvalidRequestError(f"jump-forward needs max_forced >= 1, not {longest}")
         self.inner = inner
         self.longest = longest
         self.runners = inner.runners
@@ -88,6 +88,6 @@ def _with_tokens(sequence: Sequence, forced: list[int]) -> Iterator[None]:
         ),
     )
 )
-def jump_forward(size: int = 7, longest: int = 64) -> Speculative:
-    """Drafts up to `longest` forced tokens, then up to `size` tokens by prompt lookup."""
-    return Speculative(JumpForward(PromptLookupDrafter(), longest), size)
+def jump_forward(size: int = 7, max_forced: int = 64) -> Speculative:
+    """Drafts up to `max_forced` forced tokens, then up to `size` tokens by prompt lookup."""
+    return Speculative(JumpForward(PromptLookupDrafter(), max_forced), size)

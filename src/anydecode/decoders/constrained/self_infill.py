@@ -79,7 +79,7 @@ class SelfInfill(Decoder):
     Args:
         threshold: Left-to-right generation stops if no token has this probability.
         begins: Text with which the suffix starts.
-        longest: Maximum length of the suffix, in tokens.
+        max_middle: Maximum length of the suffix, in tokens.
         cycles: How often suffix and middle are generated, each given the other.
         suffix: If given, only the gap before this text is filled.
         sentinels: The names of the model's prefix, suffix, middle and end tokens, separated by
@@ -90,14 +90,14 @@ class SelfInfill(Decoder):
         self,
         threshold: float = 0.1,
         begins: str = "return",
-        longest: int = 64,
+        max_middle: int = 64,
         cycles: int = 1,
         suffix: str = "",
         sentinels: str = "",
     ) -> None:
-        if not 0 <= threshold <= 1 or longest < 1 or cycles < 1:
+        if not 0 <= threshold <= 1 or max_middle < 1 or cycles < 1:
             raise InvalidRequestError(
-                "self-infill needs a threshold from 0 to 1, and longest and cycles of at least 1"
+                "self-infill needs a threshold from 0 to 1, and max_middle and cycles of at least 1"
             )
         if sentinels and len(sentinels.split()) != 4:
             raise InvalidRequestError(
@@ -105,7 +105,7 @@ class SelfInfill(Decoder):
             )
         self.threshold = threshold
         self.begins = begins
-        self.longest = longest
+        self.max_middle = max_middle
         self.cycles = cycles
         self.suffix = suffix
         self.names = (tuple(sentinels.split()),) if sentinels else SENTINELS
@@ -136,7 +136,9 @@ class SelfInfill(Decoder):
                 start = tokenizer.encode(self.begins, special=False) if self.begins else []
                 state.suffix = state.suffix or list(start)
                 prompt = [*context, *state.middle, sentinel_ids.suffix]
-                yield from self._extend(sequence, state.suffix, prompt, sentinel_ids, self.longest)
+                yield from self._extend(
+                    sequence, state.suffix, prompt, sentinel_ids, self.max_middle
+                )
                 state.phase, state.middle = "middle", []
             prompt = [*context, sentinel_ids.suffix, *state.suffix, sentinel_ids.middle]
             yield from self._generate_middle(sequence, state, prompt, sentinel_ids)

@@ -154,7 +154,7 @@ def next_bytes(
     Args:
         vocab: The token bytes.
         tree: The tree of `covers`.
-        found: The covers.
+        found_covers: The covers.
         weights: Logarithms of the covers' probabilities, `[len(found_covers)]`.
         rows: Logits; `rows[0]` before the tree's nodes, `rows[n + 1]` after node n.
         text: The text.
@@ -201,7 +201,8 @@ def _remainder(vocab: Vocabulary, tree: TokenTree, cover: Cover, text: bytes) ->
             "listed as lossy because it differs from plain decoding after the prompt's own tokens",
             "a cover is sampled and decoding continues with whole tokens, which has the same text"
             " distribution as sampling byte by byte",
-            "covers start at the last space (at most `most` tokens back); tokens before are kept",
+            "covers start at the last space (at most `max_tokens` tokens back); tokens before it"
+            " are kept",
             "a temperature other than 1 applies to whole covers, and truncations do not apply to"
             " them",
             "the first tokens of the answer are those of the cover's text beyond the prompt",
@@ -214,18 +215,20 @@ class UnbiasedTokenization(PromptBoundaryDecoder):
     `last_bytes` is the distribution of the next byte for the latest request (see `next_bytes`).
 
     Args:
-        most: Maximum number of prompt tokens that a cover replaces; covers start at the prompt's
-            last space.
+        max_tokens: Maximum number of prompt tokens that a cover replaces; covers start at the
+            prompt's last space.
     """
 
-    def __init__(self, most: int = 8) -> None:
-        if most < 1:
-            raise InvalidRequestError(f"unbiased-tokenization needs most >= 1, not {most}")
-        self.most = most
+    def __init__(self, max_tokens: int = 8) -> None:
+        if max_tokens < 1:
+            raise InvalidRequestError(
+                f"unbiased-tokenization needs max_tokens >= 1, not {max_tokens}"
+            )
+        self.max_tokens = max_tokens
         self.last_bytes: np.ndarray | None = None
 
     def cut(self, tokenizer: Tokenizer, prompt: list[int]) -> int:
-        min_kept = max(1, len(prompt) - self.most)
+        min_kept = max(1, len(prompt) - self.max_tokens)
         for position in range(len(prompt) - 1, min_kept - 1, -1):
             data, before = map(tokenizer.token_bytes, (prompt[position], prompt[position - 1]))
             if not data:

@@ -160,7 +160,7 @@ class BlockCausalCache(CachePolicy):
     block computes the finished block before it once more, now without masks, and keeps it.
 
     Args:
-        size: The block size for a model that has none of its own (default: 4).
+        block_size: The block size for a model that has none of its own (default: 4).
     """
 
     def __init__(self, block_size: int | None = None) -> None:

@@ -57,8 +57,8 @@ class DelayedEndOfText(Confidence):
 )
 def cd4lm(
     threshold: float = 0.95,
-    most: int = 4,
-    hold: float = 0.5,
+    max_per_step: int = 4,
+    min_filled: float = 0.5,
     block: int | None = None,
     cache: str = "none",
     mask: int | None = None,
@@ -67,17 +67,17 @@ def cd4lm(
 
     Args:
         threshold: Masks with at least this confidence are unmasked.
-        most: The largest number of tokens per step.
-        hold: The share of the canvas that must be unmasked before an end of text.
+        max_per_step: The largest number of tokens per step.
+        min_filled: The share of the canvas that must be unmasked before an end of text.
         block: Positions per block (0: the whole canvas; default: up to 32).
         cache: "none", "prefix" or "dual".
         mask: The mask token (default: the tokenizer's).
     """
-    if most < 1:
+    if max_per_step < 1:
         raise InvalidRequestError(
-            f"most must be at least 1 (at least one token per pass), not {most}"
+            f"max_per_step must be at least 1 (at least one token per pass), not {max_per_step}"
         )
-    unmask = ThresholdUnmasking(threshold, most)
+    unmask = ThresholdUnmasking(threshold, max_per_step)
     return Denoiser(
-        FixedBlocks(block), DelayedEndOfText(hold), unmask, cache_named(cache), mask=mask
+        FixedBlocks(block), DelayedEndOfText(min_filled), unmask, cache_named(cache), mask=mask
     )

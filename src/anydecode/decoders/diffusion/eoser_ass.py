@@ -75,7 +75,7 @@ class EarlyEosRejection(Confidence):
 
     def __init__(self, min_factor: float, *, ascending: bool) -> None:
         if not 0 <= min_factor <= 1:
-            raise InvalidRequestError(f"least must be between 0 and 1, not {min_factor}")
+            raise InvalidRequestError(f"min_factor must be between 0 and 1, not {min_factor}")
         self.min_factor = min_factor
         self.ascending = ascending
 
@@ -111,7 +111,7 @@ class EarlyEosRejection(Confidence):
 )
 def eoser_ass(
     schedule: str = "ascending",
-    least: float | None = None,
+    min_factor: float | None = None,
     blocks: int = 1,
     steps: int | None = None,
     mask: int | None = None,
@@ -121,7 +121,7 @@ def eoser_ass(
     Args:
         schedule: "ascending" doubles the number of tokens in each step; "uniform" unmasks equally
             many in each.
-        least: The first factor on the confidence of an end of text (default: 0.01 for
+        min_factor: The first factor on the confidence of an end of text (default: 0.01 for
             "ascending", 0.4 for "uniform").
         blocks: For "ascending", the number of blocks.
         steps: For "uniform", the number of steps (default: one per mask).
@@ -132,7 +132,9 @@ def eoser_ass(
             raise InvalidRequestError(
                 f"steps={steps} works with schedule=uniform only; leave it out"
             )
-        eos_rejection = EarlyEosRejection(0.01 if least is None else least, ascending=True)
+        eos_rejection = EarlyEosRejection(
+            0.01 if min_factor is None else min_factor, ascending=True
+        )
         return Denoiser(PowerOfTwoBlocks(blocks), eos_rejection, AscendingUnmasking(), mask=mask)
     if schedule != "uniform":
         raise InvalidRequestError(
@@ -142,5 +144,5 @@ def eoser_ass(
         raise InvalidRequestError(
             f"blocks={blocks} works with schedule=ascending only; leave it out"
         )
-    eos_rejection = EarlyEosRejection(0.4 if least is None else least, ascending=False)
+    eos_rejection = EarlyEosRejection(0.4 if min_factor is None else min_factor, ascending=False)
     return Denoiser(WholeCanvas(), eos_rejection, TopKUnmasking(steps), mask=mask)

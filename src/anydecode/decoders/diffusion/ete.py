@@ -143,7 +143,7 @@ class ExploringDenoiser(Denoiser):
 def ete(
     threshold: float = 0.9,
     candidates: int = 3,
-    enough: int = 2,
+    min_confident: int = 2,
     reward: float = 1.0,
     ahead: int = 1,
     block: int | None = None,
@@ -154,22 +154,22 @@ def ete(
     Args:
         threshold: Masks with at least this confidence are unmasked.
         candidates: How many tokens of the explored mask are tried, in a second pass.
-        enough: With at least this many confident masks, nothing is explored.
+        min_confident: With at least this many confident masks, nothing is explored.
         reward: The value of each mask that a candidate makes confident.
         ahead: How many blocks after the current one are predicted.
         block: Positions per block (default: up to 32).
         mask: The mask token (default: the tokenizer's).
     """
-    if candidates < 1 or enough < 1:
+    if candidates < 1 or min_confident < 1:
         raise InvalidRequestError(
-            f"ete needs at least one candidate and enough >= 1, not candidates={candidates},"
-            f" enough={enough}"
+            f"ete needs at least one candidate and min_confident >= 1, not candidates={candidates},"
+            f" min_confident={min_confident}"
         )
     decoder = ExploringDenoiser(LookaheadBlocks(block, ahead), mask=mask)
     decoder.threshold, decoder.candidates, decoder.enough, decoder.reward = (
         threshold,
         candidates,
-        enough,
+        min_confident,
         reward,
     )
     return decoder

@@ -221,7 +221,7 @@ class SelfVerified(Denoiser):
 def s2d2(
     router: str = "score",
     cost: float = 1.0,
-    least: float | None = None,
+    min_score: float | None = None,
     complete: bool = True,
     caching: str = "block",
     block: int | None = None,
@@ -233,19 +233,15 @@ def s2d2(
 
     Args:
         router: When to verify. "score": if the expected number of accepted tokens minus `cost` is
-            at least `least`; "hysteresis": from a score of 1 on, until it falls to -5; "span": if
-            at least `least` masks are contiguous; "always"; "never".
-        cost: The cost of a verification, in tokens.
-        least: The bound of "score" (default: 0) or "span" (default: 8).
-        complete: If fewer tokens than the schedule's are accepted, also unmask the most confident
-            masks.
-        caching: "block" keeps finished blocks as diffusion sees them, "causal" as the verification
-            does.
-        block: Positions per block (default: the model's own block size, else 4).
-        steps: Denoising steps per block (default: one per position).
-        threshold: The confidence threshold of the denoising.
-        mask: The mask token (default: the tokenizer's).
-    """
+            at least `min_score`; "hysteresis": from a score of 1 on, until it falls to -5;
+            "span": if at least `min_score` masks are contiguous; "always"; "never". cost: The
+            cost of a verification, in tokens. min_score: The bound of "score" (default: 0) or
+            "span" (default: 8). complete: If fewer tokens than the schedule's are accepted, also
+            unmask the most confident masks. caching: "block" keeps finished blocks as diffusion
+            sees them, "causal" as the verification does. block: Positions per block (default:
+            the model's own block size, else 4). steps: Denoising steps per block (default: one
+            per position). threshold: The confidence threshold of the denoising. mask: The mask
+            token (default: the tokenizer's)."""
     if router not in ROUTERS:
         raise InvalidRequestError(
             f"router={router!r} is unknown; it must be one of {', '.join(ROUTERS)}"
@@ -261,5 +257,5 @@ def s2d2(
         tempered=True,
     )
     decoder.router, decoder.cost, decoder.complete = router, cost, complete
-    decoder.min_score = (8.0 if router == "span" else 0.0) if least is None else least
+    decoder.min_score = (8.0 if router == "span" else 0.0) if min_score is None else min_score
     return decoder

@@ -65,7 +65,7 @@ class Prefilled(Decoder):
 
 def prompt_embeds_of(sequence: Sequence) -> PromptEmbeds | None:
     """The embeddings given with the prompt, or None."""
-    prompt_embeds: PromptEmbeds | None = sequence.state.get("embedded")
+    prompt_embeds: PromptEmbeds | None = sequence.state.get("prompt_embeds")
     return prompt_embeds
 
 

@@ -7,10 +7,9 @@ draft with the most expected tokens per second: none, a chain or a tree. The obj
 goodput of Liu et al., SmartSpec, arXiv:2406.14066.
 
 The cost includes the rows of every running sequence, so drafts must pay for slowing the others
-down. Between drafts it decodes as the method `following` does, several tokens per multi-step burst.
-Where no draft can pay, none is searched for. Tokens forced by a constraint are drafted first, since
-they are always accepted.
-"""
+down. Between drafts it decodes as the method `multi-step` does, several tokens per multi-step
+burst. Where no draft can pay, none is searched for. Tokens forced by a constraint are drafted
+first, since they are always accepted."""
 
 from __future__ import annotations
 
@@ -517,14 +516,14 @@ class Auto(Decoder):
     """The default decoder: drafts that pay, chosen before every pass.
 
     Args:
-        most: Maximum number of drafts per pass.
+        max_drafts: Maximum number of drafts per pass.
         memory: Number of tokens of earlier answers that are kept to copy from.
     """
 
-    def __init__(self, most: int = 32, memory: int = 100_000) -> None:
-        if most < 1 or memory < 0:
-            raise InvalidRequestError("auto needs most >= 1 and memory >= 0")
-        self.max_drafts = most
+    def __init__(self, max_drafts: int = 32, memory: int = 100_000) -> None:
+        if max_drafts < 1 or memory < 0:
+            raise InvalidRequestError("auto needs max_drafts >= 1 and memory >= 0")
+        self.max_drafts = max_drafts
         self.memory = memory
         self.acceptance = TokenExact()
         self.multi_step_cost = 1.0  # of a multi-step token, relative to a pass over one row

@@ -1,7 +1,7 @@
 """CopySpec: drafts copied from the context, found by a rolling hash (Dumitru et al., "CopySpec:
 Accelerating LLMs with Speculative Copy-and-Paste", arXiv:2502.08923).
 
-The last `gram` tokens are looked up in the context by hash. The tokens that followed their first
+The last `ngram` tokens are looked up in the context by hash. The tokens that followed their first
 occurrence are the draft.
 """
 
@@ -18,7 +18,7 @@ _MODULUS = (1 << 61) - 1
 
 
 class RollingIndex:
-    """The first position of each run of `gram` tokens of a growing text. Runs are found by a
+    """The first position of each run of `ngram` tokens of a growing text. Runs are found by a
     rolling hash and then compared token by token, so hash collisions do no harm."""
 
     def __init__(self, gram: int, modulus: int = _MODULUS) -> None:
@@ -43,7 +43,7 @@ class RollingIndex:
             self._hash = value % modulus
 
     def match(self) -> int | None:
-        """The first earlier start of the text's last `gram` tokens, or None."""
+        """The first earlier start of the text's last `ngram` tokens, or None."""
         last = self.tokens[-self.gram :]
         if len(last) < self.gram:
             return None
@@ -81,11 +81,11 @@ class _Session(TextDraftSession):
 
 
 class CopySpecDrafter(Drafter):
-    """Drafts the tokens that followed the first occurrence of the last `gram` tokens."""
+    """Drafts the tokens that followed the first occurrence of the last `ngram` tokens."""
 
     def __init__(self, gram: int = 3) -> None:
         if gram < 1:
-            raise InvalidRequestError("copyspec needs gram >= 1")
+            raise InvalidRequestError("copyspec needs ngram >= 1")
         self.gram = gram
 
     def open(self, sequence: Sequence) -> DraftSession:
@@ -107,11 +107,11 @@ class CopySpecDrafter(Drafter):
         ),
     )
 )
-def copyspec(size: int = 10, gram: int = 3) -> Speculative:
+def copyspec(size: int = 10, ngram: int = 3) -> Speculative:
     """CopySpec.
 
     Args:
         size: Maximum number of copied tokens per pass.
-        gram: Length of the token run that is looked up.
+        ngram: Length of the token run that is looked up.
     """
-    return Speculative(CopySpecDrafter(gram), size)
+    return Speculative(CopySpecDrafter(ngram), size)

@@ -202,8 +202,8 @@ class _Session(DiffusionSession):
     )
 )
 def diffuspec(
-    fewest: int = 4,
-    most: int = 16,
+    min_length: int = 4,
+    max_length: int = 16,
     step: int = 4,
     smoothing: float = 0.5,
     mass: float = 0.8,
@@ -214,8 +214,8 @@ def diffuspec(
     """DiffuSpec: beam-searched drafts from a diffusion model.
 
     Args:
-        fewest: Minimum draft length.
-        most: Maximum draft length.
+        min_length: Minimum draft length.
+        max_length: Maximum draft length.
         step: Increase of the draft length while drafts are fully accepted.
         smoothing: Weight of the past in the moving averages of the lengths, in [0, 1).
         mass: Total probability of the candidates of a position.
@@ -223,9 +223,13 @@ def diffuspec(
         beams: Beam width.
         weight: Weight of the diffusion model in a path's score; the 3-gram model has the rest.
     """
-    if not 1 <= fewest <= most or step < 0 or not 0 <= smoothing < 1:
-        raise InvalidRequestError("diffuspec needs 1 <= fewest <= most, step >= 0, smoothing < 1")
+    if not 1 <= min_length <= max_length or step < 0 or not 0 <= smoothing < 1:
+        raise InvalidRequestError(
+            "diffuspec needs 1 <= min_length <= max_length, step >= 0, smoothing < 1"
+        )
     drafter = PathDrafter(mass, candidates, beams, weight)
     return Speculative(
-        drafter, most, budget=lambda sequence: AdaptiveLength(fewest, most, step, smoothing)
+        drafter,
+        max_length,
+        budget=lambda sequence: AdaptiveLength(min_length, max_length, step, smoothing),
     )

@@ -214,7 +214,7 @@ _WORKS_WITH = ("constraints", "samplers", "guidance", "batches", "adapters")
 )
 def smartspec(
     drafter: str = "prompt-lookup",
-    largest: int = 8,
+    max_drafts: int = 8,
     fixed: float | None = None,
     per_row: float = 0.1,
     per_position: float = 0.0,
@@ -223,13 +223,13 @@ def smartspec(
 
     Args:
         drafter: Key of the speculative method that drafts.
-        largest: Maximum draft length.
+        max_drafts: Maximum draft length.
         fixed: Fixed cost of a pass; if absent, all costs are measured.
         per_row: Cost per row.
         per_position: Cost per position of context.
     """
     cost = user_cost(fixed, per_row, per_position)
-    return SmartSpec(chain_drafter(drafter), largest, cost)
+    return SmartSpec(chain_drafter(drafter), max_drafts, cost)
 
 
 @register(
@@ -250,7 +250,7 @@ def smartspec(
 )
 def bandit(
     drafter: str = "prompt-lookup",
-    largest: int = 8,
+    max_drafts: int = 8,
     memory: float = 0.95,
     fixed: float | None = None,
     per_row: float = 0.1,
@@ -259,7 +259,7 @@ def bandit(
 
     Args:
         drafter: Key of the speculative method that drafts.
-        largest: Maximum draft length.
+        max_drafts: Maximum draft length.
         memory: Decay of the counts per round, above 0 and at most 1.
         fixed: Fixed cost of a pass; if absent, all costs are measured.
         per_row: Cost per row.
@@ -269,6 +269,6 @@ def bandit(
     costs = DraftCosts(user_cost(fixed, per_row))
     return Speculative(
         chain_drafter(drafter),
-        largest,
-        budget=lambda sequence: BanditBudget(sequence, costs, largest, memory),
+        max_drafts,
+        budget=lambda sequence: BanditBudget(sequence, costs, max_drafts, memory),
     )

@@ -21,14 +21,15 @@ from anydecode.scoring.tree import ROOT, TokenTree
 
 
 class LookaheadDrafter(Drafter):
-    """Drafts n-grams of `ngram` tokens from a window of `window` columns, at most `guesses` n-grams
+    """Drafts n-grams of `ngram` tokens from a window of `window` columns, at most `max_ngrams`
+    n-grams
     per pass."""
 
     needs_every_row = True
 
     def __init__(self, window: int, ngram: int, guesses: int) -> None:
         if window < 1 or ngram < 2 or guesses < 1:
-            raise InvalidRequestError("lookahead needs window >= 1, ngram >= 2 and guesses >= 1")
+            raise InvalidRequestError("lookahead needs window >= 1, ngram >= 2 and max_ngrams >= 1")
         self.window = window
         self.ngram = ngram
         self.guesses = guesses
@@ -123,13 +124,13 @@ class _Session(TextDraftSession):
         ),
     )
 )
-def lookahead(window: int = 5, ngram: int = 4, guesses: int = 5) -> Speculative:
+def lookahead(window: int = 5, ngram: int = 4, max_ngrams: int = 5) -> Speculative:
     """Lookahead decoding. A pass has up to (window + guesses) * (ngram - 1) draft rows.
 
     Args:
         window: Columns of the Jacobi window.
         ngram: Tokens per n-gram.
-        guesses: Maximum number of n-grams verified per pass.
+        max_ngrams: Maximum number of n-grams verified per pass.
     """
-    drafter = LookaheadDrafter(window, ngram, guesses)
-    return Speculative(drafter, (window + guesses) * (ngram - 1))
+    drafter = LookaheadDrafter(window, ngram, max_ngrams)
+    return Speculative(drafter, (window + max_ngrams) * (ngram - 1))

@@ -60,7 +60,7 @@ class PromptLookupDrafter(Drafter):
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1) -> None:
         if not 1 <= min_ngram <= max_ngram:
-            raise InvalidRequestError("prompt lookup needs 1 <= shortest <= longest")
+            raise InvalidRequestError("prompt lookup needs 1 <= min_ngram <= max_ngram")
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
 
@@ -82,12 +82,12 @@ class PromptLookupDrafter(Drafter):
         deviations=("the latest earlier occurrence is copied, not the first",),
     )
 )
-def prompt_lookup(size: int = 7, longest: int = 3, shortest: int = 1) -> Speculative:
+def prompt_lookup(size: int = 7, max_ngram: int = 3, min_ngram: int = 1) -> Speculative:
     """Prompt lookup decoding.
 
     Args:
         size: Maximum number of drafts per pass.
-        longest: Longest suffix that is looked up, in tokens.
-        shortest: Shortest suffix that is looked up, in tokens.
+        max_ngram: Longest suffix that is looked up, in tokens.
+        min_ngram: Shortest suffix that is looked up, in tokens.
     """
-    return Speculative(PromptLookupDrafter(longest, shortest), size)
+    return Speculative(PromptLookupDrafter(max_ngram, min_ngram), size)

@@ -89,7 +89,7 @@ class _Session(DraftSession):
 )
 def specdec(
     bound: float = 0.7,
-    fewest: int = 2,
+    min_drafts: int = 2,
     size: int = 20,
     acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
@@ -97,12 +97,12 @@ def specdec(
 
     Args:
         bound: Probability of a rejection at which drafting stops, between 0 and 1.
-        fewest: Minimum number of drafts per round.
+        min_drafts: Minimum number of drafts per round.
         size: Maximum number of drafts per round.
         acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    if not 0 < bound < 1 or not 1 <= fewest <= size:
-        raise InvalidRequestError("specdec++ needs 0 < bound < 1 and 1 <= fewest <= size")
+    if not 0 < bound < 1 or not 1 <= min_drafts <= size:
+        raise InvalidRequestError("specdec++ needs 0 < bound < 1 and 1 <= min_drafts <= size")
     rule = acceptance_rule(acceptance)
-    drafter = ThresholdDrafter(bound, fewest, isinstance(rule, RejectionSampling))
+    drafter = ThresholdDrafter(bound, min_drafts, isinstance(rule, RejectionSampling))
     return Speculative(drafter, size, rule)

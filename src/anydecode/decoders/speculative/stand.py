@@ -150,15 +150,17 @@ class _Session(TextDraftSession):
         ),
     )
 )
-def stand(row_cost: float = 0.1, longest: int = 4, with_probabilities: bool = False) -> Speculative:
+def stand(
+    row_cost: float = 0.1, max_ngram: int = 4, with_probabilities: bool = False
+) -> Speculative:
     """STAND.
 
     Args:
         row_cost: Cost of one more row, relative to a pass over one row.
-        longest: Maximum n-gram length.
+        max_ngram: Maximum n-gram length.
         with_probabilities: Keep the draft distributions, for rejection sampling.
     """
-    if longest < 2:
+    if max_ngram < 2:
         raise InvalidRequestError("stand needs n-grams of at least 2 tokens")
     shape = worthwhile(PUBLISHED, RATES, row_cost)
-    return Speculative(StandDrafter(shape, longest, with_probabilities), len(shape))
+    return Speculative(StandDrafter(shape, max_ngram, with_probabilities), len(shape))

@@ -126,7 +126,9 @@ class SuffixDrafter(Drafter):
         self, factor: float = 2.0, min_probability: float = 0.1, memory: int = 200_000
     ) -> None:
         if factor <= 0 or not 0 < min_probability <= 1 or memory < 0:
-            raise InvalidRequestError("suffix needs factor > 0, 0 < least <= 1 and memory >= 0")
+            raise InvalidRequestError(
+                "suffix needs factor > 0, 0 < min_probability <= 1 and memory >= 0"
+            )
         self.factor = factor
         self.min_probability = min_probability
         self.memory = memory
@@ -211,14 +213,14 @@ class _Session(TextDraftSession):
     )
 )
 def suffix(
-    size: int = 8, factor: float = 2.0, least: float = 0.1, memory: int = 200_000
+    size: int = 8, factor: float = 2.0, min_probability: float = 0.1, memory: int = 200_000
 ) -> Speculative:
     """SuffixDecoding.
 
     Args:
         size: Maximum number of nodes of a draft tree.
         factor: Maximum depth of a draft, relative to the length of the match.
-        least: Minimum probability of a node, above 0 and at most 1.
+        min_probability: Minimum probability of a node, above 0 and at most 1.
         memory: Number of tokens of earlier answers that are kept.
     """
-    return Speculative(SuffixDrafter(factor, least, memory), size)
+    return Speculative(SuffixDrafter(factor, min_probability, memory), size)

@@ -132,17 +132,17 @@ class TapsDrafter(Drafter):
     )
 )
 def taps(
-    parts: str = "prompt-lookup+token-recycling", route: bool = False, size: int = 8
+    drafters: str = "prompt-lookup+token-recycling", route: bool = False, size: int = 8
 ) -> Speculative:
     """TAPS: several drafters, routed or merged.
 
     Args:
-        parts: Keys of speculative methods, joined with "+".
+        drafters: Keys of speculative methods, joined with "+".
         route: Verify only the tree of the most confident drafter.
         size: Maximum number of nodes of a draft tree.
     """
-    drafters: dict[str, Drafter] = {}
-    for key in filter(None, str(parts).split("+")):
+    by_key: dict[str, Drafter] = {}
+    for key in filter(None, str(drafters).split("+")):
         method = catalogue.build(key)
         if not isinstance(method, Speculative):
             raise UnsupportedCombinationError(f"taps cannot merge {key!r}: it has no drafter")
@@ -150,9 +150,9 @@ def taps(
             raise UnsupportedCombinationError(
                 f"taps cannot merge {key!r}: it learns from a tree of its own"
             )
-        drafters[key] = method.drafter
-    if len(drafters) < 2:
+        by_key[key] = method.drafter
+    if len(by_key) < 2:
         raise InvalidRequestError("taps needs at least two different drafters, such as a+b")
-    if sum(bool(drafter.runners) for drafter in drafters.values()) > 1:
+    if sum(bool(drafter.runners) for drafter in by_key.values()) > 1:
         raise UnsupportedCombinationError("taps can merge one method with a draft model at most")
-    return Speculative(TapsDrafter(drafters, route), size)
+    return Speculative(TapsDrafter(by_key, route), size)

@@ -1,4 +1,4 @@
-"""Oracle tests of plain decoding, of multi-step decoding (`following`), and of drafts from the
+"""Oracle tests of plain decoding, of multi-step decoding (`multi-step`), and of drafts from the
 first layers."""
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class _CountingFollowing(MultiStep):
             self.resumptions += 1
 
 
-@oracle_test("following")
-def following() -> Iterator[Check]:
+@oracle_test("multi-step")
+def multi_step() -> Iterator[Check]:
     """The same tokens with one resumption for every eight tokens."""
     for temperature in (0.0, 0.8):
         decoder = _CountingFollowing(8)

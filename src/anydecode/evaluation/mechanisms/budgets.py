@@ -40,7 +40,7 @@ def specdec() -> Iterator[Check]:
         with scripted(TARGET, DRAFT) as llm:
             for prompt in PROMPTS:
                 trace = rounds(
-                    llm, "specdec++:bound=0.6,fewest=2,size=6", prompt, temperature=temperature
+                    llm, "specdec++:bound=0.6,min_drafts=2,size=6", prompt, temperature=temperature
                 )
                 for one in trace:
                     full = chain_oracle(one.text, 6, temperature)

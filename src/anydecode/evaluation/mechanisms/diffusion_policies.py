@@ -172,7 +172,7 @@ def cd4lm() -> Iterator[Check]:
         confident = [i for i in state.order() if state.max_probability(i) >= 0.5]
         return confident[:3] or state.order()[:1]
 
-    decoder = "cd4lm:threshold=0.5,most=3,block=12"
+    decoder = "cd4lm:threshold=0.5,max_per_step=3,block=12"
     yield _same("fills at most three", decoder, capped)
     script = ending()
 

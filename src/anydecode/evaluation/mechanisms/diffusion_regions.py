@@ -99,7 +99,7 @@ def eoser_ass() -> Iterator[Check]:
         return order[: 2**step] if step < 3 else order
 
     with bidirectional(script) as llm:
-        actual = steps(llm, "eoser-ass:least=0.1", 16, ignore_eos=False)
+        actual = steps(llm, "eoser-ass:min_factor=0.1", 16, ignore_eos=False)
     order = naive(script, 16, 16, rule)[1]
     yield Check("end-of-text tokens are delayed", actual[1] == order[: len(actual[1])])
 

@@ -166,7 +166,7 @@ def _routers() -> Iterator[Check]:
         ("hysteresis", expected + 5.1, 0.0, False),
         ("hysteresis", expected + 4.9, 0.0, False),
     ):
-        denoiser = catalogue.build("s2d2", router=router, cost=cost, least=min_score)
+        denoiser = catalogue.build("s2d2", router=router, cost=cost, min_score=min_score)
         assert isinstance(denoiser, SelfVerified)
         got = denoiser.verifies(canvas, FakePredictions(), positions)  # type: ignore[arg-type]
         yield Check(f"{router} at a cost of {cost:.3g}: verifies is {verifies}", got is verifies)

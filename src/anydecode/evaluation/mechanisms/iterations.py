@@ -64,7 +64,7 @@ def lookahead() -> Iterator[Check]:
     total = 0
     with scripted(wordy()) as llm:
         for prompt in PROMPTS:
-            trace = rounds(llm, "lookahead:window=3,ngram=3,guesses=2", prompt)
+            trace = rounds(llm, "lookahead:window=3,ngram=3,max_ngrams=2", prompt)
             yield Check(f"{prompt!r} equals the replay", _replays(trace))
             total += accepted(trace)
     yield Check("drafts are accepted", total > 0, f"{total}")

@@ -81,7 +81,7 @@ def _load_limited(llm: LLM, key: str) -> LoadLimited:
 @oracle_test("first-finish")
 def first_finish() -> Iterator[Check]:
     """Winners and cancelled samples by hand; then against samples that all run to their end."""
-    race = FirstFinish(2, least=5)
+    race = FirstFinish(2, min_tokens=5)
     samples = [(9, "stop"), (4, "stop"), (12, None), (7, None), (30, "length"), (8, "stop")]
     yield Check("samples that can no longer win are lost", race.lost(samples) == [2])
     yield Check("nothing is lost before two samples have finished", not race.lost(samples[:4]))

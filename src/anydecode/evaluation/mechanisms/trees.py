@@ -204,7 +204,7 @@ def taps() -> Iterator[Check]:
     parts = {"prompt-lookup": _latest, "copyspec": _first}
     for route in ("false", "true"):
         with scripted(wordy()) as llm:
-            decoder = f"taps:parts=prompt-lookup+copyspec,route={route},size=40"
+            decoder = f"taps:drafters=prompt-lookup+copyspec,route={route},size=40"
             trace = rounds(llm, decoder, PROMPTS[0], 120)
         scores = {key: [1.0, 2.0] for key in parts}
         wrong, both = 0, 0

@@ -169,7 +169,7 @@ async def _with_model(endpoint: Endpoint) -> Endpoint:
             return replace(endpoint, model=models[0]["id"])
     except (httpx.HTTPError, ValueError, KeyError, IndexError):
         raise InvalidRequestError(
-            f"{endpoint.name} does not list its models; give --peer-model {endpoint.name}=NAME"
+            f"{endpoint.name} does not list its models; give --baseline-model {endpoint.name}=NAME"
         ) from None
 
 

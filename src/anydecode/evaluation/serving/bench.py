@@ -91,7 +91,7 @@ def bench_serving(
     ] = None,
     baseline: Annotated[
         list[str] | None,
-        typer.Option("--peer", metavar="NAME=URL", help="Another server; repeatable."),
+        typer.Option("--baseline", metavar="NAME=URL", help="Another server; repeatable."),
     ] = None,
     start: Annotated[
         list[str] | None,
@@ -103,7 +103,9 @@ def bench_serving(
     ] = None,
     baseline_model: Annotated[
         list[str] | None,
-        typer.Option("--peer-model", metavar="NAME=MODEL", help="The model's name on that server."),
+        typer.Option(
+            "--baseline-model", metavar="NAME=MODEL", help="The model's name on that server."
+        ),
     ] = None,
     rounds: Annotated[
         int, typer.Option("--rounds", min=1, help="Rounds, with several servers.")
@@ -111,7 +113,7 @@ def bench_serving(
 ) -> None:
     """Replay a trace against one server or several, and report latency and goodput.
 
-    Servers of --start come first, then those of --peer; without --start the server at --url is
+    Servers of --start come first, then those of --baseline; without --start the server at --url is
     first. Ratios are the first server's goodput over each other server's. With several rates,
     goodput is the largest rate at which --attain of the requests meet the objective.
 
@@ -177,16 +179,16 @@ def _endpoints(
     decoder: str | None,
 ) -> list[Endpoint]:
     """The endpoints of a run: servers to start (which `stack` stops), or else `own`; then those of
-    --peer. API key and decoder apply to the first."""
-    models = dict(parse_baseline(text, "--peer-model") for text in baseline_model or ())
+    --baseline. API key and decoder apply to the first."""
+    models = dict(parse_baseline(text, "--baseline-model") for text in baseline_model or ())
     commands = [parse_baseline(text, "--start") for text in start or ()]
-    others = [parse_baseline(text, "--peer") for text in baseline or ()]
+    others = [parse_baseline(text, "--baseline") for text in baseline or ()]
     names = [name for name, _ in [*(commands or [(own.name, "")]), *others]]
     if len(set(names)) < len(names):
         raise InvalidRequestError("two servers have the same name; give each a different one")
     if unknown := set(models) - set(names):
         raise InvalidRequestError(
-            f"--peer-model names unknown servers: {', '.join(sorted(unknown))}"
+            f"--baseline-model names unknown servers: {', '.join(sorted(unknown))}"
         )
     endpoints = [] if commands else [own]
     for name, command in commands:

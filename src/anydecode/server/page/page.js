@@ -225,14 +225,14 @@ async function showLoad() {
   try {
     const live = await (await fetch("live", { headers: keyHeader() })).json();
     const now = performance.now();
-    const target = live.lanes.target;
+    const target = live.runners.target;
     at("model").textContent = live.model;
     at("running").textContent = live.running;
     at("waiting").textContent = live.waiting;
     at("cache").value = target.used / target.capacity;
     at("cache").title = `${target.used} of ${target.capacity} positions, ${target.shared} for shared prefixes`;
-    if (lastLoad) at("rate").textContent = ((live.said - lastLoad.said) / (now - lastLoad.now) * 1000).toFixed(0);
-    lastLoad = { said: live.said, now };
+    if (lastLoad) at("rate").textContent = ((live.num_tokens - lastLoad.num_tokens) / (now - lastLoad.now) * 1000).toFixed(0);
+    lastLoad = { num_tokens: live.num_tokens, now };
   } catch {
     at("running").textContent = "–";
   }

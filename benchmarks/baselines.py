@@ -5,4 +5,4 @@ from __future__ import annotations
 from anydecode.cli.bench import run_bench
 
 if __name__ == "__main__":
-    run_bench("peers")
+    run_bench("baselines")

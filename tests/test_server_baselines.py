@@ -93,7 +93,7 @@ def test_two_servers_are_compared_in_one_run(tmp_path: Path, capsys: Any) -> Non
             "serving",
             [
                 "--trace", str(trace), "--url", f"{server.url}/v1", "--model", "ours",
-                "--peer", f"again={server.url}/v1", "--rounds", "2", "--requests", "6",
+                "--baseline", f"again={server.url}/v1", "--rounds", "2", "--requests", "6",
                 "--rate", "60", "--slo", "ttft=30,tpot=30",
                 "--json", str(tmp_path / "two.json"), "--plot", str(tmp_path / "two.svg"),
             ],
@@ -326,10 +326,10 @@ def test_overhead_measures_server_time(slow: str, tmp_path: Path, monkeypatch: A
 
 
 def test_invalid_baselines_are_refused() -> None:
-    assert parse_baseline("a=b=c", "--peer") == ("a", "b=c")
+    assert parse_baseline("a=b=c", "--baseline") == ("a", "b=c")
     for text in ("a", "=b", "a="):
-        with pytest.raises(InvalidRequestError, match="--peer is .*; give NAME=VALUE"):
-            parse_baseline(text, "--peer")
+        with pytest.raises(InvalidRequestError, match="--baseline is .*; give NAME=VALUE"):
+            parse_baseline(text, "--baseline")
     with pytest.raises(InvalidRequestError, match="cannot be started"):
         with started_server("none", "/nowhere/server {port}"):
             pass
