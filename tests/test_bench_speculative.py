@@ -339,6 +339,6 @@ def test_answers_of_other_settings_are_refused(
         _run_rows(tmp_path, keep, tokens=25)
     assert "\n" not in str(refusal.value) and keep.read_text() == held
     keep.write_text("something else\n")
-    with pytest.raises(InvalidRequestError, match="no answers of this benchmark"):
+    with pytest.raises(InvalidRequestError, match="no results of this benchmark"):
         _run_rows(tmp_path, keep)
     assert keep.read_text() == "something else\n"

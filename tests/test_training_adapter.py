@@ -154,9 +154,13 @@ def test_adapter_folder_opens_as_a_model(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
-        ("adapter_config.json", {"r": 4, "lora_alpha": 8}, "which model it was trained for"),
-        ("block.json", {"block_size": 4}, "no block-diffusion model"),
-        ("block.json", {"block_size": 0, "mask_token_id": 1}, "no block-diffusion model"),
+        ("adapter_config.json", {"r": 4, "lora_alpha": 8}, "does not name a base model"),
+        ("block.json", {"block_size": 4}, "does not describe a supported block-diffusion model"),
+        (
+            "block.json",
+            {"block_size": 0, "mask_token_id": 1},
+            "does not describe a supported block-diffusion model",
+        ),
     ],
 )
 def test_broken_adapters_are_rejected(

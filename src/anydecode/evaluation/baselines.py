@@ -1,5 +1,5 @@
-"""`anydecode bench baselines`: compares this engine with baselines on the same checkpoint, prompts and
-threads, all greedy.
+"""`anydecode bench baselines`: compares this engine with baselines on the same checkpoint, prompts
+and threads, all greedy.
 
 Each engine runs in its own process. Rounds are interleaved, so that other load on the machine
 affects all engines equally. Engines are compared by the ratio of their rates within a round.

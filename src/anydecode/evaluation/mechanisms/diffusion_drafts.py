@@ -135,12 +135,12 @@ def diffuspec() -> Iterator[Check]:
         return total
 
     best = max(product(*options), key=score)
-    settings = {"mass": 0.9, "most": 4, "weight": 0.5, "ends": ()}
+    settings = {"mass": 0.9, "max_candidates": 4, "weight": 0.5, "end_tokens": ()}
     wide = best_path(rows, model, beams=1000, **settings)  # type: ignore[arg-type]
     yield Check("a wide beam finds the best of all paths", wide == [token for token, _ in best])
     unlikely = np.where(np.arange(6) == 5, -30.0, rows[0]).astype(np.float32)
     ending = [unlikely, np.where(np.arange(6) == 5, 9.0, rows[1]).astype(np.float32), rows[2]]
-    settings["ends"] = (5,)
+    settings["end_tokens"] = (5,)
     short = best_path(ending, model, beams=3, **settings)  # type: ignore[arg-type]
     yield Check("nothing is drafted after a likely end of text", len(short) == 2)
 
@@ -159,7 +159,9 @@ def diffuspec() -> Iterator[Check]:
     )
     for temperature in (0.0, 0.8):
         trace = _all_rounds("diffuspec", temperature)
-        settings = {"mass": 0.8, "most": 15, "beams": 3, "weight": 0.5, "ends": ()}
+        settings = {
+            "mass": 0.8, "max_candidates": 15, "beams": 3, "weight": 0.5, "end_tokens": ()
+        }  # fmt: skip
         wrong = 0
         for one in trace:
             model = Trigrams()

@@ -355,7 +355,7 @@ class FactModel(ScriptedModel):
         row[2 + len(seen) % 2] = np.log(0.42)
         return row
 
-    def _answer(self, number: int, layer: int) -> np.ndarray:
+    def _path_logits(self, number: int, layer: int) -> np.ndarray:
         if layer == self.spec.num_layers:
             return super()._path_logits(number, layer)
         return log_probabilities(0.04, 0.8, 0.02, 0.02, 0.03, 0.03, 0.03, 0.03)
