@@ -14,7 +14,7 @@ PATH is the tool, built from the llama.cpp source in the sdist of llama-cpp-pyth
 Rounds are interleaved. Both engines decode random prompts of equal length. The time is measured
 from when every sequence has its first token until all have their last, without prefill. llama.cpp
 runs with flash attention on and off, and the better time counts. `--fastest` is the same checkpoint
-in llama.cpp's fastest 4-bit format (python -m anydecode.evaluation.baseline_worker quantize MODEL
+in llama.cpp's fastest 4-bit format (python -m anydecode.benchmarks.baseline_worker quantize MODEL
 --to FILE)."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from anydecode import LLM
-from anydecode.evaluation.baselines import find_file
-from anydecode.evaluation.machine_info import cpu_name
+from anydecode.benchmarks.baselines import find_file
+from anydecode.machine import cpu_name
 
 
 def own_rate(llm: LLM, count: int, args: argparse.Namespace, seed: int) -> float:

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from anydecode import LLM
-from anydecode.evaluation.machine_info import cpu_name
+from anydecode.machine import cpu_name
 from anydecode.models.scripted import ByteTokenizer
 
 

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from anydecode.evaluation.baselines import find_file
-from anydecode.evaluation.machine_info import cpu_name
-from anydecode.evaluation.prompts import PROMPTS
+from anydecode.benchmarks.baselines import find_file
 from anydecode.kernels.interface import OutputSpec, Rows
+from anydecode.machine import cpu_name
 from anydecode.models.families import build_model
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.opening import choose_executor
+from anydecode.tasks.prompts import PROMPTS
 
 _BASELINE = """
 import json, sys

@@ -9,17 +9,9 @@ import pytest
 
 from anydecode import catalogue
 from anydecode.catalogue import Card
-from anydecode.decoders.speculative.acceptance import TopMAcceptance, TypicalAcceptance
-from anydecode.decoders.speculative.core import Speculative
-from anydecode.decoders.speculative.rejection import (
-    RejectionSampling,
-    acceptance_rule,
-    rejection_steps,
-)
-from anydecode.errors import InvalidRequestError
-from anydecode.evaluation import certify as certifying
-from anydecode.evaluation.certify import Check, certify_one, measure
-from anydecode.evaluation.chi_square import (
+from anydecode.certification import certify as certifying
+from anydecode.certification.certify import Check, certify_one, measure
+from anydecode.certification.chi_square import (
     PROMPT,
     SAMPLING_OPTIONS,
     VOCABULARY,
@@ -30,8 +22,16 @@ from anydecode.evaluation.chi_square import (
     small_llm,
     upper_gamma,
 )
-from anydecode.evaluation.mechanisms import acceptance as mechanisms
-from anydecode.evaluation.mechanisms.acceptance import TableTrees, cases, outcome
+from anydecode.certification.oracles import acceptance as mechanisms
+from anydecode.certification.oracles.acceptance import TableTrees, cases, outcome
+from anydecode.decoders.framework.acceptance import TopMAcceptance, TypicalAcceptance
+from anydecode.decoders.framework.rejection import (
+    RejectionSampling,
+    acceptance_rule,
+    rejection_steps,
+)
+from anydecode.decoders.framework.speculation import Speculative
+from anydecode.errors import InvalidRequestError
 
 
 def passed(checks: Iterator[Check]) -> bool:

@@ -8,6 +8,9 @@ from time import sleep
 import numpy as np
 import pytest
 
+from anydecode.api.llm import LLM
+from anydecode.certification.certify import certify_one
+from anydecode.certification.oracles.auto import FixedCosts, cyclic, passes
 from anydecode.decoders.speculative import auto as module
 from anydecode.decoders.speculative.auto import (
     AcceptanceRates,
@@ -22,10 +25,7 @@ from anydecode.decoders.speculative.auto import (
 from anydecode.decoders.speculative.copies import SEPARATOR, MatchCursor, TokenHistory
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
 from anydecode.engine import costs
-from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError
-from anydecode.evaluation.certify import certify_one
-from anydecode.evaluation.mechanisms.auto import FixedCosts, cyclic, passes
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.cost import CostCorrection, CostTable, default_table
 from anydecode.scoring.score import Scores
@@ -39,7 +39,7 @@ def test_certificate_passes() -> None:
 
 
 def test_accepting_all_drafts_fails_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anydecode.decoders.speculative.acceptance import AcceptanceResult, TokenExact
+    from anydecode.decoders.framework.acceptance import AcceptanceResult, TokenExact
 
     def accept_all(self, tree, scores):
         path = tree.path(len(tree) - 1) if len(tree) else []
@@ -54,7 +54,7 @@ def test_accepting_all_drafts_fails_the_certificate(monkeypatch: pytest.MonkeyPa
 
 
 def test_drafting_everything_fails_the_oracle_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anydecode.evaluation.mechanisms import auto as checks
+    from anydecode.certification.oracles import auto as checks
 
     everything = lambda chances, costs, others, drafting: len(chances)  # noqa: E731
     monkeypatch.setattr(checks, "best_count", everything)

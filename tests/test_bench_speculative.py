@@ -12,12 +12,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from anydecode.engine.llm import LLM
-from anydecode.errors import InvalidRequestError
-from anydecode.evaluation import rounds
-from anydecode.evaluation import speculative_bench as bench
-from anydecode.evaluation.baselines import Worker
-from anydecode.evaluation.speculative_bench import (
+from anydecode.api.llm import LLM
+from anydecode.benchmarks import speculative_bench as bench
+from anydecode.benchmarks.baselines import Worker
+from anydecode.benchmarks.speculative_bench import (
     PLAIN,
     Question,
     TimedAnswer,
@@ -27,7 +25,9 @@ from anydecode.evaluation.speculative_bench import (
     questions,
     summary,
 )
-from anydecode.evaluation.speculative_report import print_report, to_svg
+from anydecode.benchmarks.speculative_report import print_report, to_svg
+from anydecode.certification import rounds
+from anydecode.errors import InvalidRequestError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
 

@@ -15,12 +15,8 @@ import pytest
 
 from anydecode import catalogue
 from anydecode.catalogue import Card
-from anydecode.cli import main
-from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.guidance.classifier_free import ClassifierFreeGuidance
-from anydecode.errors import InvalidRequestError, MissingPackageError
-from anydecode.evaluation import certify as certify_module
-from anydecode.evaluation.certify import (
+from anydecode.certification import certify as certify_module
+from anydecode.certification.certify import (
     Certificate,
     Check,
     _measures,
@@ -29,9 +25,13 @@ from anydecode.evaluation.certify import (
     claim,
     load_oracle_tests,
 )
-from anydecode.evaluation.mechanisms.proofs import formula_distance
-from anydecode.evaluation.results_log import ResultsLog
+from anydecode.certification.oracles.proofs import formula_distance
+from anydecode.cli import main
+from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.guidance.classifier_free import ClassifierFreeGuidance
+from anydecode.errors import InvalidRequestError, MissingPackageError
 from anydecode.kernels.library import load_library
+from anydecode.results_log import ResultsLog
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
@@ -245,7 +245,7 @@ def test_an_unknown_key_is_refused_before_any_work(monkeypatch: pytest.MonkeyPat
 KILLED = """
 import os, sys
 from anydecode.cli import main
-from anydecode.evaluation import certify
+from anydecode.certification import certify
 
 whole = certify.certify_one
 

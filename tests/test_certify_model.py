@@ -12,17 +12,23 @@ import pytest
 import torch
 
 from anydecode import catalogue
+from anydecode.benchmarks.speculative_bench import Question
 from anydecode.catalogue import Card, Entry
+from anydecode.certification import certify_model
+from anydecode.certification.certify import Certificate
+from anydecode.certification.certify_model import (
+    STORED,
+    BatchOutcome,
+    Trials,
+    certificates,
+    outcomes,
+)
 from anydecode.cli import main
 from anydecode.cli.certify import _drafting_keys
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError, MissingPackageError
-from anydecode.evaluation import certify_model
-from anydecode.evaluation.certify import Certificate
-from anydecode.evaluation.certify_model import STORED, BatchOutcome, Trials, certificates, outcomes
-from anydecode.evaluation.results_log import ResultsLog
-from anydecode.evaluation.speculative_bench import Question
 from anydecode.kernels.library import load_library
+from anydecode.results_log import ResultsLog
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import TokenTree

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from anydecode import LLM
+from anydecode.api.generation import Generation, Stats
 from anydecode.cli import bench, main, options
 from anydecode.cli.chat import run_command
 from anydecode.cli.generate import summary
 from anydecode.cli.output import to_plain
-from anydecode.engine.generation import Generation, Stats
 from anydecode.errors import InvalidRequestError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
@@ -217,7 +217,7 @@ def test_methods_lists_cards(capsys: pytest.CaptureFixture[str]) -> None:
 def test_certify_exit_code_follows_the_certificates(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from anydecode.evaluation import certify as module
+    from anydecode.certification import certify as module
 
     for passed, expected in ((True, 0), (False, 1)):
         check = module.Check("claim", passed, "detail")

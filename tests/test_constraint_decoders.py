@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from anydecode import JsonSchema, Predicate, Regex
+from anydecode.api.llm import LLM
 from anydecode.constraints.drafts import pruned
 from anydecode.decoders.constrained.asap import Asap
 from anydecode.decoders.constrained.awrs import Awrs, draw
 from anydecode.decoders.constrained.jump_forward import JumpForward
-from anydecode.decoders.speculative.core import Speculative
+from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.prompt_lookup import PromptLookupDrafter
-from anydecode.engine.llm import LLM
 from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
-from anydecode.scoring.noise import Noise, stream_id
+from anydecode.sampling.noise import Noise, stream_id
 from anydecode.scoring.tree import TokenTree
 
 A, B = ord("a"), ord("b")

@@ -8,36 +8,36 @@ import numpy as np
 import pytest
 
 from anydecode import JsonSchema, Regex
-from anydecode.constraints.canonical import canonical
-from anydecode.constraints.monitors import Monitor
-from anydecode.constraints.relaxing import without_extra_properties
-from anydecode.decoders.constrained.self_infill import SelfInfill
-from anydecode.decoders.constrained.token_healing import TokenHealing
-from anydecode.decoders.constrained.unbiased_tokenization import UnbiasedTokenization
-from anydecode.engine.llm import LLM
-from anydecode.errors import (
-    InvalidRequestError,
-    MissingPackageError,
-    UnsupportedCombinationError,
-)
-from anydecode.evaluation.constrained_answers import (
+from anydecode.api.llm import LLM
+from anydecode.benchmarks.constrained_answers import (
     OwnEngine,
     Setting,
     judged,
     run,
     summary,
 )
-from anydecode.evaluation.constrained_bench import walk
-from anydecode.evaluation.mechanisms.constraints_text import (
+from anydecode.benchmarks.constrained_bench import walk
+from anydecode.benchmarks.spelling import spelling
+from anydecode.certification.oracles.constraints_text import (
     CHAIN,
     chain_llm,
     filling_llm,
     share_of_a,
     unknown_names,
 )
-from anydecode.evaluation.results_log import ResultsLog
-from anydecode.evaluation.spelling import spelling
+from anydecode.constraints.json.canonical import canonical
+from anydecode.constraints.json.relaxing import without_extra_properties
+from anydecode.constraints.monitors import Monitor
+from anydecode.decoders.constrained.self_infill import SelfInfill
+from anydecode.decoders.constrained.token_healing import TokenHealing
+from anydecode.decoders.constrained.unbiased_tokenization import UnbiasedTokenization
+from anydecode.errors import (
+    InvalidRequestError,
+    MissingPackageError,
+    UnsupportedCombinationError,
+)
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.results_log import ResultsLog
 
 TOKENIZER = ByteTokenizer()
 

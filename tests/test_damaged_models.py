@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from anydecode.certification.tiny import tiny_llm, tiny_model
 from anydecode.errors import CheckpointError, InvalidRequestError
-from anydecode.evaluation.tiny import tiny_llm, tiny_model
 from anydecode.kernels.interface import Attention, Rope, Weight
 from anydecode.models.families import build_model, spec_from_config
 from anydecode.models.loading import load_checkpoint
@@ -310,7 +310,7 @@ _CRASHES = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 from anydecode.errors import AnydecodeError
-from anydecode.evaluation.tiny import tiny_model
+from anydecode.certification.tiny import tiny_model
 from anydecode.models.families import build_model
 from anydecode.models.opening import choose_executor
 from test_damaged_models import CONFIG, experts_with

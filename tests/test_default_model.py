@@ -10,10 +10,10 @@ import pytest
 
 from anydecode import LLM
 from anydecode.decoders.decoder import Decoder
-from anydecode.evaluation.prompts import spread
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
+from anydecode.tasks.prompts import spread
 
 pytestmark = pytest.mark.model
 

@@ -11,6 +11,17 @@ import numpy as np
 import pytest
 
 from anydecode import LLM, Regex
+from anydecode.certification.certify import _Restarts
+from anydecode.certification.denoising import (
+    StepState,
+    bidirectional,
+    dense,
+    digests,
+    naive,
+    random_model,
+    softmax,
+    steps,
+)
 from anydecode.decoders.diffusion.blocks import BlockPolicy, FixedBlocks, SlidingWindow, WholeCanvas
 from anydecode.decoders.diffusion.caches import (
     BlockCausalCache,
@@ -33,17 +44,6 @@ from anydecode.decoders.diffusion.unmasking import (
     UnmaskPolicy,
 )
 from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
-from anydecode.evaluation.certify import _Restarts
-from anydecode.evaluation.denoising import (
-    StepState,
-    bidirectional,
-    dense,
-    digests,
-    naive,
-    random_model,
-    softmax,
-    steps,
-)
 from anydecode.models.scripted import EOS, MASK, ByteTokenizer, ScriptedModel
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence

@@ -16,13 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from anydecode import Choice, Grammar, JsonSchema, Regex, catalogue
-from anydecode.cli.main import app
-from anydecode.constraints.byte_grammar import byte_grammar
-from anydecode.constraints.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
-from anydecode.engine.llm import LLM
-from anydecode.errors import AnydecodeError
-from anydecode.evaluation.certify import _Restarts, scripted_llm
-from anydecode.evaluation.mechanisms.diffusion_grammar import (
+from anydecode.api.llm import LLM
+from anydecode.certification.certify import _Restarts, scripted_llm
+from anydecode.certification.oracles.diffusion_grammar import (
     END,
     PIECES,
     RECORD,
@@ -31,6 +27,10 @@ from anydecode.evaluation.mechanisms.diffusion_grammar import (
     texts,
     verifier,
 )
+from anydecode.cli.main import app
+from anydecode.constraints.grammar.byte_grammar import byte_grammar
+from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
+from anydecode.errors import AnydecodeError
 from anydecode.models.scripted import BYTE_VOCABULARY, ByteTokenizer
 from tiny_models import hf_model, own_model
 
@@ -103,7 +103,7 @@ def test_a_verifier_that_allows_empty_masks_is_detected() -> None:
 def test_with_few_trie_nodes_no_canvas_without_a_completion_is_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("anydecode.constraints.canvas_grammar.MAX_NODES", 3)
+    monkeypatch.setattr("anydecode.constraints.grammar.canvas_grammar.MAX_NODES", 3)
     rules = verifier('start: "(" start ")" | "ab" | "a"')
     whole = texts(lambda t: re.fullmatch(r"(\(*)(ab|a)(\)*)", t) is not None
                   and t.count("(") == t.count(")"), 3)  # fmt: skip

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from anydecode import catalogue
-from anydecode.engine.llm import LLM
+from anydecode.api.llm import LLM
+from anydecode.certification.certify import _Restarts, scripted_llm
 from anydecode.errors import AnydecodeError
-from anydecode.evaluation.certify import _Restarts, scripted_llm
 from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
 from anydecode.models.scripted import BYTE_VOCABULARY, EOS, MASK, ByteTokenizer, ScriptedModel
 from tiny_models import hf_model, own_model

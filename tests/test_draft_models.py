@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from anydecode import catalogue
+from anydecode.api.llm import LLM
+from anydecode.certification.certify import load_oracle_tests
+from anydecode.certification.rounds import VirtualClock, blurred, rounds, scripted, wordy
 from anydecode.decoders.speculative.draft_model import fit_vocab
 from anydecode.decoders.speculative.omnidraft import Translation
 from anydecode.decoders.speculative.saguaro import fan_out
 from anydecode.decoders.speculative.stand import NgramProbabilities
 from anydecode.decoders.speculative.windows import retrieve_chunks, truncate_to_prefix
-from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.evaluation.certify import load_oracle_tests
-from anydecode.evaluation.rounds import VirtualClock, blurred, rounds, scripted, wordy
 from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 from anydecode import catalogue
-from anydecode.decoders.speculative.acceptance import Acceptance, AcceptanceResult
+from anydecode.certification.certify import load_oracle_tests
+from anydecode.certification.rounds import accepted, rounds, scripted, wordy
+from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult
+from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.aded import Search
 from anydecode.decoders.speculative.aggressive import InputPointer
 from anydecode.decoders.speculative.copyspec import RollingIndex
-from anydecode.decoders.speculative.core import Speculative
 from anydecode.decoders.speculative.static_trees import TreeShape, worthwhile
 from anydecode.decoders.speculative.suffix import SuffixAutomaton, SuffixDrafter, likely_tree
 from anydecode.decoders.speculative.token_recycling import TokenRecyclingDrafter
 from anydecode.errors import InvalidRequestError
-from anydecode.evaluation.certify import load_oracle_tests
-from anydecode.evaluation.rounds import accepted, rounds, scripted, wordy
 from anydecode.scoring.score import Scores
 from anydecode.scoring.tree import ROOT, TokenTree
 

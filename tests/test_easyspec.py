@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 
+from anydecode.api.llm import LLM
+from anydecode.certification.certify import certify_one
+from anydecode.certification.oracles.layer_parallel import easyspec
+from anydecode.certification.tiny import tiny_model
 from anydecode.decoders.speculative import easyspec as module
-from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.evaluation.certify import certify_one
-from anydecode.evaluation.mechanisms.layer_parallel import easyspec
-from anydecode.evaluation.tiny import tiny_model
 from anydecode.kernels.library import load_library
 from anydecode.models.network import Network
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel

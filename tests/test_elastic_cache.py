@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from anydecode.api.llm import LLM
+from anydecode.certification.certify import _Restarts, scripted_llm
+from anydecode.certification.denoising import random_model
+from anydecode.certification.oracles.diffusion_elastic import engine_run, oracle
 from anydecode.decoders.diffusion.elastic_cache import ElasticDenoiser
-from anydecode.engine.llm import LLM
 from anydecode.errors import UnsupportedCombinationError
-from anydecode.evaluation.certify import _Restarts, scripted_llm
-from anydecode.evaluation.denoising import random_model
-from anydecode.evaluation.mechanisms.diffusion_elastic import engine_run, oracle
 
 
 @pytest.mark.parametrize(("shift", "size"), [(1, None), (0, 4)])

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from anydecode import Regex
+from anydecode.api.llm import LLM
+from anydecode.certification.certify import PROMPTS, scripted_llm
+from anydecode.certification.denoising import bidirectional, dense
 from anydecode.decoders.autoregressive import Autoregressive
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.prompt_lookup import prompt_lookup
-from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError, OutOfMemoryError, UnsupportedCombinationError
-from anydecode.evaluation.certify import PROMPTS, scripted_llm
-from anydecode.evaluation.denoising import bidirectional, dense
 from anydecode.kernels.interface import Output, OutputSpec, Rows
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
+from anydecode.sampling.noise import Noise
 from anydecode.sampling.sampler import Sampler
-from anydecode.scoring.noise import Noise
 from anydecode.scoring.score import Cancel, Decoding, Submit, Wait
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.span import MultiStepSpan

@@ -11,23 +11,23 @@ import numpy as np
 import pytest
 
 from anydecode import JsonSchema
-from anydecode.constraints import json_schema as json_schema_module
-from anydecode.constraints import shortest_completion as shortest_module
-from anydecode.constraints.checking import IncrementalJsonValidator, Validator
-from anydecode.constraints.completion_hints import CompletionHints, example
-from anydecode.constraints.forced_completion import ForcedCompletion
-from anydecode.constraints.narrowing import narrowed_schema
-from anydecode.constraints.relaxing import (
+from anydecode.benchmarks.constrained_bench import measure_schema, walk
+from anydecode.certification.certify import _Restarts, scripted_llm
+from anydecode.constraints.json import json_schema as json_schema_module
+from anydecode.constraints.json import shortest_completion as shortest_module
+from anydecode.constraints.json.checking import IncrementalJsonValidator, Validator
+from anydecode.constraints.json.completion_hints import CompletionHints, example
+from anydecode.constraints.json.forced_completion import ForcedCompletion
+from anydecode.constraints.json.narrowing import narrowed_schema
+from anydecode.constraints.json.relaxing import (
     NUM_LEVELS,
     relaxed_schema,
     subschemas,
     without_assertions,
 )
-from anydecode.constraints.shortest_completion import shortest_completion
-from anydecode.constraints.termination import cannot_terminate
+from anydecode.constraints.json.shortest_completion import shortest_completion
+from anydecode.constraints.json.termination import cannot_terminate
 from anydecode.errors import ConstraintError
-from anydecode.evaluation.certify import _Restarts, scripted_llm
-from anydecode.evaluation.constrained_bench import measure_schema, walk
 from anydecode.models.scripted import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

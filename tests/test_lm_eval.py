@@ -23,11 +23,11 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, f"lm_eval{name}", module)
     monkeypatch.setitem(sys.modules, model.__name__, model)
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    monkeypatch.delitem(sys.modules, "anydecode.evaluation.lm_eval", raising=False)
-    module = importlib.import_module("anydecode.evaluation.lm_eval")
+    monkeypatch.delitem(sys.modules, "anydecode.integrations.lm_eval", raising=False)
+    module = importlib.import_module("anydecode.integrations.lm_eval")
     llm = LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer(), cache_positions=64)
     yield module.AnydecodeLM(llm)
-    sys.modules.pop("anydecode.evaluation.lm_eval", None)
+    sys.modules.pop("anydecode.integrations.lm_eval", None)
 
 
 def requests(*args: tuple[Any, ...]) -> list[Any]:

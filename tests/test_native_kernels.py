@@ -43,7 +43,7 @@ from anydecode.kernels.library import (
 from anydecode.kernels.native import NativeExecutor
 from anydecode.kernels.packing import Packer
 from anydecode.kernels.reference import ReferenceBackend
-from anydecode.scoring.noise import Noise
+from anydecode.sampling.noise import Noise
 
 few = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anydecode.scoring.noise import PURPOSES, Noise, fresh_seed, philox4x32, stream_id
+from anydecode.sampling.noise import PURPOSES, Noise, fresh_seed, philox4x32, stream_id
 
 # Counter, key and output from the known-answer file of Random123.
 KNOWN_ANSWERS = [

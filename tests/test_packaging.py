@@ -53,7 +53,7 @@ def test_import_is_fast_and_llm_is_lazy() -> None:
         "from anydecode import LLM; print('torch' in sys.modules, LLM.__module__)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.split("\n")[:2] == ["False False", "True anydecode.engine.llm"]
+    assert done.stdout.split("\n")[:2] == ["False False", "True anydecode.api.llm"]
 
 
 def test_decoding_imports_no_package_that_it_does_not_need() -> None:

@@ -9,17 +9,17 @@ from collections import Counter
 
 import pytest
 
-from anydecode.errors import InvalidRequestError
-from anydecode.evaluation.parallelbench import theory
-from anydecode.evaluation.parallelbench.bench import (
+from anydecode.benchmarks.parallelbench.bench import (
     Row,
     measure,
     overall,
     questions,
     split_methods,
 )
-from anydecode.evaluation.parallelbench.report import front, to_svg
-from anydecode.evaluation.parallelbench.tasks import (
+from anydecode.benchmarks.parallelbench.report import front, to_svg
+from anydecode.errors import InvalidRequestError
+from anydecode.tasks import theory
+from anydecode.tasks.tasks import (
     LENGTHS,
     NAMES,
     TASKS,
@@ -185,7 +185,7 @@ class _Scripted:
         self.texts = texts
 
     def generate(self, prompts: list[str], **options: object) -> list[object]:
-        from anydecode.engine.generation import Generation, Stats
+        from anydecode.api.generation import Generation, Stats
 
         stats = Stats(2, 3, 5, 0.5, 0.1, 40)
         return [Generation(self.texts[p], [], "stop", 0, stats, "scripted") for p in prompts]

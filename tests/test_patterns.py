@@ -14,16 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anydecode import Grammar, JsonSchema, Regex
-from anydecode.constraints import byte_grammar, patterns
-from anydecode.constraints.byte_regex import EMPTY, read_regex
-from anydecode.constraints.completion_hints import example
-from anydecode.constraints.narrowing import narrowed_schema
+from anydecode.benchmarks.constrained_answers import judged
+from anydecode.benchmarks.constrained_bench import walk
+from anydecode.constraints import patterns
+from anydecode.constraints.grammar import byte_grammar
+from anydecode.constraints.grammar.byte_regex import EMPTY, read_regex
+from anydecode.constraints.json.completion_hints import example
+from anydecode.constraints.json.narrowing import narrowed_schema
+from anydecode.constraints.json.relaxing import without_assertions
+from anydecode.constraints.json.witnesses import matching_texts, search_expression
 from anydecode.constraints.patterns import matches
-from anydecode.constraints.relaxing import without_assertions
-from anydecode.constraints.witnesses import matching_texts, search_expression
 from anydecode.errors import ConstraintError
-from anydecode.evaluation.constrained_answers import judged
-from anydecode.evaluation.constrained_bench import walk
 from anydecode.models.scripted import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -59,8 +60,8 @@ def test_exponential_patterns_terminate_through_the_api(schema):
     program = """
 import json, sys
 from anydecode import JsonSchema
-from anydecode.constraints.narrowing import narrowed_schema
-from anydecode.evaluation.certify import scripted_llm
+from anydecode.constraints.json.narrowing import narrowed_schema
+from anydecode.certification.certify import scripted_llm
 schema = json.loads(sys.argv[1])
 with scripted_llm() as llm:
     answer = llm.generate("x: ", constraint=JsonSchema(schema), max_tokens=64, seed=0)
@@ -75,7 +76,7 @@ def test_exponential_patterns_terminate_through_the_server():
     pytest.importorskip("httpx")
     program = """
 import json, sys, httpx
-from anydecode.evaluation.certify import scripted_llm
+from anydecode.certification.certify import scripted_llm
 from anydecode.server.running import LiveServer
 from anydecode.server.settings import Settings
 with scripted_llm() as llm, LiveServer(llm, Settings(name="scripted", port=0)) as server:
@@ -199,7 +200,7 @@ def test_a_pattern_that_takes_too_many_steps_does_not_match():
 
 def test_answers_are_validated_without_backtracking():
     row = {"text": json.dumps({_NAME: 1})}
-    program = "import json, sys\nfrom anydecode.evaluation.constrained_answers import judged\n"
+    program = "import json, sys\nfrom anydecode.benchmarks.constrained_answers import judged\n"
     program += "print([judged(json.loads(one), json.loads(sys.argv[1]))['valid']"
     program += " for one in sys.argv[2:]])"
     schemas = [HOSTILE[0], {"patternProperties": {_EXPONENTIAL: False}}, {"pattern": "("}]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from anydecode import LLM
+from anydecode.certification.certify import scripted_llm
+from anydecode.certification.oracles import prefill as mechanisms
+from anydecode.certification.tiny import tiny_model
 from anydecode.decoders.prefill import fastkv, gear, mustdrop, prefilled, quickprefill
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.evaluation.certify import scripted_llm
-from anydecode.evaluation.mechanisms import prefill as mechanisms
-from anydecode.evaluation.tiny import tiny_model
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 

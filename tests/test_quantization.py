@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from anydecode import LLM
+from anydecode.benchmarks.parallelbench.bench import diffusion_methods
+from anydecode.benchmarks.quantization import entropy
+from anydecode.certification.certify import certify_one
+from anydecode.certification.denoising import bidirectional, dense, softmax
+from anydecode.certification.oracles import diffusion_ptq
 from anydecode.cli.bench import run_bench
 from anydecode.errors import AnydecodeError, InvalidRequestError
-from anydecode.evaluation.certify import certify_one
-from anydecode.evaluation.denoising import bidirectional, dense, softmax
-from anydecode.evaluation.mechanisms import diffusion_ptq
-from anydecode.evaluation.parallelbench.bench import diffusion_methods
-from anydecode.evaluation.parallelbench.tasks import examples
-from anydecode.evaluation.quantization import entropy
 from anydecode.kernels.formats import dequantize, quantize
 from anydecode.kernels.interface import Weight
 from anydecode.models import gptq
 from anydecode.models.gptq import quantize_matrix
 from anydecode.models.scripted import MASK
+from anydecode.tasks.tasks import examples
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

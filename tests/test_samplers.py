@@ -12,14 +12,12 @@ import pytest
 import torch
 
 from anydecode import JsonSchema, catalogue
-from anydecode.decoders.search import contrastive
-from anydecode.engine.llm import LLM
-from anydecode.errors import CheckpointError, InvalidRequestError, UnsupportedCombinationError
-from anydecode.evaluation.certify import _measures, _Restarts, load_oracle_tests
-from anydecode.evaluation.mechanisms import sampling_claims as claims
-from anydecode.evaluation.mechanisms import sampling_states as states
-from anydecode.evaluation.mechanisms.sampling_oracles import random_heads
-from anydecode.evaluation.samplers import (
+from anydecode.api.llm import LLM
+from anydecode.certification.certify import _measures, _Restarts, load_oracle_tests
+from anydecode.certification.oracles import sampling_claims as claims
+from anydecode.certification.oracles import sampling_states as states
+from anydecode.certification.oracles.sampling_oracles import random_heads
+from anydecode.certification.samplers import (
     PROMPT,
     OracleContext,
     ToyModel,
@@ -27,6 +25,8 @@ from anydecode.evaluation.samplers import (
     _target_model,
     rows_check,
 )
+from anydecode.decoders.search import contrastive
+from anydecode.errors import CheckpointError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.sampling import autodeco, dola, dry, mirostat, momentum, top_w, truncation, xtc
 from anydecode.sampling.autodeco import Heads

@@ -22,6 +22,7 @@ from anydecode.sampling.guidance import Guidance
 from anydecode.sampling.logprobs import distribution_logprobs, token_logprobs
 from anydecode.sampling.mirostat import Mirostat, MirostatZipf
 from anydecode.sampling.momentum import Momentum
+from anydecode.sampling.noise import Noise
 from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.penalties import CountPenalty, RepetitionPenalty
 from anydecode.sampling.processor import LogitsProcessor
@@ -29,7 +30,6 @@ from anydecode.sampling.sampler import Sampler
 from anydecode.sampling.top_w import Geometry, TopW, best_set
 from anydecode.sampling.truncation import Epsilon, Eta, MinP, TopK, TopNSigma, TopP, Typical
 from anydecode.sampling.xtc import ExcludeTopChoices
-from anydecode.scoring.noise import Noise
 
 NOISE = Noise(2024)
 

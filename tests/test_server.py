@@ -25,26 +25,26 @@ try:  # here, because its deep modules cannot be imported within a deep stack
 except ImportError:
     schemathesis = None
 
-from anydecode.cli.bench import run_bench  # noqa: E402
-from anydecode.decoders.decoder import Decoder  # noqa: E402
-from anydecode.engine.request import Request  # noqa: E402
-from anydecode.errors import InvalidRequestError  # noqa: E402
-from anydecode.evaluation.certify import scripted_llm  # noqa: E402
-from anydecode.evaluation.mechanisms import serving as mechanisms  # noqa: E402
-from anydecode.evaluation.serving.bench import parse_objective  # noqa: E402
-from anydecode.evaluation.serving.plot import distribution_svg  # noqa: E402
-from anydecode.evaluation.serving.replay import (  # noqa: E402
+from anydecode.api.request import Request  # noqa: E402
+from anydecode.benchmarks.serving.bench import parse_objective  # noqa: E402
+from anydecode.benchmarks.serving.plot import distribution_svg  # noqa: E402
+from anydecode.benchmarks.serving.replay import (  # noqa: E402
     Objective,
     RequestOutcome,
     gaps_during_prefill,
     summary,
 )
-from anydecode.evaluation.serving.traces import (  # noqa: E402
+from anydecode.benchmarks.serving.traces import (  # noqa: E402
     Arrival,
     prompt_text,
     read_trace,
     scaled,
 )
+from anydecode.certification.certify import scripted_llm  # noqa: E402
+from anydecode.certification.oracles import serving as mechanisms  # noqa: E402
+from anydecode.cli.bench import run_bench  # noqa: E402
+from anydecode.decoders.decoder import Decoder  # noqa: E402
+from anydecode.errors import InvalidRequestError  # noqa: E402
 from anydecode.models.scripted import ScriptedModel  # noqa: E402
 from anydecode.server import logs  # noqa: E402
 from anydecode.server.app import create_app  # noqa: E402
@@ -436,7 +436,7 @@ def test_soak(llm: Any) -> None:
 
 def test_preemption_changes_no_text() -> None:
     model = ScriptedModel(seed=1)
-    from anydecode.engine.llm import LLM
+    from anydecode.api.llm import LLM
     from anydecode.models.scripted import ByteTokenizer
 
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=200) as llm:
@@ -712,7 +712,7 @@ def test_the_api_matches_its_openapi_schema(llm: Any) -> None:
 
 def test_the_serve_command_shuts_down_on_sigterm(tmp_path: Path) -> None:
     program = (
-        "import anydecode.engine.llm as m, anydecode.evaluation.certify as c, anydecode;"
+        "import anydecode.api.llm as m, anydecode.certification.certify as c, anydecode;"
         "anydecode.LLM = lambda name, **o: c.scripted_llm();"
         "from anydecode.cli.main import run; run(['serve', 'scripted', '--port', '0'])"
     )

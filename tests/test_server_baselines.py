@@ -19,15 +19,15 @@ import pytest
 
 httpx = pytest.importorskip("httpx")
 
+from anydecode.benchmarks.serving import baselines  # noqa: E402
+from anydecode.benchmarks.serving.baselines import Comparison, Load, parse_baseline, started_server  # noqa: E402
+from anydecode.benchmarks.serving.replay import Endpoint, Objective, RequestOutcome  # noqa: E402
+from anydecode.benchmarks.serving.sweep import Search, print_sweep, sweep  # noqa: E402
+from anydecode.benchmarks.serving.sweep_plot import sweep_svg  # noqa: E402
+from anydecode.benchmarks.serving.traces import Arrival, prompt_text  # noqa: E402
+from anydecode.certification.certify import scripted_llm  # noqa: E402
 from anydecode.cli.bench import run_bench  # noqa: E402
 from anydecode.errors import InvalidRequestError  # noqa: E402
-from anydecode.evaluation.certify import scripted_llm  # noqa: E402
-from anydecode.evaluation.serving import baselines  # noqa: E402
-from anydecode.evaluation.serving.baselines import Comparison, Load, parse_baseline, started_server  # noqa: E402
-from anydecode.evaluation.serving.replay import Endpoint, Objective, RequestOutcome  # noqa: E402
-from anydecode.evaluation.serving.sweep import Search, print_sweep, sweep  # noqa: E402
-from anydecode.evaluation.serving.sweep_plot import sweep_svg  # noqa: E402
-from anydecode.evaluation.serving.traces import Arrival, prompt_text  # noqa: E402
 from anydecode.server import chat  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.service import Service  # noqa: E402
@@ -229,7 +229,7 @@ def test_sigterm_stops_started_servers(mistaken: bool, tmp_path: Path) -> None:
     server.write_text(ending + REFUSING)
     program = f"""
 import contextlib, signal
-from anydecode.evaluation.serving.baselines import sigterm_as_exit, started_server
+from anydecode.benchmarks.serving.baselines import sigterm_as_exit, started_server
 with {"contextlib.nullcontext" if mistaken else "sigterm_as_exit"}():
     with started_server("refusing", "{sys.executable} {server} {{port}}") as url:
         print(url, flush=True)

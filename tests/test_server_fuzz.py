@@ -18,9 +18,9 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 
 from anydecode import catalogue  # noqa: E402
+from anydecode.certification.certify import scripted_llm  # noqa: E402
 from anydecode.decoders.diffusion.chains import ChainDenoiser  # noqa: E402
 from anydecode.decoders.diffusion.denoiser import Denoiser  # noqa: E402
-from anydecode.evaluation.certify import scripted_llm  # noqa: E402
 from anydecode.sampling.params import SamplingParams  # noqa: E402
 from anydecode.server.app import create_app  # noqa: E402
 from anydecode.server.protocol import (  # noqa: E402

@@ -14,8 +14,8 @@ import pytest
 
 httpx = pytest.importorskip("httpx")
 
+from anydecode.certification.certify import certify_one, scripted_llm  # noqa: E402
 from anydecode.errors import InvalidRequestError  # noqa: E402
-from anydecode.evaluation.certify import certify_one, scripted_llm  # noqa: E402
 from anydecode.server import telemetry  # noqa: E402
 from anydecode.server.admission import host_name, is_loopback  # noqa: E402
 from anydecode.server.app import create_app  # noqa: E402
@@ -156,7 +156,7 @@ def test_the_environment_configures_telemetry(monkeypatch: pytest.MonkeyPatch) -
 def test_missing_opentelemetry_is_a_one_line_error() -> None:
     program = (
         "import sys; sys.modules['opentelemetry.sdk.resources'] = None;"
-        "import anydecode.evaluation.certify as c, anydecode;"
+        "import anydecode.certification.certify as c, anydecode;"
         "anydecode.LLM = lambda name, **o: c.scripted_llm();"
         "from anydecode.cli.main import run; run(['serve', 'scripted', '--port', '0'])"
     )

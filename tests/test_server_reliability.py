@@ -19,11 +19,11 @@ import pytest
 
 httpx = pytest.importorskip("httpx")
 
+from anydecode.benchmarks.serving import soak as soak_module  # noqa: E402
+from anydecode.benchmarks.serving.soak import Case, Soak, soak  # noqa: E402
+from anydecode.certification.tiny import tiny_llm, tiny_model  # noqa: E402
 from anydecode.engine import costs  # noqa: E402
 from anydecode.errors import InvalidRequestError  # noqa: E402
-from anydecode.evaluation.serving import soak as soak_module  # noqa: E402
-from anydecode.evaluation.serving.soak import Case, Soak, soak  # noqa: E402
-from anydecode.evaluation.tiny import tiny_llm, tiny_model  # noqa: E402
 from anydecode.memory.spill import DiskSpill  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
@@ -92,8 +92,8 @@ def test_preemption_changes_no_text_of_any_decoder() -> None:
 _PROGRAM = """
 import sys
 from pathlib import Path
-from anydecode.engine.llm import LLM
-from anydecode.evaluation.tiny import tiny_model
+from anydecode.api.llm import LLM
+from anydecode.certification.tiny import tiny_model
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.server.running import serve
 from anydecode.server.settings import Settings

@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
-from anydecode.decoders.speculative.core import Drafter, DraftSession, Speculative, TextDraftSession
-from anydecode.engine.llm import LLM
+from anydecode.api.llm import LLM
+from anydecode.decoders.framework.speculation import (
+    Drafter,
+    DraftSession,
+    Speculative,
+    TextDraftSession,
+)
 from anydecode.errors import AnydecodeError, OutOfMemoryError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.sequence import Sequence

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anydecode.engine.text import Detokenizer, OutputProcessor
+from anydecode.api.text import Detokenizer, OutputProcessor
 
 
 class TokenPieces:

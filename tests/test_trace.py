@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from anydecode.engine.generation import Generation, Stats
-from anydecode.engine.llm import LLM
-from anydecode.evaluation.trace_html import fragment, page, passes_of
+from anydecode.api.generation import Generation, Stats
+from anydecode.api.llm import LLM
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.trace.html import fragment, page, passes_of
 
 RECORD = {
     "position": 3,

@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from html import unescape
 
-from anydecode.evaluation.trace_canvas import MASK, steps_of, view
-from anydecode.evaluation.trace_html import page
+from anydecode.trace.canvas import MASK, steps_of, view
+from anydecode.trace.html import page
 from test_trace import Reader, make_generation
 
 TRACE = [

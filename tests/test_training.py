@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from anydecode import LLM
 from anydecode.errors import InvalidRequestError
-from anydecode.evaluation.parallelbench.tasks import NAMES, TASKS, examples
 from anydecode.models.loading import resolve
 from anydecode.models.loading.names import base_model_name
+from anydecode.tasks.tasks import NAMES, TASKS, examples
 from anydecode.training import checkpoint, curve, denoising, objectives
 from anydecode.training.data import PADDING_WEIGHT, Batch, batches
 from anydecode.training.diffusion import STAGES, DiffusionRecipe, DiffusionRun

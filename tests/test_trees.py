@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from anydecode import catalogue
+from anydecode.certification.certify import load_oracle_tests
+from anydecode.certification.rounds import accepted, blurred, rounds, scripted, wordy
 from anydecode.decoders.speculative import draft_trees
 from anydecode.decoders.speculative.draft_trees import GrowingTree
 from anydecode.errors import InvalidRequestError
-from anydecode.evaluation.certify import load_oracle_tests
-from anydecode.evaluation.rounds import accepted, blurred, rounds, scripted, wordy
 from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.scripted import ScriptedModel
@@ -111,7 +111,7 @@ def test_first_draws_follow_the_draft_distribution() -> None:
 
 
 def _record_trees(decoder: object, trees_seen: list) -> object:
-    from anydecode.decoders.speculative.acceptance import TokenExact
+    from anydecode.decoders.framework.acceptance import TokenExact
 
     def walk(tree: object, scores: object) -> object:
         trees_seen.append(tree)

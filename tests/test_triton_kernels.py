@@ -49,7 +49,7 @@ from anydecode.kernels.interface import (
 from anydecode.kernels.reference import ReferenceBackend
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
-from anydecode.scoring.noise import Noise, stream_id
+from anydecode.sampling.noise import Noise, stream_id
 from tiny_models import chain, hf_model, make_rows, own_model, whole
 
 problem = unavailable_reason()

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anydecode import JsonSchema
-from anydecode.constraints.checking import Validator
-from anydecode.constraints.narrowing import narrowed_schema
-from anydecode.constraints.shortest_completion import shortest_completion
-from anydecode.constraints.witnesses import matching_texts, search_expression, witnesses
+from anydecode.constraints.json.checking import Validator
+from anydecode.constraints.json.narrowing import narrowed_schema
+from anydecode.constraints.json.shortest_completion import shortest_completion
+from anydecode.constraints.json.witnesses import matching_texts, search_expression, witnesses
 from anydecode.models.scripted import ByteTokenizer
 
 

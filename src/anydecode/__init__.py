@@ -14,16 +14,16 @@ from anydecode.errors import AnydecodeError
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from anydecode.constraints.json_schema import JsonSchema as JsonSchema
+    from anydecode.api.llm import LLM as LLM
+    from anydecode.constraints.json.json_schema import JsonSchema as JsonSchema
     from anydecode.constraints.languages import Choice as Choice
     from anydecode.constraints.languages import Grammar as Grammar
     from anydecode.constraints.languages import Regex as Regex
     from anydecode.constraints.predicate import Predicate as Predicate
-    from anydecode.engine.llm import LLM as LLM
 
 _MODULES = {
-    "LLM": "anydecode.engine.llm",
-    "JsonSchema": "anydecode.constraints.json_schema",
+    "LLM": "anydecode.api.llm",
+    "JsonSchema": "anydecode.constraints.json.json_schema",
     "Regex": "anydecode.constraints.languages",
     "Grammar": "anydecode.constraints.languages",
     "Choice": "anydecode.constraints.languages",

@@ -22,39 +22,39 @@ class Bench(NamedTuple):
 
 BENCHES = {
     "constrained": Bench(
-        "anydecode.evaluation.constrained_bench:bench_constrained",
+        "anydecode.benchmarks.constrained_bench:bench_constrained",
         "Constrained decoding: coverage, errors and cost on JSONSchemaBench and the JSON Schema"
         " test suite.",
     ),
     "parallelbench": Bench(
-        "anydecode.evaluation.parallelbench.bench:bench_parallelbench",
+        "anydecode.benchmarks.parallelbench.bench:bench_parallelbench",
         "Diffusion methods: accuracy against passes per token, on tasks with checkable answers.",
     ),
     "baselines": Bench(
-        "anydecode.evaluation.baselines:bench_baselines",
+        "anydecode.benchmarks.baselines:bench_baselines",
         "anydecode against transformers, llama.cpp and OpenVINO GenAI, in one run.",
     ),
     "cost": Bench(
-        "anydecode.evaluation.cost:bench_cost", "The cost of a pass over n rows on this machine."
+        "anydecode.benchmarks.cost:bench_cost", "The cost of a pass over n rows on this machine."
     ),
     "speculative": Bench(
-        "anydecode.evaluation.speculative_bench:bench_speculative",
+        "anydecode.benchmarks.speculative_bench:bench_speculative",
         "Speculative methods against plain decoding, per prompt.",
     ),
     "quantization": Bench(
-        "anydecode.evaluation.quantization:bench_quantization",
+        "anydecode.benchmarks.quantization:bench_quantization",
         "Accuracy lost by a diffusion model in quantised formats, at the same number of passes.",
     ),
     "serving": Bench(
-        "anydecode.evaluation.serving.bench:bench_serving",
+        "anydecode.benchmarks.serving.bench:bench_serving",
         "A request trace replayed against a server: latencies and goodput under an SLO.",
     ),
     "overhead": Bench(
-        "anydecode.evaluation.serving.overhead:bench_overhead",
+        "anydecode.benchmarks.serving.overhead:bench_overhead",
         "Time that the server adds to the engine's, per request and per streamed token.",
     ),
     "soak": Bench(
-        "anydecode.evaluation.serving.soak:bench_soak",
+        "anydecode.benchmarks.serving.soak:bench_soak",
         "Thousands of requests from unreliable clients: checks for leaks, wrong text and hangs.",
     ),
 }

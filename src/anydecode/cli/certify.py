@@ -15,9 +15,9 @@ from anydecode.cli import options
 from anydecode.cli.output import note, print_json, progress
 
 if TYPE_CHECKING:
-    from anydecode.evaluation.certify import Certificate, Check
-    from anydecode.evaluation.certify_model import BatchOutcome, Trials
-    from anydecode.evaluation.results_log import ResultsLog
+    from anydecode.certification.certify import Certificate, Check
+    from anydecode.certification.certify_model import BatchOutcome, Trials
+    from anydecode.results_log import ResultsLog
 
 
 def certify_methods(
@@ -109,8 +109,8 @@ def certify_methods(
         log = _open_log(keep, settings)
         certificates, stopped = _run_checks(keys or [], log, json)
     else:
-        from anydecode.evaluation.certify_model import Trials
-        from anydecode.evaluation.speculative_bench import questions
+        from anydecode.benchmarks.speculative_bench import questions
+        from anydecode.certification.certify_model import Trials
 
         formats = tuple(part.strip() for part in dtypes.split(",") if part.strip())
         prompts = questions(data, limit)
@@ -153,8 +153,8 @@ def _print_certificate(certificate: Certificate, checks: Iterable[Check]) -> Non
 def _open_log(keep: Path | None, settings: dict[str, Any]) -> ResultsLog | None:
     """Open the results log: the user's file, else one in the cache folder that belongs to these
     settings and this code; None if that cannot be written."""
-    from anydecode.evaluation.results_log import ResultsLog
     from anydecode.folders import default_cache
+    from anydecode.results_log import ResultsLog
 
     if keep is not None:
         return ResultsLog(keep, settings)
@@ -191,7 +191,7 @@ def _run_checks(
 ) -> tuple[list[Certificate], bool]:
     """Run the checks of methods. Returns the certificates, and whether the user interrupted."""
     from anydecode.catalogue import cards
-    from anydecode.evaluation.certify import certify
+    from anydecode.certification.certify import certify
 
     selected = keys or sorted(card.key for card in cards())
     done: list[Certificate] = []
@@ -222,7 +222,7 @@ def _run_on_model(
     log: ResultsLog | None,
 ) -> tuple[list[Certificate], bool]:
     """Run methods on a model. Returns the certificates, and whether the user interrupted."""
-    from anydecode.evaluation.certify_model import certificates, outcomes
+    from anydecode.certification.certify_model import certificates, outcomes
 
     selected = keys or _drafting_keys()
     total = len(selected) * sum(map(len, trials.batches().values()))

@@ -14,8 +14,8 @@ from typing import Any
 from anydecode import __version__
 from anydecode.cli import options
 from anydecode.cli.output import print_json
-from anydecode.evaluation.machine_info import cpu_name, usable_cores
 from anydecode.kernels.pages import memory_bytes
+from anydecode.machine import cpu_name, usable_cores
 
 OPTIONAL_PACKAGES = (
     "transformers",

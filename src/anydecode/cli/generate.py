@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from anydecode import LLM
+    from anydecode.api.generation import Generation, StreamChunk
     from anydecode.constraints.constraint import Constraint
-    from anydecode.engine.generation import Generation, StreamChunk
 
 HINT_MARKER = ".chat-hint-given"
 
@@ -145,7 +145,7 @@ def read_grammar(file: Path) -> Constraint:
 
 def write_trace(generation: Generation, file: Path) -> None:
     """Write the generation's passes to an HTML file."""
-    from anydecode.evaluation.trace_html import page
+    from anydecode.trace.html import page
 
     try:
         file.write_text(page(generation), encoding="utf-8")

@@ -13,7 +13,7 @@ import numpy as np
 from anydecode.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from anydecode.constraints.completion_hints import CompletionHints
+    from anydecode.constraints.json.completion_hints import CompletionHints
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from anydecode.constraints.completion_hints import CompletionHints
 from anydecode.constraints.constraint import (
     Constraint,
     ConstraintReport,
     ConstraintState,
     IncrementalValidator,
 )
+from anydecode.constraints.json.completion_hints import CompletionHints
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ import numpy as np
 from anydecode.errors import ConstraintError
 
 if TYPE_CHECKING:
-    from anydecode.scoring.noise import Noise
+    from anydecode.sampling.noise import Noise
 
 
 @dataclass(slots=True, eq=False)

@@ -17,8 +17,8 @@ from anydecode.errors import ConstraintError
 from anydecode.kernels.library import load_library, sample_gumbel
 from anydecode.sampling.candidates import Candidates, Distribution
 from anydecode.sampling.constrained import Constrained
+from anydecode.sampling.noise import Noise
 from anydecode.sampling.processor import LogitsCombiner, LogitsProcessor
-from anydecode.scoring.noise import Noise
 
 
 class Sampler:

@@ -13,8 +13,8 @@ import torch
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
+from anydecode.sampling.noise import Noise
 from anydecode.scoring.cost import CostModel
-from anydecode.scoring.noise import Noise
 from anydecode.scoring.score import MultiStep, ScoreRequest, Scores
 from anydecode.scoring.span import (
     BlockSpan,

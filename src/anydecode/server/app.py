@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from anydecode import __version__, catalogue
+from anydecode.api.llm import LLM
 from anydecode.decoders.decoder import Decoder
-from anydecode.engine.llm import LLM
 from anydecode.errors import AnydecodeError
 from anydecode.server import metrics
 from anydecode.server.admission import AdmissionMiddleware

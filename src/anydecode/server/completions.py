@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from anydecode.engine.generation import Generation
-from anydecode.engine.request import Request
+from anydecode.api.generation import Generation
+from anydecode.api.request import Request
 from anydecode.server import logprobs
 from anydecode.server.errors import ApiError
 from anydecode.server.events import DONE, EventStream, encode_event

@@ -13,7 +13,7 @@ import numpy as np
 from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from anydecode.engine.embedding import MeanState
+from anydecode.api.embedding import MeanState
 from anydecode.server.errors import ApiError
 from anydecode.server.options import adapter_of, check_choices
 from anydecode.server.prompts import prompt_list

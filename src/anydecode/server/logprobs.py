@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from anydecode.engine.text import Detokenizer
+from anydecode.api.text import Detokenizer
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.logprobs import TokenLogprobs

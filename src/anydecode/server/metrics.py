@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from anydecode.engine.generation import Generation
-from anydecode.engine.llm import LLM
+from anydecode.api.generation import Generation
+from anydecode.api.llm import LLM
 from anydecode.engine.model_runner import ModelRunner
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

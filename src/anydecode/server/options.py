@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from anydecode import catalogue
-from anydecode.engine.llm import LLM
-from anydecode.engine.methods import parameters
+from anydecode.api.llm import LLM
+from anydecode.api.methods import parameters
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.params import SamplingParams
 from anydecode.server.errors import ApiError

@@ -11,7 +11,7 @@ from uuid import uuid4
 from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from anydecode.engine.generation import Generation
+from anydecode.api.generation import Generation
 from anydecode.server.errors import ApiError
 from anydecode.server.events import EventStream
 from anydecode.server.options import engine_options

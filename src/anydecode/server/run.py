@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from anydecode.engine.generation import Generation
-from anydecode.engine.llm import LLM
-from anydecode.engine.request import Request
+from anydecode.api.generation import Generation
+from anydecode.api.llm import LLM
+from anydecode.api.request import Request
 from anydecode.server.errors import ApiError
 
 Receive = Callable[[], Any]

@@ -9,7 +9,7 @@ from types import FrameType
 
 import uvicorn
 
-from anydecode.engine.llm import LLM
+from anydecode.api.llm import LLM
 from anydecode.server import logs
 from anydecode.server.app import create_app
 from anydecode.server.settings import Settings

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
+from anydecode.api.generation import Generation
+from anydecode.api.llm import LLM
+from anydecode.api.request import Request
+from anydecode.api.text import Detokenizer
 from anydecode.constraints.constraint import Constraint
 from anydecode.constraints.reasoning import AfterReasoning
-from anydecode.engine.generation import Generation
-from anydecode.engine.llm import LLM
-from anydecode.engine.request import Request
-from anydecode.engine.text import Detokenizer
 from anydecode.errors import AnydecodeError, InvalidRequestError
 from anydecode.server.metrics import Metrics
 from anydecode.server.options import check_choices, check_prompt, ignored_fields
@@ -214,7 +214,7 @@ def extension(generations: list[Generation], tokenizer: Any, body: Options) -> d
     if ignored := ignored_fields(body, tokenizer.chat_template):
         fields["ignored"] = ignored
     if body.trace == "html":
-        from anydecode.evaluation.trace_html import page
+        from anydecode.trace.html import page
 
         fields["trace_html"] = [page(one) for one in generations]
     elif first.trace is not None:

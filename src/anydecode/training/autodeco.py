@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from anydecode.api.llm import LLM
 from anydecode.decoders.decoder import Decoder
-from anydecode.engine.llm import LLM
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.autodeco import MAX_TEMPERATURE, MIN_TEMPERATURE, NUM_FEATURES, Heads
 from anydecode.scoring.score import Decoding

@@ -25,7 +25,6 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anydecode.errors import CheckpointError, InvalidRequestError
-from anydecode.evaluation.parallelbench.tasks import TASKS, examples, lengths, make_example
 from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
@@ -33,6 +32,7 @@ from anydecode.models.families.config import head_dim, text_config
 from anydecode.models.loading.llada import INNER_NAMES
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.tokenizers import HFTokenizer
+from anydecode.tasks.tasks import TASKS, examples, lengths, make_example
 from anydecode.training.checkpoint import (
     llama_name,
     load_state,
@@ -248,7 +248,7 @@ def step_pairs(
 
 def self_pairs(checkpoint: Checkpoint, count: int, seed: int, tokens: int = 48) -> list[Pair]:
     """The model's own greedy answers to prompts that it generates after its chat template."""
-    from anydecode.engine.llm import LLM
+    from anydecode.api.llm import LLM
     from anydecode.training.autodeco import generate_prompts
 
     with LLM(checkpoint.path, threads=torch.get_num_threads()) as llm:
@@ -257,8 +257,8 @@ def self_pairs(checkpoint: Checkpoint, count: int, seed: int, tokens: int = 48) 
 
 def bundled_prompt_pairs(checkpoint: Checkpoint, tokens: int = 48) -> list[Pair]:
     """The model's greedy answers to every second prompt of the package, for evaluation."""
-    from anydecode.engine.llm import LLM
-    from anydecode.evaluation.prompts import PROMPTS
+    from anydecode.api.llm import LLM
+    from anydecode.tasks.prompts import PROMPTS
 
     with LLM(checkpoint.path, threads=torch.get_num_threads()) as llm:
         chat = llm.tokenizer.render_chat

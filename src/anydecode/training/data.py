@@ -12,7 +12,7 @@ from random import Random
 import tokenizers
 import torch
 
-from anydecode.evaluation.parallelbench.tasks import TASKS, lengths, make_example
+from anydecode.tasks.tasks import TASKS, lengths, make_example
 from anydecode.training.tokenizer import EOS_ID
 
 #: Loss weight of an EOS after the first one; the first one has weight 1.

@@ -8,7 +8,7 @@ import tokenizers
 import torch
 from torch.nn import functional
 
-from anydecode.evaluation.parallelbench.tasks import Example
+from anydecode.tasks.tasks import Example
 from anydecode.training.objectives import without_mask
 from anydecode.training.tokenizer import EOS_ID, MASK_ID
 from anydecode.training.transformer import Transformer

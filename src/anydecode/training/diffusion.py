@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from anydecode.errors import InvalidRequestError
-from anydecode.evaluation.parallelbench.tasks import TASKS, examples
+from anydecode.tasks.tasks import TASKS, examples
 from anydecode.training import checkpoint, denoising
 from anydecode.training.data import batches
 from anydecode.training.objectives import causal_loss, diffusion_loss

@@ -8,7 +8,7 @@ from functools import cache
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from anydecode.evaluation.parallelbench.tasks import TASKS, examples, lengths
+from anydecode.tasks.tasks import TASKS, examples, lengths
 
 PAD, EOS, MASK = "<|pad|>", "<|endoftext|>", "<|mdm_mask|>"
 PAD_ID, EOS_ID, MASK_ID = 0, 1, 2

@@ -15,7 +15,7 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.sampling.candidates import Distribution, log_sum_exp
 from anydecode.sampling.constrained import ConstraintState
-from anydecode.scoring.noise import Noise
+from anydecode.sampling.noise import Noise
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 

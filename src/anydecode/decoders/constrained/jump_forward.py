@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from anydecode.catalogue import Card, register
 from anydecode.constraints.drafts import constraint_state, pruned
-from anydecode.decoders.speculative.core import (
+from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
     Proposal,

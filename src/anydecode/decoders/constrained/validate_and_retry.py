@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anydecode.constraints.constraint import Constraint, IncrementalValidator
-from anydecode.constraints.shortest_completion import shortest_completion
+from anydecode.constraints.json.shortest_completion import shortest_completion
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer

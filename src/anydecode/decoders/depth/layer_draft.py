@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.speculative.acceptance import TokenExact
+from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from anydecode.decoders.diffusion.canvas import Canvas
-from anydecode.decoders.diffusion.canvas_spans import CanvasSpan, canvas_span, causal_span
+from anydecode.decoders.framework.canvas_spans import CanvasSpan, canvas_span, causal_span
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.spec import ModelSpec

@@ -21,11 +21,11 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.diffusion.blocks import BlockPolicy, WholeCanvas
 from anydecode.decoders.diffusion.caches import CachePolicy, NoCache
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
-from anydecode.decoders.diffusion.canvas_spans import CanvasSpan, canvas_span, score_canvas
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence, Ranking, best_first
 from anydecode.decoders.diffusion.stops import StopRule
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking, UnmaskPolicy
+from anydecode.decoders.framework.canvas_spans import CanvasSpan, canvas_span, score_canvas
 from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.constrained import constraint_of
 from anydecode.sampling.sampler import Sampler

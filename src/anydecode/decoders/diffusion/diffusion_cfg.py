@@ -12,9 +12,9 @@ from functools import lru_cache
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.constraints.byte_grammar import byte_grammar
-from anydecode.constraints.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
 from anydecode.constraints.constraint import ConstraintState
+from anydecode.constraints.grammar.byte_grammar import byte_grammar
+from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.decoders.diffusion import caches
 from anydecode.decoders.diffusion.blocks import FixedBlocks

@@ -15,13 +15,13 @@ import torch
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.diffusion.canvas import Canvas
-from anydecode.decoders.diffusion.canvas_spans import CanvasSpan, canvas_span
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.stops import EndOfText
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 from anydecode.decoders.diffusion.window_diffusion import FirstMasks
-from anydecode.decoders.prefill.attention_probe import attention_probe
+from anydecode.decoders.framework.attention_probe import attention_probe
+from anydecode.decoders.framework.canvas_spans import CanvasSpan, canvas_span
 from anydecode.decoders.prefill.prefilled import check_float
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.scoring.score import Decoding, ScoreRequest, Scores

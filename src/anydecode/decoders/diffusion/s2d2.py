@@ -16,13 +16,13 @@ from anydecode.catalogue import Card, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import BlockCausalCache
 from anydecode.decoders.diffusion.canvas import Canvas
-from anydecode.decoders.diffusion.canvas_spans import CausalSpan, score_canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.sdar import BlockSchedule
 from anydecode.decoders.diffusion.unmasking import ThresholdOrSchedule
-from anydecode.decoders.speculative.rejection import rejection_steps
+from anydecode.decoders.framework.canvas_spans import CausalSpan, score_canvas
+from anydecode.decoders.framework.rejection import rejection_steps
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.interface import Rows
 from anydecode.memory.sequence_cache import SequenceCache

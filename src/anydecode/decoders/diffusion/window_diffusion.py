@@ -13,12 +13,12 @@ from anydecode.catalogue import Card, register
 from anydecode.decoders.diffusion.blocks import BlockPolicy
 from anydecode.decoders.diffusion.caches import CachePolicy, uncached_span
 from anydecode.decoders.diffusion.canvas import Canvas
-from anydecode.decoders.diffusion.canvas_spans import CanvasSpan
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import ranking
 from anydecode.decoders.diffusion.stops import EndOfText
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
+from anydecode.decoders.framework.canvas_spans import CanvasSpan
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.spec import ModelSpec

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.prefill.attention_probe import attention_probe
+from anydecode.decoders.framework.attention_probe import attention_probe
 from anydecode.decoders.prefill.prefilled import (
     WORKS_WITH,
     Prefilled,

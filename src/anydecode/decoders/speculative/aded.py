@@ -14,7 +14,7 @@ from math import log, sqrt
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import (
+from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
     SpeculationRound,

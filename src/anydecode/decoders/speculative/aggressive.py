@@ -9,7 +9,12 @@ restarts where a suffix of the output occurs exactly once in the input.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Drafter, DraftSession, Speculative, TextDraftSession
+from anydecode.decoders.framework.speculation import (
+    Drafter,
+    DraftSession,
+    Speculative,
+    TextDraftSession,
+)
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree

@@ -23,9 +23,9 @@ from time import perf_counter
 from anydecode.catalogue import Card, register
 from anydecode.constraints.drafts import constraint_state, pruned
 from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.speculative.acceptance import TokenExact
+from anydecode.decoders.framework.acceptance import TokenExact
+from anydecode.decoders.framework.speculation import SpeculationRound, verify_tree
 from anydecode.decoders.speculative.copies import SEPARATOR, MatchCursor, TokenHistory
-from anydecode.decoders.speculative.core import SpeculationRound, verify_tree
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.cost import CostModel, default_table

@@ -8,10 +8,10 @@ distribution of its mask.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.acceptance import Acceptance
-from anydecode.decoders.speculative.core import DraftSession, Proposal, Speculative
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import RejectionSampling, acceptance_rule
+from anydecode.decoders.framework.speculation import DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.diffusion_draft import DiffusionDrafter, DiffusionSession
-from anydecode.decoders.speculative.rejection import RejectionSampling, acceptance_rule
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.decoders.diffusion.canvas_spans import canvas_span, score_canvas
-from anydecode.decoders.speculative.core import Drafter, DraftSession
+from anydecode.decoders.framework.canvas_spans import canvas_span, score_canvas
+from anydecode.decoders.framework.speculation import Drafter, DraftSession
 from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import (
+from anydecode.decoders.framework.speculation import (
     DraftBudget,
     DraftSession,
     Proposal,

@@ -14,9 +14,9 @@ import numpy as np
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.speculative.acceptance import Acceptance, TokenExact
-from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.rejection import RejectionSampling, acceptance_rule
+from anydecode.decoders.framework.acceptance import Acceptance, TokenExact
+from anydecode.decoders.framework.rejection import RejectionSampling, acceptance_rule
+from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import DecoderAction, Decoding, Submit, Wait

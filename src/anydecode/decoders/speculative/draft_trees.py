@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, SpeculationRound
+from anydecode.decoders.framework.speculation import (
+    Drafter,
+    DraftSession,
+    Proposal,
+    SpeculationRound,
+)
 from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
 from anydecode.sampling.candidates import Distribution, largest
 from anydecode.sampling.sampler import Sampler

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Speculative
+from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.tree import ROOT

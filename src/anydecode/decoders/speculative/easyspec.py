@@ -9,7 +9,7 @@ cache.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
+from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence

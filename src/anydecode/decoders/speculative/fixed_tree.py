@@ -11,7 +11,7 @@ from collections.abc import Generator
 from typing import Any
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Speculative
+from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
 from anydecode.decoders.speculative.static_trees import TreeShape
 from anydecode.errors import InvalidRequestError

@@ -15,7 +15,12 @@ import numpy as np
 
 from anydecode import catalogue
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import DraftBudget, Drafter, SpeculationRound, Speculative
+from anydecode.decoders.framework.speculation import (
+    DraftBudget,
+    Drafter,
+    SpeculationRound,
+    Speculative,
+)
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence

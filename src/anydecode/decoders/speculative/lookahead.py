@@ -8,7 +8,7 @@ iterations produce are stored. Those that start with the last token are drafted.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import (
+from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
     SpeculationRound,

@@ -8,7 +8,7 @@ translated by a cache of how the draft model spells accepted target tokens.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import (
+from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
     Proposal,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import (
+from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
     Proposal,

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from typing import Any
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Speculative
+from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction

@@ -9,7 +9,7 @@ and no row is copied.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Speculative
+from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_model import ModelDrafter
 
 _WORKS_WITH = ("constraints", "samplers", "guidance", "batches", "adapters")

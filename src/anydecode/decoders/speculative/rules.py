@@ -4,10 +4,10 @@ and top-m."""
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.acceptance import TopMAcceptance, TypicalAcceptance
-from anydecode.decoders.speculative.core import Speculative
+from anydecode.decoders.framework.acceptance import TopMAcceptance, TypicalAcceptance
+from anydecode.decoders.framework.rejection import RejectionSampling
+from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_model import ModelDrafter
-from anydecode.decoders.speculative.rejection import RejectionSampling
 
 _WORKS_WITH = ("constraints", "samplers", "guidance", "batches", "adapters")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
+from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
 from anydecode.decoders.speculative.draft_trees import draft_distribution
 from anydecode.errors import InvalidRequestError

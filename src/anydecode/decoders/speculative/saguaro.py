@@ -13,7 +13,7 @@ from typing import Any
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.speculative.acceptance import AcceptanceResult, TokenExact
+from anydecode.decoders.framework.acceptance import AcceptanceResult, TokenExact
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.decoders.speculative.draft_trees import GrowingTree
 from anydecode.errors import InvalidRequestError

@@ -13,11 +13,11 @@ from math import exp
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.acceptance import Acceptance
-from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import RejectionSampling, acceptance_rule
+from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.decoders.speculative.draft_trees import draft_distribution
-from anydecode.decoders.speculative.rejection import RejectionSampling, acceptance_rule
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence

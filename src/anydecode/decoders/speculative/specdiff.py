@@ -9,7 +9,7 @@ distributions and merged into a tree.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import DraftSession, Proposal, Speculative
+from anydecode.decoders.framework.speculation import DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.diffusion_draft import DiffusionDrafter, DiffusionSession
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler

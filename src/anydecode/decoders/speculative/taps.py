@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from anydecode import catalogue
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import (
+from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
     Proposal,

@@ -12,7 +12,7 @@ from math import log, sqrt
 from typing import Any
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.speculative.core import Drafter, DraftSession, Proposal, Speculative
+from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain, fit_vocab
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.sequence_cache import SequenceCache

@@ -1,0 +1,1 @@
+"""The user-facing API: the `LLM` class, requests and their results."""

@@ -1,0 +1,520 @@
+"""The user-facing API: loads a model, owns the engine, and turns calls into requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Hashable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anydecode.api.first_finish import FirstFinish
+from anydecode.api.generation import Generation, StreamChunk
+from anydecode.api.methods import Methods, build_as, weight_format
+from anydecode.api.request import Request
+from anydecode.api.scoring import Likelihood, LikelihoodDecoder
+from anydecode.api.segments import Segment
+from anydecode.api.spilling import open_spill, stable_name
+from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.speculative.smartspec_server import ServerGoodput
+from anydecode.engine.costs import EngineCostModel
+from anydecode.engine.driver import Driver
+from anydecode.engine.engine import Engine
+from anydecode.engine.model_runner import ModelRunner
+from anydecode.engine.schedule import DecodesFirst, Schedule
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.kernels.cache import bytes_per_position
+from anydecode.kernels.pages import memory_bytes
+from anydecode.memory.pool import KVPool, new_cache
+from anydecode.memory.sequence_cache import SequenceCache
+from anydecode.models.interface import Model
+from anydecode.models.tokenizer import Tokenizer
+from anydecode.sampling.params import SamplingParams
+from anydecode.sampling.preset import SamplerPreset
+from anydecode.sampling.top_w import Geometry
+from anydecode.scoring.prompt_embeds import PromptEmbeds
+from anydecode.scoring.sequence import TARGET
+
+Prompt = str | Seq[int]
+Messages = Seq[dict[str, Any]]
+
+_SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
+
+
+class LLM:
+    """A language model with an engine that decodes it.
+
+    Use as a context manager, or call `close`.
+
+    Args:
+        model: A name ("smollm2-135m-instruct"), a Hugging Face repo id, a folder, a `.gguf` path,
+            an object with the `Model` protocol, or a `transformers` causal model.
+        tokenizer: Replaces the tokenizer that comes with the model.
+        dtype: Format of the weights: "float32", "bfloat16", "int8", "int4" or None (as stored); for
+            diffusion models also "dlm-ptq" with its parameters.
+        threads: Number of CPU threads.
+        backend: Name of the kernel backend; by default the best one for the device.
+        device: "cpu" (the default) or "cuda": Triton kernels if that package is installed, else
+            torch.
+        draft: A smaller model for methods that need one, in any of the forms of `model`, or a copy
+            of `model`: "self:int4", "self:layers=10" or both ("self:int4,layers=10").
+        cache: Format of the key-value cache: "float32", "float16", "bfloat16", "int8", "int4" or
+            None (the backend's default). Methods that are token-exact give equal texts within one
+            format.
+        cache_positions: Size of the key-value cache in positions, over all sequences; by default
+            a quarter of the machine's memory, at most 131072.
+        row_budget: Maximum number of rows (tokens) per forward pass.
+        max_running: Maximum number of sequences that run at the same time.
+        prefix_cache: Whether requests may reuse the cached prefixes of earlier ones.
+        schedule: A catalogue key ("sarathi-serve:budget=256") or a `Schedule`.
+        drafting: A catalogue key ("smartspec-server") or object that limits how much all requests
+            together may draft.
+        prefix_spill: Where to store prefixes that are evicted from the target's cache: a folder,
+            or "memory".
+        spill_limit: Maximum size of the spill: a number of bytes or a text such as "4GiB".
+
+    Raises:
+        ModelNotFoundError: If there is no such model.
+        CheckpointError: If the model's files cannot be used.
+        InvalidRequestError: If a parameter is invalid.
+    """
+
+    def __init__(
+        self,
+        model: Any = "smollm2-135m-instruct",
+        *,
+        tokenizer: Any = None,
+        dtype: str | None = None,
+        threads: int | None = None,
+        backend: str | None = None,
+        device: str | None = None,
+        draft: Any = None,
+        cache: str | None = None,
+        cache_positions: int | None = None,
+        row_budget: int = 512,
+        max_running: int = 256,
+        prefix_cache: bool = True,
+        schedule: str | Schedule | None = None,
+        drafting: str | ServerGoodput | None = None,
+        prefix_spill: str | Path | None = None,
+        spill_limit: str | int = "4GiB",
+    ) -> None:
+        from anydecode.models.opening import WeightFormat, open_model, open_tokenizer
+        from anydecode.models.self_drafts import open_draft
+
+        options: dict[str, Any] = {"threads": threads, "backend": backend, "device": device}
+        format = weight_format(dtype)
+        self.model, model_tokenizer = open_model(model, dtype=format, **options)
+        dtype = format.dtype if isinstance(format, WeightFormat) else format
+        opened = open_tokenizer(tokenizer) or model_tokenizer
+        if opened is None:
+            raise InvalidRequestError("this model has no tokenizer; pass tokenizer=")
+        self.tokenizer: Tokenizer = opened
+        self._adapters: dict[str, int] = {}
+        self.prefix_cache = prefix_cache
+        self._positions = cache_positions
+        self._cache = cache
+        self._row_budget = row_budget
+        self.engine = Engine({}, max_running)
+        self.driver = Driver(self.engine)
+        self.cost_model = EngineCostModel(self.engine, self.model)
+        self.draft_tokenizer: Tokenizer = self.tokenizer
+        self._geometry: Geometry | None = None
+        self.methods = Methods(None if drafting is None else build_as(drafting, ServerGoodput))
+        if schedule is not None:
+            schedule = build_as(schedule, Schedule)  # type: ignore[type-abstract]
+        self.add_runner(TARGET, self.model, schedule)
+        if prefix_spill is not None:
+            runner = self.engine.runners[TARGET]
+            runner.prefixes.namespace_id = stable_name
+            runner.prefixes.spill = open_spill(
+                prefix_spill, spill_limit, self.model, runner.pool.cache
+            )
+        if draft is not None:
+            draft_model, draft_tokenizer = open_draft(
+                draft, self.model, dtype=dtype, threads=threads, backend=backend
+            )
+            self.draft_tokenizer = draft_tokenizer or self.tokenizer
+            self.add_runner("draft", draft_model)
+
+    @cached_property
+    def shares_vocabulary(self) -> bool:
+        """Whether the token ids that target and draft model have in common stand for the same
+        bytes, checked on about 512 of them."""
+        target, draft = self.tokenizer, self.draft_tokenizer
+        count = min(target.vocab_size, draft.vocab_size)
+        return target is draft or all(
+            target.token_bytes(token) == draft.token_bytes(token)
+            for token in range(0, count, max(1, count // 512))
+        )
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of a sequence, prompt included."""
+        target = self.engine.runners[TARGET]
+        return min(self.model.spec.max_positions, target.pool.num_slots)
+
+    def add_runner(self, name: str, model: Model, schedule: Schedule | None = None) -> ModelRunner:
+        """Add a model runner to the engine, for methods that use several models."""
+        format = self._cache
+        if name != TARGET and format not in getattr(model, "cache_formats", ()):
+            format = None
+        positions = self._positions or _default_positions(model, format)
+        pool = KVPool(model, positions, format)
+        runner = ModelRunner(name, pool, schedule or DecodesFirst(self._row_budget))
+        self.engine.runners[name] = runner
+        return runner
+
+    def generate(self, prompt: Prompt | Seq[Prompt], **options: Any) -> Any:
+        """Complete a prompt, or a batch of prompts. Decoding is greedy by default.
+
+        Args:
+            prompt: A text, a list of token ids, or a list of these, which are decoded together.
+            decoder: A catalogue key, "key:name=value", or a `Decoder`.
+            sampler: One or several sampling presets, named in the same way.
+            constraint: A constraint on the text (`JsonSchema`, `Regex`, `Grammar`, `Choice`,
+                `Predicate`).
+            adapter: Name of a LoRA adapter (`add_adapter`).
+            trace: Whether to record every decoding round in `Generation.trace`.
+            priority: For schedules that use it; smaller numbers come first.
+            namespace: Cached prefixes and learned drafts are shared only within a namespace.
+            negative_prompt: The second prompt of classifier-free guidance.
+            first_finish: Of `n` samples, keep the k that finish first and cancel the others.
+            segment: Generate at most this many tokens in this call.
+            resume: `Generation.resume` of an earlier call with `segment`, to continue it.
+            prompt_embeds: Embeddings that replace some of the prompt's tokens.
+            **options: Fields of `SamplingParams` (`max_tokens`, `temperature`, `top_p`, `seed`,
+                `stop`, `n`, `logprobs`, ...). `banned_words` may be texts.
+
+        Returns:
+            A `Generation`, or a list of them for a batch. With `n` > 1 it is the first sample; all
+            are in `samples`.
+
+        Raises:
+            InvalidRequestError: If an option is unknown or invalid, or the prompt does not fit.
+        """
+        many = _is_batch(prompt)
+        prompts: list[Any] = list(prompt) if many else [prompt]
+        requests = [self.request(one, **options) for one in prompts]
+        answers = self._run(requests)
+        return answers if many else answers[0]
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[StreamChunk]:
+        """Complete `prompt` and yield text as it is generated. The last chunk carries the
+        `Generation`. Options as for `generate`, with `n=1`."""
+        request = self.request(prompt, **options)
+        if len(request.jobs) > 1:
+            raise InvalidRequestError(f"n is {len(request.jobs)}; streaming allows only n=1")
+        return self._stream(request)
+
+    def chat(self, messages: Messages, **options: Any) -> Generation:
+        """Answer a conversation with the model's chat template.
+
+        Args:
+            messages: Dicts with `role` and `content`.
+            **options: As for `generate`; `template_variables` are passed to the template.
+        """
+        answer: Generation = self.generate(self._render_chat(messages, options), **options)
+        return answer
+
+    def stream_chat(self, messages: Messages, **options: Any) -> Iterator[StreamChunk]:
+        """`chat` as a stream of text chunks."""
+        return self.stream(self._render_chat(messages, options), **options)
+
+    async def agenerate(self, prompt: Prompt | Seq[Prompt], **options: Any) -> Any:
+        """`generate` for asyncio. Concurrent requests share forward passes."""
+        many = _is_batch(prompt)
+        prompts: list[Any] = list(prompt) if many else [prompt]
+        requests = [self.request(one, **options) for one in prompts]
+        answers = await asyncio.gather(*map(self._arun, requests))
+        return answers if many else answers[0]
+
+    async def achat(self, messages: Messages, **options: Any) -> Generation:
+        """`chat` for asyncio."""
+        answer: Generation = await self.agenerate(self._render_chat(messages, options), **options)
+        return answer
+
+    async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[StreamChunk]:
+        """`stream` for asyncio. Leaving the loop early cancels the generation."""
+        loop = asyncio.get_running_loop()
+        request = self.request(prompt, **options)
+        has_progress = asyncio.Event()
+        request.notify(lambda: loop.call_soon_threadsafe(has_progress.set))
+        self.start(request)
+        try:
+            while not request.done:
+                await has_progress.wait()
+                has_progress.clear()
+                if not request.done and (text := request.take_text()):
+                    yield StreamChunk(text)
+            yield request.last_chunk()
+        finally:
+            self.abandon(request)
+
+    def score(self, prompt: Prompt, continuation: Prompt) -> Likelihood:
+        """Log-likelihood of `continuation` after `prompt`, under the model's unmodified logits."""
+        return self.scores([(prompt, continuation)])[0]
+
+    def scores(self, pairs: Seq[tuple[Prompt, Prompt]]) -> list[Likelihood]:
+        """`score` for a batch of (prompt, continuation) pairs."""
+        scorings = []
+        for prompt, continuation in pairs:
+            head, tail = self.encode(prompt), self.encode(continuation, special=False)
+            if isinstance(prompt, str) and isinstance(continuation, str):
+                whole = self.encode(prompt + continuation)
+                head, tail = whole[: len(head)], whole[len(head) :]
+            scorings.append(LikelihoodDecoder(head, tail))
+        requests = [
+            Request(self, scoring.tokens, scoring, SamplingParams(temperature=0.0, max_tokens=1))
+            for scoring in scorings
+        ]
+        self._run(requests)
+        return [scoring.likelihood() for scoring in scorings]
+
+    def encode(self, prompt: Prompt, *, special: bool = True) -> list[int]:
+        """Token ids of a prompt.
+
+        Args:
+            prompt: A text or token ids.
+            special: Whether the tokenizer adds special tokens (such as beginning of text).
+
+        Raises:
+            InvalidRequestError: If a token id is not in the model's vocabulary.
+        """
+        if not isinstance(prompt, Iterable):
+            raise InvalidRequestError(
+                f"the prompt is {prompt!r}; a prompt must be a text or a list of token ids"
+            )
+        size = self.model.spec.vocab_size
+        # A tokenizer may have more tokens than the model has embeddings.
+        tokens: Seq[int] = (
+            self.tokenizer.encode(prompt, special=special) if isinstance(prompt, str) else prompt
+        )
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise InvalidRequestError(
+                    f"the prompt contains {token!r}; allowed are token ids from 0 to {size - 1}"
+                )
+            if not 0 <= token < size:
+                raise InvalidRequestError(f"token {token} is not in the vocabulary of {size}")
+        return [int(token) for token in tokens]
+
+    def add_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter in PEFT layout from the folder `path`. Requests select it with
+        `adapter=name`."""
+        add = getattr(self.model, "add_adapter", None)
+        if add is None:
+            raise UnsupportedCombinationError("this model does not support adapters")
+        self._adapters[name] = add(name, Path(path))
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the loaded adapters."""
+        return sorted(self._adapters)
+
+    def adapter_index(self, name: str | None) -> int:
+        """The model's index of adapter `name`; -1 for None."""
+        if name is None:
+            return -1
+        adapters = self._adapters
+        if name not in adapters:
+            loaded = ", ".join(sorted(adapters)) or "none is loaded"
+            raise InvalidRequestError(f"no adapter is called {name!r} ({loaded})")
+        return adapters[name]
+
+    def decoder(self, choice: str | Decoder, namespace: Hashable = None) -> Decoder:
+        """The decoder that `choice` names: an object, a catalogue key, or
+        "key:name=value,name=value". What it learns from requests is stored per `namespace`."""
+        return self.methods.decoder(choice, namespace)
+
+    @property
+    def default_decoder(self) -> str:
+        """Key of the decoder for requests without one: "auto", or the method that a diffusion model
+        was trained for."""
+        spec = self.model.spec
+        if spec.causal:
+            return "auto"
+        return "sdar" if spec.block_size else "dream" if spec.logit_shift else "llada"
+
+    def clear(self) -> None:
+        """Drop cached prefixes and what drafters have learned from earlier requests."""
+        self.methods.clear()
+        for runner in self.engine.runners.values():
+            runner.prefixes.clear()
+
+    def close(self) -> None:
+        """Cancel all requests and stop the engine. Cached prefixes are written to the spill, if
+        there is one."""
+        self.driver.close()
+        for runner in self.engine.runners.values():
+            if runner.prefixes.spill is not None:
+                runner.prefixes.flush()
+                runner.prefixes.spill.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def open_context(self, runner_name: str, tokens: list[int], namespace: Any) -> SequenceCache:
+        """A new sequence cache that begins with the longest cached prefix of `tokens` (without the
+        last token, which must be scored)."""
+        runner = self.engine.runners[runner_name]
+        context = SequenceCache(runner.pool)
+        if self.prefix_cache and runner.model.spec.causal:
+            slots = runner.prefixes.match(tokens[:-1], namespace)
+            context.attach_prefix(slots, tokens[: len(slots)])
+            context.num_cached = len(slots)
+        return context
+
+    def request(
+        self,
+        prompt: Prompt,
+        *,
+        decoder: str | Decoder | SamplerPreset | None = None,
+        sampler: str | SamplerPreset | Seq[str | SamplerPreset] = (),
+        constraint: Any = None,
+        adapter: str | None = None,
+        trace: bool = False,
+        priority: int = 0,
+        namespace: Any = None,
+        negative_prompt: Prompt | None = None,
+        first_finish: int | FirstFinish | None = None,
+        segment: int | Segment | None = None,
+        resume: dict[str, Any] | None = None,
+        prompt_embeds: PromptEmbeds | None = None,
+        **sampling: Any,
+    ) -> Request:
+        """Validate the options of `generate` and return the request without starting it."""
+        unknown = sorted(set(sampling) - _SAMPLING)
+        if unknown:
+            raise InvalidRequestError(f"no option is called {', '.join(unknown)}")
+        decoder = decoder or self.default_decoder
+        name = decoder if isinstance(decoder, str) else type(decoder).__name__
+        samplers = [sampler] if isinstance(sampler, str | SamplerPreset) else sampler
+        method, presets, constraint = self.methods.resolve(decoder, samplers, constraint, namespace)
+        for preset in presets:
+            sampling = preset.apply(sampling)
+            if preset.needs_temperature and not method.can_sample:
+                raise UnsupportedCombinationError(
+                    f"{name} does not sample: the sampler {preset.key!r} would have no effect"
+                )
+        sampling.setdefault("temperature", 0.0)
+        if isinstance(sampling.get("stop"), str):
+            sampling["stop"] = [sampling["stop"]]
+        if "banned_words" in sampling:
+            words = sampling["banned_words"]
+            if not isinstance(words, Seq) or isinstance(words, str):
+                raise InvalidRequestError(f"banned_words must be a list of words, not {words!r}")
+            sampling["banned_words"] = self._word_tokens(words)
+        return Request(
+            self,
+            self.encode(prompt),
+            method,
+            SamplingParams(**sampling),
+            name=name,
+            constraint=constraint,
+            adapter=self.adapter_index(adapter),
+            trace=trace,
+            priority=priority,
+            namespace=namespace,
+            companion=None if negative_prompt is None else self.encode(negative_prompt),
+            first_finish=(
+                FirstFinish(first_finish) if isinstance(first_finish, int) else first_finish
+            ),
+            segment=segment if isinstance(segment, Segment) else Segment(segment or 0, resume),
+            prompt_embeds=prompt_embeds,
+        )
+
+    def _word_tokens(self, words: Seq[str | Seq[int]]) -> list[Seq[int]]:
+        """Words as token ids; a text gives two entries, without and with a leading space."""
+        encoded: list[Seq[int]] = []
+        for word in words:
+            if isinstance(word, str):
+                forms = (word, " " + word)
+                encoded += [self.encode(form, special=False) for form in forms]
+            else:
+                encoded.append(word)
+        return encoded
+
+    def geometry(self) -> Geometry:
+        """The model's token embeddings with their statistics, for top-w sampling."""
+        if self._geometry is None:
+            embed = getattr(self.model, "embed", None)
+            if embed is None:
+                raise UnsupportedCombinationError(
+                    "top_w needs a model whose embeddings can be read"
+                )
+            self._geometry = Geometry.of(embed(np.arange(self.model.spec.vocab_size)).numpy())
+        return self._geometry
+
+    def start(self, request: Request, *, background: bool = True) -> None:
+        """Queue a request. With `background`, a thread steps the engine and reports progress
+        through `Request.notify`; else the caller must step it."""
+        if background:
+            self.driver.run_in_background()
+        for job in request.jobs:
+            self.driver.submit(job)
+
+    def abandon(self, request: Request) -> None:
+        """Cancel a request and free its memory."""
+        for job in request.jobs:
+            self.driver.cancel(job)
+
+    def _run(self, requests: list[Request]) -> list[Generation]:
+        for request in requests:
+            self.start(request, background=False)
+        try:
+            self.driver.advance(lambda: all(request.done for request in requests))
+        except BaseException:
+            for request in requests:
+                self.abandon(request)
+            raise
+        return [request.generation() for request in requests]
+
+    async def _arun(self, request: Request) -> Generation:
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+        request.notify(lambda: request.done and loop.call_soon_threadsafe(done.set))
+        self.start(request)
+        try:
+            await done.wait()
+        finally:
+            self.abandon(request)
+        return request.generation()
+
+    def _stream(self, request: Request) -> Iterator[StreamChunk]:
+        self.start(request, background=False)
+        try:
+            while not request.done:
+                self.driver.advance(lambda: request.done or request.has_text)
+                if not request.done and (text := request.take_text()):
+                    yield StreamChunk(text)
+            yield request.last_chunk()
+        finally:
+            self.abandon(request)
+
+    def _render_chat(self, messages: Messages, options: dict[str, Any]) -> list[int]:
+        variables = options.pop("template_variables", {})
+        text = self.tokenizer.render_chat(list(messages), **variables)
+        return self.tokenizer.encode(text, special=False)
+
+
+def _is_batch(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return False
+    return any(not isinstance(part, int) for part in prompt)
+
+
+def _default_positions(model: Model, format: str | None) -> int:
+    """The default size of the key-value cache, in positions: a quarter of the machine's memory, at
+    most 131072 positions, and at least one full sequence of up to 8192. If the system does not
+    report its memory, 4 GiB are assumed."""
+    per_position = bytes_per_position(new_cache(model, 1, format))
+    fitting = (memory_bytes() or 4 << 30) // 4 // max(1, per_position)
+    useful = max(16 * 1024, 4 * model.spec.max_positions)
+    return max(min(fitting, useful, 131072), min(model.spec.max_positions, 8192))

@@ -1,0 +1,152 @@
+"""Resolves decoders, samplers, constraints and schedules that a user names. Each is an object, a
+catalogue key, or "key:name=value,name=value"."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Hashable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from anydecode import catalogue
+from anydecode.constraints.constraint import Constraint
+from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.speculative.smartspec_server import ServerGoodput
+from anydecode.engine.schedule import Schedule
+from anydecode.errors import InvalidRequestError
+from anydecode.sampling.preset import SamplerPreset
+
+if TYPE_CHECKING:
+    from anydecode.models.opening import WeightFormat
+
+Kind = TypeVar("Kind")
+
+#: Maximum number of decoders (by key, parameters and namespace) whose learned state is kept.
+MAX_DECODERS = 256
+
+
+class Methods:
+    """The decoders in use. A decoder keeps what it learns from requests, separately per namespace.
+
+    Args:
+        drafting: Limits how much all decoders together may draft, or None.
+    """
+
+    def __init__(self, drafting: ServerGoodput | None = None) -> None:
+        self.drafting = drafting
+        self._decoders: dict[tuple[str, Hashable], Decoder] = {}
+
+    def find(
+        self, choice: str | Decoder | SamplerPreset, namespace: Hashable = None
+    ) -> Decoder | SamplerPreset | Constraint:
+        """The method that `choice` names: a decoder, or a sampler or constraint, which mean
+        autoregressive decoding with it."""
+        if not isinstance(choice, str):
+            return choice
+        found = self._decoders.pop((choice, namespace), None)
+        if found is None:
+            built: Decoder | SamplerPreset | Constraint = _built(
+                choice, "a decoder", Decoder, SamplerPreset, Constraint
+            )
+            if not isinstance(built, Decoder):
+                return built
+            found = built if self.drafting is None else self.drafting.over(built)
+        self._decoders[choice, namespace] = found  # the most recently used is the last
+        if len(self._decoders) > MAX_DECODERS:
+            del self._decoders[next(iter(self._decoders))]
+        return found
+
+    def decoder(self, choice: str | Decoder, namespace: Hashable = None) -> Decoder:
+        """The decoder that `choice` names. Raises `InvalidRequestError` for other methods."""
+        found = self.find(choice, namespace)
+        if isinstance(found, SamplerPreset):
+            raise InvalidRequestError(
+                f"{found.key!r} is a sampler, not a decoder; pass it as sampler="
+            )
+        if isinstance(found, Constraint):
+            raise InvalidRequestError(
+                f"{choice!r} is a constraint, not a decoder; pass it as constraint="
+            )
+        return found
+
+    def resolve(
+        self,
+        choice: str | Decoder | SamplerPreset,
+        samplers: Seq[str | SamplerPreset],
+        constraint: Any,
+        namespace: Hashable,
+    ) -> tuple[Decoder, list[SamplerPreset], Any]:
+        """The decoder, sampler presets and constraint of a request."""
+        found = self.find(choice, namespace)
+        if isinstance(found, SamplerPreset):
+            samplers = [*samplers, found]
+            found = self.decoder("autoregressive", namespace)
+        elif isinstance(found, Constraint):
+            if constraint is not None:
+                name = choice if isinstance(choice, str) else type(choice).__name__
+                raise InvalidRequestError(
+                    f"decoder={name} is a constraint, but constraint= is set too; set only one"
+                )
+            constraint = found
+            found = self.decoder("autoregressive", namespace)
+        if isinstance(constraint, str):
+            constraint = build_as(constraint, Constraint)  # type: ignore[type-abstract]
+        return found, [build_as(sampler, SamplerPreset) for sampler in samplers], constraint
+
+    def clear(self) -> None:
+        """Drop all decoders with what they have learned."""
+        self._decoders.clear()
+
+
+def build_as(choice: Any, kind: type[Kind]) -> Kind:
+    """`choice` itself, or the object of type `kind` that it names in the catalogue."""
+    expected = "a schedule" if kind is Schedule else f"of kind {kind.__name__}"
+    if isinstance(choice, str):
+        built: Kind = _built(choice, expected, kind)
+        return built
+    if not isinstance(choice, kind):
+        raise InvalidRequestError(f"'it' is a {type(choice).__name__}, not {expected}")
+    return choice
+
+
+def weight_format(choice: str | WeightFormat | None) -> str | WeightFormat | None:
+    """The weight format that a dtype names in the catalogue; other dtypes unchanged."""
+    if not isinstance(choice, str) or choice.partition(":")[0] not in catalogue.entries():
+        return choice
+    from anydecode.models.opening import WeightFormat
+
+    return build_as(choice, WeightFormat)  # type: ignore[type-abstract]
+
+
+def _built(choice: str, expected: str, *kinds: type) -> Any:
+    """Build the method that `choice` names. Raises `InvalidRequestError` unless it is one of
+    `kinds`: before building if the declared type tells, since building may open files, else
+    after."""
+    key, _, rest = choice.partition(":")
+    options = parameters(rest, catalogue.text_parameters(key))
+    declared = catalogue.kind_of(key)
+    if declared is not None and not any(
+        issubclass(declared, kind) or issubclass(kind, declared) for kind in kinds
+    ):
+        raise InvalidRequestError(f"{key!r} is a {declared.__name__}, not {expected}")
+    built = catalogue.build(key, **options)
+    if not isinstance(built, kinds):
+        raise InvalidRequestError(f"{key!r} is a {type(built).__name__}, not {expected}")
+    return built
+
+
+def parameters(text: str, texts: Collection[str] = ()) -> dict[str, Any]:
+    """Parse `size=5,name=abc` into keyword arguments. Values that are numbers, true, false or null
+    in JSON are converted; for the names in `texts` only null is."""
+    found: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise InvalidRequestError(f"{part!r} is not of the form name=value")
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            parsed = value.strip()
+        is_text = name.strip() in texts and parsed is not None
+        found[name.strip()] = value.strip() if is_text else parsed
+    return found

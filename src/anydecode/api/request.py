@@ -1,0 +1,426 @@
+"""A user's request: validates the options, creates one engine job per sample, and builds the
+result."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from anydecode.api.first_finish import FirstFinish, SampleState
+from anydecode.api.generation import Generation, Stats, StreamChunk
+from anydecode.api.scoring import PROMPT_KEY, EmptyDecoder, PromptLogprobsDecoder
+from anydecode.api.segments import Segment, UnfinishedSample
+from anydecode.api.text import OutputProcessor
+from anydecode.constraints.constraint import Constraint
+from anydecode.decoders.constrained.validate_and_retry import enforcement_report, validate_and_retry
+from anydecode.decoders.decoder import Decoder
+from anydecode.engine.engine import Job
+from anydecode.errors import AnydecodeError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.sampling.logprobs import TokenLogprobs, distribution_logprobs, token_logprobs
+from anydecode.sampling.noise import Noise, fresh_seed, stream_id
+from anydecode.sampling.params import SamplingParams
+from anydecode.sampling.sampler import Sampler
+from anydecode.scoring.prompt_embeds import PromptEmbeds
+from anydecode.scoring.sequence import Sequence
+
+if TYPE_CHECKING:
+    from anydecode.api.llm import LLM
+
+
+log = logging.getLogger("anydecode")
+
+#: Default of `max_tokens`.
+DEFAULT_TOKENS = 256
+
+
+class Request:
+    """One prompt with its options. `LLM.request` creates it, `LLM.start` runs it.
+
+    Args:
+        llm: The model and engine.
+        prompt: Token ids.
+        decoder: The decoding method.
+        params: Sampling parameters.
+        name: The decoder's name in messages and results.
+        constraint: A `Constraint`, a constraint state, or None.
+        adapter: Index of the LoRA adapter, -1 for none.
+        trace: Whether to record every decoding round.
+        priority: For schedules that use it; smaller numbers come first.
+        namespace: Cached prefixes are shared only within a namespace.
+        companion: Token ids of the second prompt of guidance.
+        first_finish: Which of `n` samples to keep, or None for all.
+        segment: The part of the generation that this call runs.
+        prompt_embeds: Embeddings that replace some of the prompt's tokens.
+
+    Raises:
+        InvalidRequestError: If an option is invalid or contradicts another.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompt: list[int],
+        decoder: Decoder,
+        params: SamplingParams,
+        *,
+        name: str = "",
+        constraint: Any = None,
+        adapter: int = -1,
+        trace: bool = False,
+        priority: int = 0,
+        namespace: Any = None,
+        companion: list[int] | None = None,
+        first_finish: FirstFinish | None = None,
+        segment: Segment | None = None,
+        prompt_embeds: PromptEmbeds | None = None,
+    ) -> None:
+        self.llm = llm
+        self.prompt = prompt
+        self.companion = companion or prompt[-1:]
+        self.params = params
+        self.name = name
+        self.segment = segment or Segment()
+        self.first_finish = first_finish
+        self.prompt_embeds = prompt_embeds
+        self.seed = self._resolve_seed()
+        self.limit = self._check(decoder)
+        if isinstance(constraint, Constraint):
+            constraint = constraint.for_prompt(llm.tokenizer.decode(prompt))
+        self.constraint = constraint if isinstance(constraint, Constraint) else None
+        samples = self._samples(decoder, constraint)
+        self._numbers = [sample.number for sample in samples]
+        self._start_time = perf_counter()
+        self._first_token_times: list[float | None] = [None] * len(samples)
+        self._end_times: list[float] = [self._start_time] * len(samples)
+        self._on_progress: Callable[[], Any] | None = None
+        self.jobs = [
+            self._job(index, sample, decoder, constraint, adapter, trace, priority, namespace)
+            for index, sample in enumerate(samples)
+        ]
+
+    @property
+    def done(self) -> bool:
+        return all(job.done for job in self.jobs)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether `take_text` would return text."""
+        return self._output_processor(0).has_text
+
+    def take_text(self, number: int = 0) -> str:
+        """The text of sample `number` that has become final since the last call."""
+        return self._output_processor(number).take()
+
+    def text(self, number: int = 0) -> str:
+        """All text of sample `number` so far, except an end that may become a stop string."""
+        return self._output_processor(number).text
+
+    def notify(self, callback: Callable[[], Any]) -> None:
+        """Call `callback` on the engine's thread when there are new tokens or trace entries, and at
+        the end."""
+        self._on_progress = callback
+
+    def last_chunk(self) -> StreamChunk:
+        """The remaining text with the result. Raises the error that ended the request, if any."""
+        generation = self.generation()
+        return StreamChunk(self.take_text(), generation)
+
+    def generation(self) -> Generation:
+        """The result. Raises the error that ended the request, if any."""
+        for job in self.jobs:
+            if isinstance(job.error, AnydecodeError):
+                raise job.error
+            if job.error is not None:
+                raise RuntimeError(f"decoder {self.name!r} failed: {job.error!r}") from job.error
+        samples = [self._sample(number) for number in self.shown]
+        samples[0].samples = samples
+        samples[0].resume = self._resume()
+        return samples[0]
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """One entry per token of the prompt, None for the first. None if they were not requested or
+        are not complete yet."""
+        logprobs = self.jobs[0].sequence.state.get(PROMPT_KEY)
+        if logprobs is None or len(logprobs) < len(self.prompt) - 1:
+            return None
+        return [None, *logprobs]
+
+    @property
+    def shown(self) -> list[int]:
+        """The samples in the result: all of them, or those that finished first."""
+        if self.first_finish is None or not self.done:
+            return list(range(len(self.jobs)))
+        return self.first_finish.winners(self._sample_states())
+
+    def _sample_states(self) -> list[SampleState]:
+        return [(len(job.sequence.tokens), job.sequence.finish_reason) for job in self.jobs]
+
+    def _resolve_seed(self) -> int:
+        resumed, seed = self.segment.seed, self.params.seed
+        if resumed is not None and seed not in (None, resumed):
+            raise InvalidRequestError(
+                f"seed is {seed}, but resume has seed {resumed}; leave seed out when resuming"
+            )
+        if seed is None:
+            seed = resumed
+        return fresh_seed() if seed is None else seed
+
+    def _samples(self, decoder: Decoder, constraint: Any) -> list[UnfinishedSample]:
+        """Validate segments and first_finish, and return the samples that this call runs."""
+        segment, count = self.segment, self.params.n
+        if self.first_finish is not None and self.first_finish.first > count:
+            first = self.first_finish.first
+            raise InvalidRequestError(f"first_finish is {first}, but there are {count} samples")
+        if segment.tokens or segment.resume is not None:
+            is_exact = (
+                getattr(decoder, "card", None) is None or decoder.card.exactness == "token-exact"
+            )
+            if constraint is not None or self.first_finish is not None or not is_exact:
+                raise UnsupportedCombinationError(
+                    "segment and resume need a token-exact decoder, and do not work with"
+                    " constraints or first_finish"
+                )
+        samples = segment.samples(count, self.llm.model.spec.vocab_size)
+        if any(sample.tokens and len(sample.tokens) >= self.limit for sample in samples):
+            raise InvalidRequestError(
+                f"resume: a sample already has {self.limit} tokens; raise max_tokens to continue it"
+            )
+        return samples
+
+    def _resume(self) -> dict[str, Any] | None:
+        """The value of `resume` that continues the samples cut off by this segment; None if all
+        samples are finished."""
+        unfinished = [
+            {"number": number, "tokens": list(job.sequence.tokens)}
+            for number, job in zip(self._numbers, self.jobs, strict=True)
+            if job.sequence.finish_reason == "length" and len(job.sequence.tokens) < self.limit
+        ]
+        return {"seed": self.seed, "samples": unfinished} if unfinished else None
+
+    def _check(self, decoder: Decoder) -> int:
+        """Check that prompt, decoder and parameters fit the model. Returns the token limit."""
+        spec = self.llm.model.spec
+        if not self.prompt:
+            raise InvalidRequestError("the prompt is empty")
+        if len(self.prompt) + (self.params.max_tokens != 0) > self.llm.max_length:
+            raise InvalidRequestError(
+                f"the prompt has {len(self.prompt)} tokens; the context holds"
+                f" {self.llm.max_length}, and one must be left to generate"
+            )
+        if decoder.causal is not None and decoder.causal != spec.causal:
+            kind = "causal" if decoder.causal else "diffusion (bidirectional)"
+            raise UnsupportedCombinationError(f"decoder {self.name!r} needs a {kind} model")
+        for runner in decoder.runners:
+            if runner not in self.llm.engine.runners:
+                raise UnsupportedCombinationError(
+                    f"decoder {self.name!r} needs a {runner} model: LLM(..., {runner}=...)"
+                )
+            if self.llm.engine.runners[runner].model.spec.causal != decoder.draft_causal:
+                kind = "causal" if decoder.draft_causal else "diffusion (bidirectional)"
+                raise UnsupportedCombinationError(
+                    f"decoder {self.name!r} needs a {kind} {runner} model"
+                )
+        if decoder.runners and not decoder.can_translate_vocab and not self.llm.shares_vocabulary:
+            raise UnsupportedCombinationError(
+                f"decoder {self.name!r} needs a draft model with the target's vocabulary;"
+                " 'omnidraft' translates between vocabularies"
+            )
+        if self.prompt_embeds is not None:
+            self.prompt_embeds.check(self.prompt, spec.hidden_size)
+            if not getattr(decoder, "takes_embeddings", False):
+                raise UnsupportedCombinationError(
+                    f"decoder {self.name!r} does not support prompt_embeds; quickprefill and"
+                    " mustdrop do"
+                )
+        if self.params.prompt_logprobs is not None:
+            if not spec.causal:
+                raise UnsupportedCombinationError(
+                    "prompt_logprobs (echo with logprobs) need a causal model"
+                )
+            if self.prompt_embeds is not None or self.first_finish is not None:
+                raise UnsupportedCombinationError(
+                    "prompt_logprobs (echo with logprobs) do not work with prompt_embeds or"
+                    " first_finish"
+                )
+        remaining = self.llm.max_length - len(self.prompt)
+        return min(
+            DEFAULT_TOKENS if self.params.max_tokens is None else self.params.max_tokens, remaining
+        )
+
+    def _job(
+        self,
+        index: int,
+        sample: UnfinishedSample,
+        decoder: Decoder,
+        constraint: Any,
+        adapter: int,
+        trace: bool,
+        priority: int,
+        namespace: Any,
+    ) -> Job:
+        llm, params = self.llm, self.params
+        tokenizer = llm.tokenizer
+        segment = self.segment.tokens or self.limit
+        output_processor = OutputProcessor(
+            tokenizer,
+            params.stop,
+            params.stop_tokens,
+            tokenizer.eos_ids,
+            min(self.limit, len(sample.tokens) + segment),
+            params.ignore_eos,
+            params.include_stop,
+            params.min_tokens,
+        )
+        key = (adapter, namespace)
+        sampler = params.sampler(
+            self.prompt,
+            llm.model.spec.vocab_size,
+            tokenizer.eos_ids,
+            constraint=None if constraint is None else self._constraint_state(constraint),
+            geometry=llm.geometry() if params.needs_geometry else None,
+            num_layers=llm.model.spec.num_layers,
+            hidden_size=llm.model.spec.hidden_size,
+        )
+        sequence = Sequence(
+            prompt=self.prompt,
+            sampler=sampler,
+            tokenizers={"target": tokenizer, "draft": llm.draft_tokenizer or tokenizer},
+            noise=Noise(self.seed, stream_id(sample.number)),
+            stop_checker=output_processor,
+            open_context=lambda runner, tokens: llm.open_context(runner, tokens, key),
+            companion_prompts=[self.companion] * sampler.companions,
+            annotate=self._annotate if params.logprobs is not None else None,
+            adapter=adapter,
+            priority=priority,
+            mask_token=tokenizer.mask_id,
+            num_layers=llm.model.spec.num_layers,
+            namespace=namespace,
+            shares_prefix=llm.prefix_cache,
+            trace=[] if trace else None,
+            cost_model=llm.cost_model,
+        )
+        if self.prompt_embeds is not None:
+            sequence.state["prompt_embeds"] = self.prompt_embeds
+        if sampler.learns_from_logits and (self.segment.tokens or sample.tokens):
+            raise UnsupportedCombinationError("mirostat does not support segment and resume")
+        if sample.tokens:
+            _restore(sequence, output_processor, sample.tokens)
+        decoder = validate_and_retry(decoder, self.constraint, tokenizer, llm.model.spec.vocab_size)
+        decoder.prepare(sequence)
+        if self.limit == 0:
+            decoder = EmptyDecoder()
+        if params.prompt_logprobs is not None and index == 0:  # the same for every sample
+            decoder = PromptLogprobsDecoder(decoder, params.prompt_logprobs)
+        return Job(
+            sequence,
+            decoder,
+            on_finish=lambda job: self._finished(index),
+            on_progress=lambda job: self._progressed(index),
+        )
+
+    def _constraint_state(self, constraint: Any) -> Any:
+        """The initial state of a constraint. A constraint state is forked."""
+        if isinstance(constraint, Constraint):
+            size = self.llm.model.spec.vocab_size
+            return constraint.start_with_limit(self.llm.tokenizer, size, self.limit)
+        if not hasattr(constraint, "mask"):
+            raise InvalidRequestError(
+                f"constraint is a {type(constraint).__name__}; use JsonSchema, Regex, Grammar,"
+                " Choice or Predicate"
+            )
+        return constraint.fork()
+
+    def _annotate(self, logits: np.ndarray, token: int, sampler: Sampler) -> TokenLogprobs:
+        count = self.params.logprobs or 0
+        if self.params.processed_logprobs:
+            return distribution_logprobs(sampler.distribution(logits), token, count)
+        return token_logprobs(logits, token, count)
+
+    def _token_text(self, token: int) -> str:
+        """The text of a single token. Bytes of incomplete characters become U+FFFD; a special token
+        is given by its name."""
+        tokenizer = self.llm.tokenizer
+        if tokenizer.is_special(token):
+            return tokenizer.token_text(token)
+        return tokenizer.token_bytes(token).decode(errors="replace")
+
+    def _progressed(self, number: int) -> None:
+        if self._first_token_times[number] is None and self.jobs[number].sequence.tokens:
+            self._first_token_times[number] = perf_counter()
+        self._cancel_losers()
+        self._notify()
+
+    def _cancel_losers(self) -> None:
+        """Cancel the samples that can no longer finish first. Runs on the engine's thread."""
+        if self.first_finish is not None:
+            for number in self.first_finish.lost(self._sample_states()):
+                self.llm.engine.cancel(self.jobs[number])
+
+    def _finished(self, number: int) -> None:
+        self._end_times[number] = perf_counter()
+        if self._first_token_times[number] is None:
+            self._first_token_times[number] = self._end_times[number]
+        try:
+            self._cancel_losers()
+        finally:
+            self._notify()
+
+    def _notify(self) -> None:
+        if self._on_progress is not None:
+            try:
+                self._on_progress()
+            except Exception:  # for example a closed event loop; other requests must not suffer
+                log.exception("a request's callback failed")
+
+    def _output_processor(self, number: int) -> OutputProcessor:
+        output_processor = self.jobs[number].sequence.stop_checker
+        assert isinstance(output_processor, OutputProcessor)
+        return output_processor
+
+    def _sample(self, number: int) -> Generation:
+        job = self.jobs[number]
+        sequence = job.sequence
+        first_token_time = self._first_token_times[number] or self._end_times[number]
+        stats = Stats(
+            passes=sequence.num_passes,
+            rows=sequence.num_rows,
+            num_tokens=len(sequence.tokens),
+            num_prompt_tokens=len(self.prompt),
+            seconds=self._end_times[number] - self._start_time,
+            time_to_first_token=first_token_time - self._start_time,
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+        return Generation(
+            text=self._output_processor(number).text,
+            tokens=list(sequence.tokens),
+            finish_reason=sequence.finish_reason or "stop",
+            seed=self.seed,
+            stats=stats,
+            decoder=self.name,
+            logprobs=list(sequence.logprobs) if self.params.logprobs is not None else None,
+            prompt_logprobs=self.prompt_logprobs,
+            trace=sequence.trace,
+            token_text=self._token_text,
+            constraint=enforcement_report(self.constraint, sequence) if self.constraint else None,
+        )
+
+
+def _restore(
+    sequence: Sequence, output_processor: OutputProcessor, tokens: tuple[int, ...]
+) -> None:
+    """Restore a sequence to the state that an earlier call left it in."""
+    taken, reason = output_processor.push(tokens)
+    if reason is not None or taken < len(tokens):
+        raise InvalidRequestError("resume: a sample has already finished; leave it out")
+    output_processor.take()  # the earlier call has returned this text
+    sequence.tokens.extend(tokens)
+    sequence.state["resumed"] = len(tokens)
+    if sequence.annotate is not None:
+        sequence.logprobs.extend([None] * len(tokens))
+    for token in tokens:
+        sequence.sampler.advance(token)

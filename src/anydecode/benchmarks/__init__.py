@@ -1,0 +1,1 @@
+"""Benchmarks: everything that measures speed, memory or cost."""

@@ -1,0 +1,320 @@
+"""`anydecode bench soak`: thousands of requests by reliable and unreliable clients against a server
+on a tiny model. Checks that no resource leaks and that every answer is correct."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import random
+import struct
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Annotated, Any
+
+import typer
+
+from anydecode.api.llm import LLM
+from anydecode.certification.tiny import tiny_llm
+from anydecode.errors import InvalidRequestError
+
+#: Relative frequency of each kind of client.
+KINDS = {
+    "whole": 30, "stream": 30, "leave": 10, "cancel": 8, "bad": 8, "reset": 6, "cut": 4, "slow": 4,
+}  # fmt: skip
+DECODERS = ("autoregressive", "prompt-lookup", "suffix", "auto", "token-recycling")
+INVALID_BODIES = (
+    b"{", b"\xff\xfe", b"[]", b"[" * 3000, b'{"prompt": 7}', b'{"prompt": ""}',
+    b'{"prompt": "a", "temperature": -1}', b'{"prompt": "a", "n": 0}',
+    b'{"prompt": "a", "decoder": "nonsense"}', b'{"prompt": "a", "nonsense": 1}',
+    b'{"prompt": [99999]}', b'{"prompt": "a", "resume": {}}', b'{"prompt": "\\ud800"}',
+)  # fmt: skip
+#: Largest growth of the process, in bytes, that is still attributed to the allocator.
+MAX_GROWTH = 24 << 20
+
+
+@dataclass
+class Case:
+    """A request body, and the texts expected for it."""
+
+    body: dict[str, Any]
+    texts: list[str]
+
+
+@dataclass
+class Soak:
+    """Results of a soak test.
+
+    Attributes:
+        requests: Number of requests.
+        kinds: Number of requests by kind of client.
+        compared: Number of answers compared with the expected ones.
+        wrong: Descriptions of all failures.
+        memory: Resident bytes, sampled about twenty times over the run.
+        preemptions: Number of preemptions.
+        slots_left: Cache positions still in use at the end.
+        files_left: Files and sockets still open at the end.
+        seconds: Duration of the run.
+    """
+
+    requests: int
+    kinds: Counter[str] = field(default_factory=Counter)
+    compared: int = 0
+    wrong: list[str] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    slots_left: int = 0
+    files_left: int = 0
+    seconds: float = 0.0
+
+    def check_memory(self) -> None:
+        """Add a failure if memory grew from the first half to the last quarter of the samples."""
+        quarter = max(1, len(self.memory) // 4)
+        early, late = max(self.memory[: 2 * quarter]), max(self.memory[-quarter:])
+        if late > early + MAX_GROWTH:
+            self.wrong.append(f"memory grew from {early >> 20} to {late >> 20} MiB")
+
+
+def cases(count: int, generator: random.Random, alone: LLM) -> list[Case]:
+    """Random requests, with the texts of plain decoding of one request at a time on `alone`."""
+    result = []
+    for _ in range(count):
+        body: dict[str, Any] = {
+            "prompt": "".join(generator.choices("abcdef ", k=generator.randrange(1, 180))),
+            "max_tokens": generator.randrange(1, 33),
+            "seed": generator.randrange(1 << 30),
+            "temperature": generator.choice([0.0, 0.8, 1.0]),
+            "n": generator.choice([1, 1, 1, 2, 3]),
+        }
+        if generator.random() < 0.3:
+            body["prompt"] = ("shared beginning " * 8 + body["prompt"])[:180]
+        if body["temperature"] == 0:
+            body["n"] = 1
+        answer = alone.generate(body["prompt"], **{k: v for k, v in body.items() if k != "prompt"})
+        result.append(Case(body, [sample.text for sample in answer.samples]))
+    return result
+
+
+class Clients:
+    """Sends `cases` to a server at `host:port`, each by a client of a random kind."""
+
+    def __init__(self, host: str, port: int, cases: list[Case], seed: int, timeout: float) -> None:
+        self.host, self.port, self.cases, self.timeout = host, port, cases, timeout
+        self.generator = random.Random(seed)
+
+    async def run(self, soak: Soak, at_once: int, sample_memory: Any) -> None:
+        """Send all requests of `soak`, `at_once` concurrently; call `sample_memory` about twenty
+        times."""
+        numbers = iter(range(soak.requests))
+        interval = max(1, soak.requests // 20)
+
+        async def worker() -> None:
+            for number in numbers:
+                if number % interval == 0:
+                    sample_memory()
+                kind = self.generator.choices(list(KINDS), list(KINDS.values()))[0]
+                soak.kinds[kind] += 1
+                try:
+                    await asyncio.wait_for(self._one(kind, soak), self.timeout)
+                except asyncio.TimeoutError:
+                    soak.wrong.append(f"{kind}: no answer within {self.timeout:g} s")
+                except Exception as error:  # any failure of a client is recorded
+                    soak.wrong.append(f"{kind}: {type(error).__name__}: {error}")
+
+        await asyncio.gather(*(worker() for _ in range(at_once)))
+
+    async def _one(self, kind: str, soak: Soak) -> None:
+        case = self.generator.choice(self.cases)
+        body = {**case.body, "decoder": self.generator.choice(DECODERS)}
+        if kind == "bad":
+            status, answer = await self._post(self.generator.choice(INVALID_BODIES))
+            if status != 400 or "error" not in answer:
+                soak.wrong.append(f"bad: status {status}")
+            return
+        if kind in ("reset", "cut"):
+            await self._disconnect(json.dumps(body).encode(), kind == "cut")
+            return
+        if kind == "cancel":
+            task = asyncio.ensure_future(self._post(json.dumps(body).encode()))
+            await asyncio.sleep(self.generator.random() * 0.05)
+            task.cancel()
+            await asyncio.wait([task])
+            return
+        if kind == "whole":
+            status, answer = await self._post(json.dumps(body).encode())
+            texts = [choice["text"] for choice in answer.get("choices", ())]
+        else:
+            max_events = self.generator.randrange(1, 5) if kind == "leave" else None
+            status, streamed = await self._stream(body, max_events, slow=kind == "slow")
+            if streamed is None:
+                return
+            texts = streamed
+        soak.compared += 1
+        if status != 200 or texts != case.texts:
+            soak.wrong.append(
+                f"{kind}: status {status}, {texts} instead of {case.texts} for {body}"
+            )
+
+    async def _open(self, body: bytes, content_length: int | None = None) -> Any:
+        reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 20)
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {content_length or len(body)}\r\n"
+            "Connection: close\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        await writer.drain()
+        return reader, writer
+
+    async def _post(self, body: bytes) -> tuple[int, dict[str, Any]]:
+        reader, writer = await self._open(body)
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            answer = json.loads(await reader.read())
+        finally:
+            writer.close()
+        return int(head.split()[1]), answer
+
+    async def _stream(
+        self, body: dict[str, Any], max_events: int | None, slow: bool
+    ) -> tuple[int, list[str] | None]:
+        """Status and texts; None instead of the texts if the client left after `max_events`
+        events."""
+        reader, writer = await self._open(json.dumps({**body, "stream": True}).encode())
+        texts = [""] * body["n"]
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            while line := await reader.readline():
+                if slow:
+                    await asyncio.sleep(0.01)
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                for choice in event.get("choices", ()):
+                    texts[choice["index"]] += choice["text"]
+                if max_events is not None and (max_events := max_events - 1) == 0:
+                    return 200, None
+        finally:
+            writer.close()
+        return int(head.split()[1]), texts
+
+    async def _disconnect(self, body: bytes, early: bool) -> None:
+        """Reset the connection: within the request body if `early`, else during the response."""
+        part = body[: len(body) // 2] if early else body
+        _, writer = await self._open(part, len(body))
+        await asyncio.sleep(self.generator.random() * 0.03)
+        linger = struct.pack("ii", 1, 0)  # close with a reset
+        writer.get_extra_info("socket").setsockopt(1, 13, linger)
+        writer.close()
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, in bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def soak(
+    requests: int,
+    *,
+    at_once: int = 24,
+    distinct: int = 200,
+    seed: int = 0,
+    timeout: float = 120.0,
+    **engine: Any,
+) -> Soak:
+    """Run `requests` requests against a server on a tiny model, with a cache small enough to cause
+    preemptions.
+
+    Args:
+        requests: Number of requests.
+        at_once: Number of concurrent clients.
+        distinct: Number of distinct request bodies.
+        seed: Seed of the clients' choices.
+        timeout: Timeout of a request, in seconds.
+        **engine: Further options of the engine.
+    """
+    from anydecode.server.running import LiveServer
+    from anydecode.server.settings import Settings
+
+    result = Soak(requests)
+    with tiny_llm(prefix_cache=False) as alone:
+        expected = cases(distinct, random.Random(seed), alone)
+    with tiny_llm(**{"cache_positions": 2048, **engine}) as llm:
+        runner = llm.engine.runners["target"]
+        settings = Settings(name="tiny", port=0, max_requests=10 * at_once)
+        files = len(os.listdir("/proc/self/fd"))
+        start = perf_counter()
+        with LiveServer(llm, settings) as server:
+            host, port = server.url.removeprefix("http://").split(":")
+            clients = Clients(host, int(port), expected, seed, timeout)
+
+            def sample_memory() -> None:
+                gc.collect()
+                result.memory.append(resident_bytes())
+
+            asyncio.run(clients.run(result, at_once, sample_memory))
+            for _ in range(500):
+                if not llm.engine.has_work and not llm.driver._inbox:
+                    break
+                sleep(0.01)
+            else:
+                result.wrong.append("requests are still running after all clients have left")
+        result.seconds = perf_counter() - start
+        sample_memory()
+        result.files_left = len(os.listdir("/proc/self/fd")) - files
+        result.preemptions = llm.engine.num_preemptions
+        try:
+            llm.engine.check_integrity()
+        except AssertionError as error:
+            result.wrong.append(f"the memory check failed: {error}")
+        llm.clear()
+        result.slots_left = runner.pool.num_used
+    if result.slots_left:
+        result.wrong.append(f"{result.slots_left} positions of the cache were not freed")
+    if result.files_left > 2:
+        result.wrong.append(f"{result.files_left} files or sockets were left open")
+    if requests >= 1000:
+        result.check_memory()
+    return result
+
+
+def bench_soak(
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Number of requests.")] = 10000,
+    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Concurrent clients.")] = 24,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the clients' choices.")] = 0,
+    schedule: Annotated[
+        str | None, typer.Option("--schedule", help="A serving key of `anydecode methods`.")
+    ] = None,
+    drafting: Annotated[
+        str | None,
+        typer.Option("--drafting", help="Draft budget across requests: smartspec-server."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all results here.")
+    ] = None,
+) -> int:
+    """Send thousands of requests by unreliable clients; check for leaks and wrong texts.
+
+    Example: anydecode bench soak --requests 10000
+    """
+    if not Path("/proc/self/statm").exists():
+        raise InvalidRequestError(
+            "this benchmark reads memory use from /proc, which this system does not have"
+        )
+    result = soak(requests, at_once=at_once, seed=seed, schedule=schedule, drafting=drafting)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in result.kinds.most_common())
+    print(f"{requests} requests in {result.seconds:.0f} s: {kinds}")
+    print(f"{result.compared} answers compared with those of single requests")
+    print(f"{result.preemptions} preemptions; {result.slots_left} positions left in use")
+    sizes = " ".join(str(size >> 20) for size in result.memory)
+    print(f"memory in MiB over the run: {sizes}")
+    for line in result.wrong[:20]:
+        print(f"WRONG: {line}")
+    print("wrong: " + (str(len(result.wrong)) if result.wrong else "nothing"))
+    if json_file is not None:
+        json_file.write_text(json.dumps(vars(result), indent=1) + "\n", encoding="utf-8")
+    return 1 if result.wrong else 0

@@ -1,0 +1,1 @@
+"""Automata over bytes, and grammars over canvases."""

@@ -1,0 +1,323 @@
+"""Decides whether a canvas of tokens and masks can be completed to a text of a grammar.
+
+This is emptiness of the intersection of a context-free language with the finite automaton of the
+canvas.
+
+The automaton is exact: a token is its bytes, a mask the bytes of any one token, and tokens after
+the end of the text are empty. It has no cycles, so it is parsed once from left to right with Earley
+items ("Jay Earley: An Efficient Context-Free Parsing Algorithm", 1970). Where several paths through
+a mask meet, their items are merged; the origins of an item (the nodes at which its rule started)
+are the bits of one integer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from anydecode.constraints.grammar.byte_grammar import ByteGrammar
+from anydecode.constraints.vocabulary import Vocabulary
+
+#: In a canvas: a mask.
+MASK_POSITION = -1
+#: Maximum number of nodes of the trie of token bytes that a mask may take. A larger vocabulary is
+#: cut: then a canvas that only rare tokens could complete may be rejected, but no canvas without a
+#: completion is accepted.
+MAX_NODES = 1024
+#: The same if no rule is recursive: then the targets of a mask are computed once.
+MAX_NODES_REGULAR = 16_384
+
+#: Earley items: from a state to the nodes at which its rule started, as bits.
+Items = dict[int, int]
+
+
+@dataclass
+class _Node:
+    """A node of the trie of token bytes: the `group` of the tokens that end here, or -1."""
+
+    group: int = -1
+    children: dict[int, _Node] = field(default_factory=dict)
+
+
+class TokenGroups:
+    """The tokens of a vocabulary, grouped: tokens whose bytes belong to the same byte classes are
+    equivalent for the grammar.
+
+    `groups` is int32 `[vocab_size]`: the group of each token, -1 for tokens that occur in no text
+    (those in `excluded`, without bytes, or with bytes that occur in no text).
+    """
+
+    def __init__(
+        self, grammar: ByteGrammar, vocabulary: Vocabulary, excluded: frozenset[int] = frozenset()
+    ) -> None:
+        self.groups = np.full(vocabulary.size, -1, np.int32)
+        group_of: dict[bytes, int] = {}
+        for token, data in enumerate(vocabulary.token_bytes):
+            byte_classes = data.translate(grammar.classes)
+            if data and grammar.dead_class not in byte_classes and token not in excluded:
+                self.groups[token] = group_of.setdefault(byte_classes, len(group_of))
+        self.count = len(group_of)
+        self.tree = _Node()
+        num_nodes_left = MAX_NODES_REGULAR if grammar.is_regular else MAX_NODES
+        for byte_classes in sorted(
+            group_of, key=lambda byte_classes: (len(byte_classes), byte_classes)
+        ):
+            if num_nodes_left <= 0:
+                break
+            node = self.tree
+            for byte_class in byte_classes:
+                if byte_class not in node.children:
+                    node.children[byte_class] = _Node()
+                    num_nodes_left -= 1
+                node = node.children[byte_class]
+            node.group = group_of[byte_classes]
+
+
+class Chart:
+    """Closed Earley items at the nodes of the canvas's automaton, in the order of its edges."""
+
+    def __init__(self, grammar: ByteGrammar) -> None:
+        self.grammar = grammar
+        self._nodes: list[tuple[Items, dict[int, list[tuple[int, int]]]]] = []
+
+    def start(self) -> Items:
+        """The closed items before the first byte."""
+        return self.close({self.grammar.start_states[0]: 1})
+
+    def step(self, items: Items, byte_class: int) -> Items:
+        """The items after a byte of class `byte_class`, not closed."""
+        result: Items = {}
+        steps = self.grammar.transitions
+        for state, origins in items.items():
+            target = steps[state].get(byte_class)
+            if target is not None:
+                result[target] = result.get(target, 0) | origins
+        return result
+
+    def close(self, kernel: Items) -> Items:
+        """Returns the closure of `kernel` by prediction and completion at a new node."""
+        grammar = self.grammar
+        if grammar.is_regular or not kernel:
+            return kernel
+        items: Items = {}
+        callers_by_rule: dict[int, list[tuple[int, int]]] = {}
+        node_bit = 0  # the bit of this node as an origin; 0 until a rule starts here
+        completed: dict[int, int] = {}
+        queue = [*kernel.items()]
+        while queue:
+            state, origins = queue.pop()
+            known_origins = items.get(state, 0)
+            new_origins = origins & ~known_origins
+            if not new_origins:
+                continue
+            items[state] = known_origins | new_origins
+            for rule, next_state in grammar.rule_calls[state]:
+                if not node_bit:
+                    node_bit = 1 << len(self._nodes)
+                    self._nodes.append((items, callers_by_rule))
+                if not known_origins:
+                    callers_by_rule.setdefault(rule, []).append((state, next_state))
+                    queue.append((grammar.start_states[rule], node_bit))
+                if rule in grammar.nullable:
+                    queue.append((next_state, new_origins))
+            rule = grammar.completed_rule[state]
+            if rule > 0:
+                completed_origins = completed.get(rule, 0)
+                remaining = new_origins & ~completed_origins & ~node_bit
+                completed[rule] = completed_origins | remaining
+                while remaining:
+                    lowest_bit = remaining & -remaining
+                    remaining ^= lowest_bit
+                    origin_items, callers = self._nodes[lowest_bit.bit_length() - 1]
+                    for caller, next_state in callers.get(rule, ()):
+                        queue.append((next_state, origin_items[caller]))
+        return items
+
+    def is_whole(self, items: Items) -> bool:
+        """Whether the text may end with these items."""
+        return any(self.grammar.completed_rule[state] == 0 for state in items)
+
+    def fork(self) -> Chart:
+        """Returns a copy that can be extended separately."""
+        branch = Chart(self.grammar)
+        branch._nodes = [*self._nodes]
+        return branch
+
+
+class CanvasGrammar:
+    """A grammar for canvases, which are sequences of token ids and `MASK_POSITION`.
+
+    Args:
+        grammar: The automata of the grammar.
+        vocabulary: The token bytes.
+        ends: End-of-text tokens. After one, only such tokens and masks are allowed.
+        mask: The id of the mask token, which occurs in no text; -1 if there is none.
+    """
+
+    def __init__(
+        self, grammar: ByteGrammar, vocabulary: Vocabulary, ends: frozenset[int], mask: int = -1
+    ) -> None:
+        self.grammar = grammar
+        self.vocabulary = vocabulary
+        self.ends = ends
+        self.token_groups = TokenGroups(grammar, vocabulary, ends | {mask})
+        self._mask_targets: dict[int, frozenset[int]] = {}
+
+    def is_completable(self, canvas: Seq[int], prefix: bytes = b"") -> bool:
+        """Whether `prefix` and the canvas can be completed to a text by replacing the masks."""
+        return CanvasAnswer(self, canvas, prefix).is_completable
+
+    def advance_bytes(self, chart: Chart, items: Items, data: bytes) -> Items:
+        """The items after the bytes of a token, not closed. `items` are closed."""
+        byte_classes = data.translate(self.grammar.classes)
+        for index, byte_class in enumerate(byte_classes):
+            items = chart.step(items, byte_class)
+            if index + 1 < len(byte_classes):
+                items = chart.close(items)
+        return items
+
+    def token(self, chart: Chart, items: Items, token: int) -> Items:
+        """The closed items after a token of the canvas."""
+        data = (
+            self.vocabulary.token_bytes[token] if token < len(self.vocabulary.token_bytes) else b""
+        )
+        return chart.close(self.advance_bytes(chart, items, data)) if data else items
+
+    def advance_mask(self, chart: Chart, items: Items) -> Items:
+        """The closed items after a mask: any one token."""
+        result: Items = {}
+        if self.grammar.is_regular:
+            for state in items:
+                if state not in self._mask_targets:
+                    self._mask_targets[state] = frozenset(
+                        target
+                        for _, next_items in self.advance_groups(chart, {state: 1})
+                        for target in next_items
+                    )
+                result.update(dict.fromkeys(self._mask_targets[state], 1))
+            return result
+        for _, next_items in self.advance_groups(chart, items):
+            for state, origins in next_items.items():
+                result[state] = result.get(state, 0) | origins
+        return chart.close(result)
+
+    def advance_groups(self, chart: Chart, items: Items) -> Iterator[tuple[int, Items]]:
+        """Yields the token groups allowed next, with the items after them, not closed."""
+        stack = [(self.token_groups.tree, items)]
+        while stack:
+            node, node_items = stack.pop()
+            for byte_class, child in node.children.items():
+                next_items = chart.step(node_items, byte_class)
+                if next_items:
+                    if child.group >= 0:
+                        yield child.group, next_items
+                    if child.children:
+                        stack.append((child, chart.close(next_items)))
+
+
+class CanvasAnswer:
+    """One canvas: whether it is completable, and with which tokens at its masks it remains so.
+
+    Args:
+        rules: The grammar.
+        canvas: Token ids and `MASK_POSITION`.
+        prefix: Text before the canvas.
+    """
+
+    def __init__(self, rules: CanvasGrammar, canvas: Seq[int], prefix: bytes = b"") -> None:
+        self.rules = rules
+        self.canvas = list(canvas)
+        self.chart = Chart(rules.grammar)
+        items = self.chart.start()
+        if prefix:
+            items = self.chart.close(rules.advance_bytes(self.chart, items, prefix))
+        self._items = [items]
+        #: The first position from which on all tokens can be end-of-text tokens.
+        self._first_free = len(self.canvas)
+        while self._first_free and (
+            canvas[self._first_free - 1] == MASK_POSITION
+            or canvas[self._first_free - 1] in rules.ends
+        ):
+            self._first_free -= 1
+        #: The position of the first end-of-text token, where the text ends at the latest.
+        self._text_end = next(
+            (position for position, token in enumerate(canvas) if token in rules.ends),
+            len(self.canvas),
+        )
+        self._charts = [self.chart.fork()]
+
+    @property
+    def is_completable(self) -> bool:
+        """Whether the canvas has a completion that is a text of the grammar."""
+        if self._text_end < self._first_free:  # text after an end-of-text token
+            return False
+        return self._can_complete(self.chart.fork(), self._items[0], 0)
+
+    def items_at(self, position: int) -> tuple[Chart, Items]:
+        """Returns a copy of the chart up to `position`, and the closed items there."""
+        while len(self._items) <= position:
+            chart = self._charts[-1].fork()
+            at = len(self._items) - 1
+            self._items.append(self._advance(chart, self._items[at], at))
+            self._charts.append(chart)
+        return self._charts[position].fork(), self._items[position]
+
+    def accepts(self, position: int, token: int) -> bool:
+        """Whether the canvas is completable with `token` in place of the mask at `position`."""
+        rules = self.rules
+        if token in rules.ends:
+            return self._may_end(position)
+        chart, items = self.items_at(position)
+        if self._text_end < position or token >= len(rules.token_groups.groups):
+            return False
+        if rules.token_groups.groups[token] < 0:
+            return False
+        return self._can_complete(chart, rules.token(chart, items, token), position + 1)
+
+    def allowed(self, position: int) -> np.ndarray:
+        """Boolean `[vocab_size]`: the tokens with which the mask at `position` can be replaced so
+        that the canvas remains completable."""
+        rules = self.rules
+        groups = rules.token_groups.groups
+        is_allowed_group = np.zeros(rules.token_groups.count + 1, bool)  # the last: of no group
+        if position < self._text_end:
+            chart, items = self.items_at(position)
+            results: dict[frozenset[tuple[int, int]], bool] = {}
+            for group, next_items in rules.advance_groups(chart, items):
+                key = frozenset(next_items.items())
+                if key not in results:
+                    branch = chart.fork()
+                    results[key] = self._can_complete(
+                        branch, branch.close(next_items), position + 1
+                    )
+                is_allowed_group[group] = results[key]
+        allowed: np.ndarray = is_allowed_group[groups]
+        allowed[[end for end in rules.ends if end < len(allowed)]] = self._may_end(position)
+        return allowed
+
+    def _may_end(self, position: int) -> bool:
+        """Whether the text may end at or before `position`."""
+        return any(
+            self.chart.is_whole(self.items_at(end)[1])
+            for end in range(self._first_free, min(position, self._text_end) + 1)
+        )
+
+    def _can_complete(self, chart: Chart, items: Items, position: int) -> bool:
+        while items:
+            if position >= self._first_free and (position == len(self.canvas) or self.rules.ends):
+                if chart.is_whole(items):
+                    return True
+            if position >= self._text_end or position == len(self.canvas):
+                return False
+            items = self._advance(chart, items, position)
+            position += 1
+        return False
+
+    def _advance(self, chart: Chart, items: Items, position: int) -> Items:
+        token = self.canvas[position]
+        if token == MASK_POSITION:
+            return self.rules.advance_mask(chart, items)
+        return self.rules.token(chart, items, token)

@@ -1,0 +1,1 @@
+"""JSON Schema: compilation, validation, and completion of answers."""

@@ -1,0 +1,177 @@
+"""Forced completion: an answer is completed before the token limit cuts it off.
+
+The text is free until the shortest completion only just fits within the limit; from there on, only
+the tokens of that completion are allowed. Free-form objects, unbounded arrays, recursion and
+unbounded numbers finish this way. The completion is enforced by masks, so every decoder generates
+the same tokens and streaming does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from anydecode.constraints.constraint import ConstraintState
+from anydecode.constraints.json.completion_hints import CompletionHints
+from anydecode.constraints.json.shortest_completion import shortest_completion
+from anydecode.models.tokenizer import Tokenizer
+
+#: One over the share of the limit that is generated before the first search for a completion. Most
+#: answers are shorter.
+_FIRST_SEARCH_SHARE = 8
+#: Maximum slack, in tokens: a token of the answer may lengthen the shortest completion by so many
+#: without exceeding the limit. The slack is also bounded by the share of the limit above.
+_MAX_SLACK = 16
+
+
+class _Search(NamedTuple):
+    """The result of a search after `num_tokens` tokens: the completion to force from there on
+    (empty if none), and the number of tokens after which to search again."""
+
+    num_tokens: int
+    completion: tuple[int, ...]
+    next_search: int
+
+
+class ForcedCompletion(ConstraintState):
+    """The state `inner`, with a forced completion within `max_tokens` tokens if one is found that
+    fits."""
+
+    def __init__(
+        self,
+        inner: ConstraintState,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        max_tokens: int,
+        hints: CompletionHints,
+    ) -> None:
+        self.inner = inner
+        self.origin = None if inner.origin is None else (inner.origin, max_tokens)
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._hints = hints
+        self._slack = min(_MAX_SLACK, max_tokens // _FIRST_SEARCH_SHARE)
+        self._num_tokens = 0
+        self._searches: tuple[_Search, ...] = (_Search(0, (), max_tokens // _FIRST_SEARCH_SHARE),)
+
+    @classmethod
+    def of(
+        cls,
+        inner: ConstraintState,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        max_tokens: int,
+        hints: CompletionHints,
+    ) -> ForcedCompletion:
+        """Returns the state before the first token. If even the shortest text takes much of the
+        limit, the first search happens at once."""
+        state = cls(inner, tokenizer, vocab_size, max_tokens, hints)
+        if tokenizer not in hints.shortest:
+            shortest_found = shortest_completion(inner, tokenizer, hints)
+            hints.shortest[tokenizer] = None if shortest_found is None else len(shortest_found)
+        shortest = hints.shortest[tokenizer]
+        if (
+            shortest is not None
+            and max_tokens // _FIRST_SEARCH_SHARE + state._slack > (max_tokens - shortest) // 2
+        ):
+            state._searches = ()
+            state._search()
+        return state
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the text so far contains tokens of a forced completion."""
+        return any(
+            search.completion and search.num_tokens < self._num_tokens for search in self._searches
+        )
+
+    @property
+    def unforced(self) -> ConstraintState:
+        return self.inner
+
+    def with_banned(self, banned: Sequence[int]) -> ForcedCompletion:
+        other = self._with(self.inner.with_banned(banned))
+        if other._remaining():
+            other._search()
+        return other
+
+    def mask(self) -> np.ndarray | None:
+        completion = self._remaining()
+        if not completion:
+            return self.inner.mask()
+        mask = np.zeros(self._vocab_size, bool)
+        mask[completion[0]] = True
+        return mask
+
+    def allows(self, token: int) -> bool:
+        completion = self._remaining()
+        return token == completion[0] if completion else self.inner.allows(token)
+
+    def advance(self, token: int) -> None:
+        completion = self._remaining()
+        self.inner.advance(token)
+        self._num_tokens += 1
+        if token in self._tokenizer.eos_ids:
+            return
+        if (
+            token != completion[0]
+            if completion
+            else self._num_tokens == self._searches[-1].next_search
+        ):
+            self._search()
+
+    def rollback(self, count: int) -> None:
+        self.inner.rollback(count)
+        self._num_tokens -= count
+        self._searches = tuple(
+            search for search in self._searches if search.num_tokens <= self._num_tokens
+        )
+
+    def fork(self) -> ForcedCompletion:
+        return self._with(self.inner.fork())
+
+    def forced_tokens(self) -> list[int]:
+        completion = self._remaining()
+        return list(completion[:-1] or completion) if completion else self.inner.forced_tokens()
+
+    @property
+    def may_stop(self) -> bool:
+        return self.inner.may_stop
+
+    @property
+    def finished(self) -> bool:
+        return self.inner.finished
+
+    def prepare(self) -> None:
+        if not self._remaining():
+            self.inner.prepare()
+
+    def _with(self, inner: ConstraintState) -> ForcedCompletion:
+        other = ForcedCompletion(
+            inner, self._tokenizer, self._vocab_size, self._max_tokens, self._hints
+        )
+        other._num_tokens, other._searches = self._num_tokens, self._searches
+        return other
+
+    def _remaining(self) -> tuple[int, ...]:
+        """The tokens left of the forced completion; empty while the text is free."""
+        search = self._searches[-1]
+        return search.completion[self._num_tokens - search.num_tokens :]
+
+    def _search(self) -> None:
+        """Searches for the shortest completion. A token usually lengthens it by one, so half of the
+        spare tokens can be generated before the next search."""
+        num_left = self._max_tokens - self._num_tokens
+        shortest_found = shortest_completion(self.inner, self._tokenizer, self._hints)
+        num_spare = num_left // 2 if shortest_found is None else num_left - len(shortest_found)
+        completion: tuple[int, ...] = ()
+        if shortest_found is not None and 0 <= num_spare <= self._slack + self._slack // 2:
+            completion = tuple(shortest_found)  # earlier than necessary: avoids a search per token
+        num_free = max(1, (num_spare - self._slack) // 2)
+        self._searches = (
+            *self._searches,
+            _Search(self._num_tokens, completion, self._num_tokens + num_free),
+        )

@@ -1,0 +1,369 @@
+"""JSON Schema constraints: masks for the keywords they can express, validation for the rest."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from anydecode.constraints.constraint import (
+    Constraint,
+    ConstraintReport,
+    ConstraintState,
+    IncrementalValidator,
+)
+from anydecode.constraints.guidance_engine import (
+    GuidanceState,
+    check_references,
+    library,
+    tokenizer_binding,
+)
+from anydecode.constraints.json.canonical import canonical
+from anydecode.constraints.json.checking import IncrementalJsonValidator, Validator
+from anydecode.constraints.json.completion_hints import CompletionHints
+from anydecode.constraints.json.forced_completion import ForcedCompletion
+from anydecode.constraints.json.narrowing import narrowed_schema
+from anydecode.constraints.json.relaxing import (
+    NUM_LEVELS,
+    UNMASKED,
+    relaxed_schema,
+    subschemas,
+    unknown_formats,
+    with_max_string,
+    without_extra_properties,
+    without_formats,
+)
+from anydecode.constraints.json.termination import cannot_terminate
+from anydecode.constraints.languages import ENGINES
+from anydecode.errors import ConstraintError
+from anydecode.models.tokenizer import Tokenizer
+
+#: Maximum length of a schema, in characters, and its maximum nesting depth.
+MAX_CHARACTERS = 2 << 20
+MAX_DEPTH = 128
+#: White space allowed between JSON tokens: none, one space, or a line break and its indentation.
+WHITESPACE = r"[ ]?|\n[ ]{0,32}"
+_COMPILED: OrderedDict[tuple[Any, ...], _CompiledSchema] = OrderedDict()
+_MAX_CACHED = 256
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _CompiledSchema:
+    """A compiled schema: the grammar for the mask engine, and the validator of the rest."""
+
+    grammar: str
+    report: ConstraintReport
+    validator: Validator
+    needs_validation: bool
+    hints: CompletionHints
+
+
+class JsonSchema(Constraint):
+    """Allows the JSON texts that are valid under a schema.
+
+    `whitespace`, `max_string`, `extra_properties` and `finish` are guards: limits added to those of
+    the schema and reported in the result.
+
+    Args:
+        schema: A dict, a boolean, JSON text, or a pydantic model.
+        whitespace: A regular expression for the white space between JSON tokens: "" for none, None
+            for exactly one space after each comma and colon.
+        max_string: Maximum length of strings without a bound, in characters; 0 for no limit.
+        extra_properties: Whether objects that list their properties may have others even if the
+            schema does not mention additional properties.
+        finish: Whether to force the shortest completion before the token limit, so that unbounded
+            values (lists, free objects, recursion, digits) are complete.
+        tries: Maximum number of retries per answer: a value that is invalid under a rule that the
+            mask cannot express is sampled again.
+        close: Whether an answer that still reaches the token limit is held back and shortened to a
+            complete one.
+        engine: The library that computes the masks, one of `ENGINES`.
+        formats: Whether `format` is validated. If not, formats are annotations, the default of the
+            specification.
+        resources: Other schemas by URI, for references. Nothing is ever fetched.
+
+    Raises:
+        ConstraintError: The schema or an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        schema: Any,
+        *,
+        whitespace: str | None = WHITESPACE,
+        max_string: int = 256,
+        extra_properties: bool = False,
+        finish: bool = True,
+        tries: int = 32,
+        close: bool = False,
+        engine: str = "llguidance",
+        formats: bool = True,
+        resources: Mapping[str, Any] | None = None,
+    ) -> None:
+        if engine not in ENGINES:
+            raise ConstraintError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
+        if tries < 0 or max_string < 0:
+            raise ConstraintError("tries and max_string must be 0 or more")
+        self.schema, self.text = _read(schema)
+        self._annotations: list[str] = []
+        if not formats:
+            self.schema, self._annotations = without_formats(self.schema)
+            self.text = json.dumps(self.schema)
+        self.whitespace = whitespace
+        self.max_string = max_string
+        self.extra_properties = extra_properties
+        self.finish = finish
+        self.tries = tries
+        self.close = close
+        self.engine = engine
+        self.resources = dict(resources or {})
+        self._compiled: _CompiledSchema | None = None
+
+    def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
+        compiled = self._get_compiled(tokenizer, vocab_size)
+        if self.engine == "xgrammar":
+            from anydecode.constraints.xgrammar_engine import XGrammarState
+
+            return XGrammarState.of("json", self.schema, tokenizer, vocab_size)
+        return GuidanceState.of(compiled.grammar, tokenizer, vocab_size)
+
+    def start_with_limit(
+        self, tokenizer: Tokenizer, vocab_size: int, max_tokens: int
+    ) -> ConstraintState:
+        state = self.start(tokenizer, vocab_size)
+        if not self.finish:
+            return state
+        return ForcedCompletion.of(state, tokenizer, vocab_size, max_tokens, self.completion_hints)
+
+    @property
+    def completion_hints(self) -> CompletionHints:
+        """Names and values of the schema for shortest completions. Available after `start`."""
+        assert self._compiled is not None, "the constraint has not been started"
+        return self._compiled.hints
+
+    def report(self) -> ConstraintReport:
+        assert self._compiled is not None, "the constraint has not been started"
+        return self._compiled.report
+
+    def incremental_validator(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
+        assert self._compiled is not None, "the constraint has not been started"
+        if not self._compiled.needs_validation:
+            return None
+        return IncrementalJsonValidator(self._compiled.validator, tokenizer)
+
+    def is_valid(self, text: str) -> bool:
+        """Whether `text` is JSON that is valid under the schema."""
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+        compiled = self._compiled
+        validator = (
+            compiled.validator
+            if compiled
+            else Validator(self.schema, len(self.text), self.resources)
+        )
+        return validator.is_valid(value)
+
+    def narrowed(self, index: int) -> JsonSchema | None:
+        schema = narrowed_schema(self.schema, index, len(self.text))
+        if schema is None:
+            return None
+        return _Narrowed(
+            schema,
+            whitespace=self.whitespace,
+            max_string=self.max_string or 64,
+            finish=self.finish,
+        )
+
+    def _get_compiled(self, tokenizer: Tokenizer, vocab_size: int) -> _CompiledSchema:
+        if self._compiled is None:
+            resources_key = json.dumps(self.resources, sort_keys=True)
+            guards = (self.whitespace, self.max_string, self.extra_properties, self.finish)
+            key = (
+                self.text,
+                resources_key,
+                tuple(self._annotations),
+                guards,
+                self.engine,
+                type(self),
+            )
+            with _lock:
+                compiled = _COMPILED.get(key)
+                if compiled is not None:
+                    _COMPILED.move_to_end(key)
+            if compiled is None:
+                try:
+                    compiled = self._compile(tokenizer, vocab_size)
+                except RecursionError:
+                    raise ConstraintError(
+                        "the schema's references are nested too deep: use fewer"
+                    ) from None
+                with _lock:
+                    _COMPILED[key] = compiled
+                    if len(_COMPILED) > _MAX_CACHED:
+                        _COMPILED.popitem(last=False)
+            self._compiled = compiled
+        return self._compiled
+
+    def _compile(self, tokenizer: Tokenizer, vocab_size: int) -> _CompiledSchema:
+        validator = Validator(self.schema, len(self.text), self.resources)
+        if cannot_terminate(self.schema):
+            raise ConstraintError("no text can satisfy the schema: its recursion has no end")
+        whitespace = ", : " if self.whitespace is None else self.whitespace
+        keywords = _asserting_keywords(self.schema)
+        if self.engine == "xgrammar":
+            guards: dict[str, Any] = {"finish": self.finish}
+            report = ConstraintReport("json_schema", self.engine, (), tuple(keywords), (), guards)
+            return _CompiledSchema("", report, validator, True, CompletionHints(self.schema))
+        grammar, dropped, is_guarded = self._compile_grammar(tokenizer, vocab_size)
+        guards = {
+            "finish": self.finish,
+            "whitespace": whitespace,
+            "max_string": (is_guarded and self.max_string) or None,
+            "extra_properties": self.extra_properties or not is_guarded,
+        }
+        removed = {entry.partition(" ")[0] for entry in dropped}
+        masked = tuple(keyword for keyword in keywords if keyword not in removed)
+        ignored = (*self._annotations, *unknown_formats(self.schema))
+        report = ConstraintReport(
+            "json_schema", self.engine, masked, tuple(dropped), ignored, guards
+        )
+        grammar_schema = json.loads(grammar)["grammars"][0]["json_schema"]
+        return _CompiledSchema(
+            grammar, report, validator, bool(dropped), CompletionHints(grammar_schema)
+        )
+
+    def _with_guards(self, schema: Any) -> Any:
+        """`schema` with the guards applied."""
+        if not self.extra_properties:
+            schema = without_extra_properties(schema)
+        return with_max_string(schema, self.max_string) if self.max_string else schema
+
+    def _compile_grammar(
+        self, tokenizer: Tokenizer, vocab_size: int
+    ) -> tuple[str, list[str], bool]:
+        """Returns the strongest grammar that compiles, the keywords it leaves out, and whether the
+        guards are applied."""
+        binding = tokenizer_binding(tokenizer, vocab_size)
+        message = ""
+        for schema, dropped, coerce in self._candidates():
+            for is_guarded in (True, False):
+                grammar = self._grammar(self._with_guards(schema) if is_guarded else schema, coerce)
+                try:
+                    binding.matcher(grammar)
+                except ConstraintError as error:
+                    message = str(error)
+                    if not message.startswith("Unsatisfiable"):
+                        break
+                else:
+                    return grammar, dropped, is_guarded
+            if message.startswith("Unsatisfiable"):
+                raise ConstraintError(f"no text can satisfy the schema: {message}")
+        raise ConstraintError(f"the schema cannot be enforced: {message}")
+
+    def _candidates(self) -> Iterator[tuple[Any, list[str], bool]]:
+        """Schemas for the mask engine, the strongest first, with the keywords that each leaves out
+        and whether `oneOf` is read as `anyOf` (and therefore validated as well)."""
+        if not any(UNMASKED & node.keys() for _, node in subschemas(self.schema)):
+            yield self.schema, [], False
+        try:
+            canonical_schema = canonical(self.schema, len(self.text))
+        except ValueError as error:
+            raise ConstraintError(str(error)) from None
+        one_of = [f"oneOf at {path}" for path, node in subschemas(self.schema) if "oneOf" in node]
+        if canonical_schema is not None:
+            relaxed, dropped = relaxed_schema(canonical_schema)
+            dropped = _original_paths(self.schema, dropped)
+            yield relaxed, dropped, False
+            if one_of:
+                yield relaxed, dropped + one_of, True
+        for level in range(NUM_LEVELS):
+            relaxed, dropped = relaxed_schema(self.schema, level)
+            if level == 0 and canonical_schema is None:
+                yield relaxed, dropped, False
+            yield relaxed, dropped + one_of, True
+
+    def _grammar(self, schema: Any, coerce: bool) -> str:
+        options: dict[str, Any] = {"coerce_one_of": coerce}
+        if self.whitespace is None:
+            options |= {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+        else:
+            options["whitespace_pattern"] = self.whitespace
+        text = json.dumps({} if schema is True else {"not": {}} if schema is False else schema)
+        grammar: str = library().LLMatcher.grammar_from_json_schema(text, overrides=options)
+        return grammar
+
+
+class _Narrowed(JsonSchema):
+    """A narrowed form of another schema; its values are validated against that schema."""
+
+    def narrowed(self, index: int) -> None:
+        return None
+
+
+def _read(schema: Any) -> tuple[Any, str]:
+    """Returns the schema as plain JSON and as text."""
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if isinstance(schema, (str, bytes)):
+        if len(schema) > MAX_CHARACTERS:
+            raise ConstraintError(
+                f"the schema has {len(schema)} characters; at most {MAX_CHARACTERS}"
+            )
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise ConstraintError(f"the schema is not valid JSON: {error}") from None
+    if not isinstance(schema, (dict, bool)):
+        raise ConstraintError("a schema must be an object, true or false")
+    try:
+        _check_depth(schema)
+        text = json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConstraintError(f"the schema is not plain JSON: {error}") from None
+    if len(text) > MAX_CHARACTERS:
+        raise ConstraintError(f"the schema has {len(text)} characters; at most {MAX_CHARACTERS}")
+    check_references(text)
+    if schema is False:
+        raise ConstraintError("no text can satisfy the schema false")
+    return schema, text
+
+
+def _original_paths(schema: Any, dropped: list[str]) -> list[str]:
+    """`dropped` of a canonical schema, with the paths of the keywords in the original schema."""
+    keywords = {entry.partition(" ")[0] for entry in dropped}
+    original = [entry for entry in relaxed_schema(schema)[1] if entry.partition(" ")[0] in keywords]
+    return original or dropped
+
+
+def _check_depth(schema: Any) -> None:
+    """Raises `ConstraintError` with the path at which a schema nests too deep (or in itself)."""
+    stack: list[tuple[Any, tuple[str, ...]]] = [(schema, ())]
+    while stack:
+        node, path = stack.pop()
+        if len(path) > MAX_DEPTH:
+            raise ConstraintError(
+                f"the schema nests more than {MAX_DEPTH} deep at #/{'/'.join(path[:6])}/..."
+            )
+        if isinstance(node, dict):
+            stack += [(value, (*path, str(key))) for key, value in node.items()]
+        elif isinstance(node, list):
+            stack += [(value, (*path, str(i))) for i, value in enumerate(node)]
+
+
+_ASSERTING = UNMASKED | {
+    "type", "properties", "required", "additionalProperties", "patternProperties", "items",
+    "prefixItems", "additionalItems", "enum", "const", "anyOf", "oneOf", "allOf", "pattern",
+    "format", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
+    "exclusiveMaximum", "multipleOf", "minItems", "maxItems", "minProperties", "maxProperties",
+}  # fmt: skip
+
+
+def _asserting_keywords(schema: Any) -> list[str]:
+    """The asserting keywords in a schema, sorted."""
+    return sorted({key for _, node in subschemas(schema) for key in node if key in _ASSERTING})

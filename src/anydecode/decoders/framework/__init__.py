@@ -1,0 +1,1 @@
+"""What several decoding methods share."""

@@ -1,0 +1,218 @@
+"""The loop that all speculative methods share: propose a draft, verify it in one pass, accept a
+path.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from anydecode.constraints.drafts import constraint_state, forced_draft, pruned
+from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.score import DecoderAction, Decoding, Scores
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import TokenTree
+
+#: Maximum number of tokens forced by a constraint that one round drafts.
+MAX_FORCED = 64
+
+#: A generator that may yield score requests and returns the draft tree.
+Proposal = Generator[DecoderAction, Any, TokenTree]
+
+
+@dataclass(eq=False)
+class SpeculationRound:
+    """One draft and its verification, as passed to drafters and budgets. `scores` is valid only
+    during the call. Times are in seconds."""
+
+    sequence: Sequence
+    tree: TokenTree
+    scores: Scores
+    result: AcceptanceResult
+    draft_seconds: float
+    verify_seconds: float
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.result.path)
+
+
+def verify_tree(
+    sequence: Sequence, tree: TokenTree, acceptance: Acceptance, draft_seconds: float = 0.0
+) -> Generator[DecoderAction, Any, SpeculationRound]:
+    """Verify `tree` in one pass, emit the accepted tokens and record the round in the trace."""
+    start = perf_counter()
+    scores = yield sequence.verify(tree)
+    seconds = perf_counter() - start
+    result = acceptance.walk(tree, scores)
+    path, tokens = result.path, result.tokens
+    sequence.record(tree, path, tokens, draft_seconds=draft_seconds, verify_seconds=seconds)
+    sequence.accept(path, tokens, scores)
+    return SpeculationRound(sequence, tree, scores, result, draft_seconds, seconds)
+
+
+class DraftSession(ABC):
+    """The state of a drafter for one sequence."""
+
+    @abstractmethod
+    def propose(self, size: int) -> Proposal:
+        """Draft up to `size` nodes after `sequence.all_tokens`; an empty tree means no draft."""
+
+    def observe(self, round: SpeculationRound) -> None:
+        """Called after each round, once its tokens have been emitted."""
+
+
+class TextDraftSession(DraftSession):
+    """The state of a drafter that needs only the text: `draft` can be called without an engine."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self.text: list[int] = []
+
+    def propose(self, size: int) -> Proposal:
+        return self.draft(size)
+        yield
+
+    def draft(self, size: int) -> TokenTree:
+        """Draft up to `size` nodes after all tokens so far."""
+        self.catch_up()
+        return self.tree(size) if size > 0 else TokenTree()
+
+    def catch_up(self) -> None:
+        """Read the tokens added since the last call."""
+        prompt_length = len(self.sequence.prompt)
+        num_read = len(self.text) - prompt_length
+        new_tokens = self.sequence.tokens[num_read:] if num_read >= 0 else self.sequence.all_tokens
+        if new_tokens:
+            self.text += new_tokens
+            self.read(new_tokens)
+
+    def read(self, tokens: list[int]) -> None:
+        """Called when `tokens` have been appended to `text`."""
+
+    @abstractmethod
+    def tree(self, size: int) -> TokenTree:
+        """Draft up to `size` (at least 1) nodes after `text`."""
+
+
+class Drafter(ABC):
+    """Proposes token trees. State learned across requests is kept here; `clear` resets it."""
+
+    runners: tuple[str, ...] = ()
+    #: Whether the draft model may have a different vocabulary.
+    can_translate_vocab: bool = False
+    #: True for a causal draft model, False for a diffusion model.
+    draft_causal: bool = True
+    #: Whether it learns from all rows of its own tree, so that a constraint must not prune the
+    #: tree.
+    needs_every_row: bool = False
+    #: Whether it drafts the tokens forced by a constraint itself.
+    drafts_forced: bool = False
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Raise `UnsupportedCombinationError` for a request that this drafter cannot serve."""
+
+    @abstractmethod
+    def open(self, sequence: Sequence) -> DraftSession:
+        """Start drafting for `sequence`."""
+
+    def clear(self) -> None:
+        """Reset everything learned from earlier requests."""
+
+
+class DraftBudget(ABC):
+    """Chooses the draft size before each round. It must not depend on the target's scores of that
+    round."""
+
+    @abstractmethod
+    def size(self, sequence: Sequence) -> int:
+        """Maximum number of nodes to draft in the next round; 0 means no draft."""
+
+    def observe(self, round: SpeculationRound) -> None:
+        """Called after each round."""
+
+
+@dataclass
+class FixedBudget(DraftBudget):
+    """A constant draft size."""
+
+    num_nodes: int
+
+    def size(self, sequence: Sequence) -> int:
+        return self.num_nodes
+
+
+class Speculative(Decoder):
+    """A speculative decoder: a drafter, a draft budget and an acceptance rule.
+
+    Args:
+        drafter: Proposes the draft trees.
+        size: Maximum number of nodes per round, if `budget` is not given.
+        acceptance: The acceptance rule; `TokenExact` by default.
+        budget: A function that makes the draft budget of a sequence.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        size: int = 8,
+        acceptance: Acceptance | None = None,
+        budget: Callable[[Sequence], DraftBudget] | None = None,
+    ) -> None:
+        if size < 1:
+            raise InvalidRequestError("a speculative method needs a size of at least one draft")
+        self.drafter = drafter
+        self.acceptance = acceptance or TokenExact()
+        self.size = size
+        self.runners = drafter.runners
+        self.can_translate_vocab = drafter.can_translate_vocab
+        self.draft_causal = drafter.draft_causal
+        self._budget = budget
+        # Rules that compare samples with the draft distribution must see every draft.
+        self._is_token_exact = isinstance(self.acceptance, TokenExact)
+
+    def budget(self, sequence: Sequence) -> DraftBudget:
+        """The draft budget of one sequence."""
+        return self._budget(sequence) if self._budget else FixedBudget(self.size)
+
+    def prepare(self, sequence: Sequence) -> None:
+        self.drafter.prepare(sequence)
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        session, budget = self.drafter.open(sequence), self.budget(sequence)
+        while not sequence.finished:
+            start = perf_counter()
+            tree = self._forced(sequence)
+            is_forced = bool(len(tree))
+            if not is_forced:
+                tree = yield from session.propose(budget.size(sequence))
+                tree = self._without_forbidden(sequence, tree)
+            draft_seconds = perf_counter() - start
+            round = yield from verify_tree(sequence, tree, self.acceptance, draft_seconds)
+            if not is_forced:
+                budget.observe(round)
+            session.observe(round)
+
+    def _forced(self, sequence: Sequence) -> TokenTree:
+        """The tokens that the request's constraint forces: a draft that costs nothing and is always
+        accepted."""
+        if not self._is_token_exact or self.drafter.drafts_forced:
+            return TokenTree()
+        return forced_draft(sequence.sampler, min(MAX_FORCED, sequence.remaining - 1))
+
+    def _without_forbidden(self, sequence: Sequence, tree: TokenTree) -> TokenTree:
+        """`tree` without the nodes that the request's constraint forbids."""
+        state = constraint_state(sequence.sampler)
+        if (
+            state is None
+            or not len(tree)
+            or not self._is_token_exact
+            or self.drafter.needs_every_row
+        ):
+            return tree
+        return pruned([], tree, state)

@@ -1,0 +1,1 @@
+"""Prompts, and tasks whose answers can be checked."""

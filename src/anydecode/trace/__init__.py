@@ -1,0 +1,1 @@
+"""The record of a generation as an HTML view."""
