@@ -10,7 +10,8 @@ import pytest
 from anydecode import catalogue
 from anydecode.catalogue import Card
 from anydecode.certification import certify as certifying
-from anydecode.certification.certify import Check, certify_one, measure
+from anydecode.certification.certify import certify_one
+from anydecode.certification.checks import Check, measure
 from anydecode.certification.chi_square import (
     PROMPT,
     SAMPLING_OPTIONS,

@@ -16,15 +16,8 @@ import pytest
 from anydecode import catalogue
 from anydecode.catalogue import Card
 from anydecode.certification import certify as certify_module
-from anydecode.certification.certify import (
-    Certificate,
-    Check,
-    _measures,
-    certify,
-    certify_one,
-    claim,
-    load_oracle_tests,
-)
+from anydecode.certification.certify import certify, certify_one, claim, load_oracle_tests
+from anydecode.certification.checks import Certificate, Check, _measures
 from anydecode.certification.oracles.proofs import formula_distance
 from anydecode.cli import main
 from anydecode.decoders.decoder import Decoder

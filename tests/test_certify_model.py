@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from anydecode import catalogue
-from anydecode.benchmarks.speculative_bench import Question
 from anydecode.catalogue import Card, Entry
 from anydecode.certification import certify_model
-from anydecode.certification.certify import Certificate
 from anydecode.certification.certify_model import (
     STORED,
     BatchOutcome,
@@ -23,6 +21,7 @@ from anydecode.certification.certify_model import (
     certificates,
     outcomes,
 )
+from anydecode.certification.checks import Certificate
 from anydecode.cli import main
 from anydecode.cli.certify import _drafting_keys
 from anydecode.decoders.decoder import Decoder
@@ -32,6 +31,7 @@ from anydecode.results_log import ResultsLog
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
+from anydecode.tasks.spec_bench import Question
 from anydecode.training import checkpoint
 from anydecode.training.tokenizer import build_tokenizer
 from anydecode.training.transformer import Shape, Transformer

@@ -19,9 +19,9 @@ from anydecode.api.generation import Generation, Stats
 from anydecode.cli import bench, main, options
 from anydecode.cli.chat import run_command
 from anydecode.cli.generate import summary
-from anydecode.cli.output import to_plain
 from anydecode.errors import InvalidRequestError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.serialization import to_plain
 
 HEAVY = ("torch", "numpy", "transformers", "rich", "tokenizers", "huggingface_hub")
 

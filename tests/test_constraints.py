@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from anydecode import Choice, Grammar, JsonSchema, Predicate, Regex
-from anydecode.certification.certify import _Restarts, scripted_llm
+from anydecode.certification.checks import _Restarts, scripted_llm
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.models.scripted import EOS, ByteTokenizer
 from anydecode.sampling.candidates import Candidates
-from anydecode.sampling.constrained import Constrained, constraint_of
+from anydecode.sampling.constrained import Constrained
+from anydecode.sampling.sampler import constraint_of
 
 TOKENIZER = ByteTokenizer()
 PERSON = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from anydecode import LLM, Regex
-from anydecode.certification.certify import _Restarts
+from anydecode.certification.checks import _Restarts
 from anydecode.certification.denoising import (
     StepState,
     bidirectional,

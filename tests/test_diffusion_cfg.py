@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from anydecode import Choice, Grammar, JsonSchema, Regex, catalogue
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import _Restarts, scripted_llm
+from anydecode.certification.checks import _Restarts, scripted_llm
 from anydecode.certification.oracles.diffusion_grammar import (
     END,
     PIECES,

@@ -12,7 +12,7 @@ import pytest
 
 from anydecode import catalogue
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import _Restarts, scripted_llm
+from anydecode.certification.checks import _Restarts, scripted_llm
 from anydecode.errors import AnydecodeError
 from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
 from anydecode.models.scripted import BYTE_VOCABULARY, EOS, MASK, ByteTokenizer, ScriptedModel

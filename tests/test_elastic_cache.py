@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import _Restarts, scripted_llm
+from anydecode.certification.checks import _Restarts, scripted_llm
 from anydecode.certification.denoising import random_model
 from anydecode.certification.oracles.diffusion_elastic import engine_run, oracle
 from anydecode.decoders.diffusion.elastic_cache import ElasticDenoiser

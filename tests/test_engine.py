@@ -12,7 +12,7 @@ import pytest
 
 from anydecode import Regex
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import PROMPTS, scripted_llm
+from anydecode.certification.checks import PROMPTS, scripted_llm
 from anydecode.certification.denoising import bidirectional, dense
 from anydecode.decoders.autoregressive import Autoregressive
 from anydecode.decoders.decoder import Decoder

@@ -12,11 +12,11 @@ import pytest
 
 from anydecode import JsonSchema
 from anydecode.benchmarks.constrained_bench import measure_schema, walk
-from anydecode.certification.certify import _Restarts, scripted_llm
+from anydecode.certification.checks import _Restarts, scripted_llm
 from anydecode.constraints.json import json_schema as json_schema_module
 from anydecode.constraints.json import shortest_completion as shortest_module
 from anydecode.constraints.json.checking import IncrementalJsonValidator, Validator
-from anydecode.constraints.json.completion_hints import CompletionHints, example
+from anydecode.constraints.json.completion_hints import SchemaHints, example
 from anydecode.constraints.json.forced_completion import ForcedCompletion
 from anydecode.constraints.json.narrowing import narrowed_schema
 from anydecode.constraints.json.relaxing import (
@@ -560,10 +560,10 @@ def test_examples_match_their_pattern(pattern, text):
 
 
 def test_hinted_names_follow_the_order_of_their_object():
-    hints = CompletionHints(DOCUMENT)
+    hints = SchemaHints(DOCUMENT)
     assert hints.ordered({"extras", "kind"}) == ["kind", "extras"]
     assert hints.ordered({"stamp", "kind"}) == ["stamp", "kind"]  # the last required name is next
-    free = CompletionHints(
+    free = SchemaHints(
         {"properties": {"a": {"type": "array", "minItems": 3}, "b": {}, "c": DOCUMENT}}
     )
     assert free.ordered({"a", "b", "c"}) == ["b", "a", "c"]

@@ -10,7 +10,7 @@ import pytest
 
 openai = pytest.importorskip("openai")
 
-from anydecode.certification.certify import scripted_llm  # noqa: E402
+from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
 

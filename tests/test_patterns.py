@@ -61,7 +61,7 @@ def test_exponential_patterns_terminate_through_the_api(schema):
 import json, sys
 from anydecode import JsonSchema
 from anydecode.constraints.json.narrowing import narrowed_schema
-from anydecode.certification.certify import scripted_llm
+from anydecode.certification.checks import scripted_llm
 schema = json.loads(sys.argv[1])
 with scripted_llm() as llm:
     answer = llm.generate("x: ", constraint=JsonSchema(schema), max_tokens=64, seed=0)
@@ -76,7 +76,7 @@ def test_exponential_patterns_terminate_through_the_server():
     pytest.importorskip("httpx")
     program = """
 import json, sys, httpx
-from anydecode.certification.certify import scripted_llm
+from anydecode.certification.checks import scripted_llm
 from anydecode.server.running import LiveServer
 from anydecode.server.settings import Settings
 with scripted_llm() as llm, LiveServer(llm, Settings(name="scripted", port=0)) as server:

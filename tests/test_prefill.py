@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anydecode import LLM
-from anydecode.certification.certify import scripted_llm
+from anydecode.certification.checks import scripted_llm
 from anydecode.certification.oracles import prefill as mechanisms
 from anydecode.certification.tiny import tiny_model
 from anydecode.decoders.prefill import fastkv, gear, mustdrop, prefilled, quickprefill

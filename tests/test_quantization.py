@@ -11,9 +11,9 @@ import torch
 
 from anydecode import LLM
 from anydecode.benchmarks.parallelbench.bench import diffusion_methods
-from anydecode.benchmarks.quantization import entropy
 from anydecode.certification.certify import certify_one
 from anydecode.certification.denoising import bidirectional, dense, softmax
+from anydecode.certification.format_loss import entropy
 from anydecode.certification.oracles import diffusion_ptq
 from anydecode.cli.bench import run_bench
 from anydecode.errors import AnydecodeError, InvalidRequestError

@@ -13,7 +13,8 @@ import torch
 
 from anydecode import JsonSchema, catalogue
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import _measures, _Restarts, load_oracle_tests
+from anydecode.certification.certify import load_oracle_tests
+from anydecode.certification.checks import _measures, _Restarts
 from anydecode.certification.oracles import sampling_claims as claims
 from anydecode.certification.oracles import sampling_states as states
 from anydecode.certification.oracles.sampling_oracles import random_heads

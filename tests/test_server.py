@@ -40,7 +40,7 @@ from anydecode.benchmarks.serving.traces import (  # noqa: E402
     read_trace,
     scaled,
 )
-from anydecode.certification.certify import scripted_llm  # noqa: E402
+from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.certification.oracles import serving as mechanisms  # noqa: E402
 from anydecode.cli.bench import run_bench  # noqa: E402
 from anydecode.decoders.decoder import Decoder  # noqa: E402

@@ -25,7 +25,7 @@ from anydecode.benchmarks.serving.replay import Endpoint, Objective, RequestOutc
 from anydecode.benchmarks.serving.sweep import Search, print_sweep, sweep  # noqa: E402
 from anydecode.benchmarks.serving.sweep_plot import sweep_svg  # noqa: E402
 from anydecode.benchmarks.serving.traces import Arrival, prompt_text  # noqa: E402
-from anydecode.certification.certify import scripted_llm  # noqa: E402
+from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.cli.bench import run_bench  # noqa: E402
 from anydecode.errors import InvalidRequestError  # noqa: E402
 from anydecode.server import chat  # noqa: E402

@@ -27,7 +27,7 @@ pytest.importorskip("uvicorn")
 from starlette.testclient import TestClient  # noqa: E402
 
 from anydecode import catalogue  # noqa: E402
-from anydecode.certification.certify import scripted_llm  # noqa: E402
+from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.decoders.decoder import Decoder  # noqa: E402
 from anydecode.decoders.diffusion.learn2pd import SHIPPED  # noqa: E402
 from anydecode.errors import CheckpointError, EngineStoppedError, InvalidRequestError  # noqa: E402
@@ -205,7 +205,7 @@ def test_a_call_that_is_interrupted_stops_nothing(llm: Any) -> None:
 
 
 _PROGRAM = """
-from anydecode.certification.certify import scripted_llm
+from anydecode.certification.checks import scripted_llm
 from anydecode.server.running import serve
 from anydecode.server.settings import Settings
 llm = scripted_llm()

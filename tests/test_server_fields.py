@@ -17,7 +17,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from anydecode.api.llm import LLM  # noqa: E402
-from anydecode.certification.certify import scripted_llm  # noqa: E402
+from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.models import chat  # noqa: E402
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel  # noqa: E402
 from anydecode.server.protocol import (  # noqa: E402

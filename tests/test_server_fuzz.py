@@ -18,7 +18,7 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 
 from anydecode import catalogue  # noqa: E402
-from anydecode.certification.certify import scripted_llm  # noqa: E402
+from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.decoders.diffusion.chains import ChainDenoiser  # noqa: E402
 from anydecode.decoders.diffusion.denoiser import Denoiser  # noqa: E402
 from anydecode.sampling.params import SamplingParams  # noqa: E402

@@ -14,7 +14,8 @@ import pytest
 
 httpx = pytest.importorskip("httpx")
 
-from anydecode.certification.certify import certify_one, scripted_llm  # noqa: E402
+from anydecode.certification.certify import certify_one  # noqa: E402
+from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.errors import InvalidRequestError  # noqa: E402
 from anydecode.server import telemetry  # noqa: E402
 from anydecode.server.admission import host_name, is_loopback  # noqa: E402

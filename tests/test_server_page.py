@@ -15,7 +15,7 @@ import pytest
 
 httpx = pytest.importorskip("httpx")
 
-from anydecode.certification.certify import scripted_llm  # noqa: E402
+from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.models.scripted import ScriptedModel  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402

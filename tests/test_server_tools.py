@@ -14,7 +14,7 @@ pydantic = pytest.importorskip("pydantic")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from anydecode.certification.certify import scripted_llm  # noqa: E402
+from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.errors import ConstraintError  # noqa: E402
 from anydecode.models.scripted import ByteTokenizer  # noqa: E402
 from anydecode.server.parsers import TOOL_FORMATS  # noqa: E402

@@ -10,8 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from anydecode.errors import AnydecodeError
-
-__version__ = "0.1.0.dev0"
+from anydecode.version import __version__
 
 if TYPE_CHECKING:
     from anydecode.api.llm import LLM as LLM

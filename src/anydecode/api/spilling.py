@@ -13,12 +13,12 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-from anydecode import __version__
 from anydecode.catalogue import Card, register
 from anydecode.engine.costs import identity
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import KeyValues
 from anydecode.memory.spill import DiskSpill, MemorySpill, Spill
+from anydecode.version import __version__
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 

@@ -7,7 +7,6 @@ them."""
 
 from __future__ import annotations
 
-import json
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -30,29 +29,16 @@ from anydecode.machine import cpu_name, usable_cores
 from anydecode.report import JsonFile, PlotFile, write_report
 from anydecode.results_log import ResultsLog
 from anydecode.scoring.cost import CostModel
-from anydecode.tasks.prompts import PROMPTS
+from anydecode.tasks.spec_bench import Question, questions
 
 PLAIN = "autoregressive"
 DEFAULT_METHODS = "auto,prompt-lookup,suffix,copyspec,token-recycling"
-#: Spec-Bench has a few questions of each of these, from MT-Bench; here they are one category.
-MT_BENCH = frozenset(
-    ("writing", "roleplay", "reasoning", "math", "coding", "stem", "humanities", "extraction")
-)
-#: Small categories of MT-Bench that are still reported separately.
-OWN_CATEGORIES = frozenset(("extraction",))
 RESAMPLES = 2000
 DATA_HINT = (
     "no --data given: running on the package's own prompts. Spec-Bench's questions are"
     " data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench; put that file into a folder"
     " and pass it as --data"
 )
-
-
-class Question(NamedTuple):
-    """One user message."""
-
-    category: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -92,33 +78,6 @@ class TimedAnswer:
     def rate(self) -> float:
         """Tokens per second after the first token."""
         return (self.num_tokens - 1) / self.seconds if self.seconds > 0 else 0.0
-
-
-def questions(data: Path | None, limit: int | None) -> list[Question]:
-    """First turns of Spec-Bench's questions, at most `limit` per category; without `data`, the
-    package's own prompts."""
-    if data is None:
-        result = [Question(prompt.category, prompt.text) for prompt in PROMPTS]
-    else:
-        file = data / "question.jsonl" if data.is_dir() else data
-        try:
-            lines = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line]
-            result = [Question(_category(line["category"]), line["turns"][0]) for line in lines]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise InvalidRequestError(
-                f"{file} is not a file of Spec-Bench questions: {error}"
-            ) from None
-    counts: dict[str, int] = {}
-    selected = []
-    for question in result:
-        counts[question.category] = counts.get(question.category, 0) + 1
-        if limit is None or counts[question.category] <= limit:
-            selected.append(question)
-    return selected
-
-
-def _category(name: str) -> str:
-    return "mt-bench" if name in MT_BENCH - OWN_CATEGORIES else name
 
 
 def loops(tokens: Sequence[int], max_period: int = 64, min_length: int = 32) -> bool:

@@ -9,8 +9,8 @@ from html import escape
 from itertools import count
 from typing import Any
 
-#: Distinguishable with most kinds of colour vision, on light and dark backgrounds.
-COLOURS = ("#2f7fc1", "#d9822b", "#3a9d6e", "#b1519e", "#8a8a2c", "#c4504b", "#5b6ec9", "#4d9aa5")
+from anydecode.plots import COLOURS
+
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#222}.axis{stroke:#999}.grid{stroke:#ddd}"
     ".whisker{stroke:#222;stroke-width:1.2}"

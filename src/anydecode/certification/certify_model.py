@@ -21,17 +21,12 @@ from typing import Any
 from anydecode import catalogue
 from anydecode.api.generation import Generation
 from anydecode.api.llm import LLM
-from anydecode.benchmarks.speculative_bench import Question
-from anydecode.certification.certify import (
-    Certificate,
-    Check,
-    _Restarts,
-    missing_package,
-    one_line,
-)
+from anydecode.certification.certify import missing_package, one_line
+from anydecode.certification.checks import Certificate, Check, _Restarts
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError
 from anydecode.results_log import ResultsLog
+from anydecode.tasks.spec_bench import Question
 
 PLAIN = "autoregressive"
 STORED = "as stored"

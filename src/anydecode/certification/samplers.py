@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import PROMPTS, Check, _equal, _Restarts
+from anydecode.certification.checks import PROMPTS, Check, _equal, _Restarts
 from anydecode.certification.chi_square import Alternating, Script, Text, bigram_logits, fit
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError

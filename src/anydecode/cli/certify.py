@@ -15,8 +15,8 @@ from anydecode.cli import options
 from anydecode.cli.output import note, print_json, progress
 
 if TYPE_CHECKING:
-    from anydecode.certification.certify import Certificate, Check
     from anydecode.certification.certify_model import BatchOutcome, Trials
+    from anydecode.certification.checks import Certificate, Check
     from anydecode.results_log import ResultsLog
 
 
@@ -109,8 +109,8 @@ def certify_methods(
         log = _open_log(keep, settings)
         certificates, stopped = _run_checks(keys or [], log, json)
     else:
-        from anydecode.benchmarks.speculative_bench import questions
         from anydecode.certification.certify_model import Trials
+        from anydecode.tasks.spec_bench import questions
 
         formats = tuple(part.strip() for part in dtypes.split(",") if part.strip())
         prompts = questions(data, limit)

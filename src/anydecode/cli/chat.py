@@ -12,7 +12,7 @@ from anydecode.cli.generate import describe, stream
 from anydecode.cli.output import note, print_json
 
 if TYPE_CHECKING:
-    from anydecode import LLM
+    from anydecode.api.llm import LLM
 
 COMMANDS = (
     "/system TEXT sets the system message, /retry regenerates the answer, /clear starts over,"

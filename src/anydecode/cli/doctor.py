@@ -11,11 +11,11 @@ import sys
 import warnings
 from typing import Any
 
-from anydecode import __version__
 from anydecode.cli import options
 from anydecode.cli.output import print_json
 from anydecode.kernels.pages import memory_bytes
 from anydecode.machine import cpu_name, usable_cores
+from anydecode.version import __version__
 
 OPTIONAL_PACKAGES = (
     "transformers",

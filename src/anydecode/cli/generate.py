@@ -14,8 +14,8 @@ from anydecode.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from anydecode import LLM
     from anydecode.api.generation import Generation, StreamChunk
+    from anydecode.api.llm import LLM
     from anydecode.constraints.constraint import Constraint
 
 HINT_MARKER = ".chat-hint-given"
@@ -93,7 +93,7 @@ def generate(
     elif grammar is not None:
         request_constraint = read_grammar(grammar)
     elif regex is not None:
-        from anydecode import Regex
+        from anydecode.constraints.languages import Regex
 
         request_constraint = Regex(regex)
     llm = options.load(model, dtype, threads, backend, draft, cache)
@@ -124,7 +124,7 @@ def generate(
 
 def read_schema(file: Path) -> Constraint:
     """Read a JSON schema constraint from a file. Raises `InvalidRequestError` if that fails."""
-    from anydecode import JsonSchema
+    from anydecode.constraints.json.json_schema import JsonSchema
 
     try:
         return JsonSchema(file.read_text(encoding="utf-8"))
@@ -134,7 +134,7 @@ def read_schema(file: Path) -> Constraint:
 
 def read_grammar(file: Path) -> Constraint:
     """Read a grammar constraint from a file. Raises `InvalidRequestError` if that fails."""
-    from anydecode import Grammar
+    from anydecode.constraints.languages import Grammar
 
     try:
         text = file.read_text(encoding="utf-8")

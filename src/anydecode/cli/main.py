@@ -11,9 +11,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from anydecode import __version__
 from anydecode.cli import bench, certify, chat, doctor, generate, methods, pull, score, serve, train
 from anydecode.errors import AnydecodeError
+from anydecode.version import __version__
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 

@@ -10,7 +10,7 @@ import typer
 from anydecode.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from anydecode import LLM
+    from anydecode.api.llm import LLM
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -130,7 +130,7 @@ def load(
     cache: str | None = None,
 ) -> LLM:
     """Load the model, with a status line on stderr."""
-    from anydecode import LLM
+    from anydecode.api.llm import LLM
     from anydecode.cli.output import status
 
     with status(f"loading {model}"):

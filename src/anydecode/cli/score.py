@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from anydecode.cli import options
-from anydecode.cli.output import print_json, to_plain
+from anydecode.cli.output import print_json
+from anydecode.serialization import to_plain
 
 
 def score(

@@ -148,7 +148,7 @@ def serve(
 
     Example: anydecode serve smollm2-135m-instruct --port 8000
     """
-    from anydecode import LLM
+    from anydecode.api.llm import LLM
     from anydecode.cli.output import status
     from anydecode.server.running import serve as run
     from anydecode.server.settings import Settings

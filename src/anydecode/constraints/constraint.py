@@ -4,16 +4,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from anydecode.models.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from anydecode.constraints.json.completion_hints import CompletionHints
+
+class CompletionHints(Protocol):
+    """Values and names that a search for a short completion may try. `shortest` caches the length
+    of the shortest text by tokenizer."""
+
+    @property
+    def shortest(self) -> MutableMapping[Tokenizer, int | None]: ...
+
+    @property
+    def values(self) -> list[bytes]: ...
+
+    @property
+    def names(self) -> dict[str, bytes]: ...
+
+    def ordered(self, allowed: Set[str]) -> list[str]: ...
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.errors import ConstraintError
-from anydecode.sampling.constrained import constraint_of
-from anydecode.sampling.sampler import Sampler
+from anydecode.sampling.sampler import Sampler, constraint_of
 from anydecode.scoring.tree import ROOT, TokenTree
 
 

@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from anydecode.constraints.constraint import (
+    CompletionHints,
     Constraint,
     ConstraintReport,
     ConstraintState,
     IncrementalValidator,
 )
-from anydecode.constraints.json.completion_hints import CompletionHints
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer

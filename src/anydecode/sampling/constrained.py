@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from anydecode.errors import ConstraintError
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.processor import LogitsProcessor
-
-if TYPE_CHECKING:
-    from anydecode.sampling.sampler import Sampler
 
 
 class ConstraintState(Protocol):
@@ -99,8 +96,3 @@ class Constrained(LogitsProcessor):
 
     def fork(self) -> Constrained:
         return Constrained(self.state.fork())
-
-
-def constraint_of(sampler: Sampler) -> Constrained | None:
-    """The processor of `sampler` that applies its constraint, or None."""
-    return next((part for part in sampler.pre_temperature if isinstance(part, Constrained)), None)

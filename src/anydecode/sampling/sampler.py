@@ -243,3 +243,8 @@ class Sampler:
         if not len(candidates):
             raise ConstraintError("no token is allowed here: bans and constraint forbid all tokens")
         return candidates
+
+
+def constraint_of(sampler: Sampler) -> Constrained | None:
+    """The processor of `sampler` that applies its constraint, or None."""
+    return next((part for part in sampler.pre_temperature if isinstance(part, Constrained)), None)

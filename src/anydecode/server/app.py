@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from anydecode import __version__, catalogue
+from anydecode import catalogue
 from anydecode.api.llm import LLM
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import AnydecodeError
@@ -33,6 +33,7 @@ from anydecode.server.run import Disconnected
 from anydecode.server.service import Service
 from anydecode.server.settings import Settings
 from anydecode.server.telemetry import Telemetry
+from anydecode.version import __version__
 
 _PAGE = {
     "index.html": "text/html; charset=utf-8",

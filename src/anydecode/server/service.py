@@ -237,7 +237,7 @@ def canvas(
 
 def plain_trace(trace: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
     """A trace as JSON-compatible values, with the text of its tokens added."""
-    from anydecode.cli.output import to_plain
+    from anydecode.serialization import to_plain
 
     entries = []
     for entry in trace:

@@ -21,7 +21,7 @@ def format_constraint(response_format: dict[str, Any] | None) -> Any:
     schema = format_schema(response_format)
     if schema is None:
         return None
-    from anydecode import JsonSchema
+    from anydecode.constraints.json.json_schema import JsonSchema
 
     return JsonSchema(schema)
 
@@ -80,7 +80,7 @@ def tool_constraint(
 ) -> Any:
     """A grammar of tool calls whose arguments match their schemas. If no call is `required`, the
     answer may instead be text, or JSON that matches `answer_schema` if given."""
-    from anydecode import Grammar
+    from anydecode.constraints.languages import Grammar
 
     call_rules: list[str] = []
     rules: list[str] = []

@@ -8,17 +8,36 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from anydecode.trace import canvas as trace_canvas
 from anydecode.trace.style import STYLE
 
-if TYPE_CHECKING:
-    from anydecode.api.generation import Generation
-
 #: Number of sources with their own colour; further ones share the last.
 COLOURS = 6
 _VISIBLE = {"\n": "↵", "\t": "⇥", "\r": "␍", "": "∅"}
+
+
+class Traced(Protocol):
+    """What this view reads of a generation (`anydecode.api.generation.Generation`)."""
+
+    @property
+    def decoder(self) -> str: ...
+
+    @property
+    def finish_reason(self) -> str: ...
+
+    @property
+    def stats(self) -> Any: ...
+
+    @property
+    def token_text(self) -> Callable[[int], str] | None: ...
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+    @property
+    def trace(self) -> list[dict[str, Any]] | None: ...
 
 
 @dataclass
@@ -52,7 +71,7 @@ class Pass:
         return sources[node] if sources else self.method
 
 
-def page(generation: Generation) -> str:
+def page(generation: Traced) -> str:
     """The whole HTML document."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -63,7 +82,7 @@ def page(generation: Generation) -> str:
     )
 
 
-def fragment(generation: Generation) -> str:
+def fragment(generation: Traced) -> str:
     """The view without the document around it, for a notebook cell."""
     view = _View(generation)
     canvas = trace_canvas.view(generation.trace or [], generation.tokens, view.show)
@@ -76,7 +95,7 @@ def fragment(generation: Generation) -> str:
     return f'<div class="adt"><style>{STYLE}</style><main>{"".join(parts)}</main></div>'
 
 
-def passes_of(generation: Generation) -> list[Pass]:
+def passes_of(generation: Traced) -> list[Pass]:
     """The answer's tokens grouped by pass, in order."""
     passes: list[Pass] = []
     tokens, position = generation.tokens, 0
@@ -97,7 +116,7 @@ def passes_of(generation: Generation) -> list[Pass]:
 class _View:
     """Renders one generation."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Traced) -> None:
         self.generation = generation
         self.show: Callable[[int], str] = generation.token_text or str
         self.all = passes_of(generation)

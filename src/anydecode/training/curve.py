@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from anydecode.benchmarks.speculative_report import COLOURS
+from anydecode.plots import COLOURS
 
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#222}.axis{stroke:#999}.grid{stroke:#ddd}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from anydecode.benchmarks.speculative_report import COLOURS
+from anydecode.plots import COLOURS
 from anydecode.tasks.tasks import TASKS
 
 _STYLE = (

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from anydecode.benchmarks.serving.replay import Objective
-from anydecode.benchmarks.speculative_report import COLOURS
+from anydecode.plots import COLOURS
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 420, 130, 56, 76, 58
 _STYLE = (

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import Check, measure, oracle_test
+from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.chi_square import (
     DRAFT_SCRIPT,
     PROMPT,

@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import Check, oracle_test
+from anydecode.certification.checks import Check, oracle_test
 from anydecode.constraints.languages import Regex
 from anydecode.decoders.speculative.auto import (
     MIN_GAIN,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import Check, oracle_test
+from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.rounds import VOCABULARY, plain_token, rounds, scripted, wordy
 from anydecode.decoders.autoregressive import MultiStep
 from anydecode.decoders.depth.layer_draft import LayerDraft

@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 
-from anydecode.certification.certify import Check, oracle_test
+from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative import (
     DRAFT,
     PROMPTS,

@@ -10,7 +10,7 @@ from itertools import permutations
 import numpy as np
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import Check, measure, oracle_test
+from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.constraints.drafts import pruned
 from anydecode.constraints.languages import Regex
 from anydecode.decoders.constrained.asap import Asap, Node

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import Check, measure, oracle_test
+from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.constraints.languages import Regex
 from anydecode.constraints.monitors import Monitor, MonitorState
 from anydecode.constraints.vocabulary import vocabulary

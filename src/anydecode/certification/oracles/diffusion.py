@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.certification.certify import Check, measure, oracle_test
+from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.denoising import (
     CONFIDENT,
     PROMPT,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import Check, oracle_test
+from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.rounds import TracedRound, accepted, plain_token, rounds, wordy
 from anydecode.models.scripted import EOS, MASK, ByteTokenizer, ScriptedModel
 from anydecode.sampling.noise import Noise

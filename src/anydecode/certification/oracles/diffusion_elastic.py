@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from anydecode.certification.certify import Check, measure, oracle_test
+from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.denoising import (
     PROMPT,
     TASKS,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import Check, measure, oracle_test
+from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.denoising import PROMPT, bidirectional, dense, softmax
 from anydecode.constraints.grammar.byte_grammar import byte_grammar
 from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar

@@ -3,7 +3,7 @@ pass."""
 
 from __future__ import annotations
 
-from anydecode.certification.certify import measure
+from anydecode.certification.checks import measure
 from anydecode.certification.denoising import TASKS, accuracy_lost, passes_ratio
 
 #: Tasks with one right answer, for which unmasking several tokens at once does no harm.

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from anydecode import catalogue
-from anydecode.certification.certify import Check, oracle_test
+from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.denoising import (
     CONFIDENT,
     PROMPT,

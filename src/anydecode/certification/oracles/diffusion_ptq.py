@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from anydecode.api.llm import LLM
-from anydecode.benchmarks import quantization
-from anydecode.certification.certify import Check, measure, oracle_test
+from anydecode.certification import format_loss
+from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.kernels.formats import dequantize, quantize
 from anydecode.models import gptq
 from anydecode.models.loading import load_checkpoint
@@ -64,7 +64,7 @@ def ptq() -> Iterator[Check]:
 
     checkpoint = load_checkpoint(MODEL)
     assert checkpoint.tokenizer is not None
-    pairs = quantization.pairs([*examples("reverse", 4, seed=5, held_out=False)])
+    pairs = format_loss.pairs([*examples("reverse", 4, seed=5, held_out=False)])
     canvases = dlm_ptq.masked(checkpoint.tokenizer, pairs, None, 0)
     prompts = [len(checkpoint.tokenizer.encode(prompt)) for prompt, _ in pairs]
     mask = checkpoint.tokenizer.mask_id
@@ -104,16 +104,14 @@ def _first_inputs(canvases: Iterable[Sequence[int]]) -> torch.Tensor:
 
 
 @cache
-def losses(samples: int) -> dict[str, quantization.FormatLoss]:
+def losses(samples: int) -> dict[str, format_loss.FormatLoss]:
     """The loss by format, over `samples` held-out questions of all tasks, with eight passes per
     answer."""
     groups = [list(examples(task, samples // len(TASKS), seed=7)) for task in TASKS]
     learned = [one for task in TASKS for one in examples(task, 8, seed=7, held_out=False)]
     formats = ("float32", *FORMATS)
     method = "llada:block=0,steps=8"
-    results = quantization.measure(
-        MODEL, formats, method, groups, learned, threads=1, max_tokens=32
-    )
+    results = format_loss.measure(MODEL, formats, method, groups, learned, threads=1, max_tokens=32)
     return {one.format: one for one in results}
 
 

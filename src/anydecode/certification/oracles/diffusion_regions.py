@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from anydecode import catalogue
-from anydecode.certification.certify import Check, measure, oracle_test
+from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.denoising import (
     CONFIDENT,
     PROMPT,
@@ -238,7 +238,7 @@ def _causal_steps(
     decoder: str, count: int, *, spread: float = 6.0, restarts: bool = False
 ) -> tuple[list[int], list[list[int]]]:
     from anydecode.api.llm import LLM
-    from anydecode.certification.certify import _Restarts
+    from anydecode.certification.checks import _Restarts
     from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
     model = ScriptedModel(dense(spread=spread), vocab_size=259)

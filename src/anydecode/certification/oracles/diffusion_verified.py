@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from anydecode import catalogue
-from anydecode.certification.certify import Check, measure, oracle_test
+from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.denoising import (
     CONFIDENT,
     PROMPT,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from anydecode.certification.certify import Check, oracle_test
+from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.rounds import Logits, TracedRound, accepted, rounds, scripted, wordy
 from anydecode.decoders.speculative.copyspec import RollingIndex
 from anydecode.decoders.speculative.stand import NgramProbabilities

@@ -7,7 +7,7 @@ from math import log, sqrt
 
 import numpy as np
 
-from anydecode.certification.certify import Check, oracle_test
+from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.rounds import (
     TracedRound,
     accepted,

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import silu
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import Check, oracle_test
+from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.rounds import rounds
 from anydecode.certification.tiny import tiny_model
 from anydecode.kernels.library import load_library

@@ -10,7 +10,7 @@ import torch
 
 from anydecode import catalogue
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import Check, oracle_test
+from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.layer_parallel import Forward
 from anydecode.certification.rounds import (
     VOCABULARY,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import Check, _Restarts, measure, oracle_test
+from anydecode.certification.checks import Check, _Restarts, measure, oracle_test
 from anydecode.certification.tiny import tiny_model
 from anydecode.decoders.prefill.fastkv import FastKV, chosen, window_scores
 from anydecode.decoders.prefill.gear import Gear

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import Check, measure, oracle_test
+from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.decoders.guidance.classifier_free import ClassifierFreeGuidance
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
 

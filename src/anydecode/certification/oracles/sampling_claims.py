@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import Check, measure, oracle_test
+from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.samplers import softmax
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.sampling.params import SamplingParams

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import Check, measure, oracle_test
+from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.oracles.sampling_claims import repetition
 from anydecode.certification.oracles.sampling_oracles import random_heads
 from anydecode.certification.samplers import OracleContext, ToyModel, softmax

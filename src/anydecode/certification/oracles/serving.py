@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import PROMPTS, Check, _Restarts, oracle_test, scripted_llm
+from anydecode.certification.checks import PROMPTS, Check, _Restarts, oracle_test, scripted_llm
 from anydecode.engine.schedules.layered import boundaries, num_groups
 from anydecode.engine.schedules.nexus import chosen_share
 from anydecode.engine.schedules.prepacking import pack

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import Check, oracle_test
+from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.tiny import tiny_model
 from anydecode.memory.prefix import BLOCK, read_slots
 from anydecode.memory.spill import DiskSpill

@@ -9,7 +9,7 @@ from typing import Any
 
 from anydecode.api.first_finish import FirstFinish
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import PROMPTS, Check, oracle_test, scripted_llm
+from anydecode.certification.checks import PROMPTS, Check, oracle_test, scripted_llm
 from anydecode.decoders.speculative.smartspec_server import LoadLimited, ServerGoodput
 from anydecode.scoring.sequence import Sequence
 

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from anydecode.certification.certify import Check, oracle_test
+from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.rounds import TracedRound, accepted, blurred, rounds, scripted, wordy
 from anydecode.decoders.speculative.fixed_tree import DEFAULT
 from anydecode.decoders.speculative.rsd import condition_on_parent

@@ -39,7 +39,7 @@ class _Object(NamedTuple):
     required: frozenset[str]
 
 
-class CompletionHints:
+class SchemaHints:
     """Names and values of a schema, computed on first use.
 
     `shortest` caches, by tokenizer, the number of tokens of the shortest complete text; None if

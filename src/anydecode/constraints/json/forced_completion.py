@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from anydecode.constraints.constraint import ConstraintState
-from anydecode.constraints.json.completion_hints import CompletionHints
+from anydecode.constraints.constraint import CompletionHints, ConstraintState
 from anydecode.constraints.json.shortest_completion import shortest_completion
 from anydecode.models.tokenizer import Tokenizer
 

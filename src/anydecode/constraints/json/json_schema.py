@@ -23,7 +23,7 @@ from anydecode.constraints.guidance_engine import (
 )
 from anydecode.constraints.json.canonical import canonical
 from anydecode.constraints.json.checking import IncrementalJsonValidator, Validator
-from anydecode.constraints.json.completion_hints import CompletionHints
+from anydecode.constraints.json.completion_hints import SchemaHints
 from anydecode.constraints.json.forced_completion import ForcedCompletion
 from anydecode.constraints.json.narrowing import narrowed_schema
 from anydecode.constraints.json.relaxing import (
@@ -59,7 +59,7 @@ class _CompiledSchema:
     report: ConstraintReport
     validator: Validator
     needs_validation: bool
-    hints: CompletionHints
+    hints: SchemaHints
 
 
 class JsonSchema(Constraint):
@@ -140,7 +140,7 @@ class JsonSchema(Constraint):
         return ForcedCompletion.of(state, tokenizer, vocab_size, max_tokens, self.completion_hints)
 
     @property
-    def completion_hints(self) -> CompletionHints:
+    def completion_hints(self) -> SchemaHints:
         """Names and values of the schema for shortest completions. Available after `start`."""
         assert self._compiled is not None, "the constraint has not been started"
         return self._compiled.hints
@@ -219,7 +219,7 @@ class JsonSchema(Constraint):
         if self.engine == "xgrammar":
             guards: dict[str, Any] = {"finish": self.finish}
             report = ConstraintReport("json_schema", self.engine, (), tuple(keywords), (), guards)
-            return _CompiledSchema("", report, validator, True, CompletionHints(self.schema))
+            return _CompiledSchema("", report, validator, True, SchemaHints(self.schema))
         grammar, dropped, is_guarded = self._compile_grammar(tokenizer, vocab_size)
         guards = {
             "finish": self.finish,
@@ -235,7 +235,7 @@ class JsonSchema(Constraint):
         )
         grammar_schema = json.loads(grammar)["grammars"][0]["json_schema"]
         return _CompiledSchema(
-            grammar, report, validator, bool(dropped), CompletionHints(grammar_schema)
+            grammar, report, validator, bool(dropped), SchemaHints(grammar_schema)
         )
 
     def _with_guards(self, schema: Any) -> Any:

@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from anydecode.constraints.constraint import ConstraintState
-from anydecode.constraints.json.completion_hints import CompletionHints
+from anydecode.constraints.constraint import CompletionHints, ConstraintState
 from anydecode.constraints.vocabulary import vocabulary
 from anydecode.models.tokenizer import Tokenizer
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.sampling.candidates import Distribution
-from anydecode.sampling.constrained import Constrained, ConstraintState, constraint_of
-from anydecode.sampling.sampler import Sampler
+from anydecode.sampling.constrained import Constrained, ConstraintState
+from anydecode.sampling.sampler import Sampler, constraint_of
 
 
 def split_constraint(sampler: Sampler) -> tuple[Sampler, ConstraintState | None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from anydecode import catalogue
 from anydecode.catalogue import Card, register
 from anydecode.constraints.drafts import constraint_state, pruned
 from anydecode.decoders.framework.speculation import (
@@ -16,7 +17,6 @@ from anydecode.decoders.framework.speculation import (
     SpeculationRound,
     Speculative,
 )
-from anydecode.decoders.speculative.prompt_lookup import PromptLookupDrafter
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 
@@ -90,4 +90,5 @@ def _with_tokens(sequence: Sequence, forced: list[int]) -> Iterator[None]:
 )
 def jump_forward(size: int = 7, max_forced: int = 64) -> Speculative:
     """Drafts up to `max_forced` forced tokens, then up to `size` tokens by prompt lookup."""
-    return Speculative(JumpForward(PromptLookupDrafter(), max_forced), size)
+    prompt_lookup = catalogue.build("prompt-lookup")
+    return Speculative(JumpForward(prompt_lookup.drafter, max_forced), size)

@@ -15,8 +15,7 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.candidates import log_sum_exp
-from anydecode.sampling.constrained import constraint_of
-from anydecode.sampling.sampler import Sampler
+from anydecode.sampling.sampler import Sampler, constraint_of
 from anydecode.scoring.score import DecoderAction, Decoding
 from anydecode.scoring.sequence import Sequence
 

@@ -19,8 +19,7 @@ from anydecode.constraints.json.shortest_completion import shortest_completion
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
-from anydecode.sampling.constrained import constraint_of
-from anydecode.sampling.sampler import Sampler
+from anydecode.sampling.sampler import Sampler, constraint_of
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence, StopChecker
 

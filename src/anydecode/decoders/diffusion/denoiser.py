@@ -27,8 +27,7 @@ from anydecode.decoders.diffusion.stops import StopRule
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking, UnmaskPolicy
 from anydecode.decoders.framework.canvas_spans import CanvasSpan, canvas_span, score_canvas
 from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
-from anydecode.sampling.constrained import constraint_of
-from anydecode.sampling.sampler import Sampler
+from anydecode.sampling.sampler import Sampler, constraint_of
 from anydecode.scoring.score import Decoding, ScoreRequest, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import TokenTree

@@ -24,8 +24,8 @@ from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import best_first, ranking
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking
 from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
-from anydecode.sampling.constrained import Constrained, constraint_of
-from anydecode.sampling.sampler import Sampler
+from anydecode.sampling.constrained import Constrained
+from anydecode.sampling.sampler import Sampler, constraint_of
 from anydecode.scoring.sequence import Sequence
 
 _KEY = "diffusion-cfg"

@@ -20,9 +20,8 @@ from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.stops import EndOfText
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 from anydecode.decoders.diffusion.window_diffusion import FirstMasks
-from anydecode.decoders.framework.attention_probe import attention_probe
+from anydecode.decoders.framework.attention_probe import attention_probe, check_float
 from anydecode.decoders.framework.canvas_spans import CanvasSpan, canvas_span
-from anydecode.decoders.prefill.prefilled import check_float
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.scoring.score import Decoding, ScoreRequest, Scores
 from anydecode.scoring.sequence import TARGET, Sequence

@@ -11,6 +11,7 @@ import torch
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.kernels.interface import KeyValues, Rows
 from anydecode.kernels.reference import ReferenceBackend
+from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.network import Network
 
 
@@ -93,3 +94,11 @@ def _readable_network(model: Any) -> Network:
     from anydecode.models.loading import load_checkpoint
 
     return build_model(load_checkpoint(path), model.dtype).network
+
+
+def check_float(context: SequenceCache) -> None:
+    """Raise `UnsupportedCombinationError` if keys and values are not stored as float numbers."""
+    if any(not keys.is_floating_point() or keys.ndim != 3 for keys in context.pool.cache.keys):
+        raise UnsupportedCombinationError(
+            "this method needs a key-value cache of float numbers, not a quantized one"
+        )

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.prefill.prefilled import Prefilled, check_float, score_prompt
+from anydecode.decoders.framework.attention_probe import check_float
+from anydecode.decoders.prefill.prefilled import Prefilled, score_prompt
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.codecs.gear import compress
 from anydecode.memory.sequence_cache import SequenceCache

@@ -11,6 +11,7 @@ import torch
 
 from anydecode import catalogue
 from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.framework.attention_probe import check_float
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.interface import Rows
 from anydecode.memory.sequence_cache import SequenceCache
@@ -205,14 +206,6 @@ def compact(context: SequenceCache, start: int, kept_positions: list[torch.Tenso
             rows = store[slots[positions].to(store.device), heads.to(store.device)]
             store[slots[:count].to(store.device)] = rows.transpose(0, 1).contiguous()
     context.evict(range(start + count, context.length))
-
-
-def check_float(context: SequenceCache) -> None:
-    """Raise `UnsupportedCombinationError` if keys and values are not stored as float numbers."""
-    if any(not keys.is_floating_point() or keys.ndim != 3 for keys in context.pool.cache.keys):
-        raise UnsupportedCombinationError(
-            "this method needs a key-value cache of float numbers, not a quantized one"
-        )
 
 
 def check_compressible(context: SequenceCache) -> None:
