@@ -39,7 +39,7 @@ def error_message(decoder: Any, **options: Any) -> str:
         ("speculative-sampling", "draft model"),
         ("prompt-lookup:size=0", "at least one draft"),
         ("speculative-sampling:size=0", "at least one draft"),
-        ("auto:max_drafts=0", "most >= 1"),
+        ("auto:max_drafts=0", "max_drafts >= 1"),
         ("smartspec:drafter=autoregressive", "no drafter"),
         ("smartspec:drafter=beam", "no drafter"),
         ("bandit:max_drafts=0", "at least one draft"),

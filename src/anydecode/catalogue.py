@@ -37,6 +37,8 @@ _PACKAGES = (
     "anydecode.sampling",
     "anydecode.constraints",
     "anydecode.engine",
+    "anydecode.api",
+    "anydecode.quantization",
 )
 
 
