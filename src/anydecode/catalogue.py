@@ -25,13 +25,9 @@ FAMILIES = (
     "search",
     "alignment",
     "serving",
-    "training",
-    "image",
-    "nar",
-    "regression",
 )
 EXACTNESS = ("token-exact", "greedy-exact", "distribution-exact", "lossy")
-_GROUPS = ("anydecode.decoders", "anydecode.drafters", "anydecode.policies")
+_GROUP = "anydecode.decoders"
 _PACKAGES = (
     "anydecode.decoders",
     "anydecode.sampling",
@@ -132,9 +128,8 @@ def _load() -> None:
         package = importlib.import_module(name)
         for module in pkgutil.walk_packages(package.__path__, f"{name}."):
             importlib.import_module(module.name)
-    for group in _GROUPS:
-        for point in entry_points(group=group):
-            point.load()
+    for point in entry_points(group=_GROUP):
+        point.load()
 
 
 def entries() -> dict[str, Entry]:
