@@ -237,9 +237,11 @@ def test_prefix_of_a_candidate_tree_is_a_tree() -> None:
 def test_chain_equals_tree_beside_an_empty_source() -> None:
     (alone,) = sources([7, 1, 2, 3, 4, SEPARATOR], rate=0.7)
     empty = CopySource("silent", TokenHistory(), AcceptanceRates([0.5] * len(module.MATCH_LENGTHS)))
-    for count, least in ((4, 0.0), (2, 0.0), (4, 0.3)):
-        found = grow_tree([7], [alone], no_predictions(), count, least, [7])
-        assert found == grow_tree([7], [alone, empty], no_predictions(), count, least, [7])
+    for count, min_probability in ((4, 0.0), (2, 0.0), (4, 0.3)):
+        found = grow_tree([7], [alone], no_predictions(), count, min_probability, [7])
+        assert found == grow_tree(
+            [7], [alone, empty], no_predictions(), count, min_probability, [7]
+        )
     assert 1 < len(found.tokens) < 5
 
 

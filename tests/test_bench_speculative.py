@@ -296,11 +296,11 @@ def test_baseline_answers_are_recorded_one_by_one(
     recording = _RecordingLLM(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         asked(_FakeBaseline(names[0]), _FakeBaseline(names[1], fails=2))
-    told = capsys.readouterr()
-    assert "interrupted: the results cover the answers so far" in told.err
-    assert "1 of 12 answers: question 1 of 3, T=0: autoregressive" in told.err
-    assert "3 of 12 answers: question 1 of 3, T=0: openvino-genai" in told.err
-    assert "copyspec" in told.out and names[0] in told.out  # the first question's table
+    captured = capsys.readouterr()
+    assert "interrupted: the results cover the answers so far" in captured.err
+    assert "1 of 12 answers: question 1 of 3, T=0: autoregressive" in captured.err
+    assert "3 of 12 answers: question 1 of 3, T=0: openvino-genai" in captured.err
+    assert "copyspec" in captured.out and names[0] in captured.out  # the first question's table
     assert [len(json.loads(line)) for line in keep.read_text().splitlines()[1:]] == [2, 1, 1, 2]
     made = len(recording.asked)
     baselines = [_FakeBaseline(name) for name in names]

@@ -293,12 +293,12 @@ class TestHeads:
         for part in learner.parameters():
             torch.nn.init.normal_(part, std=0.5)
         rows, logits = torch.randn(5, 6), 3 * torch.randn(5, 40)
-        heat = learner.temperature(rows)
-        edges = learner.top_p(rows, logits, heat)
+        temperatures = learner.temperature(rows)
+        edges = learner.top_p(rows, logits, temperatures)
         heads = learner.heads()
         for row in range(5):
             found = heads(rows[row].numpy(), logits[row].numpy())
-            assert found == pytest.approx((heat[row].item(), edges[row].item()), abs=1e-5)
+            assert found == pytest.approx((temperatures[row].item(), edges[row].item()), abs=1e-5)
 
     def test_heads_are_trained_on_a_models_own_text(self, tmp_path: Path) -> None:
         recipe = AutoDecoRecipe(prompts=6, samples=2, tokens=6, width=3, epochs=2, batch=8)

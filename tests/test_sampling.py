@@ -216,9 +216,9 @@ class TestTruncation:
         assert kept == sorted(order[: len(kept)].tolist())
 
     @given(tied_rows, st.sampled_from([0.05, 0.3, 0.7, 1.0]))
-    def test_min_p(self, row, least):
+    def test_min_p(self, row, min_p):
         p = softmax(row)
-        assert kept_by(MinP(least), row) == np.flatnonzero(p >= least * p.max() - 1e-9).tolist()
+        assert kept_by(MinP(min_p), row) == np.flatnonzero(p >= min_p * p.max() - 1e-9).tolist()
 
     @given(tied_rows, st.sampled_from([0.2, 0.55, 0.9]))
     def test_typical(self, row, mass):
@@ -241,14 +241,14 @@ class TestTruncation:
         assert quick == [kept_by(kind(mass), row) for mass in (0.2, 0.7, 0.95, 0.999)]
 
     @given(tied_rows, st.sampled_from([1e-3, 0.041, 0.3]))
-    def test_epsilon_and_eta(self, row, least):
+    def test_epsilon_and_eta(self, row, epsilon):
         p = softmax(row)
         best = p.max() - 1e-7
-        bound = min(least, best)
-        assert kept_by(Epsilon(least), row) == np.flatnonzero(p >= bound - 1e-7).tolist()
+        bound = min(epsilon, best)
+        assert kept_by(Epsilon(epsilon), row) == np.flatnonzero(p >= bound - 1e-7).tolist()
         entropy = -(p * np.log(p)).sum()
-        bound = min(least, math.sqrt(least) * math.exp(-entropy), best)
-        assert kept_by(Eta(least), row) == np.flatnonzero(p >= bound - 1e-7).tolist()
+        bound = min(epsilon, math.sqrt(epsilon) * math.exp(-entropy), best)
+        assert kept_by(Eta(epsilon), row) == np.flatnonzero(p >= bound - 1e-7).tolist()
 
     def test_top_n_sigma(self):
         row = [0.0, 1, 2, 3, 10]
