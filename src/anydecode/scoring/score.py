@@ -364,13 +364,6 @@ class Scores:
             self._sampled[key] = token
         return self._sampled[key]
 
-    def sample_at(self, row: int, attempt: int = 0) -> int:
-        """Sample a token for the position of `row` itself, for models that predict a token at its
-        own position (diffusion). `attempt` counts repeated samples."""
-        position = int(self.positions[row])
-        self.show_hidden(self.sequence.sampler, row)
-        return self.sequence.sample(self.sequence.sampler, self.row(row), position, attempt)
-
     def distribution(self, row: int) -> Distribution:
         """The distribution from which `sample(row)` samples."""
         return self.sampler_after(row).distribution(self.row(row))
