@@ -20,7 +20,7 @@ from anydecode.models.families import build_model, spec_from_config
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.lora import read_factors
 from anydecode.models.opening import choose_executor
-from test_loading import make_tensors, write_gguf
+from gguf_models import make_tensors, write_gguf
 from tiny_models import BASE, checkpoint_of, hf_model
 
 INVALID_VALUES: list[Any] = [
@@ -37,6 +37,7 @@ INVALID_VALUES: list[Any] = [
     {},
     True,
 ]
+TESTS = Path(__file__).parents[1]
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -308,7 +309,7 @@ def test_invalid_gguf_metadata_are_rejected(
 # there are experts, experts of other widths, invalid numbers of threads.
 _CRASHES = """
 import sys, torch
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from anydecode.errors import AnydecodeError
 from anydecode.certification.tiny import tiny_model
 from anydecode.models.families import build_model
@@ -352,7 +353,7 @@ for action in (
 
 def test_invalid_models_do_not_crash_the_process() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _CRASHES, str(Path(__file__).parent)],
+        [sys.executable, "-c", _CRASHES, str(TESTS), str(TESTS / "models")],
         capture_output=True,
         text=True,
         timeout=300,

@@ -20,171 +20,34 @@ from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model
 from anydecode.models.loading import load_checkpoint
+from gguf_models import (
+    CLASSES,
+    CONFIGS,
+    EXPERTS,
+    FAMILIES,
+    GPTQ_CASES,
+    HEAD,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV,
+    LAYERS,
+    OUTER,
+    ROPE,
+    VOCAB,
+    finish,
+    grouped,
+    interleave,
+    make_tensors,
+    pack,
+    patched,
+    plain,
+    shape_of,
+    start_writer,
+    write_folder,
+    write_gguf,
+)
 from tiny_models import chain, hf_model, logits
-
-HIDDEN, INNER, HEADS, KV, HEAD, LAYERS, VOCAB = 64, 96, 4, 2, 16, 3, 40
-EXPERTS = 4
-
-OUTER = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-ATTENTION = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-}
-MLP = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
-PRE = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-QK = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
-GEMMA = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-FAMILIES: dict[str, dict[str, str]] = {
-    "llama": {**ATTENTION, **MLP, **PRE},
-    "smollm3": {**ATTENTION, **MLP, **PRE},
-    "qwen2": {**ATTENTION, **MLP, **PRE},
-    "qwen3": {**ATTENTION, **MLP, **PRE, **QK},
-    "gemma2": {**ATTENTION, **MLP, **GEMMA},
-    "gemma3": {**ATTENTION, **MLP, **GEMMA, **QK},
-    "olmo2": {
-        **ATTENTION,
-        **MLP,
-        **QK,
-        "post_attention_layernorm": "post_attention_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-    },
-    "phi3": {
-        "self_attn.qkv_proj": "attn_qkv",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        **PRE,
-    },
-}
-
-
-def shape_of(module: str, family: str) -> tuple[int, ...]:
-    rows = {
-        "self_attn.q_proj": HEADS * HEAD,
-        "self_attn.k_proj": KV * HEAD,
-        "self_attn.v_proj": KV * HEAD,
-        "self_attn.qkv_proj": (HEADS + 2 * KV) * HEAD,
-        "mlp.gate_proj": INNER,
-        "mlp.up_proj": INNER,
-        "mlp.gate_up_proj": 2 * INNER,
-    }
-    if module.endswith("norm"):
-        if "self_attn" not in module:
-            return (HIDDEN,)
-        if family != "olmo2":
-            return (HEAD,)
-        return (HEADS * HEAD,) if module.endswith("q_norm") else (KV * HEAD,)
-    if module == "self_attn.o_proj":
-        return (HIDDEN, HEADS * HEAD)
-    return (HIDDEN, INNER) if module == "mlp.down_proj" else (rows[module], HIDDEN)
-
-
-def interleave(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder rows of queries and keys like the converter: pairs (i, i + half) to (2i, 2i + 1)."""
-    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
-
-
-def make_tensors(family: str, tied: bool = False) -> dict[str, torch.Tensor]:
-    """Tensors of a random model by Hugging Face name."""
-    generator = torch.Generator().manual_seed(3)
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-    }
-    if not tied:
-        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
-    for layer in range(LAYERS):
-        for module in FAMILIES[family]:
-            shape = shape_of(module, family)
-            shapes[f"model.layers.{layer}.{module}.weight"] = shape
-            if family == "qwen2" and module in list(ATTENTION)[:3]:
-                shapes[f"model.layers.{layer}.{module}.bias"] = shape[:1]
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV,
-    "head_dim": HEAD,
-    "rms_norm_eps": 1e-6,
-}
-
-
-def start_writer(path: Path, family: str, sizes: dict[str, Any] = SIZES) -> gguf.GGUFWriter:
-    writer = gguf.GGUFWriter(path, family)
-    writer.add_block_count(sizes["num_hidden_layers"])
-    writer.add_embedding_length(sizes["hidden_size"])
-    writer.add_feed_forward_length(sizes["intermediate_size"])
-    writer.add_head_count(sizes["num_attention_heads"])
-    writer.add_head_count_kv(sizes["num_key_value_heads"])
-    writer.add_key_length(sizes["head_dim"])
-    writer.add_value_length(sizes["head_dim"])
-    writer.add_context_length(256)
-    writer.add_layer_norm_rms_eps(sizes["rms_norm_eps"])
-    writer.add_rope_freq_base(5000.0)
-    if family.startswith("gemma"):
-        writer.add_sliding_window(8)
-    vocab = sizes["vocab_size"]
-    tokens = ["<unk>", "<s>", "</s>", *(chr(97 + i) for i in range(vocab - 3))]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * vocab)
-    writer.add_token_types([2, 3, 3] + [1] * (vocab - 3))
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    return writer
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def write_gguf(
-    path: Path,
-    family: str,
-    tensors: dict[str, torch.Tensor],
-    format: str = "F32",
-    sizes: dict[str, Any] = SIZES,
-) -> None:
-    """Convert like llama.cpp's converter: names, interleaved rows, norms with 1 added."""
-    writer = start_writer(path, family, sizes)
-    for name, tensor in tensors.items():
-        if name in OUTER:
-            target = OUTER[name]
-        else:
-            _, _, layer, rest = name.split(".", 3)
-            module, leaf = rest.rsplit(".", 1)
-            target = f"blk.{layer}.{FAMILIES[family][module]}.{leaf}"
-            if family in ("llama", "smollm3") and module[-6:] in ("q_proj", "k_proj"):
-                kind = "attention" if module.endswith("q_proj") else "key_value"
-                tensor = interleave(tensor, sizes[f"num_{kind}_heads"])
-        if family.startswith("gemma") and name.endswith("norm.weight"):
-            tensor = tensor + 1
-        kind = gguf.GGMLQuantizationType[format if tensor.dim() == 2 else "F32"]
-        writer.add_tensor(target, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
-    finish(writer)
-
-
-def plain(tensor: torch.Tensor | Weight) -> torch.Tensor:
-    return dequantize(tensor) if isinstance(tensor, Weight) else tensor.float()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -211,31 +74,6 @@ def test_interleaved_rows_are_reordered(tmp_path: Path) -> None:
     found = plain(load_checkpoint(tmp_path / "tiny.gguf").tensors[name])
     assert torch.equal(found, tensors[name])
     assert not torch.equal(found, wrong[name])
-
-
-ROPE = {"rope_type": "default", "rope_theta": 5000.0}
-CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "use_sliding_window": False}),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
-    "gemma2": ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}),
-    "gemma3": (
-        "Gemma3",
-        {
-            "num_hidden_layers": 7,
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "sliding_window": 8,
-            "rope_parameters": {
-                "full_attention": ROPE,
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            },
-        },
-    ),
-    "olmo2": ("Olmo2", {}),
-    "phi3": ("Phi3", {}),
-}
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -286,30 +124,6 @@ def test_weights_are_mapped_not_copied(tmp_path: Path) -> None:
     first, second = checkpoint.tensors[name], checkpoint.tensors[name]
     assert isinstance(first, Weight) and isinstance(second, Weight)
     assert first.data.data_ptr() == second.data.data_ptr()
-
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "rope_scaling": None, "attention_bias": False},
-    "qwen2": {"model_type": "qwen2", "use_sliding_window": False, "attention_bias": False},
-    "qwen3": {"model_type": "qwen3", "head_dim": HEAD},
-    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 1, 1]},
-    "olmo2": {"model_type": "olmo2"},
-    "phi3": {"model_type": "phi3", "partial_rotary_factor": 1.0, "sliding_window": None},
-    "gemma2": {
-        "model_type": "gemma2",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": HEAD,
-        "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    "gemma3": {
-        "model_type": "gemma3_text",
-        "rope_local_base_freq": 10000.0,
-        "layer_types": ["sliding_attention"] * 3,
-    },
-}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -436,11 +250,6 @@ def test_random_corruption_raises_checkpoint_errors_only(tmp_path: Path) -> None
     assert num_rejected > 50
 
 
-def patched(whole: bytes, old: bytes, new: bytes) -> bytes:
-    assert len(old) == len(new) and whole.count(old) >= 1
-    return whole.replace(old, new)
-
-
 def test_errors_of_unsupported_files(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama", make_tensors("llama"))
@@ -475,13 +284,6 @@ def test_missing_tensors_and_wrong_shapes_are_named(tmp_path: Path) -> None:
     write_gguf(tmp_path / "odd.gguf", "qwen3", tensors)
     with pytest.raises(CheckpointError, match=r"k_proj.weight' has shape \[16, 64\]"):
         load_checkpoint(tmp_path / "odd.gguf")
-
-
-def write_folder(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
-    return folder
 
 
 def test_a_folder_is_read_lazily_and_exactly(tmp_path: Path) -> None:
@@ -555,40 +357,6 @@ def test_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(folder)
     assert checkpoint.config == {**text, "eos_token_id": [1]}
     assert set(checkpoint.tensors) == {"model.embed_tokens.weight", "lm_head.weight"}
-
-
-def pack(codes: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Any:
-    """Codes packed into int32 along `dim`; field i of a word takes entry `order[i]`."""
-    count = 32 // bits
-    fields = codes.to(torch.int64).unflatten(dim, (-1, count))
-    positions = order or tuple(range(count))
-    word = sum(fields.select(dim + 1, positions[i]) << (bits * i) for i in range(count))
-    return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
-
-
-def grouped(bits: int, centred: bool, act_order: bool = False) -> tuple[torch.Tensor, ...]:
-    """Codes `[in, out]`, scales and zeros `[groups, out]`, the group of each input, exact
-    weights."""
-    generator = torch.Generator().manual_seed(bits)
-    codes = torch.randint(0, 1 << bits, (128, 24), generator=generator)
-    scales = (torch.rand(2, 24, generator=generator) * 0.02 + 0.001).to(torch.float16)
-    zeros = torch.full((2, 24), 1 << (bits - 1))
-    if not centred:
-        zeros = torch.randint(1, 1 << bits, (2, 24), generator=generator)
-    groups = torch.arange(128) // 64
-    if act_order:
-        groups = groups[torch.randperm(128, generator=generator)]
-    exact = (scales.double()[groups] * (codes - zeros[groups])).T
-    return codes, scales, zeros, groups, exact
-
-
-GPTQ_CASES = [
-    (4, True, False, "Q4_0"),
-    (4, False, False, "Q4_1"),
-    (8, True, False, "Q8_0"),
-    (8, False, False, "F16"),
-    (4, True, True, "F16"),
-]
 
 
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])

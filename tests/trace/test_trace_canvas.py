@@ -8,7 +8,7 @@ from html import unescape
 
 from anydecode.trace.canvas import MASK, steps_of, view
 from anydecode.trace.html import page
-from test_trace import Reader, make_generation
+from traces import Reader, make_generation
 
 TRACE = [
     {"canvas": [-1, -1, 7, -1], "start": 5, "filled": [7]},

@@ -23,7 +23,7 @@ from anydecode.server.app import create_app  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PLAIN = {"decoder": "autoregressive", "temperature": 0, "ignore_eos": True}
 ASK = {"prompt": "abcabc", "max_tokens": 5, **PLAIN}
 

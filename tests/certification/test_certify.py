@@ -113,7 +113,7 @@ def test_a_method_without_an_oracle_test_fails(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_method_of_another_package_is_found_through_its_entry_point(tmp_path: Path) -> None:
-    examples = Path(__file__).parents[1] / "examples"
+    examples = Path(__file__).parents[2] / "examples"
     info = tmp_path / "echo_example-0.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: echo-example\nVersion: 0.1\n")

@@ -217,7 +217,7 @@ def test_fields_that_change_the_answer_are_refused(
 
 
 def test_the_documentation_lists_all_fields() -> None:
-    table = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
+    table = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     for request in (CompletionRequest, ChatRequest, ResponsesRequest):
         for name in (*request.IGNORED, *request.REFUSED):
             assert name in table or f"`.{name.rpartition('.')[2]}`" in table, name
