@@ -712,8 +712,8 @@ def test_the_api_matches_its_openapi_schema(llm: Any) -> None:
 
 def test_the_serve_command_shuts_down_on_sigterm(tmp_path: Path) -> None:
     program = (
-        "import anydecode.api.llm as m, anydecode.certification.certify as c, anydecode;"
-        "anydecode.LLM = lambda name, **o: c.scripted_llm();"
+        "import anydecode.api.llm, anydecode.certification.checks as c, anydecode;"
+        "anydecode.api.llm.LLM = lambda name, **o: c.scripted_llm();"
         "from anydecode.cli.main import run; run(['serve', 'scripted', '--port', '0'])"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)

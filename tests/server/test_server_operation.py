@@ -157,8 +157,8 @@ def test_the_environment_configures_telemetry(monkeypatch: pytest.MonkeyPatch) -
 def test_missing_opentelemetry_is_a_one_line_error() -> None:
     program = (
         "import sys; sys.modules['opentelemetry.sdk.resources'] = None;"
-        "import anydecode.certification.certify as c, anydecode;"
-        "anydecode.LLM = lambda name, **o: c.scripted_llm();"
+        "import anydecode.api.llm, anydecode.certification.checks as c, anydecode;"
+        "anydecode.api.llm.LLM = lambda name, **o: c.scripted_llm();"
         "from anydecode.cli.main import run; run(['serve', 'scripted', '--port', '0'])"
     )
     environment = {**telemetry.os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}

@@ -32,9 +32,9 @@ from anydecode.certification.checks import (
     Check,
     OracleTest,
     _equal,
-    _measures,
     _oracle_tests,
     _Restarts,
+    measures_of,
     scripted_llm,
 )
 from anydecode.certification.chi_square import distribution_fits
@@ -120,7 +120,7 @@ def _checks(key: str, card: Card, make: Callable[[], Any], model: Any) -> Iterat
     elif ":" not in key:
         yield Check("oracle test", False, "no oracle test is registered")
     if card.exactness == "lossy":
-        measures = _measures.get(key, [])
+        measures = measures_of(key)
         for one in measures:
             yield from guarded(one.name, one.checks)
         if not measures and ":" not in key:

@@ -94,6 +94,11 @@ class Measure:
 _measures: dict[str, list[Measure]] = {}
 
 
+def measures_of(key: str) -> list[Measure]:
+    """The registered measures of the method `key`."""
+    return _measures.get(key, [])
+
+
 def measure(
     key: str, name: str, *, samples: int, margin: float
 ) -> Callable[[Callable[[int], float]], Callable[[int], float]]:
@@ -101,7 +106,7 @@ def measure(
     samples and must not exceed `margin`, which is fixed before any run."""
 
     def register(run: Callable[[int], float]) -> Callable[[int], float]:
-        others = [one for one in _measures.get(key, []) if one.name != name]
+        others = [one for one in measures_of(key) if one.name != name]
         _measures[key] = [*others, Measure(name, samples, margin, run)]
         return run
 
