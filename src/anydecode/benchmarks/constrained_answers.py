@@ -47,7 +47,7 @@ class Setting:
         tokens: Token limit of an answer.
         temperature: Sampling temperature.
         close: Whether this engine completes an answer within the limit.
-        seconds: Most seconds that a baseline may take for one answer.
+        seconds: Maximum seconds that a baseline may take for one answer.
         batch: Answers of this engine that are decoded together; changes only their times.
     """
 

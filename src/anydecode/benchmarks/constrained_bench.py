@@ -329,7 +329,7 @@ def bench_constrained(
     threads: Annotated[
         int, typer.Option("--threads", help="CPU threads per engine; 0: every core.")
     ] = 0,
-    seconds: Annotated[float, typer.Option(help="Most seconds of a baseline per answer.")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="Maximum seconds per baseline answer.")] = 60.0,
     batch: Annotated[
         int,
         typer.Option(

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
 
@@ -43,12 +44,7 @@ class LlamaCppGrammar:
             grammar=grammar,
             stream=True,
         )
-        texts: list[str] = []
-        for chunk in chunks:
-            if not texts:
-                options["first"]()
-            texts.append(chunk["choices"][0]["text"])
-        return texts
+        return _collect((chunk["choices"][0]["text"] for chunk in chunks), options["first"])
 
 
 class Outlines(LlamaCppGrammar):
@@ -79,15 +75,20 @@ class Outlines(LlamaCppGrammar):
             repeat_penalty=1.0,
             seed=options["seed"],
         )
-        texts: list[str] = []
-        for chunk in chunks:
-            if not texts:
-                options["first"]()
-            texts.append(chunk)
-        return texts
+        return _collect(chunks, options["first"])
 
 
 BASELINES = {"llama.cpp": LlamaCppGrammar, "outlines": Outlines}
+
+
+def _collect(texts: Iterable[str], on_first: Callable[[], None]) -> list[str]:
+    """All `texts`; calls `on_first` when the first one has come."""
+    collected: list[str] = []
+    for text in texts:
+        if not collected:
+            on_first()
+        collected.append(text)
+    return collected
 
 
 def _version(package: str) -> str:

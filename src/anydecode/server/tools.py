@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any
 
 from anydecode.constraints.guidance_engine import check_references, library, one_line
@@ -116,10 +117,18 @@ def _check(schema: dict[str, Any], what: str) -> None:
     """Raise `ConstraintError`, which names `what`, if a grammar cannot enforce the schema."""
     text = json.dumps(schema)
     check_references(text)
-    matcher = library().LLMatcher
-    error = matcher.validate_grammar(matcher.grammar_from_json_schema(text))
+    error = _grammar_error(text)
     if error:
-        raise ConstraintError(f"{what} cannot be enforced: {one_line(error)}")
+        raise ConstraintError(f"{what} cannot be enforced: {error}")
+
+
+@lru_cache(256)
+def _grammar_error(schema: str) -> str:
+    """Why no grammar can enforce the schema, in one line; empty if one can. Cached, since clients
+    send the same tools with every request."""
+    matcher = library().LLMatcher
+    error = matcher.validate_grammar(matcher.grammar_from_json_schema(schema))
+    return one_line(error) if error else ""
 
 
 def _schema_json(schema: Any) -> str:
