@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,13 +12,13 @@ import torch
 
 from anydecode.kernels.interface import SampleSpec
 from anydecode.kernels.library import top_k
+from anydecode.scoring.sequence_data import SequenceData
 from anydecode.scoring.span import ChainSpan, MultiStepSpan, Span, TreeSpan
 from anydecode.scoring.tree import ROOT
 
 if TYPE_CHECKING:
     from anydecode.sampling.candidates import Distribution
     from anydecode.sampling.sampler import Sampler
-    from anydecode.scoring.sequence import Sequence
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class ScoreRequest:
         row_tokens: The token id of each output row.
     """
 
-    sequence: Sequence
+    sequence: SequenceData
     runner: str
     groups: list[list[Span]]
     positions: np.ndarray
@@ -132,12 +132,15 @@ class MultiStep:
     Args:
         sequence: The sequence to continue.
         count: Maximum number of tokens.
+        score: Returns the request that scores (tokens, number of extra tokens); see
+            `Sequence.score`.
         sampler: Set on return: the sampler advanced by all sampled tokens but the last, as
             `Sequence.emit` takes it.
     """
 
-    sequence: Sequence
+    sequence: SequenceData
     count: int
+    score: Callable[[list[int], int], ScoreRequest]
     sampler: Sampler | None = None
 
     def steps(self) -> Generator[ScoreRequest, Scores, list[int]]:
@@ -152,7 +155,7 @@ class MultiStep:
         )
         while True:
             remaining = count - len(tokens)
-            request = sequence.score(inputs, extra_tokens=remaining - 1)
+            request = self.score(inputs, remaining - 1)
             scores = yield request
             step_tokens = request.multi_step_tokens or [self._sample(scores, sampler)]
             for token in step_tokens[:-1]:

@@ -21,7 +21,8 @@ from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.sampler import Sampler, constraint_of
 from anydecode.scoring.score import Decoding
-from anydecode.scoring.sequence import Sequence, StopChecker
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence_data import StopChecker
 
 KEY = "checked"
 #: Maximum number of positions from which a completion of a long answer is searched.

@@ -1,0 +1,303 @@
+"""The state of one generation: its tokens, its sampler, and its key-value caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+
+from anydecode.memory.sequence_cache import SequenceCache
+from anydecode.sampling.noise import Noise
+from anydecode.scoring.cost import CostModel
+
+if TYPE_CHECKING:
+    from anydecode.sampling.sampler import Sampler
+
+AnySequence = TypeVar("AnySequence", bound="SequenceData")
+
+TARGET = "target"
+_ids = count()
+
+
+class StopChecker(Protocol):
+    """Applies the stop rules to emitted tokens."""
+
+    def push(self, tokens: list[int]) -> tuple[int, str | None]:
+        """Append tokens. Returns how many were taken, and the finish reason if one of them ended
+        the generation."""
+        ...
+
+    def stops_at(self, token: int) -> bool:
+        """Whether `token` would end the generation."""
+        ...
+
+    @property
+    def end_tokens(self) -> frozenset[int] | None:
+        """The tokens that end the generation; None if stop strings may end it too."""
+        ...
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens may still be generated."""
+        ...
+
+
+@dataclass(eq=False)
+class SequenceData:
+    """The state of one generation.
+
+    When it is preempted, its sequence caches and the decoder's generator are dropped; the decoder
+    then starts again from this object.
+
+    Attributes:
+        prompt: Token ids of the prompt.
+        tokens: Token ids generated so far.
+        sampler: The sampler, advanced by all of `tokens`.
+        noise: Random numbers of this sample.
+        stop_checker: Stop rules and the text.
+        open_context: Creates the sequence cache for (runner name, tokens).
+        companion_prompts: Further prompts that are scored beside this one, for guidance.
+        annotate: Computes the log-probabilities of a token from (logits, token, sampler), or None.
+        logprobs: The log-probabilities of `tokens`, if `annotate` is set.
+        state: Plain data that a decoder keeps across a restart (beams, a canvas). Everything else
+            a decoder stores is lost on preemption.
+        finish_reason: Why the generation ended, or None while it runs.
+        adapter: Index of the LoRA adapter, -1 for none.
+        priority: Smaller numbers are scheduled first.
+        mask_token: The tokenizer's mask token, for diffusion models.
+        num_layers: Number of layers of the target model.
+        namespace: Prefixes are shared only within a namespace.
+        shares_prefix: Whether later requests may reuse this sequence's cache.
+        num_passes: Number of target passes so far.
+        num_rows: Number of rows that the target has computed.
+        num_cached_tokens: Prompt tokens taken from the target's prefix cache.
+        trace: One entry per decoding round if tracing is on, else None.
+        tokenizers: Tokenizers by runner name.
+        cost_model: Pass costs and the load of the engine, if known.
+        parent: The sequence that this is a branch of, or None.
+        id: A number unique in the process.
+    """
+
+    prompt: list[int]
+    sampler: Sampler
+    noise: Noise
+    stop_checker: StopChecker
+    open_context: Callable[[str, list[int]], SequenceCache]
+    companion_prompts: list[list[int]] = field(default_factory=list)
+    annotate: Callable[[np.ndarray, int, Sampler], Any] | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str | None = None
+    adapter: int = -1
+    priority: int = 0
+    mask_token: int | None = None
+    num_layers: int = 1
+    namespace: Hashable = None
+    shares_prefix: bool = True
+    num_passes: int = 0
+    num_rows: int = 0
+    num_cached_tokens: int = 0
+    trace: list[dict[str, Any]] | None = None
+    tokenizers: dict[str, Any] = field(default_factory=dict)
+    cost_model: CostModel | None = None
+    parent: SequenceData | None = None
+    id: int = field(default_factory=lambda: next(_ids))
+
+    def __post_init__(self) -> None:
+        self._contexts: dict[str, list[SequenceCache]] = {}
+        self._children: list[SequenceData] = []
+        self._pending_logprobs: dict[tuple[int, int], Any] = {}
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def length(self) -> int:
+        """Number of prompt and generated tokens."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def all_tokens(self) -> list[int]:
+        return self.prompt + self.tokens
+
+    def context(self, runner: str = TARGET) -> SequenceCache:
+        """This sequence's key-value cache in the model of `runner`, created on first use. It may
+        begin with a prefix that an earlier request computed."""
+        return self._open_contexts(runner)[0]
+
+    def unscored(self, runner: str = TARGET) -> list[int]:
+        """The tokens that are not in the cache of `runner` yet; never empty while generating."""
+        return self._tokens_from(self.context(runner).length)
+
+    def sample(self, sampler: Sampler, logits: np.ndarray, position: int, attempt: int = 0) -> int:
+        """The token that `sampler` samples for `position`, with the random numbers of that
+        position."""
+        return sampler.sample(logits, self.noise, position, attempt)
+
+    def record_logprobs(
+        self, logits: np.ndarray, position: int, token: int, sampler: Sampler
+    ) -> None:
+        """Store the log-probabilities of a sampled token until it is emitted."""
+        if self.annotate is not None:
+            self._pending_logprobs[position, token] = self.annotate(logits, token, sampler)
+
+    def stops_at(self, token: int) -> bool:
+        """Whether `token` would end the generation."""
+        return self.stop_checker.stops_at(token)
+
+    @property
+    def end_tokens(self) -> frozenset[int] | None:
+        """The tokens that end the generation, if the backend can sample by itself (temperature
+        only, no log-probabilities, no stop strings); else None."""
+        simple = self.sampler.is_temperature_only and self.annotate is None
+        return self.stop_checker.end_tokens if simple else None
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens may still be generated."""
+        return self.stop_checker.remaining
+
+    def emit(
+        self, tokens: Seq[int], sampler: Sampler | None = None, logprobs: Seq[Any] | None = None
+    ) -> int:
+        """Append `tokens` to the text and apply the stop rules.
+
+        Args:
+            tokens: Token ids.
+            sampler: A sampler that has already been advanced by all of `tokens` but the last; by
+                default the sequence's own, which has been advanced by none of them.
+            logprobs: The log-probabilities of the tokens, if not recorded by `record_logprobs`.
+
+        Returns:
+            How many tokens were taken before a stop rule applied.
+        """
+        if self.finished or not len(tokens):
+            return 0
+        first = self.length
+        taken, self.finish_reason = self.stop_checker.push(list(tokens))
+        emitted = list(tokens[:taken])
+        self.tokens.extend(emitted)
+        if self.annotate is not None:
+            if logprobs is None:
+                logprobs = [
+                    self._pending_logprobs.get((first + i, token))
+                    for i, token in enumerate(emitted)
+                ]
+            self.logprobs.extend(logprobs[:taken])
+            self._pending_logprobs.clear()
+        if sampler is None:
+            for token in emitted:
+                self.sampler.advance(token)
+        else:
+            self.sampler = sampler
+            sampler.advance(tokens[-1])
+        return taken
+
+    def truncate(self, length: int, runner: str = TARGET) -> None:
+        """Drop the cached positions from `length` on, in every sequence cache of `runner`."""
+        contexts = self._open_contexts(runner)
+        prompts = [self.prompt, *self.companion_prompts][: len(contexts)]
+        for context, prompt in zip(contexts, prompts, strict=True):
+            context.truncate(length - len(self.prompt) + len(prompt))
+
+    def fork(self: AnySequence, number: int = 0) -> AnySequence:
+        """Returns a branch of this sequence: the same tokens, cache and sampler state, and its own
+        random numbers if `number` is not 0. The branch is released with this sequence."""
+        branch = type(self)(
+            prompt=self.prompt,
+            sampler=self.sampler.fork(),
+            noise=self.noise.forked(number) if number else self.noise,
+            stop_checker=self.stop_checker,
+            open_context=self.open_context,
+            companion_prompts=self.companion_prompts,
+            tokens=list(self.tokens),
+            adapter=self.adapter,
+            mask_token=self.mask_token,
+            num_layers=self.num_layers,
+            namespace=self.namespace,
+            shares_prefix=self.shares_prefix,
+            parent=self,
+        )
+        for runner, contexts in self._contexts.items():
+            branch._contexts[runner] = [context.fork() for context in contexts]
+        self._children.append(branch)
+        return branch
+
+    def branch(self: AnySequence) -> AnySequence:
+        """Returns a fork that has the same parent as this branch, or this sequence as its
+        parent."""
+        sibling = self.fork()
+        if self.parent is not None:
+            self._children.remove(sibling)
+            sibling.parent = self.parent
+            self.parent._children.append(sibling)
+        return sibling
+
+    def append(self, token: int) -> None:
+        """Append a token to a branch without emitting it."""
+        self.tokens.append(token)
+        self.sampler.advance(token)
+
+    def release(self) -> None:
+        """Free the cache of this sequence and of its branches."""
+        for child in list(self._children):
+            child.release()
+        for contexts in self._contexts.values():
+            for context in contexts:
+                context.release()
+        self._contexts.clear()
+        if self.parent is not None and self in self.parent._children:
+            self.parent._children.remove(self)
+
+    def contexts(self, runner: str | None = None) -> list[SequenceCache]:
+        """Every open sequence cache (of `runner`), branches included."""
+        own = [
+            context
+            for name, contexts in self._contexts.items()
+            if runner in (None, name)
+            for context in contexts
+        ]
+        return own + [context for child in self._children for context in child.contexts(runner)]
+
+    def align(self, runner: str) -> None:
+        """Drop cached positions of `runner` that are not tokens of this sequence (rejected
+        drafts)."""
+        context, tokens = self.context(runner), self.all_tokens
+        context.discard()
+        cached = context.tokens
+        if cached != tokens[: len(cached)]:
+            num_common = next(
+                i for i, token in enumerate(cached) if i >= len(tokens) or token != tokens[i]
+            )
+            context.truncate(num_common)
+        if context.length >= len(tokens):
+            context.truncate(len(tokens) - 1)
+
+    def is_open(self, runner: str) -> bool:
+        return runner in self._contexts
+
+    @property
+    def root(self) -> SequenceData:
+        """The sequence at the root of this tree of branches; itself if it is no branch."""
+        return self if self.parent is None else self.parent.root
+
+    def _open_contexts(self, runner: str) -> list[SequenceCache]:
+        if runner not in self._contexts:
+            prompts = [self.prompt]
+            if runner == TARGET:
+                prompts += self.companion_prompts
+            self._contexts[runner] = [
+                self.open_context(runner, prompt + self.tokens) for prompt in prompts
+            ]
+        return self._contexts[runner]
+
+    def _tokens_from(self, position: int) -> list[int]:
+        if position >= len(self.prompt):
+            return self.tokens[position - len(self.prompt) :]
+        return self.prompt[position:] + self.tokens
