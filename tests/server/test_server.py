@@ -423,7 +423,7 @@ def test_soak(llm: Any) -> None:
         asyncio.run(soak(server.url))
     assert len(answered) > 150
     assert_clean(llm)
-    llm.prefix_cache = False
+    llm.resources = replace(llm.resources, prefix_cache=False)
     for body, text in answered:
         options = {key: body[key] for key in ("max_tokens", "seed", "temperature")}
         assert llm.generate(body["prompt"], **options).text == text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from anydecode.api.first_finish import FirstFinish
 from anydecode.api.generation import Generation, StreamChunk
 from anydecode.api.methods import Methods, build_as, weight_format
 from anydecode.api.request import Request
+from anydecode.api.resources import Resources
 from anydecode.api.scoring import Likelihood, LikelihoodDecoder
 from anydecode.api.segments import Segment
 from anydecode.api.spilling import open_spill, stable_name
@@ -29,12 +30,11 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.cache import bytes_per_position
 from anydecode.kernels.pages import memory_bytes
 from anydecode.memory.pool import KVPool, new_cache
-from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.interface import Model
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.preset import SamplerPreset
-from anydecode.sampling.top_w import Geometry
+from anydecode.scoring.cost import CostModel
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 from anydecode.scoring.sequence import TARGET
 
@@ -114,15 +114,11 @@ class LLM:
             raise InvalidRequestError("this model has no tokenizer; pass tokenizer=")
         self.tokenizer: Tokenizer = opened
         self._adapters: dict[str, int] = {}
-        self.prefix_cache = prefix_cache
         self._positions = cache_positions
         self._cache = cache
         self._row_budget = row_budget
         self.engine = Engine({}, max_running)
         self.driver = Driver(self.engine)
-        self.cost_model = EngineCostModel(self.engine, self.model)
-        self.draft_tokenizer: Tokenizer = self.tokenizer
-        self._geometry: Geometry | None = None
         self.methods = Methods(None if drafting is None else build_as(drafting, ServerGoodput))
         if schedule is not None:
             schedule = build_as(schedule, Schedule)  # type: ignore[type-abstract]
@@ -133,29 +129,32 @@ class LLM:
             runner.prefixes.spill = open_spill(
                 prefix_spill, spill_limit, self.model, runner.pool.cache
             )
+        draft_tokenizer: Tokenizer | None = None
         if draft is not None:
             draft_model, draft_tokenizer = open_draft(
                 draft, self.model, dtype=dtype, threads=threads, backend=backend
             )
-            self.draft_tokenizer = draft_tokenizer or self.tokenizer
             self.add_runner("draft", draft_model)
-
-    @cached_property
-    def shares_vocabulary(self) -> bool:
-        """Whether the token ids that target and draft model have in common stand for the same
-        bytes, checked on about 512 of them."""
-        target, draft = self.tokenizer, self.draft_tokenizer
-        count = min(target.vocab_size, draft.vocab_size)
-        return target is draft or all(
-            target.token_bytes(token) == draft.token_bytes(token)
-            for token in range(0, count, max(1, count // 512))
+        self.resources = Resources(
+            self.engine,
+            {TARGET: self.tokenizer, "draft": draft_tokenizer or self.tokenizer},
+            EngineCostModel(self.engine, self.model),
+            prefix_cache,
         )
 
     @property
     def max_length(self) -> int:
         """Maximum number of tokens of a sequence, prompt included."""
-        target = self.engine.runners[TARGET]
-        return min(self.model.spec.max_positions, target.pool.num_slots)
+        return self.resources.max_length
+
+    @property
+    def cost_model(self) -> CostModel:
+        """Costs of passes and the load of the engine; may be replaced."""
+        return self.resources.cost_model
+
+    @cost_model.setter
+    def cost_model(self, cost_model: CostModel) -> None:
+        self.resources = replace(self.resources, cost_model=cost_model)
 
     def add_runner(self, name: str, model: Model, schedule: Schedule | None = None) -> ModelRunner:
         """Add a model runner to the engine, for methods that use several models."""
@@ -268,7 +267,12 @@ class LLM:
                 head, tail = whole[: len(head)], whole[len(head) :]
             scorings.append(LikelihoodDecoder(head, tail))
         requests = [
-            Request(self, scoring.tokens, scoring, SamplingParams(temperature=0.0, max_tokens=1))
+            Request(
+                self.resources,
+                scoring.tokens,
+                scoring,
+                SamplingParams(temperature=0.0, max_tokens=1),
+            )
             for scoring in scorings
         ]
         self._run(requests)
@@ -360,17 +364,6 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def open_context(self, runner_name: str, tokens: list[int], namespace: Any) -> SequenceCache:
-        """A new sequence cache that begins with the longest cached prefix of `tokens` (without the
-        last token, which must be scored)."""
-        runner = self.engine.runners[runner_name]
-        context = SequenceCache(runner.pool)
-        if self.prefix_cache and runner.model.spec.causal:
-            slots = runner.prefixes.match(tokens[:-1], namespace)
-            context.attach_prefix(slots, tokens[: len(slots)])
-            context.num_cached = len(slots)
-        return context
-
     def request(
         self,
         prompt: Prompt,
@@ -412,7 +405,7 @@ class LLM:
                 raise InvalidRequestError(f"banned_words must be a list of words, not {words!r}")
             sampling["banned_words"] = self._word_tokens(words)
         return Request(
-            self,
+            self.resources,
             self.encode(prompt),
             method,
             SamplingParams(**sampling),
@@ -440,17 +433,6 @@ class LLM:
             else:
                 encoded.append(word)
         return encoded
-
-    def geometry(self) -> Geometry:
-        """The model's token embeddings with their statistics, for top-w sampling."""
-        if self._geometry is None:
-            embed = getattr(self.model, "embed", None)
-            if embed is None:
-                raise UnsupportedCombinationError(
-                    "top_w needs a model whose embeddings can be read"
-                )
-            self._geometry = Geometry.of(embed(np.arange(self.model.spec.vocab_size)).numpy())
-        return self._geometry
 
     def start(self, request: Request, *, background: bool = True) -> None:
         """Queue a request. With `background`, a thread steps the engine and reports progress

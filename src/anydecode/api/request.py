@@ -6,12 +6,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from anydecode.api.first_finish import FirstFinish, SampleState
 from anydecode.api.generation import Generation, Stats, StreamChunk
+from anydecode.api.resources import Resources
 from anydecode.api.scoring import PROMPT_KEY, EmptyDecoder, PromptLogprobsDecoder
 from anydecode.api.segments import Segment, UnfinishedSample
 from anydecode.api.text import OutputProcessor
@@ -27,10 +28,6 @@ from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 from anydecode.scoring.sequence import Sequence
 
-if TYPE_CHECKING:
-    from anydecode.api.llm import LLM
-
-
 log = logging.getLogger("anydecode")
 
 #: Default of `max_tokens`.
@@ -41,7 +38,7 @@ class Request:
     """One prompt with its options. `LLM.request` creates it, `LLM.start` runs it.
 
     Args:
-        llm: The model and engine.
+        resources: The models, their memory, and the tokenizers.
         prompt: Token ids.
         decoder: The decoding method.
         params: Sampling parameters.
@@ -62,7 +59,7 @@ class Request:
 
     def __init__(
         self,
-        llm: LLM,
+        resources: Resources,
         prompt: list[int],
         decoder: Decoder,
         params: SamplingParams,
@@ -78,7 +75,7 @@ class Request:
         segment: Segment | None = None,
         prompt_embeds: PromptEmbeds | None = None,
     ) -> None:
-        self.llm = llm
+        self.resources = resources
         self.prompt = prompt
         self.companion = companion or prompt[-1:]
         self.params = params
@@ -89,7 +86,7 @@ class Request:
         self.seed = self._resolve_seed()
         self.limit = self._check(decoder)
         if isinstance(constraint, Constraint):
-            constraint = constraint.for_prompt(llm.tokenizer.decode(prompt))
+            constraint = constraint.for_prompt(resources.tokenizer.decode(prompt))
         self.constraint = constraint if isinstance(constraint, Constraint) else None
         samples = self._samples(decoder, constraint)
         self._numbers = [sample.number for sample in samples]
@@ -185,7 +182,7 @@ class Request:
                     "segment and resume need a token-exact decoder, and do not work with"
                     " constraints or first_finish"
                 )
-        samples = segment.samples(count, self.llm.model.spec.vocab_size)
+        samples = segment.samples(count, self.resources.model.spec.vocab_size)
         if any(sample.tokens and len(sample.tokens) >= self.limit for sample in samples):
             raise InvalidRequestError(
                 f"resume: a sample already has {self.limit} tokens; raise max_tokens to continue it"
@@ -204,28 +201,32 @@ class Request:
 
     def _check(self, decoder: Decoder) -> int:
         """Check that prompt, decoder and parameters fit the model. Returns the token limit."""
-        spec = self.llm.model.spec
+        spec = self.resources.model.spec
         if not self.prompt:
             raise InvalidRequestError("the prompt is empty")
-        if len(self.prompt) + (self.params.max_tokens != 0) > self.llm.max_length:
+        if len(self.prompt) + (self.params.max_tokens != 0) > self.resources.max_length:
             raise InvalidRequestError(
                 f"the prompt has {len(self.prompt)} tokens; the context holds"
-                f" {self.llm.max_length}, and one must be left to generate"
+                f" {self.resources.max_length}, and one must be left to generate"
             )
         if decoder.causal is not None and decoder.causal != spec.causal:
             kind = "causal" if decoder.causal else "diffusion (bidirectional)"
             raise UnsupportedCombinationError(f"decoder {self.name!r} needs a {kind} model")
         for runner in decoder.runners:
-            if runner not in self.llm.engine.runners:
+            if runner not in self.resources.engine.runners:
                 raise UnsupportedCombinationError(
                     f"decoder {self.name!r} needs a {runner} model: LLM(..., {runner}=...)"
                 )
-            if self.llm.engine.runners[runner].model.spec.causal != decoder.draft_causal:
+            if self.resources.engine.runners[runner].model.spec.causal != decoder.draft_causal:
                 kind = "causal" if decoder.draft_causal else "diffusion (bidirectional)"
                 raise UnsupportedCombinationError(
                     f"decoder {self.name!r} needs a {kind} {runner} model"
                 )
-        if decoder.runners and not decoder.can_translate_vocab and not self.llm.shares_vocabulary:
+        if (
+            decoder.runners
+            and not decoder.can_translate_vocab
+            and not self.resources.shares_vocabulary
+        ):
             raise UnsupportedCombinationError(
                 f"decoder {self.name!r} needs a draft model with the target's vocabulary;"
                 " 'omnidraft' translates between vocabularies"
@@ -247,7 +248,7 @@ class Request:
                     "prompt_logprobs (echo with logprobs) do not work with prompt_embeds or"
                     " first_finish"
                 )
-        remaining = self.llm.max_length - len(self.prompt)
+        remaining = self.resources.max_length - len(self.prompt)
         return min(
             DEFAULT_TOKENS if self.params.max_tokens is None else self.params.max_tokens, remaining
         )
@@ -263,8 +264,8 @@ class Request:
         priority: int,
         namespace: Any,
     ) -> Job:
-        llm, params = self.llm, self.params
-        tokenizer = llm.tokenizer
+        resources, params = self.resources, self.params
+        tokenizer, spec = resources.tokenizer, resources.model.spec
         segment = self.segment.tokens or self.limit
         output_processor = OutputProcessor(
             tokenizer,
@@ -279,30 +280,30 @@ class Request:
         key = (adapter, namespace)
         sampler = params.sampler(
             self.prompt,
-            llm.model.spec.vocab_size,
+            spec.vocab_size,
             tokenizer.eos_ids,
             constraint=None if constraint is None else self._constraint_state(constraint),
-            geometry=llm.geometry() if params.needs_geometry else None,
-            num_layers=llm.model.spec.num_layers,
-            hidden_size=llm.model.spec.hidden_size,
+            geometry=resources.geometry if params.needs_geometry else None,
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
         )
         sequence = Sequence(
             prompt=self.prompt,
             sampler=sampler,
-            tokenizers={"target": tokenizer, "draft": llm.draft_tokenizer or tokenizer},
+            tokenizers=dict(resources.tokenizers),
             noise=Noise(self.seed, stream_id(sample.number)),
             stop_checker=output_processor,
-            open_context=lambda runner, tokens: llm.open_context(runner, tokens, key),
+            open_context=lambda runner, tokens: resources.open_context(runner, tokens, key),
             companion_prompts=[self.companion] * sampler.companions,
             annotate=self._annotate if params.logprobs is not None else None,
             adapter=adapter,
             priority=priority,
             mask_token=tokenizer.mask_id,
-            num_layers=llm.model.spec.num_layers,
+            num_layers=spec.num_layers,
             namespace=namespace,
-            shares_prefix=llm.prefix_cache,
+            shares_prefix=resources.prefix_cache,
             trace=[] if trace else None,
-            cost_model=llm.cost_model,
+            cost_model=resources.cost_model,
         )
         if self.prompt_embeds is not None:
             sequence.state["prompt_embeds"] = self.prompt_embeds
@@ -310,7 +311,7 @@ class Request:
             raise UnsupportedCombinationError("mirostat does not support segment and resume")
         if sample.tokens:
             _restore(sequence, output_processor, sample.tokens)
-        decoder = validate_and_retry(decoder, self.constraint, tokenizer, llm.model.spec.vocab_size)
+        decoder = validate_and_retry(decoder, self.constraint, tokenizer, spec.vocab_size)
         decoder.prepare(sequence)
         if self.limit == 0:
             decoder = EmptyDecoder()
@@ -326,8 +327,8 @@ class Request:
     def _constraint_state(self, constraint: Any) -> Any:
         """The initial state of a constraint. A constraint state is forked."""
         if isinstance(constraint, Constraint):
-            size = self.llm.model.spec.vocab_size
-            return constraint.start_with_limit(self.llm.tokenizer, size, self.limit)
+            size = self.resources.model.spec.vocab_size
+            return constraint.start_with_limit(self.resources.tokenizer, size, self.limit)
         if not hasattr(constraint, "mask"):
             raise InvalidRequestError(
                 f"constraint is a {type(constraint).__name__}; use JsonSchema, Regex, Grammar,"
@@ -344,7 +345,7 @@ class Request:
     def _token_text(self, token: int) -> str:
         """The text of a single token. Bytes of incomplete characters become U+FFFD; a special token
         is given by its name."""
-        tokenizer = self.llm.tokenizer
+        tokenizer = self.resources.tokenizer
         if tokenizer.is_special(token):
             return tokenizer.token_text(token)
         return tokenizer.token_bytes(token).decode(errors="replace")
@@ -359,7 +360,7 @@ class Request:
         """Cancel the samples that can no longer finish first. Runs on the engine's thread."""
         if self.first_finish is not None:
             for number in self.first_finish.lost(self._sample_states()):
-                self.llm.engine.cancel(self.jobs[number])
+                self.resources.engine.cancel(self.jobs[number])
 
     def _finished(self, number: int) -> None:
         self._end_times[number] = perf_counter()

@@ -180,7 +180,7 @@ def _reasoning_tokens(request: Request, number: int, parser: Callable[[], Parser
     """The number of tokens of a sample up to the end of its reasoning."""
     if all(kind != "reasoning" for kind, _ in parser().push(request.text(number), final=True)):
         return 0
-    sample_parser, detokenizer = parser(), Detokenizer(request.llm.tokenizer)
+    sample_parser, detokenizer = parser(), Detokenizer(request.resources.tokenizer)
     count = num_pending = 0  # pending: their text may be the start of a tag
     tokens = request.jobs[number].sequence.tokens
     for position, token in enumerate(tokens, 1):

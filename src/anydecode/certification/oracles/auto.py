@@ -70,7 +70,7 @@ def cyclic(seen: tuple[int, ...]) -> np.ndarray:
 def passes(cost: Callable[[int], float], others: int = 0, tokens: int = 60) -> int:
     """The number of passes that `auto` needs for a text that repeats itself."""
     with LLM(ScriptedModel(cyclic, vocab_size=VOCABULARY), tokenizer=ByteTokenizer()) as llm:
-        llm.cost_model = FixedCosts(cost, others)  # type: ignore[assignment]
+        llm.cost_model = FixedCosts(cost, others)
         return int(llm.generate([0, 1, 2], decoder=Auto(), max_tokens=tokens).stats.passes)
 
 
@@ -137,7 +137,7 @@ def _forced() -> Iterator[Check]:
     from the constraint."""
     constraint = Regex("tell me (yes|yEs)[.]")
     with LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer()) as llm:
-        llm.cost_model = FixedCosts(lambda n: 1 + 0.02 * n)  # type: ignore[assignment]
+        llm.cost_model = FixedCosts(lambda n: 1 + 0.02 * n)
         plain = llm.generate("?", constraint=constraint, decoder="autoregressive")
         answer = llm.generate("?", constraint=constraint, decoder=Auto(), trace=True)
     drafted = [one["sources"] for one in answer.trace or ()]

@@ -1,0 +1,86 @@
+"""What all requests to one model share."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from anydecode.engine.engine import Engine
+from anydecode.errors import UnsupportedCombinationError
+from anydecode.memory.sequence_cache import SequenceCache
+from anydecode.models.interface import Model
+from anydecode.models.tokenizer import Tokenizer
+from anydecode.sampling.top_w import Geometry
+from anydecode.scoring.cost import CostModel
+from anydecode.scoring.sequence import TARGET
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The models with their memory, and the tokenizers, that requests use.
+
+    Args:
+        engine: Runs the models; each of its runners has a model and the key-value cache of it.
+        tokenizers: Tokenizers by runner name: "target" and "draft".
+        cost_model: Costs of passes and the load of the engine.
+        prefix_cache: Whether requests may reuse the cached prefixes of earlier ones.
+    """
+
+    engine: Engine
+    tokenizers: Mapping[str, Tokenizer]
+    cost_model: CostModel
+    prefix_cache: bool = True
+
+    @property
+    def model(self) -> Model:
+        """The target model."""
+        return self.engine.runners[TARGET].model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's tokenizer."""
+        return self.tokenizers[TARGET]
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of a sequence, prompt included."""
+        return min(self.model.spec.max_positions, self.engine.runners[TARGET].pool.num_slots)
+
+    @cached_property
+    def shares_vocabulary(self) -> bool:
+        """Whether the token ids that target and draft model have in common stand for the same
+        bytes, checked on about 512 of them."""
+        target, draft = self.tokenizer, self.tokenizers["draft"]
+        count = min(target.vocab_size, draft.vocab_size)
+        return target is draft or all(
+            target.token_bytes(token) == draft.token_bytes(token)
+            for token in range(0, count, max(1, count // 512))
+        )
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        """The target's token embeddings with their statistics, for top-w sampling.
+
+        Raises:
+            UnsupportedCombinationError: If the model's embeddings cannot be read.
+        """
+        embed = getattr(self.model, "embed", None)
+        if embed is None:
+            raise UnsupportedCombinationError("top_w needs a model whose embeddings can be read")
+        return Geometry.of(embed(np.arange(self.model.spec.vocab_size)).numpy())
+
+    def open_context(
+        self, runner_name: str, tokens: list[int], namespace: Hashable
+    ) -> SequenceCache:
+        """A new sequence cache that begins with the longest cached prefix of `tokens` (without the
+        last token, which must be scored)."""
+        runner = self.engine.runners[runner_name]
+        context = SequenceCache(runner.pool)
+        if self.prefix_cache and runner.model.spec.causal:
+            slots = runner.prefixes.match(tokens[:-1], namespace)
+            context.attach_prefix(slots, tokens[: len(slots)])
+            context.num_cached = len(slots)
+        return context
