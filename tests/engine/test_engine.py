@@ -591,7 +591,12 @@ def test_waiting_without_requests_is_an_error() -> None:
         ({"decoder": "no-such"}, "no decoding method"),
         ({"decoder": "prompt-lookup:size"}, "name=value"),
         ({"decoder": "prompt-lookup:sise=3"}, "sise"),
-        ({"colour": 1}, "no option is called colour"),
+        ({"colour": 1}, "no option is called colour; see `SamplingParams`"),
+        ({"temprature": 1}, "no option is called temprature; did you mean temperature"),
+        (
+            {"negative_promt": "x"},
+            "no option is called negative_promt; did you mean negative_prompt",
+        ),
         ({"temperature": -1}, "temperature"),
         ({"adapter": "x"}, "no adapter"),
         ({"decoder": "llada"}, "diffusion"),
@@ -606,9 +611,23 @@ def test_bad_requests_are_refused_in_one_line(options: dict, message: str) -> No
 
 def test_bad_prompts_are_refused() -> None:
     with scripted_llm() as llm:
-        for prompt, message in (("", "empty"), ([], "empty"), ([5, 999], "vocabulary")):
-            with pytest.raises(InvalidRequestError, match=message):
+        for prompt, message in (
+            ("", "empty"),
+            ([], "empty"),
+            ([5, 999], "vocabulary"),
+            (
+                [1, "5"],
+                "token id 1 and '5'; pass a text, a list of token ids, or a list of prompts",
+            ),
+            ([[1], 5], r"token id 5 and \[1\]; pass"),
+            (5, "the prompt is 5; a prompt must be a text or a list of token ids"),
+            ({"text": "x"}, "the prompt is {'text': 'x'}; a prompt must be"),
+        ):
+            with pytest.raises(InvalidRequestError, match=message) as caught:
                 llm.generate(prompt)
+            assert "\n" not in str(caught.value)
+            with pytest.raises(InvalidRequestError, match=message):
+                asyncio.run(llm.agenerate(prompt))
     with LLM(ScriptedModel(), tokenizer=ByteTokenizer()) as llm:
         with pytest.raises(UnsupportedCombinationError, match="draft"):
             llm.generate("abc", decoder="speculative-sampling")

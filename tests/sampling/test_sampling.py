@@ -698,6 +698,10 @@ class TestParams:
             ({"stop": [""]}, "stop must be a list"),
             ({"banned_words": [[]]}, "empty word"),
             ({"logit_bias": {1: math.nan}}, "logit_bias of token 1"),
+            ({"logit_bias": {"5": 1.0}}, "logit_bias has the key '5'; its keys must be token ids"),
+            ({"logit_bias": {True: 1.0}}, "logit_bias has the key True"),
+            ({"logit_bias": {5: "1"}}, "logit_bias of token 5 is '1'; it must be a number"),
+            ({"logit_bias": [5]}, "logit_bias must map token ids to numbers, not [5]"),
             ({"processed_logprobs": True}, "logprobs is not"),
         ],
     )

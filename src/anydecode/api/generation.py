@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from anydecode.sampling.logprobs import TokenLogprobs
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -59,7 +61,8 @@ class Generation:
         seed: The seed that reproduces this result.
         stats: Timing and counters.
         decoder: Name of the decoder.
-        logprobs: One `TokenLogprobs` per generated token, if requested.
+        logprobs: One `TokenLogprobs` per generated token, if requested; None for a token of an
+            earlier segment, and where the decoder computes none.
         trace: One entry per decoding round, if requested.
         constraint: How the constraint was enforced (`constraints.constraint.Report`), whether the
             text is `complete` under it, and how many `tries` and `discarded` tokens validation
@@ -76,11 +79,11 @@ class Generation:
     seed: int
     stats: Stats
     decoder: str
-    logprobs: list[Any] | None = None
+    logprobs: list[TokenLogprobs | None] | None = None
     trace: list[dict[str, Any]] | None = None
     constraint: dict[str, Any] | None = None
     resume: dict[str, Any] | None = None
-    prompt_logprobs: list[Any] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     samples: list[Generation] = field(default_factory=list, repr=False)
     token_text: Callable[[int], str] | None = field(default=None, repr=False)
 

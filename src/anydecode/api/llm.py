@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Hashable, Iterable, Iterator
+import inspect
+from collections.abc import AsyncGenerator, Generator, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from anydecode.api.embedding import MeanState
 from anydecode.api.first_finish import FirstFinish
 from anydecode.api.generation import Generation, StreamChunk
 from anydecode.api.methods import Methods, build_as, weight_format
+from anydecode.api.options import (
+    DEFAULT_TEMPERATURE,
+    GenerateOptions,
+    Messages,
+    Prompt,
+    check_names,
+    sampling_parameters,
+    split_prompts,
+    with_parameters,
+)
 from anydecode.api.request import Request
 from anydecode.api.resources import Resources
 from anydecode.api.scoring import Likelihood, LikelihoodDecoder
 from anydecode.api.segments import Segment
 from anydecode.api.spilling import open_spill, stable_name
+from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.smartspec_server import ServerGoodput
 from anydecode.engine.costs import EngineCostModel
@@ -32,16 +45,16 @@ from anydecode.kernels.pages import memory_bytes
 from anydecode.memory.pool import KVPool, new_cache
 from anydecode.models.interface import Model
 from anydecode.models.tokenizer import Tokenizer
+from anydecode.sampling.constrained import ConstraintState
+from anydecode.sampling.options import SamplingOptions
 from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.preset import SamplerPreset
 from anydecode.scoring.cost import CostModel
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 from anydecode.scoring.sequence import TARGET
 
-Prompt = str | Seq[int]
-Messages = Seq[dict[str, Any]]
-
-_SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class LLM:
@@ -167,26 +180,24 @@ class LLM:
         self.engine.runners[name] = runner
         return runner
 
-    def generate(self, prompt: Prompt | Seq[Prompt], **options: Any) -> Any:
-        """Complete a prompt, or a batch of prompts. Decoding is greedy by default.
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self, prompt: Seq[Prompt], **options: Unpack[GenerateOptions]
+    ) -> list[Generation]: ...
+
+    def generate(
+        self, prompt: Prompt | Seq[Prompt], **options: Unpack[GenerateOptions]
+    ) -> Generation | list[Generation]:
+        """Complete a prompt, or a batch of prompts, which are decoded together.
 
         Args:
-            prompt: A text, a list of token ids, or a list of these, which are decoded together.
-            decoder: A catalogue key, "key:name=value", or a `Decoder`.
-            sampler: One or several sampling presets, named in the same way.
-            constraint: A constraint on the text (`JsonSchema`, `Regex`, `Grammar`, `Choice`,
-                `Predicate`).
-            adapter: Name of a LoRA adapter (`add_adapter`).
-            trace: Whether to record every decoding round in `Generation.trace`.
-            priority: For schedules that use it; smaller numbers come first.
-            namespace: Cached prefixes and learned drafts are shared only within a namespace.
-            negative_prompt: The second prompt of classifier-free guidance.
-            first_finish: Of `n` samples, keep the k that finish first and cancel the others.
-            segment: Generate at most this many tokens in this call.
-            resume: `Generation.resume` of an earlier call with `segment`, to continue it.
-            prompt_embeds: Embeddings that replace some of the prompt's tokens.
-            **options: Fields of `SamplingParams` (`max_tokens`, `temperature`, `top_p`, `seed`,
-                `stop`, `n`, `logprobs`, ...). `banned_words` may be texts.
+            prompt: A text, a list of token ids, or a list of these.
+            **options: See `GenerateOptions`. Decoding is greedy by default.
 
         Returns:
             A `Generation`, or a list of them for a batch. With `n` > 1 it is the first sample; all
@@ -194,52 +205,88 @@ class LLM:
 
         Raises:
             InvalidRequestError: If an option is unknown or invalid, or the prompt does not fit.
+            UnsupportedCombinationError: If options do not work together or with this model.
+            OutOfMemoryError: If the key-value cache is too small for the request.
         """
-        many = _is_batch(prompt)
-        prompts: list[Any] = list(prompt) if many else [prompt]
-        requests = [self.request(one, **options) for one in prompts]
-        answers = self._run(requests)
-        return answers if many else answers[0]
+        requests, is_batch = self._requests(prompt, options)
+        generations = self._run(requests)
+        return generations if is_batch else generations[0]
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[StreamChunk]:
-        """Complete `prompt` and yield text as it is generated. The last chunk carries the
-        `Generation`. Options as for `generate`, with `n=1`."""
-        request = self.request(prompt, **options)
-        if len(request.jobs) > 1:
-            raise InvalidRequestError(f"n is {len(request.jobs)}; streaming allows only n=1")
-        return self._stream(request)
+    def stream(
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+    ) -> Generator[StreamChunk, None, None]:
+        """Complete `prompt` and yield text as it is generated.
 
-    def chat(self, messages: Messages, **options: Any) -> Generation:
+        Args:
+            prompt: A text or a list of token ids.
+            **options: See `GenerateOptions`; `n` must be 1.
+
+        Returns:
+            An iterator over chunks of text. The last chunk carries the `Generation`. Closing the
+            iterator early cancels the generation.
+
+        Raises:
+            InvalidRequestError: As `generate`, before the first chunk.
+        """
+        return self._stream(self._streamed_request(prompt, options))
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        template_variables: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation:
         """Answer a conversation with the model's chat template.
 
         Args:
             messages: Dicts with `role` and `content`.
-            **options: As for `generate`; `template_variables` are passed to the template.
+            template_variables: Further variables of the template, such as `enable_thinking`.
+            **options: See `GenerateOptions`.
+
+        Returns:
+            The answer.
+
+        Raises:
+            InvalidRequestError: As `generate`, or if the model has no chat template.
         """
-        answer: Generation = self.generate(self._render_chat(messages, options), **options)
-        return answer
+        return self.generate(self._render_chat(messages, template_variables), **options)
 
-    def stream_chat(self, messages: Messages, **options: Any) -> Iterator[StreamChunk]:
-        """`chat` as a stream of text chunks."""
-        return self.stream(self._render_chat(messages, options), **options)
+    def stream_chat(
+        self,
+        messages: Messages,
+        *,
+        template_variables: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generator[StreamChunk, None, None]:
+        """`chat` as a stream of text chunks; arguments and errors as there, results as `stream`."""
+        return self.stream(self._render_chat(messages, template_variables), **options)
 
-    async def agenerate(self, prompt: Prompt | Seq[Prompt], **options: Any) -> Any:
-        """`generate` for asyncio. Concurrent requests share forward passes."""
-        many = _is_batch(prompt)
-        prompts: list[Any] = list(prompt) if many else [prompt]
-        requests = [self.request(one, **options) for one in prompts]
-        answers = await asyncio.gather(*map(self._arun, requests))
-        return answers if many else answers[0]
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+    ) -> Generation: ...
 
-    async def achat(self, messages: Messages, **options: Any) -> Generation:
-        """`chat` for asyncio."""
-        answer: Generation = await self.agenerate(self._render_chat(messages, options), **options)
-        return answer
+    @overload
+    async def agenerate(
+        self, prompt: Seq[Prompt], **options: Unpack[GenerateOptions]
+    ) -> list[Generation]: ...
 
-    async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[StreamChunk]:
+    async def agenerate(
+        self, prompt: Prompt | Seq[Prompt], **options: Unpack[GenerateOptions]
+    ) -> Generation | list[Generation]:
+        """`generate` for asyncio. Concurrent requests share forward passes; cancelling the task
+        cancels the generation."""
+        requests, is_batch = self._requests(prompt, options)
+        generations = await self._arun(requests)
+        return generations if is_batch else generations[0]
+
+    async def astream(
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[StreamChunk, None]:
         """`stream` for asyncio. Leaving the loop early cancels the generation."""
         loop = asyncio.get_running_loop()
-        request = self.request(prompt, **options)
+        request = self._streamed_request(prompt, options)
         has_progress = asyncio.Event()
         request.notify(lambda: loop.call_soon_threadsafe(has_progress.set))
         self.start(request)
@@ -253,30 +300,104 @@ class LLM:
         finally:
             self.abandon(request)
 
+    async def achat(
+        self,
+        messages: Messages,
+        *,
+        template_variables: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation:
+        """`chat` for asyncio."""
+        return await self.agenerate(self._render_chat(messages, template_variables), **options)
+
+    def astream_chat(
+        self,
+        messages: Messages,
+        *,
+        template_variables: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncGenerator[StreamChunk, None]:
+        """`stream_chat` for asyncio."""
+        return self.astream(self._render_chat(messages, template_variables), **options)
+
     def score(self, prompt: Prompt, continuation: Prompt) -> Likelihood:
-        """Log-likelihood of `continuation` after `prompt`, under the model's unmodified logits."""
+        """Log-likelihood of `continuation` after `prompt`, under the model's unmodified logits.
+
+        Args:
+            prompt: A text or a list of token ids.
+            continuation: The same. Two texts are tokenized as one.
+
+        Returns:
+            The log-likelihood in nats: in total, and by token.
+
+        Raises:
+            InvalidRequestError: If one of them is empty, or both together are too long.
+        """
         return self.scores([(prompt, continuation)])[0]
 
     def scores(self, pairs: Seq[tuple[Prompt, Prompt]]) -> list[Likelihood]:
-        """`score` for a batch of (prompt, continuation) pairs."""
-        scorings = []
-        for prompt, continuation in pairs:
-            head, tail = self.encode(prompt), self.encode(continuation, special=False)
-            if isinstance(prompt, str) and isinstance(continuation, str):
-                whole = self.encode(prompt + continuation)
-                head, tail = whole[: len(head)], whole[len(head) :]
-            scorings.append(LikelihoodDecoder(head, tail))
-        requests = [
-            Request(
-                self.resources,
-                scoring.tokens,
-                scoring,
-                SamplingParams(temperature=0.0, max_tokens=1),
-            )
-            for scoring in scorings
-        ]
+        """`score` for a batch of (prompt, continuation) pairs, which are scored together."""
+        decoders = self._likelihoods(pairs)
+        self._run([self._measurement(decoder, decoder.tokens) for decoder in decoders])
+        return [decoder.likelihood() for decoder in decoders]
+
+    async def ascore(self, prompt: Prompt, continuation: Prompt) -> Likelihood:
+        """`score` for asyncio."""
+        return (await self.ascores([(prompt, continuation)]))[0]
+
+    async def ascores(self, pairs: Seq[tuple[Prompt, Prompt]]) -> list[Likelihood]:
+        """`scores` for asyncio."""
+        decoders = self._likelihoods(pairs)
+        await self._arun([self._measurement(decoder, decoder.tokens) for decoder in decoders])
+        return [decoder.likelihood() for decoder in decoders]
+
+    @overload
+    def embed(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
+        self, prompt: Prompt, *, adapter: str | None = None
+    ) -> list[float]: ...
+
+    @overload
+    def embed(self, prompt: Seq[Prompt], *, adapter: str | None = None) -> list[list[float]]: ...
+
+    def embed(
+        self, prompt: Prompt | Seq[Prompt], *, adapter: str | None = None
+    ) -> list[float] | list[list[float]]:
+        """Embedding of a text, or of a batch of texts: the mean of the last hidden states, scaled
+        to length 1.
+
+        Args:
+            prompt: A text, a list of token ids, or a list of these.
+            adapter: Name of a LoRA adapter (`add_adapter`), or None.
+
+        Returns:
+            The embedding, `[hidden_size]`, or a list of them for a batch.
+
+        Raises:
+            InvalidRequestError: If a text is empty or too long, or there is no such adapter.
+        """
+        requests, decoders, is_batch = self._embeddings(prompt, adapter)
         self._run(requests)
-        return [scoring.likelihood() for scoring in scorings]
+        vectors = [decoder.vector() for decoder in decoders]
+        return vectors if is_batch else vectors[0]
+
+    @overload
+    async def aembed(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
+        self, prompt: Prompt, *, adapter: str | None = None
+    ) -> list[float]: ...
+
+    @overload
+    async def aembed(
+        self, prompt: Seq[Prompt], *, adapter: str | None = None
+    ) -> list[list[float]]: ...
+
+    async def aembed(
+        self, prompt: Prompt | Seq[Prompt], *, adapter: str | None = None
+    ) -> list[float] | list[list[float]]:
+        """`embed` for asyncio."""
+        requests, decoders, is_batch = self._embeddings(prompt, adapter)
+        await self._arun(requests)
+        vectors = [decoder.vector() for decoder in decoders]
+        return vectors if is_batch else vectors[0]
 
     def encode(self, prompt: Prompt, *, special: bool = True) -> list[int]:
         """Token ids of a prompt.
@@ -368,49 +489,62 @@ class LLM:
         self,
         prompt: Prompt,
         *,
-        decoder: str | Decoder | SamplerPreset | None = None,
+        decoder: str | Decoder | SamplerPreset | Constraint | None = None,
         sampler: str | SamplerPreset | Seq[str | SamplerPreset] = (),
-        constraint: Any = None,
+        constraint: str | Constraint | ConstraintState | None = None,
         adapter: str | None = None,
         trace: bool = False,
         priority: int = 0,
-        namespace: Any = None,
+        namespace: Hashable = None,
         negative_prompt: Prompt | None = None,
         first_finish: int | FirstFinish | None = None,
         segment: int | Segment | None = None,
-        resume: dict[str, Any] | None = None,
+        resume: Mapping[str, Any] | None = None,
         prompt_embeds: PromptEmbeds | None = None,
-        **sampling: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> Request:
-        """Validate the options of `generate` and return the request without starting it."""
-        unknown = sorted(set(sampling) - _SAMPLING)
-        if unknown:
-            raise InvalidRequestError(f"no option is called {', '.join(unknown)}")
+        """Validate the options of `generate` and return the request without starting it.
+
+        Args:
+            prompt: A text or a list of token ids.
+            decoder, sampler, constraint, adapter, trace, priority, namespace, negative_prompt,
+                first_finish, segment, resume, prompt_embeds, **sampling: See `GenerateOptions`.
+
+        Returns:
+            The request, for `start`.
+
+        Raises:
+            InvalidRequestError: If an option is unknown or invalid, or the prompt does not fit.
+        """
+        check_names(sampling)
+        given: dict[str, Any] = {**sampling}
         decoder = decoder or self.default_decoder
         name = decoder if isinstance(decoder, str) else type(decoder).__name__
         samplers = [sampler] if isinstance(sampler, str | SamplerPreset) else sampler
-        method, presets, constraint = self.methods.resolve(decoder, samplers, constraint, namespace)
+        method, presets, text_constraint = self.methods.resolve(
+            decoder, samplers, constraint, namespace
+        )
         for preset in presets:
-            sampling = preset.apply(sampling)
+            given = preset.apply(given)
             if preset.needs_temperature and not method.can_sample:
                 raise UnsupportedCombinationError(
                     f"{name} does not sample: the sampler {preset.key!r} would have no effect"
                 )
-        sampling.setdefault("temperature", 0.0)
-        if isinstance(sampling.get("stop"), str):
-            sampling["stop"] = [sampling["stop"]]
-        if "banned_words" in sampling:
-            words = sampling["banned_words"]
+        given.setdefault("temperature", DEFAULT_TEMPERATURE)
+        if isinstance(given.get("stop"), str):
+            given["stop"] = [given["stop"]]
+        if "banned_words" in given:
+            words = given["banned_words"]
             if not isinstance(words, Seq) or isinstance(words, str):
                 raise InvalidRequestError(f"banned_words must be a list of words, not {words!r}")
-            sampling["banned_words"] = self._word_tokens(words)
+            given["banned_words"] = self._word_tokens(words)
         return Request(
             self.resources,
             self.encode(prompt),
             method,
-            SamplingParams(**sampling),
+            SamplingParams(**given),
             name=name,
-            constraint=constraint,
+            constraint=text_constraint,
             adapter=self.adapter_index(adapter),
             trace=trace,
             priority=priority,
@@ -458,7 +592,10 @@ class LLM:
             raise
         return [request.generation() for request in requests]
 
-    async def _arun(self, request: Request) -> Generation:
+    async def _arun(self, requests: list[Request]) -> list[Generation]:
+        return await asyncio.gather(*map(self._arun_one, requests))
+
+    async def _arun_one(self, request: Request) -> Generation:
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
         request.notify(lambda: request.done and loop.call_soon_threadsafe(done.set))
@@ -469,7 +606,7 @@ class LLM:
             self.abandon(request)
         return request.generation()
 
-    def _stream(self, request: Request) -> Iterator[StreamChunk]:
+    def _stream(self, request: Request) -> Generator[StreamChunk, None, None]:
         self.start(request, background=False)
         try:
             while not request.done:
@@ -480,16 +617,71 @@ class LLM:
         finally:
             self.abandon(request)
 
-    def _render_chat(self, messages: Messages, options: dict[str, Any]) -> list[int]:
-        variables = options.pop("template_variables", {})
-        text = self.tokenizer.render_chat(list(messages), **variables)
+    def _requests(
+        self, prompt: Prompt | Seq[Prompt], options: GenerateOptions
+    ) -> tuple[list[Request], bool]:
+        """One request per prompt, and whether `prompt` is a batch."""
+        prompts, has_many = split_prompts(prompt)
+        return [self.request(one, **options) for one in prompts], has_many
+
+    def _streamed_request(self, prompt: Prompt, options: GenerateOptions) -> Request:
+        request = self.request(prompt, **options)
+        if len(request.jobs) > 1:
+            raise InvalidRequestError(f"n is {len(request.jobs)}; streaming allows only n=1")
+        return request
+
+    def _likelihoods(self, pairs: Seq[tuple[Prompt, Prompt]]) -> list[LikelihoodDecoder]:
+        decoders = []
+        for prompt, continuation in pairs:
+            head, tail = self.encode(prompt), self.encode(continuation, special=False)
+            if isinstance(prompt, str) and isinstance(continuation, str):
+                whole = self.encode(prompt + continuation)
+                head, tail = whole[: len(head)], whole[len(head) :]
+            decoders.append(LikelihoodDecoder(head, tail))
+        return decoders
+
+    def _embeddings(
+        self, prompt: Prompt | Seq[Prompt], adapter: str | None
+    ) -> tuple[list[Request], list[MeanState], bool]:
+        """One request and decoder per prompt, and whether `prompt` is a batch."""
+        prompts, has_many = split_prompts(prompt)
+        decoders = [MeanState() for _ in prompts]
+        index = self.adapter_index(adapter)
+        requests = [
+            self._measurement(decoder, self.encode(one), index)
+            for decoder, one in zip(decoders, prompts, strict=True)
+        ]
+        return requests, decoders, has_many
+
+    def _measurement(self, decoder: Decoder, tokens: list[int], adapter: int = -1) -> Request:
+        """A request whose decoder reads `tokens` and generates nothing."""
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        return Request(self.resources, tokens, decoder, params, adapter=adapter)
+
+    def _render_chat(self, messages: Messages, variables: Mapping[str, Any] | None) -> list[int]:
+        rendered: list[Any] = list(messages)
+        text = self.tokenizer.render_chat(rendered, **(variables or {}))
         return self.tokenizer.encode(text, special=False)
 
 
-def _is_batch(prompt: Any) -> bool:
-    if isinstance(prompt, str):
-        return False
-    return any(not isinstance(part, int) for part in prompt)
+# `help` and notebooks show every option with its default.
+with_parameters(LLM.request, sampling_parameters())
+_OPTIONS = [
+    parameter
+    for parameter in inspect.signature(LLM.request).parameters.values()
+    if parameter.kind is parameter.KEYWORD_ONLY
+]
+for _method in (
+    LLM.generate,
+    LLM.stream,
+    LLM.chat,
+    LLM.stream_chat,
+    LLM.agenerate,
+    LLM.astream,
+    LLM.achat,
+    LLM.astream_chat,
+):
+    with_parameters(_method, _OPTIONS)
 
 
 def _default_positions(model: Model, format: str | None) -> int:

@@ -14,6 +14,7 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.smartspec_server import ServerGoodput
 from anydecode.engine.schedule import Schedule
 from anydecode.errors import InvalidRequestError
+from anydecode.sampling.constrained import ConstraintState
 from anydecode.sampling.preset import SamplerPreset
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Methods:
         self._decoders: dict[tuple[str, Hashable], Decoder] = {}
 
     def find(
-        self, choice: str | Decoder | SamplerPreset, namespace: Hashable = None
+        self, choice: str | Decoder | SamplerPreset | Constraint, namespace: Hashable = None
     ) -> Decoder | SamplerPreset | Constraint:
         """The method that `choice` names: a decoder, or a sampler or constraint, which mean
         autoregressive decoding with it."""
@@ -71,11 +72,11 @@ class Methods:
 
     def resolve(
         self,
-        choice: str | Decoder | SamplerPreset,
+        choice: str | Decoder | SamplerPreset | Constraint,
         samplers: Seq[str | SamplerPreset],
-        constraint: Any,
+        constraint: str | Constraint | ConstraintState | None,
         namespace: Hashable,
-    ) -> tuple[Decoder, list[SamplerPreset], Any]:
+    ) -> tuple[Decoder, list[SamplerPreset], Constraint | ConstraintState | None]:
         """The decoder, sampler presets and constraint of a request."""
         found = self.find(choice, namespace)
         if isinstance(found, SamplerPreset):

@@ -4,7 +4,7 @@ result."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +21,7 @@ from anydecode.decoders.constrained.validate_and_retry import enforcement_report
 from anydecode.decoders.decoder import Decoder
 from anydecode.engine.engine import Job
 from anydecode.errors import AnydecodeError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.sampling.constrained import ConstraintState
 from anydecode.sampling.logprobs import TokenLogprobs, distribution_logprobs, token_logprobs
 from anydecode.sampling.noise import Noise, fresh_seed, stream_id
 from anydecode.sampling.params import SamplingParams
@@ -65,11 +66,11 @@ class Request:
         params: SamplingParams,
         *,
         name: str = "",
-        constraint: Any = None,
+        constraint: Constraint | ConstraintState | None = None,
         adapter: int = -1,
         trace: bool = False,
         priority: int = 0,
-        namespace: Any = None,
+        namespace: Hashable = None,
         companion: list[int] | None = None,
         first_finish: FirstFinish | None = None,
         segment: Segment | None = None,
@@ -167,7 +168,7 @@ class Request:
             seed = resumed
         return fresh_seed() if seed is None else seed
 
-    def _samples(self, decoder: Decoder, constraint: Any) -> list[UnfinishedSample]:
+    def _samples(self, decoder: Decoder, constraint: object) -> list[UnfinishedSample]:
         """Validate segments and first_finish, and return the samples that this call runs."""
         segment, count = self.segment, self.params.n
         if self.first_finish is not None and self.first_finish.first > count:
@@ -258,11 +259,11 @@ class Request:
         index: int,
         sample: UnfinishedSample,
         decoder: Decoder,
-        constraint: Any,
+        constraint: Constraint | ConstraintState | None,
         adapter: int,
         trace: bool,
         priority: int,
-        namespace: Any,
+        namespace: Hashable,
     ) -> Job:
         resources, params = self.resources, self.params
         tokenizer, spec = resources.tokenizer, resources.model.spec
@@ -324,7 +325,7 @@ class Request:
             on_progress=lambda job: self._progressed(index),
         )
 
-    def _constraint_state(self, constraint: Any) -> Any:
+    def _constraint_state(self, constraint: Constraint | ConstraintState) -> ConstraintState:
         """The initial state of a constraint. A constraint state is forked."""
         if isinstance(constraint, Constraint):
             size = self.resources.model.spec.vocab_size

@@ -201,7 +201,12 @@ def claim(
     if where == "scripted":
         yield from distribution_claim(card, make)
     for temperature in (0.0, 0.8):
-        options = {"max_tokens": length, "temperature": temperature, "seed": 11, "ignore_eos": True}
+        options: dict[str, Any] = {
+            "max_tokens": length,
+            "temperature": temperature,
+            "seed": 11,
+            "ignore_eos": True,
+        }
         with open_llm() as llm:
             alone = [llm.generate(p, decoder=make(), **options).tokens for p in PROMPTS]
             if temperature in plain:

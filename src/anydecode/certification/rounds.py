@@ -102,7 +102,7 @@ def rounds(
             entry["tokens"],
             entry,
         )
-        for entry in answer.trace
+        for entry in answer.trace or ()
     ]
 
 

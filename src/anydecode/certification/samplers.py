@@ -208,7 +208,11 @@ def rows_check(
     with small_llm() as llm:
         for text in (tuple(int(token) for token in line) for line in texts):
             decoder = _ForcedTokens(text)
-            options = {"temperature": temperature, "max_tokens": len(text), "seed": 1}
+            options: dict[str, Any] = {
+                "temperature": temperature,
+                "max_tokens": len(text),
+                "seed": 1,
+            }
             llm.generate(PROMPT, decoder=decoder, sampler=sampler, **options)
             for position, row in enumerate(decoder.rows):
                 largest = max(largest, float(np.abs(row - exact(text[:position])).max()))
@@ -275,7 +279,8 @@ def _with_other_options(prompts: list[str], options: dict[str, Any]) -> Iterator
     name = f"drafts under a grammar and penalties, T={temperature}"
     yield _equal(name, [one.tokens for one in second], [one.tokens for one in first])
     are_equal = [one.logprobs for one in first] == [one.logprobs for one in second]
-    are_finite = all(np.isfinite(one.logprob) for answer in first for one in answer.logprobs)
+    entries = [one for answer in first for one in answer.logprobs or [None]]
+    are_finite = all(one is not None and np.isfinite(one.logprob) for one in entries)
     yield Check(f"log-probabilities are the same, T={temperature}", are_equal and are_finite)
 
 

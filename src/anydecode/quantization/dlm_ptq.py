@@ -74,7 +74,7 @@ def observe(
     model = build_model(checkpoint, "float32", inputs)
     with LLM(model, tokenizer=checkpoint.tokenizer) as llm:
         canvases = [list(canvas) for canvas in masked(llm.tokenizer, pairs, None, seed)]
-        options = {"max_tokens": max(map(len, canvases)), "ignore_eos": True}
+        options: dict[str, Any] = {"max_tokens": max(map(len, canvases)), "ignore_eos": True}
         llm.generate(canvases, decoder="llada:block=0,steps=1", **options)
     return model.network, inputs
 

@@ -266,10 +266,14 @@ class SamplingParams:
         if not _is_list(self.stop) or not all(isinstance(text, str) for text in self.stop):
             yield f"stop must be a list of strings that are not empty, not {self.stop!r}"
         biases = self.logit_bias
-        if not isinstance(biases, Mapping) or not _are_ids([*biases]):
+        if not isinstance(biases, Mapping):
             yield f"logit_bias must map token ids to numbers, not {biases!r}"
-        elif not all(isinstance(value, Real) for value in biases.values()):
-            yield f"logit_bias must map token ids to numbers, not {biases!r}"
+            return
+        for token, value in biases.items():
+            if not _are_ids([token]):
+                yield f"logit_bias has the key {token!r}; its keys must be token ids (integers)"
+            if not isinstance(value, Real):
+                yield f"logit_bias of token {token} is {value!r}; it must be a number"
 
     def _contradictions(self) -> Iterator[str]:
         """Messages about values that are invalid or contradict each other."""

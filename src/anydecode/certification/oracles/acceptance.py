@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -245,7 +246,7 @@ def top_m_loss(samples: int) -> float:
 
 
 def _keeps_more(name: str, decoder: Speculative, temperature: float) -> Iterator[Check]:
-    options = {"max_tokens": 120, "temperature": temperature, "seed": 5}
+    options: dict[str, Any] = {"max_tokens": 120, "temperature": temperature, "seed": 5}
     with _close_llm() as llm:
         exact = llm.generate(PROMPT, decoder="speculative-sampling", **options).stats
         lossy = llm.generate(PROMPT, decoder=decoder, **options).stats
@@ -263,7 +264,7 @@ def _close_llm() -> LLM:
 
 def _likelihood(decoder: Speculative | None, samples: int) -> float:
     """Mean log-probability under the target of sampled tokens, over `samples` texts of eight."""
-    chosen = {} if decoder is None else {"decoder": decoder}
+    chosen: dict[str, Any] = {} if decoder is None else {"decoder": decoder}
     with _close_llm() as llm:
         answer = llm.generate(PROMPT, n=samples, temperature=1.0, seed=2, max_tokens=8, **chosen)
     total = 0.0

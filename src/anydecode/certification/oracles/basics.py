@@ -4,6 +4,7 @@ first layers."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,12 @@ def autoregressive() -> Iterator[Check]:
     """One pass per token, and the token that the formula gives."""
     for temperature in (0.0, 0.8):
         with scripted(wordy()) as llm:
-            options = {"max_tokens": 30, "temperature": temperature, "seed": 5, "ignore_eos": True}
+            options: dict[str, Any] = {
+                "max_tokens": 30,
+                "temperature": temperature,
+                "seed": 5,
+                "ignore_eos": True,
+            }
             answer = llm.generate(PROMPT, decoder="autoregressive", **options)
         same = answer.tokens == plain_oracle(temperature, 30)
         yield Check(f"T={temperature} equals the formula", same)
@@ -60,7 +66,7 @@ def multi_step() -> Iterator[Check]:
     for temperature in (0.0, 0.8):
         decoder = _CountingFollowing(8)
         with scripted(wordy()) as llm:
-            options = {"temperature": temperature, "seed": 5, "ignore_eos": True}
+            options: dict[str, Any] = {"temperature": temperature, "seed": 5, "ignore_eos": True}
             answer = llm.generate(PROMPT, decoder=decoder, max_tokens=30, **options)
         same = answer.tokens == plain_oracle(temperature, 30)
         yield Check(f"T={temperature} equals the formula", same)

@@ -134,7 +134,11 @@ def filling_llm(seen: list[tuple[int, ...]]) -> LLM:
 def infill_loss(samples: int) -> float:
     """The share of answers that do not end with their suffix."""
     with filling_llm([]) as llm:
-        options = {"decoder": SelfInfill(begins="r"), "temperature": 0.7, "max_tokens": 12}
+        options: dict[str, Any] = {
+            "decoder": SelfInfill(begins="r"),
+            "temperature": 0.7,
+            "max_tokens": 12,
+        }
         texts = [llm.generate("f(", seed=seed, **options).text for seed in range(samples)]
     return sum(not text.endswith("r!") for text in texts) / samples
 
@@ -247,7 +251,7 @@ def unknown_names(samples: int, watched: bool) -> float:
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=1024) as llm:
         constraint = Monitor(code) if watched else None
         for seed in range(samples):
-            options = {"max_tokens": 20, "temperature": 1.0, "seed": seed}
+            options: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "seed": seed}
             text = llm.generate(code, constraint=constraint, **options).text
             name = ""
             for letter in text:

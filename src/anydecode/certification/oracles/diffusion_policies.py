@@ -349,7 +349,7 @@ def learn2pd() -> Iterator[Check]:
         with bidirectional(ending()) as llm:
             decoder = catalogue.build("learn2pd", filter=str(path), threshold=0.7)
             answer = llm.generate(list(PROMPT), decoder=decoder, max_tokens=40, trace=True)
-            lengths = [len(record["canvas"]) for record in answer.trace]
+            lengths = [len(record["canvas"]) for record in answer.trace or ()]
             yield Check("the canvas is cut at the predicted end", min(lengths) < 40)
             yield Check("the text ends at the predicted end", answer.finish_reason == "stop")
 

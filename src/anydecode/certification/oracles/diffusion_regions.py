@@ -178,10 +178,10 @@ def window_diffusion() -> Iterator[Check]:
             answer = llm.generate(
                 list(PROMPT), decoder=decoder, max_tokens=24, ignore_eos=True, trace=True
             )
-            positions = [sorted(record["filled"]) for record in answer.trace]
+            positions = [sorted(record["filled"]) for record in answer.trace or ()]
             name = f"window {window}, active {active}, cycle {cycle}"
             yield Check(f"{name}: text and positions", (answer.tokens, positions) == (text, filled))
-            computed = answer.trace[-1]["meter"]["rows"]
+            computed = (answer.trace or [])[-1]["meter"]["rows"]
             yield Check(f"{name}: {rows} rows", computed == rows, f"{computed}")
 
 

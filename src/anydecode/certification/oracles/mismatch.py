@@ -92,7 +92,10 @@ def _max_used(count: int) -> int:
         return TARGET(seen)
 
     with scripted(TARGET, draft) as llm:
-        options = {"decoder": "longspec:size=3,window=6,sinks=2", "ignore_eos": True}
+        options: dict[str, Any] = {
+            "decoder": "longspec:size=3,window=6,sinks=2",
+            "ignore_eos": True,
+        }
         llm.generate("abcabcabdabc" * 4, max_tokens=count, **options)
     return max(used)
 
@@ -326,7 +329,13 @@ def ragged_batch(key: str) -> Iterator[Check]:
     """Rows of a batch accept different numbers of drafts, outputs equal those of each row alone,
     and no slot is copied between passes."""
     prompts = ["abcabcabd", "the cab had a bad cab", "h", "daddaddad"]
-    options = {"decoder": key, "max_tokens": 40, "ignore_eos": True, "trace": True, "seed": 1}
+    options: dict[str, Any] = {
+        "decoder": key,
+        "max_tokens": 40,
+        "ignore_eos": True,
+        "trace": True,
+        "seed": 1,
+    }
     with scripted(TARGET, blurred(TARGET, error=0.6)) as llm:
         alone = [llm.generate(prompt, **options) for prompt in prompts]
     target = RecordingModel(TARGET, vocab_size=VOCABULARY)
@@ -337,14 +346,14 @@ def ragged_batch(key: str) -> Iterator[Check]:
     yield Check(
         "outputs equal each row alone", [a.tokens for a in batch] == [a.tokens for a in alone]
     )
-    by_round = [[len(entry["accepted"]) for entry in answer.trace] for answer in batch]
+    by_round = [[len(entry["accepted"]) for entry in answer.trace or ()] for answer in batch]
     mixed = sum(len(set(counts)) > 1 for counts in zip(*by_round, strict=False))
     yield Check("rows accept different numbers of drafts", mixed > 3, f"in {mixed} passes")
     yield Check("no slot is copied", target.copied == 0, f"{target.copied}")
-    rows = sum(1 + len(entry["drafted"]) for answer in batch for entry in answer.trace)
+    rows = sum(1 + len(entry["drafted"]) for answer in batch for entry in answer.trace or ())
     extra = sum(len(prompt) - 1 for prompt in prompts)
     yield Check("no row is computed twice", len(target.ran) == rows + extra, f"{len(target.ran)}")
-    whole = [e for a in batch for e in a.trace if len(e["accepted"]) == len(e["drafted"])]
+    whole = [e for a in batch for e in a.trace or () if len(e["accepted"]) == len(e["drafted"])]
     yield Check(
         "if all drafts are accepted, one more token is generated",
         all(len(e["tokens"]) == 6 for e in whole) and whole != [],

@@ -4,6 +4,7 @@ text."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -78,7 +79,7 @@ def beam_gain(samples: int) -> float:
     must not be above 0."""
     model = ScriptedModel(seed=6, vocab_size=64)
     with LLM(model, tokenizer=ByteTokenizer()) as llm:
-        options = {"max_tokens": 12, "ignore_eos": True}
+        options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
         prompts = [[i % 64, (7 * i) % 64] for i in range(samples)]
         losses = []
         for prompt in prompts:
@@ -100,7 +101,11 @@ def guidance() -> Iterator[Check]:
                 with_prompt = log_softmax(logits_after(model, [*prompt.encode(), *text]))
                 without = log_softmax(logits_after(model, negative + text))
                 text.append(int(np.argmax(without + scale * (with_prompt - without))))
-            options = {"max_tokens": 12, "ignore_eos": True, "negative_prompt": "no "}
+            options: dict[str, Any] = {
+                "max_tokens": 12,
+                "ignore_eos": True,
+                "negative_prompt": "no ",
+            }
             guided = llm.generate(prompt, guidance_scale=scale, **options)
             yield Check(f"{prompt!r} equals the formula", guided.tokens == text)
             drafted = llm.generate(prompt, guidance_scale=scale, decoder="prompt-lookup", **options)
@@ -111,7 +116,12 @@ def guidance() -> Iterator[Check]:
         guided = llm.generate("ab", max_tokens=12, ignore_eos=True, decoder=decoder).tokens
         yield Check("guidance changes the text", guided != plain)
         for prompt in PROMPTS:
-            sampled = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.8, "seed": 5}
+            sampled: dict[str, Any] = {
+                "max_tokens": 24,
+                "ignore_eos": True,
+                "temperature": 0.8,
+                "seed": 5,
+            }
             alone, drafted = (
                 llm.generate(prompt, guidance_scale=scale, decoder=decoder, **sampled).tokens
                 for decoder in ("autoregressive", "prompt-lookup")
@@ -145,5 +155,6 @@ def formula_distance(samples: int, decoder: ClassifierFreeGuidance, scale: float
                 without = logits_after(model, negative + tokens)
                 row = without + scale * (with_prompt - without)
                 expected = log_softmax(row / temperature)[answer.tokens[position]]
+                assert entry is not None
                 worst = max(worst, abs(float(np.exp(entry.logprob) - np.exp(expected))))
     return worst

@@ -239,9 +239,14 @@ def surprisals(length: int, **options: Any) -> np.ndarray:
     """Bits of each token of a text that the engine samples from `zipf_model`."""
     model = zipf_model()
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096) as llm:
-        request = {"max_tokens": length, "seed": 5, "ignore_eos": True, "temperature": 1.0}
+        request: dict[str, Any] = {
+            "max_tokens": length,
+            "seed": 5,
+            "ignore_eos": True,
+            "temperature": 1.0,
+        }
         entries = llm.generate([1], logprobs=0, **request, **options).logprobs
-    return np.array([-token.logprob / math.log(2) for token in entries])
+    return np.array([-token.logprob / math.log(2) for token in entries or () if token is not None])
 
 
 @oracle_test("mirostat")

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ def contrastive_search() -> Iterator[Check]:
     """The oracle's text; greedy decoding where there is no contrast; one pass per token."""
     model = ToyModel(seed=5)
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=2048) as llm:
-        options = {"max_tokens": 14, "ignore_eos": True}
+        options: dict[str, Any] = {"max_tokens": 14, "ignore_eos": True}
         for k, alpha in ((4, 0.6), (3, 0.3), (6, 0.9)):
             decoder = f"contrastive-search:k={k},alpha={alpha}"
             texts = [llm.generate(prompt, decoder=decoder, **options).tokens for prompt in PROMPTS]

@@ -24,7 +24,7 @@ def same_text(schedule: str) -> Check:
     """Whether long and short prompts, with and without drafts, with restarts, give the text of the
     default schedule."""
     prompts = [*_LONG, *PROMPTS]
-    options = {"max_tokens": 24, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+    options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 3, "ignore_eos": True}
     with scripted_llm() as llm:
         expected = [answer.tokens for answer in llm.generate(prompts, **options)]
     for decoder in ("autoregressive", "prompt-lookup"):

@@ -13,7 +13,7 @@ from anydecode.certification.checks import PROMPTS, Check, oracle_test, scripted
 from anydecode.decoders.speculative.smartspec_server import LoadLimited, ServerGoodput
 from anydecode.scoring.sequence import Sequence
 
-_TEXT = {"max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+_TEXT: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True}
 
 
 @oracle_test("smartspec-server")

@@ -1,0 +1,127 @@
+"""What a request may contain: the prompt and the options, and their checks by name and kind."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from typing import Any, TypeVar, get_type_hints
+
+import numpy as np
+
+from anydecode.api.first_finish import FirstFinish
+from anydecode.api.segments import Segment
+from anydecode.constraints.constraint import Constraint
+from anydecode.decoders.decoder import Decoder
+from anydecode.errors import InvalidRequestError
+from anydecode.sampling.constrained import ConstraintState
+from anydecode.sampling.options import SamplingOptions
+from anydecode.sampling.params import SamplingParams
+from anydecode.sampling.preset import SamplerPreset
+from anydecode.scoring.prompt_embeds import PromptEmbeds
+
+#: A text or a list of token ids.
+Prompt = str | Seq[int]
+#: Dicts with `role` and `content`.
+Messages = Seq[Mapping[str, Any]]
+
+#: Default of `temperature`. A sampler that needs a temperature above 0 sets it to 1.
+DEFAULT_TEMPERATURE = 0.0
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """The options of `LLM.generate`, `stream`, `chat` and their asynchronous forms.
+
+    The sampling options (`max_tokens`, `temperature`, `top_p`, `seed`, `stop`, `n`, `logprobs`,
+    ...) are described by `SamplingParams`. The temperature is 0 by default (greedy decoding), or 1
+    with a sampler that needs it.
+
+    Attributes:
+        decoder: A catalogue key, "key:name=value", or a `Decoder`. Default: `LLM.default_decoder`.
+        sampler: One or several sampling presets, named in the same way.
+        constraint: A constraint on the text: `JsonSchema`, `Regex`, `Grammar`, `Choice`,
+            `Predicate`, a catalogue key, or a constraint state, which is forked.
+        adapter: Name of a LoRA adapter (`LLM.add_adapter`), or None.
+        trace: Whether to record every decoding round in `Generation.trace`.
+        priority: For schedules that use it; smaller numbers come first. Default: 0.
+        namespace: Cached prefixes and learned drafts are shared only within a namespace.
+        negative_prompt: The second prompt of classifier-free guidance.
+        first_finish: Of `n` samples, keep this many that finish first and cancel the others.
+        segment: Generate at most this many tokens in this call.
+        resume: `Generation.resume` of an earlier call with `segment`, to continue it.
+        prompt_embeds: Embeddings that replace some of the prompt's tokens.
+    """
+
+    decoder: str | Decoder | SamplerPreset | Constraint | None
+    sampler: str | SamplerPreset | Seq[str | SamplerPreset]
+    constraint: str | Constraint | ConstraintState | None
+    adapter: str | None
+    trace: bool
+    priority: int
+    namespace: Hashable
+    negative_prompt: Prompt | None
+    first_finish: int | FirstFinish | None
+    segment: int | Segment | None
+    resume: Mapping[str, Any] | None
+    prompt_embeds: PromptEmbeds | None
+
+
+def check_names(sampling: Iterable[str]) -> None:
+    """Raise `InvalidRequestError` unless all names are sampling options."""
+    for name in sampling:
+        if name not in SamplingOptions.__optional_keys__:
+            close = get_close_matches(name, sorted(GenerateOptions.__optional_keys__), 1)
+            hint = f"; did you mean {close[0]}?" if close else "; see `SamplingParams`"
+            raise InvalidRequestError(f"no option is called {name}{hint}")
+
+
+def split_prompts(prompt: Prompt | Seq[Prompt]) -> tuple[list[Any], bool]:
+    """The prompts in `prompt`, and whether it is a list of prompts rather than one.
+
+    Raises:
+        InvalidRequestError: If it is neither of them.
+    """
+    if isinstance(prompt, str):
+        return [prompt], False
+    if not isinstance(prompt, Seq | np.ndarray):
+        raise InvalidRequestError(
+            f"the prompt is {prompt!r}; a prompt must be a text or a list of token ids"
+        )
+    tokens = [part for part in prompt if isinstance(part, int | np.integer)]
+    others: list[Any] = [part for part in prompt if not isinstance(part, int | np.integer)]
+    if tokens and others:
+        raise InvalidRequestError(
+            f"the prompt contains the token id {tokens[0]} and {others[0]!r}; pass a text, a list"
+            " of token ids, or a list of prompts"
+        )
+    return (others, True) if others else ([prompt], False)
+
+
+def sampling_parameters() -> list[inspect.Parameter]:
+    """The sampling options as keyword parameters, with their defaults in a request."""
+    hints = get_type_hints(SamplingOptions)
+    defaults = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(SamplingParams)
+    }
+    defaults["temperature"] = DEFAULT_TEMPERATURE
+    return [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]
+        )
+        for name, default in defaults.items()
+    ]
+
+
+def with_parameters(method: Method, keywords: Iterable[inspect.Parameter]) -> Method:
+    """Give `method` a signature that lists `keywords` in place of its `**options`, for `help` and
+    for completion in notebooks."""
+    signature = inspect.signature(method)
+    own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    shown: Any = method
+    shown.__signature__ = signature.replace(parameters=[*own, *keywords])
+    return method

@@ -1,0 +1,176 @@
+"""The options of `LLM.generate` and its like: types, signatures, and one list of them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from anydecode import LLM
+from anydecode.api.options import GenerateOptions
+from anydecode.certification.checks import PROMPTS, scripted_llm
+from anydecode.errors import InvalidRequestError
+from anydecode.sampling.options import SamplingOptions
+from anydecode.sampling.params import SamplingParams
+
+METHODS = ("generate", "stream", "chat", "stream_chat")
+ASYNC_METHODS = ("agenerate", "astream", "achat", "astream_chat")
+
+
+def test_the_sampling_options_are_the_fields_of_sampling_params() -> None:
+    declared, actual = get_type_hints(SamplingOptions), get_type_hints(SamplingParams)
+    assert list(declared) == [field.name for field in fields(SamplingParams)]
+    wider = {"stop": str | Sequence[str], "banned_words": Sequence[str | Sequence[int]]}
+    assert declared == {**actual, **wider}
+
+
+def test_the_options_are_the_parameters_of_a_request() -> None:
+    keywords = {
+        name
+        for name, parameter in inspect.signature(LLM.request).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    assert keywords == GenerateOptions.__optional_keys__
+    # `Unpack` is imported for type checkers only; any generic class stands in for it.
+    actual = inspect.get_annotations(LLM.request, eval_str=True, locals={"Unpack": list})
+    declared = get_type_hints(GenerateOptions)
+    own = keywords - SamplingOptions.__optional_keys__
+    assert {name: actual[name] for name in own} == {name: declared[name] for name in own}
+
+
+@pytest.mark.parametrize("name", [*METHODS, *ASYNC_METHODS, "request"])
+def test_a_signature_lists_every_option_with_its_default(name: str) -> None:
+    parameters = inspect.signature(getattr(LLM, name)).parameters
+    shown = {one: parameters[one].default for one in GenerateOptions.__optional_keys__}
+    defaults = SamplingParams()
+    expected = {field.name: getattr(defaults, field.name) for field in fields(SamplingParams)}
+    expected["temperature"] = 0.0
+    others = {one: default for one, default in shown.items() if one not in expected}
+    assert {one: shown[one] for one in expected} == expected
+    assert others == {
+        **dict.fromkeys(others), "sampler": (), "trace": False, "priority": 0
+    }  # fmt: skip
+    assert not any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+USE = """
+from anydecode import LLM
+from anydecode.api.options import GenerateOptions
+
+async def use(llm: LLM, options: GenerateOptions) -> None:
+    reveal_type(llm.generate("x"))  # 6
+    reveal_type(llm.generate([1, 2], **options))  # 7
+    reveal_type(llm.generate(["x", "y"], temperature=0.5))  # 8
+    reveal_type(llm.generate([[1], "y"]))  # 9
+    reveal_type(llm.chat([{"role": "user", "content": "x"}], top_k=3))  # 10
+    reveal_type(await llm.agenerate(["x"]))  # 11
+    reveal_type(llm.embed("x"))  # 12
+    reveal_type(llm.embed(["x"]))  # 13
+    reveal_type([chunk async for chunk in llm.astream("x")])  # 14
+    llm.generate("x", temprature=0.5)  # 15
+    llm.stream("x", temprature=0.5)  # 16
+    llm.chat([], top_k="many")  # 17
+    llm.generate([1, "5"])  # 18
+"""
+
+CONFIG = """
+[mypy]
+strict = True
+python_version = 3.10
+follow_imports = silent
+[mypy-numpy.*,torch.*,transformers.*]
+follow_imports = skip
+"""
+
+
+def test_types_of_results_and_of_options(tmp_path: Path) -> None:
+    (tmp_path / "mypy.ini").write_text(CONFIG)
+    (tmp_path / "use.py").write_text(USE)
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--no-error-summary"]
+    done = subprocess.run([*command, "use.py"], cwd=tmp_path, capture_output=True, text=True)
+    revealed: dict[int, str] = {}
+    errors: dict[int, str] = {}
+    for line in done.stdout.splitlines():
+        file, number, kind, message = line.split(":", 3)
+        assert file == "use.py", done.stdout
+        if "Revealed type is" in message:
+            revealed[int(number)] = message.split('"')[1].replace("builtins.", "")
+        elif kind.strip() == "error":
+            errors.setdefault(int(number), message.strip())
+    one = "anydecode.api.generation.Generation"
+    assert revealed == {
+        6: one,
+        7: one,
+        8: f"list[{one}]",
+        9: f"list[{one}]",
+        10: one,
+        11: f"list[{one}]",
+        12: "list[float]",
+        13: "list[list[float]]",
+        14: "list[anydecode.api.generation.StreamChunk]",
+    }, done.stdout + done.stderr
+    assert set(errors) == {15, 16, 17, 18}
+    for number in (15, 16):
+        assert 'Unexpected keyword argument "temprature"' in errors[number]
+        assert 'did you mean "temperature"?' in errors[number]
+    assert 'Argument "top_k" to "chat" of "LLM" has incompatible type' in errors[17]
+    assert "List item 1 has incompatible type" in errors[18]
+
+
+def test_every_method_refuses_an_unknown_option() -> None:
+    match = "^no option is called temprature; did you mean temperature\\?$"
+    with scripted_llm() as llm:
+        for name in METHODS:
+            prompt = [{"role": "user", "content": "x"}] if "chat" in name else "x"
+            with pytest.raises(InvalidRequestError, match=match):
+                getattr(llm, name)(prompt, temprature=1.0)
+
+
+def test_streams_take_one_sample() -> None:
+    async def main(llm: LLM) -> None:
+        async for _ in llm.astream("x", n=2, temperature=1.0):
+            pass
+
+    with scripted_llm() as llm:
+        with pytest.raises(InvalidRequestError, match="streaming allows only n=1"):
+            llm.stream("x", n=2, temperature=1.0)
+        with pytest.raises(InvalidRequestError, match="streaming allows only n=1"):
+            asyncio.run(main(llm))
+
+
+def test_asynchronous_forms_give_the_same_results() -> None:
+    messages = [{"role": "user", "content": "the cat"}]
+    pairs = [("the", " cat"), ("a", " dog")]
+
+    async def main(llm: LLM) -> None:
+        assert await llm.ascores(pairs) == llm.scores(pairs)
+        assert await llm.ascore(*pairs[0]) == llm.score(*pairs[0])
+        assert await llm.aembed(list(PROMPTS)) == llm.embed(list(PROMPTS))
+        assert await llm.aembed(PROMPTS[0]) == llm.embed(PROMPTS[0])
+        text = llm.chat(messages, max_tokens=9).text
+        assert (await llm.achat(messages, max_tokens=9)).text == text
+        chunks = [chunk async for chunk in llm.astream_chat(messages, max_tokens=9)]
+        assert "".join(chunk.text for chunk in chunks) == text
+        assert [str(chunk) for chunk in chunks] == [chunk.text for chunk in chunks]
+
+    with scripted_llm() as llm:
+        asyncio.run(main(llm))
+
+
+def test_embeddings_are_unit_vectors_of_their_own_text() -> None:
+    with LLM("tiny-autoregressive", threads=1) as llm:
+        first, second = llm.embed(["for i in range", [5, 6, 7]])
+        assert len(first) == llm.model.spec.hidden_size
+        assert sum(value * value for value in first) == pytest.approx(1.0)
+        assert llm.embed("for i in range") == first != second == llm.embed([5, 6, 7])
+        with pytest.raises(InvalidRequestError, match="the prompt is empty"):
+            llm.embed("")
+        with pytest.raises(InvalidRequestError, match="no adapter is called 'x'"):
+            llm.embed("a", adapter="x")
