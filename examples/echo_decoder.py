@@ -10,12 +10,7 @@ through its entry point:
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
-from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.framework.acceptance import TokenExact
-from anydecode.scoring.score import Decoding
-from anydecode.scoring.sequence import Sequence
-from anydecode.scoring.tree import TokenTree
+from anydecode import Card, Decoder, Decoding, Sequence, TokenExact, TokenTree, register
 
 
 @register(Card("echo", "speculative", paper="an example", exactness="token-exact"))

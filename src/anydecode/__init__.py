@@ -9,29 +9,209 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from anydecode.errors import AnydecodeError
+from anydecode.errors import (
+    AnydecodeError,
+    CheckpointError,
+    ConstraintError,
+    EngineStoppedError,
+    InvalidRequestError,
+    MissingPackageError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    UnsupportedCombinationError,
+)
 from anydecode.version import __version__
 
 if TYPE_CHECKING:
-    from anydecode.api.llm import LLM as LLM
-    from anydecode.constraints.json.json_schema import JsonSchema as JsonSchema
-    from anydecode.constraints.languages import Choice as Choice
-    from anydecode.constraints.languages import Grammar as Grammar
-    from anydecode.constraints.languages import Regex as Regex
-    from anydecode.constraints.predicate import Predicate as Predicate
-
-_MODULES = {
-    "LLM": "anydecode.api.llm",
-    "JsonSchema": "anydecode.constraints.json.json_schema",
-    "Regex": "anydecode.constraints.languages",
-    "Grammar": "anydecode.constraints.languages",
-    "Choice": "anydecode.constraints.languages",
-    "Predicate": "anydecode.constraints.predicate",
-}
+    from anydecode.api.first_finish import FirstFinish
+    from anydecode.api.generation import Generation, Stats, StreamChunk
+    from anydecode.api.llm import LLM
+    from anydecode.api.options import GenerateOptions, Prompt
+    from anydecode.api.scoring import Likelihood
+    from anydecode.catalogue import Card, register
+    from anydecode.constraints.constraint import Constraint, ConstraintReport, ConstraintState
+    from anydecode.constraints.json.json_schema import JsonSchema
+    from anydecode.constraints.languages import Choice, Grammar, Regex
+    from anydecode.constraints.predicate import Predicate
+    from anydecode.decoders.decoder import Decoder
+    from anydecode.decoders.diffusion.blocks import BlockPolicy
+    from anydecode.decoders.diffusion.caches import CachePolicy
+    from anydecode.decoders.diffusion.canvas import Canvas
+    from anydecode.decoders.diffusion.denoiser import Denoiser
+    from anydecode.decoders.diffusion.predictions import Predictions
+    from anydecode.decoders.diffusion.rankings import Ranking
+    from anydecode.decoders.diffusion.stops import StopRule
+    from anydecode.decoders.diffusion.unmasking import UnmaskPolicy
+    from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
+    from anydecode.decoders.framework.rejection import RejectionSampling
+    from anydecode.decoders.framework.speculation import (
+        DraftBudget,
+        Drafter,
+        DraftSession,
+        Proposal,
+        SpeculationRound,
+        Speculative,
+        TextDraftSession,
+    )
+    from anydecode.engine.schedule import RowBudget, Schedule, ScheduledSpan
+    from anydecode.models.interface import Model
+    from anydecode.models.spec import ModelSpec
+    from anydecode.models.tokenizer import Tokenizer
+    from anydecode.sampling.candidates import Candidates, Distribution
+    from anydecode.sampling.logprobs import TokenLogprobs
+    from anydecode.sampling.params import SamplingParams
+    from anydecode.sampling.preset import SamplerPreset
+    from anydecode.sampling.processor import LogitsCombiner, LogitsProcessor
+    from anydecode.sampling.sampler import Sampler
+    from anydecode.scoring.prompt_embeds import PromptEmbeds
+    from anydecode.scoring.score import Cancel, Decoding, ScoreRequest, Scores, Submit, Ticket, Wait
+    from anydecode.scoring.sequence import TARGET, Sequence
+    from anydecode.scoring.tree import ROOT, TokenTree
 
 __all__ = [
-    "LLM", "AnydecodeError", "Choice", "Grammar", "JsonSchema", "Predicate", "Regex", "__version__",
-]  # fmt: skip
+    "Acceptance",
+    "AcceptanceResult",
+    "AnydecodeError",
+    "BlockPolicy",
+    "CachePolicy",
+    "Cancel",
+    "Candidates",
+    "Canvas",
+    "Card",
+    "CheckpointError",
+    "Choice",
+    "Constraint",
+    "ConstraintError",
+    "ConstraintReport",
+    "ConstraintState",
+    "Decoder",
+    "Decoding",
+    "Denoiser",
+    "Distribution",
+    "DraftBudget",
+    "Drafter",
+    "DraftSession",
+    "EngineStoppedError",
+    "FirstFinish",
+    "GenerateOptions",
+    "Generation",
+    "Grammar",
+    "InvalidRequestError",
+    "JsonSchema",
+    "Likelihood",
+    "LLM",
+    "LogitsCombiner",
+    "LogitsProcessor",
+    "MissingPackageError",
+    "Model",
+    "ModelNotFoundError",
+    "ModelSpec",
+    "OutOfMemoryError",
+    "Predicate",
+    "Predictions",
+    "Prompt",
+    "PromptEmbeds",
+    "Proposal",
+    "Ranking",
+    "Regex",
+    "register",
+    "RejectionSampling",
+    "ROOT",
+    "RowBudget",
+    "Sampler",
+    "SamplerPreset",
+    "SamplingParams",
+    "Schedule",
+    "ScheduledSpan",
+    "ScoreRequest",
+    "Scores",
+    "Sequence",
+    "SpeculationRound",
+    "Speculative",
+    "Stats",
+    "StopRule",
+    "StreamChunk",
+    "Submit",
+    "TARGET",
+    "TextDraftSession",
+    "Ticket",
+    "TokenExact",
+    "Tokenizer",
+    "TokenLogprobs",
+    "TokenTree",
+    "UnmaskPolicy",
+    "UnsupportedCombinationError",
+    "Wait",
+    "__version__",
+]
+
+#: The module of each name that is imported on first use.
+_MODULES = {
+    "FirstFinish": "anydecode.api.first_finish",
+    "Generation": "anydecode.api.generation",
+    "Stats": "anydecode.api.generation",
+    "StreamChunk": "anydecode.api.generation",
+    "LLM": "anydecode.api.llm",
+    "GenerateOptions": "anydecode.api.options",
+    "Prompt": "anydecode.api.options",
+    "Likelihood": "anydecode.api.scoring",
+    "Card": "anydecode.catalogue",
+    "register": "anydecode.catalogue",
+    "Constraint": "anydecode.constraints.constraint",
+    "ConstraintReport": "anydecode.constraints.constraint",
+    "ConstraintState": "anydecode.constraints.constraint",
+    "JsonSchema": "anydecode.constraints.json.json_schema",
+    "Choice": "anydecode.constraints.languages",
+    "Grammar": "anydecode.constraints.languages",
+    "Regex": "anydecode.constraints.languages",
+    "Predicate": "anydecode.constraints.predicate",
+    "Decoder": "anydecode.decoders.decoder",
+    "BlockPolicy": "anydecode.decoders.diffusion.blocks",
+    "CachePolicy": "anydecode.decoders.diffusion.caches",
+    "Canvas": "anydecode.decoders.diffusion.canvas",
+    "Denoiser": "anydecode.decoders.diffusion.denoiser",
+    "Predictions": "anydecode.decoders.diffusion.predictions",
+    "Ranking": "anydecode.decoders.diffusion.rankings",
+    "StopRule": "anydecode.decoders.diffusion.stops",
+    "UnmaskPolicy": "anydecode.decoders.diffusion.unmasking",
+    "Acceptance": "anydecode.decoders.framework.acceptance",
+    "AcceptanceResult": "anydecode.decoders.framework.acceptance",
+    "TokenExact": "anydecode.decoders.framework.acceptance",
+    "RejectionSampling": "anydecode.decoders.framework.rejection",
+    "DraftBudget": "anydecode.decoders.framework.speculation",
+    "Drafter": "anydecode.decoders.framework.speculation",
+    "DraftSession": "anydecode.decoders.framework.speculation",
+    "Proposal": "anydecode.decoders.framework.speculation",
+    "SpeculationRound": "anydecode.decoders.framework.speculation",
+    "Speculative": "anydecode.decoders.framework.speculation",
+    "TextDraftSession": "anydecode.decoders.framework.speculation",
+    "RowBudget": "anydecode.engine.schedule",
+    "Schedule": "anydecode.engine.schedule",
+    "ScheduledSpan": "anydecode.engine.schedule",
+    "Model": "anydecode.models.interface",
+    "ModelSpec": "anydecode.models.spec",
+    "Tokenizer": "anydecode.models.tokenizer",
+    "Candidates": "anydecode.sampling.candidates",
+    "Distribution": "anydecode.sampling.candidates",
+    "TokenLogprobs": "anydecode.sampling.logprobs",
+    "SamplingParams": "anydecode.sampling.params",
+    "SamplerPreset": "anydecode.sampling.preset",
+    "LogitsCombiner": "anydecode.sampling.processor",
+    "LogitsProcessor": "anydecode.sampling.processor",
+    "Sampler": "anydecode.sampling.sampler",
+    "PromptEmbeds": "anydecode.scoring.prompt_embeds",
+    "Cancel": "anydecode.scoring.score",
+    "Decoding": "anydecode.scoring.score",
+    "ScoreRequest": "anydecode.scoring.score",
+    "Scores": "anydecode.scoring.score",
+    "Submit": "anydecode.scoring.score",
+    "Ticket": "anydecode.scoring.score",
+    "Wait": "anydecode.scoring.score",
+    "TARGET": "anydecode.scoring.sequence",
+    "Sequence": "anydecode.scoring.sequence",
+    "ROOT": "anydecode.scoring.tree",
+    "TokenTree": "anydecode.scoring.tree",
+}
 
 logging.getLogger("anydecode").addHandler(logging.NullHandler())
 
