@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from anydecode.scoring.prompt_embeds import PromptEmbeds
     from anydecode.scoring.score import Cancel, Decoding, ScoreRequest, Scores, Submit, Ticket, Wait
     from anydecode.scoring.sequence import TARGET, Sequence
+    from anydecode.scoring.state import StateKey
     from anydecode.scoring.tree import ROOT, TokenTree
 
 __all__ = [
@@ -128,6 +129,7 @@ __all__ = [
     "Sequence",
     "SpeculationRound",
     "Speculative",
+    "StateKey",
     "Stats",
     "StopRule",
     "StreamChunk",
@@ -209,6 +211,7 @@ _MODULES = {
     "Wait": "anydecode.scoring.score",
     "TARGET": "anydecode.scoring.sequence",
     "Sequence": "anydecode.scoring.sequence",
+    "StateKey": "anydecode.scoring.state",
     "ROOT": "anydecode.scoring.tree",
     "TokenTree": "anydecode.scoring.tree",
 }

@@ -26,6 +26,7 @@ from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import Cancel, Decoding, Submit, Wait
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.span import MultiStepSpan
+from anydecode.scoring.state import StateKey
 from anydecode.scoring.tree import TokenTree
 
 OPTIONS = {"max_tokens": 40, "temperature": 0.7, "seed": 4, "ignore_eos": True}
@@ -769,3 +770,30 @@ def test_trace_has_each_round() -> None:
         out = llm.generate("aaaa bbbb aaaa", decoder=prompt_lookup(), trace=True, **OPTIONS)
     generated = [token for record in out.trace for token in record["tokens"]]
     assert generated[: len(out.tokens)] == out.tokens
+
+
+def test_state_is_kept_across_restarts_by_owner_and_not_shared_with_forks() -> None:
+    mine: StateKey[int] = StateKey("mine", "count")
+    other: StateKey[int] = StateKey("another", "count")
+
+    class Counting(Decoder):
+        def decode(self, sequence: Sequence) -> Decoding:
+            while not sequence.finished:
+                sequence.state[mine] = sequence.state.get(mine, 0) + 1
+                scores = yield sequence.score()
+                sequence.emit([scores.sampled[-1]])
+
+    with scripted_llm() as llm:
+        request = llm.request("abc", decoder=Counting(), max_tokens=20, ignore_eos=True)
+        sequence = request.jobs[0].sequence
+        llm.start(request, background=False)
+        for _ in range(5):
+            llm.engine.step()
+        llm.engine.preempt(request.jobs[0])
+        llm.driver.advance(lambda: request.done)
+        assert sequence.state[mine] == 21  # once more for the restart
+        assert other not in sequence.state and sequence.state.get(other) is None
+        assert sequence.state.setdefault(other, 3) == sequence.state[other] == 3
+        assert mine not in sequence.fork().state
+        expected = llm.generate("abc", decoder="autoregressive", max_tokens=20, ignore_eos=True)
+        assert request.generation().tokens == expected.tokens

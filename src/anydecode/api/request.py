@@ -26,10 +26,14 @@ from anydecode.sampling.logprobs import TokenLogprobs, distribution_logprobs, to
 from anydecode.sampling.noise import Noise, fresh_seed, stream_id
 from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.sampler import Sampler
-from anydecode.scoring.prompt_embeds import PromptEmbeds
+from anydecode.scoring.prompt_embeds import PROMPT_EMBEDS, PromptEmbeds
 from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.state import StateKey
 
 log = logging.getLogger("anydecode")
+
+#: Number of tokens that earlier calls have generated.
+RESUMED: StateKey[int] = StateKey("request", "resumed")
 
 #: Default of `max_tokens`.
 DEFAULT_TOKENS = 256
@@ -307,7 +311,7 @@ class Request:
             cost_model=resources.cost_model,
         )
         if self.prompt_embeds is not None:
-            sequence.state["prompt_embeds"] = self.prompt_embeds
+            sequence.state[PROMPT_EMBEDS] = self.prompt_embeds
         if sampler.learns_from_logits and (self.segment.tokens or sample.tokens):
             raise UnsupportedCombinationError("mirostat does not support segment and resume")
         if sample.tokens:
@@ -421,7 +425,7 @@ def _restore(
         raise InvalidRequestError("resume: a sample has already finished; leave it out")
     output_processor.take()  # the earlier call has returned this text
     sequence.tokens.extend(tokens)
-    sequence.state["resumed"] = len(tokens)
+    sequence.state[RESUMED] = len(tokens)
     if sequence.annotate is not None:
         sequence.logprobs.extend([None] * len(tokens))
     for token in tokens:

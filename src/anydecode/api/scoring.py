@@ -12,11 +12,12 @@ from anydecode.errors import InvalidRequestError
 from anydecode.sampling.logprobs import TokenLogprobs, token_logprobs
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.state import StateKey
 
 #: Rows per request, which bounds the memory for the logits of a long text.
 CHUNK = 64
-#: Key of `Sequence.state` for the log-probabilities of the prompt's tokens (without the first).
-PROMPT_KEY = "prompt_logprobs"
+#: The log-probabilities of the prompt's tokens (without the first).
+PROMPT_KEY: StateKey[list[TokenLogprobs]] = StateKey("request", "prompt_logprobs")
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class PromptLogprobsDecoder(Decoder):
         self.count = count
 
     def decode(self, sequence: Sequence) -> Decoding:
-        logprobs: list[TokenLogprobs] = sequence.state.setdefault(PROMPT_KEY, [])
+        logprobs = sequence.state.setdefault(PROMPT_KEY, [])
 
         def on_row(row: np.ndarray, token: int) -> None:
             logprobs.append(token_logprobs(row, token, self.count))

@@ -14,8 +14,9 @@ class Decoder(ABC):
     """A decoding method: yields score requests and emits tokens.
 
     One decoder instance serves many sequences at a time. State that belongs to one sequence is kept
-    in the local variables of `decode`, or in `sequence.state` if it must survive a restart. The
-    engine may close `decode` at any yield and call it again.
+    in the local variables of `decode`, or in `sequence.state` (by a `StateKey` of the
+    method's own) if it must survive a restart. The engine may close `decode` at any yield and call
+    it again.
     """
 
     card: ClassVar[Card]

@@ -29,8 +29,12 @@ from anydecode.scoring.score import (
     Wait,
 )
 from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.state import StateKey
 
 log = logging.getLogger("anydecode")
+
+#: The runners whose prefix cache has the prompt.
+_SHARED: StateKey[list[str]] = StateKey("engine", "shared")
 
 
 class Decoder(Protocol):
@@ -354,7 +358,7 @@ class Engine:
     def _share_prompt(runner: ModelRunner, sequence: Sequence, request: ScoreRequest) -> None:
         """After the first request of a sequence on `runner`: add the prompt to the prefix cache now
         instead of at the end, and record how many tokens came from the prefix cache."""
-        shared = sequence.state.setdefault("shared", [])
+        shared = sequence.state.setdefault(_SHARED, [])
         if runner.name not in shared:
             shared.append(runner.name)
             if runner.name == TARGET:

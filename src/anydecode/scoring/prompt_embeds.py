@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from anydecode.errors import InvalidRequestError
+from anydecode.scoring.state import StateKey
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,3 +40,7 @@ class PromptEmbeds:
             raise InvalidRequestError("embeddings lie within the prompt, before its last token")
         if self.importance is not None and self.importance.shape != (len(self.rows),):
             raise InvalidRequestError("there is one importance per embedding")
+
+
+#: The embeddings given with the prompt.
+PROMPT_EMBEDS: StateKey[PromptEmbeds] = StateKey("request", "prompt_embeds")

@@ -13,6 +13,7 @@ import numpy as np
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.sampling.noise import Noise
 from anydecode.scoring.cost import CostModel
+from anydecode.scoring.state import SequenceState
 
 if TYPE_CHECKING:
     from anydecode.sampling.sampler import Sampler
@@ -63,8 +64,8 @@ class SequenceData:
         companion_prompts: Further prompts that are scored beside this one, for guidance.
         annotate: Computes the log-probabilities of a token from (logits, token, sampler), or None.
         logprobs: The log-probabilities of `tokens`, if `annotate` is set.
-        state: Plain data that a decoder keeps across a restart (beams, a canvas). Everything else
-            a decoder stores is lost on preemption.
+        state: What a decoder keeps across a restart (beams, a canvas), by `StateKey`. Everything
+            else a decoder stores is lost on preemption. A fork starts with an empty one.
         finish_reason: Why the generation ended, or None while it runs.
         adapter: Index of the LoRA adapter, -1 for none.
         priority: Smaller numbers are scheduled first.
@@ -91,7 +92,7 @@ class SequenceData:
     annotate: Callable[[np.ndarray, int, Sampler], Any] | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
-    state: dict[str, Any] = field(default_factory=dict)
+    state: SequenceState = field(default_factory=SequenceState)
     finish_reason: str | None = None
     adapter: int = -1
     priority: int = 0

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from anydecode.api.request import RESUMED
 from anydecode.api.text import Detokenizer
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.models.tokenizer import Tokenizer
@@ -19,7 +20,7 @@ FLOOR = -9999.0
 def generated(sequence: Sequence, start: int = 0) -> list[TokenLogprobs]:
     """Log-probabilities of the tokens of `sequence` from index `start` on, without a stop token at
     the end and without those of earlier calls that this call resumes."""
-    entries = require_all(sequence.logprobs[max(start, sequence.state.get("resumed", 0)) :])
+    entries = require_all(sequence.logprobs[max(start, sequence.state.get(RESUMED, 0)) :])
     if entries and sequence.finished and sequence.stops_at(entries[-1].token):
         entries.pop()
     return entries

@@ -13,7 +13,7 @@ from anydecode import JsonSchema, Predicate, Regex
 from anydecode.api.llm import LLM
 from anydecode.constraints.drafts import pruned
 from anydecode.decoders.constrained.asap import Asap
-from anydecode.decoders.constrained.awrs import Awrs, draw
+from anydecode.decoders.constrained.awrs import STATE, Awrs, draw
 from anydecode.decoders.constrained.jump_forward import JumpForward
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.prompt_lookup import PromptLookupDrafter
@@ -154,7 +154,7 @@ def test_awrs_evidence_is_unbiased_for_every_number_of_particles():
                 except ConstraintError:
                     values.append(0.0)
                 else:
-                    state = request.jobs[0].sequence.state["awrs"]
+                    state = request.jobs[0].sequence.state[STATE]
                     values.append(np.exp(state["evidence"]))
                     tests = max(tests, state["tests"])
         error = np.std(values) / np.sqrt(len(values))

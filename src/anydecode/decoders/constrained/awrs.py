@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from anydecode.sampling.constrained import ConstraintState
 from anydecode.sampling.noise import Noise
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.state import StateKey
 
 #: Maximum token probability from which on the geometric estimator has less variance.
 PEAKED = 2 / 3
@@ -132,6 +133,19 @@ class _Particle:
     done: bool
 
 
+class AwrsState(TypedDict, total=False):
+    """The particles (tokens, weight as a logarithm, whether it is complete) after `depth` tokens,
+    the number of tests, and at the end the evidence as a logarithm."""
+
+    particles: list[tuple[list[int], float, bool]]
+    depth: int
+    tests: int
+    evidence: float
+
+
+STATE: StateKey[AwrsState] = StateKey("awrs", "state")
+
+
 @register(
     Card(
         "awrs",
@@ -155,7 +169,7 @@ class Awrs(Decoder):
     """Sequential Monte Carlo with `particles` texts.
 
     If the weights become uneven (effective sample size below `threshold` times `particles`), the
-    particles are resampled. One particle, sampled by weight, is emitted. `sequence.state["awrs"]`
+    particles are resampled. One particle, sampled by weight, is emitted. `sequence.state[STATE]`
     holds the evidence (as a logarithm) and the number of tests.
     """
 
@@ -169,8 +183,8 @@ class Awrs(Decoder):
 
     def decode(self, sequence: Sequence) -> Decoding:
         num_particles = 1 if sequence.sampler.is_greedy else self.particles
-        resampled = {"particles": [([], 0.0, False)] * num_particles, "depth": 0, "tests": 0}
-        state: dict[str, Any] = sequence.state.setdefault("awrs", resampled)
+        start: list[tuple[list[int], float, bool]] = [([], 0.0, False)] * num_particles
+        state = sequence.state.setdefault(STATE, AwrsState(particles=start, depth=0, tests=0))
         sequence.context()
         particles = [_make_particle(sequence, *particle) for particle in state["particles"]]
         limit = sequence.remaining
@@ -192,7 +206,7 @@ class Awrs(Decoder):
             ]
         self._emit(sequence, particles, state)
 
-    def _emit(self, sequence: Sequence, particles: list[_Particle], state: dict[str, Any]) -> None:
+    def _emit(self, sequence: Sequence, particles: list[_Particle], state: AwrsState) -> None:
         weights = np.array([particle.weight for particle in particles])
         if weights.max() == -np.inf:
             raise ConstraintError(

@@ -18,6 +18,7 @@ from anydecode.sampling.candidates import log_sum_exp
 from anydecode.sampling.sampler import Sampler, constraint_of
 from anydecode.scoring.score import DecoderAction, Decoding
 from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.state import StateKey
 
 #: The prefix, suffix, middle and end tokens of fill-in-the-middle models.
 SENTINELS = (
@@ -53,6 +54,9 @@ class InfillState:
     suffix: list[int] = field(default_factory=list)
     middle: list[int] = field(default_factory=list)
     cycle: int = 0
+
+
+_STATE: StateKey[InfillState] = StateKey("self-infill", "state")
 
 
 @register(
@@ -120,7 +124,7 @@ class SelfInfill(Decoder):
 
     def decode(self, sequence: Sequence) -> Decoding:
         sentinel_ids = self._sentinels(sequence)
-        state: InfillState = sequence.state.setdefault("self-infill", InfillState())
+        state = sequence.state.setdefault(_STATE, InfillState())
         tokenizer = sequence.tokenizers["target"]
         if self.suffix and state.phase == "left":
             state.suffix = tokenizer.encode(self.suffix, special=False)
@@ -203,7 +207,7 @@ class SelfInfill(Decoder):
     ) -> Generator[DecoderAction, Any, None]:
         """Extends `tokens` after `prompt`, without emitting them, up to an end token or
         `max_tokens` tokens."""
-        state: InfillState = sequence.state["self-infill"]
+        state = sequence.state[_STATE]
         branch = _branch(sequence, prompt, tokens)
         sampler = sequence.sampler.fork()
         for token in tokens:

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Generator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -27,12 +27,20 @@ from anydecode.sampling.candidates import Distribution, log_sum_exp
 from anydecode.sampling.sampler import constraint_of
 from anydecode.scoring.score import DecoderAction, Decoding
 from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.state import StateKey
 from anydecode.scoring.tree import ROOT, TokenTree
 
 #: Number of tokens before a cover that are tokenized together with it.
 _NUM_CONTEXT_TOKENS = 4
 #: Maximum number of nodes of the tree of covers.
 _MAX_NODES = 128
+
+
+class CoverState(TypedDict, total=False):
+    """The chosen tokens, and how many of the answer's tokens they include."""
+
+    cover: list[int]
+    beyond: int
 
 
 class PromptBoundaryDecoder(Decoder):
@@ -63,7 +71,8 @@ class PromptBoundaryDecoder(Decoder):
         branch = sequence.fork()
         branch.prompt, branch.sampler = sequence.prompt[:num_kept], sequence.sampler
         branch.tokens, branch.tokenizers = [], sequence.tokenizers
-        state: dict[str, Any] = sequence.state.setdefault(self.card.key, {})
+        key: StateKey[CoverState] = StateKey(self.card.key, "cover")
+        state = sequence.state.setdefault(key, CoverState())
         if "cover" not in state:
             size = branch.context().pool.model.spec.vocab_size
             vocab = vocabulary(tokenizer, size)

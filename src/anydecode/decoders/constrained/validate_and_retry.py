@@ -23,8 +23,8 @@ from anydecode.sampling.sampler import Sampler, constraint_of
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.sequence_data import StopChecker
+from anydecode.scoring.state import StateKey
 
-KEY = "checked"
 #: Maximum number of positions from which a completion of a long answer is searched.
 _MAX_COMPLETION_STARTS = 32
 
@@ -45,6 +45,9 @@ class RetryState:
         """Keeps the first `count` tokens. Bans after them belonged to another text."""
         del self.tokens[count:], self.logprobs[count:]
         self.bans = {position: bans for position, bans in self.bans.items() if position <= count}
+
+
+_RETRY_STATE: StateKey[RetryState] = StateKey("validate-and-retry", "state")
 
 
 class OutputBuffer:
@@ -119,7 +122,7 @@ class ValidateAndRetry(Decoder):
         self.inner.prepare(sequence)
 
     def decode(self, sequence: Sequence) -> Decoding:
-        retry_state: RetryState = sequence.state.setdefault(KEY, RetryState())
+        retry_state = sequence.state.setdefault(_RETRY_STATE, RetryState())
         branch: Sequence | None = None
         while not sequence.finished:
             branch = self._branch(sequence, retry_state, branch)
@@ -161,7 +164,6 @@ class ValidateAndRetry(Decoder):
         branch.tokens = sequence.tokens + tokens
         branch.logprobs = list(retry_state.logprobs)
         branch.finish_reason = None
-        branch.state = {}
         branch.stop_checker = OutputBuffer(
             sequence.stop_checker, self.constraint.incremental_validator(self.tokenizer), tokens
         )
@@ -343,7 +345,7 @@ def enforcement_report(constraint: Constraint, sequence: Sequence) -> dict[str, 
     """
     part = constraint_of(sequence.sampler)
     is_complete = part is not None and bool(getattr(part.state, "may_stop", True))
-    retry_state: RetryState = sequence.state.get(KEY, RetryState())
+    retry_state = sequence.state.get(_RETRY_STATE, RetryState())
     return {
         **constraint.report().to_dict(),
         "complete": is_complete and sequence.finish_reason == "stop",

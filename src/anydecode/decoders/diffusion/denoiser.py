@@ -30,9 +30,14 @@ from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCo
 from anydecode.sampling.sampler import Sampler, constraint_of
 from anydecode.scoring.score import Decoding, ScoreRequest, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.state import StateKey
 from anydecode.scoring.tree import TokenTree
 
 PredictionGenerator = Generator[ScoreRequest, Scores, list[Predictions]]
+
+#: The tokens of the prompt from its first mask on: the canvas to fill.
+TEMPLATE: StateKey[list[int]] = StateKey("denoiser", "template")
+_CANVAS: StateKey[Canvas] = StateKey("denoiser", "canvas")
 
 
 class Denoiser(Decoder):
@@ -109,7 +114,7 @@ class Denoiser(Decoder):
                     f"the prompt has {len(template)} tokens from the first mask on;"
                     f" max_tokens={remaining} must be at least that"
                 )
-            sequence.state["template"] = template
+            sequence.state[TEMPLATE] = template
             sequence.prompt = sequence.prompt[:first]
             remaining = len(template)
         self.blocks.check_length(min(remaining, self.length or remaining))
@@ -291,7 +296,7 @@ class Denoiser(Decoder):
 
     def canvas_of(self, sequence: Sequence) -> Canvas:
         """The sequence's canvas; created on the first call."""
-        canvas: Canvas | None = sequence.state.get("canvas")
+        canvas = sequence.state.get(_CANVAS)
         if canvas is None:
             mask = sequence.mask_token if self.mask is None else self.mask
             pool = sequence.context().pool
@@ -311,12 +316,12 @@ class Denoiser(Decoder):
             self.blocks.check_model(canvas)
             canvas.policy_state["start"] = len(sequence.prompt)
             self.begin(sequence, canvas)
-            sequence.state["canvas"] = canvas
+            sequence.state[_CANVAS] = canvas
         return canvas
 
     def begin(self, sequence: Sequence, canvas: Canvas) -> None:
         """Put the first masks on a new canvas. Subclasses add prior tokens here."""
-        template = sequence.root.state.get("template")
+        template = sequence.root.state.get(TEMPLATE)
         if template is None:
             canvas.extend(self._num_new_masks(sequence, canvas))
             return

@@ -19,7 +19,7 @@ from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.decoders.diffusion import caches
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
-from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.denoiser import TEMPLATE, Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import best_first, ranking
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking
@@ -27,8 +27,12 @@ from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCo
 from anydecode.sampling.constrained import Constrained
 from anydecode.sampling.sampler import Sampler, constraint_of
 from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.state import StateKey
 
-_KEY = "diffusion-cfg"
+#: The arguments of `_compiled`.
+_KEY: StateKey[tuple[str, Vocabulary, frozenset[int], int | None]] = StateKey(
+    "diffusion-cfg", "grammar"
+)
 
 
 @lru_cache(maxsize=32)
@@ -184,7 +188,7 @@ class GrammaticalDenoiser(Denoiser):
         grammar = self._grammar(sequence)
         assert grammar is not None
         mask = sequence.mask_token if self.mask is None else self.mask
-        template = sequence.state.get("template")
+        template = sequence.state.get(TEMPLATE)
         canvas = [MASK_POSITION] * sequence.remaining
         if template is not None:
             canvas = [MASK_POSITION if token == mask else token for token in template]

@@ -15,7 +15,7 @@ from anydecode.decoders.framework.attention_probe import check_float
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.interface import Rows
 from anydecode.memory.sequence_cache import SequenceCache
-from anydecode.scoring.prompt_embeds import PromptEmbeds
+from anydecode.scoring.prompt_embeds import PROMPT_EMBEDS, PromptEmbeds
 from anydecode.scoring.score import Decoding, ScoreRequest
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.span import Span
@@ -66,8 +66,7 @@ class Prefilled(Decoder):
 
 def prompt_embeds_of(sequence: Sequence) -> PromptEmbeds | None:
     """The embeddings given with the prompt, or None."""
-    prompt_embeds: PromptEmbeds | None = sequence.state.get("prompt_embeds")
-    return prompt_embeds
+    return sequence.state.get(PROMPT_EMBEDS)
 
 
 def input_embeddings(

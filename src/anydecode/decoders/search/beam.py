@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
@@ -19,12 +20,23 @@ from anydecode.sampling.candidates import Distribution
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.state import StateKey
 
 
 @dataclass(eq=False)
 class _Beam:
     sequence: Sequence
     total: float
+
+
+class BeamState(TypedDict):
+    """Tokens and log-probability of the live beams; score and tokens of the finished ones."""
+
+    live: list[tuple[list[int], float]]
+    finished: list[tuple[float, list[int]]]
+
+
+_STATE: StateKey[BeamState] = StateKey("beam", "state")
 
 
 @register(
@@ -72,8 +84,8 @@ class Beam(Decoder):
 
     def decode(self, sequence: Sequence) -> Decoding:
         limit = sequence.remaining
-        state = sequence.state.setdefault("beam", {"live": [([], 0.0)], "finished": []})
-        finished: list[tuple[float, list[int]]] = state["finished"]
+        state = sequence.state.setdefault(_STATE, BeamState(live=[([], 0.0)], finished=[]))
+        finished = state["finished"]
         beams = [self._beam_of(sequence, tokens, total) for tokens, total in state["live"]]
         depth = len(state["live"][0][0])
         num_emitted = len(sequence.tokens)

@@ -16,9 +16,11 @@ from anydecode.sampling.candidates import descending, largest
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import Decoding, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.state import StateKey
 from anydecode.scoring.tree import ROOT
 
-_KEY = "contrastive-search"
+#: float32 `[length, hidden_size]`, the hidden states of all scored tokens.
+_KEY: StateKey[np.ndarray] = StateKey("contrastive-search", "states")
 
 
 @register(
