@@ -9,8 +9,7 @@ RUN apt-get update \
 WORKDIR /source
 COPY . .
 RUN python -m venv /opt/anydecode \
-    && /opt/anydecode/bin/pip install --no-cache-dir \
-        --extra-index-url https://download.pytorch.org/whl/cpu ".[server,telemetry]"
+    && /opt/anydecode/bin/pip install --no-cache-dir ".[telemetry]"
 
 FROM python:3.12-slim-bookworm
 # hadolint ignore=DL3008

@@ -1,28 +1,43 @@
-# make demo | test | lint. PYTHON names the interpreter (3.10 or newer), VENV the environment's folder.
+# make demo | test | test-clients | test-full | lint | docs | bench-compare REF=<commit>. PYTHON names the
+# interpreter (3.10 or newer), VENV the environment's folder.
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?= -n 2
 PROMPT ?= Why is the sky blue?
+REF ?= HEAD
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 PROJECT := pyproject.toml constraints.txt hatch_build.py
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SOURCES := $(shell find src -name '*.py' -o -name '*.c' -o -name '*.h')
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-clients test-full lint docs bench-compare clean
 
 demo: $(VENV)/.demo
 	$(BIN)/anydecode pull smollm2-135m-instruct
 	$(BIN)/anydecode chat --prompt "$(PROMPT)" --max-tokens 128
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not clients" $(PYTEST_ARGS)
+
+test-clients: $(VENV)/.test
+	$(PYTEST) -m clients $(PYTEST_ARGS)
+
+test-full: $(VENV)/.test
+	$(PYTEST) $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+bench-compare: $(VENV)/.test
+	$(BIN)/anydecode bench compare --ref "$(REF)"
 
 clean:
 	rm -rf $(VENV) build dist
@@ -37,6 +52,10 @@ $(VENV)/.demo: $(VENV)/.venv $(PROJECT) $(SOURCES)
 
 $(VENV)/.test: $(VENV)/.venv $(PROJECT)
 	$(INSTALL) -e '.[test]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.venv $(PROJECT)
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.venv $(PROJECT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,3 +39,19 @@ def default_model_path() -> Path:
 def repository() -> Path:
     """The root of the source tree."""
     return ROOT
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The matplotlib figures that were written to files, in order."""
+    from matplotlib.figure import Figure
+
+    written: list[Any] = []
+    save = Figure.savefig
+
+    def record(figure: Any, *arguments: Any, **options: Any) -> None:
+        save(figure, *arguments, **options)
+        written.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", record)
+    return written

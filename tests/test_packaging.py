@@ -20,7 +20,6 @@ from packaging.utils import canonicalize_name
 
 import anydecode
 from anydecode.kernels import library, pages
-from anydecode.memory.spill import _is_alive
 
 
 def build_hook_module(repository: Path) -> ModuleType:
@@ -120,6 +119,7 @@ with LLM("tiny-autoregressive", threads=1) as llm:
 """
 
 
+@pytest.mark.slow
 def test_constraints_and_the_server_need_no_extras(repository: Path) -> None:
     """In a process that can import the core dependencies only."""
     core = core_distributions(repository)
@@ -173,6 +173,7 @@ def test_commands_start_without_posix(arguments: list[str]) -> None:
     assert len(done.stdout.splitlines()) > 5
 
 
+@pytest.mark.slow
 def test_without_posix_and_compiler_the_torch_kernels_are_used_with_a_notice() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "CC"}
     command = ["generate", "--model", "tiny-autoregressive", "--max-tokens", "4", "--json", "for"]
@@ -203,12 +204,6 @@ def test_physical_memory_is_none_where_unknown(monkeypatch: pytest.MonkeyPatch) 
     assert pages.memory_bytes()
     monkeypatch.delattr(os, "sysconf")
     assert pages.memory_bytes() is None
-
-
-def test_no_process_is_signalled_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal ends a process there"))
-    assert not _is_alive(os.getpid())
 
 
 def test_a_library_that_cannot_be_loaded_gives_a_warning(

@@ -53,7 +53,8 @@ if TYPE_CHECKING:
         Speculative,
         TextDraftSession,
     )
-    from anydecode.engine.schedule import RowBudget, Schedule, ScheduledSpan
+    from anydecode.engine.schedule import DecodesFirst, RowBudget, Schedule, ScheduledSpan
+    from anydecode.models.families.config import Family
     from anydecode.models.interface import Model
     from anydecode.models.spec import ModelSpec
     from anydecode.models.tokenizer import Tokenizer
@@ -86,6 +87,7 @@ __all__ = [
     "ConstraintReport",
     "ConstraintState",
     "Decoder",
+    "DecodesFirst",
     "Decoding",
     "Denoiser",
     "Distribution",
@@ -93,6 +95,7 @@ __all__ = [
     "Drafter",
     "DraftSession",
     "EngineStoppedError",
+    "Family",
     "FirstFinish",
     "GenerateOptions",
     "Generation",
@@ -187,9 +190,11 @@ _MODULES = {
     "SpeculationRound": "anydecode.decoders.framework.speculation",
     "Speculative": "anydecode.decoders.framework.speculation",
     "TextDraftSession": "anydecode.decoders.framework.speculation",
+    "DecodesFirst": "anydecode.engine.schedule",
     "RowBudget": "anydecode.engine.schedule",
     "Schedule": "anydecode.engine.schedule",
     "ScheduledSpan": "anydecode.engine.schedule",
+    "Family": "anydecode.models.families.config",
     "Model": "anydecode.models.interface",
     "ModelSpec": "anydecode.models.spec",
     "Tokenizer": "anydecode.models.tokenizer",

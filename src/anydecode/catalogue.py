@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import pkgutil
+import keyword
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -26,7 +27,14 @@ FAMILIES = (
     "alignment",
     "serving",
 )
-EXACTNESS = ("token-exact", "greedy-exact", "distribution-exact", "lossy")
+#: What each exactness claims.
+CLAIMS = {
+    "token-exact": "the tokens of plain decoding, at every temperature",
+    "greedy-exact": "the tokens of plain decoding at temperature 0",
+    "distribution-exact": "the distribution of plain decoding, with other random choices",
+    "lossy": "the text may differ from that of plain decoding",
+}
+EXACTNESS = tuple(CLAIMS)
 _GROUP = "anydecode.decoders"
 _PACKAGES = (
     "anydecode.decoders",
@@ -95,6 +103,17 @@ class Card:
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """A parameter of a method: its name, type and default value as text, and a description. A
+    parameter without a default has the default ""."""
+
+    name: str
+    type: str
+    default: str
+    description: str
+
+
+@dataclass(frozen=True)
 class Entry:
     """A card and the callable that builds the method from keyword parameters."""
 
@@ -114,8 +133,7 @@ def register(card: Card) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         if existing is not None and existing.build is not build:
             raise ValueError(f"another method is already registered as {card.key!r}")
         _entries[card.key] = Entry(card, build)
-        if inspect.isclass(build):
-            build.card = card  # type: ignore[attr-defined]
+        build.card = card  # type: ignore[attr-defined]
         return build
 
     return add
@@ -123,13 +141,47 @@ def register(card: Card) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @cache
 def _load() -> None:
-    """Import every module that registers methods: those of the package, then entry points."""
-    for name in _PACKAGES:
-        package = importlib.import_module(name)
-        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
-            importlib.import_module(module.name)
+    """Import every module that registers methods: those of the package, then entry points. An entry
+    point that fails is left out, with a warning."""
+    for names in _modules().values():
+        for name in names:
+            importlib.import_module(name)
     for point in entry_points(group=_GROUP):
-        point.load()
+        try:
+            point.load()
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            warnings.warn(f"{_GROUP} entry point {point.value!r} failed: {reason}", stacklevel=2)
+
+
+@cache
+def _modules() -> dict[str, list[str]]:
+    """All modules that may register methods, by their last name. None is imported."""
+    found: dict[str, list[str]] = {}
+    root = Path(__file__).parent
+    for package in _PACKAGES:
+        folder = root.joinpath(*package.split(".")[1:])
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            if parts[-1] != "__init__":
+                found.setdefault(parts[-1], []).append(".".join(("anydecode", *parts)))
+    return found
+
+
+def module_name(key: str) -> str:
+    """The name of the module that registers the method `key`."""
+    name = key.replace("-", "_").replace("+", "p")
+    return f"{name}_" if keyword.iskeyword(name) else name
+
+
+def lookup(key: str) -> Entry | None:
+    """The method `key`, or None. Of this package's methods, only its module is imported."""
+    if key not in _entries:
+        for name in _modules().get(module_name(key), ()):
+            importlib.import_module(name)
+    if key not in _entries:
+        _load()
+    return _entries.get(key)
 
 
 def entries() -> dict[str, Entry]:
@@ -144,6 +196,51 @@ def cards(family: str | None = None) -> list[Card]:
     return sorted(found, key=lambda card: (FAMILIES.index(card.family), card.key))
 
 
+def find(key: str) -> Entry:
+    """The method `key`. Raises `InvalidRequestError`, with similar keys, if there is none."""
+    entry = lookup(key)
+    if entry is None:
+        from difflib import get_close_matches
+
+        close = get_close_matches(str(key), _entries, 3)
+        hint = f"; did you mean {', '.join(close)}?" if close else "; see `anydecode methods`"
+        raise InvalidRequestError(f"no decoding method is called {key!r}{hint}")
+    return entry
+
+
+def parameters(key: str) -> list[Parameter]:
+    """The parameters of the method `key`, described by the `Args:` of its docstring or, for a
+    class, of those of its bases."""
+    method = find(key).build
+    descriptions: dict[str, str] = {}
+    for owner in reversed(method.__mro__) if inspect.isclass(method) else (method,):
+        descriptions.update(_descriptions(inspect.cleandoc(owner.__doc__ or "")))
+    return [
+        Parameter(
+            name,
+            inspect.formatannotation(one.annotation).strip("'"),
+            "" if one.default is one.empty else repr(one.default),
+            descriptions.get(name, ""),
+        )
+        for name, one in inspect.signature(method).parameters.items()
+    ]
+
+
+def _descriptions(docstring: str) -> dict[str, str]:
+    """The texts of the `Args:` of a docstring, by name."""
+    found: dict[str, str] = {}
+    name = ""
+    for line in docstring.partition("\nArgs:\n")[2].splitlines():
+        if line and not line.startswith(" "):
+            break
+        begin = re.fullmatch(r" {4}(\w+): (.*)", line)
+        if begin is not None:
+            name, found[begin[1]] = begin[1], begin[2]
+        elif line.strip():
+            found[name] += " " + line.strip()
+    return found
+
+
 def build(key: str, /, **parameters: Any) -> Any:
     """Build the method `key`.
 
@@ -154,13 +251,7 @@ def build(key: str, /, **parameters: Any) -> Any:
     Raises:
         InvalidRequestError: If the key or a parameter is unknown, or a value has a wrong type.
     """
-    if key not in entries():
-        from difflib import get_close_matches
-
-        close = get_close_matches(str(key), _entries, 3)
-        hint = f"; did you mean {', '.join(close)}?" if close else "; see `anydecode methods`"
-        raise InvalidRequestError(f"no decoding method is called {key!r}{hint}")
-    method = _entries[key].build
+    method = find(key).build
     kinds = _kinds(method)
     try:
         inspect.signature(method).bind(**parameters)
@@ -175,14 +266,15 @@ def build(key: str, /, **parameters: Any) -> Any:
 
 def kind_of(key: str) -> type | None:
     """The class of the method `key`, if it can be determined without building it."""
-    method = entries()[key].build if key in entries() else None
+    entry = lookup(key)
+    method = None if entry is None else entry.build
     kind = method if inspect.isclass(method) else _hints(method).get("return")
     return kind if isinstance(kind, type) else None
 
 
 def text_parameters(key: str) -> frozenset[str]:
     """The parameters of method `key` that accept texts but no numbers."""
-    kinds = _kinds(entries()[key].build) if key in entries() else {}
+    kinds = _kinds_of(key)
     numbers = {bool, int, float}
     return frozenset(
         name
@@ -193,7 +285,7 @@ def text_parameters(key: str) -> frozenset[str]:
 
 def file_parameters(key: str) -> frozenset[str]:
     """The parameters of method `key` that name files: those whose type allows a `Path`."""
-    kinds = _kinds(entries()[key].build) if key in entries() else {}
+    kinds = _kinds_of(key)
     return frozenset(name for name, found in kinds.items() if Path in found)
 
 
@@ -213,6 +305,11 @@ def _hints(method: Callable[..., Any] | None) -> dict[str, Any]:
         return get_type_hints(method.__init__ if inspect.isclass(method) else method)
     except (NameError, TypeError):  # no hints, or names imported only for type checking
         return {}
+
+
+def _kinds_of(key: str) -> dict[str, tuple[type, ...]]:
+    entry = lookup(key)
+    return {} if entry is None else _kinds(entry.build)
 
 
 @cache

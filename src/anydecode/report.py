@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from anydecode.plots import usable_file
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 JsonFile = Annotated[
     Path | None,
@@ -15,7 +20,30 @@ JsonFile = Annotated[
         "--json", metavar="FILE", help="Write all results to this file as JSON; - for stdout."
     ),
 ]
-PlotFile = Annotated[Path | None, typer.Option("--plot", help="Write a plot to this file as SVG.")]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE",
+        callback=usable_file,
+        help="Draw a figure to this .svg, .png or .pdf file; needs the extra plots.",
+    ),
+]
+
+
+def split_names(text: str) -> list[str]:
+    """The names in `text`, which are separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def table_console() -> Console:
+    """A console for tables on stdout: as wide as the terminal, or wide enough for all columns."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140
+    return console
 
 
 def write_report(report: dict[str, Any], file: Path | None, show: Callable[[], None]) -> None:
@@ -24,6 +52,6 @@ def write_report(report: dict[str, Any], file: Path | None, show: Callable[[], N
     if file == Path("-"):
         print(json.dumps(report))
         return
-    show()
-    if file is not None:
+    if file is not None:  # first, as the reader of the table may have closed the pipe
         file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    show()

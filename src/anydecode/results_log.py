@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from anydecode.errors import InvalidRequestError
 
+T = TypeVar("T")
+
 
 class ResultsLog:
-    """A file of JSON values, one per line, after a line with `settings`. `held` are the values that
-    it had when it was opened.
+    """A file of JSON values, one per line, after a line with `settings`. `entries` are the values
+    that it had when it was opened.
 
     Raises:
         InvalidRequestError: The file was written with other settings, or is not a results log.
@@ -30,7 +33,7 @@ class ResultsLog:
         try:
             first, *entries = [json.loads(line) for line in lines]
         except ValueError:
-            raise self.format_error() from None
+            raise self._format_error() from None
         if first != json.loads(json.dumps(settings)):
             raise InvalidRequestError(f"{file} has results of other settings: {lines[0]}")
         self.entries = entries
@@ -47,6 +50,16 @@ class ResultsLog:
         self.file.write_text(json.dumps(self.settings) + "\n", "utf-8")
         self.entries = []
 
-    def format_error(self) -> InvalidRequestError:
-        """The error to raise if a line cannot be read as a result."""
+    def read(self, parse: Callable[[Any], T]) -> list[T]:
+        """All values that the file had, each as the result of `parse`.
+
+        Raises:
+            InvalidRequestError: A value is no result: `parse` raised `TypeError` or `LookupError`.
+        """
+        try:
+            return [parse(entry) for entry in self.entries]
+        except (TypeError, LookupError):
+            raise self._format_error() from None
+
+    def _format_error(self) -> InvalidRequestError:
         return InvalidRequestError(f"{self.file} holds no results of this benchmark")

@@ -6,6 +6,8 @@ import itertools
 import json
 import random
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from anydecode.benchmarks.parallelbench.bench import (
     questions,
     split_methods,
 )
-from anydecode.benchmarks.parallelbench.report import front, to_svg
+from anydecode.benchmarks.parallelbench.report import draw, front
 from anydecode.errors import InvalidRequestError
 from anydecode.tasks import theory
 from anydecode.tasks.tasks import (
@@ -163,7 +165,7 @@ def test_the_pareto_front() -> None:
     assert front(points) == [(0.2, 0.1), (0.5, 0.5), (2.0, 0.9)]
 
 
-def test_overall_means_and_plot() -> None:
+def test_overall_means_and_plot(tmp_path: Path, figures: list[Any]) -> None:
     rows = [
         Row("m<1>", task, length, 2, share, share, 4.0, 8.0, 64.0, 0.1)
         for task, length, share in (("copy", 3, 1.0), ("copy", 7, 0.5), ("shuffle", 3, 0.0))
@@ -173,8 +175,12 @@ def test_overall_means_and_plot() -> None:
     assert lines["determined"]["accuracy"] == 0.75 and lines["dependent"]["accuracy"] == 0.0
     assert lines["held-out lengths"]["accuracy"] == 0.5
     report = {"overall": overall(rows), "model": "x", "max_tokens": 32, "temperature": 0.0}
-    svg = to_svg(report)
-    assert "m&lt;1&gt;" in svg and svg.count("<circle") == 3 and "NaN" not in svg
+    draw(report, tmp_path / "x.svg")
+    (figure,) = figures
+    points = [[tuple(line.get_xydata()[0]) for line in panel.lines] for panel in figure.axes]
+    assert points == [[(0.5, 0.75)] * 2, [(0.5, 0.0)] * 2]  # the front and the point
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["1 m<1>"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["1"]
     json.dumps(report)
 
 

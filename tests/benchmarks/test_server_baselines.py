@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
+import math
 import shlex
 import signal
 import socket
@@ -21,9 +21,9 @@ httpx = pytest.importorskip("httpx")
 
 from anydecode.benchmarks.serving import baselines  # noqa: E402
 from anydecode.benchmarks.serving.baselines import Comparison, Load, parse_baseline, started_server  # noqa: E402
+from anydecode.benchmarks.serving.plot import draw_distributions, draw_sweep  # noqa: E402
 from anydecode.benchmarks.serving.replay import Endpoint, Objective, RequestOutcome  # noqa: E402
 from anydecode.benchmarks.serving.sweep import Search, print_sweep, sweep  # noqa: E402
-from anydecode.benchmarks.serving.sweep_plot import sweep_svg  # noqa: E402
 from anydecode.benchmarks.serving.traces import Arrival, prompt_text  # noqa: E402
 from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.cli.bench import run_bench  # noqa: E402
@@ -83,7 +83,9 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 """
 
 
-def test_two_servers_are_compared_in_one_run(tmp_path: Path, capsys: Any) -> None:
+def test_two_servers_are_compared_in_one_run(
+    tmp_path: Path, capsys: Any, figures: list[Any]
+) -> None:
     trace = tmp_path / "m.jsonl"
     rows = [{"timestamp": 50 * i, "input_length": 20, "output_length": 5} for i in range(6)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -106,17 +108,18 @@ def test_two_servers_are_compared_in_one_run(tmp_path: Path, capsys: Any) -> Non
             assert len(results["goodput_per_round"]) == 2
         output = capsys.readouterr()
         assert "times as much" in output.out
-        steps = [line for line in output.err.splitlines() if " of 6 requests: " in line]
-        assert steps[5::6] == [
-            f"6 of 6 requests: {name}, round {number}, 60/s"
-            for name, number in (("anydecode", 1), ("again", 1), ("again", 2), ("anydecode", 2))
-        ]
+        for count in (0, 6):
+            steps = [line for line in output.err.splitlines() if f"{count} of 6 requests" in line]
+            assert [line.rpartition(", ")[0] for line in steps] == [
+                f"{count} of 6 requests: {name}, round {number}, 60/s"
+                for name, number in (("anydecode", 1), ("again", 1), ("again", 2), ("anydecode", 2))
+            ]
         lines = [line.partition(":")[0] for line in output.err.splitlines() if " of " not in line]
         assert lines[:2] == ["warming up anydecode", "warming up again"]
         assert lines[2:] == ["anydecode, round 1, 60/s", "again, round 1, 60/s",
                          "again, round 2, 60/s", "anydecode, round 2, 60/s"]  # fmt: skip
-        picture = (tmp_path / "two.svg").read_text()
-        assert picture.count("<svg") == 4 and picture.count("<polyline") == 6
+        (figure,) = figures
+        assert [len(panel.lines) for panel in figure.axes] == [3, 3, 2]  # two and the objective
         command = f"{sys.executable} {tmp_path / 'strict.py'} {{port}}"
         with started_server("strict", command) as url:
             endpoints = asyncio.run(
@@ -184,7 +187,7 @@ def test_goodput_is_found_by_bisection(mistaken: bool, capsys: Any, monkeypatch:
     assert "never: goodput below 0.25 requests/s" in out and "90%" in out
 
 
-def test_a_sweep_against_a_server(tmp_path: Path, capsys: Any) -> None:
+def test_a_sweep_against_a_server(tmp_path: Path, capsys: Any, figures: list[Any]) -> None:
     trace = tmp_path / "m.jsonl"
     row = {"input_length": 20, "output_length": 5, "hash_ids": [1]}
     trace.write_text("".join(json.dumps({"timestamp": 50 * i, **row}) + "\n" for i in range(4)))
@@ -201,24 +204,42 @@ def test_a_sweep_against_a_server(tmp_path: Path, capsys: Any) -> None:
         run_bench("serving", options)
         assert "goodput 80 requests/s or more" in capsys.readouterr().out
         run_bench("serving", [*options, "--plot", str(tmp_path / "x.svg")])
-        picture = (tmp_path / "x.svg").read_text()
-        assert picture.count("<polyline") == 5 and picture.count("<circle") == 1 + 5 * 2
+        (figure,) = figures
+        assert [len(panel.lines) for panel in figure.axes] == [2, 3, 2]
 
 
-def test_the_sweep_plot_has_points_at_the_right_positions() -> None:
-    """The middle rate, tried in two rounds, is half-way between the others; a rate without answers
-    has no latencies."""
+def test_the_sweep_plot_has_medians_over_rounds(tmp_path: Path, figures: list[Any]) -> None:
+    """The middle rate was tried in two rounds; a rate without answers has no latencies."""
 
     def run(rate: float, attainment: float, first: float | None) -> dict[str, Any]:
         times = {"p50": first, "p99": None if first is None else 10 * first}
         return {"rate": rate, "attainment": attainment, "ttft": times, "tpot": times}
 
     runs = [run(0.1, 1.0, 0.1), run(1.0, 0.8, 1.0), run(1.0, 0.6, 1.0), run(10.0, 0.0, None)]
-    picture = sweep_svg("t<1>", {"a": {"runs": runs}}, [0.1, 1.0, 10.0], Objective(2.0, 9.0), 0.9)
-    lines = re.findall('class="(middle|p99)" points="([^"]*)"', picture)
-    assert lines[0] == ("middle", "0.0,0.0 210.0,39.0 420.0,130.0")  # 100%, 70%, 0% of 130
-    assert lines[1] == lines[3] == ("middle", "0.0,130.0 210.0,65.0")
-    assert lines[2] == ("p99", "0.0,65.0 210.0,0.0") and "t&lt;1&gt;" in picture
+    draw_sweep(tmp_path / "x.png", "t$1", {"a": {"runs": runs}}, Objective(2.0, math.inf), 0.9)
+    (figure,) = figures
+    shares, firsts, tokens = (
+        [line.get_xydata().tolist() for line in panel.lines] for panel in figure.axes
+    )
+    assert shares[1] == [[0.1, 1.0], [1.0, 0.7], [10.0, 0.0]] and shares[0][0][1] == 0.9
+    assert firsts[0][0][1] == 2.0  # the objective; time per token has none
+    assert firsts[1:] == tokens == [[[0.1, 0.1], [1.0, 1.0]], [[0.1, 1.0], [1.0, 10.0]]]
+    labels = [text.get_text() for text in figure.axes[2].get_xticklabels()]
+    assert labels == ["0.1/s", "1/s", "10/s"]
+
+
+def test_distributions_leave_out_a_server_without_values(
+    tmp_path: Path, figures: list[Any]
+) -> None:
+    panels = {"first": {"a": [0.2, 0.1], "b": [1.0], "absent": []}, "gaps": {"b": [0.0]}}
+    draw_distributions(tmp_path / "x.png", "t", panels, {"first": 0.5})
+    (figure,) = figures
+    first, gaps = figure.axes
+    assert first.lines[0].get_xdata()[-2:].tolist() == [0.1, 0.2] and len(first.lines) == 3
+    assert len(gaps.lines) == 1 and gaps.lines[0].get_xdata()[-1] > 0  # zero has no logarithm
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["a", "b"]
+    assert gaps.lines[0].get_color() == first.lines[1].get_color()  # b
 
 
 @pytest.mark.parametrize("mistaken", [False, True])

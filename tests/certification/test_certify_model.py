@@ -23,7 +23,7 @@ from anydecode.certification.certify_model import (
 )
 from anydecode.certification.checks import Certificate
 from anydecode.cli import main
-from anydecode.cli.certify import _drafting_keys
+from anydecode.cli.certify import drafting_keys
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError, MissingPackageError
 from anydecode.kernels.library import load_library
@@ -252,7 +252,7 @@ def test_an_interrupted_run_prints_its_results(
     assert ended.value.code == main.INTERRUPTED
     out, err = capsys.readouterr()
     assert "4 prompts, 16 tokens" in out and "2 prompts, 8 tokens" in out
-    assert "2 of 8: all prompts" in err and "interrupted: 3 of 8 trials were run" in err
+    assert "1 of 8 trials: all prompts" in err and "interrupted: 3 of 8 trials were run" in err
     (log,) = cache_folder.iterdir()
     assert len(log.read_text().splitlines()) == 1 + 3
     monkeypatch.setattr(certify_model, "outcomes", outcomes)
@@ -263,7 +263,7 @@ def test_an_interrupted_run_prints_its_results(
 
 
 def test_the_default_methods_can_draft_for_any_model() -> None:
-    keys = _drafting_keys()
+    keys = drafting_keys()
     assert {"auto", "opt-tree", "pearl", "layer-draft"} <= set(keys)
     assert not {"deer", "rejection-sampling", "typical-acceptance"} & set(keys)
 

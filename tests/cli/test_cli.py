@@ -233,7 +233,7 @@ def test_doctor_reports_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke("doctor", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     expected_keys = {"python", "torch", "backend", "why", "instruction_set", "compiler", "threads"}
-    assert expected_keys | {"cores", "memory", "gpu", "cache", "models", "packages"} <= found.keys()
+    assert expected_keys | {"cores", "memory", "gpu", "cache", "models", "extras"} <= found.keys()
     assert found["models"] == []
     assert invoke("doctor") == 0
     assert "instruction set" in capsys.readouterr().out

@@ -18,13 +18,9 @@ from anydecode.benchmarks.constrained_answers import (
 )
 from anydecode.benchmarks.constrained_bench import walk
 from anydecode.benchmarks.spelling import spelling
-from anydecode.certification.oracles.constraints_text import (
-    CHAIN,
-    chain_llm,
-    filling_llm,
-    share_of_a,
-    unknown_names,
-)
+from anydecode.certification.oracles.constrained.markov_chain import CHAIN, chain_llm, share_of_a
+from anydecode.certification.oracles.constrained.self_infill import filling_llm
+from anydecode.certification.oracles.constraints.monitors import unknown_names
 from anydecode.constraints.json.canonical import canonical
 from anydecode.constraints.json.relaxing import without_extra_properties
 from anydecode.constraints.monitors import Monitor

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from anydecode import Choice, Grammar, JsonSchema, Predicate, Regex
-from anydecode.certification.checks import _Restarts, scripted_llm
+from anydecode.certification.checks import Restarts, scripted_llm
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.models.scripted import EOS, ByteTokenizer
@@ -178,7 +178,7 @@ def test_samples_are_valid_distinct_and_unchanged_by_preemption(decoder):
                "temperature": 0.9, "n": n}  # fmt: skip
     with scripted_llm() as llm:
         calm = llm.generate([PROMPT, "x"], **options)
-    with scripted_llm() as llm, _Restarts(llm.engine, seed=7):
+    with scripted_llm() as llm, Restarts(llm.engine, seed=7):
         shaken = llm.generate([PROMPT, "x"], **options)
         llm.engine.check_integrity()
     texts = [[one.text for one in answer.samples] for answer in calm]

@@ -12,7 +12,7 @@ import pytest
 
 from anydecode import JsonSchema
 from anydecode.benchmarks.constrained_bench import measure_schema, walk
-from anydecode.certification.checks import _Restarts, scripted_llm
+from anydecode.certification.checks import Restarts, scripted_llm
 from anydecode.constraints.json import json_schema as json_schema_module
 from anydecode.constraints.json import shortest_completion as shortest_module
 from anydecode.constraints.json.checking import IncrementalJsonValidator, Validator
@@ -197,7 +197,7 @@ def test_invalid_values_are_sampled_again(schema, temperature):
         ):
             with scripted_llm() as llm:
                 if restarts:
-                    _Restarts(llm.engine, seed).__enter__()
+                    Restarts(llm.engine, seed).__enter__()
                 answer = llm.generate("x: ", decoder=decoder, seed=seed, logprobs=1, **options)
                 llm.engine.check_integrity()
                 texts.append(answer.tokens)

@@ -29,7 +29,7 @@ from anydecode.models.scripted import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 #: In seconds. Not a measure of speed: a backtracking matcher would need longer than any limit.
-TIMEOUT = 60
+TIMEOUT = 240
 _EXPONENTIAL = "^(a+)+$"
 _NAME = "a" * 64 + "!"
 #: Schemas with a pattern that is matched against a name of the same schema.
@@ -80,7 +80,7 @@ from anydecode.certification.checks import scripted_llm
 from anydecode.server.running import LiveServer
 from anydecode.server.settings import Settings
 with scripted_llm() as llm, LiveServer(llm, Settings(name="scripted", port=0)) as server:
-    with httpx.Client(base_url=server.url, timeout=50, trust_env=False) as http:
+    with httpx.Client(base_url=server.url, timeout=200, trust_env=False) as http:
         for text in sys.argv[1:]:
             inner = {"name": "x", "schema": json.loads(text)}
             response_format = {"type": "json_schema", "json_schema": inner}

@@ -15,7 +15,8 @@ from anydecode.api.llm import LLM
 from anydecode.certification.checks import PROMPTS, scripted_llm
 from anydecode.certification.denoising import bidirectional, dense
 from anydecode.decoders.autoregressive import Autoregressive
-from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.decoder import Decoder, Requirements
+from anydecode.decoders.framework.canvas_spans import canvas_span, score_canvas
 from anydecode.decoders.speculative.prompt_lookup import prompt_lookup
 from anydecode.errors import InvalidRequestError, OutOfMemoryError, UnsupportedCombinationError
 from anydecode.kernels.interface import Output, OutputSpec, Rows
@@ -23,7 +24,7 @@ from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
 from anydecode.sampling.noise import Noise
 from anydecode.sampling.sampler import Sampler
-from anydecode.scoring.score import Cancel, Decoding, Submit, Wait
+from anydecode.scoring.score import Cancel, Decoding, ScoreRequest, Submit, Wait
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.span import MultiStepSpan
 from anydecode.scoring.state import StateKey
@@ -303,12 +304,19 @@ def test_a_fault_in_the_model_ends_the_requests_of_that_pass() -> None:
         assert llm.generate("abc", **OPTIONS).tokens == alone(["abc"])[0]
 
 
+def one_position(sequence: Sequence, position: int, *, keep: bool = False) -> ScoreRequest:
+    """A score request for token 1 at `position` of a canvas."""
+    positions = np.array([position])
+    span = canvas_span(sequence.context(), positions, np.array([1]), positions + 1, keep=keep)
+    return score_canvas(sequence, "target", [span], 1, positions, 0)
+
+
 class Probing(Decoder):
-    """Autoregressive decoding that also scores a block and a tree that it discards."""
+    """Autoregressive decoding that also scores a canvas and a tree that it discards."""
 
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:
-            yield sequence.block([1])
+            yield one_position(sequence, sequence.context().length)
             scores = yield sequence.verify(TokenTree([1, 2, 3], [-1, -1, 0]))
             sequence.accept([], [scores.sampled[0]], scores)
 
@@ -468,7 +476,7 @@ def test_submit_wait_cancel() -> None:
     seen = []
 
     class Racing(Decoder):
-        runners = ("draft",)
+        requirements = Requirements(runners=("draft",))
 
         def decode(self, sequence: Sequence) -> Decoding:
             target = yield Submit(sequence.score())
@@ -496,7 +504,7 @@ def test_a_request_cancelled_during_its_pass_leaks_nothing() -> None:
             return 5.0 if runner.name == "target" else 1.0
 
     class Cancelling(Decoder):
-        runners = ("draft",)
+        requirements = Requirements(runners=("draft",))
 
         def decode(self, sequence: Sequence) -> Decoding:
             late = yield Submit(sequence.score(rows="all"))
@@ -522,11 +530,11 @@ def test_overwritten_positions_are_not_shared() -> None:
     prompt = "a prompt that fills two blocks of sixteen tokens"
 
     class Overwriting(Decoder):
-        runners = ("draft",)
+        requirements = Requirements(runners=("draft",))
 
         def decode(self, sequence: Sequence) -> Decoding:
             yield sequence.score()
-            yield Submit(sequence.overwrite([15], [1], visible=16))
+            yield Submit(one_position(sequence, 15, keep=True))
             yield sequence.score(sequence.unscored("draft"), runner="draft")
             sequence.emit([2])
 
@@ -550,7 +558,7 @@ def test_positions_truncated_during_a_pass_are_not_stored() -> None:
     """Rows of a pass are not stored in a cache that was truncated during the pass."""
 
     class Truncating(Decoder):
-        runners = ("draft",)
+        requirements = Requirements(runners=("draft",))
 
         def decode(self, sequence: Sequence) -> Decoding:
             yield sequence.score()

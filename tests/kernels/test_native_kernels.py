@@ -598,6 +598,24 @@ def test_tokens_sampled_in_a_pass_equal_the_argmax_of_all_scores(
     assert sampled == expected
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("temperature", [0.0, 0.01])
+@pytest.mark.parametrize("vocab", [50, 9001])
+def test_the_best_token_may_stand_anywhere(
+    library: Library, vocab: int, temperature: float, threads: int
+) -> None:
+    """At the end of the vocabulary, and around the ends of the parts that threads search."""
+    edges = {vocab * part // threads & ~15 for part in range(1, threads)} | {vocab, vocab & ~15}
+    tokens = {edge + offset for edge in edges for offset in (-1, 0)}
+    for token in tokens - {*range(9), -1, vocab}:  # the inputs are tokens up to 8
+        network = Network(4, vocab=vocab)
+        best = sample_in_pass(network, 1, temperature)[1][-1]
+        rows = network.embedding.data
+        rows[[best, token]] = rows[[token, best]]
+        sampled, expected = sample_in_pass(network, threads, temperature)
+        assert sampled == expected and expected[-1] == token
+
+
 def test_noise_of_another_position_gives_other_samples(library: Library) -> None:
     sampled, expected = sample_in_pass(Network(4, vocab=9001), 2, 0.8, shift=1)
     assert sampled != expected
@@ -673,6 +691,7 @@ def test_more_steps_than_the_table_holds_are_rejected(library: Library) -> None:
 # --- the build and the start-up check
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_detected_at_start(tmp_path: Path) -> None:
     compiler = build.find_compiler()
     if compiler is None or platform.machine() not in ("x86_64", "AMD64"):

@@ -572,6 +572,7 @@ def test_a_quantised_models_divergence_is_small(dtype: str) -> None:
     assert divergence.max() < 0.01
 
 
+@pytest.mark.slow
 def test_single_rows_batches_and_trees_have_the_same_bits() -> None:
     """Sixteen greedy tokens equal the reference's. The same rows in one pass, with another sequence
     and as a path of a tree have the same bits.
@@ -619,6 +620,7 @@ def test_single_rows_batches_and_trees_have_the_same_bits() -> None:
     assert torch.equal(all_logits(ours, tree, cache)[1:], torch.stack(alone[1:3]))
 
 
+@pytest.mark.slow
 def test_captured_passes_and_multi_step_passes() -> None:
     """Captured passes are replayed per size; multi-step passes sample the host's tokens.
 
@@ -755,6 +757,7 @@ print(len(made))
 """
 
 
+@pytest.mark.slow
 def test_kernels_compile_without_a_gpu() -> None:
     """Machine code for compute capability 9.0, with tensor cores and asynchronous copies."""
     done = subprocess.run(

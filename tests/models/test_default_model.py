@@ -69,7 +69,12 @@ def test_logits_are_bit_equal_in_chunks_and_trees(llm: LLM) -> None:
     assert not np.array_equal(rows(llm, different, 16)[30:], whole[30:])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("llm", "temperature"),
+    [(None, 0.0), *((dtype, 0.8) for dtype in DTYPES)],
+    indirect=["llm"],
+    ids=lambda value: "stored" if value is None else str(value),
+)
 def test_output_is_equal_in_batches_with_caches_and_drafters(llm: LLM, temperature: float) -> None:
     options = {**OPTIONS, "temperature": temperature, "logprobs": 2}
     llm.clear()

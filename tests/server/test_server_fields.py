@@ -3,9 +3,7 @@ log-probabilities, and token counts."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,60 +23,9 @@ from anydecode.server.protocol import (  # noqa: E402
     CompletionRequest,
     ResponsesRequest,
 )
-from anydecode.server.running import LiveServer  # noqa: E402
-from anydecode.server.settings import Settings  # noqa: E402
+from server_client import CHAT, COMPLETIONS, RESPONSES, Client, served  # noqa: E402
 
-COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 LONG = "a prompt that is long enough to fill several blocks of the cache. "
-
-
-def body(path: str, input_text: str = "abc", **fields: Any) -> dict[str, Any]:
-    """A request for three tokens."""
-    if path == COMPLETIONS:
-        return {"prompt": input_text, "max_tokens": 3, **fields}
-    if path == CHAT:
-        return {"messages": [{"role": "user", "content": input_text}], "max_tokens": 3, **fields}
-    return {"input": input_text, "max_output_tokens": 3, **fields}
-
-
-class Client:
-    """A client of a server on a thread of this process."""
-
-    def __init__(self, http: Any) -> None:
-        self._http = http
-
-    def ask(self, path: str, *input_text: str, **fields: Any) -> dict[str, Any]:
-        answer = self._http.post(path, json=body(path, *input_text, **fields))
-        assert answer.status_code == 200, answer.text
-        response: dict[str, Any] = answer.json()
-        return response
-
-    def refused(self, path: str, *input_text: str, **fields: Any) -> dict[str, Any]:
-        answer = self._http.post(path, json=body(path, *input_text, **fields))
-        assert answer.status_code == 400, answer.text
-        error: dict[str, Any] = answer.json()["error"]
-        return error
-
-    def chunks(self, path: str, *input_text: str, **fields: Any) -> list[dict[str, Any]]:
-        answer = self._http.post(path, json=body(path, *input_text, **fields, stream=True))
-        assert answer.status_code == 200, answer.text
-        lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
-        return [json.loads(line[6:]) for line in lines]
-
-    def last(self, path: str, stream: bool, *input_text: str, **fields: Any) -> dict[str, Any]:
-        """The response, or the last chunk of a stream."""
-        if not stream:
-            return self.ask(path, *input_text, **fields)
-        chunk = self.chunks(path, *input_text, **fields)[-1]
-        response: dict[str, Any] = chunk.get("response", chunk)
-        return response
-
-
-@contextmanager
-def served(llm: LLM) -> Iterator[Client]:
-    with LiveServer(llm, Settings(name="scripted", port=0)) as server:
-        with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as http:
-            yield Client(http)
 
 
 @pytest.fixture(scope="module")

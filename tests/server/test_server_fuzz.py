@@ -156,6 +156,7 @@ def check(endpoint: str, body: bytes, answer: Any, field: str | None = None) -> 
     ), case
 
 
+@pytest.mark.slow
 def test_invalid_values_are_refused(caplog: Any) -> None:
     caplog.set_level(logging.CRITICAL + 1)
     statuses = []

@@ -14,7 +14,6 @@ import pytest
 
 httpx = pytest.importorskip("httpx")
 
-from anydecode.certification.certify import certify_one  # noqa: E402
 from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.errors import InvalidRequestError  # noqa: E402
 from anydecode.server import telemetry  # noqa: E402
@@ -232,14 +231,6 @@ def test_the_linter_finds_dockerfile_errors() -> None:
     for code in ("DL3006", "DL3009", "DL3042", "DL4006", "DL3020", "DL3025", "DL3002"):
         assert code in codes
     assert "upper case" in " ".join(lint(text))
-
-
-@pytest.mark.parametrize(
-    "key", ["smartspec-server", "first-finish", "segment-rollout", "prefix-spill", "nexus"]
-)
-def test_serving_methods_pass_certification(key: str) -> None:
-    certificate = certify_one(key)
-    assert certificate.passed, [check for check in certificate.checks if not check.passed]
 
 
 def test_service_options_over_http(llm: Any) -> None:

@@ -22,9 +22,12 @@ from anydecode.server.settings import Settings  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="chromium and chromedriver are not installed"
-)
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.skipif(
+        CHROMIUM is None or DRIVER is None, reason="chromium and chromedriver are not installed"
+    ),
+]
 #: Folder for screenshots, if set.
 SCREENSHOTS = os.environ.get("ANYDECODE_SCREENSHOTS")
 
@@ -189,6 +192,7 @@ return {
 """
 
 
+@pytest.mark.parametrize("browser", ["light"], indirect=True)  # no colour is claimed here
 def test_the_canvas_is_shown_while_it_fills(browser: Any, monkeypatch: Any) -> None:
     """A diffusion model without a chat template: the message is the prompt. Passes are slow, so
     that the canvas is visible while it fills."""

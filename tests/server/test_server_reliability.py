@@ -29,12 +29,14 @@ from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
 
 
+@pytest.mark.slow
 def test_a_soak_leaks_nothing() -> None:
     result = soak(120, distinct=40, seed=1)
     assert not result.wrong and result.compared > 50 and result.slots_left == 0
     assert set(result.kinds) == set(soak_module.KINDS) and sum(result.kinds.values()) == 120
 
 
+@pytest.mark.slow
 def test_a_soak_detects_wrong_texts_and_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong texts, leaked positions and growing memory are each detected."""
     monkeypatch.setattr(
@@ -117,6 +119,7 @@ def _serve(model: Path, folder: Path) -> tuple[subprocess.Popen[str], str]:
     raise AssertionError("the server did not start")
 
 
+@pytest.mark.slow
 def test_a_killed_server_restarts_with_a_consistent_spill(tmp_path: Path) -> None:
     """After `kill -9` while prefixes are written, no block is truncated, and the next process uses
     them."""

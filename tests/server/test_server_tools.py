@@ -191,6 +191,7 @@ def client() -> Iterator[Any]:
             yield client
 
 
+@pytest.mark.clients
 @pytest.mark.parametrize("stream", [False, True])
 def test_nested_pydantic_models_work_as_tools(client: Any, stream: bool) -> None:
     tools: Any = [

@@ -94,9 +94,17 @@ def test_a_real_trace_shows_each_token_once(decoder: str) -> None:
 
 
 def test_notebooks_render_answers_with_and_without_a_trace() -> None:
-    Reader(generate("auto")._repr_html_())
+    traced = generate("prompt-lookup")
     with LLM(ScriptedModel(vocab_size=263, seed=5), tokenizer=ByteTokenizer()) as llm:
-        Reader(llm.generate("a", max_tokens=5, ignore_eos=True)._repr_html_())
+        plain = llm.generate("a", max_tokens=5, ignore_eos=True)
+    for generation, headings in (
+        (traced, ["Text", "Time per pass", "Passes"]),
+        (plain, ["Text"]),
+    ):
+        html = generation._repr_html_()
+        Reader(html)  # well-formed
+        assert re.findall("<h2>(.*?)</h2>", html) == headings
+        assert "<html" not in html  # a fragment, for a cell
 
 
 def test_the_trace_option_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import resolve
 from anydecode.models.loading.names import base_model_name
 from anydecode.tasks.tasks import NAMES, TASKS, examples
-from anydecode.training import checkpoint, curve, denoising, objectives
+from anydecode.training import checkpoint, denoising, objectives
 from anydecode.training.data import PADDING_WEIGHT, Batch, batches
 from anydecode.training.diffusion import STAGES, DiffusionRecipe, DiffusionRun
 from anydecode.training.tokenizer import EOS_ID, MASK_ID, PAD_ID, build_tokenizer
@@ -176,8 +176,6 @@ def test_resumed_run_reaches_the_same_weights(tmp_path: Path) -> None:
     for stage in STAGES:
         config = json.loads((tmp_path / "cut" / stage / "config.json").read_text())
         assert config["model_type"] == {"autoregressive": "llama", "diffusion": "llada"}[stage]
-    svg = curve.to_svg(json.loads((tmp_path / "cut" / "log.json").read_text()))
-    assert svg.count("<polyline") == 4 and "nan" not in svg
     with pytest.raises(InvalidRequestError, match="another shape"):
         DiffusionRun(tmp_path / "cut", recipe)
 
@@ -206,6 +204,7 @@ def test_accuracy_reads_answers_up_to_eos() -> None:
     assert denoising.accuracy(questions, padded, TOKENIZER) == 0.5
 
 
+@pytest.mark.slow
 def test_command_trains_and_writes_the_curve(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,7 +217,7 @@ def test_command_trains_and_writes_the_curve(
     assert not ended.value.code
     found = json.loads(capsys.readouterr().out)
     assert found["path"] == str(out / "diffusion") and set(found["accuracy"]) == {*TASKS, "all"}
-    assert plot.read_text().startswith("<svg")
+    assert "loss per token" in plot.read_text()
     with pytest.raises(SystemExit) as ended:
         run([*arguments, "--steps", "0"])
     assert ended.value.code == 2 and "more than 0" in capsys.readouterr().err

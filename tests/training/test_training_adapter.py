@@ -14,7 +14,7 @@ from anydecode import LLM
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.tokenizers import HFTokenizer
-from anydecode.training import block_adapter, checkpoint, curve
+from anydecode.training import block_adapter, checkpoint
 from anydecode.training.block_adapter import AdapterRecipe
 from anydecode.training.tokenizer import EOS_ID, MASK_ID, build_tokenizer
 from anydecode.training.transformer import Shape, Transformer
@@ -111,8 +111,6 @@ def test_adapter_starts_at_zero_and_trains(folder: Path, tmp_path: Path) -> None
     )
     first, last = (entry["held_out"]["tasks"] for entry in run.history if "held_out" in entry)
     assert run.step == 60 and last < first - 0.5
-    svg = curve.held_out_svg(run.log())
-    assert svg.count("<polyline") == 2 and "held-out tasks" in svg and "nan" not in svg
     with LLM(folder, dtype="float32", threads=1) as llm:
         llm.add_adapter("blocks", tmp_path / "adapter")
         plain = llm.generate("copy Ada Ben:", max_tokens=6, ignore_eos=True)
@@ -259,7 +257,7 @@ def test_command_trains_an_adapter_and_prints_its_loss(
     assert not ended.value.code
     captured = capsys.readouterr()
     assert captured.out.strip() == str(out) and "nats per masked token" in captured.err
-    assert plot.read_text().startswith("<svg")
+    assert "held-out tasks" in plot.read_text()
     assert json.loads((out / "adapter_config.json").read_text())["r"] == 16
     assert json.loads((out / "block.json").read_text())["right_shift_logits"] is True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import TARGET, Sequence
 
@@ -16,7 +16,7 @@ CHUNK = 256
 class MeanState(Decoder):
     """The mean over all tokens of the hidden state after the last layer, before the final norm."""
 
-    causal = None
+    requirements = Requirements(causal=None)
 
     def __init__(self) -> None:
         self._sum: torch.Tensor | None = None

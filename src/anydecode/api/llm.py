@@ -26,11 +26,11 @@ from anydecode.api.options import (
     split_prompts,
     with_parameters,
 )
+from anydecode.api.prefix_spill import open_spill, stable_name
 from anydecode.api.request import Request
 from anydecode.api.resources import Resources
 from anydecode.api.scoring import Likelihood, LikelihoodDecoder
-from anydecode.api.segments import Segment
-from anydecode.api.spilling import open_spill, stable_name
+from anydecode.api.segment_rollout import Segment
 from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.smartspec_server import ServerGoodput
@@ -505,10 +505,10 @@ class LLM:
     ) -> Request:
         """Validate the options of `generate` and return the request without starting it.
 
+        The keywords are those of `GenerateOptions`.
+
         Args:
             prompt: A text or a list of token ids.
-            decoder, sampler, constraint, adapter, trace, priority, namespace, negative_prompt,
-                first_finish, segment, resume, prompt_embeds, **sampling: See `GenerateOptions`.
 
         Returns:
             The request, for `start`.
@@ -526,7 +526,7 @@ class LLM:
         )
         for preset in presets:
             given = preset.apply(given)
-            if preset.needs_temperature and not method.can_sample:
+            if preset.needs_temperature and not method.requirements.can_sample:
                 raise UnsupportedCombinationError(
                     f"{name} does not sample: the sampler {preset.key!r} would have no effect"
                 )

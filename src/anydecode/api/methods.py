@@ -14,6 +14,7 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.smartspec_server import ServerGoodput
 from anydecode.engine.schedule import Schedule
 from anydecode.errors import InvalidRequestError
+from anydecode.models.families.weights import DTYPES
 from anydecode.sampling.constrained import ConstraintState
 from anydecode.sampling.preset import SamplerPreset
 
@@ -112,7 +113,9 @@ def build_as(choice: Any, kind: type[Kind]) -> Kind:
 
 def weight_format(choice: str | WeightFormat | None) -> str | WeightFormat | None:
     """The weight format that a dtype names in the catalogue; other dtypes unchanged."""
-    if not isinstance(choice, str) or choice.partition(":")[0] not in catalogue.entries():
+    if not isinstance(choice, str) or choice in DTYPES:
+        return choice
+    if catalogue.lookup(choice.partition(":")[0]) is None:
         return choice
     from anydecode.models.opening import WeightFormat
 

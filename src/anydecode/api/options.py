@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 import numpy as np
 
 from anydecode.api.first_finish import FirstFinish
-from anydecode.api.segments import Segment
+from anydecode.api.segment_rollout import Segment
 from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError

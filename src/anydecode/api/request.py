@@ -14,7 +14,7 @@ from anydecode.api.first_finish import FirstFinish, SampleState
 from anydecode.api.generation import Generation, Stats, StreamChunk
 from anydecode.api.resources import Resources
 from anydecode.api.scoring import PROMPT_KEY, EmptyDecoder, PromptLogprobsDecoder
-from anydecode.api.segments import Segment, UnfinishedSample
+from anydecode.api.segment_rollout import Segment, UnfinishedSample
 from anydecode.api.text import OutputProcessor
 from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.constrained.validate_and_retry import enforcement_report, validate_and_retry
@@ -214,31 +214,28 @@ class Request:
                 f"the prompt has {len(self.prompt)} tokens; the context holds"
                 f" {self.resources.max_length}, and one must be left to generate"
             )
-        if decoder.causal is not None and decoder.causal != spec.causal:
-            kind = "causal" if decoder.causal else "diffusion (bidirectional)"
+        needs = decoder.requirements
+        if needs.causal is not None and needs.causal != spec.causal:
+            kind = "causal" if needs.causal else "diffusion (bidirectional)"
             raise UnsupportedCombinationError(f"decoder {self.name!r} needs a {kind} model")
-        for runner in decoder.runners:
+        for runner in needs.runners:
             if runner not in self.resources.engine.runners:
                 raise UnsupportedCombinationError(
                     f"decoder {self.name!r} needs a {runner} model: LLM(..., {runner}=...)"
                 )
-            if self.resources.engine.runners[runner].model.spec.causal != decoder.draft_causal:
-                kind = "causal" if decoder.draft_causal else "diffusion (bidirectional)"
+            if self.resources.engine.runners[runner].model.spec.causal != needs.draft_causal:
+                kind = "causal" if needs.draft_causal else "diffusion (bidirectional)"
                 raise UnsupportedCombinationError(
                     f"decoder {self.name!r} needs a {kind} {runner} model"
                 )
-        if (
-            decoder.runners
-            and not decoder.can_translate_vocab
-            and not self.resources.shares_vocabulary
-        ):
+        if needs.runners and not needs.can_translate_vocab and not self.resources.shares_vocabulary:
             raise UnsupportedCombinationError(
                 f"decoder {self.name!r} needs a draft model with the target's vocabulary;"
                 " 'omnidraft' translates between vocabularies"
             )
         if self.prompt_embeds is not None:
             self.prompt_embeds.check(self.prompt, spec.hidden_size)
-            if not getattr(decoder, "takes_embeddings", False):
+            if not needs.takes_embeddings:
                 raise UnsupportedCombinationError(
                     f"decoder {self.name!r} does not support prompt_embeds; quickprefill and"
                     " mustdrop do"

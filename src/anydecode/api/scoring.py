@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.logprobs import TokenLogprobs, token_logprobs
 from anydecode.scoring.score import Decoding
@@ -75,6 +75,7 @@ class PromptLogprobsDecoder(Decoder):
     def __init__(self, inner: Decoder, count: int) -> None:
         self.inner = inner
         self.count = count
+        self.requirements = inner.requirements
 
     def decode(self, sequence: Sequence) -> Decoding:
         logprobs = sequence.state.setdefault(PROMPT_KEY, [])
@@ -90,7 +91,7 @@ class PromptLogprobsDecoder(Decoder):
 class EmptyDecoder(Decoder):
     """Generates nothing: the decoder of requests with `max_tokens=0`."""
 
-    causal = None
+    requirements = Requirements(causal=None)
 
     def decode(self, sequence: Sequence) -> Decoding:
         sequence.finish_reason = "length"

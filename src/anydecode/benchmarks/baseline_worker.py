@@ -44,17 +44,30 @@ class Anydecode:
         self.decoder = decoder
         self.llm = anydecode.LLM(model, threads=threads)
 
-    def generate(self, prompt: str, tokens: int) -> Timing:
+    def generate(self, prompt: str, tokens: int, decoder: str = "") -> Timing:
         start = time.perf_counter()
         first = 0.0
         generation: Any = None
-        settings: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "decoder": self.decoder}
-        for chunk in self.llm.stream(prompt, max_tokens=tokens, **settings):
+        for chunk in self.llm.stream(prompt, **self._options(tokens, decoder)):
             first = first or time.perf_counter() - start
             generation = chunk.generation or generation
         total = time.perf_counter() - start
         first = generation.stats.time_to_first_token or first
         return Timing(first, total, len(generation.tokens), len(self.llm.tokenizer.encode(prompt)))
+
+    def together(self, prompts: list[str], tokens: int, decoder: str = "") -> Timing:
+        """Decode all prompts together; `first` is the time of the first token of any."""
+        start = time.perf_counter()
+        generations = self.llm.generate(prompts, **self._options(tokens, decoder))
+        total = time.perf_counter() - start
+        first = min(generation.stats.time_to_first_token for generation in generations)
+        num_prompt_tokens = sum(len(self.llm.tokenizer.encode(prompt)) for prompt in prompts)
+        num_tokens = sum(len(generation.tokens) for generation in generations)
+        return Timing(first, total, num_tokens, num_prompt_tokens)
+
+    def _options(self, tokens: int, decoder: str) -> dict[str, Any]:
+        decoder = decoder or self.decoder
+        return {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "decoder": decoder}
 
 
 class Transformers:
@@ -442,9 +455,13 @@ def serve(engine: str, model: str, threads: int) -> None:
         if "rows" in request:
             respond({"rows": worker.rows(request["rows"], request["context"])})
         else:
-            options = {name: request[name] for name in ("temperature", "ends") if name in request}
+            names = ("temperature", "ends", "decoder")
+            options = {name: request[name] for name in names if name in request}
             try:
-                timing = worker.generate(request["prompt"], request["tokens"], **options)
+                if "prompts" in request:
+                    timing = worker.together(request["prompts"], request["tokens"], **options)
+                else:
+                    timing = worker.generate(request["prompt"], request["tokens"], **options)
             except Exception as error:
                 respond({"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"})
                 continue

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ import typer
 from anydecode.benchmarks import baseline_worker
 from anydecode.errors import InvalidRequestError
 from anydecode.machine import cpu_name, usable_cores
-from anydecode.report import JsonFile, write_report
+from anydecode.report import JsonFile, split_names, table_console, write_report
 from anydecode.tasks.prompts import spread
 
 ANYDECODE = "anydecode"
@@ -72,7 +72,7 @@ class Worker:
     """A running process of `baseline_worker.py`, or of another `file` with the same protocol.
 
     `missing` is the reason why the engine cannot run, or None. A process that takes longer than
-    `timeout` seconds for an answer is killed.
+    `timeout` seconds for an answer is killed. `environment` are more environment variables.
     """
 
     def __init__(
@@ -83,20 +83,22 @@ class Worker:
         python: str,
         file: str = baseline_worker.__file__,
         timeout: float | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         program = [python, file, engine, model, "--threads", str(threads)]
-        environment = {
+        variables = {
             **os.environ,
             "OMP_NUM_THREADS": str(threads),
             "HF_HUB_OFFLINE": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "OPENVINO_TELEMETRY": "0",
+            **(environment or {}),
         }
         self.engine = engine
         self.timeout = timeout
         self.process = subprocess.Popen(
             program,
-            env=environment,
+            env=variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -288,11 +290,10 @@ def add_ratios(results: dict[str, BaselineResult]) -> None:
 
 def print_report(report: dict[str, Any]) -> None:
     """Print the machine, the tables and the missing engines."""
-    from rich.console import Console
     from rich.table import Table
 
     machine = report["machine"]
-    console = Console()
+    console = table_console()
     console.print(
         f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads; "
         f"{report['model']}, {report['tokens']} tokens, {report['prompts']} prompts, "
@@ -354,7 +355,7 @@ def bench_baselines(
 
     Example: anydecode bench baselines --tokens 128 --json baselines.json
     """
-    chosen = [name.strip() for name in engines.split(",") if name.strip()]
+    chosen = split_names(engines)
     unknown = sorted(set(chosen) - set(baseline_worker.ENGINES))
     if unknown:
         allowed = ", ".join(baseline_worker.ENGINES)

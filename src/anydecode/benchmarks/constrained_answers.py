@@ -315,10 +315,10 @@ def summary(rows: list[Row], setting: Setting) -> dict[str, Any]:
         "errors": len(rows) - len(answers),
         "steered": sum(row.get("steered", False) for row in answers),
         "finished_of_fitting": _share(sum(row["finished"] for row in fitting), len(fitting)),
-        "compile_ms_p50": 1e3 * _percentile(compiles, 0.5),
-        "compile_ms_p99": 1e3 * _percentile(compiles, 0.99),
-        "first_ms_p50": 1e3 * _percentile([row["first"] for row in answers], 0.5),
-        "token_ms_p50": 1e3 * _percentile(token_seconds, 0.5),
+        "compile_ms_p50": 1e3 * percentile(compiles, 0.5),
+        "compile_ms_p99": 1e3 * percentile(compiles, 0.99),
+        "first_ms_p50": 1e3 * percentile([row["first"] for row in answers], 0.5),
+        "token_ms_p50": 1e3 * percentile(token_seconds, 0.5),
         "token_ms_mean": 1e3 * (statistics.mean(token_seconds) if token_seconds else 0.0),
         "tokens_per_pass": _share(sum(row["tokens"] for row in answers), passes),
         "guards": next((row["guards"] for row in answers if "guards" in row), None),
@@ -329,7 +329,8 @@ def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _percentile(values: list[float], share: float) -> float:
+def percentile(values: list[float], share: float) -> float:
+    """The value at `share` of the sorted `values`; 0 if there are none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter, thread_time
@@ -26,6 +25,7 @@ from anydecode.benchmarks.constrained_answers import (
     Baseline,
     OwnEngine,
     Setting,
+    percentile,
     print_results,
     run,
     summary,
@@ -37,6 +37,8 @@ from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.machine import usable_cores
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.models.tokenizer import Tokenizer
+from anydecode.progress import progress
+from anydecode.report import split_names
 from anydecode.results_log import ResultsLog
 
 
@@ -263,12 +265,12 @@ def measure_answers(
     )
     all_rows = []
     try:
-        with progress(len(plain)) as step:
+        with progress("schemas", len(plain)) as bar:
             for schema_rows in run(
                 active, plain, setting, results_log.entries, results_log.write, llm
             ):
                 all_rows += schema_rows
-                step()
+                bar.advance()
     finally:
         for one in active.values():
             one.close()
@@ -287,18 +289,6 @@ def measure_answers(
         typer.echo(f"{name}: missing ({reason})")
     return {"setting": settings, "unconstrained_token_ms": 1e3 * token_seconds, "missing": missing,
             "figures": results}  # fmt: skip
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr; each call of the value counts one schema."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress("schemas", *columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
 
 
 def bench_constrained(
@@ -343,7 +333,7 @@ def bench_constrained(
     """
     if not data.is_dir():
         raise InvalidRequestError(f"{data} is not a folder")
-    names = [name.strip() for name in engines.split(",") if name.strip()]
+    names = split_names(engines)
     unknown = sorted(set(names) - {ANYDECODE, UNCHECKED, *constrained_worker.BASELINES})
     if unknown:
         raise InvalidRequestError(
@@ -402,16 +392,9 @@ def _report(tallies: dict[str, Tally]) -> dict[str, Any]:
 
 
 def _summary(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {"p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}
-    ordered = sorted(values)
-
-    def percentile(fraction: float) -> float:
-        return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
-
     return {
-        "p50": percentile(0.5),
-        "p95": percentile(0.95),
-        "p99": percentile(0.99),
-        "max": ordered[-1],
+        "p50": percentile(values, 0.5),
+        "p95": percentile(values, 0.95),
+        "p99": percentile(values, 0.99),
+        "max": max(values, default=0.0),
     }

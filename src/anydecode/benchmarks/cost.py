@@ -9,6 +9,7 @@ import typer
 
 from anydecode.engine.costs import CONTEXTS, ROWS, measure
 from anydecode.machine import cpu_name, usable_cores
+from anydecode.report import table_console
 from anydecode.scoring.cost import CostTable
 
 __all__ = ["CostTable", "bench_cost", "measure"]
@@ -42,10 +43,9 @@ def bench_cost(
 
 def print_table(table: CostTable, name: str) -> None:
     """Prints milliseconds per pass, and the ratio to a pass of one row."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = table_console()
     console.print(f"{name} on {cpu_name()}, {usable_cores()} cores: ms of a pass over n rows")
     shown = Table("context", *(f"n={count}" for count in ROWS), box=None)
     for context, line in sorted(table.seconds_by.items()):

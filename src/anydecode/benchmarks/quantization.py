@@ -21,7 +21,7 @@ from anydecode.certification.format_loss import (
 from anydecode.errors import InvalidRequestError
 from anydecode.machine import cpu_name, usable_cores
 from anydecode.quantization.dlm_ptq import FORMATS
-from anydecode.report import JsonFile, write_report
+from anydecode.report import JsonFile, split_names, table_console, write_report
 from anydecode.tasks.tasks import TASKS, examples
 
 
@@ -57,13 +57,13 @@ def bench_quantization(
 
     Example: anydecode bench quantization --formats float32,int8,int4 --count 4
     """
-    chosen = [name.strip() for name in formats.split(",") if name.strip()]
+    chosen = split_names(formats)
     for name in chosen:
         if name not in FORMATS:
             raise InvalidRequestError(f"unknown format {name!r}; choose from {', '.join(FORMATS)}")
     if not chosen:
         raise InvalidRequestError("give at least one format")
-    task_names = [name.strip() for name in tasks.split(",") if name.strip()] or [*TASKS]
+    task_names = split_names(tasks) or [*TASKS]
     groups = questions(task_names, None, count, seed)
     calibration = [
         one for task in task_names for one in examples(task, 2 * count, seed=seed, held_out=False)
@@ -94,10 +94,9 @@ def bench_quantization(
 
 def print_report(report: dict[str, Any]) -> None:
     """Print one line per format."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = table_console()
     console.print(
         f"{report['model']}, {report['method']}: {report['questions']} held-out questions",
         highlight=False,

@@ -26,7 +26,8 @@ from anydecode.benchmarks.baselines import Worker, find_file, start_workers
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError
 from anydecode.machine import cpu_name, usable_cores
-from anydecode.report import JsonFile, PlotFile, write_report
+from anydecode.progress import note, progress
+from anydecode.report import JsonFile, PlotFile, split_names, write_report
 from anydecode.results_log import ResultsLog
 from anydecode.scoring.cost import CostModel
 from anydecode.tasks.spec_bench import Question, questions
@@ -239,13 +240,14 @@ def _run_baseline(
 def _recorded(results_log: ResultsLog) -> dict[tuple[float, int], list[TimedAnswer]]:
     """Recorded answers by temperature and index of the question; plain decoding comes first."""
     result: dict[tuple[float, int], list[TimedAnswer]] = {}
-    try:
-        for answers in results_log.entries:
-            runs = [TimedAnswer(**one) for one in answers]
-            result.setdefault((runs[0].temperature, runs[0].prompt), []).extend(runs)
-    except (TypeError, LookupError):
-        raise results_log.format_error() from None
+    for runs in results_log.read(_timed_answers):
+        result.setdefault((runs[0].temperature, runs[0].prompt), []).extend(runs)
     return result
+
+
+def _timed_answers(entry: Any) -> list[TimedAnswer]:
+    first, others = entry[0], entry[1:]
+    return [TimedAnswer(**one) for one in (first, *others)]
 
 
 def _decode_seconds(answer: Generation) -> float:
@@ -412,11 +414,11 @@ def bench_speculative(
 
     Example: anydecode bench speculative --methods auto,prompt-lookup --limit 2 --json out.json
     """
-    from anydecode.benchmarks.speculative_report import note, print_report, progress, to_svg
+    from anydecode.benchmarks.speculative_report import draw, print_report
 
     if data is None:
         note(DATA_HINT)
-    chosen = [name.strip() for name in methods.replace(";", ",").split(",") if name.strip()]
+    chosen = split_names(methods.replace(";", ","))
     try:
         temperature_values = [float(part) for part in temperatures.split(",")]
     except ValueError:
@@ -424,11 +426,7 @@ def bench_speculative(
             f"--temperatures is {temperatures!r}; give numbers separated by commas"
         ) from None
     question_list = questions(data, limit)
-    names = (
-        baseline_worker.SPECULATIVE
-        if baselines == "all"
-        else tuple(filter(None, baselines.split(",")))
-    )
+    names = baseline_worker.SPECULATIVE if baselines == "all" else tuple(split_names(baselines))
     if unknown := sorted(set(names) - set(baseline_worker.SPECULATIVE)):
         allowed = ", ".join(baseline_worker.SPECULATIVE)
         raise InvalidRequestError(f"unknown baselines {', '.join(unknown)}; choose from {allowed}")
@@ -452,7 +450,7 @@ def bench_speculative(
         for question_answers in _recorded(results_log).values() if results_log else ():
             answers -= num_own + sum(one.method in names for one in question_answers)
         try:
-            with progress("answers", max(0, answers)) as advance:
+            with progress("answers", max(0, answers)) as bar:
                 timed = run(
                     llm,
                     question_list,
@@ -460,7 +458,7 @@ def bench_speculative(
                     temperature_values,
                     tokens,
                     warm,
-                    advance,
+                    bar.advance,
                     rounds,
                     workers,
                     results_log,
@@ -482,7 +480,7 @@ def bench_speculative(
         "runs": [asdict(one) for one in runs],
     }
     if plot is not None:
-        plot.write_text(to_svg(report), encoding="utf-8")
+        draw(report, plot)
     write_report(report, json_file, lambda: print_report(report))
     if was_interrupted:
         raise KeyboardInterrupt

@@ -27,13 +27,13 @@ from anydecode.catalogue import Card
 from anydecode.certification.checks import (
     FILLS_IN,
     NOT_RUN,
+    ORACLE_TESTS,
     PROMPTS,
     Certificate,
     Check,
     OracleTest,
-    _equal,
-    _oracle_tests,
-    _Restarts,
+    Restarts,
+    equal_tokens,
     measures_of,
     scripted_llm,
 )
@@ -49,15 +49,16 @@ def load_oracle_tests() -> dict[str, OracleTest]:
     """All registered oracle tests by method key."""
     from anydecode.certification import oracles
 
-    for module in pkgutil.iter_modules(oracles.__path__):
-        importlib.import_module(f"{oracles.__name__}.{module.name}")
-    return _oracle_tests
+    for module in pkgutil.walk_packages(oracles.__path__, f"{oracles.__name__}."):
+        importlib.import_module(module.name)
+    return ORACLE_TESTS
 
 
 def certify(
     keys: Iterable[str] = (),
     *,
     model: Any = None,
+    on_start: Callable[[str], None] | None = None,
     on_done: Callable[[Certificate], None] | None = None,
     results_log: ResultsLog | None = None,
 ) -> list[Certificate]:
@@ -67,6 +68,8 @@ def certify(
     Args:
         keys: Catalogue keys or `package:Class` names.
         model: A model on which the claims are tested too, in addition to the scripted models.
+        on_start: Called with each key that is tested, before its test. Not called for a certificate
+            that is taken from `results_log`.
         on_done: Called with each certificate when it is complete.
         results_log: Certificates are appended to it as they are completed. This package's own
             methods that passed according to it are not tested again.
@@ -85,6 +88,8 @@ def certify(
     for key in chosen:
         certificate = previous.get(key) if _is_own(key) else None
         if certificate is None:
+            if on_start is not None:
+                on_start(key)
             certificate = certify_one(key, model)
             if results_log is not None:
                 results_log.write(asdict(certificate))
@@ -105,25 +110,28 @@ def certify_one(key: str, model: Any = None) -> Certificate:
 def _checks(key: str, card: Card, make: Callable[[], Any], model: Any) -> Iterator[Check]:
     built = make()
     oracle_tests = load_oracle_tests()
+    entry = catalogue.lookup(card.key)
+    if entry is not None and entry.build is make:
+        key = card.key  # a method of another package may be given as package:name
     if isinstance(built, Decoder):
         yield from guarded("claim", lambda: claim(card, make))
-        if model is not None and FILLS_IN not in card.needs and built.draft_causal:
+        if model is not None and FILLS_IN not in card.needs and built.requirements.draft_causal:
             draft = _draft_for(built, model)
             open_llm = partial(LLM, model, draft=draft)
             yield from guarded("claim on the model", lambda: claim(card, make, open_llm))
     if isinstance(built, SamplerPreset):
         from anydecode.certification.samplers import sampler_claim
 
-        yield from guarded("claim", lambda: sampler_claim(key, make))
+        yield from guarded("claim", lambda: sampler_claim(key, make, _is_own(key)))
     if key in oracle_tests:
         yield from guarded("oracle test", oracle_tests[key])
-    elif ":" not in key:
+    elif _is_own(key):
         yield Check("oracle test", False, "no oracle test is registered")
     if card.exactness == "lossy":
         measures = measures_of(key)
         for one in measures:
             yield from guarded(one.name, one.checks)
-        if not measures and ":" not in key:
+        if not measures and _is_own(key):
             yield Check("measure", False, "no loss is registered with `measure`")
 
 
@@ -160,20 +168,18 @@ def one_line(error: Exception) -> str:
 
 def _passed_certificates(results_log: ResultsLog) -> dict[str, Certificate]:
     """The certificates in `results_log` that passed."""
-    try:
-        logged = [
-            Certificate(one["key"], one["exactness"], [Check(**check) for check in one["checks"]])
-            for one in results_log.entries
-        ]
-    except (TypeError, KeyError):
-        raise results_log.format_error() from None
-    return {one.key: one for one in logged if one.passed}
+
+    def parse(one: dict[str, Any]) -> Certificate:
+        checks = [Check(**check) for check in one["checks"]]
+        return Certificate(one["key"], one["exactness"], checks)
+
+    return {one.key: one for one in results_log.read(parse) if one.passed}
 
 
 def _is_own(key: str) -> bool:
     """Whether the method belongs to this package. The code of other packages may have changed since
     it was tested."""
-    entry = catalogue.entries().get(key)
+    entry = catalogue.lookup(key)
     return entry is not None and entry.build.__module__.partition(".")[0] == "anydecode"
 
 
@@ -184,17 +190,18 @@ def claim(
     temperature 0 only: greedy-exact), a chi-square test if it says distribution-exact. For every
     card: batched and restarted runs are equal to the run alone."""
     method = make()
-    causal = method.causal is not False
+    needs = method.requirements
+    causal = needs.causal is not False
     where = "model" if open_llm else "scripted"
     length = 48
     fills_in = FILLS_IN in card.needs
-    if open_llm is None and method.reads_weights:
+    if open_llm is None and needs.reads_weights:
         from anydecode.certification.denoising import random_model
 
         where, open_llm = "random weights", partial(random_model, readable=True)
         length = 24
     open_llm = open_llm or (
-        lambda: scripted_llm(causal=causal, fills_in=fills_in, draft_causal=method.draft_causal)
+        lambda: scripted_llm(causal=causal, fills_in=fills_in, draft_causal=needs.draft_causal)
     )
     exact = {"token-exact": (0.0, 0.8), "greedy-exact": (0.0,), "distribution-exact": (0.0,)}
     plain = exact.get(card.exactness, ())
@@ -213,18 +220,20 @@ def claim(
                 expected = [
                     llm.generate(p, decoder=method.plain, **options).tokens for p in PROMPTS
                 ]
-                yield _equal(f"equals plain decoding, {where}, T={temperature}", alone, expected)
+                yield equal_tokens(
+                    f"equals plain decoding, {where}, T={temperature}", alone, expected
+                )
         with open_llm() as llm:
             decoder = make()
             batch = llm.generate(list(PROMPTS), decoder=decoder, **options)
-            yield _equal(
+            yield equal_tokens(
                 f"batched equals alone, {where}, T={temperature}",
                 [b.tokens for b in batch],
                 alone,
             )
-        with open_llm() as llm, _Restarts(llm.engine, seed=3):
+        with open_llm() as llm, Restarts(llm.engine, seed=3):
             batch = llm.generate(list(PROMPTS), decoder=make(), **options)
-            yield _equal(
+            yield equal_tokens(
                 f"restarted at random yields, {where}, T={temperature}",
                 [b.tokens for b in batch],
                 alone,
@@ -240,14 +249,12 @@ def distribution_claim(card: Card, make: Callable[[], Decoder]) -> Iterator[Chec
 
 
 def _draft_for(decoder: Decoder, model: Any) -> Any:
-    return model if "draft" in decoder.runners else None
+    return model if "draft" in decoder.requirements.runners else None
 
 
 def _find(key: str) -> tuple[Card, Callable[[], Any]]:
     if ":" not in key:
-        if key not in catalogue.entries():
-            catalogue.build(key)
-        entry = catalogue.entries()[key]
+        entry = catalogue.find(key)
         return entry.card, entry.build
     module, _, name = key.partition(":")
     try:

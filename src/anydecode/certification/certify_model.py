@@ -22,7 +22,7 @@ from anydecode import catalogue
 from anydecode.api.generation import Generation
 from anydecode.api.llm import LLM
 from anydecode.certification.certify import missing_package, one_line
-from anydecode.certification.checks import Certificate, Check, _Restarts
+from anydecode.certification.checks import Certificate, Check, Restarts
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError
 from anydecode.results_log import ResultsLog
@@ -156,7 +156,7 @@ class Bench:
     def outcome(self, key: str, batch: Batch) -> BatchOutcome:
         """The result of one batch with one method. Exceptions become failed outcomes."""
         llm = self.llm
-        restarts = _Restarts(llm.engine, 3 + batch.number, RESTARTS)
+        restarts = Restarts(llm.engine, 3 + batch.number, RESTARTS)
         try:
             expected = self.plain(batch)
             decoder = self._decoders.setdefault(key, catalogue.build(key))
@@ -227,7 +227,7 @@ def outcomes(
         InvalidRequestError: A method is not token-exact.
     """
     for key in keys:
-        decoder, card = catalogue.build(key), catalogue.entries()[key].card
+        decoder, card = catalogue.build(key), catalogue.find(key).card
         if not isinstance(decoder, Decoder) or card.exactness != "token-exact":
             raise InvalidRequestError(
                 f"{key!r} is {card.exactness}: only token-exact methods can be certified on a model"
@@ -283,10 +283,7 @@ def _of_format(
 def _passed_outcomes(results_log: ResultsLog | None) -> dict[tuple[str, str, str], BatchOutcome]:
     if results_log is None:
         return {}
-    try:
-        logged = [BatchOutcome(**one) for one in results_log.entries]
-    except TypeError:
-        raise results_log.format_error() from None
+    logged = results_log.read(lambda one: BatchOutcome(**one))
     return {one.identity: one for one in logged if not one.differ and not one.not_run}
 
 

@@ -61,14 +61,15 @@ class Certificate:
 #: The card's `needs` of a method that works only with models that fill in the middle.
 FILLS_IN = "fill-in-the-middle model"
 OracleTest = Callable[[], Iterable[Check]]
-_oracle_tests: dict[str, OracleTest] = {}
+#: The registered oracle tests by method key.
+ORACLE_TESTS: dict[str, OracleTest] = {}
 
 
 def oracle_test(key: str) -> Callable[[OracleTest], OracleTest]:
     """Function decorator: registers the oracle test of method `key`."""
 
     def register(checks: OracleTest) -> OracleTest:
-        _oracle_tests[key] = checks
+        ORACLE_TESTS[key] = checks
         return checks
 
     return register
@@ -91,12 +92,13 @@ class Measure:
         yield Check(self.name, loss <= self.margin, detail)
 
 
-_measures: dict[str, list[Measure]] = {}
+#: The registered measures by method key.
+MEASURES: dict[str, list[Measure]] = {}
 
 
 def measures_of(key: str) -> list[Measure]:
     """The registered measures of the method `key`."""
-    return _measures.get(key, [])
+    return MEASURES.get(key, [])
 
 
 def measure(
@@ -107,7 +109,7 @@ def measure(
 
     def register(run: Callable[[int], float]) -> Callable[[int], float]:
         others = [one for one in measures_of(key) if one.name != name]
-        _measures[key] = [*others, Measure(name, samples, margin, run)]
+        MEASURES[key] = [*others, Measure(name, samples, margin, run)]
         return run
 
     return register
@@ -147,7 +149,7 @@ PROMPTS = (
 )
 
 
-class _Restarts:
+class Restarts:
     """Context manager: preempts a random running sequence before a `share` of the engine's
     steps."""
 
@@ -158,7 +160,7 @@ class _Restarts:
         self.step = engine.step
         self.left = 200
 
-    def __enter__(self) -> _Restarts:
+    def __enter__(self) -> Restarts:
         self.engine.step = self._step  # type: ignore[method-assign]
         return self
 
@@ -172,7 +174,7 @@ class _Restarts:
         self.step()
 
 
-def _equal(name: str, got: list[list[int]], expected: list[list[int]]) -> Check:
+def equal_tokens(name: str, got: list[list[int]], expected: list[list[int]]) -> Check:
     """Whether all outputs are equal to the expected ones; if not, how many differ and where the
     first one does."""
     wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]

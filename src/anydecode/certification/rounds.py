@@ -90,19 +90,32 @@ def rounds(
     llm: LLM, decoder: Any, prompt: str | Seq[int], max_tokens: int = 48, **options: Any
 ) -> list[TracedRound]:
     """The rounds of one generation, from its trace."""
+    (trace,) = traced_rounds(llm, decoder, [prompt], max_tokens, **options)
+    return trace
+
+
+def traced_rounds(
+    llm: LLM, decoder: Any, prompts: Seq[str | Seq[int]], max_tokens: int = 48, **options: Any
+) -> list[list[TracedRound]]:
+    """The rounds of each of several generations side by side, from their traces."""
     options = {"seed": 5, "ignore_eos": True, **options}
-    answer = llm.generate(prompt, decoder=decoder, max_tokens=max_tokens, trace=True, **options)
-    text = llm.encode(prompt) + answer.tokens
+    answers = llm.generate(
+        list(prompts), decoder=decoder, max_tokens=max_tokens, trace=True, **options
+    )
+    texts = [llm.encode(prompt) + one.tokens for prompt, one in zip(prompts, answers, strict=True)]
     return [
-        TracedRound(
-            text[: entry["position"]],
-            entry["drafted"],
-            entry["parents"],
-            entry["accepted"],
-            entry["tokens"],
-            entry,
-        )
-        for entry in answer.trace or ()
+        [
+            TracedRound(
+                text[: entry["position"]],
+                entry["drafted"],
+                entry["parents"],
+                entry["accepted"],
+                entry["tokens"],
+                entry,
+            )
+            for entry in answer.trace or ()
+        ]
+        for text, answer in zip(texts, answers, strict=True)
     ]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from anydecode.api.llm import LLM
-from anydecode.certification.checks import PROMPTS, Check, _equal, _Restarts
+from anydecode.certification.checks import PROMPTS, Check, Restarts, equal_tokens
 from anydecode.certification.chi_square import Alternating, Script, Text, bigram_logits, fit
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError
@@ -111,7 +111,8 @@ class OracleContext:
 #: Maps an `OracleContext`, the generated tokens and the rule's parameters to probabilities
 #: `[vocab_size]`.
 Oracle = Callable[..., Any]
-_oracles: dict[str, tuple[Oracle, tuple[Mapping[str, Any], ...]]] = {}
+#: The registered oracles by rule, with the settings under which they are compared.
+ORACLES: dict[str, tuple[Oracle, tuple[Mapping[str, Any], ...]]] = {}
 
 
 def oracle(key: str, *settings: Mapping[str, Any]) -> Callable[[Oracle], Oracle]:
@@ -119,7 +120,7 @@ def oracle(key: str, *settings: Mapping[str, Any]) -> Callable[[Oracle], Oracle]
     implementation of rule `key`. It is compared with the engine under each of `settings`."""
 
     def register(implementation: Oracle) -> Oracle:
-        _oracles[key] = implementation, settings
+        ORACLES[key] = implementation, settings
         return implementation
 
     return register
@@ -132,26 +133,28 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return p
 
 
-def sampler_claim(key: str, make: Callable[..., SamplerPreset]) -> Iterator[Check]:
+def sampler_claim(
+    key: str, make: Callable[..., SamplerPreset], needs_oracle: bool = True
+) -> Iterator[Check]:
     """Checks of one sampling rule. A rule without an oracle, such as one of another package, is
     only tested together with other decoders."""
-    if key not in _oracles:
-        if ":" not in key:
+    if key not in ORACLES:
+        if needs_oracle:
             yield Check("oracle", False, "no oracle is registered")
         yield from exactness_claim(make())
         return
-    implementation, settings = _oracles[key]
+    implementation, settings = ORACLES[key]
     for setting in settings:
         sampler = make(**setting)
         parameters = ", ".join(f"{name}={value}" for name, value in setting.items())
         for temperature in (1.0, 0.7):
             if temperature != 1.0 and not _accepts_temperature(sampler, temperature):
                 continue
-            context = OracleContext(_target_model(), PROMPT, temperature)
+            context = OracleContext(target_model(), PROMPT, temperature)
             exact = partial(implementation, context, **setting)
             where = f"T={temperature}" + (f", {parameters}" if len(parameters) < 60 else "")
             yield rows_check(sampler, exact, temperature, f"rows equal the oracle's, {where}")
-        context = OracleContext(_target_model(), PROMPT)
+        context = OracleContext(target_model(), PROMPT)
         expected = enumerated(partial(implementation, context, **setting), LENGTH)
         decoders = ("autoregressive", "rejection-sampling")
         for decoder in decoders if setting is settings[0] else decoders[:1]:
@@ -168,10 +171,11 @@ def sampler_claim(key: str, make: Callable[..., SamplerPreset]) -> Iterator[Chec
 def small_llm() -> LLM:
     """A scripted target, and a draft model that is often wrong."""
     draft = ScriptedModel(bigram_logits(VOCABULARY, 5), VOCABULARY)
-    return LLM(_target_model(), tokenizer=ByteTokenizer(), draft=draft, cache_positions=8192)
+    return LLM(target_model(), tokenizer=ByteTokenizer(), draft=draft, cache_positions=8192)
 
 
-def _target_model() -> ToyModel:
+def target_model() -> ToyModel:
+    """The target of `small_llm`."""
     return ToyModel(bigram_logits(VOCABULARY, 4, spread=1.6), VOCABULARY)
 
 
@@ -255,14 +259,16 @@ def exactness_claim(sampler: SamplerPreset) -> Iterator[Check]:
                     line = "\n" not in str(error) and bool(str(error))
                     yield Check(f"{decoder} is refused, T={temperature}", line, str(error))
                     continue
-                yield _equal(f"{decoder}, T={temperature}", [one.tokens for one in answers], plain)
+                yield equal_tokens(
+                    f"{decoder}, T={temperature}", [one.tokens for one in answers], plain
+                )
                 passes[decoder] = sum(one.stats.passes for one in answers)
             is_faster = min(passes.values()) < sum(map(len, plain))
             yield Check(f"drafts are accepted, T={temperature}", is_faster, f"passes {passes}")
-        with _llm() as llm, _Restarts(llm.engine, seed=3):
+        with _llm() as llm, Restarts(llm.engine, seed=3):
             answers = llm.generate(prompts, decoder="prompt-lookup", **options)
             tokens = [one.tokens for one in answers]
-            yield _equal(f"restarted at random yields, T={temperature}", tokens, plain)
+            yield equal_tokens(f"restarted at random yields, T={temperature}", tokens, plain)
             llm.engine.check_integrity()
         yield from _with_other_options(prompts, options)
 
@@ -277,7 +283,7 @@ def _with_other_options(prompts: list[str], options: dict[str, Any]) -> Iterator
         )
     temperature = options["temperature"]
     name = f"drafts under a grammar and penalties, T={temperature}"
-    yield _equal(name, [one.tokens for one in second], [one.tokens for one in first])
+    yield equal_tokens(name, [one.tokens for one in second], [one.tokens for one in first])
     are_equal = [one.logprobs for one in first] == [one.logprobs for one in second]
     entries = [one for answer in first for one in answer.logprobs or [None]]
     are_finite = all(one is not None and np.isfinite(one.logprob) for one in entries)

@@ -34,8 +34,36 @@ BENCHES = {
         "anydecode.benchmarks.baselines:bench_baselines",
         "anydecode against transformers, llama.cpp and OpenVINO GenAI, in one run.",
     ),
+    "compare": Bench(
+        "anydecode.benchmarks.compare:bench_compare",
+        "This work tree against another commit: speed, peak memory and start-up.",
+    ),
     "cost": Bench(
         "anydecode.benchmarks.cost:bench_cost", "The cost of a pass over n rows on this machine."
+    ),
+    "kernels": Bench(
+        "anydecode.benchmarks.kernel_bench:bench_kernels",
+        "Passes of the compiled kernels over 1 to 512 tokens, beside the memory's read bound.",
+    ),
+    "gpu": Bench(
+        "anydecode.benchmarks.gpu:bench_gpu",
+        "The Triton kernels on a GPU, beside the memory's bound and transformers.",
+    ),
+    "batched": Bench(
+        "anydecode.benchmarks.batched:bench_batched",
+        "Throughput of sequences decoded together, beside llama.cpp's llama-batched-bench.",
+    ),
+    "divergence": Bench(
+        "anydecode.benchmarks.divergence:bench_divergence",
+        "Error of quantised arithmetic: divergence from the same weights in float32.",
+    ),
+    "diffusion": Bench(
+        "anydecode.benchmarks.diffusion:bench_diffusion",
+        "Denoising with and without a cache, on a LLaDA-shaped model of random weights.",
+    ),
+    "shapes": Bench(
+        "anydecode.benchmarks.shapes:bench_shapes",
+        "Write GGUF files of random weights in the shapes of well-known models, to time on.",
     ),
     "speculative": Bench(
         "anydecode.benchmarks.speculative_bench:bench_speculative",

@@ -12,7 +12,8 @@ import typer
 
 import anydecode
 from anydecode.cli import options
-from anydecode.cli.output import note, print_json, progress
+from anydecode.cli.output import print_json
+from anydecode.progress import note, progress
 
 if TYPE_CHECKING:
     from anydecode.certification.certify_model import BatchOutcome, Trials
@@ -110,9 +111,10 @@ def certify_methods(
         certificates, stopped = _run_checks(keys or [], log, json)
     else:
         from anydecode.certification.certify_model import Trials
+        from anydecode.report import split_names
         from anydecode.tasks.spec_bench import questions
 
-        formats = tuple(part.strip() for part in dtypes.split(",") if part.strip())
+        formats = tuple(split_names(dtypes))
         prompts = questions(data, limit)
         sample_tokens = sample_tokens or min(tokens, 64)
         trials = Trials(prompts, tokens, batch, temperature, sample, sample_tokens, formats)
@@ -129,15 +131,20 @@ def certify_methods(
 
 
 def _exit(certificates: list[Certificate], stopped: bool) -> None:
-    """Print which methods did not pass, and exit with the matching code."""
-    by_status = {
-        status: [one.key for one in certificates if one.status == status]
-        for status in ("not run", "failed")
-    }
-    if by_status["not run"]:
-        note(f"not run in full: {', '.join(by_status['not run'])}")
-    if by_status["failed"]:
-        note(f"not certified: {', '.join(by_status['failed'])}")
+    """Print which methods were not run in full, with what to install, and which failed; exit with
+    the matching code."""
+    from anydecode.certification.checks import NOT_RUN
+
+    not_run: dict[str, list[str]] = {}
+    for certificate in certificates:
+        reasons = [check.detail for check in certificate.checks if check.passed is None]
+        for reason in dict.fromkeys(reasons):
+            not_run.setdefault(reason, []).append(certificate.key)
+    for reason, keys in not_run.items():
+        note(f"{NOT_RUN} in full: {', '.join(keys)}: {reason.removeprefix(f'{NOT_RUN}: ')}")
+    failed = [one.key for one in certificates if one.status == "failed"]
+    if failed:
+        note(f"not certified: {', '.join(failed)}")
         raise typer.Exit(1)
     if stopped:
         raise KeyboardInterrupt
@@ -195,19 +202,23 @@ def _run_checks(
 
     selected = keys or sorted(card.key for card in cards())
     done: list[Certificate] = []
-    with progress() as bar:
-        task = bar.add_task("certifying", total=len(selected))
+    started: list[str] = []
+    with progress("methods", len(selected)) as bar:
+
+        def begin(key: str) -> None:
+            started.append(key)
+            bar.begin(key)
 
         def report(certificate: Certificate) -> None:
             done.append(certificate)
-            bar.update(task, description=certificate.key, advance=1)
+            bar.advance(skipped=certificate.key not in started)
             if not json:
                 _print_certificate(
                     certificate, [one for one in certificate.checks if not one.passed]
                 )
 
         try:
-            certify(selected, on_done=report, results_log=log)
+            certify(selected, on_start=begin, on_done=report, results_log=log)
         except KeyboardInterrupt:
             note(f"interrupted: {len(done)} of {len(selected)} methods were checked")
     return done, len(done) < len(selected)
@@ -224,27 +235,24 @@ def _run_on_model(
     """Run methods on a model. Returns the certificates, and whether the user interrupted."""
     from anydecode.certification.certify_model import certificates, outcomes
 
-    selected = keys or _drafting_keys()
+    selected = keys or drafting_keys()
     total = len(selected) * sum(map(len, trials.batches().values()))
     results: list[BatchOutcome] = []
-    with progress() as bar:
-        task = bar.add_task("certifying", total=total)
+    with progress("trials", total) as bar:
         try:
             for outcome in outcomes(
                 model, selected, trials, draft=draft, threads=threads, results_log=log
             ):
                 results.append(outcome)
-                bar.update(task, description=outcome.key, advance=1)
+                bar.update(len(results), step=outcome.check, detail=outcome.key)
                 if outcome.differ:
                     note(f"FAILED  {outcome.key}: {outcome.check}: {outcome.detail}")
-                if bar.disable and len(results) % len(selected) == 0:
-                    note(f"{len(results)} of {total}: {outcome.check}")
         except KeyboardInterrupt:
             note(f"interrupted: {len(results)} of {total} trials were run")
     return certificates(results), len(results) < total
 
 
-def _drafting_keys() -> list[str]:
+def drafting_keys() -> list[str]:
     """Keys of the token-exact methods that draft without a model, or with a copy of the target."""
     from anydecode.catalogue import cards
 

@@ -9,7 +9,8 @@ import typer
 
 from anydecode.cli import options
 from anydecode.cli.generate import describe, stream
-from anydecode.cli.output import note, print_json
+from anydecode.cli.output import print_json
+from anydecode.progress import note
 
 if TYPE_CHECKING:
     from anydecode.api.llm import LLM

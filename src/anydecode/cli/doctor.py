@@ -9,32 +9,47 @@ import platform
 import shutil
 import sys
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 from anydecode.cli import options
-from anydecode.cli.output import print_json
+from anydecode.cli.output import output_width, print_json, wrapped
 from anydecode.kernels.pages import memory_bytes
 from anydecode.machine import cpu_name, usable_cores
 from anydecode.version import __version__
 
-OPTIONAL_PACKAGES = (
-    "transformers",
-    "xgrammar",
-    "jedi",
-    "httptools",
-    "httpx",
-    "opentelemetry-sdk",
-    "ray",
-    "triton",
-    "lm-eval",
-    "llama-cpp-python",
-    "openvino-genai",
-)
+
+class Extra(NamedTuple):
+    """What an optional dependency group gives, and its packages."""
+
+    gives: str
+    packages: tuple[str, ...]
+
+
+#: The extras of this package, as in its pyproject.toml.
+EXTRAS = {
+    "torch": Extra("training, GPTQ and the reference backend", ("torch",)),
+    "hf": Extra("models that only transformers implements", ("torch", "transformers")),
+    "xgrammar": Extra("xgrammar as engine of constraints", ("xgrammar",)),
+    "monitors": Extra("constraints by static analysis of Python code", ("jedi",)),
+    "cluster": Extra("several machines; nothing uses it yet", ("ray",)),
+    "cuda": Extra("kernels for NVIDIA GPUs, on Linux", ("torch", "triton")),
+    "telemetry": Extra(
+        "traces of the server's requests",
+        ("opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk"),
+    ),
+    "eval": Extra("tasks of lm-evaluation-harness", ("lm-eval",)),
+    "plots": Extra("figures of benchmarks and training (--plot)", ("matplotlib",)),
+    "baselines": Extra(
+        "other engines to compare with",
+        ("torch", "transformers", "llama-cpp-python", "openvino-genai"),
+    ),
+}
 COMPILERS = ("cc", "gcc", "clang", "cl")
 
 
 def doctor(json: options.Json = False) -> None:
-    """Show the kernels, compiler, threads, memory, GPU, cache folder and models of this machine.
+    """Show the kernels, compiler, threads, memory, GPU, cache folder, models and extras of this
+    machine.
 
     Example: anydecode doctor --json
     """
@@ -42,11 +57,7 @@ def doctor(json: options.Json = False) -> None:
     if json:
         print_json(report)
         return
-    width = max(map(len, report))
-    if report["memory"] is not None:
-        report["memory"] = f"{report['memory'] / 2**30:.1f} GiB"
-    for name, value in report.items():
-        print(f"{name.replace('_', ' '):<{width}}  {_as_line(value)}")
+    print_report(report)
 
 
 def collect_report() -> dict[str, Any]:
@@ -57,14 +68,33 @@ def collect_report() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_name(),
         "cores": usable_cores(),
+        "threads": _threads(),
         "memory": memory_bytes(),
         "compiler": compiler(),
         **_torch(),
         **_kernels(),
         "cuda": cuda(),
         **_models(),
-        "packages": packages(),
+        "extras": extras(),
     }
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Print the report in lines that fit the terminal, the extras below each other at its end."""
+    width = output_width()
+    values = {name.replace("_", " "): value for name, value in report.items() if name != "extras"}
+    if report["memory"] is not None:
+        values["memory"] = f"{report['memory'] / 2**30:.1f} GiB"
+    column = max(map(len, values)) + 2
+    for name, value in values.items():
+        print(wrapped(_as_line(value), width, f"{name:<{column}}"))
+    print("extras")
+    column = max(map(len, report["extras"])) + 2
+    for name, extra in report["extras"].items():
+        state = "installed" if extra["installed"] else "missing"
+        print(wrapped(extra["gives"], width, f"  {name:<{column}}{state:<11}"))
+        line = _as_line(extra["packages"]) if extra["installed"] else extra["install"]
+        print(wrapped(line, width, " " * (column + 2)))
 
 
 def compiler() -> str | None:
@@ -75,24 +105,41 @@ def compiler() -> str | None:
     return next((path for path in paths if path), None)
 
 
-def packages() -> dict[str, str | None]:
-    """Versions of the optional packages; None for a missing one."""
-    versions: dict[str, str | None] = {}
-    for name in OPTIONAL_PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+def extras() -> dict[str, dict[str, Any]]:
+    """What each extra gives, the versions of its packages (None for a missing one), whether all
+    are installed, and the command that installs them."""
+    found = {}
+    for name, extra in EXTRAS.items():
+        versions = {package: _version(package) for package in extra.packages}
+        found[name] = {
+            "gives": extra.gives,
+            "installed": None not in versions.values(),
+            "packages": versions,
+            "install": f"pip install 'anydecode[{name}]'",
+        }
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _threads() -> int:
+    from anydecode.kernels.native import thread_count
+
+    return thread_count(None)
 
 
 def _torch() -> dict[str, Any]:
     if importlib.util.find_spec("torch") is None:
-        return {"torch": None}
+        return {"torch": None, "gpu": []}
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "gpu": gpus}
+    return {"torch": str(torch.__version__), "gpu": gpus}
 
 
 def _kernels() -> dict[str, Any]:
@@ -103,13 +150,16 @@ def _kernels() -> dict[str, Any]:
         library = load_library()
     if library is None:
         reason = "; ".join(str(warning.message) for warning in caught) or "no native kernels"
-        return {"backend": "reference", "why": reason, "instruction_set": None}
+        backend = "none" if importlib.util.find_spec("torch") is None else "reference"
+        return {"backend": backend, "why": reason, "instruction_set": None}
     reason = "the fastest compiled kernels that this processor supports and that pass their checks"
     return {"backend": "native", "why": reason, "instruction_set": library.variant}
 
 
 def cuda() -> str:
     """The kernels that `device="cuda"` would use, and why."""
+    if importlib.util.find_spec("torch") is None:
+        return "none: it needs pip install 'anydecode[cuda]'"
     import torch
 
     from anydecode.kernels.cuda.available import is_interpreted, unavailable_reason

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anydecode.cli import options
-from anydecode.cli.output import note, print_json, write_now
+from anydecode.cli.output import print_json, write_now
 from anydecode.errors import InvalidRequestError
+from anydecode.progress import note
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

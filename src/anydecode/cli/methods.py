@@ -1,51 +1,111 @@
-"""`anydecode methods`: list the catalogue."""
+"""`anydecode methods`: list the catalogue, or print one card of it."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from anydecode.cli import options
-from anydecode.cli.output import print_json
+from anydecode.cli.output import cut, output_width, print_json, wrapped
 from anydecode.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from anydecode.catalogue import Card
+    from anydecode.catalogue import Card, Parameter
 
 
 def methods(
+    key: Annotated[
+        str | None,
+        typer.Argument(metavar="[KEY]", help="Print all about this method. Default: list methods."),
+    ] = None,
     family: Annotated[
         str | None, typer.Option("--family", help="Only methods of this family. Default: all.")
     ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(
+            "--search", help="Only methods with this text in key, summary or paper. Default: all."
+        ),
+    ] = None,
     json: options.Json = False,
 ) -> None:
-    """List the decoding methods: their guarantees, requirements and papers.
+    """List the decoding methods with their claims, or print all about one of them.
 
     Example: anydecode methods --family speculative
     """
-    from anydecode.catalogue import FAMILIES, cards
+    from anydecode.catalogue import FAMILIES, cards, find, parameters
 
+    if key is not None:
+        if family is not None or search is not None:
+            raise InvalidRequestError("give a KEY or --family and --search, not both")
+        card, described = find(key).card, parameters(key)
+        if json:
+            print_json({**card.to_dict(), "parameters": [asdict(one) for one in described]})
+        else:
+            print_card(card, described)
+        return
     if family is not None and family not in FAMILIES:
         raise InvalidRequestError(f"no family {family!r}: choose from {', '.join(FAMILIES)}")
-    selected = cards(family)
+    text = (search or "").lower()
+    selected = [
+        card
+        for card in cards(family)
+        if any(text in part.lower() for part in (card.key, card.summary, card.paper))
+    ]
     if json:
         print_json(selected)
     else:
-        print_table(selected)
+        print_list(selected)
 
 
-def print_table(selected: Sequence[Card]) -> None:
-    """Print one row per card."""
-    from rich.console import Console
-    from rich.table import Table
+def print_list(selected: Sequence[Card]) -> None:
+    """Print the cards by family, one line each: key, exactness and as much of the summary as
+    fits."""
+    width = output_width()
+    for family in dict.fromkeys(card.family for card in selected):
+        chosen = [card for card in selected if card.family == family]
+        key_width = max(len(card.key) for card in chosen)
+        claim_width = max(len(card.exactness) for card in chosen)
+        print(f"{family} ({len(chosen)})")
+        for card in chosen:
+            line = f"  {card.key:<{key_width}}  {card.exactness:<{claim_width}}  {card.summary}"
+            print(cut(line, width))
+        print()
+    count = f"{len(selected)} method{'' if len(selected) == 1 else 's'}"
+    print(f"{count}; all about one: anydecode methods KEY")
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("key", "family", "exactness", "needs", "paper"):
-        table.add_column(name, overflow="fold", no_wrap=name == "key")
-    for card in selected:
-        needs = ", ".join(card.needs) or "nothing"
-        table.add_row(card.key, card.family, card.exactness, needs, card.paper)
-    Console().print(table)
+
+def print_card(card: Card, parameters: Sequence[Parameter]) -> None:
+    """Print all about one method."""
+    from anydecode.catalogue import CLAIMS
+
+    width = output_width()
+    print(f"{card.key} ({card.family})\n")
+    print(wrapped(card.summary, width))
+    print()
+    for name, text in (
+        ("claim", f"{card.exactness}: {CLAIMS[card.exactness]}"),
+        ("paper", card.paper),
+        ("needs", ", ".join(card.needs) or "nothing but a model"),
+        ("works with", ", ".join(card.works_with)),
+    ):
+        if text:
+            print(wrapped(text, width, f"{name:<12}"))
+    if parameters:
+        print("\nparameters")
+    for one in parameters:
+        default = f" = {one.default}" if one.default else ", required"
+        print(wrapped(f"{one.name}: {one.type}{default}", width, "  ", " " * 6))
+        print(wrapped(one.description, width, " " * 6))
+    if card.deviations:
+        print("\ndifferences from the paper")
+    for deviation in card.deviations:
+        print(wrapped(deviation, width, "  - "))
+    if card.citation:
+        print("\ncitation")
+    for line in card.citation.splitlines():
+        print(wrapped(line, width, "  ", " " * 6))

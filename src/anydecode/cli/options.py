@@ -131,7 +131,7 @@ def load(
 ) -> LLM:
     """Load the model, with a status line on stderr."""
     from anydecode.api.llm import LLM
-    from anydecode.cli.output import status
+    from anydecode.progress import status
 
     with status(f"loading {model}"):
         arguments = without_none(

@@ -1,28 +1,19 @@
-"""Output to stdout (results, JSON) and to stderr (notes, progress)."""
+"""Output to stdout: JSON, text as it is generated, and text that fits the terminal."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+import textwrap
+from typing import Any
 
 from anydecode.serialization import to_plain
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress
 
 
 def print_json(value: Any) -> None:
     """Print one JSON value on one line of stdout."""
     print(json.dumps(to_plain(value), ensure_ascii=False, allow_nan=False))
-
-
-def note(message: str) -> None:
-    """Print a line to stderr."""
-    print(message, file=sys.stderr)
 
 
 def write_now(text: str) -> None:
@@ -31,39 +22,25 @@ def write_now(text: str) -> None:
     sys.stdout.flush()
 
 
-def stderr_console() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True)
-
-
-@contextmanager
-def status(message: str) -> Iterator[None]:
-    """Show a spinner on stderr, if it is a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    with stderr_console().status(message):
-        yield
+def output_width() -> int:
+    """The width of the terminal, or 80 columns if stdout is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 80
 
 
-@contextmanager
-def progress(*, of_bytes: bool = False) -> Iterator[Progress]:
-    """Show a progress bar on stderr, if it is a terminal. `of_bytes` shows sizes and transfer
-    speed.
-    """
-    from rich import progress as rich_progress
+def cut(text: str, width: int) -> str:
+    """`text` cut to `width` columns, with an ellipsis if it is longer."""
+    return text if len(text) <= width else f"{text[: max(0, width - 1)].rstrip()}…"
 
-    columns: list[Any] = ["{task.description}", rich_progress.BarColumn()]
-    if of_bytes:
-        columns += [rich_progress.DownloadColumn(), rich_progress.TransferSpeedColumn()]
-    else:
-        columns += [rich_progress.MofNCompleteColumn(), rich_progress.TimeElapsedColumn()]
-    console = stderr_console()
-    with rich_progress.Progress(
-        *columns,
-        console=console,
-        disable=not console.is_terminal,
-        redirect_stdout=sys.stdout.isatty(),  # redirected output must not appear in the terminal
-    ) as bar:
-        yield bar
+
+def wrapped(text: str, width: int, begin: str = "", indent: str | None = None) -> str:
+    """`text` after `begin`, broken into lines of `width` columns at spaces only, so that a path can
+    be copied. Further lines begin with `indent` (default: as many spaces as `begin` has
+    characters)."""
+    return textwrap.fill(
+        " ".join(text.split()),
+        width,
+        initial_indent=begin,
+        subsequent_indent=" " * len(begin) if indent is None else indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

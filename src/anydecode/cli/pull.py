@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from anydecode.cli import options
-from anydecode.cli.output import print_json, progress
+from anydecode.cli.output import print_json
+from anydecode.progress import progress
 
 
 def pull_model(
@@ -22,11 +23,8 @@ def pull_model(
     """
     from anydecode.models.loading import pull
 
-    with progress(of_bytes=True) as bar:
-        task = bar.add_task(name, total=None)
-        path = pull(
-            name, progress=lambda done, total: bar.update(task, completed=done, total=total)
-        )
+    with progress(name, unit="bytes") as bar:
+        path = pull(name, progress=bar.update)
     if json:
         print_json({"name": name, "path": str(path)})
     else:

@@ -149,7 +149,7 @@ def serve(
     Example: anydecode serve smollm2-135m-instruct --port 8000
     """
     from anydecode.api.llm import LLM
-    from anydecode.cli.output import status
+    from anydecode.progress import status
     from anydecode.server.running import serve as run
     from anydecode.server.settings import Settings
 

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from anydecode.cli import options
-from anydecode.cli.output import note, print_json, progress
+from anydecode.cli.output import print_json
+from anydecode.progress import note, progress
+from anydecode.report import PlotFile
 
 app = typer.Typer(
     help="Train small models on this machine.\n\nExample: anydecode train diffusion --minutes 10",
@@ -42,9 +44,7 @@ def train_diffusion(
     batch: Annotated[int, typer.Option("--batch", min=1, help="Examples per step.")] = 64,
     seed: Seed = 0,
     threads: Threads = 0,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Write the training curve to this SVG file.")
-    ] = None,
+    plot: PlotFile = None,
     json: options.Json = False,
 ) -> None:
     """Train the small model: next-token prediction first, then masked diffusion. A run with the
@@ -61,18 +61,17 @@ def train_diffusion(
     run = DiffusionRun(out, DiffusionRecipe(minutes=minutes, steps=steps, batch=batch, seed=seed))
     if run.step:
         note(f"resuming from step {run.step} in {out}")
-    with progress() as bar:
-        task = bar.add_task(STAGES[run.stage], total=100)
+    with progress("training", 1.0, unit="percent", done=run.progress) as bar:
 
         def show(run: DiffusionRun) -> None:
             loss = next((e["loss"] for e in reversed(run.history) if "loss" in e), None)
-            description = STAGES[run.stage] + ("" if loss is None else f", loss {loss:.3f}")
-            bar.update(task, completed=int(100 * run.progress), description=description)
+            detail = "" if loss is None else f"loss {loss:.3f}"
+            bar.update(run.progress, step=STAGES[run.stage], detail=detail)
 
         run.train(show)
     log = run.log()
     if plot is not None:
-        plot.write_text(curve.to_svg(log), encoding="utf-8")
+        curve.draw_training(log, plot)
     accuracy = next(e["accuracy"] for e in reversed(run.history) if "accuracy" in e)
     if json:
         print_json({"path": str(run.checkpoint), "accuracy": accuracy, **log})
@@ -113,15 +112,13 @@ def train_distilled(
 
     recipe = DistillationRecipe(method, steps=steps, batch=batch, rate=rate, block=block, seed=seed)
     limit_threads(threads)
-    with progress() as bar:
-        task = bar.add_task(method, total=steps)
+    with progress("steps", steps) as bar:
+        bar.begin(method)
         losses = distil(
             resolve(model),
             out,
             recipe,
-            lambda step, loss: bar.update(
-                task, completed=step, description=f"{method}, loss {loss:.3f}"
-            ),
+            lambda step, loss: bar.update(step, detail=f"loss {loss:.3f}"),
         )
     if json:
         print_json({"path": str(out), "method": method, "losses": losses})
@@ -159,8 +156,8 @@ def train_commit_filter(
     from anydecode.training.filters import train_filter
 
     limit_threads(threads)
-    with progress() as bar:
-        task = bar.add_task("decoding", total=epochs)
+    with progress("epochs", epochs) as bar:
+        bar.begin("decoding")
         results = train_filter(
             resolve(model),
             out,
@@ -169,9 +166,7 @@ def train_commit_filter(
             block=block,
             epochs=epochs,
             seed=seed,
-            report=lambda epoch, loss: bar.update(
-                task, completed=epoch, description=f"filter, loss {loss:.3f}"
-            ),
+            report=lambda epoch, loss: bar.update(epoch, step="filter", detail=f"loss {loss:.3f}"),
         )
     if json:
         print_json({"path": str(out), **results})
@@ -228,9 +223,7 @@ def train_adapter(
     dtype: Annotated[
         str, typer.Option("--dtype", help="Dtype of weights and passes: float32 or bfloat16.")
     ] = "float32",
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Write the training curve to this SVG file.")
-    ] = None,
+    plot: PlotFile = None,
     seed: Seed = 0,
     threads: Threads = 0,
     json: options.Json = False,
@@ -260,22 +253,19 @@ def train_adapter(
         dtype=dtype,
     )
     limit_threads(threads)
-    with progress() as bar:
-        task = bar.add_task("block adapter", total=100)
+    with progress("training", 1.0, unit="percent") as bar:
         run = train_block_adapter(
             load_checkpoint(model),
             out,
             recipe,
             mask,
             own,
-            lambda done, loss: bar.update(
-                task, completed=int(100 * done), description=f"block adapter, loss {loss:.3f}"
-            ),
+            lambda done, loss: bar.update(done, detail=f"loss {loss:.3f}"),
             merged,
             model,
         )
     if plot is not None:
-        plot.write_text(curve.held_out_svg(run.log()), encoding="utf-8")
+        curve.draw_held_out(run.log(), plot)
     if json:
         print_json({"path": str(out), **run.log()})
         return
@@ -344,13 +334,13 @@ def train_autodeco_heads(
     )
     lines = [] if prompts is None else prompts.read_text(encoding="utf-8").splitlines()
     llm = options.load(model, None, threads or None)
-    with progress() as bar:
-        task = bar.add_task("own text", total=epochs)
+    with progress("epochs", epochs) as bar:
+        bar.begin("own text")
         learner, gain = train_autodeco(
             llm,
             recipe,
             [line for line in lines if line.strip()],
-            lambda done, loss: bar.update(task, completed=done + 1, description=f"loss {loss:.3f}"),
+            lambda done, loss: bar.update(done + 1, step="heads", detail=f"loss {loss:.3f}"),
         )
     learner.heads().save(out)
     if json:

@@ -24,7 +24,9 @@ class _Compiler:
         try:
             import xgrammar
         except ImportError:
-            raise MissingPackageError("engine='xgrammar'", "xgrammar", "xgrammar") from None
+            raise MissingPackageError(
+                "engine='xgrammar'", "xgrammar", "'anydecode[xgrammar]'"
+            ) from None
         num_tokens = min(vocab_size, tokenizer.vocab_size)
         token_bytes = [tokenizer.token_bytes(token) for token in range(num_tokens)]
         self.library = xgrammar

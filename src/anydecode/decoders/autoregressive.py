@@ -25,26 +25,3 @@ class Autoregressive(Decoder):
         while not sequence.finished:
             scores = yield sequence.score(sequence.unscored())
             sequence.emit([scores.sampled[-1]])
-
-
-@register(
-    Card(
-        "multi-step",
-        "sampling",
-        paper="",
-        exactness="token-exact",
-        summary="Plain decoding in which the kernels generate several tokens before they return.",
-        works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
-    )
-)
-class MultiStep(Decoder):
-    """Plain decoding with up to `count` tokens per request; the first token has its own."""
-
-    def __init__(self, count: int = 8) -> None:
-        self.count = count
-
-    def decode(self, sequence: Sequence) -> Decoding:
-        while not sequence.finished:
-            request = sequence.multi_step(self.count if sequence.tokens else 1)
-            tokens = yield request
-            sequence.emit(tokens, request.sampler)

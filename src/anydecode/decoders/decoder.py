@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 from anydecode.catalogue import Card
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a decoder needs of the models and does with a request. A decoder around another one has
+    the requirements of that one.
+
+    Args:
+        runners: The model runners that the method scores with, besides "target".
+        causal: Whether the method needs a causal model (True), a bidirectional one (False), or any
+            (None).
+        draft_causal: Whether the draft model must be causal (True) or a diffusion model (False).
+        can_translate_vocab: Whether the draft model may have a vocabulary other than the target's.
+        reads_weights: Whether the method reads the weights of the model's layers, so that it needs
+            a transformer.
+        can_sample: Whether the method samples from the request's sampler; False if it ignores the
+            sampler.
+        takes_embeddings: Whether a part of the prompt may be given as embeddings.
+    """
+
+    runners: tuple[str, ...] = ()
+    causal: bool | None = True
+    draft_causal: bool = True
+    can_translate_vocab: bool = False
+    reads_weights: bool = False
+    can_sample: bool = True
+    takes_embeddings: bool = False
 
 
 class Decoder(ABC):
@@ -20,18 +48,7 @@ class Decoder(ABC):
     """
 
     card: ClassVar[Card]
-    #: The model runners that the method scores with, besides "target".
-    runners: tuple[str, ...] = ()
-    #: Whether the method needs a causal model (True), a bidirectional one (False), or any (None).
-    causal: bool | None = True
-    #: Whether the draft model may have a vocabulary other than the target's.
-    can_translate_vocab: bool = False
-    #: Whether the draft model must be causal (True) or a diffusion model (False).
-    draft_causal: bool = True
-    #: Whether the method reads the weights of the model's layers, so that it needs a transformer.
-    reads_weights: bool = False
-    #: Whether the method samples from the request's sampler; False if it ignores the sampler.
-    can_sample: bool = True
+    requirements: Requirements = Requirements()
     #: The decoder whose text an exact method reproduces: plain decoding for its kind of model.
     plain: str = "autoregressive"
 

@@ -96,7 +96,12 @@ class Dry(LogitsProcessor):
     )
 )
 def dry(multiplier: float = 0.8, base: float = 1.75, allowed: int = 2) -> SamplerPreset:
-    """A repetition of n >= `allowed` tokens is penalised by `multiplier` * `base` ** (n -
-    `allowed`)."""
+    """A repetition of n >= `allowed` tokens is penalised by multiplier * base ** (n - allowed).
+
+    Args:
+        multiplier: Scale of the penalty.
+        base: Growth of the penalty per repeated token.
+        allowed: Minimum length of a penalised repetition.
+    """
     options = {"dry_multiplier": multiplier, "dry_base": base, "dry_allowed": allowed}
     return SamplerPreset("dry", options, needs_temperature=False)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from anydecode.sampling.autodeco import Heads
+from anydecode.sampling.processor import LogitsProcessor
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -43,6 +44,7 @@ class SamplingOptions(TypedDict, total=False):
     guidance_scale: float
     dola_layers: Sequence[int] | str
     autodeco: Heads | None
+    logits_processors: Sequence[LogitsProcessor]
     min_tokens: int
     max_tokens: int | None
     stop: str | Sequence[str]

@@ -17,15 +17,19 @@ from anydecode.sampling.bias import BannedWords, LogitBias, MinimumLength, NoRep
 from anydecode.sampling.constrained import Constrained, ConstraintState
 from anydecode.sampling.dola import DoLa, Plausible, candidate_layers
 from anydecode.sampling.dry import Dry
+from anydecode.sampling.eta import Eta
 from anydecode.sampling.guidance import Guidance
 from anydecode.sampling.logprobs import MAX_ALTERNATIVES
+from anydecode.sampling.min_p import MinP
 from anydecode.sampling.mirostat import Mirostat, MirostatZipf
 from anydecode.sampling.momentum import Momentum
 from anydecode.sampling.penalties import CountPenalty, RepetitionPenalty
 from anydecode.sampling.processor import LogitsCombiner, LogitsProcessor
 from anydecode.sampling.sampler import Sampler
+from anydecode.sampling.top_n_sigma import TopNSigma
 from anydecode.sampling.top_w import Geometry, TopW
-from anydecode.sampling.truncation import Epsilon, Eta, MinP, TopK, TopNSigma, TopP, Typical
+from anydecode.sampling.truncation import Epsilon, TopK, TopP
+from anydecode.sampling.typical import Typical
 from anydecode.sampling.xtc import ExcludeTopChoices
 
 #: Maximum number of samples per prompt; the sample index has 16 bits in the noise stream.
@@ -42,9 +46,9 @@ class SamplingParams:
     """All sampling options of a request. The defaults change nothing.
 
     The rules apply in this order: guidance or DoLa; repetition penalty, presence and frequency
-    penalty, DRY, logit bias, no-repeat n-gram, banned words, minimum length, constraint, momentum;
-    temperature; top-n-sigma, top-k, top-p, min-p, typical, epsilon, eta, top-w, XTC, mirostat,
-    autodeco.
+    penalty, DRY, logit bias, no-repeat n-gram, banned words, minimum length, `logits_processors`,
+    constraint, momentum; temperature; top-n-sigma, top-k, top-p, min-p, typical, epsilon, eta,
+    top-w, XTC, mirostat, autodeco.
 
     Args:
         temperature: 0 for greedy decoding.
@@ -80,6 +84,7 @@ class SamplingParams:
         dola_layers: Early layers to contrast with (DoLa), or "low" or "high" for every second
             layer of that half; empty is off.
         autodeco: Heads that predict temperature and top-p, or None.
+        logits_processors: Processors of your own. Each sample starts with a `fork` of them.
         min_tokens: Minimum number of tokens before the generation may end.
         max_tokens: Maximum number of tokens; 0 to score only the prompt; None for the default.
         stop: Strings that end the generation.
@@ -129,6 +134,7 @@ class SamplingParams:
     guidance_scale: float = 1.0
     dola_layers: Sequence[int] | str = ()
     autodeco: Heads | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
     min_tokens: int = 0
     max_tokens: int | None = None
     stop: Sequence[str] = ()
@@ -211,6 +217,8 @@ class SamplingParams:
             yield BannedWords(self.banned_words, prompt)
         if self.min_tokens:
             yield MinimumLength(self.min_tokens, {*eos_ids, *self.stop_tokens})
+        for processor in self.logits_processors:
+            yield processor.fork()
         if constraint is not None:
             yield Constrained(constraint)
         if self.dola_layers:
@@ -260,6 +268,9 @@ class SamplingParams:
                 yield f"{name} must be a list of token ids, not {value!r}"
         if not isinstance(self.dola_layers, str) and not _are_ids(self.dola_layers):
             yield f"dola_layers must be low, high or layers, not {self.dola_layers!r}"
+        processors = self.logits_processors
+        if not _is_list(processors) or not all(isinstance(p, LogitsProcessor) for p in processors):
+            yield f"logits_processors must be a list of LogitsProcessor objects, not {processors!r}"
         words = self.banned_words
         if not _is_list(words) or not all(_are_ids(word) for word in words):
             yield f"banned_words must be a list of lists of token ids, not {words!r}"

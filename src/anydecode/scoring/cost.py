@@ -136,6 +136,22 @@ def default_table(unit: float = 1.0) -> CostTable:
     return CostTable({0: {1: unit, 2: unit * (1 + DEFAULT_ROW_COST)}})
 
 
+class DefaultCosts:
+    """The cost model of sequences outside an engine: the default table, and no other sequences."""
+
+    def __init__(self) -> None:
+        self._table = default_table()
+
+    def seconds(self, rows: int, context: int) -> float:
+        return self._table.seconds(rows, context)
+
+    def num_others(self) -> int:
+        return 0
+
+
+DEFAULT_COSTS = DefaultCosts()
+
+
 def _interpolate(rows: int, counts: list[int], costs: list[float]) -> float:
     index = min(max(bisect_right(counts, rows), 1), len(counts) - 1)
     low, high = counts[index - 1], counts[index]

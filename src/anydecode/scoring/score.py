@@ -251,6 +251,12 @@ class Scores:
     def __len__(self) -> int:
         return len(self.positions)
 
+    @staticmethod
+    def after(node: int) -> int:
+        """The row of `node` of a tree scored by `Sequence.verify`: it predicts the token after the
+        node. `ROOT` has the row of the last token of the text."""
+        return node + 1
+
     def keep(self) -> Scores:
         """Copy everything that the runner's next pass would overwrite, and return self."""
         self.logits = self.logits.copy()

@@ -12,15 +12,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
 from anydecode.scoring.score import MultiStep, ScoreRequest, Scores
 from anydecode.scoring.sequence_data import TARGET, SequenceData
-from anydecode.scoring.span import (
-    BlockSpan,
-    ChainSpan,
-    CompletionSpan,
-    MultiStepSpan,
-    OverwriteSpan,
-    Span,
-    TreeSpan,
-)
+from anydecode.scoring.span import ChainSpan, CompletionSpan, MultiStepSpan, Span, TreeSpan
 from anydecode.scoring.tree import ROOT, TokenTree
 
 __all__ = ["TARGET", "Sequence"]
@@ -29,7 +21,7 @@ __all__ = ["TARGET", "Sequence"]
 class Sequence(SequenceData):
     """One generation in progress, as its decoder sees it.
 
-    A decoder builds score requests with `score`, `verify`, `block` and the like, yields them, and
+    A decoder builds score requests with `score`, `verify`, `extend` and the like, yields them, and
     adds tokens to the text with `emit` or `accept`.
     """
 
@@ -130,7 +122,7 @@ class Sequence(SequenceData):
         base = context.length + len(unscored) - 1
         positions = np.array([base] + [base + tree.depth(node) for node in nodes])
         request = self._build(runner, root, unscored, positions, [unscored[-1], *tree.tokens])
-        request.row_parents = [ROOT] + [parent + 1 for parent in tree.parents]
+        request.row_parents = [ROOT, *(Scores.after(parent) for parent in tree.parents)]
         for spans in request.groups:
             trunk = spans[-1]
             spans.append(
@@ -161,88 +153,18 @@ class Sequence(SequenceData):
         """
         context = self.context(runner)
         pending_parents = [] if context.pending is None else context.pending.parents
-        all_parents = [*pending_parents, *parents]
         depths: list[int] = []
-        for parent in all_parents:
+        for parent in [*pending_parents, *parents]:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         first, depth = len(pending_parents), context.pool.model.spec.num_layers
         rows = range(len(tokens))
         capture_layers = self._capture_layers(hidden, runner)
         span = TreeSpan(
-            context, tokens, 0, depth, rows, capture_layers, parents=all_parents, first=first
+            context, tokens, 0, depth, rows, capture_layers, parents=list(parents), first=first
         )
         positions = context.length - 1 + np.asarray(depths[first:], np.int64)
         row_parents = [parent - first if parent >= first else ROOT for parent in parents]
         return ScoreRequest(self, runner, [[span]], positions, row_parents, list(tokens))
-
-    def block(
-        self,
-        tokens: Seq[int],
-        *,
-        store: bool = False,
-        runner: str = TARGET,
-        hidden: tuple[int, ...] = (),
-        embeddings: torch.Tensor | None = None,
-    ) -> ScoreRequest:
-        """Returns a request that scores `tokens` as a bidirectional block: each row attends to the
-        cache and to all rows of the block. The result has all rows.
-
-        Args:
-            tokens: Token ids of the block.
-            store: Whether to append the block to the cache.
-            runner: The model that runs.
-            hidden: Layers whose hidden states to return.
-            embeddings: float32 `[rows, hidden_size]`, used in place of token embeddings.
-        """
-        context = self.context(runner)
-        depth = context.pool.model.spec.num_layers
-        rows = list(range(len(tokens)))
-        span = BlockSpan(
-            context,
-            tokens,
-            0,
-            depth,
-            rows,
-            self._capture_layers(hidden, runner),
-            inputs=embeddings,
-            store=store,
-        )
-        positions = context.length + np.arange(len(tokens))
-        return self._build(runner, span, tokens, positions, list(tokens))
-
-    def overwrite(
-        self,
-        positions: Seq[int],
-        tokens: Seq[int],
-        *,
-        visible: int | None = None,
-        runner: str = TARGET,
-        hidden: tuple[int, ...] = (),
-    ) -> ScoreRequest:
-        """Returns a request that recomputes cached positions with new tokens. The result has all
-        rows.
-
-        Args:
-            positions: Positions of the cache, ascending.
-            tokens: The token id at each of them.
-            visible: Each row attends to this many first positions of the cache (default: all).
-            runner: The model that runs.
-            hidden: Layers whose hidden states to return.
-        """
-        context = self.context(runner)
-        depth = context.pool.model.spec.num_layers
-        index = np.asarray(positions, np.int32)
-        span = OverwriteSpan(
-            context,
-            tokens,
-            0,
-            depth,
-            list(range(len(tokens))),
-            self._capture_layers(hidden, runner),
-            visible=context.length if visible is None else visible,
-            positions=index,
-        )
-        return self._build(runner, span, tokens, index, list(tokens))
 
     def complete(
         self,
@@ -317,7 +239,7 @@ class Sequence(SequenceData):
         elif contexts[0].length > self.length + len(path):  # a chain
             self.truncate(self.length + len(path), runner)
         sampler = (
-            scores.sampler_after(path[-1] + 1 if len(path) else 0)
+            scores.sampler_after(scores.after(path[-1] if len(path) else ROOT))
             if self.sampler.stateful
             else None
         )

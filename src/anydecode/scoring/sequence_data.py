@@ -12,7 +12,7 @@ import numpy as np
 
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.sampling.noise import Noise
-from anydecode.scoring.cost import CostModel
+from anydecode.scoring.cost import DEFAULT_COSTS, CostModel
 from anydecode.scoring.state import SequenceState
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class SequenceData:
         num_cached_tokens: Prompt tokens taken from the target's prefix cache.
         trace: One entry per decoding round if tracing is on, else None.
         tokenizers: Tokenizers by runner name.
-        cost_model: Pass costs and the load of the engine, if known.
+        cost_model: Pass costs and the load of the engine.
         parent: The sequence that this is a branch of, or None.
         id: A number unique in the process.
     """
@@ -105,7 +105,7 @@ class SequenceData:
     num_cached_tokens: int = 0
     trace: list[dict[str, Any]] | None = None
     tokenizers: dict[str, Any] = field(default_factory=dict)
-    cost_model: CostModel | None = None
+    cost_model: CostModel = DEFAULT_COSTS
     parent: SequenceData | None = None
     id: int = field(default_factory=lambda: next(_ids))
 

@@ -180,9 +180,8 @@ class TreeSpan(Span):
     own path. The tree stays pending until `SequenceCache.retain`.
 
     Args:
-        parents: Parent of each node of the whole tree, `ROOT` for the first level.
-        first: If not 0, the first `first` nodes are already pending, and `tokens` are the nodes
-            from there on.
+        parents: Parent of each node in the pending tree, `ROOT` for the first level.
+        first: If not 0, that many nodes are already pending, and these are added.
     """
 
     parents: list[int] = field(default_factory=list)
@@ -190,7 +189,7 @@ class TreeSpan(Span):
 
     def reserve(self, count: int) -> None:
         if self.first:
-            self.context.grow_branch(self.tokens, self.parents[self.first :])
+            self.context.grow_branch(self.tokens, self.parents)
         else:
             self.context.branch(self.tokens, self.parents, self.stop)
 
@@ -207,7 +206,7 @@ class TreeSpan(Span):
         depths = np.empty(first + count, np.int32)
         offset = len(rows.tails)
         tails: list[np.ndarray] = [rows.tails]
-        for node, parent in enumerate(self.parents):
+        for node, parent in enumerate(pending.parents):
             depths[node] = 1 if parent < 0 else depths[parent] + 1
             if node < first:
                 continue
@@ -224,79 +223,6 @@ class TreeSpan(Span):
         if self.is_partial and pending is not None:
             assert hidden is not None
             pending.hidden = hidden.clone()
-        self.done += count
-
-
-@dataclass(eq=False)
-class BlockSpan(Span):
-    """A bidirectional block: each row attends to the cache and to all rows of the block. The block
-    is appended to the cache if `store`, else it uses scratch slots."""
-
-    store: bool = False
-    _slots: np.ndarray | None = field(default=None, init=False)
-
-    def reserve(self, count: int) -> None:
-        if self.store:
-            self._slots = self.context.append(count)
-        else:
-            self._slots = self.context.allocate_scratch(count)
-
-    def fill(self, rows: Rows, at: int, count: int) -> None:
-        assert self._slots is not None
-        stop = at + count
-        base = self._append_start = self.context.length - (count if self.store else 0)
-        self._fill_inputs(rows, at, count)
-        self._fill_table(rows, at, count)
-        rows.slots[at:stop] = self._slots
-        rows.positions[at:stop] = np.arange(base, base + count)
-        rows.prefix[at:stop] = base
-        rows.tail_start[at:stop] = len(rows.tails)
-        rows.tail_length[at:stop] = count
-        rows.tails = np.concatenate([rows.tails, self._slots])
-
-    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
-        assert self._slots is not None
-        if self.store:
-            self._store_tokens(count)
-            self.context.reusable = False
-        else:
-            self.context.free_scratch(self._slots)
-        self._slots = None
-        self.done += count
-
-
-@dataclass(eq=False)
-class OverwriteSpan(Span):
-    """Rows that overwrite cached positions. Each attends to the first `visible` positions of the
-    cache, including itself and the other overwritten positions.
-
-    Args:
-        visible: Number of positions that each row attends to.
-        positions: int32 `[rows]`, the overwritten positions, ascending.
-    """
-
-    visible: int = 0
-    positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-
-    def reserve(self, count: int) -> None:
-        self.context.reusable = False  # now, since it may be released during the pass
-        for position in self.positions:
-            self.context.make_exclusive(int(position), int(position) + 1)
-
-    def fill(self, rows: Rows, at: int, count: int) -> None:
-        stop = at + count
-        self._fill_inputs(rows, at, count)
-        self._fill_table(rows, at, count)
-        rows.slots[at:stop] = self.context.table[self.positions]
-        rows.positions[at:stop] = self.positions
-        rows.prefix[at:stop] = self.visible
-        rows.tail_start[at:stop] = 0
-        rows.tail_length[at:stop] = 0
-
-    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
-        for position, token in zip(self.positions, self.tokens, strict=True):
-            if position < len(self.context.tokens):  # else it was truncated during the pass
-                self.context.tokens[position] = token
         self.done += count
 
 

@@ -196,9 +196,9 @@ def _decoders(service: Service) -> list[dict[str, str]]:
             built = entry.build()
         except (AnydecodeError, TypeError):  # it needs parameters, which the page does not offer
             continue
-        if not isinstance(built, Decoder) or set(built.runners) - runners:
+        if not isinstance(built, Decoder) or set(built.requirements.runners) - runners:
             continue
-        if built.causal in (None, service.llm.model.spec.causal):
+        if built.requirements.causal in (None, service.llm.model.spec.causal):
             card = entry.card
             result.append({"key": key, "exactness": card.exactness, "summary": card.summary})
     return result

@@ -16,8 +16,12 @@ from anydecode.server.settings import Settings
 
 #: Largest absolute value of a number that a client may pass as a decoder parameter.
 MAX_PARAMETER = 4096
-#: Fields of `SamplingParams` that a body may set by name; `prompt_logprobs` is set by `echo`.
-_SAMPLING = frozenset(SamplingParams.__dataclass_fields__) - {"prompt_logprobs"}
+#: Fields of `SamplingParams` that a body may set by name; `prompt_logprobs` is set by `echo`, and
+#: `logits_processors` are objects.
+_SAMPLING = frozenset(SamplingParams.__dataclass_fields__) - {
+    "prompt_logprobs",
+    "logits_processors",
+}
 _SHARED = ("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty")
 
 

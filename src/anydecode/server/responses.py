@@ -79,10 +79,9 @@ class _ResponsesAnswer:
     def _final_response(self, generation: Generation, text: str) -> dict[str, Any]:
         counts = usage(self.run, self._new_parser)
         is_truncated = generation.finish_reason == "length"
+        status = "incomplete" if is_truncated else "completed"
         return {
-            **self._response_object(
-                "incomplete" if is_truncated else "completed", [self._message(text)]
-            ),
+            **self._response_object(status, [self._message(text, status)]),
             "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
@@ -100,7 +99,7 @@ class _ResponsesAnswer:
         started = self._response_object("in_progress", [])
         yield self._event("response.created", response=started)
         yield self._event("response.in_progress", response=started)
-        item = {**self._message(""), "status": "in_progress", "content": []}
+        item = {**self._message("", "in_progress"), "content": []}
         yield self._event("response.output_item.added", output_index=0, item=item)
         yield self._event("response.content_part.added", **position, part=_part(""))
         text, ended = "", False
@@ -118,8 +117,8 @@ class _ResponsesAnswer:
                     )
         yield self._event("response.output_text.done", **position, text=text, logprobs=[])
         yield self._event("response.content_part.done", **position, part=_part(text))
-        yield self._event("response.output_item.done", output_index=0, item=self._message(text))
         done = self._final_response(self.run.generations()[0], text)
+        yield self._event("response.output_item.done", output_index=0, item=done["output"][0])
         yield self._event(f"response.{done['status']}", response=done)
 
     def encode_failure(self, error: ApiError) -> bytes:
@@ -148,12 +147,12 @@ class _ResponsesAnswer:
             "tools": [],
         }
 
-    def _message(self, text: str) -> dict[str, Any]:
+    def _message(self, text: str, status: str) -> dict[str, Any]:
         return {
             "id": self._item_id,
             "type": "message",
             "role": "assistant",
-            "status": "completed",
+            "status": status,
             "content": [_part(text)],
         }
 

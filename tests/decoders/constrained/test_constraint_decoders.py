@@ -149,8 +149,10 @@ def test_awrs_evidence_is_unbiased_for_every_number_of_particles():
                 request = llm.request(
                     PROMPT, decoder=decoder, constraint=WORDS, temperature=1.0, seed=seed
                 )
+                llm.start(request, background=False)
+                llm.driver.advance(lambda: request.done)  # noqa: B023
                 try:
-                    llm._run([request])
+                    request.generation()
                 except ConstraintError:
                     values.append(0.0)
                 else:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from anydecode import LLM, Regex
-from anydecode.certification.checks import _Restarts
+from anydecode.certification.checks import Restarts
 from anydecode.certification.denoising import (
     StepState,
     bidirectional,
@@ -33,6 +33,7 @@ from anydecode.decoders.diffusion.caches import (
 )
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.learn2pd import PredictedEnd
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import RANKINGS, ranking
 from anydecode.decoders.diffusion.stops import EndOfText, StopRule
@@ -248,7 +249,7 @@ def test_batches_and_restarts_do_not_change_the_text(name: str, temperature: flo
         together = generate(llm, make(), 18, prompt=PROMPTS, **sampling)
         assert [found.tokens for found in together] == alone
     for seed in range(3):
-        with llm_of(**options) as llm, _Restarts(llm.engine, seed=seed):
+        with llm_of(**options) as llm, Restarts(llm.engine, seed=seed):
             restarted = generate(llm, make(), 18, prompt=PROMPTS, **sampling)
             assert [found.tokens for found in restarted] == alone
             llm.engine.check_integrity()
@@ -268,7 +269,7 @@ def test_a_restart_with_rows_of_a_later_canvas_changes_the_text() -> None:
     for restarts in (False, True):
         with random_model() as llm:
             decoder = Denoiser(FixedBlocks(9), cache=RowsOfLaterCanvas())
-            with _Restarts(llm.engine, seed=1) if restarts else llm:
+            with Restarts(llm.engine, seed=1) if restarts else llm:
                 texts.append(
                     [answer.tokens for answer in generate(llm, decoder, 18, prompt=PROMPTS)]
                 )
@@ -326,7 +327,7 @@ def test_infilling_keeps_the_text_between_the_masks() -> None:
         assert len(found.tokens) == 6
         assert found.finish_reason == "stop"
         assert [found.tokens[i] for i in (2, 3, 5)] == [9, 8, 7]
-        with _Restarts(llm.engine, seed=2):
+        with Restarts(llm.engine, seed=2):
             again = generate(
                 llm, Denoiser(WholeCanvas(), cache=DualCachePolicy()), prompt=text, length=32
             )
@@ -515,6 +516,13 @@ def test_a_missing_mask_token_raises_an_error() -> None:
         with pytest.raises(InvalidRequestError, match="has no mask token; give mask="):
             generate(llm, Denoiser())
         assert len(generate(llm, Denoiser(mask=MASK)).tokens) == 12
+
+
+@pytest.mark.parametrize("decoder", ["prophet", Denoiser(FixedBlocks(), stop=PredictedEnd())])
+def test_stop_rules_that_need_all_masks_refuse_models_with_blocks(decoder: str | Denoiser) -> None:
+    with bidirectional(dense(), block_size=4) as llm:
+        with pytest.raises(UnsupportedCombinationError, match="one block at a time"):
+            llm.generate([1, 2, 3], decoder=decoder, max_tokens=12)
 
 
 def test_a_causal_model_raises_an_error() -> None:

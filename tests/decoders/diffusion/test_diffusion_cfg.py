@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from anydecode import Choice, Grammar, JsonSchema, Regex, catalogue
 from anydecode.api.llm import LLM
-from anydecode.certification.checks import _Restarts, scripted_llm
-from anydecode.certification.oracles.diffusion_grammar import (
+from anydecode.certification.checks import Restarts, scripted_llm
+from anydecode.certification.oracles.diffusion.diffusion_cfg import (
     END,
     PIECES,
     RECORD,
@@ -32,6 +32,7 @@ from anydecode.constraints.grammar.byte_grammar import byte_grammar
 from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
 from anydecode.errors import AnydecodeError
 from anydecode.models.scripted import BYTE_VOCABULARY, ByteTokenizer
+from certificates import assert_certified, assert_rejected
 from tiny_models import hf_model, own_model
 
 JSON = r"""
@@ -51,6 +52,15 @@ GRAMMARS = (
     '%ignore " "\nstart: "a" ("b" "a")~1..2 | "(" start? ")"',
     'start: /(ab){2,}|[^b)]/ ["b"]\n  | "b" -> alias',
 )
+
+
+def test_certificate() -> None:
+    assert_certified("diffusion-cfg")
+
+
+def test_certificate_rejects_a_canvas_without_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CanvasGrammar, "is_completable", lambda self, canvas: True)
+    assert_rejected("diffusion-cfg")
 
 
 def num_mistakes(rules: CanvasGrammar, grammar: str) -> int:
@@ -167,7 +177,7 @@ def test_answers_parse_and_are_equal_alone_batched_and_restarted(
         for answer in alone:
             json.loads(answer.text)
         assert [one.tokens for one in batch] == [one.tokens for one in alone]
-        with open_llm(size) as llm, _Restarts(llm.engine, seed=2):
+        with open_llm(size) as llm, Restarts(llm.engine, seed=2):
             again = llm.generate(PROMPTS, **options)
             assert [one.tokens for one in again] == [one.tokens for one in alone]
             llm.engine.check_integrity()

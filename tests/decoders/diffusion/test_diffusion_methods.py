@@ -12,7 +12,7 @@ import pytest
 
 from anydecode import catalogue
 from anydecode.api.llm import LLM
-from anydecode.certification.checks import _Restarts, scripted_llm
+from anydecode.certification.checks import Restarts, scripted_llm
 from anydecode.errors import AnydecodeError
 from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
 from anydecode.models.scripted import BYTE_VOCABULARY, EOS, MASK, ByteTokenizer, ScriptedModel
@@ -65,7 +65,7 @@ def test_batches_and_restarts_do_not_change_the_text(decoder: str) -> None:
         with llm_of(size) as llm:
             alone = [texts(llm, decoder, [p], temperature=temperature)[0] for p in PROMPTS]
             assert texts(llm, decoder, PROMPTS, temperature=temperature) == alone
-        with llm_of(size) as llm, _Restarts(llm.engine, seed=2):
+        with llm_of(size) as llm, Restarts(llm.engine, seed=2):
             assert texts(llm, decoder, PROMPTS, temperature=temperature) == alone
             llm.engine.check_integrity()
 

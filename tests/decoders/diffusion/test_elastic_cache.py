@@ -11,11 +11,24 @@ import pytest
 import torch
 
 from anydecode.api.llm import LLM
-from anydecode.certification.checks import _Restarts, scripted_llm
+from anydecode.certification.checks import Restarts, scripted_llm
 from anydecode.certification.denoising import random_model
-from anydecode.certification.oracles.diffusion_elastic import engine_run, oracle
+from anydecode.certification.oracles.diffusion.elastic_cache import engine_run, oracle
 from anydecode.decoders.diffusion.elastic_cache import ElasticDenoiser
 from anydecode.errors import UnsupportedCombinationError
+from certificates import assert_certified, assert_rejected, ignore_parameter
+
+
+def test_certificate() -> None:
+    assert_certified("elastic-cache")
+
+
+@pytest.mark.parametrize("parameter", ["window", "threshold", "drift"])
+def test_certificate_rejects_an_ignored_parameter(
+    parameter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignore_parameter(monkeypatch, "elastic-cache", parameter)
+    assert_rejected("elastic-cache")
 
 
 @pytest.mark.parametrize(("shift", "size"), [(1, None), (0, 4)])
@@ -92,7 +105,7 @@ def answers(llm: LLM) -> list[list[int]]:
 def test_restarts_do_not_change_the_text_with_packed_weights() -> None:
     with LLM("tiny-diffusion", threads=1) as llm:
         expected = answers(llm)
-        with _Restarts(llm.engine, seed=5, share=0.5):
+        with Restarts(llm.engine, seed=5, share=0.5):
             assert answers(llm) == expected
             llm.engine.check_integrity()
 
@@ -108,7 +121,7 @@ def test_wrong_states_after_a_restart_are_detected(monkeypatch: pytest.MonkeyPat
                 self, sequence, canvas, torch.zeros_like(states)
             ),
         )
-        with _Restarts(llm.engine, seed=5, share=0.5):
+        with Restarts(llm.engine, seed=5, share=0.5):
             assert answers(llm) != expected
 
 

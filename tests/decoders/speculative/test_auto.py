@@ -10,7 +10,8 @@ import pytest
 
 from anydecode.api.llm import LLM
 from anydecode.certification.certify import certify_one
-from anydecode.certification.oracles.auto import FixedCosts, cyclic, passes
+from anydecode.certification.oracles.speculative.auto import BatchCosts, FixedCosts, cyclic, passes
+from anydecode.decoders.framework.ngram_index import SEPARATOR, NgramIndex
 from anydecode.decoders.speculative import auto as module
 from anydecode.decoders.speculative.auto import (
     AcceptanceRates,
@@ -22,20 +23,32 @@ from anydecode.decoders.speculative.auto import (
     grow_tree,
     min_useful_probability,
 )
-from anydecode.decoders.speculative.copies import SEPARATOR, MatchCursor, TokenHistory
+from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES, MatchCursor
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
 from anydecode.engine import costs
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels.interface import SampleSpec
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.scoring import score
 from anydecode.scoring.cost import CostCorrection, CostTable, default_table
 from anydecode.scoring.score import Scores
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT
+from certificates import assert_certified, assert_rejected
 
 
-def test_certificate_passes() -> None:
-    certificate = certify_one("auto")
-    assert certificate.passed, [check for check in certificate.checks if not check.passed]
+def test_certificate() -> None:
+    assert_certified("auto")
+
+
+def test_bursts_with_the_noise_of_the_next_position_are_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def late(row: int, *rest: float) -> SampleSpec:
+        return SampleSpec(row, *rest[:-1], rest[-1] + 1) if rest else SampleSpec(row)
+
+    monkeypatch.setattr(score, "SampleSpec", late)
+    assert_rejected("auto")
 
 
 def test_accepting_all_drafts_fails_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +67,7 @@ def test_accepting_all_drafts_fails_the_certificate(monkeypatch: pytest.MonkeyPa
 
 
 def test_drafting_everything_fails_the_oracle_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anydecode.certification.oracles import auto as checks
+    from anydecode.certification.oracles.speculative import auto as checks
 
     everything = lambda chances, costs, others, drafting: len(chances)  # noqa: E731
     monkeypatch.setattr(checks, "best_count", everything)
@@ -62,8 +75,8 @@ def test_drafting_everything_fails_the_oracle_test(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_drafts_when_rows_are_expensive() -> None:
-    assert passes(lambda n: float(n)) == 60
-    assert passes(lambda n: 1.0) < 15
+    assert passes(lambda n, _: float(n)) == 60
+    assert passes(lambda n, _: 1.0) < 15
 
 
 def test_earlier_answers_are_drafted_until_clear() -> None:
@@ -77,7 +90,7 @@ def test_earlier_answers_are_drafted_until_clear() -> None:
         return logits
 
     with LLM(ScriptedModel(script, vocab_size=64), tokenizer=ByteTokenizer()) as llm:
-        llm.cost_model = FixedCosts(lambda n: 1 + 0.02 * n)
+        llm.cost_model = FixedCosts(lambda n, _: 1 + 0.02 * n)
         first = llm.generate([text[0]], decoder="auto", max_tokens=40)
         again = llm.generate([text[0]], decoder="auto", max_tokens=40, trace=True)
         llm.clear()
@@ -113,7 +126,7 @@ def test_lower_bound_rises_with_observations() -> None:
 
 
 def test_chains_repeat_the_period_of_the_text() -> None:
-    corpus = TokenHistory()
+    corpus = NgramIndex(NGRAM_SIZES)
     cursor = MatchCursor(corpus)
     for token in [5, 1, 2, 3, 1, 2, 3]:
         corpus.append(token)
@@ -122,7 +135,7 @@ def test_chains_repeat_the_period_of_the_text() -> None:
 
 
 def test_chains_end_at_the_separator() -> None:
-    corpus = TokenHistory()
+    corpus = NgramIndex(NGRAM_SIZES)
     for token in [1, 2, 3, SEPARATOR, 9]:
         corpus.append(token)
     cursor = MatchCursor(corpus)
@@ -131,7 +144,7 @@ def test_chains_end_at_the_separator() -> None:
 
 
 def test_match_length_is_the_common_suffix() -> None:
-    corpus = TokenHistory()
+    corpus = NgramIndex(NGRAM_SIZES)
     for token in [9, 1, 2, 3, 4, 5, 6, 7, 8, SEPARATOR]:
         corpus.append(token)
     cursor = MatchCursor(corpus)
@@ -144,7 +157,7 @@ def test_match_length_is_the_common_suffix() -> None:
 def sources(*texts: list[int], rate: float = 0.6) -> list[CopySource]:
     found = []
     for number, text in enumerate(texts):
-        corpus = TokenHistory()
+        corpus = NgramIndex(NGRAM_SIZES)
         for token in text:
             corpus.append(token)
         source = CopySource(
@@ -220,7 +233,7 @@ def test_recorded_successors_are_drafted() -> None:
         return logits
 
     with LLM(ScriptedModel(script, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
-        llm.cost_model = FixedCosts(lambda n: 1 + 0.02 * n)
+        llm.cost_model = FixedCosts(lambda n, _: 1 + 0.02 * n)
         found = llm.generate([0], decoder="auto", max_tokens=50, trace=True)
         plain = llm.generate([0], decoder="autoregressive", max_tokens=50)
     assert found.tokens == plain.tokens
@@ -236,7 +249,9 @@ def test_prefix_of_a_candidate_tree_is_a_tree() -> None:
 
 def test_chain_equals_tree_beside_an_empty_source() -> None:
     (alone,) = sources([7, 1, 2, 3, 4, SEPARATOR], rate=0.7)
-    empty = CopySource("silent", TokenHistory(), AcceptanceRates([0.5] * len(module.MATCH_LENGTHS)))
+    empty = CopySource(
+        "silent", NgramIndex(NGRAM_SIZES), AcceptanceRates([0.5] * len(module.MATCH_LENGTHS))
+    )
     for count, min_probability in ((4, 0.0), (2, 0.0), (4, 0.3)):
         found = grow_tree([7], [alone], no_predictions(), count, min_probability, [7])
         assert found == grow_tree(
@@ -264,17 +279,6 @@ def test_min_useful_probability_is_the_threshold() -> None:
             assert best_count([1.001 * bound] * 6, costs, others, 0.0) > 0
     assert 50 < pays < 250
     assert min_useful_probability([1.0, 2.0, 3.0], 0) > 1.0
-
-
-class BatchCosts(FixedCosts):
-    """Fixed costs, with the true number of running sequences."""
-
-    def __init__(self, cost, llm: LLM) -> None:
-        super().__init__(cost)
-        self.engine = llm.engine
-
-    def num_others(self) -> int:
-        return max(0, len(self.engine.running) - 1)
 
 
 def run_batch(decoder: str, cost, temperature: float = 0.0):
@@ -309,7 +313,7 @@ def test_batch_without_useful_drafts_decodes_multi_step(
         module._Session, "_max_probability", lambda s: draft_checks.append(s) or max_probability(s)
     )
     monkeypatch.setattr(Scores, "top", lambda s, n: top_searches.append(s) or top(s, n))
-    expensive = lambda n: 0.003 * n  # noqa: E731
+    expensive = lambda n, _: 0.003 * n  # noqa: E731
     following = run_batch("multi-step", expensive, temperature)
     monkeypatch.setattr(Sequence, "emit", emitting)
     assert run_batch("auto", expensive, temperature) == following
@@ -320,8 +324,8 @@ def test_batch_without_useful_drafts_decodes_multi_step(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_batch_drafts_when_drafts_pay(temperature: float) -> None:
-    plain, _, _ = run_batch("autoregressive", lambda n: 0.003, temperature)
-    tokens, rows, drafts = run_batch("auto", lambda n: 0.003 * (1 + 0.01 * n), temperature)
+    plain, _, _ = run_batch("autoregressive", lambda n, _: 0.003, temperature)
+    tokens, rows, drafts = run_batch("auto", lambda n, _: 0.003 * (1 + 0.01 * n), temperature)
     assert tokens == plain
     assert drafts > 20
     assert len(rows) < 30
@@ -337,7 +341,7 @@ def test_pass_costs_are_recorded_with_all_rows() -> None:
 
 def test_one_token_answer() -> None:
     with LLM(ScriptedModel(cyclic, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
-        llm.cost_model = FixedCosts(lambda n: 1.0)
+        llm.cost_model = FixedCosts(lambda n, _: 1.0)
         assert len(llm.generate([0, 1, 0, 1, 0], decoder="auto", max_tokens=1).tokens) == 1
 
 

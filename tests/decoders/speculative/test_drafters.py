@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from anydecode import catalogue
-from anydecode.certification.certify import load_oracle_tests
-from anydecode.certification.rounds import accepted, rounds, scripted, wordy
+from anydecode.certification.rounds import rounds, scripted, wordy
 from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult
 from anydecode.decoders.framework.speculation import Speculative
-from anydecode.decoders.speculative.aded import Search
-from anydecode.decoders.speculative.aggressive import InputPointer
-from anydecode.decoders.speculative.copyspec import RollingIndex
 from anydecode.decoders.speculative.static_trees import TreeShape, worthwhile
-from anydecode.decoders.speculative.suffix import SuffixAutomaton, SuffixDrafter, likely_tree
-from anydecode.decoders.speculative.token_recycling import TokenRecyclingDrafter
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Scores
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -35,23 +27,6 @@ MODEL_FREE = (
     "multi-step",
     "layer-draft",
 )
-CHAINS = ("copyspec", "aggressive", "suffix", "token-recycling", "stand", "aded", "lookahead")
-
-
-@pytest.mark.parametrize("key", MODEL_FREE)
-def test_oracle_test_passes(key: str) -> None:
-    checks = list(load_oracle_tests()[key]())
-    assert checks and [check for check in checks if not check.passed] == []
-
-
-@pytest.mark.parametrize("key", CHAINS)
-def test_prompt_lookup_fails_the_oracle_tests_of_other_methods(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = catalogue.entries()[key]
-    replacement = replace(entry, build=lambda **_: catalogue.build("prompt-lookup"))
-    monkeypatch.setitem(catalogue.entries(), key, replacement)
-    assert not all(check.passed for check in load_oracle_tests()[key]())
 
 
 class _AcceptsUnverified(Acceptance):
@@ -149,69 +124,3 @@ def test_worthwhile_keeps_more_nodes_when_rows_are_cheap() -> None:
     paths = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
     expensive, fair, cheap = (len(worthwhile(paths, (0.5, 0.2), cost)) for cost in (0.6, 0.1, 1e-6))
     assert (expensive, cheap) == (1, 5) and expensive < fair < cheap
-
-
-def test_copyspec_finds_the_first_occurrence_of_its_gram() -> None:
-    index = RollingIndex(3)
-    index.extend([1, 2, 3, 9, 1, 2, 3, 8, 1, 2])
-    assert index.match() is None
-    index.extend([3])
-    assert index.match() == 0
-
-
-def test_copyspec_bonus_token_follows_the_accepted_tokens() -> None:
-    """When the last copied token is wrong, the bonus token must follow the accepted ones."""
-    options = {"temperature": 0.8, "seed": 5, "ignore_eos": True}
-    with scripted(wordy()) as llm:
-        found = rounds(llm, "copyspec:size=2,ngram=1", "the cab had a bad cab", 40, **options)
-        plain = llm.generate("the cab had a bad cab", max_tokens=40, **options).tokens
-    assert any(len(one.tokens) == 2 and len(one.accepted) == 1 for one in found)
-    assert [token for one in found for token in one.generated][:40] == plain
-
-
-def test_input_pointer_restarts_at_a_unique_suffix() -> None:
-    pointer = InputPointer([1, 2, 3, 1, 2, 4])
-    positions = []
-    for token in (2, 1, 2, 4, 9, 3):
-        pointer.advance(token)
-        positions.append(pointer.position)
-    # 2 is ambiguous, as are 1 and "1 2"; "2 1 2" does not occur; 4 and 3 occur once.
-    assert positions == [None, None, None, 6, None, 3]
-
-
-def test_token_recycling_keeps_the_last_of_equal_tokens() -> None:
-    drafter = TokenRecyclingDrafter(TreeShape.chain(3))
-    drafter.successors.update(zip([4, 4], [[1], [2]], strict=True))
-    assert drafter.successors[4] == [2]
-
-
-def test_suffix_automaton_drafts_by_frequency() -> None:
-    automaton = SuffixAutomaton()
-    for token in [1, 2, 3, 1, 2, 4, 1, 2, 4, 1]:
-        automaton.extend(token)
-    state = automaton.next[automaton.next[0][1]][2]
-    assert automaton.counts[state] == 3
-    tree, total = likely_tree(automaton, state, 2, 3, 0.1)
-    assert tree.tokens == [4, 1] and total == pytest.approx(2 / 3 + 2 / 3)
-
-
-def test_suffix_memory_is_bounded() -> None:
-    drafter = SuffixDrafter(memory=10)
-    for _ in range(5):
-        drafter.learn([1, 2, 3, 4])
-        assert drafter.past_tokens <= 10
-    drafter.clear()
-    assert drafter.past_tokens == 0 and len(drafter.past.next) == 1
-
-
-def test_search_stops_without_successors() -> None:
-    assert len(Search(4).run({}, lambda tree, node: {}, 6)) == 0
-    assert Search(4).run({3: 1.0}, lambda tree, node: {}, 6).tokens == [3]
-
-
-def test_clear_resets_learned_drafts() -> None:
-    with scripted(wordy()) as llm:
-        cold, warm = (accepted(rounds(llm, "token-recycling", "hbhb")) for _ in range(2))
-        llm.clear()
-        again = accepted(rounds(llm, "token-recycling", "hbhb"))
-    assert warm > cold == again

@@ -6,37 +6,35 @@ from __future__ import annotations
 import pytest
 
 from anydecode.api.llm import LLM
-from anydecode.certification.certify import certify_one
-from anydecode.certification.oracles.layer_parallel import easyspec
 from anydecode.certification.tiny import tiny_model
 from anydecode.decoders.speculative import easyspec as module
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.library import load_library
 from anydecode.models.network import Network
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from certificates import assert_certified, assert_rejected
 
 PROMPTS = ["the cat sat on the cat", "a", "zq zq zq zq"]
 BACKENDS = ["torch", "native"] if load_library() is not None else ["torch"]
 
 
-def test_certificate_passes() -> None:
-    certificate = certify_one("easyspec")
-    assert certificate.passed, [check for check in certificate.checks if not check.passed]
+def test_certificate() -> None:
+    assert_certified("easyspec")
 
 
-def test_missing_calibration_fails_the_oracle_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificate_rejects_drafts_without_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     class WithoutCalibration(module._Session):
         exact = property(lambda self: 1 << 30, lambda self, length: None)
 
     monkeypatch.setattr(module, "_Session", WithoutCalibration)
-    assert not all(check.passed for check in easyspec())
+    assert_rejected("easyspec")
 
 
-def test_attention_on_sequential_states_fails_the_oracle_test(
+def test_certificate_rejects_attention_on_sequential_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Network, "parallel_layers", lambda self, size: self.layer)
-    assert not all(check.passed for check in easyspec())
+    assert_rejected("easyspec")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from anydecode import catalogue
-from anydecode.certification.certify import load_oracle_tests
 from anydecode.certification.rounds import accepted, blurred, rounds, scripted, wordy
 from anydecode.decoders.speculative import draft_trees
 from anydecode.decoders.speculative.draft_trees import GrowingTree
@@ -20,20 +16,6 @@ from anydecode.scoring.tree import ROOT
 
 TREES = ("opt-tree", "dyspec", "rsd", "fixed-tree", "taps")
 TARGET, DRAFT = wordy(), blurred(wordy())
-
-
-@pytest.mark.parametrize("key", TREES)
-def test_oracle_test_passes(key: str) -> None:
-    checks = list(load_oracle_tests()[key]())
-    assert checks and [check for check in checks if not check.passed] == []
-
-
-@pytest.mark.parametrize("key", ["opt-tree", "dyspec", "rsd", "fixed-tree"])
-def test_chain_fails_the_oracle_tests_of_trees(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = catalogue.entries()[key]
-    replacement = replace(entry, build=lambda **_: catalogue.build("speculative-sampling"))
-    monkeypatch.setitem(catalogue.entries(), key, replacement)
-    assert not all(check.passed for check in load_oracle_tests()[key]())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -21,7 +21,8 @@ from anydecode.api.llm import LLM
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import AnydecodeError, InvalidRequestError
 from anydecode.machine import cpu_name, usable_cores
-from anydecode.report import JsonFile, PlotFile, write_report
+from anydecode.progress import progress
+from anydecode.report import JsonFile, PlotFile, split_names, write_report
 from anydecode.tasks.tasks import (
     TASKS,
     Example,
@@ -144,7 +145,7 @@ def split_methods(text: str) -> list[str]:
     """Split keys at commas or semicolons. `name=value` after a comma is a parameter of the
     preceding key ("fast-dllm:threshold=0.8,block=8,prophet")."""
     methods: list[str] = []
-    for part in filter(None, (part.strip() for part in text.replace(";", ",").split(","))):
+    for part in split_names(text.replace(";", ",")):
         if methods and "=" in part and ":" not in part.split("=")[0]:
             methods[-1] += f",{part}"
         else:
@@ -228,15 +229,14 @@ def bench_parallelbench(
     Example: anydecode bench parallelbench --methods fast-dllm --count 10 --json out.json
     """
     from anydecode.benchmarks.parallelbench import report as reporting
-    from anydecode.benchmarks.speculative_report import progress
 
     try:
-        chosen_sizes = [int(part) for part in sizes.split(",") if part.strip()]
+        chosen_sizes = [int(part) for part in split_names(sizes)]
     except ValueError:
         raise InvalidRequestError(
             f"--lengths is {sizes!r}; give whole numbers separated by commas"
         ) from None
-    chosen_tasks = [name.strip() for name in tasks.split(",") if name.strip()] or [*TASKS]
+    chosen_tasks = split_names(tasks) or [*TASKS]
     groups = questions(chosen_tasks, chosen_sizes or None, count, seed)
     chosen_methods = split_methods(methods)
     skipped: dict[str, str] = {}
@@ -245,10 +245,10 @@ def bench_parallelbench(
             llm.decoder(method)
         options = {"max_tokens": tokens, "temperature": temperature, "seed": seed, "batch": batch}
         keys = chosen_methods or diffusion_methods()
-        with progress("tasks", len(keys) * len(groups)) as advance:
+        with progress("tasks", len(keys) * len(groups)) as bar:
             rows = [
                 *_measure_interleaved(
-                    llm, keys, groups, skipped, bool(chosen_methods), advance, **options
+                    llm, keys, groups, skipped, bool(chosen_methods), bar.advance, **options
                 )
             ]
     if not rows:
@@ -265,5 +265,5 @@ def bench_parallelbench(
         "left_out": skipped,
     }
     if plot is not None:
-        plot.write_text(reporting.to_svg(report), encoding="utf-8")
+        reporting.draw(report, plot)
     write_report(report, json_file, lambda: reporting.print_report(report))

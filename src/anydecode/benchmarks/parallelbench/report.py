@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from anydecode.plots import COLOURS
+from anydecode.plots import COLOURS, INK, figure
+from anydecode.report import table_console
 from anydecode.tasks.tasks import TASKS
 
-_STYLE = (
-    "text{font:12px system-ui,sans-serif;fill:#222}.axis{stroke:#999}.grid{stroke:#ddd}"
-    ".front{stroke:#999;fill:none;stroke-dasharray:4 3}.name{font-size:11px}"
-    "@media(prefers-color-scheme:dark){text{fill:#ddd}.axis{stroke:#777}.grid{stroke:#333}}"
-)
 _PANELS = (("determined", "one right answer"), ("dependent", "many right answers"))
 _MAX_COLUMNS = 6
-_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 330, 250, 48, 46, 40
+_MARKERS = "os^D"
 
 
 def print_report(report: dict[str, Any]) -> None:
     """Print a table of all methods by kind of task, where "fewer" and "faster" are the ratios of
     passes and seconds to those of the first method; then accuracy, passes and milliseconds by task.
     A star marks lengths that the task was not trained on."""
-    from rich.console import Console
-
-    console, machine = Console(), report["machine"]
-    if not console.is_terminal:
-        console.width = 140
+    console, machine = table_console(), report["machine"]
     console.print(
         f"{report['model']} on {machine['cpu']}, {machine['cores']} cores:"
         f" {report['count']} held-out questions per task and length, canvas {report['max_tokens']},"
@@ -91,73 +82,54 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return front_points
 
 
-def to_svg(report: dict[str, Any]) -> str:
-    """An SVG of accuracy over passes per token (logarithmic): one panel for tasks with one right
-    answer and one for those with many, a point per method, the Pareto front dashed."""
+def draw(report: dict[str, Any], file: Path) -> None:
+    """Draw accuracy over passes per token (logarithmic): one panel for tasks with one right answer
+    and one for those with many, a numbered point per method, the Pareto front dashed."""
     lines = report["overall"]
     methods = list(dict.fromkeys(line["method"] for line in lines))
-    rates = [line["passes_per_token"] for line in lines] or [1.0]
-    low, high = math.log2(min(rates)) - 0.15, math.log2(max(rates)) + 0.15
-    high = max(high, low + 1)
-    width = _LEFT + 2 * (_WIDTH + _GAP)
-    rows = -(-len(methods) // 4)
-    height = _TOP + _HEIGHT + 56 + 18 * rows
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
-        f' aria-label="Accuracy against passes per token"><style>{_STYLE}</style>',
-        f'<text x="{_LEFT}" y="16">Accuracy against passes per token, {escape(report["model"])},'
-        f" canvas {report['max_tokens']}, T={report['temperature']:g}</text>",
-    ]
-    for index, (kind, title) in enumerate(_PANELS):
-        left = _LEFT + index * (_WIDTH + _GAP)
-        parts += _frame(left, title, low, high)
-        points = {}
-        for line in lines:
-            if line["kind"] == kind:
-                x = left + _WIDTH * (math.log2(line["passes_per_token"]) - low) / (high - low)
-                points[line["method"]] = x, _TOP + _HEIGHT * (1 - line["accuracy"]), line
-        best = front([(x, -y) for x, y, _ in points.values()])
-        corners = " ".join(f"{x:.1f},{-y:.1f}" for x, y in best)
-        parts.append(f'<polyline class="front" points="{corners}"/>')
-        for method, (x, y, line) in points.items():
-            label = f"{method}: {line['accuracy']:.3f} at {line['passes_per_token']:.3f}"
-            parts.append(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7" fill="{_colour(methods, method)}">'
-                f"<title>{escape(label)}</title></circle>"
-                f'<text class="name" x="{x:.1f}" y="{y + 3:.1f}" text-anchor="middle"'
-                f' style="fill:#fff;font-size:9px">{methods.index(method) + 1}</text>'
-            )
-    for index, method in enumerate(methods):
-        x = _LEFT + (index % 4) * (width - _LEFT) / 4
-        y = _TOP + _HEIGHT + 50 + 18 * (index // 4)
-        parts.append(f'<circle cx="{x + 5:.0f}" cy="{y}" r="5" fill="{_colour(methods, method)}"/>')
-        parts.append(
-            f'<text class="name" x="{x + 14:.0f}" y="{y + 4}">{index + 1} {escape(method)}</text>'
-        )
-    return "\n".join([*parts, "</svg>\n"])
-
-
-def _frame(left: float, title: str, low: float, high: float) -> list[str]:
-    parts = [f'<text x="{left}" y="{_TOP - 10}">{escape(title)}</text>']
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        y, kind = _TOP + _HEIGHT * (1 - share), "grid" if share else "axis"
-        parts.append(
-            f'<line class="{kind}" x1="{left}" x2="{left + _WIDTH}" y1="{y}" y2="{y}"/>'
-            f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{share:g}</text>'
-        )
-    for power in range(math.ceil(low), math.floor(high) + 1):
-        x = left + _WIDTH * (power - low) / (high - low)
-        parts.append(
-            f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_TOP + _HEIGHT}"/>'
-            f'<text x="{x:.1f}" y="{_TOP + _HEIGHT + 16}" text-anchor="middle">'
-            f"{2.0**power:g}</text>"
-        )
-    middle = left + _WIDTH / 2
-    parts.append(
-        f'<text x="{middle}" y="{_TOP + _HEIGHT + 32}" text-anchor="middle">passes per token</text>'
+    title = (
+        f"Accuracy against passes per token: {report['model']}, canvas {report['max_tokens']},"
+        f" T={report['temperature']:g}"
     )
-    return parts
+    with figure(file, title, rows=2, height=2.6, share_x=True) as panels:
+        for panel, (kind, name) in zip(panels, _PANELS, strict=True):
+            points = {
+                methods.index(line["method"]): (line["passes_per_token"], line["accuracy"])
+                for line in lines
+                if line["kind"] == kind
+            }
+            best = front(list(points.values()))
+            panel.plot([x for x, _ in best], [y for _, y in best], "--", color=INK, linewidth=1)
+            for number, (x, y) in points.items():
+                marker = _MARKERS[number // len(COLOURS) % len(_MARKERS)]
+                colour = COLOURS[number % len(COLOURS)]
+                label = f"{number + 1} {methods[number]}"
+                panel.plot(x, y, marker, color=colour, label=label)
+            for numbers, top in _groups(points):
+                text = " ".join(str(number + 1) for number in numbers)
+                panel.annotate(
+                    text, top, (0, 6), textcoords="offset points", fontsize=8, ha="center"
+                )
+            panel.set_title(name)
+            panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter("{x:g}")
+            panel.set_ylim(-0.05, 1.12)
+            panel.set_ylabel("accuracy")
+        panels[1].set_xlabel("passes per token")
 
 
-def _colour(methods: Sequence[str], method: str) -> str:
-    return COLOURS[methods.index(method) % len(COLOURS)]
+def _groups(
+    points: dict[int, tuple[float, float]],
+) -> Iterator[tuple[list[int], tuple[float, float]]]:
+    """Points that are so near to each other that they share a label: their numbers from left to
+    right, and the place of the label, above their middle."""
+    remaining = sorted(points, key=lambda number: points[number])
+    while remaining:
+        group = [remaining.pop(0)]
+        for number in list(remaining):
+            x, y = points[group[-1]]
+            if points[number][0] < 1.25 * x and abs(points[number][1] - y) < 0.1:
+                group.append(number)
+                remaining.remove(number)
+        middle = points[group[len(group) // 2]][0]
+        yield group, (middle, max(points[number][1] for number in group))

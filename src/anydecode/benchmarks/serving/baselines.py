@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from anydecode.benchmarks.serving.plot import distribution_svg
+from anydecode.benchmarks.serving.plot import draw_distributions
 from anydecode.benchmarks.serving.replay import (
     Endpoint,
     Objective,
@@ -30,8 +31,8 @@ from anydecode.benchmarks.serving.replay import (
     summary,
 )
 from anydecode.benchmarks.serving.traces import Arrival
-from anydecode.benchmarks.speculative_report import note, progress
 from anydecode.errors import InvalidRequestError
+from anydecode.progress import note, progress
 
 #: Request fields that some servers support and others refuse.
 OPTIONAL_FIELDS: dict[str, Any] = {"ignore_eos": True, "stream_options": {"include_usage": True}}
@@ -225,9 +226,10 @@ class Load:
         self, endpoint: Endpoint, arrivals: list[Arrival], salt: str, label: str
     ) -> list[RequestOutcome]:
         step = f"{endpoint.name}, {label}"
-        with progress("requests", len(arrivals)) as advance:
+        with progress("requests", len(arrivals)) as bar:
+            bar.begin(step)
             replaying = replay(
-                endpoint, arrivals, timeout=self.timeout, salt=salt, done=lambda: advance(step)
+                endpoint, arrivals, timeout=self.timeout, salt=salt, done=bar.advance
             )
             outcomes = asyncio.run(replaying)
         if all(one.error for one in outcomes):
@@ -263,26 +265,21 @@ class Comparison:
             }
         return report
 
-    def to_svg(self, title: str, objective: Objective) -> str:
-        """An SVG with one panel per latency and one curve per endpoint."""
+    def draw(self, file: Path, title: str, objective: Objective) -> None:
+        """Draw one panel per latency, with one curve per endpoint."""
         merged = {
             name: [o for one in rounds for o in one] for name, rounds in self.outcomes.items()
         }
-        panels = [
-            ("time to first token", {n: [o.first for o in v if o.first is not None]
-                                     for n, v in merged.items()}, objective.ttft),
-            ("time per token", {n: [o.per_token for o in v if o.per_token is not None]
-                                for n, v in merged.items()}, objective.tpot),
-            ("between tokens", {n: [gap for o in v for gap in o.gaps]
-                                for n, v in merged.items()}, float("inf")),
-        ]  # fmt: skip
-        parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 930">']
-        for number, (name, curves, limit) in enumerate(panels):
-            marks = {} if limit == float("inf") else {"objective": limit}
-            panel = distribution_svg(f"{name} · {title}", curves, marks)
-            position = f'<svg y="{310 * number}" width="640" height="300" '
-            parts.append(panel.replace("<svg ", position, 1).rstrip())
-        return "\n".join([*parts, "</svg>\n"])
+        panels = {
+            "time to the first token": {n: [o.first for o in v if o.first is not None]
+                                        for n, v in merged.items()},
+            "time per token": {n: [o.per_token for o in v if o.per_token is not None]
+                               for n, v in merged.items()},
+            "time between tokens": {n: [gap for o in v for gap in o.gaps]
+                                    for n, v in merged.items()},
+        }  # fmt: skip
+        limits = dict(zip(panels, (objective.ttft, objective.tpot), strict=False))
+        draw_distributions(file, title, panels, limits)
 
 
 def _combined(

@@ -17,14 +17,14 @@ from anydecode.benchmarks.serving.baselines import (
     sigterm_as_exit,
     started_server,
 )
+from anydecode.benchmarks.serving.plot import draw_sweep
 from anydecode.benchmarks.serving.replay import Endpoint, Objective
 from anydecode.benchmarks.serving.sweep import print_sweep, sweep
-from anydecode.benchmarks.serving.sweep_plot import sweep_svg
 from anydecode.benchmarks.serving.traces import read_trace, scaled
-from anydecode.benchmarks.speculative_report import note
 from anydecode.errors import InvalidRequestError
 from anydecode.machine import cpu_name, usable_cores
-from anydecode.report import JsonFile, write_report
+from anydecode.progress import note
+from anydecode.report import JsonFile, PlotFile, write_report
 
 
 def parse_objective(text: str) -> Objective:
@@ -86,9 +86,7 @@ def bench_serving(
         float, typer.Option("--timeout", help="Timeout of a request, in seconds.")
     ] = 300.0,
     json_file: JsonFile = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write an SVG here.")
-    ] = None,
+    plot: PlotFile = None,
     baseline: Annotated[
         list[str] | None,
         typer.Option("--baseline", metavar="NAME=URL", help="Another server; repeatable."),
@@ -151,14 +149,13 @@ def bench_serving(
         report["rounds"] = rounds if len(endpoints) > 1 else 1
         if len(rates) > 1:
             report["servers"] = sweep(endpoints, load, rates, attain, report["rounds"])
-            svg = sweep_svg(trace.name, report["servers"], rates, load.objective, attain)
+            if plot is not None:
+                draw_sweep(plot, trace.name, report["servers"], load.objective, attain)
         else:
             comparison = compare(endpoints, load, rates[0], report["rounds"])
             report["servers"] = comparison.report(load.objective)
-            title = f"{trace.name}, {rates[0]:g}/s"
-            svg = comparison.to_svg(title, load.objective)
-    if plot is not None:
-        plot.write_text(svg, encoding="utf-8")
+            if plot is not None:
+                comparison.draw(plot, f"{trace.name}, {rates[0]:g}/s", load.objective)
 
     def show() -> None:
         if len(rates) > 1:

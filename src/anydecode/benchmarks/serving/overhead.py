@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter, process_time, sleep
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ import typer
 
 from anydecode.api.llm import LLM
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.report import JsonFile, write_report
 from anydecode.server.logs import JsonLines, log
 from anydecode.server.running import LiveServer
 from anydecode.server.settings import Settings
@@ -150,15 +150,18 @@ def bench_overhead(
     requests: Annotated[int, typer.Option("--requests", min=1, help="Requests per round.")] = 50,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens per stream.")] = 64,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Number of rounds.")] = 5,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all results here.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure the server's overhead over the engine, per request and per streamed token.
 
     Example: anydecode bench overhead --rounds 5
     """
     results = measure(requests, tokens, rounds)
+    write_report(results, json_file, lambda: print_report(results))
+
+
+def print_report(results: dict[str, float]) -> None:
+    """Print the overhead per request and per token."""
     clock, cpu = results["request"] * 1e3, results["request_cpu"] * 1e3
     print(
         f"per request: {clock:.2f} ms of overhead"
@@ -169,5 +172,3 @@ def bench_overhead(
         f"per streamed token: {clock:.0f} µs of overhead, {cpu:.0f} µs of CPU time; "
         f"{results['pieces']:.2f} events per token"
     )
-    if json_file is not None:
-        json_file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -1,68 +1,94 @@
-"""Plots cumulative distributions of latencies as SVG."""
+"""Figures of serving benchmarks: distributions of latencies at one rate, and results by rate."""
 
 from __future__ import annotations
 
 import math
-from html import escape
+import statistics
+from pathlib import Path
+from typing import Any
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 300, 52, 40
-_COLOURS = ("#2f6fb4", "#c2571a", "#3b8f4a", "#8a4fa3", "#7a6a1c", "#1c7f86")
+from anydecode.benchmarks.serving.replay import Objective
+from anydecode.plots import COLOURS, INK, figure, logarithmic
 
-
-def distribution_svg(title: str, curves: dict[str, list[float]], marks: dict[str, float]) -> str:
-    """An SVG of cumulative distributions over seconds (logarithmic), one line per curve. `marks`
-    are vertical lines, such as an objective. Curves without values are omitted."""
-    curves = {name: sorted(values) for name, values in curves.items() if values}
-    values = [max(v, 1e-5) for curve in curves.values() for v in curve] + list(marks.values())
-    low = math.floor(math.log10(min(values, default=0.001)))
-    high = max(low + 1, math.ceil(math.log10(max(values, default=1.0))))
-    plot_width, plot_height = _WIDTH - _LEFT - 16, _HEIGHT - _BOTTOM - 34
-
-    def x(value: float) -> float:
-        return _LEFT + plot_width * (math.log10(max(value, 10.0**low)) - low) / (high - low)
-
-    def y(share: float) -> float:
-        return 34 + plot_height * (1 - share)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-        ' font-family="sans-serif" font-size="11" fill="#333">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
-        f'<text x="{_LEFT}" y="18" font-size="13">{escape(title)}</text>',
-    ]
-    for share in (0.0, 0.5, 0.99):
-        parts.append(_line(_LEFT, y(share), _LEFT + plot_width, y(share), "#ddd"))
-        coordinates = f'x="{_LEFT - 6}" y="{y(share) + 4:.1f}" text-anchor="end"'
-        parts.append(f"<text {coordinates}>{share:.0%}</text>")
-    for power in range(low, high + 1):
-        tick_x = x(10.0**power)
-        parts.append(_line(tick_x, 34, tick_x, 34 + plot_height, "#eee"))
-        label = f"{10.0**power:g} s"
-        parts.append(
-            f'<text x="{tick_x:.1f}" y="{50 + plot_height}" text-anchor="middle">{label}</text>'
-        )
-    for curve, colour in zip(curves.values(), _COLOURS, strict=False):
-        shares = [(i + 1) / min(len(curve), 400) for i in range(min(len(curve), 400))]
-        levels = [curve[math.ceil(share * len(curve)) - 1] for share in shares]
-        corners = zip(levels, shares, strict=True)
-        points = " ".join(f"{x(value):.1f},{y(share):.1f}" for value, share in corners)
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
-        )
-    for number, ((name, value), colour) in enumerate(zip(marks.items(), _COLOURS, strict=False)):
-        parts.append(
-            _line(x(value), 34, x(value), 34 + plot_height, colour, ' stroke-dasharray="4 3"')
-        )
-        parts.append(f'<text x="{x(value) + 3:.1f}" y="{44 + 12 * number}">{escape(name)}</text>')
-    for number, (name, colour) in enumerate(zip(curves, _COLOURS, strict=False)):
-        tick_x = _LEFT + 150 * number
-        parts.append(
-            f'<rect x="{tick_x}" y="{_HEIGHT - 14}" width="10" height="10" fill="{colour}"/>'
-        )
-        parts.append(f'<text x="{tick_x + 14}" y="{_HEIGHT - 5}">{escape(name)}</text>')
-    return "\n".join([*parts, "</svg>\n"])
+#: Times are drawn as at least this, in seconds, on their logarithmic axes.
+_MIN_SECONDS = 1e-5
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str, more: str = "") -> str:
-    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-    return f'<line {ends} stroke="{colour}"{more}/>'
+def draw_distributions(
+    file: Path, title: str, panels: dict[str, dict[str, list[float]]], limits: dict[str, float]
+) -> None:
+    """Draw cumulative distributions of latencies.
+
+    Args:
+        file: The file of the figure.
+        title: Title of the figure.
+        panels: Seconds by panel and by server; a server without values has no curve.
+        limits: The objective of a panel, in seconds, if it has one.
+    """
+    with figure(file, title, rows=len(panels)) as axes:
+        colours: dict[str, str] = {}
+        for panel, (name, servers) in zip(axes, panels.items(), strict=True):
+            panel.set_title(name)
+            for server, values in servers.items():
+                if not values:
+                    continue
+                colour = colours.setdefault(server, COLOURS[len(colours) % len(COLOURS)])
+                seconds = sorted(max(value, _MIN_SECONDS) for value in values)
+                panel.ecdf(seconds, color=colour, label=server)
+            _draw_limit(panel, limits.get(name, math.inf), vertical=True)
+            logarithmic(panel, "x", " s")
+            panel.yaxis.set_major_formatter("{x:.0%}")
+        axes[-1].set_xlabel("dotted: the objective")
+
+
+def draw_sweep(
+    file: Path, title: str, servers: dict[str, Any], objective: Objective, share: float
+) -> None:
+    """Draw three panels over the rate, one colour per server: the share of requests that met the
+    objective, time to the first token and time per token (median solid, 99th percentile dashed). A
+    point is the median over the rounds that tried its rate; rates that a search skipped have
+    none."""
+    with figure(file, title, rows=3, share_x=True) as axes:
+        names = ("share that met the objective", "time to the first token", "time per token")
+        limits = (share, objective.ttft, objective.tpot)
+        for panel, name, limit in zip(axes, names, limits, strict=True):
+            panel.set_title(name)
+            _draw_limit(panel, limit)
+        for number, (server, results) in enumerate(servers.items()):
+            style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "marker": "."}
+            axes[0].plot(*_by_rate(results, "attainment"), label=server, **style)
+            for panel, kind in zip(axes[1:], ("ttft", "tpot"), strict=True):
+                for percentile, line in (("p50", "-"), ("p99", "--")):
+                    rates, seconds = _by_rate(results, kind, percentile)
+                    seconds = [max(value, _MIN_SECONDS) for value in seconds]
+                    panel.plot(rates, seconds, line, **style)
+        axes[0].set_ylim(-0.05, 1.05)
+        axes[0].yaxis.set_major_formatter("{x:.0%}")
+        for panel in axes[1:]:
+            logarithmic(panel, "y", " s")
+        tried = sorted({run["rate"] for one in servers.values() for run in one["runs"]})
+        for panel in axes:
+            panel.set_xscale("log")
+            panel.set_xticks(tried, [f"{rate:g}/s" for rate in tried])
+            panel.minorticks_off()
+        axes[-1].set_xlabel("rate of requests (dashed: 99th percentile, dotted: objective)")
+
+
+def _draw_limit(panel: Any, limit: float, *, vertical: bool = False) -> None:
+    if math.isfinite(limit):
+        line = panel.axvline if vertical else panel.axhline
+        line(limit, color=INK, linestyle=":")
+
+
+def _by_rate(results: dict[str, Any], *names: str) -> tuple[list[float], list[float]]:
+    """The rates that a server was tried at, and the median over rounds of one result; `names` is
+    the path to it in each run."""
+    values_by_rate: dict[float, list[float]] = {}
+    for run in results["runs"]:
+        value = run
+        for name in names:
+            value = value[name]
+        if value is not None:
+            values_by_rate.setdefault(run["rate"], []).append(value)
+    rates = sorted(values_by_rate)
+    return rates, [statistics.median(values_by_rate[rate]) for rate in rates]

@@ -13,7 +13,6 @@ from time import perf_counter
 from typing import Any
 
 from anydecode.benchmarks.serving.traces import Arrival, prompt_text
-from anydecode.errors import MissingPackageError
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,7 @@ async def replay(
     Returns:
         The outcomes, in the order of `arrivals`.
     """
-    try:
-        import httpx
-    except ImportError:
-        raise MissingPackageError("this benchmark", "httpx", "'anydecode[server]'") from None
+    import httpx
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     async with httpx.AsyncClient(

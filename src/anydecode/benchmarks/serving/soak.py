@@ -20,6 +20,7 @@ import typer
 from anydecode.api.llm import LLM
 from anydecode.certification.tiny import tiny_llm
 from anydecode.errors import InvalidRequestError
+from anydecode.report import JsonFile, write_report
 
 #: Relative frequency of each kind of client.
 KINDS = {
@@ -293,9 +294,7 @@ def bench_soak(
         str | None,
         typer.Option("--drafting", help="Draft budget across requests: smartspec-server."),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all results here.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> int:
     """Send thousands of requests by unreliable clients; check for leaks and wrong texts.
 
@@ -306,8 +305,14 @@ def bench_soak(
             "this benchmark reads memory use from /proc, which this system does not have"
         )
     result = soak(requests, at_once=at_once, seed=seed, schedule=schedule, drafting=drafting)
+    write_report(vars(result), json_file, lambda: print_report(result))
+    return 1 if result.wrong else 0
+
+
+def print_report(result: Soak) -> None:
+    """Print the counts, the memory over the run, and the first failures."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in result.kinds.most_common())
-    print(f"{requests} requests in {result.seconds:.0f} s: {kinds}")
+    print(f"{result.requests} requests in {result.seconds:.0f} s: {kinds}")
     print(f"{result.compared} answers compared with those of single requests")
     print(f"{result.preemptions} preemptions; {result.slots_left} positions left in use")
     sizes = " ".join(str(size >> 20) for size in result.memory)
@@ -315,6 +320,3 @@ def bench_soak(
     for line in result.wrong[:20]:
         print(f"WRONG: {line}")
     print("wrong: " + (str(len(result.wrong)) if result.wrong else "nothing"))
-    if json_file is not None:
-        json_file.write_text(json.dumps(vars(result), indent=1) + "\n", encoding="utf-8")
-    return 1 if result.wrong else 0

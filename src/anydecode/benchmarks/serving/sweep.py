@@ -9,6 +9,7 @@ from typing import Any
 
 from anydecode.benchmarks.serving.baselines import Load, median_ratio, request_form
 from anydecode.benchmarks.serving.replay import Endpoint, summary
+from anydecode.report import table_console
 
 
 @dataclass
@@ -72,12 +73,8 @@ def sweep(
 
 def print_sweep(servers: dict[str, Any], rates: list[float], share: float) -> None:
     """Print a table with a line per server and tried rate, then the goodputs."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
     names = ("rate/s", "met", "tokens/s", "ttft 50%", "99%", "tpot 50%", "99%", "itl 50%", "99%")
     table = Table("server", box=None)
     for name in names:
@@ -90,7 +87,7 @@ def print_sweep(servers: dict[str, Any], rates: list[float], share: float) -> No
                 f"{run['tokens_per_second']:.1f}",
                 *("" if value is None else f"{value * 1e3:.0f} ms" for value in times),
             )  # fmt: skip
-    console.print(table)
+    table_console().print(table)
     first = next(iter(servers))
     for server, server_results in servers.items():
         goodput = server_results["goodput_requests_per_second"]

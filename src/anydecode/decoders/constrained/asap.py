@@ -71,6 +71,10 @@ class Node:
             "listed as lossy because it differs from plain masking: it follows the model's"
             " distribution given the constraint, to which it converges as samples accumulate",
             "unvisited children are stored as one sum instead of one node each",
+            "a sample refines the estimates when it is finished: samples that run side by side do"
+            " not use each other's results; the paper draws one after the other",
+            "a text that ends at the token limit counts as completed",
+            "estimates are kept for the last 64 prompts",
         ),
     )
 )

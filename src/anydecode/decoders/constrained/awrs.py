@@ -162,15 +162,21 @@ STATE: StateKey[AwrsState] = StateKey("awrs", "state")
             " grows; the weights are unbiased for every number",
             "the text is emitted at the end of the search, not streamed",
             "at the token limit, unfinished particles keep their weight",
+            "no critic and no proposal model: particles are weighted by the constraint alone",
+            "the released code's defaults of two accepted tokens and no limit of rejected ones are"
+            " fixed; the vocabulary is not pruned beforehand",
         ),
     )
 )
 class Awrs(Decoder):
-    """Sequential Monte Carlo with `particles` texts.
+    """Sequential Monte Carlo: texts with weights, which are resampled if the weights become uneven.
+    One text, sampled by weight, is emitted. `sequence.state[STATE]` holds the evidence (as a
+    logarithm) and the number of tests.
 
-    If the weights become uneven (effective sample size below `threshold` times `particles`), the
-    particles are resampled. One particle, sampled by weight, is emitted. `sequence.state[STATE]`
-    holds the evidence (as a logarithm) and the number of tests.
+    Args:
+        particles: Number of texts.
+        threshold: The texts are resampled if the effective sample size is below this share of
+            `particles`.
     """
 
     def __init__(self, particles: int = 4, threshold: float = 0.5) -> None:

@@ -32,7 +32,7 @@ class JumpForward(Drafter):
             raise InvalidRequestError(f"jump-forward needs max_forced >= 1, not {longest}")
         self.inner = inner
         self.longest = longest
-        self.runners = inner.runners
+        self.requirements = inner.requirements
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self.inner.open(sequence), self.longest)
@@ -89,6 +89,11 @@ def _with_tokens(sequence: Sequence, forced: list[int]) -> Iterator[None]:
     )
 )
 def jump_forward(size: int = 7, max_forced: int = 64) -> Speculative:
-    """Drafts up to `max_forced` forced tokens, then up to `size` tokens by prompt lookup."""
+    """Drafts the tokens that the constraint forces, then tokens by prompt lookup.
+
+    Args:
+        size: Maximum number of tokens drafted by prompt lookup.
+        max_forced: Maximum number of forced tokens drafted.
+    """
     prompt_lookup = catalogue.build("prompt-lookup")
     return Speculative(JumpForward(prompt_lookup.drafter, max_forced), size)

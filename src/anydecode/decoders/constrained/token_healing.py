@@ -38,7 +38,11 @@ from anydecode.scoring.sequence import Sequence
     )
 )
 class TokenHealing(PromptBoundaryDecoder):
-    """Heals the last `count` tokens of the prompt."""
+    """Generates the last tokens of the prompt again, constrained to their text.
+
+    Args:
+        count: Number of tokens of the prompt that are generated again.
+    """
 
     def __init__(self, count: int = 1) -> None:
         if count < 1:

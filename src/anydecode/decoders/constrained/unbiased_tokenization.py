@@ -215,6 +215,8 @@ def _remainder(vocab: Vocabulary, tree: TokenTree, cover: Cover, text: bytes) ->
             "a temperature other than 1 applies to whole covers, and truncations do not apply to"
             " them",
             "the first tokens of the answer are those of the cover's text beyond the prompt",
+            "the tree of covers has at most 128 nodes; covers behind further nodes are left out",
+            "whether the tokenizer produces a cover is tested after the four tokens before it",
         ),
     )
 )
@@ -257,13 +259,15 @@ class UnbiasedTokenization(PromptBoundaryDecoder):
         log_probs = [log_probabilities(row) for row in rows]
         prefix_log_probs = [0.0] * (len(tree) + 1)
         for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
-            prefix_log_probs[node + 1] = prefix_log_probs[parent + 1] + float(
-                log_probs[parent + 1][token]
+            row, parent_row = scores.after(node), scores.after(parent)
+            prefix_log_probs[row] = prefix_log_probs[parent_row] + float(
+                log_probs[parent_row][token]
             )
         weights = np.array(
             [
-                prefix_log_probs[cover.node + 1] + log_probs[cover.node + 1][cover.token]
+                prefix_log_probs[row] + log_probs[row][cover.token]
                 for cover in found_covers
+                for row in [scores.after(cover.node)]
             ]
         )
         self.last_bytes = next_bytes(vocab, tree, found_covers, weights, rows, tail)

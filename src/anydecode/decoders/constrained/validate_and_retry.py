@@ -114,9 +114,7 @@ class ValidateAndRetry(Decoder):
         self.vocab_size = vocab_size
         self.tries = constraint.tries
         self.close = constraint.close
-        self.runners = inner.runners
-        self.causal = inner.causal
-        self.can_sample = inner.can_sample
+        self.requirements = inner.requirements
 
     def prepare(self, sequence: Sequence) -> None:
         self.inner.prepare(sequence)
@@ -168,7 +166,7 @@ class ValidateAndRetry(Decoder):
             sequence.stop_checker, self.constraint.incremental_validator(self.tokenizer), tokens
         )
         length = len(sequence.prompt) + len(branch.tokens)
-        for runner in ("target", *self.runners):
+        for runner in ("target", *self.requirements.runners):
             if branch.is_open(runner) and branch.context(runner).length >= length:
                 branch.truncate(length - 1, runner)
         return branch
@@ -217,7 +215,7 @@ class ValidateAndRetry(Decoder):
         is_late = retry_state.num_tries * 2 > self.tries or _is_forced(branch)
         if is_late and self._narrow(retry_state, branch, output, num_reasoning_tokens):
             return True
-        greedy = sequence.sampler.is_greedy or not self.inner.can_sample
+        greedy = sequence.sampler.is_greedy or not self.requirements.can_sample
         num_invalid = retry_state.num_invalid[output.num_valid] = (
             retry_state.num_invalid.get(output.num_valid, 0) + 1
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, register
+from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.diffusion.blocks import SlidingWindow
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -25,7 +26,7 @@ class JointDenoiser(Denoiser):
     """Samples the window from the diffusion model and, with the same noise, from the product of
     both models' distributions; commits the longest prefix on which the two agree."""
 
-    runners = (DRAFT,)
+    requirements = Requirements(runners=(DRAFT,), causal=False)
     weight = 0.7
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:

@@ -90,6 +90,8 @@ class TwoPhaseDenoiser(Denoiser):
             "if the model has blocks of its own, they limit what a row sees",
             "the second phase begins after the marker; the paper's progressive training of block"
             " sizes is not included",
+            "by default (cache='none') every pass computes the whole canvas; the paper's models"
+            " cache finished blocks",
         ),
     )
 )

@@ -10,7 +10,7 @@ import torch
 
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.framework.canvas_spans import CanvasSpan, canvas_span, causal_span
-from anydecode.errors import UnsupportedCombinationError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.spec import ModelSpec
 from anydecode.scoring.span import ChainSpan, Span
@@ -26,7 +26,7 @@ class CachePolicy(ABC):
     `needs_replay`, these passes are recorded in `canvas.cached_rows` and run again after a restart.
     """
 
-    #: The kind of model that the policy works with, as `Decoder.causal`.
+    #: The kind of model that the policy works with, as `Requirements.causal`.
     causal: bool | None = False
     #: Whether cached rows depend on earlier states of the canvas.
     needs_replay = False
@@ -153,6 +153,13 @@ class PrefixCachePolicy(DualCachePolicy):
         return canvas.input_positions(region[0], len(canvas))
 
 
+#: Deviations from the papers of the methods that use `BlockCausalCache`.
+DEVIATIONS = (
+    "the pass that opens a block also caches the finished one, which saves one pass per block",
+    "all blocks of the prompt are prefilled in one pass",
+)
+
+
 class BlockCausalCache(CachePolicy):
     """Keeps finished blocks for good (Arriola et al., BD3-LM, arXiv:2503.09573).
 
@@ -164,6 +171,10 @@ class BlockCausalCache(CachePolicy):
     """
 
     def __init__(self, block_size: int | None = None) -> None:
+        if block_size is not None and block_size < 1:
+            raise InvalidRequestError(
+                f"a block needs at least one position, not block={block_size}"
+            )
         self._size = block_size
 
     def block_size(self, spec: ModelSpec) -> int | None:

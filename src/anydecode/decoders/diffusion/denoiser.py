@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.diffusion.blocks import BlockPolicy, WholeCanvas
 from anydecode.decoders.diffusion.caches import CachePolicy, NoCache
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
@@ -60,7 +61,7 @@ class Denoiser(Decoder):
             of the model's own.
     """
 
-    causal: bool | None = False
+    requirements = Requirements(causal=False)
     plain = "llada:block=0"  # one token per pass over the whole canvas, without a cache
     #: The layers before which `Predictions.scores.hidden` has the hidden states of predicted rows.
     capture_layers: tuple[int, ...] = ()
@@ -87,7 +88,7 @@ class Denoiser(Decoder):
         self.mask = mask
         self.length = length
         self.tempered = tempered
-        self.causal = self.cache.causal
+        self.requirements = replace(self.requirements, causal=self.cache.causal)
 
     def prepare(self, sequence: Sequence) -> None:
         mask = sequence.mask_token if self.mask is None else self.mask
@@ -314,6 +315,11 @@ class Denoiser(Decoder):
                 max_length=min(pool.num_slots, spec.max_positions),
             )
             self.blocks.check_model(canvas)
+            if canvas.block_size and self.stop.needs_all_masks:
+                raise UnsupportedCombinationError(
+                    "this decoder's stop rule needs predictions of all masks, but this model"
+                    " predicts one block at a time; use a diffusion model without blocks"
+                )
             canvas.policy_state["start"] = len(sequence.prompt)
             self.begin(sequence, canvas)
             sequence.state[_CANVAS] = canvas

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from anydecode.catalogue import Card, register
+from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
@@ -44,7 +45,7 @@ class ElasticDenoiser(Denoiser):
     Keys and values follow from the states, so a restart computes only them.
     """
 
-    reads_weights = True
+    requirements = Requirements(causal=False, reads_weights=True)
     drift: float
 
     def begin(self, sequence: Sequence, canvas: Canvas) -> None:

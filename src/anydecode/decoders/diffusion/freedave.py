@@ -29,6 +29,8 @@ from anydecode.decoders.diffusion.rankings import ranking
             "drafts one token per step only, for which the exact and the subset rule are the same",
             "drafts end with the block (no eager mode), and there is no threshold variant (++)",
             "with constraints and other stateful samplers, one token per pass is generated",
+            "by default (cache='none') every pass computes the whole canvas; the paper uses the"
+            " dual cache",
         ),
     )
 )

@@ -110,6 +110,8 @@ class PredictedEnd(EndOfText):
     position of the answer. Of several the most probable one counts.
     """
 
+    needs_all_masks = True
+
     def extra_positions(self, canvas: Canvas) -> np.ndarray:
         return canvas.masks
 

@@ -29,6 +29,8 @@ class LogitGapStop(StopRule):
         count: The number of positions of the answer (default: to the end of the canvas).
     """
 
+    needs_all_masks = True
+
     def __init__(self, gaps: tuple[float, float, float], start: int, count: int | None) -> None:
         if start < 0 or (count is not None and count < 1):
             raise InvalidRequestError(
@@ -71,6 +73,8 @@ class LogitGapStop(StopRule):
             " fixes an anchor phrase there (put it into the prompt, between masks)",
             "progress is the share of unmasked positions, which is steps / all steps with the"
             " paper's uniform schedule",
+            "above temperature 0 the remaining masks are sampled; the paper fills them with the"
+            " most probable tokens",
         ),
     )
 )

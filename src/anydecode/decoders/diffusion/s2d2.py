@@ -234,14 +234,18 @@ def s2d2(
     Args:
         router: When to verify. "score": if the expected number of accepted tokens minus `cost` is
             at least `min_score`; "hysteresis": from a score of 1 on, until it falls to -5;
-            "span": if at least `min_score` masks are contiguous; "always"; "never". cost: The
-            cost of a verification, in tokens. min_score: The bound of "score" (default: 0) or
-            "span" (default: 8). complete: If fewer tokens than the schedule's are accepted, also
-            unmask the most confident masks. caching: "block" keeps finished blocks as diffusion
-            sees them, "causal" as the verification does. block: Positions per block (default:
-            the model's own block size, else 4). steps: Denoising steps per block (default: one
-            per position). threshold: The confidence threshold of the denoising. mask: The mask
-            token (default: the tokenizer's)."""
+            "span": if at least `min_score` masks are contiguous; "always"; "never".
+        cost: The cost of a verification, in tokens.
+        min_score: The bound of "score" (default: 0) or "span" (default: 8).
+        complete: If fewer tokens than the schedule's are accepted, also unmask the most confident
+            masks.
+        caching: "block" keeps finished blocks as diffusion sees them, "causal" as the verification
+            does.
+        block: Positions per block (default: the model's own block size, else 4).
+        steps: Denoising steps per block (default: one per position).
+        threshold: The confidence threshold of the denoising.
+        mask: The mask token (default: the tokenizer's).
+    """
     if router not in ROUTERS:
         raise InvalidRequestError(
             f"router={router!r} is unknown; it must be one of {', '.join(ROUTERS)}"

@@ -1,40 +1,25 @@
-"""Block diffusion: blocks are denoised from left to right over an exact key-value cache.
-
-In a block, SDAR unmasks every mask above a confidence threshold or follows a schedule; BD3-LM
-unmasks one random mask per step.
-
-SDAR: Cheng et al., "SDAR: A Synergistic Diffusion-AutoRegression Paradigm for Scalable Sequence
-Generation", arXiv:2510.06303. BD3-LM: Arriola et al., "Block Diffusion: Interpolating Between
-Autoregressive and Diffusion Language Models", arXiv:2503.09573.
-"""
+"""SDAR: blocks are denoised from left to right over an exact key-value cache; each step unmasks
+every mask above a confidence threshold or follows a schedule (Cheng et al., "SDAR: A Synergistic
+Diffusion-AutoRegression Paradigm for Scalable Sequence Generation", arXiv:2510.06303)."""
 
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
-from anydecode.decoders.diffusion.caches import BlockCausalCache
+from anydecode.decoders.diffusion.caches import DEVIATIONS, BlockCausalCache
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.rankings import Confidence, Leftmost, Random
+from anydecode.decoders.diffusion.rankings import Confidence, Leftmost
 from anydecode.decoders.diffusion.unmasking import (
     ThresholdOrSchedule,
-    ThresholdUnmasking,
     TopKUnmasking,
 )
 from anydecode.errors import InvalidRequestError
 
 STRATEGIES = ("dynamic", "static", "sequential")
+
+
 _WORKS_WITH = ("batches", "samplers", "constraints", "streaming", "infilling")
-_BLOCKS = (
-    "the pass that opens a block also caches the finished one, which saves one pass per block",
-    "all blocks of the prompt are prefilled in one pass",
-)
-
-
-def _checked_block(block: int | None) -> int | None:
-    if block is not None and block < 1:
-        raise InvalidRequestError(f"a block needs at least one position, not block={block}")
-    return block
 
 
 class BlockSchedule(TopKUnmasking):
@@ -58,7 +43,7 @@ class BlockSchedule(TopKUnmasking):
         needs=("block-diffusion model",),
         works_with=_WORKS_WITH,
         deviations=(
-            *_BLOCKS,
+            *DEVIATIONS,
             "the cache gives the same output as full passes over the same blocks",
         ),
     )
@@ -87,33 +72,5 @@ def sdar(
     schedule = BlockSchedule(steps)
     unmask = ThresholdOrSchedule(threshold, schedule) if remasking == "dynamic" else schedule
     position_ranking = Leftmost() if remasking == "sequential" else Confidence()
-    cache = BlockCausalCache(_checked_block(block))
+    cache = BlockCausalCache(block)
     return Denoiser(FixedBlocks(block), position_ranking, unmask, cache, mask=mask, tempered=True)
-
-
-@register(
-    Card(
-        "bd3-lm",
-        "diffusion",
-        paper="Block Diffusion: Interpolating Between Autoregressive and Diffusion Language Models"
-        " (arXiv:2503.09573); Masked Diffusion Models are Secretly Time-Agnostic Masked Models and"
-        " Exploit Inaccurate Categorical Sampling (arXiv:2409.02908)",
-        exactness="lossy",
-        summary="Blocks over an exact cache; unmasks one mask at a time in random order.",
-        needs=("block-diffusion model",),
-        works_with=_WORKS_WITH,
-        deviations=(
-            *_BLOCKS,
-            "the model must have no time input or a constant one, as the published models have",
-        ),
-    )
-)
-def bd3_lm(block: int | None = None, mask: int | None = None) -> Denoiser:
-    """The first-hitting sampler: each step unmasks one mask, chosen at random.
-
-    Args:
-        block: Positions per block (default: the model's own block size, else 4).
-        mask: The mask token (default: the tokenizer's).
-    """
-    cache = BlockCausalCache(_checked_block(block))
-    return Denoiser(FixedBlocks(block), Random(), ThresholdUnmasking(2.0), cache, mask=mask)

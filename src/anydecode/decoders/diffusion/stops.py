@@ -11,6 +11,9 @@ from anydecode.decoders.diffusion.predictions import Predictions
 class StopRule:
     """Never stops early; the base class of all stop rules."""
 
+    #: Whether it needs predictions outside the block, which models with blocks do not give.
+    needs_all_masks = False
+
     def extra_positions(self, canvas: Canvas) -> np.ndarray:
         """Positions that must be predicted besides the masks of the block."""
         return np.empty(0, np.int64)

@@ -33,7 +33,7 @@ class Acceptance(ABC):
 
         Args:
             tree: The draft tree.
-            scores: The target's scores: row 0 belongs to the root, row i + 1 to node i.
+            scores: The target's scores; `scores.after(node)` is the row of a node.
         """
 
 
@@ -48,7 +48,7 @@ class TokenExact(Acceptance):
         path: list[int] = []
         tokens: list[int] = []
         while True:
-            token = scores.sample(node + 1)
+            token = scores.sample(scores.after(node))
             tokens.append(token)
             child = tree.child(node, token)
             if child is None:
@@ -88,7 +88,7 @@ class ThresholdAcceptance(Acceptance):
             children = tree.children(node)
             if not children:
                 continue
-            p = self.target_distribution(scores, node + 1)
+            p = self.target_distribution(scores, scores.after(node))
             draft_tokens = [tree.tokens[child] for child in children]
             passed = self.passes(p, draft_tokens, len(path) + 1)
             for child, token, is_accepted in zip(children, draft_tokens, passed, strict=True):
@@ -99,14 +99,14 @@ class ThresholdAcceptance(Acceptance):
 
     @staticmethod
     def _accept_path(tree: TokenTree, scores: Scores, path: list[int]) -> AcceptanceResult:
-        tokens, row = [], 0
+        tokens, row = [], scores.after(ROOT)
         for node in path:
             token, position = tree.tokens[node], int(scores.positions[row]) + 1
             scores.sequence.record_logprobs(
                 scores.row(row), position, token, scores.sampler_after(row)
             )
             tokens.append(token)
-            row = node + 1
+            row = scores.after(node)
         return AcceptanceResult(path, [*tokens, scores.sample(row)])
 
 
@@ -114,7 +114,7 @@ class TypicalAcceptance(ThresholdAcceptance):
     """Accept a draft if its probability is above min(`epsilon`, `delta` exp(-H)), where H is the
     entropy of the target's distribution in nats (Cai et al., Medusa, arXiv:2401.10774)."""
 
-    def __init__(self, epsilon: float = 0.3, delta: float = 0.09) -> None:
+    def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
         if not (0 < epsilon < 1 and delta > 0):
             raise InvalidRequestError("typical acceptance needs 0 < epsilon < 1 and delta > 0")
         self.epsilon = epsilon

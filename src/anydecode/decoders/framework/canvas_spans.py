@@ -45,6 +45,7 @@ class CanvasSpan(Span):
         if not self.keep:
             self._slots = context.allocate_scratch(count)
             return
+        context.reusable = False  # now, since it may be released during the pass
         length = context.length
         overwritten = self.positions[self.positions < length]
         if len(overwritten) == length:
@@ -81,7 +82,6 @@ class CanvasSpan(Span):
             self.context.free_scratch(self._slots)
             self._slots = None
         else:
-            self.context.reusable = False
             cached_tokens = self.context.tokens
             cached_tokens += [-1] * (self.context.length - len(cached_tokens))
             for position, token in zip(self.positions, self.tokens, strict=True):

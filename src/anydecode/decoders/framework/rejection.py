@@ -97,7 +97,7 @@ class RejectionSampling(Acceptance):
 
     def _step(self, tree: TokenTree, scores: Scores, node: int) -> tuple[int | None, int]:
         """The accepted child, or None, and the token emitted after `node`."""
-        row, children = node + 1, tree.children(node)
+        row, children = scores.after(node), tree.children(node)
         if not children:
             return None, scores.sample(row)
         sequence, position = scores.sequence, int(scores.positions[row]) + 1

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 from anydecode.constraints.drafts import constraint_state, forced_draft, pruned
-from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction, Decoding, Scores
@@ -103,11 +103,7 @@ class TextDraftSession(DraftSession):
 class Drafter(ABC):
     """Proposes token trees. State learned across requests is kept here; `clear` resets it."""
 
-    runners: tuple[str, ...] = ()
-    #: Whether the draft model may have a different vocabulary.
-    can_translate_vocab: bool = False
-    #: True for a causal draft model, False for a diffusion model.
-    draft_causal: bool = True
+    requirements: Requirements = Requirements()
     #: Whether it learns from all rows of its own tree, so that a constraint must not prune the
     #: tree.
     needs_every_row: bool = False
@@ -169,9 +165,7 @@ class Speculative(Decoder):
         self.drafter = drafter
         self.acceptance = acceptance or TokenExact()
         self.size = size
-        self.runners = drafter.runners
-        self.can_translate_vocab = drafter.can_translate_vocab
-        self.draft_causal = drafter.draft_causal
+        self.requirements = drafter.requirements
         self._budget = budget
         # Rules that compare samples with the draft distribution must see every draft.
         self._is_token_exact = isinstance(self.acceptance, TokenExact)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -32,17 +32,18 @@ class Prefilled(Decoder):
         decoder: The catalogue key of the decoder that generates.
     """
 
-    takes_embeddings = True
-
     def __init__(self, decoder: str = "autoregressive") -> None:
         built = catalogue.build(decoder)
-        if not isinstance(built, Decoder) or isinstance(built, Prefilled):
+        if (
+            not isinstance(built, Decoder)
+            or isinstance(built, Prefilled)
+            or not built.requirements.causal
+        ):
             raise InvalidRequestError(
                 f"{decoder!r} is not a decoder that can continue from a given context"
             )
         self.inner = built
-        self.runners, self.can_translate_vocab = built.runners, built.can_translate_vocab
-        self.can_sample = built.can_sample
+        self.requirements = replace(built.requirements, takes_embeddings=True)
 
     def prepare(self, sequence: Sequence) -> None:
         if sequence.companion_prompts or sequence.sampler.capture_layers or sequence.adapter >= 0:

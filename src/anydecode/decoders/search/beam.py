@@ -14,7 +14,7 @@ from typing import TypedDict
 import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.candidates import Distribution
 from anydecode.sampling.sampler import Sampler
@@ -65,7 +65,7 @@ class Beam(Decoder):
             get a higher score.
     """
 
-    can_sample = False
+    requirements = Requirements(can_sample=False)
 
     def __init__(self, width: int = 4, penalty: float = 1.0, early: bool = False) -> None:
         if width < 1:
@@ -95,10 +95,11 @@ class Beam(Decoder):
             depth += 1
             beams = self._select(beams, expansions, finished, depth)
             state["live"] = [(b.sequence.tokens[num_emitted:], b.total) for b in beams]
-        finished += [
-            (self._hypothesis_score(beam.total, depth), beam.sequence.tokens[num_emitted:])
-            for beam in beams
-        ]
+        if depth >= limit:  # else the live hypotheses are not whole texts
+            finished += [
+                (self._hypothesis_score(beam.total, depth), beam.sequence.tokens[num_emitted:])
+                for beam in beams
+            ]
         best = max(finished, key=lambda hypothesis: hypothesis[0])[1]
         for beam in beams:
             beam.sequence.release()

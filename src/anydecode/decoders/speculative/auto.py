@@ -24,11 +24,11 @@ from anydecode.catalogue import Card, register
 from anydecode.constraints.drafts import constraint_state, pruned
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.framework.acceptance import TokenExact
+from anydecode.decoders.framework.ngram_index import SEPARATOR, NgramIndex
 from anydecode.decoders.framework.speculation import SpeculationRound, verify_tree
-from anydecode.decoders.speculative.copies import SEPARATOR, MatchCursor, TokenHistory
+from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES, MatchCursor
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.cost import CostModel, default_table
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -113,7 +113,7 @@ class AcceptanceRates:
 class CopySource:
     """A history to copy drafts from: a cursor in it, and the acceptance rates of its drafts."""
 
-    def __init__(self, name: str, history: TokenHistory, rates: AcceptanceRates) -> None:
+    def __init__(self, name: str, history: NgramIndex, rates: AcceptanceRates) -> None:
         self.name = name
         self.cursor = MatchCursor(history)
         self.rates = rates
@@ -127,11 +127,10 @@ class CopySource:
     def read(self, text: list[int], scored: bool) -> None:
         """Move on to `text`. With `scored`, its last token came from the model and counts for the
         rates."""
-        cursor = self.cursor
-        length, position = cursor.length, cursor.position
-        cursor.step(text)
-        if scored and length and (prediction := cursor.history.tokens[position]) != SEPARATOR:
-            self.rates.record(class_of(length), prediction == text[-1])
+        length = self.cursor.length
+        is_hit = self.cursor.step(text)
+        if scored and is_hit is not None:
+            self.rates.record(class_of(length), is_hit)
 
     def advanced(self, text: list[int], tokens: list[int]) -> CopySource:
         """This source after `text` and `tokens`."""
@@ -310,13 +309,13 @@ class _Session:
     def __init__(self, sequence: Sequence, decoder: Auto) -> None:
         self.sequence = sequence
         self.max_drafts = decoder.max_drafts
-        self.history = TokenHistory()
+        self.history = NgramIndex(NGRAM_SIZES)
         copy_rates, past_rates, successor_rates = decoder.rates[sequence.sampler.is_greedy]
         self.sources = [CopySource("copy", self.history, copy_rates)]
         self.predictor = SuccessorPredictor(decoder.successors, successor_rates)
         if len(decoder.past):
             self.sources.append(CopySource("past", decoder.past, past_rates))
-        self.cost_model: CostModel = sequence.cost_model or _DefaultCosts()
+        self.cost_model = sequence.cost_model
         self.width = 1 + len(sequence.companion_prompts)
         self.is_constrained = constraint_state(sequence.sampler) is not None
         self.draft_seconds = 0.0
@@ -482,19 +481,6 @@ class _Session:
         self.draft_seconds += 0.1 * (seconds - self.draft_seconds)
 
 
-class _DefaultCosts:
-    """The cost model of sequences outside an engine."""
-
-    def __init__(self) -> None:
-        self._table = default_table()
-
-    def seconds(self, rows: int, context: int) -> float:
-        return self._table.seconds(rows, context)
-
-    def num_others(self) -> int:
-        return 0
-
-
 @register(
     Card(
         "auto",
@@ -509,6 +495,14 @@ class _DefaultCosts:
         deviations=(
             "lengths are chosen per request and pass, from acceptance rates by match length, not"
             " from one moving average",
+            "acceptance rates start from priors measured on a small model, and count with their"
+            " lower bounds",
+            "a draft must gain 2 %; costs are measured while the engine runs, not profiled"
+            " beforehand",
+            "between drafts a sequence that runs alone decodes up to four tokens per multi-step"
+            " burst; drafts are not searched for meanwhile",
+            "tokens forced by a constraint are drafted whenever drafts can pay",
+            "when earlier answers would exceed `memory` tokens, all of them are dropped",
         ),
     )
 )
@@ -531,7 +525,7 @@ class Auto(Decoder):
 
     def clear(self) -> None:
         """Reset everything learned from earlier requests."""
-        self.past = TokenHistory()
+        self.past = NgramIndex(NGRAM_SIZES)
         self.successors = Successors()
         self.rates = {
             greedy: (
@@ -560,9 +554,8 @@ class Auto(Decoder):
 
     def _learn(self, answer: list[int]) -> None:
         if len(self.past) + len(answer) >= self.memory:
-            self.past = TokenHistory()
+            self.past = NgramIndex(NGRAM_SIZES)
         if len(self.successors) >= self.memory:
             self.successors = Successors()
         if len(answer) < self.memory:
-            for token in [*answer, SEPARATOR]:
-                self.past.append(token)
+            self.past.extend([*answer, SEPARATOR])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.canvas_spans import canvas_span, score_canvas
 from anydecode.decoders.framework.speculation import Drafter, DraftSession
 from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
@@ -20,8 +21,7 @@ class DiffusionDrafter(Drafter):
     """Base class of drafters with a bidirectional model as runner "draft". Its tokenizer must have
     a mask token."""
 
-    runners = (DRAFT,)
-    draft_causal = False
+    requirements = Requirements(runners=(DRAFT,), draft_causal=False)
 
     def prepare(self, sequence: Sequence) -> None:
         draft_mask_token(sequence)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -81,12 +82,12 @@ class GrowingTree:
         sequence.align(self.runner)
         scores = yield sequence.verify(TokenTree.chain(chain), runner=self.runner, grows=True)
         self._samplers[ROOT] = sequence.sampler.fork()
-        self._store_candidates(ROOT, scores.row(0))
+        self._store_candidates(ROOT, scores.row(scores.after(ROOT)))
         for position, token in enumerate(chain):
             node = self.add(token, position - 1)
             self._positions[node] = position
             self._advance_sampler(node)
-            self._store_candidates(node, scores.row(position + 1))
+            self._store_candidates(node, scores.row(scores.after(position)))
 
     def add(self, token: int, parent: int) -> int:
         """Add a node that is not scored yet; returns its index."""
@@ -202,7 +203,7 @@ class TreeDrafter(Drafter):
     """Base class of drafters that grow a tree with the runner "draft". `kind` says how siblings are
     chosen, see `TokenTree`."""
 
-    runners = (DRAFT,)
+    requirements = Requirements(runners=(DRAFT,))
     kind = "point"
 
     def __init__(self, with_probabilities: bool = False) -> None:

@@ -9,6 +9,7 @@ cache.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
+from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
 from anydecode.errors import InvalidRequestError
@@ -19,7 +20,7 @@ from anydecode.scoring.tree import TokenTree
 class LayerParallelDrafter(Drafter):
     """Drafts chains with the runner "draft", whose layers run in groups of `group`."""
 
-    runners = (DRAFT,)
+    requirements = Requirements(runners=(DRAFT,))
 
     def __init__(self, group: int) -> None:
         if group < 2:

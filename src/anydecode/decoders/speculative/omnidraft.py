@@ -8,6 +8,7 @@ translated by a cache of how the draft model spells accepted target tokens.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
+from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -15,8 +16,7 @@ from anydecode.decoders.framework.speculation import (
     SpeculationRound,
     Speculative,
 )
-from anydecode.decoders.speculative.draft_model import DRAFT
-from anydecode.decoders.speculative.windows import truncate_to_prefix
+from anydecode.decoders.speculative.draft_model import DRAFT, truncate_to_prefix
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
 
@@ -59,8 +59,7 @@ class OmniDrafter(Drafter):
     """Drafts chains with a draft model that has its own tokenizer. The cache of spellings is kept
     for later requests."""
 
-    runners = (DRAFT,)
-    can_translate_vocab = True
+    requirements = Requirements(runners=(DRAFT,), can_translate_vocab=True)
 
     def __init__(self) -> None:
         self.translation = Translation()

@@ -8,6 +8,7 @@ followed it are the draft.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
+from anydecode.decoders.framework.ngram_index import NgramIndex
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -19,44 +20,17 @@ from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
 
-class NgramIndex:
-    """The last end of each n-gram of a growing text, for n = 1 to `max_ngram`."""
-
-    def __init__(self, max_ngram: int) -> None:
-        self.max_ngram = max_ngram
-        self.tokens: list[int] = []
-        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in range(max_ngram)]
-
-    def extend(self, tokens: list[int]) -> None:
-        """Append `tokens` to the text. An n-gram is indexed once a token follows it."""
-        for token in tokens:
-            end = len(self.tokens)
-            for n in range(1, min(self.max_ngram, end) + 1):
-                self._ends[n - 1][tuple(self.tokens[end - n :])] = end
-            self.tokens.append(token)
-
-    def continuation(self, count: int, min_ngram: int = 1) -> list[int]:
-        """Up to `count` tokens that followed the latest earlier occurrence of the longest matching
-        suffix of at least `min_ngram` tokens."""
-        length = len(self.tokens)
-        for n in range(min(self.max_ngram, length), min_ngram - 1, -1):
-            end = self._ends[n - 1].get(tuple(self.tokens[length - n :]))
-            if end is not None:
-                return self.tokens[end : end + count]
-        return []
-
-
 class _Session(TextDraftSession):
-    def __init__(self, sequence: Sequence, longest: int, min_ngram: int) -> None:
+    def __init__(self, sequence: Sequence, index: NgramIndex) -> None:
         super().__init__(sequence)
-        self.min_ngram = min_ngram
-        self.index = NgramIndex(longest)
+        self.index = index
 
     def read(self, tokens: list[int]) -> None:
         self.index.extend(tokens)
 
     def tree(self, size: int) -> TokenTree:
-        return TokenTree.chain(self.index.continuation(size, self.min_ngram))
+        end, length = self.index.find(self.text)
+        return TokenTree.chain(self.text[end : end + size] if length else [])
 
 
 class PromptLookupDrafter(Drafter):
@@ -70,7 +44,7 @@ class PromptLookupDrafter(Drafter):
         self.min_ngram = min_ngram
 
     def open(self, sequence: Sequence) -> DraftSession:
-        return _Session(sequence, self.max_ngram, self.min_ngram)
+        return _Session(sequence, NgramIndex(range(self.min_ngram, self.max_ngram + 1)))
 
 
 @register(

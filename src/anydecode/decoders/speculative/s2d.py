@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.catalogue import Card, register
+from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
 from anydecode.decoders.speculative.draft_trees import draft_distribution
@@ -27,7 +28,7 @@ class NestedDrafter(Drafter):
     """Drafts each token at the first exit whose largest probability reaches `confidence`; the last
     exit is the whole draft model. `exits` are fractions of its depth."""
 
-    runners = (DRAFT,)
+    requirements = Requirements(runners=(DRAFT,))
 
     def __init__(self, exits: tuple[float, ...], confidence: float) -> None:
         if not exits or any(not 0 < share < 1 for share in exits) or list(exits) != sorted(exits):

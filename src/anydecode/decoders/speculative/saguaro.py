@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import AcceptanceResult, TokenExact
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.decoders.speculative.draft_trees import GrowingTree
@@ -81,7 +81,7 @@ class Saguaro(Decoder):
         exponent: Exponent of `fan_out`.
     """
 
-    runners = (DRAFT,)
+    requirements = Requirements(runners=(DRAFT,))
 
     def __init__(
         self, size: int = 4, fan: int = 3, acceptance: float | None = None, exponent: float = 0.5

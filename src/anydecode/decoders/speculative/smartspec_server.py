@@ -10,7 +10,8 @@ from anydecode.catalogue import Card, register
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.framework.speculation import DraftBudget, SpeculationRound, Speculative
-from anydecode.decoders.speculative.goodput import DraftCosts, LinearCost, RunningSet, SmartSpec
+from anydecode.decoders.speculative.goodput import DraftCosts, LinearCost
+from anydecode.decoders.speculative.smartspec import RunningSet, SmartSpec
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from anydecode.catalogue import Card, register
+from anydecode.decoders.framework.ngram_index import SEPARATOR
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -20,9 +21,6 @@ from anydecode.decoders.framework.speculation import (
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
-
-#: Separates texts; no token has this id.
-SEPARATOR = -1
 
 
 class SuffixAutomaton:
@@ -209,6 +207,7 @@ class _Session(TextDraftSession):
             " keeps the most probable tree",
             "`factor` times the match length bounds the depth, and `size` the number of nodes; the"
             " paper bounds the number of nodes by the former",
+            "when earlier answers would exceed `memory` tokens, all of them are dropped",
         ),
     )
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from anydecode import catalogue
 from anydecode.catalogue import Card, register
+from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -94,11 +95,9 @@ class TapsDrafter(Drafter):
     def __init__(self, drafters: dict[str, Drafter], route: bool = False) -> None:
         self.drafters = drafters
         self.route = route
-        self.can_translate_vocab = any(part.can_translate_vocab for part in drafters.values())
-        self.draft_causal = all(part.draft_causal for part in drafters.values())
-        self.runners = tuple(
-            dict.fromkeys(runner for part in drafters.values() for runner in part.runners)
-        )
+        # `taps` allows one drafter with a model.
+        needs = [part.requirements for part in drafters.values() if part.requirements.runners]
+        self.requirements = needs[0] if needs else Requirements()
 
     def prepare(self, sequence: Sequence) -> None:
         for part in self.drafters.values():
@@ -153,6 +152,6 @@ def taps(
         by_key[key] = method.drafter
     if len(by_key) < 2:
         raise InvalidRequestError("taps needs at least two different drafters, such as a+b")
-    if sum(bool(drafter.runners) for drafter in by_key.values()) > 1:
+    if sum(bool(drafter.requirements.runners) for drafter in by_key.values()) > 1:
         raise UnsupportedCombinationError("taps can merge one method with a draft model at most")
     return Speculative(TapsDrafter(by_key, route), size)

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 
 from anydecode.catalogue import Card, register
 from anydecode.engine.schedule import RowBudget, Schedule, ScheduledSpan, fill, whole
-from anydecode.engine.schedules.sarathi import begun
+from anydecode.engine.schedules.chunked import begun
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.cost import default_table
 from anydecode.scoring.score import ScoreRequest
 
 #: Duration of a pass in seconds, by its number of rows.
@@ -112,7 +111,7 @@ class Nexus(Schedule):
         contexts = [spans[-1].context for request in waiting for spans in request.groups]
         num_positions = sum(context.length for context in contexts)
         mean_length = num_positions // len(contexts)
-        cost_model = waiting[0].sequence.cost_model or _DEFAULT_COSTS
+        cost_model = waiting[0].sequence.cost_model
         decode_first = num_positions > self.full * contexts[0].pool.num_slots
         share = chosen_share(
             lambda count: cost_model.seconds(count, mean_length),
@@ -125,6 +124,3 @@ class Nexus(Schedule):
         if not self._share or abs(share - self._share) >= self.change * self._share:
             self._share = share
         return self._share
-
-
-_DEFAULT_COSTS = default_table()

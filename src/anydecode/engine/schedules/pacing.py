@@ -6,13 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.cost import default_table
 from anydecode.scoring.score import ScoreRequest
 
 #: Maximum number of prompt rows per pass.
 MAX_PROMPT_ROWS = 512
-
-_DEFAULT_COSTS = default_table()
 
 
 def checked_stretch(stretch: float) -> float:
@@ -44,7 +41,7 @@ def rows_beside(
     prompt_length = _mean_length(prompts[:1]) + (prompts[0].num_rows if whole else 0)
     if not rows:
         rows, decode_length = 1, prompt_length
-    cost_model = prompts[0].sequence.cost_model or _DEFAULT_COSTS
+    cost_model = prompts[0].sequence.cost_model
     limit = stretch * cost_model.seconds(rows, decode_length)
     low, high = 1, MAX_PROMPT_ROWS
     while low < high:

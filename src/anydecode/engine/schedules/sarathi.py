@@ -1,71 +1,14 @@
-"""Chunked prefill together with running decodes.
-
-SARATHI: Agrawal et al., "Efficient LLM Inference by Piggybacking Decodes with Chunked Prefills",
-arXiv:2308.16369. Sarathi-Serve: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM
-Inference with Sarathi-Serve", OSDI 2024, arXiv:2403.02310.
-"""
+"""SARATHI: each pass runs all decodes and one chunk of one prompt (Agrawal et al., "Efficient LLM
+Inference by Piggybacking Decodes with Chunked Prefills", arXiv:2308.16369)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from anydecode.catalogue import Card, register
-from anydecode.engine.schedule import RowBudget, Schedule, ScheduledSpan, fill, whole
-from anydecode.engine.schedules.pacing import checked_stretch, is_prompt, rows_beside
+from anydecode.engine.schedule import ScheduledSpan
+from anydecode.engine.schedules.chunked import Chunked
 from anydecode.scoring.score import ScoreRequest
-
-
-def begun(request: ScoreRequest) -> bool:
-    """Whether some rows of `request` have run in an earlier pass."""
-    return any(span.done for spans in request.groups for span in spans)
-
-
-class _Chunked(Schedule):
-    """Chunked prefill with a row budget.
-
-    Args:
-        budget: Maximum number of rows per pass. By default, prompts get as many rows as increase
-            the time between tokens by the factor `stretch`, by the measured pass costs on this
-            machine, and prompts of any length are chunked.
-        short: Requests of more rows count as prompts.
-        stretch: Allowed factor on the time between tokens, more than 1.
-    """
-
-    def __init__(self, budget: int | None = None, short: int = 64, stretch: float = 2.0) -> None:
-        self.budget = None if budget is None else RowBudget(budget).left
-        self.short, self.stretch = short, checked_stretch(stretch)
-
-    def split(
-        self, waiting: list[ScoreRequest]
-    ) -> tuple[list[ScoreRequest], list[ScoreRequest], list[ScoreRequest]]:
-        """Returns decodes, started prompts and new prompts, each in order of arrival."""
-        resumed = [request for request in waiting if begun(request)]
-        fresh = [request for request in waiting if not begun(request)]
-        decodes: list[ScoreRequest] = []
-        prompts: list[ScoreRequest] = []
-        for request in fresh:
-            (prompts if self._is_prompt(request) else decodes).append(request)
-        return decodes, resumed, prompts
-
-    def _is_prompt(self, request: ScoreRequest) -> bool:
-        return request.num_rows > self.short or (self.budget is None and is_prompt(request))
-
-    def prefill(
-        self, decodes: list[ScoreRequest], prompts: list[ScoreRequest]
-    ) -> Iterator[ScheduledSpan]:
-        """All `decodes`, then as many rows of `prompts` as the budget allows."""
-        rows = 0
-        for request in decodes:
-            rows += request.num_rows
-            yield from whole(request)
-        if prompts:
-            left = (
-                rows_beside(decodes, prompts, self.stretch)
-                if self.budget is None
-                else self.budget - rows
-            )
-            if left > 0:
-                yield from fill(prompts, RowBudget(left, started=rows > 0))
 
 
 @register(
@@ -83,32 +26,9 @@ class _Chunked(Schedule):
         ),
     )
 )
-class Sarathi(_Chunked):
+class Sarathi(Chunked):
     """Every pass has all decodes and the next chunk of at most one prompt."""
 
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         decodes, resumed, fresh = self.split(waiting)
         yield from self.prefill(decodes, [*resumed, *fresh][:1])
-
-
-@register(
-    Card(
-        "sarathi-serve",
-        "serving",
-        paper="Agrawal et al. 2024, Sarathi-Serve, OSDI 2024, arXiv:2403.02310",
-        exactness="token-exact",
-        summary="A row budget per pass: decodes first, then started prompts, then new prompts.",
-        deviations=(
-            "memory is allocated chunk by chunk, not for the whole prompt on admission",
-            "without a budget, the chunk size keeps the time between tokens within `stretch` times"
-            " that without prompts, pass by pass, instead of one profiled number of tokens",
-            "a draft tree counts with all its rows",
-        ),
-    )
-)
-class SarathiServe(_Chunked):
-    """Stall-free batching: all decodes run in every pass, and no pass exceeds its budget."""
-
-    def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
-        decodes, resumed, fresh = self.split(waiting)
-        yield from self.prefill(decodes, [*resumed, *fresh])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -116,6 +117,9 @@ _GEMMA = {
     "sliding_window": 4096,
 }
 
+#: The entry points by which other packages add families; their names are model types.
+GROUP = "anydecode.families"
+#: The families by `model_type` of their configs.
 FAMILIES: dict[str, Family] = {
     "llama": Family(("LlamaForCausalLM",), _all_full),
     "mistral": Family(("MistralForCausalLM",), _all_sliding, defaults={"sliding_window": 4096}),
@@ -244,7 +248,7 @@ def text_config(config: Config) -> dict[str, Any]:
             ("wedlm_qwen3" if text.get("qk_norm") else "wedlm"),
             False,
         )
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if not isinstance(model_type, str) or not _is_known(model_type):
         name = _architecture(config) or "no architecture"
         raise CheckpointError(
             f"model type {model_type!r} ({name}) is not supported; supported are"
@@ -256,6 +260,14 @@ def text_config(config: Config) -> dict[str, Any]:
         raise CheckpointError(f"a mixture of experts of model type {model_type!r} is not supported")
     text["model_type"] = model_type
     return {**FAMILIES[model_type].defaults, **text}
+
+
+def _is_known(model_type: str) -> bool:
+    """Whether there is a family of this name. One that another package offers is added."""
+    if model_type not in FAMILIES:
+        for point in entry_points(group=GROUP, name=model_type):
+            FAMILIES[model_type] = point.load()
+    return model_type in FAMILIES
 
 
 def check_multimodal(config: Config) -> None:

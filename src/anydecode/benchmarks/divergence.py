@@ -1,0 +1,190 @@
+"""`anydecode bench divergence`: the error of quantised arithmetic, as the Kullback-Leibler
+divergence per token of anydecode and llama.cpp from the same weights dequantised to float32.
+
+All engines read the same file and the same token ids, window by window from an empty context.
+llama.cpp runs in another Python interpreter, and its logits are returned through a file.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from anydecode.benchmarks.baselines import find_file
+from anydecode.benchmarks.passes import first_logits, sequence_rows
+from anydecode.errors import InvalidRequestError
+from anydecode.machine import cpu_name, usable_cores
+from anydecode.models.families import build_model
+from anydecode.models.loading import load_checkpoint
+from anydecode.models.opening import choose_executor
+from anydecode.report import JsonFile, write_report
+from anydecode.tasks.prompts import PROMPTS
+
+_BASELINE = """
+import json, sys
+import numpy as np
+import llama_cpp
+model, threads, ids_file, target = sys.argv[1:]
+threads, ids = int(threads), json.load(open(ids_file))
+size = max(map(len, ids))
+llm = llama_cpp.Llama(model, n_ctx=size, n_batch=size, n_threads=threads, n_threads_batch=threads,
+                      logits_all=True, verbose=False)
+logits = []
+for window in ids:
+    llm.reset()
+    llm.eval(window)
+    logits.append(np.array(llm.scores[:len(window)], np.float32))
+np.save(target, np.concatenate(logits))
+print(llama_cpp.__version__)
+"""
+
+
+def windows(tokenizer: Any, text: str, count: int, size: int) -> list[list[int]]:
+    """The first `count` token ids of `text`, split into windows of `size`."""
+    ids = tokenizer.encode(text)[:count]
+    return [ids[start : start + size] for start in range(0, len(ids), size)]
+
+
+def logits_of(model: Any, ids: list[int]) -> np.ndarray:
+    """Logits float32 `[len(ids), vocab_size]` of one window, from one forward pass."""
+    rows = sequence_rows(ids, 0, model.spec.num_layers)
+    output = model.run(rows, model.new_cache(len(ids)), first_logits(len(ids)))
+    logits: np.ndarray = output.logits.cpu().numpy().copy()
+    return logits
+
+
+def baseline_logits(
+    python: str, path: str, threads: int, ids: list[list[int]]
+) -> tuple[np.ndarray, str]:
+    """Logits of all windows from llama.cpp, concatenated, and its version."""
+    with tempfile.TemporaryDirectory(prefix="anydecode-divergence-") as folder:
+        ids_file, target = Path(folder, "ids.json"), Path(folder, "logits.npy")
+        ids_file.write_text(json.dumps(ids))
+        command = [python, "-c", _BASELINE, path, str(threads), str(ids_file), str(target)]
+        try:
+            process = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            raise InvalidRequestError(
+                f"--baseline {python} cannot be run: {error.strerror}"
+            ) from None
+        if process.returncode:
+            reason = next(iter(process.stderr.splitlines()[-1:]), f"exit code {process.returncode}")
+            raise InvalidRequestError(f"llama.cpp failed under {python}: {reason}")
+        return np.load(target), f"llama-cpp-python {process.stdout.split()[-1]}"
+
+
+def divergences(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """KL(reference || other) of each row in nats, float64 `[rows]`."""
+    result = np.empty(len(reference))
+    for row, (one, other) in enumerate(zip(reference, logits, strict=True)):
+        p, q = (_log_softmax(values.astype(np.float64)) for values in (one, other))
+        result[row] = (np.exp(p) * (p - q)).sum()
+    return result
+
+
+def _log_softmax(values: np.ndarray) -> np.ndarray:
+    values = values - values.max()
+    shifted: np.ndarray = values - np.log(np.exp(values).sum())
+    return shifted
+
+
+def summary(reference: np.ndarray, logits: np.ndarray) -> dict[str, float]:
+    """Statistics of the divergences over all rows."""
+    values = divergences(reference, logits)
+    return {
+        "mean": float(values.mean()),
+        "standard_error": float(values.std(ddof=1) / len(values) ** 0.5),
+        "median": float(np.median(values)),
+        "99%": float(np.quantile(values, 0.99)),
+        "largest": float(values.max()),
+        "same_top_token": float((reference.argmax(-1) == logits.argmax(-1)).mean()),
+    }
+
+
+def compare(
+    path: str,
+    text: str,
+    tokens: int,
+    window: int,
+    baseline: str | None,
+    threads: int,
+    backend: str | None,
+) -> dict[str, Any]:
+    """Measure all engines and return the report."""
+    own = build_model(load_checkpoint(path), executor=choose_executor(backend, threads))
+    exact = load_checkpoint(path)
+    ids = windows(exact.tokenizer, text, tokens, window)
+    model = build_model(exact, "float32")
+    reference = np.concatenate([logits_of(model, window_ids) for window_ids in ids])
+    engines = {f"anydecode, {type(own.executor).__name__}": _all_logits(own, ids)}
+    if baseline:
+        logits, version = baseline_logits(baseline, path, threads, ids)
+        engines[version] = logits[:, : reference.shape[1]]
+    return {
+        "machine": cpu_name(),
+        "model": Path(path).name,
+        "tokens": len(reference),
+        "window": window,
+        "engines": {name: summary(reference, logits) for name, logits in engines.items()},
+    }
+
+
+def _all_logits(model: Any, ids: list[list[int]]) -> np.ndarray:
+    return np.concatenate([logits_of(model, window) for window in ids])
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the report as a table."""
+    print(
+        f"{result['model']}, {result['tokens']} tokens in windows of {result['window']}, on"
+        f" {result['machine']}: divergence from the dequantised float32 model, in nats"
+    )
+    print(f"{'':42} {'mean':>9} {'+-':>8} {'median':>9} {'99%':>9} {'largest':>9}  same top token")
+    for name, statistics in result["engines"].items():
+        numbers = (
+            statistics[key] for key in ("mean", "standard_error", "median", "99%", "largest")
+        )
+        cells = " ".join(
+            f"{value:{width}.5f}" for value, width in zip(numbers, (9, 8, 9, 9, 9), strict=True)
+        )
+        print(f"{name:42} {cells}  {statistics['same_top_token']:.1%}")
+
+
+def bench_divergence(
+    model: Annotated[str, typer.Option("--model", "-m", help="A name or a .gguf file.")] = (
+        "smollm2-135m-instruct"
+    ),
+    text: Annotated[
+        Path | None, typer.Option("--text", help="A text file; default: the package's prompts.")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of the text.")] = 512,
+    window: Annotated[int, typer.Option("--window", min=1, help="Tokens of a window.")] = 256,
+    baseline: Annotated[
+        str | None,
+        typer.Option("--baseline", help="A Python interpreter with llama-cpp-python."),
+    ] = None,
+    threads: Annotated[
+        int, typer.Option("--threads", min=0, help="CPU threads per engine; 0: all cores.")
+    ] = 0,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", help="native, torch or triton; default: the best available."),
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Compare logits with those of the same weights in float32.
+
+    Example: anydecode bench divergence --tokens 512 --window 256
+    """
+    if text is not None and not text.is_file():
+        raise InvalidRequestError(f"--text {text} is not a file")
+    words = "\n\n".join(p.text for p in PROMPTS) if text is None else text.read_text("utf-8")
+    count = threads or usable_cores()
+    result = compare(find_file(model), words, tokens, window, baseline, count, backend)
+    write_report(result, json_file, lambda: show(result))

@@ -1,0 +1,178 @@
+"""`anydecode bench shapes`: writes GGUF files with random weights in the shapes of well-known
+models.
+
+Speed depends only on shapes and formats, so random weights suffice for timing without a download.
+The tokenizer has single bytes, and names for the other ids. The files can be opened with anydecode
+and llama.cpp. One tensor at a time is in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import gguf
+import numpy as np
+import typer
+
+from anydecode.errors import InvalidRequestError
+from anydecode.report import JsonFile, write_report
+
+FORMATS = ("Q4_0", "Q4_K")
+_STD = 0.02  # of the weights, so that hidden states neither vanish nor explode
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama-like model."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocabulary: int
+    tied: bool
+
+
+SHAPES = {
+    "tiny": Shape(256, 2, 4, 2, 64, 512, 512, True),
+    "1b": Shape(2048, 16, 32, 8, 64, 8192, 128256, True),  # Llama 3.2 1B
+    "8b": Shape(4096, 32, 32, 8, 128, 14336, 128256, False),  # Llama 3 8B
+}
+
+
+def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Name and size `(out_features, in_features)` of every matrix, in file order."""
+    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sizes = {"token_embd": (shape.vocabulary, shape.hidden)}
+    for layer in range(shape.layers):
+        sizes |= {
+            f"blk.{layer}.attn_q": (wide, shape.hidden),
+            f"blk.{layer}.attn_k": (narrow, shape.hidden),
+            f"blk.{layer}.attn_v": (narrow, shape.hidden),
+            f"blk.{layer}.attn_output": (shape.hidden, wide),
+            f"blk.{layer}.ffn_gate": (shape.inner, shape.hidden),
+            f"blk.{layer}.ffn_up": (shape.inner, shape.hidden),
+            f"blk.{layer}.ffn_down": (shape.hidden, shape.inner),
+        }
+    if not shape.tied:
+        sizes["output"] = (shape.vocabulary, shape.hidden)
+    return sizes
+
+
+def norms(shape: Shape) -> list[str]:
+    """The names of all norm weights, in file order."""
+    layers = range(shape.layers)
+    names = [f"blk.{layer}.{name}" for layer in layers for name in ("attn_norm", "ffn_norm")]
+    return [*names, "output_norm"]
+
+
+def random_blocks(
+    format: str, rows: int, columns: int, generator: np.random.Generator
+) -> np.ndarray:
+    """Blocks uint8 `[rows, bytes]` of random weights with standard deviation `_STD`."""
+    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[format]]
+    data = generator.integers(0, 256, (rows, columns // values, size), np.uint8)
+    codes = 4.61  # the standard deviation of a uniform four-bit code
+    if format == "Q4_0":
+        _scale(data, 0, _STD / codes, generator)
+    else:
+        # Scales and minima are uniform below 64; a minimum of 7.5 steps brings the mean to zero.
+        step = _STD / (codes * 31.5 * 1.7)
+        _scale(data, 0, step, generator)
+        _scale(data, 2, step * 7.5, generator)
+    return data.reshape(rows, -1)
+
+
+def _scale(data: np.ndarray, position: int, size: float, generator: np.random.Generator) -> None:
+    scales = (size * generator.uniform(0.9, 1.1, data.shape[:2])).astype(np.float16)
+    data[:, :, position : position + 2] = scales[:, :, None].view(np.uint8)
+
+
+def write(path: Path, shape: Shape, format: str, seed: int = 0) -> int:
+    """Write the file; return the bytes of its weights."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name(path.stem)
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(8192)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(500000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(shape.vocabulary)
+    _add_tokenizer(writer, shape.vocabulary)
+    kind = gguf.GGMLQuantizationType[format]
+    sizes = {}
+    for name, (rows, columns) in matrices(shape).items():
+        values, size = gguf.GGML_QUANT_SIZES[kind]
+        sizes[name] = (rows, columns // values * size)
+        count = rows * sizes[name][1]
+        writer.add_tensor_info(f"{name}.weight", sizes[name], np.dtype(np.uint8), count, kind)
+    for name in norms(shape):
+        size = 4 * shape.hidden
+        writer.add_tensor_info(f"{name}.weight", (shape.hidden,), np.dtype(np.float32), size)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    generator = np.random.default_rng(seed)
+    for rows, columns in matrices(shape).values():
+        writer.write_tensor_data(random_blocks(format, rows, columns, generator))
+    for _ in norms(shape):
+        writer.write_tensor_data(np.ones(shape.hidden, np.float32))
+    writer.close()
+    return sum(rows * columns for rows, columns in sizes.values())
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
+    """Add a token per byte (GPT-2's byte letters), begin and end tokens, names for the other ids,
+    and one merge, which readers require.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable}
+    letters |= {byte: chr(256 + position) for position, byte in enumerate(others)}
+    tokens = [letters[byte] for byte in range(256)] + ["<begin>", "<end>", "th"]
+    tokens += [f"<{number}>" for number in range(len(tokens), vocabulary)]
+    kinds = [1] * 256 + [3, 3] + [1] * (vocabulary - 258)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    writer.add_add_bos_token(False)
+
+
+def bench_shapes(
+    folder: Annotated[Path, typer.Option("--folder", help="Folder to write the file to.")],
+    shape: Annotated[
+        str, typer.Option("--shape", help=f"Shape of the model: {', '.join(SHAPES)}.")
+    ] = "1b",
+    format: Annotated[
+        str, typer.Option("--format", help=f"Format of the weights: {', '.join(FORMATS)}.")
+    ] = FORMATS[0],
+    json_file: JsonFile = None,
+) -> None:
+    """Write a model of random weights, on which other benchmarks can measure speed.
+
+    Example: anydecode bench shapes --folder models --shape 1b
+    """
+    for option, value, allowed in (("shape", shape, SHAPES), ("format", format, FORMATS)):
+        if value not in allowed:
+            raise InvalidRequestError(
+                f"unknown {option} {value!r}; choose from {', '.join(allowed)}"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"random-{shape}.{format}.gguf"
+    size = write(path, SHAPES[shape], format)
+    result = {"path": str(path), "format": format, "weight_bytes": size, **asdict(SHAPES[shape])}
+    write_report(result, json_file, lambda: print(f"{path}: {size / 1e9:.2f} GB of weights"))

@@ -1,0 +1,68 @@
+"""Oracle test of awrs (Adaptive Weighted Rejection Sampling, arXiv:2504.05410): the weights of all
+orders of a draw without replacement, and the distance from the model's distribution given the
+constraint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import permutations
+
+import numpy as np
+
+from anydecode.certification.checks import Check, measure, oracle_test
+from anydecode.certification.oracles.constrained.trap_model import distance
+from anydecode.decoders.constrained.awrs import Awrs, draw
+from anydecode.sampling.noise import Noise
+
+
+@oracle_test("awrs")
+def awrs() -> Iterator[Check]:
+    """All orders of a draw without replacement against the paper's estimator, and the sampler's
+    weights against the tests it made."""
+    probabilities = np.array([0.3, 0.4, 0.2, 0.1])
+    for valid in ({1, 3}, {2}, {0, 1, 2, 3}):
+        mean, by_token = 0.0, dict.fromkeys(valid, 0.0)
+        weights = {}
+        for order in permutations(range(4)):
+            probability, token, weight, tests = _by_hand(probabilities, order, valid)
+            mean += probability * weight
+            by_token[token] += probability * weight
+            weights[round(float(np.log(weight)), 9), token, tests] = True
+        truth = {token: float(probabilities[token]) for token in valid}
+        close = max(abs(by_token[token] - truth[token]) for token in valid) < 1e-12
+        yield Check(f"weights are unbiased, {sorted(valid)} valid", close, f"mean {mean:.3f}")
+        drawn = [
+            draw(probabilities, np.arange(4), valid.__contains__, Noise(seed), 0)
+            for seed in range(100)
+        ]
+        are_known = all((round(d.log_weight, 9), d.token, d.tests) in weights for d in drawn)
+        yield Check(f"draws have those weights, {sorted(valid)} valid", are_known, "100 draws")
+
+
+def _by_hand(
+    probabilities: np.ndarray, order: tuple[int, ...], valid: set[int]
+) -> tuple[float, int, float, int]:
+    """The probability of an order, and the token, weight and number of tests it leads to."""
+    probability, left = 1.0, 1.0
+    for position in order:
+        probability *= float(probabilities[position]) / left if left > 1e-12 else 1.0
+        left -= float(probabilities[position])
+    refused, weight = 0.0, 1.0
+    for rank, position in enumerate(order):
+        share = float(probabilities[position]) / (1 - refused)
+        if position in valid:
+            last = rank + 1 == len(order)
+            if not last and order[rank + 1] not in valid:
+                weight *= share
+            return probability, position, weight, rank + 1 + (not last)
+        weight *= 1 - share
+        refused += float(probabilities[position])
+    raise AssertionError("no token is valid")
+
+
+@measure(
+    "awrs", "distance from the conditional distribution, 12 particles", samples=150, margin=0.15
+)
+def awrs_loss(samples: int) -> float:
+    """Total variation distance. One particle has about 0.5."""
+    return distance(Awrs(12), samples)

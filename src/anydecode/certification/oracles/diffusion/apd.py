@@ -1,0 +1,75 @@
+"""Oracle test of adaptive parallel decoding: the prefix on which both samples agree, recomputed for
+every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from anydecode.api.llm import LLM
+from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.denoising import PROMPT, dense, softmax, steady, steps
+from anydecode.models.scripted import MASK, ByteTokenizer, ScriptedModel
+from anydecode.sampling.noise import Noise
+
+LENGTH = 24
+DIFFUSION, OTHER = steady(), dense(seed=8, spread=3.0)
+
+
+def autoregressive(path: tuple[int, ...]) -> np.ndarray:
+    """Logits of the draft model: those of the diffusion model's position, with an error that
+    depends on the token before it."""
+    row: np.ndarray = OTHER(path[-1:]) + DIFFUSION((len(path),))
+    return row
+
+
+@oracle_test("apd")
+def apd() -> Iterator[Check]:
+    """With the same noise for both, a token is kept while the product of both models' distributions
+    gives it too."""
+    target = ScriptedModel(DIFFUSION, causal=False)
+    draft = ScriptedModel(autoregressive)
+    with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=4096) as llm:
+        for temperature in (0.0, 0.8, 1.5):
+            num_steps = []
+            for decoder, weight, window in (
+                ("apd:weight=1.0", 1.0, 100),
+                ("apd", 0.7, 100),
+                ("apd:weight=0.3,window=8", 0.3, 8),
+                ("apd:weight=0.0", 0.0, 100),
+            ):
+                actual = steps(llm, decoder, LENGTH, temperature=temperature, seed=5)
+                expected = _oracle(weight, window, temperature)
+                counts = [len(one) for one in actual[1]]
+                name = f"{decoder}, T={temperature}: text and steps equal the oracle's"
+                yield Check(name, actual == expected, f"{counts}")
+                num_steps.append(len(counts))
+            name = f"a smaller weight needs more passes, T={temperature}"
+            yield Check(name, num_steps == sorted(num_steps) and num_steps[0] == 1, f"{num_steps}")
+
+
+def _oracle(weight: float, window: int, temperature: float) -> tuple[list[int], list[list[int]]]:
+    """The generated tokens, and the positions that each pass filled."""
+    canvas = [*PROMPT, *[MASK] * LENGTH]
+    filled: list[list[int]] = []
+    while MASK in canvas:
+        masks = [i for i, token in enumerate(canvas) if token == MASK][:window]
+        rows = {i: np.log(softmax(DIFFUSION((*canvas, i))) + 1e-300) for i in masks}
+        noise = {
+            i: Noise(5).gumbel(range(len(rows[i])), i, len(filled)) * bool(temperature)
+            for i in masks
+        }
+        scale = temperature or 1.0
+        chosen: list[int] = []
+        for i in masks:
+            token = int((rows[i] / scale + noise[i]).argmax())
+            if chosen:
+                p = np.log(softmax(autoregressive(tuple(canvas[:i]))) + 1e-300)
+                product = weight * rows[i] + (1 - weight) * p
+                if int((product / scale + noise[i]).argmax()) != token:
+                    break
+            canvas[i] = token
+            chosen.append(i)
+        filled.append(chosen)
+    return canvas[len(PROMPT) :], filled

@@ -1,0 +1,245 @@
+"""Oracle test of diffusion-cfg (Constrained Decoding of Diffusion LLMs with Context-Free Grammars,
+arXiv:2508.10111): which canvases can be completed, by an enumeration of all completions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from itertools import product
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from anydecode.api.llm import LLM
+from anydecode.certification.checks import Check, measure, oracle_test
+from anydecode.certification.denoising import PROMPT, bidirectional, dense, softmax
+from anydecode.constraints.grammar.byte_grammar import byte_grammar
+from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
+from anydecode.constraints.languages import Choice, Grammar
+from anydecode.models.scripted import EOS, MASK
+from anydecode.tasks.tasks import examples
+
+RECORD = r"""
+start: " "? "{" pair (", " pair)* "}"
+pair: "\"" /[a-z]+/ "\": " value
+value: "\"" /[A-Za-z]*/ "\"" | /0|[1-9][0-9]*/ | "true" | "false"
+"""
+
+
+def balanced(text: str) -> bool:
+    """Whether the brackets are balanced."""
+    depth = 0
+    for sign in text:
+        depth += {"(": 1, ")": -1}.get(sign, -99)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+# x is empty or a^n followed by n or n - 1 times b; texts of up to 6 bytes are tried
+_ONE = "(" + "|".join("a" * n + "b" * m for n in range(1, 7) for m in (n, n - 1)) + "|)"
+
+
+_TWICE = _ONE + _ONE
+
+
+#: Grammars, each with a Python predicate of its language.
+LANGUAGES: tuple[tuple[str, Callable[[str], bool]], ...] = (
+    ('start: "a" start "b" | "ab"', lambda t: t == "a" * (len(t) // 2) + "b" * (len(t) // 2) != ""),
+    ('start: s\ns: s s | "(" s ")" | ', balanced),
+    (
+        'start: "a" start "a" | "b" start "b" | "a"? | "b"',
+        lambda t: t == t[::-1] and not {*t} - {*"ab"},
+    ),
+    ("start: /(a|bb)*b?/", lambda t: re.fullmatch("(a|bb)*b?", t) is not None),
+    ('start: x x\nx: "a" y |\ny: x "b" | "b"?', lambda t: re.fullmatch(_TWICE, t) is not None),
+)
+
+
+PIECES = tuple(piece.encode() for piece in ("a", "b", "ab", "ba", "(", ")", "((", ")("))
+
+
+END = len(PIECES)
+
+
+def verifier(grammar: str, pieces: tuple[bytes, ...] = PIECES) -> CanvasGrammar:
+    """A grammar over these tokens and one end-of-text token."""
+    tokens: Any = SimpleNamespace(token_bytes=[*pieces, b""], size=len(pieces) + 1)
+    return CanvasGrammar(byte_grammar(grammar), tokens, frozenset({len(pieces)}))
+
+
+def texts(is_text: Callable[[str], bool], length: int) -> set[tuple[int, ...]]:
+    """Every canvas of `length` without masks that is a text of the language, by enumeration."""
+    texts = set()
+    for size in range(length + 1):
+        for tokens in product(range(END), repeat=size):
+            if is_text(b"".join(PIECES[token] for token in tokens).decode()):
+                texts.add((*tokens, *[END] * (length - size)))
+    return texts
+
+
+def canvases(length: int, count: int, seed: int) -> list[tuple[int, ...]]:
+    """Random canvases of `length`; each position is masked with probability 1/2."""
+    draw = Random(seed)
+    return [
+        tuple(draw.choice((MASK_POSITION, draw.randrange(END + 1))) for _ in range(length))
+        for _ in range(count)
+    ]
+
+
+def fits(canvas: tuple[int, ...], complete: set[tuple[int, ...]]) -> bool:
+    """Whether a text of `whole` agrees with the unmasked tokens of the canvas."""
+    return any(
+        all(one in (MASK_POSITION, other) for one, other in zip(canvas, text, strict=True))
+        for text in complete
+    )
+
+
+@oracle_test("diffusion-cfg")
+def diffusion_cfg() -> Iterator[Check]:
+    """A canvas is accepted if and only if it has a completion."""
+    for grammar, is_text in LANGUAGES:
+        rules, wrong, num_completable, total = verifier(grammar), 0, 0, 0
+        for length in (1, 2, 3):
+            complete = texts(is_text, length)
+            tested = canvases(length, 60, seed=length)
+            tested += [
+                tuple(MASK_POSITION if i % 2 else t for i, t in enumerate(one))
+                for one in sorted(complete)
+            ]
+            for canvas in tested:
+                expected = fits(canvas, complete)
+                wrong += rules.is_completable(canvas) != expected
+                num_completable, total = num_completable + expected, total + 1
+                if expected and MASK_POSITION in canvas:
+                    wrong += _wrong_tokens(rules, canvas, complete)
+        detail = f"{wrong} wrong of {total} canvases, {num_completable} with a completion"
+        yield Check(
+            f"equal to trying all completions: {grammar!r}",
+            not wrong and 0 < num_completable < total,
+            detail,
+        )
+    options = ("abab", "abba", "bb", "baba", "aaa")
+    script = _logits_over(b"ab")
+    with bidirectional(script) as llm:
+        answer = llm.generate(
+            [list(PROMPT)],
+            decoder="diffusion-cfg:block=0",
+            constraint=Choice(options),
+            max_tokens=4,
+            trace=True,
+        )[0]
+    filled = [step["filled"] for step in answer.trace or []]
+    expected_fill = _naive(script, {(*map(ord, one), *[EOS] * (4 - len(one))) for one in options})
+    yield Check(
+        "fills the most confident token that leaves a completion",
+        ([*answer.tokens], filled) == expected_fill,
+        f"{answer.text!r}",
+    )
+
+
+def _wrong_tokens(
+    rules: CanvasGrammar, canvas: tuple[int, ...], complete: set[tuple[int, ...]]
+) -> int:
+    """The number of tokens judged wrongly at the last masked position, one by one and all
+    together."""
+    position = max(i for i, token in enumerate(canvas) if token == MASK_POSITION)
+    is_valid = [
+        fits((*canvas[:position], t, *canvas[position + 1 :]), complete) for t in range(END + 1)
+    ]
+    canvas_answer = CanvasAnswer(rules, canvas)
+    wrong = sum(
+        canvas_answer.accepts(position, token) != is_good for token, is_good in enumerate(is_valid)
+    )
+    return wrong + int((canvas_answer.allowed(position) != np.array(is_valid)).sum())
+
+
+def _logits_over(alphabet: bytes) -> Any:
+    """Logits that prefer these bytes and, slightly less, the end-of-text token."""
+    inner = dense(spread=2.0)
+
+    def logits(path: tuple[int, ...]) -> np.ndarray:
+        row = inner(path).copy()
+        row[[*alphabet]] += 9.0
+        row[EOS] = row[alphabet[0]] - 1.0
+        result: np.ndarray = row
+        return result
+
+    return logits
+
+
+def _naive(script: Any, complete: set[tuple[int, ...]]) -> tuple[list[int], list[list[int]]]:
+    """Fills the most confident position first. If its most probable token leaves no completion, all
+    such tokens are removed and the positions are ranked again."""
+    canvas, filled = [*PROMPT, *[MASK] * 4], []
+    start = len(PROMPT)
+    while MASK in canvas:
+        rows = {i: script((*canvas, i)).copy() for i, t in enumerate(canvas) if t == MASK}
+        while True:
+            probabilities = {i: softmax(row) for i, row in rows.items()}
+            position = max(probabilities, key=lambda i: (probabilities[i].max(), -i))
+            token = int(probabilities[position].argmax())
+            current = [MASK_POSITION if t == MASK else t for t in canvas[start:]]
+            fit = [
+                fits((*current[: position - start], t, *current[position - start + 1 :]), complete)
+                for t in range(len(rows[position]))
+            ]
+            if fit[token]:
+                break
+            rows[position][~np.array(fit)] = -np.inf
+        canvas[position] = token
+        if token == EOS:
+            canvas[position:] = [EOS] * len(canvas[position:])
+        filled.append([position])
+    tokens = canvas[start:]
+    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens, filled
+
+
+@measure("diffusion-cfg", "answers that do not parse", samples=64, margin=0.0)
+def unparsed(samples: int) -> float:
+    """Records parsed as JSON, for prompts that ask for one and for others."""
+
+    kinds = (("json", 0.0), ("json", 1.5), ("copy", 0.7), ("chain", 1.5))
+    wrong = total = 0
+    with LLM("tiny-diffusion", threads=1) as llm:
+        for task, temperature in kinds:
+            prompts = [one.prompt for one in examples(task, samples // len(kinds), seed=7)]
+            answers = llm.generate(
+                prompts,
+                decoder="diffusion-cfg",
+                constraint=Grammar(RECORD),
+                max_tokens=20,
+                temperature=temperature,
+                seed=3,
+            )
+            total += len(answers)
+            wrong += sum(not _is_record(answer.text) for answer in answers)
+    return wrong / total
+
+
+@measure("diffusion-cfg", "correct records lost because of the constraint", samples=48, margin=0.02)
+def lost(samples: int) -> float:
+    """The share of questions, relative to the same filling order without a constraint."""
+
+    questions = [*examples("json", samples, seed=7)]
+    right = []
+    with LLM("tiny-diffusion", threads=1) as llm:
+        for constraint in (None, Grammar(RECORD)):
+            answers = llm.generate(
+                [one.prompt for one in questions],
+                decoder="diffusion-cfg",
+                constraint=constraint,
+                max_tokens=24,
+            )
+            right.append(sum(e.is_right(a.text) for e, a in zip(questions, answers, strict=True)))
+    return (right[0] - right[1]) / samples
+
+
+def _is_record(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False

@@ -1,0 +1,24 @@
+"""Oracle test of dparallel (dParallel, arXiv:2509.26488): every position of low entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.denoising import StepState, entropy_nats
+from anydecode.certification.oracles.diffusion.scripted_denoising import same_steps
+from anydecode.certification.oracles.diffusion.task_losses import DETERMINED, register_losses
+
+
+@oracle_test("dparallel")
+def dparallel() -> Iterator[Check]:
+    """Every position of low entropy."""
+
+    def rule(state: StepState) -> list[int]:
+        low = [i for i, p in state.probabilities.items() if entropy_nats(p) <= 0.9]
+        return low or state.order(lambda p: -entropy_nats(p))[:1]
+
+    yield same_steps("fills positions of low entropy", "dparallel:entropy=0.9,block=12", rule)
+
+
+register_losses("dparallel", "dparallel", accuracy=0.08, passes=0.5, tasks=DETERMINED)

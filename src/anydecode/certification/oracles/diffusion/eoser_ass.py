@@ -1,0 +1,64 @@
+"""Oracle test of eoser-ass (Taming Masked Diffusion Language Models, arXiv:2509.23924): step sizes
+that double, blocks at the end, and factors on end-of-text tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from anydecode.certification.checks import Check, measure, oracle_test
+from anydecode.certification.denoising import (
+    PROMPT,
+    StepState,
+    accuracy_lost,
+    bidirectional,
+    dense,
+    ending,
+    naive,
+    passes_ratio,
+    steps,
+)
+from anydecode.certification.oracles.diffusion.task_losses import DETERMINED
+from anydecode.models.scripted import EOS
+
+
+@oracle_test("eoser-ass")
+def eoser_ass() -> Iterator[Check]:
+    """Doubling step sizes, peeled blocks, and factors on end-of-text tokens."""
+    with bidirectional(dense()) as llm:
+        for length, blocks, expected in (
+            (16, 1, [1, 2, 4, 9]),
+            (24, 1, [1, 2, 4, 17]),
+            (32, 3, [1, 2, 4, 8, 17]),
+            (1, 1, [1]),
+        ):
+            decoder = f"eoser-ass:blocks={blocks}"
+            filled = steps(llm, decoder, length)[1]
+            yield Check(f"{length} masks in {expected}", [len(one) for one in filled] == expected)
+        filled = steps(llm, "eoser-ass:blocks=3", 32)[1]
+        starts = [min(one) - len(PROMPT) for one in filled[-2:]]
+        yield Check("the peeled blocks are at the end", starts == [7, 15])
+    script = ending()
+
+    def rule(state: StepState) -> list[int]:
+        step = state.block_step
+        factor = 0.1 + 0.9 * min(1.0, (2 ** (step + 1) - 1) / 2**4)
+        order = state.order(lambda p: float(p.max()) * (factor if p.argmax() == EOS else 1.0))
+        return order[: 2**step] if step < 3 else order
+
+    with bidirectional(script) as llm:
+        actual = steps(llm, "eoser-ass:min_factor=0.1", 16, ignore_eos=False)
+    order = naive(script, 16, 16, rule)[1]
+    yield Check("end-of-text tokens are delayed", actual[1] == order[: len(actual[1])])
+
+
+@measure("eoser-ass", "passes relative to one token per pass", samples=64, margin=0.25)
+def eoser_passes(samples: int) -> float:
+    """floor(log2 24) = 4 passes instead of up to 24."""
+    return passes_ratio("eoser-ass", samples)
+
+
+@measure("eoser-ass", "accuracy lost, tasks with one right answer", samples=63, margin=0.1)
+def eoser_loss(samples: int) -> float:
+    """The last pass fills half the canvas at once, which works only for tasks with one right
+    answer."""
+    return accuracy_lost("eoser-ass", samples, DETERMINED)

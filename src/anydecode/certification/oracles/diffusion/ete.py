@@ -1,0 +1,77 @@
+"""Oracle test of ete (From Bits to Rounds, arXiv:2511.21103): the confident positions across
+blocks, else the token that makes most other positions confident."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.denoising import (
+    CONFIDENT,
+    PROMPT,
+    bidirectional,
+    entropy_nats,
+    softmax,
+    steps,
+)
+from anydecode.certification.oracles.diffusion.task_losses import register_losses
+from anydecode.models.scripted import MASK
+
+
+@oracle_test("ete")
+def ete() -> Iterator[Check]:
+    """The confident positions across blocks; otherwise the pivot token that makes most other
+    positions confident."""
+
+    def oracle(candidates: int, reward: float) -> tuple[list[int], list[list[int]]]:
+        canvas, filled = [*PROMPT, *[MASK] * 24], []
+        while MASK in canvas:
+            first = canvas.index(MASK)
+            edge = 3 + ((first - 3) // 8 + 1) * 8
+            probabilities = {
+                i: softmax(CONFIDENT((*canvas, i)))
+                for i in range(first, min(edge + 8, len(canvas)))
+                if canvas[i] == MASK
+            }
+            confident = [i for i, p in probabilities.items() if p.max() >= 0.9]
+            if len(confident) >= 2 or len(confident) == len(probabilities):
+                for i in confident:
+                    canvas[i] = int(probabilities[i].argmax())
+                filled.append(confident)
+                continue
+            open_ = [i for i in probabilities if i < edge and i not in confident]
+            open_ = open_ or [i for i in probabilities if i not in confident]
+            pivot = max(open_, key=lambda i: (entropy_nats(probabilities[i]), -i))
+            options = []
+            for token in np.argsort(-probabilities[pivot], kind="stable")[:candidates]:
+                trial = list(canvas)
+                for i in confident:
+                    trial[i] = int(probabilities[i].argmax())
+                trial[pivot] = int(token)
+                after = {
+                    i: softmax(CONFIDENT((*trial, i))) for i in probabilities if trial[i] == MASK
+                }
+                more = {i: int(p.argmax()) for i, p in after.items() if p.max() >= 0.9}
+                value = math.log(probabilities[pivot][token]) + reward * len(more)
+                options.append((value, trial, more))
+            _, canvas, more = max(options, key=lambda one: one[0])
+            for i, token in more.items():
+                canvas[i] = token
+            filled.append(sorted([*confident, pivot, *more]))
+        return canvas[len(PROMPT) :], filled
+
+    with bidirectional(CONFIDENT) as llm:
+        for candidates, reward in ((3, 1.0), (2, 5.0), (8, 50.0), (1, 1.0)):
+            decoder = f"ete:candidates={candidates},reward={reward},block=8"
+            probabilities = steps(llm, decoder, 24)
+            yield Check(
+                decoder,
+                probabilities == oracle(candidates, reward),
+                f"{len(probabilities[1])} steps",
+            )
+
+
+register_losses("ete", "ete", accuracy=0.05, passes=0.5)

@@ -1,0 +1,133 @@
+"""Oracle test of mustdrop (MustDrop, arXiv:2411.10803): merging and dropping by hand, and the
+positions that a dense pass with the same thresholds leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from anydecode.certification.checks import Check, measure, oracle_test
+from anydecode.certification.oracles.prefill.dense_pass import (
+    DEPTH,
+    TEXT,
+    after_prefill,
+    deep_model,
+    dense_pass,
+    is_close,
+    open_llm,
+    prompt_rows,
+    same_text,
+)
+from anydecode.certification.oracles.prefill.planted_model import distance
+from anydecode.decoders.prefill.mustdrop import MustDrop, dropped, merged
+from anydecode.models.transformer import Transformer
+from anydecode.scoring.prompt_embeds import PromptEmbeds
+
+
+@oracle_test("mustdrop")
+def mustdrop() -> Iterator[Check]:
+    """Merging and dropping by hand; then the positions that a dense pass with the same thresholds
+    leaves."""
+    grid = torch.eye(16, 20)
+    grid[[0, 1, 2, 4, 5, 6, 8, 9, 10]] = torch.ones(20) + 0.01 * torch.eye(9, 20)
+    rows, stays = merged(grid, 4, 0.8)
+    left = [0, 3, 7, 11, 12, 13, 14, 15]
+    yield Check(
+        "a window of similar rows is merged", torch.nonzero(stays).flatten().tolist() == left
+    )
+    yield Check(
+        "the merged row is the mean",
+        is_close(rows[0], torch.ones(20) + 0.01 / 9 * (torch.arange(20) < 9)),
+    )
+    yield Check("dissimilar rows stay", bool(merged(torch.eye(9), 3, 0.8)[1].all()))
+    share = torch.tensor([[0.50, 0.01, 0.02, 0.00], [0.40, 0.01, 0.06, 0.00]])
+    yield Check(
+        "both thresholds must be met",
+        dropped(share, 0.09, 0.05).tolist() == [False, True, False, True],
+    )
+    model, length = deep_model(), len(TEXT) - 1
+    generator = torch.Generator().manual_seed(1)
+    media = PromptEmbeds(
+        6, torch.randn(40, 64, generator=generator), torch.rand(40, generator=generator)
+    )
+    method = MustDrop(overall=0.03, single=0.05, key=0.1, alike=2)
+    layers = after_prefill(model, method, TEXT, media)
+    positions = _surviving(model, media, 0.03, 0.05, 4)
+    state = prompt_rows(model, TEXT)
+    state[6:46] = media.rows
+    everything = torch.arange(length)
+    seen, alive = {}, everything
+    for layer in range(DEPTH):
+        seen[layer] = alive
+        alive = positions.get(layer, alive)
+    _, keys, _, _ = dense_pass(model, state, seen)
+    right = sum(
+        is_close(layers[layer][0], keys[layer][torch.isin(seen[layer], alive)])
+        for layer in range(DEPTH)
+    )
+    yield Check(
+        "some positions are dropped, some stay",
+        length - 40 < len(alive) < length,
+        f"{len(alive)} of {length}",
+    )
+    yield Check(
+        "every layer ends with the surviving positions", right == DEPTH, f"{right} of {DEPTH}"
+    )
+    with open_llm(model) as llm:
+        options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "prompt_embeds": media}
+        none = llm.generate(TEXT, decoder="mustdrop:overall=0,alike=2", **options).tokens
+        whole = llm.generate(TEXT, decoder="quickprefill:keep=1", **options).tokens
+    yield Check("dropping nothing changes nothing", none == whole)
+    yield _merging(model)
+    yield from same_text("mustdrop:overall=0.03,single=0.05", media)
+
+
+def _merging(model: Transformer) -> Check:
+    """Nine similar embeddings become one, their mean, before the first layer."""
+    generator = torch.Generator().manual_seed(2)
+    media = PromptEmbeds(6, torch.ones(9, 64) + 0.1 * torch.randn(9, 64, generator=generator))
+    layers = after_prefill(model, MustDrop(overall=0.0, alike=0.8), TEXT, media)
+    rows = prompt_rows(model, TEXT)
+    rows[6] = media.rows.mean(0)
+    left = torch.tensor([i for i in range(len(rows)) if not 6 < i < 15])
+    _, keys, _, _ = dense_pass(model, rows, dict.fromkeys(range(DEPTH), left))
+    right = sum(is_close(layers[layer][0], keys[layer]) for layer in range(DEPTH))
+    return Check("similar embeddings are merged", right == DEPTH, f"{right} of {DEPTH} layers")
+
+
+def _surviving(
+    model: Transformer, media: PromptEmbeds, overall: float, single: float, keys: int
+) -> dict[int, torch.Tensor]:
+    """The positions left after each dropping layer, by the definition."""
+    assert media.importance is not None
+    rows = prompt_rows(model, TEXT)
+    rows[media.first : media.stop] = media.rows
+    ranked = sorted(range(len(media.rows)), key=lambda i: -media.importance[i])  # type: ignore[index]
+    protected = {media.first + i for i in ranked[:keys]}
+    alive = list(range(len(rows)))
+    left: dict[int, torch.Tensor] = {}
+    for layer in (0, 1, 2):  # (2, 6, 10, 14) * 6 / 32, rounded down
+        seen = {i: left.get(i - 1, torch.arange(len(rows))) for i in range(layer + 1)}
+        share = dense_pass(
+            model, rows, seen | dict.fromkeys(range(layer + 1, DEPTH), torch.tensor(alive))
+        )
+        attention = share[3][layer].mean(0)
+        text = [i for i, position in enumerate(alive) if position >= media.stop]
+        vision = [i for i, position in enumerate(alive) if media.first <= position < media.stop]
+        total = sum(float(attention[t, v]) for t in text for v in vision)
+        dropped_now = set()
+        for v in vision:
+            column = [float(attention[t, v]) for t in text]
+            if sum(column) < overall * total and max(column) < single and alive[v] not in protected:
+                dropped_now.add(alive[v])
+        alive = [position for position in alive if position not in dropped_now]
+        left[layer] = torch.tensor(alive)
+    return left
+
+
+@measure("mustdrop", "total variation of the next token, published options", samples=12, margin=0.2)
+def mustdrop_loss(samples: int) -> float:
+    """The claim: positions that the text attends to little can be dropped."""
+    return distance(MustDrop, samples, media=True)

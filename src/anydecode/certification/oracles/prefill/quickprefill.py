@@ -1,0 +1,78 @@
+"""Oracle test of quickprefill (QuickVideo, arXiv:2505.16175): each layer keeps the keys of smallest
+norm of every group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from anydecode.certification.checks import Check, measure, oracle_test
+from anydecode.certification.oracles.prefill.dense_pass import (
+    DEPTH,
+    TEXT,
+    after_prefill,
+    deep_model,
+    dense_pass,
+    is_close,
+    open_llm,
+    prompt_rows,
+    same_text,
+)
+from anydecode.certification.oracles.prefill.planted_model import distance
+from anydecode.decoders.prefill.quickprefill import QuickPrefill, smallest
+from anydecode.scoring.prompt_embeds import PromptEmbeds
+
+
+@oracle_test("quickprefill")
+def quickprefill() -> Iterator[Check]:
+    """Groups of 20 rows, halved per layer; each group attends to the kept halves before it."""
+    keys = torch.tensor([[[3.0]], [[1.0]], [[-2.0]], [[1.0]]])
+    yield Check("the smallest norms; ties go to the first", smallest(keys, 2).tolist() == [1, 3])
+    model = deep_model()
+    found = after_prefill(model, QuickPrefill(group=20, query=30), TEXT)
+    media, length = len(TEXT) - 30, len(TEXT) - 1
+    expected = sum((min(20, media - start)) // 2 for start in range(0, media, 20)) + length - media
+    sizes = {len(k) for k, _ in found}
+    yield Check("half of every group is cached", sizes == {expected}, f"{sizes}, {expected}")
+    _, dense, values, _ = dense_pass(
+        model, prompt_rows(model, TEXT), dict.fromkeys(range(DEPTH), torch.arange(length))
+    )
+    norms = dense[0][:20].flatten(1).norm(dim=1)
+    at = torch.tensor(sorted(sorted(range(20), key=lambda i: norms[i])[:10]))
+    first = all(is_close(found[0][i][:10], (dense, values)[i][0][at]) for i in range(2))
+    yield Check("the kept keys have the smallest norms", first)
+    layers = []
+    for layer in range(DEPTH):  # the first group attends to all of itself in every layer
+        norms = dense[layer][:20].flatten(1).norm(dim=1)
+        at = torch.tensor(sorted(sorted(range(20), key=lambda i: norms[i])[:10]))  # noqa: B023
+        layers.append((is_close(found[layer][0][:10], dense[layer][at]), at.tolist()))
+    yield Check("each layer selects by its own keys", all(same for same, _ in layers))
+    yield Check(
+        "layers keep different positions",
+        len({tuple(positions_kept) for _, positions_kept in layers}) > 1,
+    )
+    with open_llm(model) as llm:
+        plain = llm.generate(TEXT, max_tokens=12, ignore_eos=True).tokens
+        whole = llm.generate(
+            TEXT, decoder="quickprefill:group=20,keep=1", max_tokens=12, ignore_eos=True
+        )
+    yield Check("keeping all changes nothing", plain == whole.tokens)
+    same = PromptEmbeds(5, prompt_rows(model, TEXT)[5:30])
+    with open_llm(model) as llm:
+        given = llm.generate("?" * 5 + TEXT[5:], max_tokens=12, ignore_eos=True,
+                             decoder="quickprefill:keep=1", prompt_embeds=same)  # fmt: skip
+        read = llm.generate("?" * 5 + TEXT[5:], max_tokens=12, ignore_eos=True)
+    yield Check("embeddings of tokens are equivalent to the tokens", given.tokens == read.tokens)
+    yield from same_text("quickprefill:group=20,query=30")
+
+
+@measure(
+    "quickprefill",
+    "total variation of the next token, half of the keys cached",
+    samples=12,
+    margin=0.5,
+)
+def quickprefill_loss(samples: int) -> float:
+    """The claim: half of the keys, those of small norm, are nearly as good as all."""
+    return distance(lambda: QuickPrefill(group=25, keep=0.5, query=20), samples)

@@ -1,0 +1,76 @@
+"""The passes of an engine under a schedule, and the text, which must not change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from anydecode.api.llm import LLM
+from anydecode.certification.checks import PROMPTS, Check, Restarts, scripted_llm
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+
+#: One pass: (request, rows, first layer, last layer) of every scheduled span.
+Pass = set[tuple[int, int, int, int]]
+
+
+LONG = ("x" * 200 + "abc" * 50, "hello " * 40, "q" * 300)
+
+
+def same_text(schedule: str) -> Check:
+    """Whether long and short prompts, with and without drafts, with restarts, give the text of the
+    default schedule."""
+    prompts = [*LONG, *PROMPTS]
+    options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+    with scripted_llm() as llm:
+        expected = [answer.tokens for answer in llm.generate(prompts, **options)]
+    for decoder in ("autoregressive", "prompt-lookup"):
+        with scripted_llm(schedule=schedule) as llm, Restarts(llm.engine, seed=5):
+            answers = llm.generate(prompts, decoder=decoder, **options)
+            llm.engine.check_integrity()
+        if [answer.tokens for answer in answers] != expected:
+            return Check(f"the text equals the default schedule's, {decoder}", False)
+    return Check("the text equals the default schedule's, with restarts", True)
+
+
+def passes(
+    schedule: str, lengths: Seq[int], *, tokens: int, layers: int = 3, **more: Any
+) -> list[Pass]:
+    """The passes for prompts of these lengths, all submitted at once; `more` has one value per
+    prompt for each option, and `running`."""
+    running = more.pop("running", 256)
+    model = ScriptedModel(seed=1, num_layers=layers)
+    engine: dict[str, Any] = {"schedule": schedule, "prefix_cache": False, "max_running": running}
+    result: list[Pass] = []
+    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096, **engine) as llm:
+        runner = llm.engine.runners["target"]
+        plain: dict[str, Any] = {"decoder": "autoregressive", "ignore_eos": True}
+        options = [
+            {**plain, **{key: values[i] for key, values in more.items()}}
+            for i in range(len(lengths))
+        ]
+        requests = [
+            llm.request([97 + i] * length, max_tokens=tokens, **options[i])
+            for i, length in enumerate(lengths)
+        ]
+        number = {id(request.jobs[0].sequence): i for i, request in enumerate(requests)}
+        run = runner.run
+
+        def recording(plan: Any) -> Any:
+            result.append(
+                {
+                    (number[id(score.sequence.root)], count, span.start, span.stop)
+                    for score, span, count in plan.scheduled
+                }
+            )
+            return run(plan)
+
+        runner.run = recording  # type: ignore[method-assign]
+        for request in requests:
+            llm.engine.submit(request.jobs[0])
+        while not all(request.done for request in requests):
+            llm.engine.step()
+    return result
+
+
+def rows_of(all_passes: list[Pass]) -> list[dict[int, int]]:
+    return [{request: rows for request, rows, _, _ in one} for one in all_passes]

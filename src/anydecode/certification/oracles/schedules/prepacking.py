@@ -1,0 +1,21 @@
+"""Oracle test of prepacking (arXiv:2404.09529): bins and passes, computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.oracles.schedules.passes import passes, rows_of, same_text
+from anydecode.engine.schedules.prepacking import pack
+
+
+@oracle_test("prepacking")
+def prepacking() -> Iterator[Check]:
+    """Bins of 200: the request of 80 goes to the emptier of two bins with room, which is not the
+    tightest fit."""
+    lengths = [200, 120, 110, 80, 70]
+    yield Check("bins by hand", pack(lengths, 200) == [[0], [1, 4], [2, 3]])
+    rows = rows_of(passes("prepacking", lengths, tokens=2))
+    expected = [{0: 200}, {0: 1, 1: 120, 4: 70}, {1: 1, 4: 1, 2: 110, 3: 80}, {2: 1, 3: 1}]
+    yield Check("a bin is a pass, beside all decodes", rows == expected, str(rows))
+    yield same_text("prepacking")

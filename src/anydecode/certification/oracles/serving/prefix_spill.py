@@ -1,0 +1,140 @@
+"""Oracle test of prefix-spill (CachedAttention, arXiv:2403.19708): evicted prefixes are restored
+byte by byte, for the same tenant only."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anydecode.api.llm import LLM
+from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.tiny import tiny_model
+from anydecode.memory.prefix import BLOCK, read_slots
+from anydecode.memory.spill import DiskSpill
+from anydecode.models.scripted import ByteTokenizer
+
+_FIRST = "the first conversation, which is long enough to be worth keeping somewhere. " * 2
+
+
+_OTHERS = tuple(letter * 180 for letter in "pqr")
+
+
+def _open(model: Any, spill: Any, limit: str | int = "64MiB") -> LLM:
+    """An engine with cache space for one and a half prompts."""
+    options: dict[str, Any] = {"cache_positions": 240, "prefix_spill": spill, "spill_limit": limit}
+    return LLM(model, tokenizer=ByteTokenizer(), **options)
+
+
+def _generate(llm: LLM, prompt: str, namespace: str = "") -> list[int]:
+    tokens: list[int] = llm.generate(
+        prompt, decoder="autoregressive", max_tokens=12, temperature=0.8, seed=3, ignore_eos=True,
+        namespace=namespace,
+    ).tokens  # fmt: skip
+    return tokens
+
+
+def _cached_bytes(llm: LLM, prompt: str) -> bytes:
+    """The cached keys and values of a prompt's whole blocks."""
+    runner = llm.engine.runners["target"]
+    slots = runner.prefixes.match(llm.encode(prompt), (-1, ""))
+    return (
+        read_slots(runner.pool.cache, slots) if len(slots) == len(prompt) // BLOCK * BLOCK else b""
+    )
+
+
+def _checks(model: Any, spill: Any) -> Iterator[Check]:
+    """Generates, evicts the prefix with other prompts, and generates again."""
+    where = "memory" if spill == "memory" else "disk"
+    with LLM(model, tokenizer=ByteTokenizer(), prefix_cache=False) as alone:
+        expected = [_generate(alone, prompt) for prompt in (_FIRST, *_OTHERS)]
+    with _open(model, spill) as llm:
+        prefixes = llm.engine.runners["target"].prefixes
+        texts = [_generate(llm, _FIRST)]
+        before = _cached_bytes(llm, _FIRST)
+        texts += [_generate(llm, prompt) for prompt in _OTHERS]
+        yield Check(f"nothing is restored unless requested, {where}", prefixes.num_restored == 0)
+        _generate(llm, _FIRST, "another tenant")
+        yield Check(f"no prefix is shared between tenants, {where}", prefixes.num_restored == 0)
+        rows = llm.engine.runners["target"].num_rows
+        again = _generate(llm, _FIRST)
+        spared = len(_FIRST) // BLOCK * BLOCK
+        yield Check(
+            f"the whole prefix is restored, {where}",
+            prefixes.num_restored == spared,
+            f"{prefixes.num_restored} of {spared} tokens",
+        )
+        computed = llm.engine.runners["target"].num_rows - rows
+        yield Check(
+            f"a restored prefix is not recomputed, {where}", computed == len(_FIRST) - spared + 11
+        )
+        after = _cached_bytes(llm, _FIRST)
+        yield Check(f"restored bit by bit, {where}", len(before) > 0 and before == after)
+        yield Check(f"the text is the same, {where}", texts == expected and again == texts[0])
+        llm.engine.check_integrity()
+
+
+@oracle_test("prefix-spill")
+def prefix_spill() -> Iterator[Check]:
+    """A cache with space for one and a half prompts, used for four prompts and then for the first
+    again."""
+    model = tiny_model(positions=512)
+    yield from _checks(model, "memory")
+    with tempfile.TemporaryDirectory() as folder:
+        yield from _checks(model, folder)
+        files = sorted(Path(folder).rglob("*.block"))
+        private = all(file.stat().st_mode & 0o077 == 0 for file in files)
+        yield Check("files are complete and private", bool(files) and private)
+        left = [file for file in Path(folder).rglob("*") if file.is_file() and file not in files]
+        yield Check("no partly written files are left", not left)
+        with _open(model, folder) as llm:
+            text = _generate(llm, _FIRST)
+            num_restored = llm.engine.runners["target"].prefixes.num_restored
+            yield Check(
+                "the next process restores the files", num_restored == len(_FIRST) // BLOCK * BLOCK
+            )
+        for number, file in enumerate(sorted(Path(folder).rglob("*.block"))):
+            data = bytearray(file.read_bytes())
+            if number % 2:
+                data[len(data) // 2] ^= 1
+            else:
+                del data[-7:]
+            file.write_bytes(data)
+        with _open(model, folder) as llm:
+            again = _generate(llm, _FIRST)
+            restored = llm.engine.runners["target"].prefixes.num_restored
+            yield Check("damaged blocks are ignored", restored == 0 and again == text)
+        with _open(tiny_model(positions=512, seed=1), folder) as llm:
+            _generate(llm, _FIRST)
+            strange = llm.engine.runners["target"].prefixes.num_restored
+            yield Check("another model's blocks are ignored", strange == 0)
+    yield from _bounded()
+
+
+def _bounded() -> Iterator[Check]:
+    """Ten blocks of 100 bytes where three fit: the most recently used stay."""
+    with tempfile.TemporaryDirectory() as folder:
+        spill = DiskSpill(Path(folder), 3 * 150 + 20)
+        keys = [bytes([number]) * 32 for number in range(10)]
+        block = np.arange(100, dtype=np.uint8).tobytes()
+        for key in keys[:3]:
+            spill.put(key, block)
+        spill.close()
+        spill = DiskSpill(Path(folder), 3 * 150 + 20)
+        are_equal = [spill.get(key) == block for key in keys[:3]]
+        spill.get(keys[0])
+        for key in keys[3:5]:
+            spill.put(key, block)
+        spill.close()
+        here = [key in spill for key in keys[:5]]
+        files = len(list(Path(folder).rglob("*.block")))
+        yield Check("blocks outlive the process", are_equal == [True] * 3)
+        yield Check(
+            "the most recently used blocks stay",
+            here == [True, False, False, True, True],
+            str(here),
+        )
+        yield Check("the size limit is kept", files == 3 and spill.num_bytes <= spill.limit)

@@ -1,0 +1,34 @@
+"""What the oracle tests of draft lengths share: fixed costs of passes, and drafts copied from the
+text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass
+class FixedCosts:
+    """A cost model in which a pass takes `cost(rows, context)` seconds, beside `others` other
+    sequences."""
+
+    cost: Callable[[int, int], float]
+    others: int = 0
+
+    def seconds(self, rows: int, context: int) -> float:
+        """The duration of a pass."""
+        return self.cost(rows, context)
+
+    def num_others(self) -> int:
+        """The number of other sequences."""
+        return self.others
+
+
+def latest_copy(text: list[int], count: int) -> list[int]:
+    """The `count` tokens that followed the latest occurrence of the longest repeated suffix of up
+    to three tokens."""
+    for n in (3, 2, 1):
+        for start in range(len(text) - n - 1, -1, -1):
+            if n < len(text) and text[start : start + n] == text[-n:]:
+                return text[start + n : start + n + count]
+    return []

@@ -1,0 +1,38 @@
+"""Oracle test of dyspec (arXiv:2410.11744): the tree of the paper's heap, grown one sample at a
+time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+import numpy as np
+
+from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.oracles.speculative.draft_trees import Path, compare_trees, draft_row
+
+
+@oracle_test("dyspec")
+def dyspec() -> Iterator[Check]:
+    """The paper's heap: one sample at a time, residuals as whole vectors."""
+
+    def oracle(text: list[int], temperature: float) -> list[Path]:
+        def slot(path: Path) -> tuple[list[int], np.ndarray]:
+            row = draft_row(text, path, temperature)
+            return list(row), np.array([q for q, _ in row.values()])
+
+        heap: list[tuple[float, int, Path, list[int], np.ndarray]] = []
+        count = 0
+        tree: list[Path] = []
+        heappush(heap, (-1.0, count, (), *slot(())))
+        while len(tree) < 10:
+            negative, _, parent, tokens, residual = heappop(heap)
+            share = residual[0] / residual.sum()
+            tree.append((*parent, tokens[0]))
+            count += 1
+            heappush(heap, (negative * (1 - share), count, parent, tokens[1:], residual[1:]))
+            count += 1
+            heappush(heap, (negative * share, count, tree[-1], *slot(tree[-1])))
+        return tree
+
+    yield from compare_trees("dyspec:size=10", oracle)

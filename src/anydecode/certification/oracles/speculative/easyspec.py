@@ -1,0 +1,63 @@
+"""Oracle test of easyspec (EasySpec, arXiv:2502.02493): the drafts of a forward pass in which
+groups of layers read the same input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from anydecode.api.llm import LLM
+from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.oracles.speculative.forward_pass import Forward
+from anydecode.certification.rounds import rounds
+from anydecode.certification.tiny import tiny_model
+from anydecode.kernels.library import load_library
+from anydecode.models.scripted import ByteTokenizer
+from anydecode.models.transformer import Transformer
+
+LAYERS, GROUP, SIZE = 7, 2, 4
+
+
+PROMPT = "the cat sat on the cat"
+
+
+def drafted(model: Transformer, text: list[int], size: int, group: int) -> list[int]:
+    """The expected draft after `text`: exact up to its first token, then with grouped layers."""
+    forward = Forward(model)
+    for token in text:
+        logits = forward.step(token)
+    draft = [int(logits.argmax())]
+    while len(draft) < size:
+        draft.append(int(forward.step(draft[-1], group).argmax()))
+    return draft
+
+
+@oracle_test("easyspec")
+def easyspec() -> Iterator[Check]:
+    """Drafts equal the oracle's in every round, which requires that the cache is corrected in each;
+    they differ from the drafts of an exact draft model."""
+    oracle = tiny_model(layers=LAYERS, seed=3, backend="torch")
+    for backend in ("torch", "native") if load_library() is not None else ("torch",):
+        draft = tiny_model(layers=LAYERS, seed=3, backend=backend)
+        target = tiny_model(layers=LAYERS, seed=3, backend=backend)
+        with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=1024) as llm:
+            trace = rounds(llm, f"easyspec:size={SIZE},group={GROUP}", PROMPT, 24)
+            rows, passes = (
+                llm.engine.runners["draft"].num_rows,
+                llm.engine.runners["draft"].num_passes,
+            )
+        wrong = [one.text for one in trace if one.tokens != drafted(oracle, one.text, SIZE, GROUP)]
+        detail = f"{len(wrong)} of {len(trace)} differ"
+        yield Check(f"drafts equal the oracle's, {backend}", not wrong and len(trace) > 5, detail)
+        exact = [drafted(oracle, one.text, SIZE, 1) for one in trace]
+        yield Check(
+            f"only the first draft is always exact, {backend}",
+            all(one.tokens[0] == chain[0] for one, chain in zip(trace, exact, strict=True))
+            and any(one.tokens != chain for one, chain in zip(trace, exact, strict=True)),
+        )
+        num_generated = sum(len(one.generated) for one in trace[:-1])
+        expected_rows = len(PROMPT) + num_generated + len(trace) * (SIZE - 1)
+        yield Check(
+            f"one exact pass per round over the new tokens, {backend}",
+            (rows, passes) == (expected_rows, len(trace) * SIZE),
+            f"{rows} rows in {passes} passes; expected {expected_rows} in {len(trace) * SIZE}",
+        )

@@ -1,0 +1,47 @@
+"""Oracle test of opt-tree (arXiv:2406.17276): the most probable nodes of the whole tree, found with
+a heap, and the depth at which the gain is too small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+import numpy as np
+
+from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.oracles.speculative.draft_trees import Path, compare_trees, draft_row
+
+
+@oracle_test("opt-tree")
+def opt_tree() -> Iterator[Check]:
+    """The n most probable nodes of the whole tree; levels are added while they add more than
+    delta."""
+
+    def oracle(text: list[int], temperature: float) -> list[Path]:
+        before, nodes = 0.0, []
+        for depth in range(1, 11):
+            nodes = _likeliest(text, temperature, 8, depth)
+            total = sum(weight for weight, _ in nodes)
+            if total - before <= 0.2:
+                break
+            before = total
+        return [path for _, path in nodes]
+
+    yield from compare_trees("opt-tree:size=8,delta=0.2", oracle, ordered=False)
+
+
+def _likeliest(
+    text: list[int], temperature: float, size: int, depth: int
+) -> list[tuple[float, Path]]:
+    heap: list[tuple[float, Path]] = [(-1.0, ())]
+    nodes: list[tuple[float, Path]] = []
+    while heap and len(nodes) <= size:
+        negative, path = heappop(heap)
+        nodes.append((-negative, path))
+        if len(path) < depth:
+            row = draft_row(text, path, temperature)
+            keys = np.array([key for _, key in row.values()])
+            beliefs = np.exp(keys - keys.max())
+            for token, belief in zip(row, beliefs / beliefs.sum(), strict=True):
+                heappush(heap, (negative * float(belief), (*path, token)))
+    return nodes[1:]

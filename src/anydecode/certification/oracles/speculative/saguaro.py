@@ -1,0 +1,70 @@
+"""Oracle test of saguaro (Speculative Speculative Decoding, arXiv:2603.03251): the fan-out formula,
+the prepared outcomes, and the drafts after a cache hit and after a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.oracles.speculative.draft_chains import PROMPTS, overlap
+from anydecode.certification.oracles.speculative.draft_trees import DRAFT as SHARP
+from anydecode.certification.oracles.speculative.draft_trees import draft_row
+from anydecode.certification.rounds import TracedRound, plain_token, rounds, scripted, wordy
+from anydecode.decoders.speculative.saguaro import fan_out
+
+
+@oracle_test("saguaro")
+def saguaro() -> Iterator[Check]:
+    """Fan-out by the formula; prepared outcomes and drafts equal an oracle's; cache hits save
+    time."""
+    yield Check(
+        "equal acceptance gives equal fan-out", fan_out(3, 8, 0.999999, 0.5)[:3] == [1, 1, 1]
+    )
+    shares = [0.8 ** (k / 1.5) for k in range(4)]
+    shares[3] *= 0.2 ** (-1 / 1.5)
+    by_hand = [round(20 * share / sum(shares)) for share in shares]
+    yield Check(
+        "fan-out of 20 over three drafts", fan_out(3, 20, 0.8, 0.5) == by_hand, f"{by_hand}"
+    )
+    for temperature in (0.0, 0.8):
+        wrong = hits = misses = 0
+        with scripted(wordy(spread=1.8), SHARP) as llm:
+            for prompt in PROMPTS:
+                trace = rounds(llm, "saguaro:size=3,fan=2", prompt, temperature=temperature)
+                for one, following in zip(trace, trace[1:], strict=False):
+                    expected = _outcomes(one.text, one.tokens, temperature)
+                    wrong += set(map(tuple, one.entry["prepared"])) != expected
+                    outcome = (len(one.accepted), one.generated[-1])
+                    hits += following.entry["hit"]
+                    misses += not following.entry["hit"]
+                    wrong += following.entry["hit"] != (outcome in expected)
+                    wrong += following.tokens != _chain(following, temperature)
+        yield Check(f"T={temperature} equals the oracle", wrong == 0)
+        yield Check(
+            f"T={temperature}: cache hits and misses occur",
+            hits > 0 < misses,
+            f"{hits} hits, {misses} misses",
+        )
+    yield from overlap("saguaro:size=4,fan=3")
+
+
+def _outcomes(text: list[int], drafts: list[int], temperature: float) -> set[tuple[int, int]]:
+    outcomes = set()
+    for num_accepted in range(len(drafts) + 1):
+        excluded = drafts[num_accepted] if num_accepted < len(drafts) else None
+        tokens = list(draft_row(text, tuple(drafts[:num_accepted]), temperature))
+        outcomes |= {(num_accepted, token) for token in [t for t in tokens if t != excluded][:2]}
+    return outcomes
+
+
+def _chain(one: TracedRound, temperature: float) -> list[int]:
+    """The expected chain: prepared drafts come from the 64 most probable tokens, drafts made on
+    demand from all."""
+    path: tuple[int, ...] = ()
+    for _ in range(3):
+        if one.entry["hit"]:
+            path = (*path, next(iter(draft_row(one.text, path, temperature))))
+        else:
+            seen = (*one.text, *path)
+            path = (*path, plain_token(SHARP(seen), len(seen), temperature))
+    return list(path)

@@ -1,0 +1,93 @@
+"""Oracle test of SmartSpec: the draft lengths of sequences side by side, replayed from their
+rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts, latest_copy
+from anydecode.certification.rounds import TracedRound, scripted, traced_rounds, wordy
+
+PROMPTS = ("abcabcabd", "the cab had a bad cab and the cab had", "aaaaaaaa")
+MAX_DRAFTS = 8
+
+
+def seconds(rows: int, context: int) -> float:
+    """The cost of a pass in the test: rows beyond twelve and long contexts are expensive."""
+    return 1 + 0.03 * rows + 0.4 * max(0, rows - 12) + 0.002 * rows * context
+
+
+@dataclass
+class _Running:
+    """One sequence of the replay. `per_draft` is that of the decoder, shared by all."""
+
+    trace: list[TracedRound]
+    num_rounds: int = 0
+    rate: float = 0.6
+    size: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.trace[min(self.num_rounds, len(self.trace) - 1)].text)
+
+
+@oracle_test("smartspec")
+def smartspec() -> Iterator[Check]:
+    """Every draft has the length of maximum goodput of all running sequences together."""
+    for prompts in (PROMPTS[:1], PROMPTS):
+        for temperature in (0.0, 0.8):
+            with scripted(wordy(spread=2.0, echo=5)) as llm:
+                llm.cost_model = FixedCosts(seconds)
+                traces = traced_rounds(llm, "smartspec", prompts, 80, temperature=temperature)
+            wrong, sizes = _replay(traces)
+            where = f"{len(prompts)} sequences, T={temperature}"
+            yield Check(f"draft lengths equal the replay, {where}", wrong == 0, f"{sizes}")
+            num_accepted = sum(len(one.accepted) for trace in traces for one in trace)
+            yield Check(f"drafts are accepted, {where}", num_accepted > 0, f"{num_accepted}")
+    alone, two, three = sizes[:3]
+    yield Check(
+        "every sequence that joins shortens the drafts", alone > two > three, f"{sizes[:3]}"
+    )
+    with scripted(wordy()) as llm:
+        llm.cost_model = FixedCosts(lambda rows, context: float(rows))
+        (never,) = traced_rounds(llm, "smartspec", PROMPTS[:1], 30)
+    yield Check("nothing is drafted where every row costs a pass", not any(o.tokens for o in never))
+
+
+def _replay(traces: list[list[TracedRound]]) -> tuple[int, list[int]]:
+    """The number of drafts that differ from the oracle's, and the lengths chosen."""
+    running: list[_Running] = []
+    waiting = [_Running(trace) for trace in traces]
+    per_draft, wrong, sizes = 0.0, 0, []
+    while running or waiting:
+        for one in [*running, *waiting]:
+            if one in waiting:
+                waiting.remove(one)
+                running.append(one)
+            else:
+                last = one.trace[one.num_rounds]
+                if last.tokens:
+                    spent = last.entry["draft_seconds"] / len(last.tokens)
+                    per_draft += (spent - per_draft) / 10
+                    num_tested = min(len(last.tokens), len(last.accepted) + 1)
+                    one.rate += (len(last.accepted) / num_tested - one.rate) / 10
+                one.num_rounds += 1
+                if one.num_rounds == len(one.trace):
+                    running.remove(one)
+                    continue
+            goodputs = [_goodput(running, k, per_draft) for k in range(MAX_DRAFTS + 1)]
+            if max(goodputs) > 1.02 * goodputs[one.size]:
+                one.size = goodputs.index(max(goodputs))
+            sizes.append(one.size)
+            now = one.trace[one.num_rounds]
+            wrong += now.tokens != latest_copy(now.text, one.size)
+    return wrong, sizes
+
+
+def _goodput(running: list[_Running], size: int, per_draft: float) -> float:
+    tokens = sum(one.rate**i for one in running for i in range(size + 1))
+    context = sum(one.length for one in running) // len(running)
+    cost = seconds(len(running) * (size + 1), context) + per_draft * size * len(running)
+    return tokens / cost

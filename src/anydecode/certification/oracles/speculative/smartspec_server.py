@@ -1,0 +1,77 @@
+"""Oracle test of smartspec-server (SmartSpec, arXiv:2406.14066): the draft length of maximum
+goodput over all running requests, from the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from anydecode.api.llm import LLM
+from anydecode.certification.checks import PROMPTS, Check, oracle_test, scripted_llm
+from anydecode.decoders.speculative.smartspec_server import LoadLimited, ServerGoodput
+from anydecode.scoring.cost import DEFAULT_COSTS
+from anydecode.scoring.sequence import Sequence
+
+_TEXT: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+
+
+@oracle_test("smartspec-server")
+def smartspec_server() -> Iterator[Check]:
+    """A pass costs 1 + 0.02 * rows; every acceptance rate starts at 0.6. Alone, 5, 6 and 7 drafts
+    give 2.128, 2.132 and 2.119 tokens per cost: 6 are best. 60 requests together draft 1 each."""
+    for running in (1, 20, 60):
+        expected = _best(running, 0.6, 1.0, 0.02)
+        server = ServerGoodput(fixed=1.0, per_row=0.02)
+        sizes = list(_sizes(server, running))
+        yield Check(f"{running} requests draft {expected} each", sizes == [expected] * running)
+    by_hand = (_best(1, 0.6, 1.0, 0.02), _best(60, 0.6, 1.0, 0.02)) == (6, 1)
+    yield Check("6 drafts alone, 1 under load", by_hand)
+    with scripted_llm(drafting=ServerGoodput(fixed=1.0, per_row=0.02)) as llm:
+        loads = {
+            id(_load_limited(llm, key).load)
+            for key in ("prompt-lookup", "suffix", "token-recycling")
+        }
+        yield Check("one load is shared by all drafters", len(loads) == 1)
+        rejecting = llm.decoder("rejection-sampling")
+        yield Check(
+            "a text that depends on drafts is unchanged", not isinstance(rejecting, LoadLimited)
+        )
+        plain = [one.tokens for one in llm.generate(list(PROMPTS), **_TEXT)]
+        drafted = llm.generate(list(PROMPTS), decoder="prompt-lookup", **_TEXT)
+        yield Check("the text equals plain decoding", [d.tokens for d in drafted] == plain)
+        passes = sum(one.stats.passes for one in drafted)
+        yield Check("drafts are accepted", passes < sum(map(len, plain)), f"{passes} passes")
+        yield Check(
+            "finished requests are removed from the load",
+            not _load_limited(llm, "prompt-lookup").load.running,
+        )
+
+
+def _best(running: int, rate: float, fixed: float, per_row: float) -> int:
+    """The draft length of maximum goodput, from the definition."""
+
+    def goodput(size: int) -> float:
+        tokens = sum(rate**i for i in range(size + 1))
+        return running * tokens / (fixed + per_row * running * (size + 1))
+
+    return max(range(9), key=goodput)
+
+
+def _sizes(server: ServerGoodput, running: int) -> Iterator[int]:
+    """The draft length of each of `running` sequences, distributed over two drafters."""
+    with scripted_llm(drafting=server) as llm:
+        keys = ("prompt-lookup", "suffix")
+        budgets = []
+        for number in range(running):
+            request = llm.request("abcabc", max_tokens=20)
+            sequence: Sequence = request.jobs[0].sequence
+            sequence.cost_model = DEFAULT_COSTS
+            budgets.append((sequence, _load_limited(llm, keys[number % 2]).budget(sequence)))
+        for sequence, budget in budgets:
+            yield min(budget.first.size(sequence), 8)  # type: ignore[attr-defined]
+
+
+def _load_limited(llm: LLM, key: str) -> LoadLimited:
+    decoder = llm.decoder(key)
+    assert isinstance(decoder, LoadLimited)
+    return decoder

@@ -1,0 +1,74 @@
+"""An n-gram index of a growing token sequence: finds an earlier occurrence of the last tokens.
+
+It costs well below a microsecond per token, so it can be kept even when nothing is drafted from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from operator import itemgetter
+from typing import Any
+
+#: Separates texts in an index of several; no token has this id.
+SEPARATOR = -1
+
+
+class NgramIndex:
+    """A growing token sequence, and where each of its n-grams ended last.
+
+    An n-gram is indexed once a token follows it.
+
+    Args:
+        sizes: The n-gram sizes.
+        keep_first: Keep where each n-gram ended first, not last.
+    """
+
+    def __init__(self, sizes: Iterable[int], *, keep_first: bool = False) -> None:
+        self.tokens: list[int] = []
+        self._keep_first = keep_first
+        # By size: the function that returns the n-gram at the end of a text, and the ends.
+        self._tables: list[tuple[int, itemgetter[Any], dict[Any, int]]] = [
+            (size, itemgetter(*range(-size, 0)), {}) for size in sorted(sizes)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def append(self, token: int) -> None:
+        """Append one token."""
+        tokens = self.tokens
+        end = len(tokens)
+        try:
+            if self._keep_first:
+                for _, last_ngram, ends in self._tables:
+                    ends.setdefault(last_ngram(tokens), end)
+            else:
+                for _, last_ngram, ends in self._tables:
+                    ends[last_ngram(tokens)] = end
+        except IndexError:  # there are fewer tokens than an n-gram has
+            pass
+        tokens.append(token)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append `tokens`."""
+        for token in tokens:
+            self.append(token)
+
+    def find(self, text: Seq[int]) -> tuple[int, int]:
+        """Find the longest n-gram that ends `text`.
+
+        Returns:
+            The position after its last (or first) occurrence, and its size; (0, 0) if none of the
+                n-grams occurs.
+        """
+        end = length = 0
+        try:
+            for size, last_ngram, ends in self._tables:
+                found = ends.get(last_ngram(text))
+                if found is None:
+                    break
+                end, length = found, size
+        except IndexError:  # the text has fewer tokens than the next n-gram
+            pass
+        return end, length

@@ -1,0 +1,81 @@
+"""LongSpec: the draft model attends to a sliding window of constant size (Yang et al., "LongSpec:
+Long-Context Lossless Speculative Decoding with Efficient Drafting and Verification",
+arXiv:2502.17421)."""
+
+from __future__ import annotations
+
+from anydecode.catalogue import Card, register
+from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
+from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
+from anydecode.errors import InvalidRequestError
+from anydecode.memory.sequence_cache import SequenceCache
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import TokenTree
+
+
+class WindowDrafter(Drafter):
+    """Drafts with a draft model that keeps the first `sinks` and the last `window` positions."""
+
+    requirements = Requirements(runners=(DRAFT,))
+
+    def __init__(self, window: int, sinks: int) -> None:
+        if window < 1 or sinks < 0:
+            raise InvalidRequestError("longspec needs window >= 1 and sinks >= 0")
+        self.window = window
+        self.sinks = sinks
+
+    def open(self, sequence: Sequence) -> DraftSession:
+        return _WindowSession(sequence, self)
+
+    def evict(self, context: SequenceCache) -> None:
+        """Evict the positions that have left the window."""
+        slots = context.table[self.sinks : max(self.sinks, context.length - self.window)]
+        evicted = [self.sinks + position for position, slot in enumerate(slots) if slot >= 0]
+        if evicted:
+            context.evict(evicted)
+
+
+class _WindowSession(DraftSession):
+    def __init__(self, sequence: Sequence, drafter: WindowDrafter) -> None:
+        self.sequence = sequence
+        self.drafter = drafter
+
+    def propose(self, size: int) -> Proposal:
+        sequence, drafter = self.sequence, self.drafter
+        sequence.align(DRAFT)
+        while len(unscored := sequence.unscored(DRAFT)) > drafter.window:
+            yield sequence.score(unscored[: drafter.window], runner=DRAFT)
+            drafter.evict(sequence.context(DRAFT))
+        drafts = yield from draft_chain(sequence, [], size)
+        drafter.evict(sequence.context(DRAFT))
+        return TokenTree.chain(drafts)
+
+
+@register(
+    Card(
+        "longspec",
+        "speculative",
+        paper="LongSpec (arXiv:2502.17421), its constant-memory drafting",
+        exactness="token-exact",
+        summary="The draft model's cache is a sliding window after a few sink positions.",
+        needs=("draft model",),
+        works_with=("constraints", "samplers", "guidance", "batches"),
+        deviations=(
+            "any draft model; the paper's trained layer, which also attends to the target's last"
+            " layer, is not used",
+            "positions are those of the text: evicted positions leave gaps",
+            "drafts are chains; the paper verifies up to 16 beams together",
+            "the first `sinks` positions stay in the cache besides the window",
+        ),
+    )
+)
+def longspec(size: int = 4, window: int = 512, sinks: int = 4) -> Speculative:
+    """LongSpec: drafting with a sliding window.
+
+    Args:
+        size: Number of drafts per round.
+        window: Number of last positions that the draft model keeps.
+        sinks: Number of first positions that the draft model keeps.
+    """
+    return Speculative(WindowDrafter(window, sinks), size)

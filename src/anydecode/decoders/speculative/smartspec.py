@@ -1,0 +1,130 @@
+"""SmartSpec: the draft length with the best goodput over all running sequences (Liu et al.,
+"Optimizing Speculative Decoding for Serving Large Language Models Using Goodput",
+arXiv:2406.14066)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from anydecode.catalogue import Card, register
+from anydecode.decoders.framework.speculation import (
+    DraftBudget,
+    Drafter,
+    SpeculationRound,
+    Speculative,
+)
+from anydecode.decoders.speculative.goodput import (
+    DraftCosts,
+    LinearCost,
+    chain_drafter,
+    expected_tokens,
+    user_cost,
+)
+from anydecode.scoring.score import Decoding
+from anydecode.scoring.sequence import Sequence
+
+
+class RunningSet:
+    """The sequences that one decoder is decoding. A new sequence starts with the acceptance rate of
+    the earlier ones."""
+
+    def __init__(self, costs: DraftCosts, rate: float = 0.6) -> None:
+        self.costs = costs
+        self.rate = rate
+        self.running: dict[Sequence, GoodputBudget] = {}
+
+    def goodput(self, sequence: Sequence, size: int) -> float:
+        """Expected tokens per cost if every running sequence drafts `size` tokens. Sequences of
+        other decoders count with one row each."""
+        num_own = len(self.running)
+        num_others = max(0, sequence.cost_model.num_others() + 1 - num_own)
+        tokens = sum(expected_tokens(b.rate, size) for b in self.running.values())
+        lengths = [running.length for running in self.running]
+        rows = num_own * (size + 1) + num_others
+        return (tokens + num_others) / self.costs.cost(sequence, rows, lengths, num_own * size)
+
+
+class GoodputBudget(DraftBudget):
+    """The common draft length with the most expected tokens per cost over all running sequences. It
+    changes only if another length is better by more than `margin`."""
+
+    def __init__(self, load: RunningSet, max_size: int, margin: float = 0.02) -> None:
+        self.load = load
+        self.max_size = max_size
+        self.margin = margin
+        self.rate = load.rate
+        self._size = 0
+
+    def size(self, sequence: Sequence) -> int:
+        goodputs = [self.load.goodput(sequence, size) for size in range(self.max_size + 1)]
+        best = int(np.argmax(goodputs))
+        if goodputs[best] > goodputs[self._size] * (1 + self.margin):
+            self._size = best
+        return self._size
+
+    def observe(self, round: SpeculationRound) -> None:
+        """Update the acceptance rate; rounds without drafts do not count."""
+        self.load.costs.observe(round)
+        if len(round.tree):
+            num_verified = min(len(round.tree), round.num_accepted + 1)
+            rate = round.num_accepted / num_verified
+            self.rate += 0.1 * (rate - self.rate)
+            self.load.rate += 0.02 * (rate - self.load.rate)
+
+
+class SmartSpec(Speculative):
+    """Decodes with `drafter` and the draft length of best goodput for the running sequences."""
+
+    def __init__(self, drafter: Drafter, max_size: int, cost: LinearCost | None = None) -> None:
+        super().__init__(drafter, max_size)
+        self.load = RunningSet(DraftCosts(cost))
+
+    def budget(self, sequence: Sequence) -> DraftBudget:
+        budget = GoodputBudget(self.load, self.size)
+        self.load.running[sequence] = budget
+        return budget
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        try:
+            yield from super().decode(sequence)
+        finally:
+            self.load.running.pop(sequence, None)
+
+
+@register(
+    Card(
+        "smartspec",
+        "speculative",
+        paper="SmartSpec (arXiv:2406.14066)",
+        exactness="token-exact",
+        summary="The draft length with the best goodput at the present load.",
+        works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
+        deviations=(
+            "one length for all sequences; the paper may choose one per request",
+            "drafts count as chains, whatever their shape; the paper cuts trees to their best n"
+            " nodes",
+            "costs are measured while the engine runs, or given; the paper profiles them"
+            " beforehand",
+            "a length is kept until another is better by 2 %",
+            "sequences of other decoders count with one row each",
+        ),
+    )
+)
+def smartspec(
+    drafter: str = "prompt-lookup",
+    max_drafts: int = 8,
+    fixed: float | None = None,
+    per_row: float = 0.1,
+    per_position: float = 0.0,
+) -> SmartSpec:
+    """SmartSpec: draft lengths by goodput.
+
+    Args:
+        drafter: Key of the speculative method that drafts.
+        max_drafts: Maximum draft length.
+        fixed: Fixed cost of a pass; if absent, all costs are measured.
+        per_row: Cost per row.
+        per_position: Cost per position of context.
+    """
+    cost = user_cost(fixed, per_row, per_position)
+    return SmartSpec(chain_drafter(drafter), max_drafts, cost)

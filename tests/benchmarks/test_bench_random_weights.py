@@ -1,0 +1,130 @@
+"""Benchmarks on small models of random weights: what they write and report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode import LLM
+from anydecode.benchmarks.divergence import divergences
+from anydecode.cli.bench import run_bench
+from anydecode.errors import InvalidRequestError
+from anydecode.kernels.library import load_library
+
+needs_kernels = pytest.mark.skipif(load_library() is None, reason="no compiled kernels here")
+
+#: A stand-in for llama-batched-bench: prints one line per number of sequences, faster with flash
+#: attention.
+BATCHED = """
+import json, sys
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+for count in options["-npl"].split(","):
+    speed = int(count) * (20 if options["-fa"] == "on" else 10)
+    print(json.dumps({"pl": int(count), "speed_tg": speed}))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that `bench shapes` has written."""
+    folder = tmp_path_factory.mktemp("shapes")
+    run_bench("shapes", ["--folder", str(folder), "--shape", "tiny"])
+    return folder / "random-tiny.Q4_0.gguf"
+
+
+def report(name: str, arguments: list[str], file: Path) -> dict[str, Any]:
+    """What `anydecode bench NAME ARGUMENTS --json FILE` writes."""
+    run_bench(name, [*arguments, "--json", str(file)])
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+@pytest.mark.parametrize("format", ["Q4_0", "Q4_K"])
+def test_a_written_shape_opens_and_generates(format: str, tmp_path: Path) -> None:
+    arguments = ["--folder", str(tmp_path), "--shape", "tiny", "--format", format]
+    result = report("shapes", arguments, tmp_path / "shape.json")
+    with LLM(result["path"]) as llm:
+        assert llm.model.spec.num_layers == result["layers"] == 2
+        assert llm.generate("a", max_tokens=3, ignore_eos=True).stats.num_tokens == 3
+
+
+@needs_kernels
+def test_kernels_are_timed_for_every_number_of_rows(model: Path, tmp_path: Path) -> None:
+    arguments = ["--model", str(model), "--rounds", "1", "--context", "4", "--cache", "int8"]
+    result = report("kernels", arguments, tmp_path / "kernels.json")
+    assert [row["n"] for row in result["passes"]] == [1, 2, 4, 8, 16, 32, 512]
+    assert result["cache"] == "int8" and result["weight_bytes"] > 0
+
+
+def test_divergence_is_zero_for_the_reference_and_small_for_the_kernels(
+    model: Path, tmp_path: Path
+) -> None:
+    arguments = ["--model", str(model), "--tokens", "24", "--window", "8", "--threads", "1"]
+    result = report("divergence", arguments, tmp_path / "divergence.json")
+    [own] = result["engines"].values()
+    assert result["tokens"] == 24 and 0 <= own["mean"] < 1e-3
+    rows = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    assert divergences(rows, rows + 2).tolist() == pytest.approx([0, 0, 0], abs=1e-6)
+    assert (divergences(rows, rows[:, ::-1]) > 0.01).all()
+
+
+def test_a_failing_baseline_is_named_in_one_line(model: Path, tmp_path: Path) -> None:
+    arguments = ["--model", str(model), "--tokens", "8", "--baseline"]
+    with pytest.raises(InvalidRequestError, match="--baseline missing cannot be run"):
+        run_bench("divergence", [*arguments, "missing"])
+    if sys.platform != "win32":
+        with pytest.raises(InvalidRequestError, match="llama.cpp failed under false: exit code 1"):
+            run_bench("divergence", [*arguments, "false"])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a script with a #! line")
+def test_batched_reports_the_better_of_llama_cpps_speeds(model: Path, tmp_path: Path) -> None:
+    bench = tmp_path / "llama-batched-bench"
+    bench.write_text(f"#!{sys.executable}\n{BATCHED}")
+    bench.chmod(0o755)
+    arguments = ["--bench", str(bench), "--model", str(model), "--sequences", "1,3"]
+    small = ["--prompt", "4", "--tokens", "3", "--rounds", "2", "--threads", "1"]
+    result = report("batched", arguments + small, tmp_path / "batched.json")
+    speeds = result["tokens_per_second"]
+    assert speeds["llama.cpp, the same file"] == {"1": [20, 20], "3": [60, 60]}
+    assert all(len(rates) == 2 and min(rates) > 0 for rates in speeds["anydecode"].values())
+
+
+def test_cached_and_uncached_denoising_are_timed(tmp_path: Path) -> None:
+    sizes = ["--layers", "1", "--hidden", "64", "--mlp", "64", "--heads", "2", "--vocab", "300"]
+    setting = ["--canvas", "8", "--block", "4", "--prompt", "4", "--uncached", "1"]
+    arguments = ["--folder", str(tmp_path), *sizes, *setting, "--dtype", "float32"]
+    result = report("diffusion", arguments, tmp_path / "diffusion.json")
+    assert result["parameters"] == 2 * 300 * 64 + 64 * (4 * 64 + 3 * 64)
+    speeds = result["cached_tokens_per_second"], result["uncached_tokens_per_second"]
+    assert result["ratio"] == pytest.approx(speeds[0] / speeds[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("shapes", ["--folder", "x", "--shape", "9b"], "unknown shape '9b'; choose from tiny"),
+        ("gpu", ["--dtype", "float7"], "unknown dtype 'float7'; choose from bfloat16"),
+        ("diffusion", ["--folder", "x", "--hidden", "30", "--heads", "4"], "not a multiple"),
+        ("diffusion", ["--folder", "x", "--canvas", "8", "--block", "9"], "longer than --canvas 8"),
+        ("batched", ["--bench", "missing"], "--bench missing is not a file"),
+        ("batched", ["--bench", __file__, "--sequences", "1,x"], "not a list of numbers"),
+        ("divergence", ["--text", "missing.txt"], "--text missing.txt is not a file"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(
+    name: str, arguments: list[str], message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        run_bench(name, arguments)
+
+
+@needs_kernels
+def test_an_unknown_cache_format_is_refused(model: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="--cache 'int7' is not a format"):
+        run_bench("kernels", ["--model", str(model), "--cache", "int7"])

@@ -1,0 +1,70 @@
+"""Certificates of one method, for its own tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from anydecode import catalogue
+from anydecode.certification.certify import certify_one, claim, load_oracle_tests
+from anydecode.certification.checks import Check, measures_of
+from anydecode.certification.denoising import benchmark_results
+from anydecode.certification.samplers import sampler_claim
+from anydecode.decoders.decoder import Decoder
+from anydecode.sampling.preset import SamplerPreset
+
+
+def assert_certified(key: str) -> None:
+    """Asserts that the method `key` has a passing certificate of at least two checks."""
+    certificate = certify_one(key)
+    failed = [check for check in certificate.checks if not check.passed]
+    assert certificate.passed, failed
+    assert len(certificate.checks) >= 2
+
+
+def assert_rejected(key: str) -> None:
+    """Asserts that the certificate of `key` notices the mistake that a test has made in it.
+
+    Runs the oracle test, the claim and the measures, up to the first failed check. An exception is
+    no rejection.
+    """
+    assert any(check.passed is False for check in _checks(key)), f"{key} passes with the mistake"
+
+
+def _checks(key: str) -> Iterator[Check]:
+    entry = catalogue.entries()[key]
+    yield from load_oracle_tests()[key]()
+    built = entry.build()
+    if isinstance(built, Decoder):
+        yield from claim(entry.card, entry.build)
+    if isinstance(built, SamplerPreset):
+        yield from sampler_claim(key, entry.build)
+    benchmark_results.cache_clear()
+    try:
+        for one in measures_of(key):
+            yield from one.checks()
+    finally:  # the results of the mistake are not those of the method
+        benchmark_results.cache_clear()
+
+
+def replace_method(monkeypatch: pytest.MonkeyPatch, key: str, other: str) -> None:
+    """Makes the method `key` do what the method `other` does, with its default parameters."""
+    entry = catalogue.entries()[key]
+    build = replace(entry, build=lambda **_: catalogue.build(other))
+    monkeypatch.setitem(catalogue.entries(), key, build)
+
+
+def ignore_parameter(monkeypatch: pytest.MonkeyPatch, key: str, name: str) -> None:
+    """Makes the method `key` use the default of its parameter `name`."""
+    entry = catalogue.entries()[key]
+
+    @wraps(entry.build)
+    def build(**given: Any) -> Any:
+        given.pop(name, None)
+        return entry.build(**given)
+
+    monkeypatch.setitem(catalogue.entries(), key, replace(entry, build=build))

@@ -1,0 +1,19 @@
+"""AdaBlock: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+import pytest
+
+from certificates import assert_certified, assert_rejected, ignore_parameter
+
+
+def test_certificate() -> None:
+    assert_certified("adablock")
+
+
+@pytest.mark.parametrize("parameter", ["block", "threshold", "delimiter_threshold"])
+def test_certificate_rejects_an_ignored_parameter(
+    parameter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignore_parameter(monkeypatch, "adablock", parameter)
+    assert_rejected("adablock")

@@ -1,0 +1,33 @@
+"""CreditDecoding: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from anydecode.decoders.diffusion.creditdecoding import CreditDenoiser
+from certificates import assert_certified, assert_rejected, ignore_parameter
+
+
+def test_certificate() -> None:
+    assert_certified("creditdecoding")
+
+
+@pytest.mark.parametrize("parameter", ["weight", "block"])
+def test_certificate_rejects_an_ignored_parameter(
+    parameter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignore_parameter(monkeypatch, "creditdecoding", parameter)
+    assert_rejected("creditdecoding")
+
+
+def test_certificate_rejects_credits_that_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = CreditDenoiser.fill
+
+    def forgetful(self: CreditDenoiser, sequence: Any, canvas: Any, predictions: Any) -> None:
+        canvas.policy_state["credit"] = {}
+        fill(self, sequence, canvas, predictions)
+
+    monkeypatch.setattr(CreditDenoiser, "fill", forgetful)
+    assert_rejected("creditdecoding")

@@ -1,0 +1,59 @@
+"""Which positions a denoising step fills when the sampler depends on the text before them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode import LLM, Regex
+from anydecode.decoders.diffusion.blocks import WholeCanvas
+from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking, UnmaskPolicy
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+
+PROMPT = [5, 6, 7]
+LENGTH = 8
+
+
+def surer_to_the_right(path: tuple[int, ...]) -> np.ndarray:
+    """Logits that prefer "a" at every position, the more the later it is."""
+    logits = np.zeros(ByteTokenizer.vocab_size)
+    logits[ord("a")] = 8.0 + path[-1]
+    logits[ord("b")] = 4.0
+    return logits
+
+
+def filled(unmask: UnmaskPolicy, pattern: str) -> list[list[int]]:
+    """By pass: the positions of the answer that it fills."""
+    model = ScriptedModel(surer_to_the_right, causal=False)
+    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=512) as llm:
+        options: dict[str, Any] = {"max_tokens": LENGTH, "trace": True, "ignore_eos": True}
+        decoder = Denoiser(WholeCanvas(), unmask=unmask)
+        answer = llm.generate(PROMPT, decoder=decoder, constraint=Regex(pattern), **options)
+    assert answer.text == pattern.replace("[ab]", "a")
+    assert answer.trace is not None
+    return [[position - len(PROMPT) for position in entry["filled"]] for entry in answer.trace]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("[ab]" * LENGTH, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ("aaaaaaab", [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ("aabaaaaa", [[0, 1, 2], [3, 4, 5, 6, 7]]),
+        ("baabbaaa", [[0], [1, 2, 3], [4], [5, 6, 7]]),
+    ],
+)
+def test_a_step_ends_at_the_first_token_that_the_constraint_changed(
+    pattern: str, expected: list[list[int]]
+) -> None:
+    """The model wants "a" everywhere, and every mask is to be unmasked at once."""
+    assert filled(ThresholdUnmasking(0.0), pattern) == expected
+
+
+def test_a_step_fills_from_the_left_what_was_chosen() -> None:
+    """Only the last two positions reach the threshold. The first mask is filled in any case."""
+    steps = filled(ThresholdUnmasking(1 - 2e-5), "[ab]" * LENGTH)
+    assert steps == [[0], [1], [2], [3], [4], [5, 6, 7]]

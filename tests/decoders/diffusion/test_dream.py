@@ -1,0 +1,19 @@
+"""Dream: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+import pytest
+
+from certificates import assert_certified, assert_rejected, ignore_parameter
+
+
+def test_certificate() -> None:
+    assert_certified("dream")
+
+
+@pytest.mark.parametrize("parameter", ["steps", "alg", "alg_temperature"])
+def test_certificate_rejects_an_ignored_parameter(
+    parameter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignore_parameter(monkeypatch, "dream", parameter)
+    assert_rejected("dream")

@@ -1,0 +1,19 @@
+"""SDAR: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+import pytest
+
+from certificates import assert_certified, assert_rejected, ignore_parameter
+
+
+def test_certificate() -> None:
+    assert_certified("sdar")
+
+
+@pytest.mark.parametrize("parameter", ["steps", "remasking"])
+def test_certificate_rejects_an_ignored_parameter(
+    parameter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignore_parameter(monkeypatch, "sdar", parameter)
+    assert_rejected("sdar")

@@ -1,0 +1,54 @@
+"""GEAR passes its certificate; wrong compressions of a full buffer do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from anydecode.decoders.prefill import gear
+from anydecode.decoders.prefill.gear import Gear
+from anydecode.memory.sequence_cache import SequenceCache
+from certificates import assert_certified, assert_rejected
+
+compress, compress_block = gear.compress, Gear._compress
+
+
+def test_certificate() -> None:
+    assert_certified("gear")
+
+
+def test_buffers_with_the_rank_of_the_prompt_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def same_rank(self: Gear, context: SequenceCache, start: int, rank: int) -> None:
+        compress_block(self, context, start, self.rank)
+
+    monkeypatch.setattr(Gear, "_compress", same_rank)
+    assert_rejected("gear")
+
+
+def test_buffers_that_are_never_compressed_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prompt_only(self: Gear, context: SequenceCache, start: int, rank: int) -> None:
+        if not start:
+            compress_block(self, context, start, rank)
+
+    monkeypatch.setattr(Gear, "_compress", prompt_only)
+    assert_rejected("gear")
+
+
+def test_keys_compressed_per_token_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def per_token(x: torch.Tensor, **options: Any) -> Any:
+        return compress(x, **{**options, "keys": False})
+
+    monkeypatch.setattr(gear, "compress", per_token)
+    assert_rejected("gear")
+
+
+def test_buffers_compressed_again_with_the_next_are_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def from_the_first(self: Gear, context: SequenceCache, start: int, rank: int) -> None:
+        compress_block(self, context, max(0, start - self.buffer), rank)
+
+    monkeypatch.setattr(Gear, "_compress", from_the_first)
+    assert_rejected("gear")

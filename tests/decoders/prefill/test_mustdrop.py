@@ -1,0 +1,43 @@
+"""MustDrop: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from anydecode.decoders.prefill import mustdrop
+from anydecode.scoring.prompt_embeds import PromptEmbeds
+from certificates import assert_certified, assert_rejected
+
+
+def test_certificate() -> None:
+    assert_certified("mustdrop")
+
+
+def test_certificate_rejects_a_drop_by_either_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    def either(attention: torch.Tensor, overall: float, single: float) -> torch.Tensor:
+        return (attention.sum(0) < overall * attention.sum()) | (attention.amax(0) < single)
+
+    monkeypatch.setattr(mustdrop, "dropped", either)
+    assert_rejected("mustdrop")
+
+
+def test_certificate_rejects_important_tokens_that_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nothing(self: mustdrop.MustDrop, media: PromptEmbeds, length: int) -> np.ndarray:
+        return np.zeros(length, bool)
+
+    monkeypatch.setattr(mustdrop.MustDrop, "_protected", nothing)
+    assert_rejected("mustdrop")
+
+
+def test_certificate_rejects_windows_that_are_never_merged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def apart(rows: torch.Tensor, side: int, alike: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows, torch.ones(len(rows), dtype=torch.bool)
+
+    monkeypatch.setattr(mustdrop, "merged", apart)
+    assert_rejected("mustdrop")

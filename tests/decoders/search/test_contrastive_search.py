@@ -1,0 +1,56 @@
+"""Contrastive search: its certificate, mistakes that the certificate rejects, and constraints."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from anydecode import JsonSchema
+from anydecode.certification.checks import measures_of
+from anydecode.certification.oracles.sampling.repetition import repetition
+from anydecode.certification.oracles.search.contrastive_search import Reflecting
+from anydecode.decoders.search import contrastive_search
+from certificates import assert_certified, assert_rejected
+from toy_models import toy_llm
+
+
+def test_certificate() -> None:
+    assert_certified("contrastive-search")
+
+
+def test_certificate_rejects_similarity_without_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = contrastive_search.States
+    monkeypatch.setattr(states, "max_cosine", lambda self, state: 0.0)
+    (measure,) = measures_of("contrastive-search")
+    assert measure.run(60) > measure.margin
+    assert_rejected("contrastive-search")
+
+
+def test_certificate_rejects_similarity_to_the_latest_state_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = contrastive_search.States
+    monkeypatch.setattr(states, "max_cosine", lambda self, state: float(self.rows[-1] @ state))
+    assert_rejected("contrastive-search")
+
+
+def test_certificate_rejects_states_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contrastive_search, "unit", lambda state: state)
+    assert_rejected("contrastive-search")
+
+
+def test_greedy_decoding_fails_its_measure() -> None:
+    (measure,) = measures_of("contrastive-search")
+    assert repetition(Reflecting(), 60) > measure.margin
+
+
+def test_a_constraint_and_a_shared_prefix() -> None:
+    prompt = "a long prompt that fills a block of the prefix cache: "
+    options = {"max_tokens": 12, "decoder": "contrastive-search:k=3", "ignore_eos": True}
+    constraint = JsonSchema({"enum": ["yes", "no", "maybe"]})
+    with toy_llm() as llm:
+        first, second = (llm.generate(prompt, **options).tokens for _ in range(2))
+        bound = llm.generate(prompt, **{**options, "constraint": constraint, "logprobs": 1})
+    assert first == second
+    assert bound.text in ('"yes"', '"no"', '"maybe"')
+    assert all(np.isfinite(token.logprob) for token in bound.logprobs)

@@ -1,0 +1,44 @@
+"""DiffuSpec passes its certificate; wrong paths and lengths do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from anydecode.decoders.speculative import diffuspec
+from anydecode.decoders.speculative.diffuspec import AdaptiveLength, Trigrams
+from certificates import assert_certified, assert_rejected
+
+
+def test_certificate() -> None:
+    assert_certified("diffuspec")
+
+
+def test_a_trigram_model_with_reversed_contexts_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def reversed_context(self: Trigrams, token: int, context: Seq[int], vocab_size: int) -> float:
+        return log_probability(self, token, context[::-1], vocab_size)
+
+    log_probability = Trigrams.log_probability
+    monkeypatch.setattr(Trigrams, "log_probability", reversed_context)
+    assert_rejected("diffuspec")
+
+
+def test_paths_by_the_diffusion_model_alone_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trigrams, "log_probability", lambda *given: 0.0)
+    assert_rejected("diffuspec")
+
+
+def test_a_length_that_never_grows_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AdaptiveLength, "size", lambda self, sequence: self.min_length)
+    assert_rejected("diffuspec")
+
+
+def test_a_search_that_passes_a_likely_end_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = diffuspec.candidates
+    monkeypatch.setattr(
+        diffuspec, "candidates", lambda row, mass, count, ends: candidates(row, mass, count, [])
+    )
+    assert_rejected("diffuspec")

@@ -1,0 +1,22 @@
+"""LongSpec: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+import pytest
+
+from anydecode.decoders.speculative.longspec import WindowDrafter
+from certificates import assert_certified, assert_rejected, replace_method
+
+
+def test_certificate() -> None:
+    assert_certified("longspec")
+
+
+def test_certificate_rejects_speculative_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_method(monkeypatch, "longspec", "speculative-sampling")
+    assert_rejected("longspec")
+
+
+def test_certificate_rejects_a_cache_that_is_never_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WindowDrafter, "evict", lambda self, context: None)
+    assert_rejected("longspec")

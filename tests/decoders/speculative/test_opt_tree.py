@@ -1,0 +1,26 @@
+"""OPT-Tree: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+import pytest
+
+from anydecode.decoders.speculative.draft_trees import DraftCandidates
+from certificates import assert_certified, assert_rejected, replace_method
+
+
+def test_certificate() -> None:
+    assert_certified("opt-tree")
+
+
+def test_certificate_rejects_speculative_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_method(monkeypatch, "opt-tree", "speculative-sampling")
+    assert_rejected("opt-tree")
+
+
+def test_certificate_rejects_draft_probabilities_without_the_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        DraftCandidates, "acceptance_probabilities", property(lambda self: self.probabilities)
+    )
+    assert_rejected("opt-tree")

@@ -1,0 +1,24 @@
+"""Recursive speculative decoding: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+import pytest
+
+from anydecode.decoders.speculative import rsd
+from certificates import assert_certified, assert_rejected, replace_method
+
+
+def test_certificate() -> None:
+    assert_certified("rsd")
+
+
+def test_certificate_rejects_speculative_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_method(monkeypatch, "rsd", "speculative-sampling")
+    assert_rejected("rsd")
+
+
+def test_certificate_rejects_beams_that_are_not_conditioned_on_their_parents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rsd, "condition_on_parent", lambda parent, keys: keys)
+    assert_rejected("rsd")

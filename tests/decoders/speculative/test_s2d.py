@@ -1,0 +1,22 @@
+"""Sorted speculative decoding: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+import pytest
+
+from anydecode.decoders.speculative.s2d import NestedDrafter
+from certificates import assert_certified, assert_rejected, replace_method
+
+
+def test_certificate() -> None:
+    assert_certified("s2d")
+
+
+def test_certificate_rejects_speculative_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_method(monkeypatch, "s2d", "speculative-sampling")
+    assert_rejected("s2d")
+
+
+def test_certificate_rejects_other_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NestedDrafter, "layers", lambda self, depth: [3, 6])
+    assert_rejected("s2d")

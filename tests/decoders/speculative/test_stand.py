@@ -1,0 +1,34 @@
+"""STAND: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+import pytest
+
+from anydecode.decoders.speculative import stand
+from anydecode.decoders.speculative.stand import NgramProbabilities
+from certificates import assert_certified, assert_rejected, replace_method
+
+
+def test_certificate() -> None:
+    assert_certified("stand")
+
+
+def test_certificate_rejects_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_method(monkeypatch, "stand", "prompt-lookup")
+    assert_rejected("stand")
+
+
+def test_certificate_rejects_shorter_ngrams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand, "NgramProbabilities", lambda _: NgramProbabilities(3))
+    assert_rejected("stand")
+
+
+def test_certificate_rejects_rows_without_an_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = NgramProbabilities.update
+
+    def latest(self: NgramProbabilities, key: tuple, tokens: list, probabilities: list) -> None:
+        self.rows.pop(key, None)
+        update(self, key, tokens, probabilities)
+
+    monkeypatch.setattr(NgramProbabilities, "update", latest)
+    assert_rejected("stand")

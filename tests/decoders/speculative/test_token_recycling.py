@@ -1,0 +1,39 @@
+"""Token recycling: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+import pytest
+
+from anydecode.certification.rounds import accepted, rounds, scripted, wordy
+from anydecode.decoders.speculative import token_recycling
+from anydecode.decoders.speculative.static_trees import TreeShape
+from anydecode.decoders.speculative.token_recycling import PUBLISHED, TokenRecyclingDrafter
+from certificates import assert_certified, assert_rejected, replace_method
+
+
+def test_certificate() -> None:
+    assert_certified("token-recycling")
+
+
+def test_certificate_rejects_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_method(monkeypatch, "token-recycling", "prompt-lookup")
+    assert_rejected("token-recycling")
+
+
+def test_certificate_rejects_the_whole_tree_at_any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_recycling, "worthwhile", lambda *given: TreeShape.of(PUBLISHED))
+    assert_rejected("token-recycling")
+
+
+def test_matrix_keeps_the_last_of_equal_tokens() -> None:
+    drafter = TokenRecyclingDrafter(TreeShape.chain(3))
+    drafter.successors.update(zip([4, 4], [[1], [2]], strict=True))
+    assert drafter.successors[4] == [2]
+
+
+def test_clear_resets_learned_drafts() -> None:
+    with scripted(wordy()) as llm:
+        cold, warm = (accepted(rounds(llm, "token-recycling", "hbhb")) for _ in range(2))
+        llm.clear()
+        again = accepted(rounds(llm, "token-recycling", "hbhb"))
+    assert warm > cold == again

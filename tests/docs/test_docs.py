@@ -1,0 +1,175 @@
+"""The Python blocks and the shell commands of the documentation run, page by page, in order.
+
+A block with a title is written to a file of that name. A block that cannot run has the attribute
+`{.no-run reason="..."}`, one that takes long `{.slow}`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import anydecode
+from anydecode.cli import main
+from registries import modules_of
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
+FENCE = re.compile(
+    r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]*)\")?(?: \{(?P<attributes>[^}\n]*)\})?\n"
+    r"(?P<code>.*?)^```$",
+    re.M | re.S,
+)
+NO_RUN = re.compile(r'\.no-run reason="[^"]+"')
+LANGUAGES = ("python", "sh", "toml", "json", "bibtex", "text")
+
+
+@dataclass
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    title: str | None
+    attributes: str
+    code: str
+
+    @property
+    def runs(self) -> bool:
+        return self.language in ("python", "sh") and not self.attributes
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(
+            page,
+            text[: match.start()].count("\n") + 1,
+            match["language"],
+            match["title"],
+            match["attributes"] or "",
+            match["code"],
+        )
+        for match in FENCE.finditer(text)
+    ]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def parameters(slow: bool) -> list[Any]:
+    """The pages with blocks to run; those that use the default model are marked."""
+    found = []
+    for page in PAGES:
+        chosen = [one for one in blocks(page) if one.runs or (slow and one.attributes == ".slow")]
+        if not any(one.runs != slow for one in chosen):
+            continue
+        marks = [pytest.mark.model] if "smollm2-135m" in page.read_text() else []
+        found.append(pytest.param(page, marks=marks, id=name_of(page)))
+    return found
+
+
+@pytest.fixture
+def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working folder that modules are imported from. What a page registers is forgotten
+    afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    with modules_of(tmp_path):
+        yield tmp_path
+
+
+def run(page: Path, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    for block in blocks(page):
+        if block.attributes and not (slow and block.attributes == ".slow"):
+            continue
+        where = f"{name_of(page)}:{block.line}"
+        if block.title:
+            Path(block.title).write_text(block.code)
+        elif block.language == "python":
+            exec(compile("\n" * block.line + block.code, where, "exec"), names)
+        elif block.language == "sh":
+            for command in commands(block.code):
+                shell(command, where, monkeypatch)
+
+
+def commands(code: str) -> list[str]:
+    """The commands of a shell block, without comments."""
+    lines = code.replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def shell(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run one command: anydecode and Python files in this process, others in a shell."""
+    words = shlex.split(command, comments=True)
+    if words[:3] == ["python", "-m", "anydecode"]:
+        words = words[2:]
+    if words[0] == "anydecode":
+        with pytest.raises(SystemExit) as caught:
+            main.run(words[1:])
+        assert not caught.value.code, f"{where}: {command} ended with {caught.value.code}"
+    elif words[0] == "python":
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", words[1:])
+            runpy.run_path(words[1], run_name="__main__")
+    else:
+        subprocess.run(["bash", "-c", command], check=True)
+
+
+@pytest.mark.parametrize("page", parameters(slow=False))
+def test_a_page_runs(
+    page: Path, page_folder: Path, monkeypatch: pytest.MonkeyPatch, request: Any
+) -> None:
+    if request.node.get_closest_marker("model"):
+        request.getfixturevalue("default_model_path")
+    run(page, False, monkeypatch)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_fence_is_known_and_every_exception_has_a_reason(page: Path) -> None:
+    found = blocks(page)
+    assert page.read_text().count("\n```") == 2 * len(found), "a fence that the tests cannot read"
+    for block in found:
+        assert block.language in LANGUAGES, f"{name_of(page)}:{block.line}"
+        is_known = block.attributes in ("", ".slow") or NO_RUN.fullmatch(block.attributes)
+        assert is_known, f"{name_of(page)}:{block.line}: {block.attributes}"
+
+
+def test_the_tutorials_show_the_examples() -> None:
+    examples = {path.name: path.read_text() for path in ROOT.glob("examples/*.py")}
+    shown = set()
+    for page in PAGES:
+        for block in blocks(page):
+            if block.title in examples:
+                assert block.code == examples[block.title], f"{name_of(page)}:{block.line}"
+                shown.add(block.title)
+    assert set(examples) - shown == {"openai_client.py"}  # tests/examples runs it
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "reference" / "api.md").read_text()
+    described = set(re.findall(r"^::: anydecode\.(\w+)$", text, re.M))
+    assert described == set(anydecode.__all__) - {"__version__"}
+
+
+def test_links_between_pages_hold() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
+            is_generated = "methods/" in target
+            assert is_generated or os.path.exists(page.parent / target), (
+                f"{name_of(page)}: {target}"
+            )

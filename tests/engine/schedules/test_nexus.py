@@ -1,0 +1,40 @@
+"""Nexus: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from anydecode.engine.schedules import nexus
+from certificates import assert_certified, assert_rejected
+
+
+def test_certificate() -> None:
+    assert_certified("nexus")
+
+
+def test_certificate_rejects_the_smallest_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    def smallest(cost: Any, decodes: int, prompt: int, shares: list[int], **how: Any) -> int:
+        return shares[0]
+
+    monkeypatch.setattr(nexus, "chosen_share", smallest)
+    assert_rejected("nexus")
+
+
+def test_certificate_rejects_prompts_that_never_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = nexus.Nexus.__init__
+    monkeypatch.setattr(
+        nexus.Nexus, "__init__", lambda self, **given: made(self, **{**given, "ageing": 0.0})
+    )
+    assert_rejected("nexus")
+
+
+def test_certificate_rejects_prompts_first_in_a_full_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = nexus.Nexus.__init__
+    monkeypatch.setattr(
+        nexus.Nexus, "__init__", lambda self, **given: made(self, **{**given, "full": 2.0})
+    )
+    assert_rejected("nexus")

@@ -1,0 +1,100 @@
+"""The prefix cache: which prefix is evicted, and what returns from the spill."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from anydecode.kernels.interface import KeyValues
+from anydecode.memory.pool import KVPool
+from anydecode.memory.prefix import BLOCK, PrefixCache
+from anydecode.memory.sequence_cache import SequenceCache
+from anydecode.memory.spill import MemorySpill
+
+ONE, TWO, THREE = ([number] * BLOCK for number in (1, 2, 3))
+
+
+class Storage:
+    """A model that only has a cache, of one number per slot."""
+
+    def new_cache(self, num_slots: int) -> KeyValues:
+        return KeyValues([torch.zeros(num_slots, 1, 1)], [torch.zeros(num_slots, 1, 1)])
+
+
+@pytest.fixture
+def prefixes() -> PrefixCache:
+    return PrefixCache(KVPool(Storage(), 8 * BLOCK))
+
+
+def insert(prefixes: PrefixCache, tokens: list[int], first: float = 0.0) -> None:
+    """Insert a finished sequence whose keys are `first`, `first` + 1, ..."""
+    context = SequenceCache(prefixes.pool)
+    slots = context.append(len(tokens))
+    context.tokens = list(tokens)
+    keys = prefixes.pool.cache.keys[0]
+    keys[torch.from_numpy(slots.astype(np.int64)), 0, 0] = first + torch.arange(len(tokens))
+    prefixes.insert(context)
+    context.release()
+
+
+def held(prefixes: PrefixCache, tokens: list[int]) -> int:
+    """How many blocks of `tokens` are cached; this counts as a use of them."""
+    return len(prefixes.match(tokens)) // BLOCK
+
+
+def test_the_prefix_used_least_recently_is_evicted_from_its_end(prefixes: PrefixCache) -> None:
+    for tokens in (ONE + TWO, TWO, THREE):
+        insert(prefixes, tokens)
+    assert held(prefixes, ONE + TWO) == 2
+    prefixes.evict(1)  # a whole block
+    assert [held(prefixes, tokens) for tokens in (ONE + TWO, TWO, THREE)] == [2, 0, 1]
+    prefixes.evict(BLOCK)
+    assert [held(prefixes, tokens) for tokens in (ONE + TWO, THREE)] == [1, 1]
+    assert prefixes.num_slots == 2 * BLOCK
+    assert prefixes.pool.num_free == 6 * BLOCK
+
+
+def test_only_whole_blocks_are_shared(prefixes: PrefixCache) -> None:
+    insert(prefixes, [*ONE, *TWO[:-1]])
+    assert held(prefixes, ONE + TWO) == 1
+    assert held(prefixes, ONE[:-1]) == 0
+    assert prefixes.num_hits == BLOCK
+
+
+def test_evicted_blocks_return_from_the_spill(prefixes: PrefixCache) -> None:
+    prefixes.spill = MemorySpill(1 << 20)
+    insert(prefixes, ONE + TWO, first=100.0)
+    prefixes.flush()
+    assert (prefixes.num_slots, prefixes.pool.num_free) == (0, 8 * BLOCK)
+    prefixes.is_busy = True
+    assert len(prefixes.match(ONE + TWO)) == 0
+    prefixes.is_busy = False
+    slots = prefixes.match(ONE + TWO + THREE)
+    keys = prefixes.pool.cache.keys[0][torch.from_numpy(slots.astype(np.int64)), 0, 0]
+    assert keys.tolist() == list(range(100, 100 + 2 * BLOCK))
+    assert prefixes.num_restored == 2 * BLOCK
+    assert len(prefixes.match(TWO)) == 0  # the block of another prefix
+    prefixes.clear()
+    assert len(prefixes.match(ONE)) == 0
+
+
+def test_namespaces_without_an_id_are_not_spilled(prefixes: PrefixCache) -> None:
+    prefixes.spill = MemorySpill(1 << 20)
+    prefixes.namespace_id = lambda namespace: None
+    insert(prefixes, ONE)
+    prefixes.flush()
+    assert len(prefixes.spill) == 0
+
+
+def test_restoring_a_prefix_does_not_evict_its_own_blocks() -> None:
+    spill = MemorySpill(1 << 20)
+    wide = PrefixCache(KVPool(Storage(), 3 * BLOCK))
+    wide.spill = spill
+    insert(wide, ONE + TWO + THREE)
+    wide.flush()
+    narrow = PrefixCache(KVPool(Storage(), 2 * BLOCK))
+    narrow.spill = spill
+    insert(narrow, THREE + ONE)
+    assert held(narrow, ONE + TWO + THREE) == 2  # in place of the other prefix; the third would
+    assert narrow.num_slots == 2 * BLOCK  # need the slots of the first

@@ -1,0 +1,156 @@
+"""Storage for evicted blocks: which blocks are dropped, and what a restart finds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from anydecode.errors import InvalidRequestError
+from anydecode.memory import spill as spill_module
+from anydecode.memory.spill import DiskSpill, MemorySpill
+
+A, B, C, D = (bytes([number]) * 32 for number in range(4))
+BLOCK = b"0123456789"
+DAY = 86400
+
+
+def stored(folder: Path, *keys: bytes, identity: str = "blocks") -> int:
+    """Store a block under each of `keys`; returns the size of one file."""
+    spill = DiskSpill(folder, 1 << 20, identity)
+    for key in keys:
+        spill.put(key, BLOCK)
+    spill.close()
+    return spill.num_bytes // len(keys)
+
+
+def path_of(folder: Path, key: bytes, identity: str = "blocks") -> Path:
+    return folder / identity / f"{key.hex()}.block"
+
+
+def set_age(path: Path, seconds: float) -> None:
+    """Set the time of last use."""
+    last_used = path.stat().st_mtime - seconds
+    os.utime(path, (last_used, last_used))
+
+
+@pytest.mark.parametrize("is_put", [False, True])
+def test_memory_drops_the_least_recently_used_block(is_put: bool) -> None:
+    spill = MemorySpill(3 * len(BLOCK))
+    for key in (A, B, C):
+        spill.put(key, BLOCK)
+    assert len(spill) == 3  # as many as the limit holds, to the byte
+    if is_put:
+        spill.put(A, BLOCK)
+    else:
+        assert spill.get(A) == BLOCK
+    spill.put(D, BLOCK)
+    assert [key in spill for key in (A, B, C, D)] == [True, False, True, True]
+    assert [spill.get(key) for key in (A, B)] == [BLOCK, None]
+    assert spill.num_bytes == 3 * len(BLOCK)
+
+
+def test_memory_drops_a_block_that_is_larger_than_the_limit() -> None:
+    spill = MemorySpill(len(BLOCK))
+    spill.put(A, BLOCK)
+    spill.put(B, BLOCK + b"x")
+    assert (A in spill, B in spill, spill.num_bytes) == (True, False, len(BLOCK))
+    spill.clear()
+    assert (spill.get(A), len(spill), spill.num_bytes) == (None, 0, 0)
+
+
+def test_a_disk_spill_drops_the_least_recently_used_block(tmp_path: Path) -> None:
+    size = stored(tmp_path, A, B, C)
+    for age, key in ((3, A), (2, B), (1, C)):
+        set_age(path_of(tmp_path, key), age * DAY)
+    spill = DiskSpill(tmp_path, 3 * size)
+    assert spill.get(A) == BLOCK
+    spill.put(D, BLOCK)
+    spill.close()
+    assert [key in spill for key in (A, B, C, D)] == [True, False, True, True]
+    assert not path_of(tmp_path, B).exists()
+    assert spill.num_bytes == 3 * size
+
+
+def test_a_smaller_limit_keeps_the_blocks_used_last(tmp_path: Path) -> None:
+    """The times of last use are stored with the files: keys and folders have another order."""
+    size = stored(tmp_path, A, B, C, D)
+    for age, key in ((1, C), (2, A), (3, D), (4, B)):
+        set_age(path_of(tmp_path, key), age * DAY)
+    spill = DiskSpill(tmp_path, 4 * size)
+    assert spill.get(D) == BLOCK  # now the last one used
+    spill.close()
+    spill = DiskSpill(tmp_path, 2 * size)
+    spill.close()
+    assert [key in spill for key in (A, B, C, D)] == [False, False, True, True]
+    assert {path for path in (tmp_path / "blocks").iterdir()} == {
+        path_of(tmp_path, key) for key in (C, D)
+    }
+    assert spill.num_bytes == 2 * size
+
+
+def test_a_corrupt_block_is_missing(tmp_path: Path) -> None:
+    size = stored(tmp_path, A, B)
+    path = path_of(tmp_path, A)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    path_of(tmp_path, C).write_bytes(path_of(tmp_path, B).read_bytes())  # the block of another key
+    spill = DiskSpill(tmp_path, 1 << 20)
+    assert [spill.get(key) for key in (A, B, C)] == [None, BLOCK, None]
+    assert (len(spill), spill.num_bytes) == (1, size)
+    assert not path.exists()
+    spill.put(A, BLOCK)  # it may be stored again
+    spill.close()
+    assert spill.get(A) == BLOCK
+
+
+def test_partial_files_of_ended_processes_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    stored(tmp_path, A)
+    folder = tmp_path / "blocks"
+    running = folder / f"{B.hex()}-{os.getpid()}.part"
+    left = folder / f"{B.hex()}-{ended.pid}.part"
+    for path in (running, left):
+        path.touch()
+    DiskSpill(tmp_path, 1 << 20).close()
+    assert (running.exists(), left.exists()) == (sys.platform != "win32", False)
+    # Windows cannot remove a file that is open, and a signal would end the process.
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal ends a process there"))
+    DiskSpill(tmp_path, 1 << 20).close()
+    assert not running.exists()
+
+
+def test_folders_of_other_identities_are_removed_when_unused(tmp_path: Path) -> None:
+    for identity, age in (("old", 31), ("young", 29), ("own", 31), ("foreign", 31)):
+        stored(tmp_path, A, B, identity=identity)
+        for key in (A, B):
+            set_age(path_of(tmp_path, key, identity), age * DAY)
+    mixed = path_of(tmp_path, A, "young")
+    set_age(mixed, 10 * DAY)  # a folder is in use if one of its blocks is
+    (tmp_path / "foreign" / "notes.txt").write_text("of a user")
+    set_age(tmp_path / "foreign" / "notes.txt", 31 * DAY)
+    DiskSpill(tmp_path, 1 << 20, "own", max_age_days=30).close()
+    assert {path.name for path in tmp_path.iterdir()} == {"young", "own", "foreign"}
+
+
+def test_blocks_beyond_the_write_queue_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spill_module, "MAX_PENDING", 0)
+    spill = DiskSpill(tmp_path, 1 << 20)
+    spill.put(A, BLOCK)
+    spill.close()
+    assert A not in spill
+
+
+def test_a_spill_needs_a_limit(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="0 bytes"):
+        MemorySpill(0)
+    with pytest.raises(InvalidRequestError, match="-1 bytes"):
+        DiskSpill(tmp_path, -1)

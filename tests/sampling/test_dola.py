@@ -1,0 +1,42 @@
+"""DoLa: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from anydecode.certification.checks import measures_of
+from anydecode.certification.oracles.sampling.dola import facts_missed
+from anydecode.sampling import dola
+from anydecode.sampling.dola import DoLa
+from certificates import assert_certified, assert_rejected
+
+
+def test_certificate() -> None:
+    assert_certified("dola")
+
+
+def test_certificate_rejects_a_layer_chosen_without_divergence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dola, "divergence", lambda *row: 0.0)
+    assert_rejected("dola")
+
+
+def test_certificate_rejects_implausible_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    combine = DoLa.combine
+
+    def every_token(
+        self: DoLa, logits: np.ndarray, companions: list, capture_layers: dict
+    ) -> np.ndarray:
+        return combine(replace(self, relative_top=1e-9), logits, companions, capture_layers)
+
+    monkeypatch.setattr(DoLa, "combine", every_token)
+    assert_rejected("dola")
+
+
+def test_greedy_decoding_fails_its_measure() -> None:
+    (measure,) = measures_of("dola")
+    assert facts_missed(20) > measure.margin

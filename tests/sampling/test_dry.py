@@ -1,0 +1,43 @@
+"""The DRY penalty: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from anydecode.certification.checks import measures_of
+from anydecode.certification.oracles.sampling.repetition import circular, repetition
+from anydecode.sampling import dry
+from certificates import assert_certified, assert_rejected
+
+
+def test_certificate() -> None:
+    assert_certified("dry")
+
+
+def test_certificate_rejects_a_penalty_on_the_prompt_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dry.Dry, "advance", lambda self, token: None)
+    assert_rejected("dry")
+
+
+def test_certificate_rejects_a_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = dry.Dry.__init__
+
+    def inverted(self: dry.Dry, multiplier: float, *rest: Any, **more: Any) -> None:
+        made(self, -multiplier, *rest, **more)
+
+    monkeypatch.setattr(dry.Dry, "__init__", inverted)
+    assert_rejected("dry")
+
+
+def test_certificate_rejects_matches_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry, "MAX_MATCH", 1)
+    assert_rejected("dry")
+
+
+def test_greedy_decoding_fails_its_measure() -> None:
+    (measure,) = measures_of("dry")
+    assert repetition(circular(), 120) > measure.margin

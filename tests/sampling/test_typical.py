@@ -1,0 +1,35 @@
+"""Locally typical sampling: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+import pytest
+
+from anydecode.certification.checks import measures_of
+from anydecode.certification.oracles.sampling.typical import typicality
+from anydecode.sampling import typical
+from anydecode.sampling.candidates import Candidates
+from anydecode.sampling.truncation import TopP
+from certificates import assert_certified, assert_rejected
+
+
+def test_certificate() -> None:
+    assert_certified("typical")
+
+
+def test_certificate_rejects_the_most_probable_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def apply(rule: typical.Typical, candidates: Candidates) -> Candidates:
+        return TopP(rule.p).apply(candidates)
+
+    monkeypatch.setattr(typical.Typical, "apply", apply)
+    assert_rejected("typical")
+
+
+def test_certificate_rejects_an_entropy_in_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    nats = typical.entropy
+    monkeypatch.setattr(typical, "entropy", lambda log_p, p: nats(log_p, p) / 0.6931)
+    assert_rejected("typical")
+
+
+def test_top_p_fails_its_measure() -> None:
+    (measure,) = measures_of("typical")
+    assert typicality(40, top_p=0.9) > measure.margin

@@ -1,0 +1,41 @@
+"""Exclude top choices: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from anydecode.certification.checks import measures_of
+from anydecode.certification.samplers import softmax
+from anydecode.sampling.candidates import Candidates
+from anydecode.sampling.xtc import ExcludeTopChoices
+from certificates import assert_certified, assert_rejected
+
+
+def test_certificate() -> None:
+    assert_certified("xtc")
+
+
+def test_certificate_rejects_half_the_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = ExcludeTopChoices.apply
+
+    def halved(rule: ExcludeTopChoices, candidates: Candidates) -> Candidates:
+        return apply(replace(rule, probability=rule.probability / 2), candidates)
+
+    monkeypatch.setattr(ExcludeTopChoices, "apply", halved)
+    assert_rejected("xtc")
+
+
+def test_certificate_rejects_a_rule_that_keeps_no_top_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def apply(rule: ExcludeTopChoices, candidates: Candidates) -> Candidates:
+        left = np.flatnonzero(softmax(candidates.scores) < rule.threshold)
+        return candidates.keep(left) if len(left) else candidates
+
+    monkeypatch.setattr(ExcludeTopChoices, "apply", apply)
+    (measure,) = measures_of("xtc")
+    assert measure.run(50) > measure.margin
+    assert_rejected("xtc")

@@ -1,0 +1,51 @@
+"""What a server counts: tokens, passes and times, for known generations and over HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from anydecode.api.generation import Generation, Stats
+from anydecode.certification.checks import scripted_llm
+from anydecode.server.metrics import Metrics
+from server_client import COMPLETIONS, served
+
+
+def generation(**stats: Any) -> Generation:
+    known = {"passes": 4, "num_tokens": 9, "num_prompt_tokens": 5, "seconds": 3.0}
+    known["time_to_first_token"] = 1.0
+    return Generation("", [], "stop", 0, Stats(**{**known, **stats}), "autoregressive")
+
+
+def test_recorded_generations_match_a_hand_computation() -> None:
+    with scripted_llm() as llm:
+        metrics = Metrics(llm)
+        metrics.record([generation(), generation(num_tokens=1, seconds=1.5), generation(passes=0)])
+
+    def value(name: str) -> float | None:
+        return metrics.registry.get_sample_value(f"anydecode_{name}")
+
+    assert value("prompt_tokens_total") == 15
+    assert value("generation_tokens_total") == 19
+    assert value("time_to_first_token_seconds_sum") == 3.0
+    assert value("request_seconds_sum") == 7.5
+    # 2 seconds for the 8 tokens after the first, twice; one token alone has no time between tokens
+    assert value("time_per_output_token_seconds_count") == 2
+    assert value("time_per_output_token_seconds_sum") == pytest.approx(0.5)
+    assert value("tokens_per_pass_count") == 2  # nothing ran for the last one
+    assert value("tokens_per_pass_sum") == pytest.approx(9 / 4 + 1 / 4)
+
+
+def test_tokens_per_pass_of_a_drafter() -> None:
+    fields: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    fields["decoder"] = "prompt-lookup"
+    with scripted_llm() as llm, served(llm) as client:
+        answer = client.ask(COMPLETIONS, **fields, logit_bias={"122": 100})
+        metrics = client.metrics()
+        tokens_per_pass = llm.generate("abc", **fields, logit_bias={122: 100}).stats.tokens_per_pass
+    assert tokens_per_pass > 1.5
+    assert answer["anydecode"]["tokens_per_pass"] == pytest.approx(tokens_per_pass)
+    assert metrics["anydecode_tokens_per_pass_count"] == 1
+    assert metrics["anydecode_tokens_per_pass_sum"] == pytest.approx(tokens_per_pass)
+    assert metrics['anydecode_tokens_per_pass_bucket{le="1.5"}'] == 0
