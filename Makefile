@@ -1,4 +1,4 @@
-# make demo | test | test-clients | test-full | lint | docs | bench-compare REF=<commit>. PYTHON names the
+# make demo | test | test-clients | test-full | test-core | test-wheel | lint | docs | bench-compare REF=<commit>. PYTHON names the
 # interpreter (3.10 or newer), VENV the environment's folder.
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +12,7 @@ PROJECT := pyproject.toml constraints.txt hatch_build.py
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SOURCES := $(shell find src -name '*.py' -o -name '*.c' -o -name '*.h')
 
-.PHONY: demo test test-clients test-full lint docs bench-compare clean
+.PHONY: demo test test-clients test-full test-core test-wheel lint docs bench-compare clean
 
 demo: $(VENV)/.demo
 	$(BIN)/anydecode pull smollm2-135m-instruct
@@ -26,6 +26,19 @@ test-clients: $(VENV)/.test
 
 test-full: $(VENV)/.test
 	$(PYTEST) $(PYTEST_ARGS)
+
+# The same tests without torch: what needs it is skipped.
+test-core: $(VENV)-core/.test
+	OMP_NUM_THREADS=1 $(VENV)-core/bin/python -m pytest -m "not slow and not clients" $(PYTEST_ARGS)
+
+# The wheel, installed into an empty environment.
+test-wheel: $(VENV)/.venv
+	rm -rf build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt build/wheel/*.whl
+	cd build/wheel && venv/bin/anydecode generate --model tiny-autoregressive --prompt "copy: b a =" --max-tokens 8
+	cd build/wheel && venv/bin/anydecode certify prompt-lookup
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -52,6 +65,11 @@ $(VENV)/.demo: $(VENV)/.venv $(PROJECT) $(SOURCES)
 
 $(VENV)/.test: $(VENV)/.venv $(PROJECT)
 	$(INSTALL) -e '.[test]'
+	touch $@
+
+$(VENV)-core/.test: $(PROJECT)
+	$(PYTHON) -m venv $(VENV)-core
+	$(VENV)-core/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[test-core]'
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.venv $(PROJECT)

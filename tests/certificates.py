@@ -22,6 +22,8 @@ def assert_certified(key: str) -> None:
     """Asserts that the method `key` has a passing certificate of at least two checks."""
     certificate = certify_one(key)
     failed = [check for check in certificate.checks if not check.passed]
+    if certificate.status == "not run":
+        pytest.skip("; ".join(f"{check.name}: {check.detail}" for check in failed))
     assert certificate.passed, failed
     assert len(certificate.checks) >= 2
 

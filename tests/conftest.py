@@ -6,12 +6,21 @@ import os
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
-import torch
 
-# Triton reads this when it is first imported, which any library may do.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+try:
+    import torch
+except ImportError:
+    pass
+else:
+    # Triton reads this when it is first imported, which any library may do.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A loaded machine makes no test wrong.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL = "smollm2-135m-instruct"

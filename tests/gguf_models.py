@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import torch
-from safetensors.torch import save_file
+import numpy as np
+from safetensors.numpy import save_file
 
 from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
@@ -80,14 +80,15 @@ def shape_of(module: str, family: str) -> tuple[int, ...]:
     return (HIDDEN, INNER) if module == "mlp.down_proj" else (rows[module], HIDDEN)
 
 
-def interleave(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+def interleave(tensor: np.ndarray, heads: int) -> np.ndarray:
     """Reorder rows of queries and keys like the converter: pairs (i, i + half) to (2i, 2i + 1)."""
-    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+    halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
+    return halves.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def make_tensors(family: str, tied: bool = False) -> dict[str, torch.Tensor]:
+def make_tensors(family: str, tied: bool = False) -> dict[str, np.ndarray]:
     """Tensors of a random model by Hugging Face name."""
-    generator = torch.Generator().manual_seed(3)
+    generator = np.random.default_rng(3)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCAB, HIDDEN),
         "model.norm.weight": (HIDDEN,),
@@ -100,7 +101,7 @@ def make_tensors(family: str, tied: bool = False) -> dict[str, torch.Tensor]:
             shapes[f"model.layers.{layer}.{module}.weight"] = shape
             if family == "qwen2" and module in list(ATTENTION)[:3]:
                 shapes[f"model.layers.{layer}.{module}.bias"] = shape[:1]
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
 SIZES = {
@@ -150,7 +151,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 def write_gguf(
     path: Path,
     family: str,
-    tensors: dict[str, torch.Tensor],
+    tensors: dict[str, np.ndarray],
     format: str = "F32",
     sizes: dict[str, Any] = SIZES,
 ) -> None:
@@ -168,13 +169,13 @@ def write_gguf(
                 tensor = interleave(tensor, sizes[f"num_{kind}_heads"])
         if family.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
-        kind = gguf.GGMLQuantizationType[format if tensor.dim() == 2 else "F32"]
-        writer.add_tensor(target, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
+        kind = gguf.GGMLQuantizationType[format if tensor.ndim == 2 else "F32"]
+        writer.add_tensor(target, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
     finish(writer)
 
 
-def plain(tensor: torch.Tensor | Weight) -> torch.Tensor:
-    return dequantize(tensor) if isinstance(tensor, Weight) else tensor.float()
+def plain(tensor: np.ndarray | Weight) -> np.ndarray:
+    return dequantize(tensor) if isinstance(tensor, Weight) else tensor.astype(np.float32)
 
 
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
@@ -229,35 +230,36 @@ def patched(whole: bytes, old: bytes, new: bytes) -> bytes:
     return whole.replace(old, new)
 
 
-def write_folder(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+def write_folder(folder: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
     return folder
 
 
-def pack(codes: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Any:
+def pack(codes: np.ndarray, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Any:
     """Codes packed into int32 along `dim`; field i of a word takes entry `order[i]`."""
     count = 32 // bits
-    fields = codes.to(torch.int64).unflatten(dim, (-1, count))
+    shape = (*codes.shape[:dim], -1, count, *codes.shape[dim + 1 :])
+    fields = codes.astype(np.uint32).reshape(shape)
     positions = order or tuple(range(count))
-    word = sum(fields.select(dim + 1, positions[i]) << (bits * i) for i in range(count))
-    return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
+    words = [fields.take(positions[i], dim + 1) << np.uint32(bits * i) for i in range(count)]
+    return np.bitwise_or.reduce(words).view(np.int32)
 
 
-def grouped(bits: int, centred: bool, act_order: bool = False) -> tuple[torch.Tensor, ...]:
+def grouped(bits: int, centred: bool, act_order: bool = False) -> tuple[np.ndarray, ...]:
     """Codes `[in, out]`, scales and zeros `[groups, out]`, the group of each input, exact
     weights."""
-    generator = torch.Generator().manual_seed(bits)
-    codes = torch.randint(0, 1 << bits, (128, 24), generator=generator)
-    scales = (torch.rand(2, 24, generator=generator) * 0.02 + 0.001).to(torch.float16)
-    zeros = torch.full((2, 24), 1 << (bits - 1))
+    generator = np.random.default_rng(bits)
+    codes = generator.integers(0, 1 << bits, (128, 24))
+    scales = (generator.random((2, 24)) * 0.02 + 0.001).astype(np.float16)
+    zeros = np.full((2, 24), 1 << (bits - 1))
     if not centred:
-        zeros = torch.randint(1, 1 << bits, (2, 24), generator=generator)
-    groups = torch.arange(128) // 64
+        zeros = generator.integers(1, 1 << bits, (2, 24))
+    groups = np.arange(128) // 64
     if act_order:
-        groups = groups[torch.randperm(128, generator=generator)]
-    exact = (scales.double()[groups] * (codes - zeros[groups])).T
+        groups = groups[generator.permutation(128)]
+    exact = (scales.astype(np.float64)[groups] * (codes - zeros[groups])).T
     return codes, scales, zeros, groups, exact
 
 

@@ -19,7 +19,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import anydecode
+from anydecode.errors import MissingPackageError, UnsupportedCombinationError
 from anydecode.kernels import library, pages
+from anydecode.models.opening import choose_executor
 
 
 def build_hook_module(repository: Path) -> ModuleType:
@@ -52,12 +54,21 @@ def test_import_is_fast_and_llm_is_lazy() -> None:
         "from anydecode import LLM; print('torch' in sys.modules, LLM.__module__)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.split("\n")[:2] == ["False False", "True anydecode.api.llm"]
+    assert done.stdout.split("\n")[:2] == ["False False", "False anydecode.api.llm"]
 
 
 def test_decoding_imports_no_package_that_it_does_not_need() -> None:
     """Each import takes from tenths of a second to several. `tokenizers` is a positive control."""
-    others = {"fastapi", "jedi", "llguidance", "lm_eval", "pydantic", "ray", "transformers"}
+    others = {
+        "fastapi",
+        "jedi",
+        "llguidance",
+        "lm_eval",
+        "pydantic",
+        "ray",
+        "torch",
+        "transformers",
+    }
     program = (
         "import sys; from anydecode import LLM;"
         "LLM('tiny-autoregressive', threads=1).generate('for', max_tokens=1);"
@@ -123,7 +134,7 @@ with LLM("tiny-autoregressive", threads=1) as llm:
 def test_constraints_and_the_server_need_no_extras(repository: Path) -> None:
     """In a process that can import the core dependencies only."""
     core = core_distributions(repository)
-    assert {"torch", "starlette"} <= core and not {"pytest", "xgrammar"} & core
+    assert {"numpy", "starlette"} <= core and not {"pytest", "torch", "xgrammar"} & core
     hidden = [
         module
         for module, owners in metadata.packages_distributions().items()
@@ -135,8 +146,10 @@ def test_constraints_and_the_server_need_no_extras(repository: Path) -> None:
 
 
 WITHOUT_POSIX = """
-import sys, typing
-import torch, numpy, tokenizers, rich, typer  # imported before the removal below
+import importlib.util, sys, typing
+import numpy, tokenizers, rich, typer  # imported before the removal below
+if importlib.util.find_spec("torch"):
+    import torch
 import mmap, os, select, signal
 
 GONE = {
@@ -175,6 +188,7 @@ def test_commands_start_without_posix(arguments: list[str]) -> None:
 
 @pytest.mark.slow
 def test_without_posix_and_compiler_the_torch_kernels_are_used_with_a_notice() -> None:
+    pytest.importorskip("torch")
     environment = {name: value for name, value in os.environ.items() if name != "CC"}
     command = ["generate", "--model", "tiny-autoregressive", "--max-tokens", "4", "--json", "for"]
     done = run_without_posix(*command, env={**environment, "PATH": ""})
@@ -212,8 +226,53 @@ def test_a_library_that_cannot_be_loaded_gives_a_warning(
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
     monkeypatch.setattr(library, "built_library", lambda: broken)
+    pytest.importorskip("torch")
     with pytest.warns(UserWarning, match="could not be loaded.*slower torch kernels are used"):
         assert library.load_library.__wrapped__() is None
+
+
+def test_the_warning_does_not_promise_torch_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(library, "built_library", lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.warns(UserWarning) as caught:
+        assert library.load_library.__wrapped__() is None
+    assert str(caught[0].message) == (
+        "no C compiler was found (install one, or the ziglang package); torch is not installed"
+        " either"
+    )
+
+
+def test_without_torch_and_compiled_kernels_the_error_says_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None;"
+        "from anydecode.cli.main import run; run(sys.argv[1:])"
+    )
+    command = ["generate", "--model", "tiny-autoregressive", "--max-tokens", "4", "for"]
+    environment = {name: value for name, value in os.environ.items() if name != "CC"}
+    for extra, expected in (
+        ([], "without compiled kernels (install a C compiler or the package ziglang) needs torch"),
+        (["--backend", "torch"], "the torch backend needs torch"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *command, *extra],
+            capture_output=True,
+            text=True,
+            env={**environment, "PATH": ""},
+        )
+        assert done.returncode == 2 and done.stdout == ""
+        error = done.stderr.splitlines()[-1]
+        assert expected in error and error.endswith("pip install 'anydecode[torch]'"), done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_cuda_without_torch_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingPackageError, match=r"needs torch.*anydecode\[torch\]"):
+        choose_executor(device="cuda")
+    with pytest.raises(UnsupportedCombinationError, match="package torch is not installed"):
+        choose_executor("triton")
 
 
 def test_public_names_resolve() -> None:
@@ -298,11 +357,12 @@ def test_every_platform_tag_is_cross_compiled(
 
     commands: list[list[str]] = []
 
-    def run(command: list[str]) -> None:
+    def run(command: list[str], **options: Any) -> SimpleNamespace:
         commands.append(command)
         Path(command[command.index("-o") + 1]).write_bytes(b"")
+        return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(build, "_run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     workflow = (repository / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
     names = []
     for tag, target in build.TARGETS.items():

@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
+import pytest
 
+from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import OutputSpec, Rows
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model
+from anydecode.models.opening import torch_executor
 from anydecode.models.transformer import Transformer
-
-# With matrices this small, synchronisation of threads takes longer than the work.
-torch.set_num_threads(1)
 
 BASE: dict[str, Any] = {
     "vocab_size": 131,
@@ -36,7 +34,12 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
     """A random float32 model of `transformers`; `family` is the prefix of its classes.
 
     Norm weights and biases are random too: their initial ones and zeros would hide errors.
+    The test is skipped without torch and `transformers`.
     """
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    # With matrices this small, synchronisation of threads takes longer than the work.
+    torch.set_num_threads(1)
     text = getattr(transformers, f"{family}TextConfig", None)
     config_class = text or getattr(transformers, f"{family}Config")
     config = config_class(**{**BASE, **settings}, attn_implementation="eager")
@@ -51,16 +54,28 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
     return model
 
 
+def hf_logits(model: Any, tokens: list[int]) -> np.ndarray:
+    """Logits float32 `[len(tokens), vocab_size]` of a model of `transformers`."""
+    import torch
+
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0].numpy()
+
+
 def checkpoint_of(model: Any, **config: Any) -> Checkpoint:
     """The checkpoint that a loader would return: the model's config and weights."""
-    return Checkpoint(
-        "tiny", Path("tiny"), {**model.config.to_dict(), **config}, dict(model.state_dict())
-    )
+    tensors = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    return Checkpoint("tiny", Path("tiny"), {**model.config.to_dict(), **config}, tensors)
 
 
 def own_model(model: Any, dtype: str | None = None, **options: Any) -> Transformer:
-    """The same model in anydecode."""
-    return build_model(checkpoint_of(model), dtype, **options)
+    """The same model in anydecode, in torch unless `executor` is given."""
+    return built(checkpoint_of(model), dtype, **options)
+
+
+def built(checkpoint: Checkpoint, dtype: str | None = None, **options: Any) -> Transformer:
+    """The model of a checkpoint, in torch unless `executor` is given."""
+    return build_model(checkpoint, dtype, **{"executor": torch_executor(), **options})
 
 
 def chain(tokens: list[int], first: int = 0, slots: np.ndarray | None = None) -> Rows:
@@ -120,11 +135,11 @@ def whole(rows: Rows, model: Transformer) -> Rows:
     return rows
 
 
-def logits(model: Transformer, rows: Rows, cache: Any = None) -> torch.Tensor:
+def logits(model: Transformer, rows: Rows, cache: Any = None) -> np.ndarray:
     """Logits of every row, through all layers."""
     cache = cache if cache is not None else model.new_cache(256)
     output_spec = OutputSpec(np.arange(len(rows), dtype=np.int32))
-    return model.run(whole(rows, model), cache, output_spec).logits.clone()
+    return to_host(model.run(whole(rows, model), cache, output_spec).logits).copy()
 
 
 def greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:

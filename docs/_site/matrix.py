@@ -46,12 +46,12 @@ def decoders() -> list[Card]:
 def opener(key: str, needs: tuple[str, ...]) -> Callable[[], LLM]:
     """Opens models that the decoder can run on."""
     decoder = catalogue.build(key)
-    if decoder.reads_weights:
-        return lambda: random_model(readable=True)
+    if decoder.requirements.reads_weights:
+        return lambda: random_model()
     return lambda: scripted_llm(
-        causal=decoder.causal is not False,
+        causal=decoder.requirements.causal is not False,
         fills_in=FILLS_IN in needs,
-        draft_causal=decoder.draft_causal,
+        draft_causal=decoder.requirements.draft_causal,
     )
 
 

@@ -159,10 +159,12 @@ def models_for(card: Card) -> str:
     """The options that select models of the package on which the decoder runs."""
     decoder = catalogue.build(card.key)
     models = ""
-    if decoder.causal is False:
+    if decoder.requirements.causal is False:
         models = " --model " + ("tiny-blocks" if "block" in card.needs[0] else "tiny-diffusion")
-    if "draft" in decoder.runners:
-        models += " --draft " + ("self:int4" if decoder.draft_causal else "tiny-diffusion")
+    if "draft" in decoder.requirements.runners:
+        models += " --draft " + (
+            "self:int4" if decoder.requirements.draft_causal else "tiny-diffusion"
+        )
     return models
 
 

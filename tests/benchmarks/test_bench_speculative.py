@@ -231,9 +231,9 @@ def test_an_interrupted_run_resumes_to_the_same_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     texts = _questions(tmp_path)
-    monkeypatch.setattr(bench, "_decode_seconds", lambda answer: 0.01 * answer.stats.passes)
+    monkeypatch.setattr(bench, "decode_seconds", lambda answer: 0.01 * answer.stats.passes)
     monkeypatch.setattr(
-        bench, "_modelled_speedup", lambda answer, cost_model: float(answer.stats.passes)
+        bench, "modelled_speedup", lambda answer, cost_model: float(answer.stats.passes)
     )
     _RecordingLLM(monkeypatch)
     whole = _run_rows(tmp_path, None)

@@ -320,22 +320,22 @@ def test_a_failing_server_is_a_one_line_error() -> None:
 def test_overhead_measures_server_time(slow: str, tmp_path: Path, monkeypatch: Any) -> None:
     """The overhead of a server that sleeps before each response is measured, and that of one that
     works on each chunk."""
-    head, chunk = Service.head, chat._chunk
+    head, compact = Service.head, chat.compact
 
     def slow_head(self: Service, *named: str) -> dict[str, Any]:
         time.sleep(0.2)
         return head(self, *named)
 
-    def slow_chunk(*parts: Any) -> bytes:
+    def slow_compact(value: Any) -> str:
         end = time.thread_time() + 0.01
         while time.thread_time() < end:
             pass
-        return chunk(*parts)
+        return compact(value)
 
     if slow == "request":
         monkeypatch.setattr(Service, "head", slow_head)
     if slow == "token":
-        monkeypatch.setattr(chat, "_chunk", slow_chunk)
+        monkeypatch.setattr(chat, "compact", slow_compact)
     out = tmp_path / "out.json"
     options = ["--requests", "3", "--tokens", "12", "--rounds", "1", "--json", str(out)]
     run_bench("overhead", options)

@@ -12,11 +12,6 @@ from anydecode.certification.certify import load_oracle_tests
 KEYS = [card.key for card in catalogue.cards()]
 #: Where the oracle tests of a folder of methods are; others have the name of the folder.
 FAMILIES = {"api": "serving"}
-#: Methods whose oracle tests and tests have no files of their own yet.
-REST = {
-    "apd", "auto", "bandit", "deer", "diffuspec", "gear", "jacobi", "layer-draft", "lrd", "s2d2",
-    "smartspec", "taps", "top-m-acceptance", "typical-acceptance",
-}  # fmt: skip
 
 
 def implementation(key: str) -> tuple[str, ...]:
@@ -24,7 +19,7 @@ def implementation(key: str) -> tuple[str, ...]:
     return tuple(catalogue.entries()[key].build.__module__.split(".")[1:])
 
 
-@pytest.mark.parametrize("key", sorted({*KEYS} - REST))
+@pytest.mark.parametrize("key", sorted(KEYS))
 def test_an_oracle_test_is_in_the_file_of_its_method(key: str) -> None:
     *folders, name = implementation(key)
     family = [FAMILIES.get(one, one) for one in folders[-1:] if one != "decoders"]
@@ -32,7 +27,7 @@ def test_an_oracle_test_is_in_the_file_of_its_method(key: str) -> None:
     assert load_oracle_tests()[key].__module__ == ".".join([oracles, *family, name])
 
 
-@pytest.mark.parametrize("key", sorted({*KEYS} - REST))
+@pytest.mark.parametrize("key", sorted(KEYS))
 def test_the_tests_of_a_method_mirror_its_module(key: str, repository: Path) -> None:
     *folders, name = implementation(key)
     path = repository.joinpath("tests", *folders, f"test_{name}.py")

@@ -229,6 +229,16 @@ def test_certify_exit_code_follows_the_certificates(
         assert ("not certified: multi-step" in captured.err) is not passed
 
 
+def test_doctor_reports_a_missing_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert invoke("doctor", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"] is None and found["gpu"] == []
+    assert found["cuda"] == "none: the package torch is not installed"
+
+
 def test_doctor_reports_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke("doctor", "--json") == 0
     found = json.loads(capsys.readouterr().out)

@@ -35,7 +35,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_extras_are_those_of_the_package(repository: Path) -> None:
     text = (repository / "pyproject.toml").read_text(encoding="utf-8")
     section = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    groups = re.findall(r"^(\w+) = \[(.*?)\]$", section, re.MULTILINE | re.DOTALL)
+    groups = re.findall(r"^([\w-]+) = \[(.*?)\]$", section, re.MULTILINE | re.DOTALL)
     requirements = {
         name: [Requirement(one) for one in re.findall(r'"([^"]+)"', packages)]
         for name, packages in groups
@@ -54,7 +54,9 @@ def test_extras_are_those_of_the_package(repository: Path) -> None:
         }
 
     declared = {
-        name: packages_of(name) for name in requirements if name not in ("test", "dev", "docs")
+        name: packages_of(name)
+        for name in requirements
+        if name not in ("test", "test-core", "dev", "docs")
     }
     assert declared == {name: set(extra.packages) for name, extra in doctor.EXTRAS.items()}
 

@@ -192,21 +192,13 @@ def test_samples_are_valid_distinct_and_unchanged_by_preemption(decoder):
 def test_a_faulty_state_changes_the_text():
     """Control for the equality tests: a state whose forks lose a token changes the text."""
 
-    def forgetful(state):
-        fork = state.fork
-
-        def forget():
-            branch = fork()
-            branch._mask = None
-            branch.tokens = branch.tokens[:-1]
-            return forgetful(branch)
-
-        state.fork = forget
-        return state
-
     class Forgetful(Predicate):
-        def start(self, tokenizer, vocab_size):
-            return forgetful(super().start(tokenizer, vocab_size))
+        def start(self, tokenizer, vocab_size, tokens=()):
+            state = super().start(tokenizer, vocab_size)
+            for token in tokens:
+                state.advance(token)
+            state.fork = lambda: self.start(tokenizer, vocab_size, state.tokens[:-1])
+            return state
 
     digits = Forgetful(
         lambda s: re.fullmatch(r"(\d\D)+", s) is not None,

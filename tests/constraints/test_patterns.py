@@ -131,7 +131,7 @@ def _short(pattern: str) -> str:
 def test_the_size_limit_is_shared_by_all_patterns_of_a_schema(monkeypatch):
     several = {"properties": {f"p{i}": {"pattern": f"^{i}[^a]{{40}}$"} for i in range(20)}}
     JsonSchema(several).start(TOKENIZER, 259)
-    monkeypatch.setattr(patterns, "_MAX_TOTAL_BYTES", 20 * 1000)
+    monkeypatch.setattr(patterns, "MAX_TOTAL_BYTES", 20 * 1000)
     with pytest.raises(ConstraintError, match="cannot be compiled"):
         JsonSchema({**several, "title": "another"}).start(TOKENIZER, 259)
 

@@ -14,7 +14,7 @@ SITE = Path(__file__).parents[2] / "docs" / "_site"
 #: Promises of a card that hold only with parameters, and the message says which.
 WITH_PARAMETERS = {("self-infill", "constraint")}
 #: Methods whose docstrings do not describe their parameters.
-UNDESCRIBED = {"multi-step", "parallel-draft"}
+UNDESCRIBED: set[str] = set()
 
 
 @pytest.fixture

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("torch")
+
+import torch
+
 from anydecode.kernels import elementary
-from anydecode.kernels.formats import plain_weight, quantize
+from anydecode.kernels.arithmetic import RowArithmetic, tree_sum
 from anydecode.kernels.interface import KEY_BLOCK, Attention, KeyValues, LowRank, Rope, Rows, Weight
 from anydecode.kernels.reference import ReferenceBackend, expert_weights
 from anydecode.kernels.tiled import TILES, TiledProduct
 from tiny_models import make_rows
+from torch_weights import dequantize, plain_weight, quantize
 
 SHAPES = [
     (1, 1),
@@ -78,8 +82,9 @@ def test_tiles_that_depend_on_the_row_index_are_rejected(monkeypatch: pytest.Mon
         return out
 
     monkeypatch.setattr(torch, "mm", position_dependent)
-    product, weight = TiledProduct(), plain_weight(randn(20, 32))
-    assert product.tiles(weight.data) == (1,)
+    product, matrix = TiledProduct(), randn(20, 32)
+    weight = plain_weight(matrix)
+    assert product.tiles(matrix) == (1,)
     x = randn(10, 32, seed=1)
     assert torch.equal(product(x, weight)[9], product(x[9:], weight)[0])
 
@@ -91,8 +96,6 @@ def test_an_ordinary_shape_uses_a_tile() -> None:
 
 @pytest.mark.parametrize("format", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
 def test_products_with_packed_weights(format: str) -> None:
-    from anydecode.kernels.formats import dequantize
-
     matrix = randn(70, 64)
     plain = {"F16": torch.float16, "BF16": torch.bfloat16}
     if format in plain:
@@ -110,11 +113,11 @@ def test_large_weights_are_dequantised_in_groups(monkeypatch: pytest.MonkeyPatch
 
     weight, x = quantize(randn(300, 64), "Q8_0"), randn(4, 64, seed=1)
     whole = TiledProduct()(x, weight)
-    monkeypatch.setattr(tiled, "_GROUP", 64 * 64)
+    monkeypatch.setattr(tiled, "GROUP_VALUES", 64 * 64)
     sizes: list[int] = []
     real = tiled.dequantize
 
-    def counting(part: Weight) -> torch.Tensor:
+    def counting(part: Weight) -> np.ndarray:
         sizes.append(part.out_features)
         return real(part)
 
@@ -172,7 +175,7 @@ def test_tree_sum_matches_float64_and_is_invariant(width: int, rows: int) -> Non
 
 
 def test_rotary_table_does_not_depend_on_its_growth() -> None:
-    frequencies = 1.0 / 10000 ** (torch.arange(0, 16, 2) / 16)
+    frequencies = (1.0 / 10000 ** (np.arange(0, 16, 2) / 16)).astype(np.float32)
     slow = elementary.RotaryTable(frequencies, 1.3, torch.device("cpu"))
     fast = elementary.RotaryTable(frequencies, 1.3, torch.device("cpu"))
     positions = torch.tensor([0, 3, 500])
@@ -180,9 +183,8 @@ def test_rotary_table_does_not_depend_on_its_growth() -> None:
         slow.rows(torch.tensor([highest]), highest)
     for one, other in zip(slow.rows(positions, 500), fast.rows(positions, 500), strict=True):
         assert torch.equal(one, other)
-    assert (
-        fast.rows(positions, 500)[0] - (positions[:, None] * frequencies).cos() * 1.3
-    ).abs().max() < (1e-4)
+    expected = (positions[:, None] * torch.from_numpy(frequencies)).cos() * 1.3
+    assert (fast.rows(positions, 500)[0] - expected).abs().max() < 1e-4
 
 
 def bound(rows: Rows, cache: KeyValues | None = None, adapters=()) -> ReferenceBackend:  # type: ignore[no-untyped-def]
@@ -204,15 +206,36 @@ def test_rms_norm_matches_float64() -> None:
     parts = x.double().view(3, 3, 8)
     expected = parts / (parts.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
     assert (
-        ReferenceBackend().rms_norm(x, weight, 1e-5, 3) - expected.view(3, 24)
+        ReferenceBackend().rms_norm(x, weight.numpy(), 1e-5, 3) - expected.view(3, 24)
     ).abs().max() < 1e-6
     wide = randn(24, seed=2)
     expected = (expected / weight).view(3, 24) * wide
-    assert (ReferenceBackend().rms_norm(x, wide, 1e-5, 3) - expected).abs().max() < 2e-6
+    assert (ReferenceBackend().rms_norm(x, wide.numpy(), 1e-5, 3) - expected).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_row_arithmetic_equals_the_reference(count: int) -> None:
+    """Sums have the reference's bits. torch's square root and products round in another way."""
+    x, matrix, bias = randn(count, 24), randn(7, 24, seed=1), randn(7, seed=2).numpy()
+    rows = simple_rows([3 * row for row in range(count)])
+    ours, reference = RowArithmetic(rows.positions), bound(rows)
+    for weight, groups in ((None, 1), (randn(24, seed=3), 1), (randn(8, seed=4), 3)):
+        vector = None if weight is None else weight.numpy()
+        expected = reference.rms_norm(x, vector, 1e-5, groups).numpy()
+        found = ours.rms_norm(x.numpy(), vector, 1e-5, groups)
+        assert found.shape == (count, 24) and np.allclose(found, expected, rtol=3e-7, atol=0)
+    rope = Rope(np.array([1.0, 0.1], np.float32), 2.0)
+    rotated = ours.rope(x.numpy(), 4, rope)
+    assert np.allclose(rotated, reference.rope(x, 4, rope).numpy(), atol=1e-6)
+    product = ours.linear(x.numpy(), plain_weight(matrix), bias)
+    assert np.allclose(product, reference.linear(x, plain_weight(matrix), bias).numpy(), atol=1e-5)
+    assert rotated.shape == (count, 24) and product.shape == (count, 7)
+    assert np.array_equal(tree_sum(x.numpy()), elementary.tree_sum(x).numpy())
+    assert ours.rms_norm(x[:0].numpy(), None, 1e-5, 3).shape == (0, 24)
 
 
 def test_rope_rotates_the_first_dimensions_only() -> None:
-    rope = Rope(torch.tensor([1.0, 0.1]), 2.0)
+    rope = Rope(np.array([1.0, 0.1], np.float32), 2.0)
     backend, x = bound(simple_rows([0, 5])), randn(2, 12)
     y = backend.rope(x, 2, rope).view(2, 2, 6)
     heads = x.view(2, 2, 6)
@@ -345,9 +368,9 @@ def test_experts_match_float64_and_are_batch_invariant() -> None:
     expected = torch.zeros(9, 16, dtype=torch.float64)
     for row in range(9):
         for share, e in zip(top.values[row], top.indices[row].tolist(), strict=True):
-            inner = torch.nn.functional.silu(x[row].double() @ gate[e].data.double().T)
-            inner = inner * (x[row].double() @ up[e].data.double().T)
-            expected[row] += share * (inner @ down[e].data.double().T)
+            inner = torch.nn.functional.silu(x[row].double() @ dequantize(gate[e]).double().T)
+            inner = inner * (x[row].double() @ dequantize(up[e]).double().T)
+            expected[row] += share * (inner @ dequantize(down[e]).double().T)
     assert (y - expected).abs().max() < 1e-3
     for row in range(9):
         alone = backend.experts(x[row:][:1], router[row:][:1], gate, up, down, 2, False, "silu")
@@ -355,7 +378,7 @@ def test_experts_match_float64_and_are_batch_invariant() -> None:
 
 
 def test_adapters_change_only_their_rows() -> None:
-    weight = Weight("F32", 12, 16, randn(12, 16), "here")
+    weight = plain_weight(randn(12, 16), "here")
     delta = LowRank(plain_weight(randn(3, 16, seed=1)), plain_weight(randn(12, 3, seed=2)), 0.5)
     rows = simple_rows([0, 1, 2, 3])
     x = randn(4, 16, seed=3)
@@ -363,7 +386,7 @@ def test_adapters_change_only_their_rows() -> None:
     rows.adapters = np.array([-1, 1, 0, 1], np.int32)
     adapted = bound(rows, None, [{"elsewhere": delta}, {"here": delta}]).linear(x, weight)
     assert torch.equal(adapted[[0, 2]], plain[[0, 2]])
-    expected = plain + x @ delta.down.data.T @ delta.up.data.T * 0.5
+    expected = plain + x @ dequantize(delta.down).T @ dequantize(delta.up).T * 0.5
     assert torch.allclose(adapted[[1, 3]], expected[[1, 3]], atol=1e-5)
     rows = simple_rows([3])
     rows.adapters = np.array([1], np.int32)

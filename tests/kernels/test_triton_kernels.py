@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("torch")
 pytest.importorskip("triton")
+
+import torch
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.cuda import attention, packing, pointwise, sampling
@@ -29,28 +31,24 @@ from anydecode.kernels.cuda.graphs import Launch, NoGraphs, Recorder
 from anydecode.kernels.cuda.packing import Packed, Tile, pack
 from anydecode.kernels.cuda.products import product
 from anydecode.kernels.cuda.rows import to_device
-from anydecode.kernels.formats import (
-    BLOCKS,
-    QUANTIZABLE,
-    dequantize,
-    plain_weight,
-    quantize,
-    row_bytes,
-)
+from anydecode.kernels.formats import BLOCKS, QUANTIZABLE, row_bytes
 from anydecode.kernels.interface import (
     Attention,
     KeyValues,
     LowRank,
+    Output,
     OutputSpec,
     Rope,
     Rows,
     Weight,
 )
 from anydecode.kernels.reference import ReferenceBackend
+from anydecode.kernels.torch_arrays import as_tensor
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
 from anydecode.sampling.noise import Noise, stream_id
 from tiny_models import chain, hf_model, make_rows, own_model, whole
+from torch_weights import dequantize, plain_weight, quantize
 
 problem = unavailable_reason()
 pytestmark = pytest.mark.skipif(problem is not None, reason=str(problem))
@@ -76,11 +74,11 @@ def fast_interpreter() -> Iterator[None]:
         return
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    options, columns = builder.options, packing._COLUMNS
+    options, columns = builder.options, packing.COLUMNS
     builder.options = dataclasses.replace(options, sanitize_overflow=False)
-    packing._COLUMNS = ((64, 1),)
+    packing.COLUMNS = ((64, 1),)
     yield
-    builder.options, packing._COLUMNS = options, columns
+    builder.options, packing.COLUMNS = options, columns
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +115,7 @@ def random_weight(format: str, rows: int, columns: int, seed: int = 0) -> Weight
     for position in (208,) if format == "Q6_K" else (0, 2) if format != "Q5_0" else (0,):
         scales = torch.rand(len(blocks), 1, generator=generator) * 0.01
         blocks[:, position : position + 2] = scales.to(torch.float16).view(torch.uint8)
-    return Weight(format, rows, columns, data, f"{format}.{seed}")
+    return Weight(format, rows, columns, data.numpy(), f"{format}.{seed}")
 
 
 def width_of(format: str, min_width: int) -> int:
@@ -154,15 +152,15 @@ def test_a_part_of_a_matrix_has_the_tile_of_the_whole() -> None:
 
 def test_tiles_depend_on_the_weight_shape_alone() -> None:
     """Matrices with few rows are split, others are not."""
-    columns = packing._COLUMNS
-    packing._COLUMNS = ((64, 512), (32, 128), (16, 1))
+    columns = packing.COLUMNS
+    packing.COLUMNS = ((64, 512), (32, 128), (16, 1))
     try:
         assert Tile.of(4096, 4096, 16) == Tile(32, 128, 1)
         assert Tile.of(128256, 4096, 16) == Tile(64, 128, 1)
         assert Tile.of(1024, 4096, 16) == Tile(16, 128, 2)
         assert Tile.of(576, 576, 16).splits == 1
     finally:
-        packing._COLUMNS = columns
+        packing.COLUMNS = columns
 
 
 # --- products
@@ -209,7 +207,7 @@ def test_gated_products_equal_two_products_and_a_gate(
     format: str, splits: int, activation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One kernel for gate and up has the bits of two products and a gate."""
-    monkeypatch.setattr(packing, "_PROGRAMS", splits)
+    monkeypatch.setattr(packing, "PROGRAMS", splits)
     width = 1536 if splits > 1 else 256
     gate, up = (random_weight(format, 40, width, seed) for seed in (1, 2))
     both, x, norm = pack([gate, up], DEVICE, gated=True), randn(3, width) * 0.1, None
@@ -234,7 +232,7 @@ def test_products_are_batch_invariant(
     format: str, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row has the same bits alone, at every index of a tile and in the next tile."""
-    monkeypatch.setattr(packing, "_PROGRAMS", splits)
+    monkeypatch.setattr(packing, "PROGRAMS", splits)
     width = 2048 if splits > 1 else 512
     weight = packed(format, 48, width)
     assert weight.tile.splits == splits
@@ -267,9 +265,9 @@ def test_pointwise_operations_match_the_reference(
     x, y = randn(rows, width, seed=seed) * 3, randn(rows, width, seed=seed + 1)
     backend, reference = TritonBackend(DEVICE), ReferenceBackend()
     for weight in (None, randn(part, seed=5), randn(width, seed=6)):
-        ours = backend.force(backend.rms_norm(x, weight, 1e-5, groups)).cpu()
-        other = None if weight is None else weight.cpu()
-        assert (ours - reference.rms_norm(x.cpu(), other, 1e-5, groups)).abs().max() < 1e-4
+        vector = None if weight is None else weight.cpu().numpy()
+        ours = backend.force(backend.rms_norm(x, vector, 1e-5, groups)).cpu()
+        assert (ours - reference.rms_norm(x.cpu(), vector, 1e-5, groups)).abs().max() < 1e-4
     for name, arguments in {
         "add": (y,),
         "scale": (0.3,),
@@ -300,7 +298,8 @@ def test_fused_rotation_norm_and_cache_write_match_the_reference(
     """From strided parts of one product into slots; a row without a slot stores nothing."""
     shape, width = Attention(2 * heads, heads, head_dim, 1.0), heads * head_dim
     q, k, v = randn(3, 4 * width).split([2 * width, width, width], 1)
-    rope = Rope(1.0 / 10000 ** (torch.arange(0, rotary_dim, 2) / rotary_dim), 1.2)
+    frequencies = 10000.0 ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
+    rope = Rope(frequencies.astype(np.float32), 1.2)
     rows = rows_at([0, 7, 1200], [4, -1, 2])
     weights = [randn(head_dim, seed=2), randn(head_dim, seed=3)]
     keys, values = (
@@ -312,7 +311,7 @@ def test_fused_rotation_norm_and_cache_write_match_the_reference(
     device_rows = backend.rows
     assert device_rows is not None
     norms = [(weight, 1e-6) if normed else None for weight in weights]
-    tables = backend._rotary_table(rope)
+    tables = backend.rotary_table(rope)
     queries = attention.store(
         q, k, v, keys, values, device_rows, shape, rope=tables, q_norm=norms[0], k_norm=norms[1]
     )
@@ -320,7 +319,7 @@ def test_fused_rotation_norm_and_cache_write_match_the_reference(
     for x, count, weight in ((q, 2 * heads, weights[0]), (k, heads, weights[1])):
         x = x.cpu().contiguous()
         if normed:
-            x = reference.rms_norm(x, weight.cpu(), 1e-6, count)
+            x = reference.rms_norm(x, weight.cpu().numpy(), 1e-6, count)
         expected.append(reference.rope(x, count, rope))
     assert (queries.cpu() - expected[0]).abs().max() < 1e-4
     if not normed:
@@ -544,11 +543,15 @@ def tiny(family: str = "Llama", dtype: str | None = "bfloat16") -> tuple[Any, An
     return _MODELS[family, dtype]  # type: ignore[no-any-return]
 
 
+def on_cpu(output: Output) -> torch.Tensor:
+    """A copy of the logits."""
+    return as_tensor(output.logits).cpu().clone()
+
+
 def all_logits(model: Any, rows: Rows, cache: Any = None) -> torch.Tensor:
     cache = cache if cache is not None else model.new_cache(64)
     output_spec = OutputSpec(np.arange(len(rows), dtype=np.int32))
-    logits: torch.Tensor = model.run(whole(rows, model), cache, output_spec).logits
-    return logits.clone().cpu()
+    return on_cpu(model.run(whole(rows, model), cache, output_spec))
 
 
 @pytest.mark.parametrize(
@@ -642,11 +645,11 @@ def test_captured_passes_and_multi_step_passes() -> None:
     bare = all_logits(ours, prompt, cache)
     eager.regroup(None)
     prompt.stop[:] = 0
-    assert torch.equal(ours.run(prompt, cache, OutputSpec(np.arange(3))).logits.cpu(), bare)
+    assert torch.equal(on_cpu(ours.run(prompt, cache, OutputSpec(np.arange(3)))), bare)
     assert torch.equal(all_logits(ours, prompt, cache), padded)
     # The same rows without padding, layer by layer.
     output_spec = OutputSpec(np.arange(3, dtype=np.int32), {1: np.arange(3)})
-    assert torch.equal(ours.run(prompt, cache, output_spec).logits.cpu(), padded)
+    assert torch.equal(on_cpu(ours.run(prompt, cache, output_spec)), padded)
 
     noise = Noise(77, stream_id(3, 0))
     for state in (SampleState(), SampleState(0.8, noise.seed, noise.stream)):
@@ -716,7 +719,8 @@ def test_the_backend_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedCombinationError, match="torch finds no CUDA device"):
         choose_executor("triton")
-    assert choose_executor(device="cuda") is None  # the reference backend on the GPU
+    with pytest.raises(UnsupportedCombinationError, match="torch finds no CUDA device"):
+        choose_executor(device="cuda")  # the reference backend on the GPU
 
 
 _COMPILE = """
@@ -779,6 +783,6 @@ def test_graph_replays_equal_single_launches_on_a_gpu() -> None:
     cache = ours.new_cache(64)
     one_by_one = [all_logits(ours, chain([t], i), cache)[0] for i, t in enumerate(tokens)]
     output_spec = OutputSpec(np.arange(16, dtype=np.int32), {1: np.arange(16)})
-    eager = ours.run(whole(chain(tokens), ours), ours.new_cache(64), output_spec).logits.cpu()
+    eager = on_cpu(ours.run(whole(chain(tokens), ours), ours.new_cache(64), output_spec))
     for result in (*replayed, torch.stack(one_by_one)):
         assert torch.equal(result, eager)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -16,11 +15,16 @@ from anydecode.memory.prefix import BLOCK, PrefixCache
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
 
 
+def states(count: int) -> np.ndarray:
+    return np.zeros((count, 2), np.float32)
+
+
 class Storage:
     """A model that only has a cache, of one number per slot."""
 
     def new_cache(self, num_slots: int) -> KeyValues:
-        return KeyValues([torch.zeros(num_slots, 1, 1)], [torch.zeros(num_slots, 1, 1)])
+        keys, values = np.zeros((2, num_slots, 1, 1), np.float32)
+        return KeyValues([keys], [values])
 
 
 class Memory(RuleBasedStateMachine):
@@ -179,13 +183,13 @@ def test_truncation_cuts_early_exit_rows() -> None:
     context = SequenceCache(KVPool(Storage(), 16))
     context.append(4)
     context.append(6)
-    context.partials.append(EarlyExitRows(4, 1, torch.zeros(6, 2)))
+    context.partials.append(EarlyExitRows(4, 1, states(6)))
     context.truncate(7)
     assert (context.complete, len(context.partials[0].hidden)) == (4, 3)
     context.truncate(4)
     assert context.partials == []
     with pytest.raises(ValueError, match="every layer"):
-        context.append(1), context.partials.append(EarlyExitRows(4, 1, torch.zeros(1, 2)))
+        context.append(1), context.partials.append(EarlyExitRows(4, 1, states(1)))
         context.evict([4])
 
 

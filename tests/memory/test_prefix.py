@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from anydecode.kernels.interface import KeyValues
 from anydecode.memory.pool import KVPool
@@ -19,7 +18,7 @@ class Storage:
     """A model that only has a cache, of one number per slot."""
 
     def new_cache(self, num_slots: int) -> KeyValues:
-        return KeyValues([torch.zeros(num_slots, 1, 1)], [torch.zeros(num_slots, 1, 1)])
+        return KeyValues(*([np.zeros((num_slots, 1, 1), np.float32)] for _ in range(2)))
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def insert(prefixes: PrefixCache, tokens: list[int], first: float = 0.0) -> None
     slots = context.append(len(tokens))
     context.tokens = list(tokens)
     keys = prefixes.pool.cache.keys[0]
-    keys[torch.from_numpy(slots.astype(np.int64)), 0, 0] = first + torch.arange(len(tokens))
+    keys[slots, 0, 0] = first + np.arange(len(tokens))
     prefixes.insert(context)
     context.release()
 
@@ -71,7 +70,7 @@ def test_evicted_blocks_return_from_the_spill(prefixes: PrefixCache) -> None:
     assert len(prefixes.match(ONE + TWO)) == 0
     prefixes.is_busy = False
     slots = prefixes.match(ONE + TWO + THREE)
-    keys = prefixes.pool.cache.keys[0][torch.from_numpy(slots.astype(np.int64)), 0, 0]
+    keys = prefixes.pool.cache.keys[0][slots, 0, 0]
     assert keys.tolist() == list(range(100, 100 + 2 * BLOCK))
     assert prefixes.num_restored == 2 * BLOCK
     assert len(prefixes.match(TWO)) == 0  # the block of another prefix

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,18 @@ def test_folders_of_other_identities_are_removed_when_unused(tmp_path: Path) -> 
     set_age(tmp_path / "foreign" / "notes.txt", 31 * DAY)
     DiskSpill(tmp_path, 1 << 20, "own", max_age_days=30).close()
     assert {path.name for path in tmp_path.iterdir()} == {"young", "own", "foreign"}
+
+
+def test_blocks_are_written_while_the_spill_is_open(tmp_path: Path) -> None:
+    """A process that is killed does not close it."""
+    spill = DiskSpill(tmp_path, 1 << 20)
+    try:
+        for key in (A, B):
+            spill.put(key, BLOCK)
+            while not path_of(tmp_path, key).exists():  # until the limit of every test
+                time.sleep(0.01)
+    finally:
+        spill.close()
 
 
 def test_blocks_beyond_the_write_queue_are_dropped(

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("transformers")
+
 import regex
 import transformers
 from hypothesis import HealthCheck, given, settings

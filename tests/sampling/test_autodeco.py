@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from anydecode import catalogue
 from anydecode.certification.checks import measures_of
@@ -15,10 +15,16 @@ from anydecode.errors import CheckpointError, InvalidRequestError, UnsupportedCo
 from anydecode.sampling import autodeco
 from anydecode.sampling.autodeco import AutoDeco, Heads
 from anydecode.sampling.params import SamplingParams
-from anydecode.training.autodeco import AutoDecoRecipe, HeadsModule, train_autodeco
-from anydecode.training.autodeco import measure as held_out_gain
 from certificates import assert_certified, assert_rejected
 from toy_models import PROMPTS, toy_llm
+
+
+def import_training() -> Any:
+    """The training of AutoDeco's heads; the test is skipped without torch."""
+    pytest.importorskip("torch")
+    from anydecode.training import autodeco
+
+    return autodeco
 
 
 def test_certificate() -> None:
@@ -46,7 +52,8 @@ def test_certificate_rejects_features_without_the_temperature(
 def test_heads_that_learned_nothing_fail_their_measure() -> None:
     (measure,) = measures_of("autodeco")
     model = Mixed()
-    gain = held_out_gain(model, model.rows(500, 2), HeadsModule(7, 8))
+    training = import_training()
+    gain = training.measure(model, model.rows(500, 2), training.HeadsModule(7, 8))
     assert gain.heads - gain.fixed > measure.margin
 
 
@@ -88,8 +95,9 @@ class TestHeads:
             assert "\n" not in str(caught.value)
 
     def test_the_learner_and_the_engine_agree(self) -> None:
+        torch = pytest.importorskip("torch")
         torch.manual_seed(1)
-        learner = HeadsModule(6, 9)
+        learner = import_training().HeadsModule(6, 9)
         for part in learner.parameters():
             torch.nn.init.normal_(part, std=0.5)
         rows, logits = torch.randn(5, 6), 3 * torch.randn(5, 40)
@@ -101,15 +109,16 @@ class TestHeads:
             assert found == pytest.approx((temperatures[row].item(), edges[row].item()), abs=1e-5)
 
     def test_heads_are_trained_on_a_models_own_text(self, tmp_path: Path) -> None:
-        recipe = AutoDecoRecipe(prompts=6, samples=2, tokens=6, width=3, epochs=2, batch=8)
+        training = import_training()
+        recipe = training.AutoDecoRecipe(prompts=6, samples=2, tokens=6, width=3, epochs=2, batch=8)
         with toy_llm() as llm:
-            learner, gain = train_autodeco(llm, recipe)
-            given, _ = train_autodeco(llm, recipe, ["abc", "de"])
+            learner, gain = training.train_autodeco(llm, recipe)
+            given, _ = training.train_autodeco(llm, recipe, ["abc", "de"])
             learner.heads().save(tmp_path / "heads.safetensors")
             named = f"autodeco:heads={tmp_path / 'heads.safetensors'}"
             answers = llm.generate(PROMPTS, decoder=named, max_tokens=5, seed=1)
             with pytest.raises(InvalidRequestError, match="at least two prompts"):
-                train_autodeco(llm, recipe, ["abc"])
+                training.train_autodeco(llm, recipe, ["abc"])
         assert gain.rows > 0 and np.isfinite(gain.heads) and "held-out" in gain.summary()
         assert given.heads().temperature.inner.shape == (3, 4)
         assert all(answer.tokens for answer in answers)

@@ -264,6 +264,13 @@ def test_the_server_responds_during_a_forward_pass(llm: Any) -> None:
     """During a forward pass the server still accepts, refuses and cancels requests."""
     runner = llm.engine.runners["target"]
     run, has_started, may_continue = runner.run, threading.Event(), threading.Event()
+    start, started = llm.start, []
+
+    def count_started(request: Request) -> None:
+        start(request)
+        started.append(request)
+
+    llm.start = count_started
 
     def blocked_run(plan: Any) -> Any:
         has_started.set()
@@ -280,7 +287,7 @@ def test_the_server_responds_during_a_forward_pass(llm: Any) -> None:
         has_started.wait(20)
         for further in threads[1:]:
             further.start()
-        wait_until(lambda: len(llm.driver._inbox) == 2)
+        wait_until(lambda: len(started) == 3)
         assert http.get("/health", timeout=5).status_code == 200
         runner.run = run
         may_continue.set()
@@ -576,19 +583,22 @@ def test_a_trace_is_replayed_against_a_server(llm: Any, tmp_path: Path) -> None:
 def test_a_traced_stream_sends_the_canvas(path: str, mistaken: bool, monkeypatch: Any) -> None:
     """With a trace, the stream of a diffusion model sends the canvas of each pass, before any text.
     The mistake: progress is reported for tokens only."""
-    run, progressed = ScriptedModel.run, Request._progressed
+    run, notify = ScriptedModel.run, Request.notify
 
     def slow_run(self: ScriptedModel, *args: Any) -> Any:
         time.sleep(0.01)
         return run(self, *args)
 
-    def of_tokens(self: Request, number: int) -> None:
-        if self.jobs[number].sequence.tokens:
-            progressed(self, number)
+    def notify_of_tokens(self: Request, callback: Callable[[], Any]) -> None:
+        def progressed() -> None:
+            if any(job.sequence.tokens for job in self.jobs):
+                callback()
+
+        notify(self, progressed)
 
     monkeypatch.setattr(ScriptedModel, "run", slow_run)
     if mistaken:
-        monkeypatch.setattr(Request, "_progressed", of_tokens)
+        monkeypatch.setattr(Request, "notify", notify_of_tokens)
 
     def streamed(**more: Any) -> tuple[list[list[str | None]], str, dict[str, Any]]:
         inputs = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}

@@ -10,6 +10,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -3,7 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.scoring.score import Decoding
@@ -19,7 +19,7 @@ class MeanState(Decoder):
     requirements = Requirements(causal=None)
 
     def __init__(self) -> None:
-        self._sum: torch.Tensor | None = None
+        self._sum: np.ndarray | None = None
 
     def decode(self, sequence: Sequence) -> Decoding:
         context = sequence.context()
@@ -33,7 +33,7 @@ class MeanState(Decoder):
                 for span in spans:
                     span.logits = False
             scores = yield request
-            rows = scores.hidden[depth].double().sum(0)
+            rows = scores.hidden[depth].astype(np.float64).sum(0)
             total = rows if total is None else total + rows
         assert total is not None
         self._sum = total / len(tokens)
@@ -41,5 +41,5 @@ class MeanState(Decoder):
     def vector(self) -> list[float]:
         """The mean, scaled to length 1, `[hidden_size]`. Available when the request is done."""
         assert self._sum is not None
-        unit: list[float] = (self._sum / self._sum.norm().clamp_min(1e-12)).tolist()
+        unit: list[float] = (self._sum / max(float(np.linalg.norm(self._sum)), 1e-12)).tolist()
         return unit

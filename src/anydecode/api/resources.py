@@ -70,7 +70,7 @@ class Resources:
         embed = getattr(self.model, "embed", None)
         if embed is None:
             raise UnsupportedCombinationError("top_w needs a model whose embeddings can be read")
-        return Geometry.of(embed(np.arange(self.model.spec.vocab_size)).numpy())
+        return Geometry.of(embed(np.arange(self.model.spec.vocab_size)))
 
     def open_context(
         self, runner_name: str, tokens: list[int], namespace: Hashable

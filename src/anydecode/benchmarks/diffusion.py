@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
-from safetensors.torch import save_file
+from ml_dtypes import bfloat16
+from safetensors.numpy import save_file
 
 from anydecode.api.llm import LLM
 from anydecode.errors import InvalidRequestError
@@ -89,21 +89,21 @@ def write(parent: Path, shape: Shape) -> Path:
         "weight_tying": False,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(0)
+    random, ones = np.random.default_rng(0), np.ones(shape.hidden, bfloat16)
 
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        values = torch.randn(rows, columns, generator=generator)
-        return values.div_(columns**0.5).to(torch.bfloat16)
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        values = random.standard_normal((rows, columns), np.float32)
+        return (values / np.float32(columns**0.5)).astype(bfloat16)
 
     tensors = {
         "model.transformer.wte.weight": matrix(shape.vocab, shape.hidden),
         "model.transformer.ff_out.weight": matrix(shape.vocab, shape.hidden),
-        "model.transformer.ln_f.weight": torch.ones(shape.hidden, dtype=torch.bfloat16),
+        "model.transformer.ln_f.weight": ones,
     }
     for layer in range(shape.layers):
         name = f"model.transformer.blocks.{layer}"
         for norm in ("attn_norm", "ff_norm"):
-            tensors[f"{name}.{norm}.weight"] = torch.ones(shape.hidden, dtype=torch.bfloat16)
+            tensors[f"{name}.{norm}.weight"] = ones
         for part in ("q_proj", "k_proj", "v_proj", "attn_out"):
             tensors[f"{name}.{part}.weight"] = matrix(shape.hidden, shape.hidden)
         for part in ("ff_proj", "up_proj"):

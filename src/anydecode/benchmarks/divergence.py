@@ -19,6 +19,7 @@ import typer
 from anydecode.benchmarks.baselines import find_file
 from anydecode.benchmarks.passes import first_logits, sequence_rows
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels.host import to_host
 from anydecode.machine import cpu_name, usable_cores
 from anydecode.models.families import build_model
 from anydecode.models.loading import load_checkpoint
@@ -55,8 +56,7 @@ def logits_of(model: Any, ids: list[int]) -> np.ndarray:
     """Logits float32 `[len(ids), vocab_size]` of one window, from one forward pass."""
     rows = sequence_rows(ids, 0, model.spec.num_layers)
     output = model.run(rows, model.new_cache(len(ids)), first_logits(len(ids)))
-    logits: np.ndarray = output.logits.cpu().numpy().copy()
-    return logits
+    return to_host(output.logits).copy()
 
 
 def baseline_logits(
@@ -120,7 +120,7 @@ def compare(
     own = build_model(load_checkpoint(path), executor=choose_executor(backend, threads))
     exact = load_checkpoint(path)
     ids = windows(exact.tokenizer, text, tokens, window)
-    model = build_model(exact, "float32")
+    model = build_model(exact, "float32", executor=choose_executor(threads=threads))
     reference = np.concatenate([logits_of(model, window_ids) for window_ids in ids])
     engines = {f"anydecode, {type(own.executor).__name__}": _all_logits(own, ids)}
     if baseline:

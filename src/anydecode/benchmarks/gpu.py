@@ -28,6 +28,8 @@ import typer
 from anydecode.benchmarks.passes import first_logits, prefill, sequence_rows
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.cuda.available import kernel_device, unavailable_reason
+from anydecode.kernels.interface import Rows
+from anydecode.kernels.torch_arrays import as_numpy, as_tensor
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model
 from anydecode.models.opening import choose_executor
@@ -111,8 +113,14 @@ def random_model(shape: str, device: torch.device) -> Any:
 def own_model(model: Any, dtype: str | None) -> Any:
     """The same weights in anydecode with the Triton kernels."""
     config = model.config.to_dict()
-    checkpoint = Checkpoint("random", Path("random"), config, dict(model.state_dict()))
+    tensors = {name: as_numpy(tensor) for name, tensor in model.state_dict().items()}
+    checkpoint = Checkpoint("random", Path("random"), config, tensors)
     return build_model(checkpoint, dtype, executor=choose_executor("triton"))
+
+
+def run_logits(model: Any, rows: Rows, cache: Any) -> torch.Tensor:
+    """A copy of the logits of every row, in main memory."""
+    return as_tensor(model.run(rows, cache, first_logits(len(rows))).logits).clone()
 
 
 def time_passes(model: Any, cache: Any, setting: Setting) -> dict[int, float]:
@@ -207,14 +215,13 @@ def run_checks(model: Any, baseline: Any) -> dict[str, Any]:
     layers, generator = model.spec.num_layers, np.random.default_rng(0)
     tokens = generator.integers(0, model.spec.vocab_size, 16).tolist()
     cache = model.new_cache(64)
-    together = model.run(sequence_rows(tokens, 0, layers), cache, first_logits(16)).logits.clone()
+    together = run_logits(model, sequence_rows(tokens, 0, layers), cache)
     with torch.no_grad():
-        other = baseline(torch.tensor([tokens], device=baseline.device)).logits[0].float()
+        other = baseline(torch.tensor([tokens], device=baseline.device)).logits[0].float().cpu()
     p, q = (values.double().log_softmax(-1) for values in (other, together))
     cache, alone = model.new_cache(64), []
     for position, token in enumerate(tokens):
-        row = model.run(sequence_rows([token], position, layers), cache, first_logits(1)).logits
-        alone.append(row.clone())
+        alone.append(run_logits(model, sequence_rows([token], position, layers), cache))
     return {
         "divergence_from_transformers": float((p.exp() * (p - q)).sum(-1).mean()),
         "same_bits_alone_and_in_sixteen": bool(torch.equal(torch.cat(alone), together)),

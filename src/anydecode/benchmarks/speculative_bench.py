@@ -186,7 +186,7 @@ def _run_methods(
         message = [{"role": "user", "content": question.text}]
         answer = llm.chat(message, decoder=decoder, **options)
         best = answers.get((method, is_warm), answer)
-        answers[method, is_warm] = min(best, answer, key=_decode_seconds)
+        answers[method, is_warm] = min(best, answer, key=decode_seconds)
         report_step(f"{method}, warm" if is_warm else method)
     plain = answers[PLAIN, False].tokens
     return [
@@ -198,9 +198,9 @@ def _run_methods(
             is_warm,
             (stats := answers[method, is_warm].stats).num_tokens,
             stats.passes,
-            _decode_seconds(answers[method, is_warm]),
+            decode_seconds(answers[method, is_warm]),
             sum(r.get("draft_seconds", 0.0) for r in answers[method, is_warm].trace or ()),
-            _modelled_speedup(answers[method, is_warm], llm.cost_model),
+            modelled_speedup(answers[method, is_warm], llm.cost_model),
             loops(answers[method, is_warm].tokens),
             answers[method, is_warm].tokens == plain,
         )
@@ -250,11 +250,11 @@ def _timed_answers(entry: Any) -> list[TimedAnswer]:
     return [TimedAnswer(**one) for one in (first, *others)]
 
 
-def _decode_seconds(answer: Generation) -> float:
+def decode_seconds(answer: Generation) -> float:
     return answer.stats.seconds - answer.stats.time_to_first_token
 
 
-def _modelled_speedup(answer: Generation, cost_model: CostModel) -> float:
+def modelled_speedup(answer: Generation, cost_model: CostModel) -> float:
     """Modelled seconds of plain decoding for the same tokens, over those of the passes that were
     made and the drafting."""
     records = answer.trace or ()

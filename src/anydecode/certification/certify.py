@@ -198,7 +198,7 @@ def claim(
     if open_llm is None and needs.reads_weights:
         from anydecode.certification.denoising import random_model
 
-        where, open_llm = "random weights", partial(random_model, readable=True)
+        where, open_llm = "random weights", random_model
         length = 24
     open_llm = open_llm or (
         lambda: scripted_llm(causal=causal, fills_in=fills_in, draft_causal=needs.draft_causal)

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from anydecode.api.llm import LLM
+from anydecode.certification.tiny import readable_executor
 from anydecode.kernels.interface import Attention, KeyValues, Output, OutputSpec, Rows
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model
-from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import EOS, MASK, ByteTokenizer, ScriptedModel
 from anydecode.models.spec import LayerSpec, ModelSpec
 from anydecode.sampling.noise import Noise
@@ -246,20 +245,22 @@ class DigestModel:
 
     def new_cache(self, num_slots: int) -> KeyValues:
         """A cache of one number per slot and layer."""
-        keys, values = ([torch.zeros(num_slots, 1, 1) for _ in range(2)] for _ in range(2))
+        keys, values = (
+            [np.zeros((num_slots, 1, 1), np.float32) for _ in range(2)] for _ in range(2)
+        )
         return KeyValues(keys, values)
 
     def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """One forward pass."""
-        tokens, digests = (keys.numpy()[:, 0, 0] for keys in cache.keys)
+        tokens, digests = (keys[:, 0, 0] for keys in cache.keys)
         tokens[rows.slots] = rows.tokens
         fresh = [self._seen(rows, row, tokens) for row in range(len(rows))]
         digests[rows.slots] = [digest(path) for path in fresh]
         logits = [self.script(self._seen(rows, int(row), digests)) for row in output_spec.logits]
         answer = np.array(logits, np.float32).reshape(-1, VOCABULARY)
-        return Output(torch.from_numpy(answer), {})
+        return Output(answer, {})
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, hidden: np.ndarray) -> np.ndarray:
         """Not supported."""
         raise NotImplementedError
 
@@ -313,11 +314,9 @@ def digests(script: Logits, block_size: int | None = None) -> LLM:
     return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096)
 
 
-def random_model(
-    block_size: int | None = None, seed: int = 0, layers: int = 2, *, readable: bool = False
-) -> LLM:
-    """A small transformer with random weights and bidirectional or block-causal attention.
-    `readable`: its weights are not packed for the kernels."""
+def random_model(block_size: int | None = None, seed: int = 0, layers: int = 2) -> LLM:
+    """A small transformer with random weights and bidirectional or block-causal attention. Its
+    weights can be read whatever the backend."""
     config = {
         "model_type": "sdar" if block_size else "a2d-qwen3",
         "vocab_size": VOCABULARY,
@@ -343,10 +342,9 @@ def random_model(
     for name, shape in shapes.items():
         values = draw.normal(size=shape) * 0.5 + (len(shape) == 1)
         outer = "" if name == "lm_head" else "model."
-        tensors[f"{outer}{name}.weight"] = torch.from_numpy(values.astype(np.float32))
+        tensors[f"{outer}{name}.weight"] = values.astype(np.float32)
     checkpoint = Checkpoint("random", Path("random"), config, tensors)
-    executor = None if readable else choose_executor(threads=1)
-    model = build_model(checkpoint, executor=executor)
+    model = build_model(checkpoint, executor=readable_executor())
     return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096)
 
 

@@ -12,10 +12,10 @@ from anydecode.api.llm import LLM
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
-from anydecode.models.families import build_model
+from anydecode.models.families import build_model, load_network
 from anydecode.models.loading import load_checkpoint
+from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
-from anydecode.models.transformer import Transformer
 from anydecode.quantization.dlm_ptq import GPTQ, Pair, calibrate, masked
 from anydecode.scoring.sequence import Sequence as Text
 from anydecode.tasks.tasks import Example
@@ -73,9 +73,9 @@ def entropy(llm: LLM, canvases: dict[tuple[int, ...], list[int]]) -> float:
     return float(np.mean(probe.losses))
 
 
-def weight_bytes(model: Transformer) -> int:
+def weight_bytes(network: Network) -> int:
     """Stored bytes of all weight matrices, shared ones once, without norms and biases."""
-    return sum({id(one): one.num_bytes for one in model.network.matrices()}.values())
+    return sum({id(one): one.num_bytes for one in network.matrices()}.values())
 
 
 def pairs(all_examples: Sequence[Example]) -> list[Pair]:
@@ -103,7 +103,7 @@ def measure(
         checkpoint, dtype = source, name
         if name == GPTQ:
             checkpoint, dtype = calibrate(source, pairs(calibration), seed), "int4"
-        size = weight_bytes(build_model(checkpoint, dtype))
+        size = weight_bytes(load_network(checkpoint, dtype))
         built = build_model(checkpoint, dtype, executor=choose_executor(threads=threads))
         with LLM(built, tokenizer=checkpoint.tokenizer) as llm:
             masked_canvases = {

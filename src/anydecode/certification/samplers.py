@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import PROMPTS, Check, Restarts, equal_tokens
@@ -47,13 +46,13 @@ class ToyModel(ScriptedModel):
         drawn = np.random.default_rng(3).normal(size=(vocab_size, 8))
         self.embeddings = drawn.astype(np.float32)
 
-    def embed(self, tokens: np.ndarray) -> torch.Tensor:
+    def embed(self, tokens: np.ndarray) -> np.ndarray:
         """float32 `[len(tokens), 8]`, pseudo-random."""
-        return torch.from_numpy(self.embeddings[tokens])
+        return self.embeddings[tokens]
 
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+    def normed(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states mapped to numbers between -1 and 1."""
-        return torch.sin(0.01 * hidden.double()).float()
+        return np.sin(0.01 * hidden.astype(np.float64)).astype(np.float32)
 
 
 @dataclass(eq=False)
@@ -63,7 +62,7 @@ class OracleContext:
     model: Any
     prompt: list[int]
     temperature: float = 1.0
-    _computed: dict[Text, tuple[np.ndarray, dict[int, torch.Tensor]]] = field(default_factory=dict)
+    _computed: dict[Text, tuple[np.ndarray, dict[int, np.ndarray]]] = field(default_factory=dict)
 
     def logits(self, tokens: Text) -> np.ndarray:
         """float64 `[vocab_size]` after the prompt and `tokens`."""
@@ -71,18 +70,16 @@ class OracleContext:
 
     def early(self, tokens: Text, layer: int) -> np.ndarray:
         """float64 `[vocab_size]`, computed from the hidden state after `layer` layers."""
-        early: np.ndarray = (
-            self.model.head(self._row(tokens)[1][layer]).numpy()[0].astype(np.float64)
-        )
+        early: np.ndarray = self.model.head(self._row(tokens)[1][layer])[0].astype(np.float64)
         return early
 
     def state(self, tokens: Text) -> np.ndarray:
         """float64 `[hidden_size]`: the normalized hidden state after the last layer."""
         last = self._row(tokens)[1][self.model.spec.num_layers]
-        state: np.ndarray = self.model.normed(last)[0].numpy().astype(np.float64)
+        state: np.ndarray = self.model.normed(last)[0].astype(np.float64)
         return state
 
-    def _row(self, text: Text) -> tuple[np.ndarray, dict[int, torch.Tensor]]:
+    def _row(self, text: Text) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         if text not in self._computed:
             tokens = np.array([*self.prompt, *text], np.int32)
             positions, zeros = np.arange(len(tokens), dtype=np.int32), np.zeros_like(tokens)
@@ -103,8 +100,8 @@ class OracleContext:
             last = positions[-1:]
             output_spec = OutputSpec(last, dict.fromkeys(range(depth + 1), last))
             output = self.model.run(rows, self.model.new_cache(len(tokens)), output_spec)
-            hidden = {layer: states.clone() for layer, states in output.hidden.items()}
-            self._computed[text] = output.logits[0].numpy().astype(np.float64), hidden
+            hidden = {layer: states.copy() for layer, states in output.hidden.items()}
+            self._computed[text] = output.logits[0].astype(np.float64), hidden
         return self._computed[text]
 
 

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from anydecode.api.llm import LLM
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.families import build_model
+from anydecode.models.families import load_network
+from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import BYTE_VOCABULARY, ByteTokenizer
-from anydecode.models.transformer import Transformer
+from anydecode.models.transformer import Executor, Transformer
+
+
+def readable_executor(
+    backend: str | None = None, threads: int | None = 1
+) -> Callable[[Network], Executor]:
+    """As `choose_executor`, but the network keeps its weights, which the oracles read."""
+    choose = choose_executor(backend, threads)
+
+    def execute(network: Network) -> Executor:
+        matrices = list(network.matrices())
+        data = [weight.data for weight in matrices]
+        executor = choose(network)
+        for weight, array in zip(matrices, data, strict=True):
+            weight.data = array
+        return executor
+
+    return execute
 
 
 def tiny_model(
+    *, backend: str | None = None, threads: int | None = 1, **options: int
+) -> Transformer:
+    """`tiny_network` as a model. Its weights can be read whatever the backend."""
+    return Transformer(
+        tiny_network(**options), name="tiny", executor=readable_executor(backend, threads)
+    )
+
+
+def tiny_network(
     *,
     layers: int = 2,
     hidden: int = 64,
@@ -23,22 +51,18 @@ def tiny_model(
     kv_heads: int = 2,
     positions: int = 2048,
     seed: int = 0,
-    backend: str | None = None,
-    threads: int | None = 1,
-) -> Transformer:
+) -> Network:
     """A random Llama over bytes. Its query weights are large, so that attention concentrates on few
     positions."""
-    generator = torch.Generator().manual_seed(seed)
+    random = np.random.default_rng(seed)
 
-    def matrix(rows: int, columns: int, spread: float = 1.0) -> torch.Tensor:
-        drawn: torch.Tensor = torch.randn(rows, columns, generator=generator)
-        scaled: torch.Tensor = drawn * (spread * columns**-0.5)
-        return scaled
+    def matrix(rows: int, columns: int, spread: float = 1.0) -> np.ndarray:
+        return random.standard_normal((rows, columns), np.float32) * (spread * columns**-0.5)
 
     head = hidden // heads
     tensors = {
-        "model.embed_tokens.weight": torch.randn(BYTE_VOCABULARY, hidden, generator=generator),
-        "model.norm.weight": torch.ones(hidden),
+        "model.embed_tokens.weight": random.standard_normal((BYTE_VOCABULARY, hidden), np.float32),
+        "model.norm.weight": np.ones(hidden, np.float32),
         "lm_head.weight": matrix(BYTE_VOCABULARY, hidden, 3.0),
     }
     for layer in range(layers):
@@ -50,8 +74,8 @@ def tiny_model(
             "mlp.gate_proj": matrix(2 * hidden, hidden),
             "mlp.up_proj": matrix(2 * hidden, hidden),
             "mlp.down_proj": matrix(hidden, 2 * hidden),
-            "input_layernorm": torch.ones(hidden),
-            "post_attention_layernorm": torch.ones(hidden),
+            "input_layernorm": np.ones(hidden, np.float32),
+            "post_attention_layernorm": np.ones(hidden, np.float32),
         }
         tensors |= {f"model.layers.{layer}.{name}.weight": one for name, one in shapes.items()}
     config = {
@@ -69,8 +93,7 @@ def tiny_model(
         "hidden_act": "silu",
         "tie_word_embeddings": False,
     }
-    checkpoint = Checkpoint("tiny", Path("tiny"), config, tensors)
-    return build_model(checkpoint, executor=choose_executor(backend, threads))
+    return load_network(Checkpoint("tiny", Path("tiny"), config, tensors))
 
 
 def tiny_llm(**options: Any) -> LLM:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -134,7 +133,9 @@ def _threads() -> int:
 
 
 def _torch() -> dict[str, Any]:
-    if importlib.util.find_spec("torch") is None:
+    from anydecode.kernels.host import has_torch
+
+    if not has_torch():
         return {"torch": None, "gpu": []}
     import torch
 
@@ -143,6 +144,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, Any]:
+    from anydecode.kernels.host import has_torch
     from anydecode.kernels.library import load_library
 
     with warnings.catch_warnings(record=True) as caught:
@@ -150,7 +152,7 @@ def _kernels() -> dict[str, Any]:
         library = load_library()
     if library is None:
         reason = "; ".join(str(warning.message) for warning in caught) or "no native kernels"
-        backend = "none" if importlib.util.find_spec("torch") is None else "reference"
+        backend = "reference" if has_torch() else None
         return {"backend": backend, "why": reason, "instruction_set": None}
     reason = "the fastest compiled kernels that this processor supports and that pass their checks"
     return {"backend": "native", "why": reason, "instruction_set": library.variant}
@@ -158,17 +160,19 @@ def _kernels() -> dict[str, Any]:
 
 def cuda() -> str:
     """The kernels that `device="cuda"` would use, and why."""
-    if importlib.util.find_spec("torch") is None:
-        return "none: it needs pip install 'anydecode[cuda]'"
-    import torch
-
     from anydecode.kernels.cuda.available import is_interpreted, unavailable_reason
+    from anydecode.kernels.host import has_torch
 
     problem = unavailable_reason()
     if problem is None:
         where = "in its interpreter, on the CPU" if is_interpreted() else "on the GPU"
         return f"triton kernels, {where}"
-    return f"torch reference: {problem}" if torch.cuda.is_available() else f"none: {problem}"
+    if has_torch():
+        import torch
+
+        if torch.cuda.is_available():
+            return f"torch reference: {problem}"
+    return f"none: {problem}"
 
 
 def _models() -> dict[str, Any]:

@@ -20,7 +20,7 @@ MAX_CHARACTERS = 1 << 16
 #: Maximum number of steps to match one pattern with look-around or back-references.
 _MAX_BACKTRACKS = 100_000
 #: Maximum size of one compiled pattern and of all patterns of a schema together, in bytes.
-_MAX_COMPILED_BYTES, _MAX_TOTAL_BYTES = 10 << 20, 256 << 20
+_MAX_COMPILED_BYTES, MAX_TOTAL_BYTES = 10 << 20, 256 << 20
 #: jsonschema-rs rewrites a pattern once per shorthand class. This is the maximum of shorthands
 #: times characters, summed over all patterns of a schema; each takes about a microsecond.
 _MAX_REWRITTEN = 500_000
@@ -66,7 +66,7 @@ def pattern_options(*schemas: Any) -> Any:
     num_programs = sum(1 + 2 * _count(_SPLITTING, pattern) for pattern in all_patterns)
     return jsonschema_rs.FancyRegexOptions(
         backtrack_limit=_MAX_BACKTRACKS,
-        size_limit=min(_MAX_COMPILED_BYTES, _MAX_TOTAL_BYTES // max(1, num_programs)),
+        size_limit=min(_MAX_COMPILED_BYTES, MAX_TOTAL_BYTES // max(1, num_programs)),
     )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.constraints.guidance_engine import one_line
@@ -150,9 +149,9 @@ class XGrammarState(ConstraintState):
         compiler = self._compiler
         allowed = np.zeros(compiler.vocab_size, bool)
         if not self._num_eos:
-            bitmask = torch.full((1, (compiler.vocab_size + 31) // 32), -1, dtype=torch.int32)
+            bitmask = np.full((1, (compiler.vocab_size + 31) // 32), -1, np.int32)
             self._matcher.fill_next_token_bitmask(bitmask)
-            bits = np.unpackbits(bitmask.numpy().view(np.uint8), bitorder="little")
+            bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")
             allowed[:] = bits[: compiler.vocab_size]
             allowed[compiler.forbidden] = False
         allowed[compiler.eos_ids] = self.may_stop

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import KeyValues, OutputSpec, Rows
 from anydecode.models.interface import Model
 from anydecode.scoring.cost import CostCorrection, CostTable, default_table
@@ -175,7 +176,7 @@ def _time(model: Model, cache: KeyValues, count: int, context: int) -> float:
     )
     start = _busy_seconds(model)
     output = model.run(rows, cache, OutputSpec(np.arange(count, dtype=np.int32)))
-    output.logits.cpu()
+    to_host(output.logits)
     return _busy_seconds(model) - start
 
 

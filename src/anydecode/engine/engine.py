@@ -212,9 +212,11 @@ class Engine:
             self._threads = None
 
     def check_integrity(self) -> None:
-        """Check the reference counts of all caches. Raises AssertionError. Call between steps."""
+        """Check the reference counts of all caches and the partial outputs of all model runners.
+        Raises AssertionError. Call between steps."""
         all_caches = [c for job in self.running for c in job.sequence.contexts()]
         for runner in self.runners.values():
+            runner.check_integrity()
             caches = [context for context in all_caches if context.pool is runner.pool]
             for context in caches:
                 context.check_integrity()

@@ -10,11 +10,11 @@ from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from anydecode.engine.schedule import Schedule, ScheduledSpan
 from anydecode.errors import InvalidRequestError
-from anydecode.kernels.interface import Output, OutputSpec, Rows, SampleSpec
+from anydecode.kernels.host import to_host
+from anydecode.kernels.interface import Array, Output, OutputSpec, Rows, SampleSpec
 from anydecode.memory.pool import KVPool, PoolFull
 from anydecode.memory.prefix import PrefixCache
 from anydecode.scoring.score import ScoreRequest, Scores
@@ -62,7 +62,7 @@ class PartialOutput:
     """Output rows of a span that earlier passes have computed, as copies."""
 
     logits: list[np.ndarray] = field(default_factory=list)
-    hidden: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    hidden: dict[int, list[np.ndarray]] = field(default_factory=dict)
 
 
 class SpanOutput(NamedTuple):
@@ -72,8 +72,8 @@ class SpanOutput(NamedTuple):
     hidden_size]`, `sampled` the token that the backend sampled for each row (-1 for none).
     """
 
-    logits: np.ndarray
-    hidden: dict[int, torch.Tensor]
+    logits: Array
+    hidden: dict[int, Array]
     sampled: list[int]
 
 
@@ -119,6 +119,11 @@ class ModelRunner:
         for spans in request.groups:
             for span in spans:
                 self._partial_outputs.pop(span, None)
+
+    def check_integrity(self) -> None:
+        """Check that partial outputs are held for waiting requests only. Raises AssertionError."""
+        spans = {span for request in self.waiting for group in request.groups for span in group}
+        assert self._partial_outputs.keys() <= spans, "a dropped request has partial outputs"
 
     def plan(self, make_room: Callable[[ScoreRequest, set[int]], bool]) -> Plan | None:
         """Reserve cache slots and build the rows of the next pass.
@@ -192,7 +197,7 @@ class ModelRunner:
         self.num_passes += plan.num_passes
         self.num_rows += plan.num_rows
         self.seconds += plan.seconds
-        logits = output.logits.cpu().numpy()
+        logits = output.logits
         sampled = [-1] * len(logits)
         for spec, token in zip(plan.output_spec.samples, output.sampled, strict=False):
             sampled[spec.row] = token
@@ -201,7 +206,7 @@ class ModelRunner:
         for i, (request, span, count) in enumerate(plan.scheduled):
             exit_hidden = None
             if span.is_partial:
-                exit_hidden = output.hidden[span.stop][plan.captured[span.stop][i]]
+                exit_hidden = to_host(output.hidden[span.stop][plan.captured[span.stop][i]])
             rows = plan.output_rows[i]
             first = plan.first_output[i]
             span_logits = logits[first : first + (len(rows) if span.logits else 0)]
@@ -235,9 +240,7 @@ class ModelRunner:
         return completed
 
     @staticmethod
-    def _select_rows(
-        rows: torch.Tensor, span: Span, output_rows: list[int], layer: int
-    ) -> torch.Tensor:
+    def _select_rows(rows: Array, span: Span, output_rows: list[int], layer: int) -> Array:
         if span.is_partial and layer == span.stop:
             return rows[[row - span.done for row in output_rows]]
         return rows
@@ -261,18 +264,16 @@ class ModelRunner:
                 self.failed.append((request, error))
                 return False
 
-    def _store_partial(
-        self, span: Span, logits: np.ndarray, hidden: dict[int, torch.Tensor]
-    ) -> None:
+    def _store_partial(self, span: Span, logits: Array, hidden: dict[int, Array]) -> None:
         partial = self._partial_outputs.setdefault(span, PartialOutput())
-        partial.logits.append(logits.copy())
+        partial.logits.append(to_host(logits).copy())
         for layer, rows in hidden.items():
-            partial.hidden.setdefault(layer, []).append(rows.clone())
+            partial.hidden.setdefault(layer, []).append(to_host(rows).copy())
 
     def _assemble(self, request: ScoreRequest, outputs: dict[Span, SpanOutput]) -> Scores:
         def gather(spans: list[Span]) -> SpanOutput:
-            logits: list[np.ndarray] = []
-            hidden: dict[int, list[torch.Tensor]] = {}
+            logits: list[Array] = []
+            hidden: dict[int, list[np.ndarray]] = {}
             sampled: list[int] = []
             for span in spans:
                 partial = self._partial_outputs.pop(span, PartialOutput())
@@ -291,15 +292,15 @@ class ModelRunner:
             if len(logits) == 1:
                 return SpanOutput(logits[0], joined, sampled)
             empty = np.empty((0, self.model.spec.vocab_size), np.float32)
-            return SpanOutput(np.concatenate(logits) if logits else empty, joined, sampled)
+            return SpanOutput(_concat(logits) if logits else empty, joined, sampled)
 
         own = gather(request.groups[0])
         companions = [gather(spans).logits for spans in request.groups[1:]]
         return Scores(request, own.logits, own.hidden, companions, own.sampled)
 
 
-def _concat(rows: list[torch.Tensor]) -> torch.Tensor:
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+def _concat(rows: list[Array]) -> Array:
+    return rows[0] if len(rows) == 1 else np.concatenate([to_host(part) for part in rows])
 
 
 class _Builder:
@@ -324,7 +325,7 @@ class _Builder:
             tail_length=fields[6],
             start=fields[7],
             stop=fields[8],
-            inputs=torch.empty(capacity, hidden_size) if has_embeddings else None,
+            inputs=np.empty((capacity, hidden_size), np.float32) if has_embeddings else None,
             adapters=np.full(capacity, -1, np.int32) if has_adapters else None,
             parallel=np.zeros(capacity, np.int32) if has_parallel else None,
         )

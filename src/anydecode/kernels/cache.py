@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
-import torch
+import numpy as np
 
 from anydecode.errors import InvalidRequestError
-from anydecode.kernels.formats import BLOCKS, dequantize
+from anydecode.kernels.formats import BLOCKS, DTYPES, dequantize
 from anydecode.kernels.interface import Attention, KeyValues, Weight
 from anydecode.kernels.pages import map_anonymous
 
@@ -25,91 +26,96 @@ CACHE_FORMATS = {
     "int8": "Q8_0",
     "int4": "Q4_1",
 }
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def new_cache(
-    format: str | torch.dtype,
-    num_slots: int,
-    shapes: Sequence[Attention],
-    device: torch.device | str = "cpu",
-) -> KeyValues:
-    """A key-value cache of zeros.
+def new_cache(format: str, num_slots: int, shapes: Sequence[Attention]) -> KeyValues:
+    """A key-value cache of zeros in main memory.
 
     Args:
-        format: A name of `CACHE_FORMATS`, or the torch dtype of the same name.
+        format: A name of `CACHE_FORMATS`.
         num_slots: Number of positions.
         shapes: The attention of each layer.
-        device: Where the tensors are allocated.
 
     Raises:
         InvalidRequestError: The format is unknown.
     """
-    name = format if isinstance(format, str) else str(format).removeprefix("torch.")
-    if name not in CACHE_FORMATS:
+    check_cache_format(format)
+
+    def empty(shape: Attention) -> np.ndarray:
+        # Each head's slots are contiguous, so that consecutive slots are read sequentially.
+        dtype = cache_dtype(format)
+        size = (shape.num_kv_heads, num_slots, stored_width(format, shape.head_dim))
+        buffer = map_anonymous(max(1, math.prod(size) * dtype.itemsize))
+        flat = np.frombuffer(buffer, dtype, math.prod(size))
+        return flat.reshape(size).swapaxes(0, 1)
+
+    return KeyValues([empty(s) for s in shapes], [empty(s) for s in shapes], format)
+
+
+def check_cache_format(format: str) -> None:
+    """Raise InvalidRequestError if `format` is not a name of `CACHE_FORMATS`."""
+    if format not in CACHE_FORMATS:
         raise InvalidRequestError(
-            f"there is no cache format {name!r}; allowed are {', '.join(CACHE_FORMATS)}"
+            f"there is no cache format {format!r}; allowed are {', '.join(CACHE_FORMATS)}"
         )
 
-    def empty(shape: Attention) -> torch.Tensor:
-        width = shape.head_dim if name in _DTYPES else _head_bytes(name, shape.head_dim)
-        dtype = _DTYPES.get(name, torch.uint8)
-        if torch.device(device).type != "cpu":
-            size = (num_slots, shape.num_kv_heads, width)
-            return torch.zeros(size, dtype=dtype, device=device)
-        # Each head's slots are contiguous, so that consecutive slots are read sequentially.
-        size = (shape.num_kv_heads, num_slots, width)
-        buffer = map_anonymous(max(1, math.prod(size) * dtype.itemsize))
-        flat = torch.frombuffer(buffer, dtype=dtype, count=math.prod(size))
-        return flat.view(size).transpose(0, 1)
 
-    return KeyValues([empty(s) for s in shapes], [empty(s) for s in shapes], name)
+def cache_dtype(format: str) -> np.dtype[Any]:
+    """The dtype of stored vectors: bytes where the format is packed."""
+    return DTYPES.get(CACHE_FORMATS[format], np.dtype(np.uint8))
+
+
+def stored_width(format: str, head_dim: int) -> int:
+    """Numbers, or bytes where the format is packed, of one head's vector."""
+    values, size = BLOCKS[CACHE_FORMATS[format]]
+    return head_dim if values == 1 else -(-head_dim // values) * size
 
 
 def bytes_per_position(cache: KeyValues) -> int:
     """Bytes of one position in all layers of a cache."""
-    tensors = (*cache.keys, *cache.values)
-    return sum(t[:1].numel() * t.element_size() for t in tensors)
+    return sum(x.nbytes // max(1, len(x)) for x in (*cache.keys, *cache.values))
 
 
-def encode(format: str, x: torch.Tensor) -> torch.Tensor:
+def encode(format: str, x: np.ndarray) -> np.ndarray:
     """Convert float32 vectors `[..., head_dim]` to a cache format, `[..., head_dim or bytes]`."""
-    if format in _DTYPES:
-        return x.to(_DTYPES[format])
-    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % 32))
+    if CACHE_FORMATS[format] in DTYPES:
+        with np.errstate(over="ignore"):
+            return x.astype(cache_dtype(format))
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 32)]
     blocks = _int8_blocks if format == "int8" else _int4_blocks
-    return blocks(padded.reshape(-1, 32)).view(*x.shape[:-1], -1)
+    with np.errstate(all="ignore"):  # infinities and NaN pass through
+        packed = blocks(np.pad(x, padding).reshape(-1, 32))
+    return packed.reshape(*x.shape[:-1], stored_width(format, x.shape[-1]))
 
 
-def decode(format: str, stored: torch.Tensor, head_dim: int) -> torch.Tensor:
+def decode(format: str, stored: np.ndarray, head_dim: int) -> np.ndarray:
     """Convert vectors in a cache format back to float32 `[..., head_dim]`."""
-    if format in _DTYPES:
-        return stored.to(torch.float32)
-    flat = stored.reshape(-1, stored.shape[-1])
     name = CACHE_FORMATS[format]
+    if name in DTYPES:
+        return stored.astype(np.float32)
+    flat = stored.reshape(-1, stored.shape[-1])
     width = stored.shape[-1] // BLOCKS[name][1] * 32
     values = dequantize(Weight(name, len(flat), width, flat))
-    return values.view(*stored.shape[:-1], width)[..., :head_dim]
+    return values.reshape(*stored.shape[:-1], width)[..., :head_dim]
 
 
-def _head_bytes(format: str, head_dim: int) -> int:
-    return -(-head_dim // 32) * BLOCKS[CACHE_FORMATS[format]][1]
+def _inverse(scale: np.ndarray, numerator: float = 1.0) -> np.ndarray:
+    """numerator / scale, 0 where the scale is 0."""
+    return np.where(scale > 0, np.float32(numerator) / scale, np.float32(0))
 
 
-def _half(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.float16).view(torch.uint8)
+def _half(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float16).view(np.uint8)
 
 
-def _int8_blocks(x: torch.Tensor) -> torch.Tensor:
-    amax = x.abs().amax(1, keepdim=True)
-    inverse = torch.where(amax > 0, 127.0 / amax, torch.zeros_like(amax))
-    codes = torch.round(x * inverse).to(torch.int8).view(torch.uint8)
-    return torch.cat((_half(amax / 127.0), codes), 1)
+def _int8_blocks(x: np.ndarray) -> np.ndarray:
+    largest = np.abs(x).max(1, keepdims=True)
+    codes = np.rint(x * _inverse(largest, 127.0)).astype(np.int8).view(np.uint8)
+    return np.concatenate((_half(largest / np.float32(127.0)), codes), 1)
 
 
-def _int4_blocks(x: torch.Tensor) -> torch.Tensor:
-    low = x.amin(1, keepdim=True)
-    scale = (x.amax(1, keepdim=True) - low) / 15.0
-    inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
-    codes = torch.round((x - low) * inverse).clamp(0, 15).to(torch.uint8)
-    return torch.cat((_half(scale), _half(low), codes[:, :16] | codes[:, 16:] << 4), 1)
+def _int4_blocks(x: np.ndarray) -> np.ndarray:
+    low = x.min(1, keepdims=True)
+    scale = (x.max(1, keepdims=True) - low) / np.float32(15.0)
+    codes = np.rint((x - low) * _inverse(scale)).clip(0, 15).astype(np.uint8)
+    return np.concatenate((_half(scale), _half(low), codes[:, :16] | codes[:, 16:] << 4), 1)

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+
+from anydecode.kernels.torch_arrays import as_tensor
 
 _LOG2_E = 1.0 / math.log(2.0)
 # log(2) in two parts. The first has few bits, so that its product with a small integer is exact.
@@ -86,8 +89,8 @@ class RotaryTable:
     precision, so that an entry does not depend on when it was computed.
     """
 
-    def __init__(self, frequencies: torch.Tensor, factor: float, device: torch.device) -> None:
-        self._frequencies = frequencies.to("cpu", torch.float32)
+    def __init__(self, frequencies: np.ndarray, factor: float, device: torch.device) -> None:
+        self._frequencies = as_tensor(frequencies).to("cpu", torch.float32)
         self._factor = factor
         self._cos = torch.empty(0, len(frequencies), device=device)
         self._sin = torch.empty(0, len(frequencies), device=device)

@@ -10,10 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
+
+#: An array of a pass: numpy in main memory, or the backend's own array on its device.
+Array: TypeAlias = Any
 
 #: Weight formats, by their GGUF names. Block formats have GGUF's byte layout.
 FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -35,13 +37,13 @@ class Weight:
     format: str
     out_features: int
     in_features: int
-    data: torch.Tensor
+    data: np.ndarray
     name: str = ""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of `data`."""
-        return self.data.numel() * self.data.element_size()
+        return self.data.nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +71,7 @@ class Rope:
     `factor`.
     """
 
-    frequencies: torch.Tensor  # float32 [rotary_dim / 2]
+    frequencies: np.ndarray  # float32 [rotary_dim / 2]
     factor: float = 1.0
 
 
@@ -94,8 +96,8 @@ class KeyValues:
     slots are contiguous.
     """
 
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
+    keys: list[Array]
+    values: list[Array]
     format: str = ""  # "float32", "float16", "bfloat16", "int8" or "int4"; empty: by the dtype
 
     def __post_init__(self) -> None:
@@ -129,7 +131,7 @@ class Rows:
     tail_length: np.ndarray  # int32
     start: np.ndarray  # int32, first layer to run
     stop: np.ndarray  # int32, one past the last layer to run
-    inputs: torch.Tensor | None = None  # float32 [n, hidden_size], read where token is -1
+    inputs: Array | None = None  # float32 [n, hidden_size], read where token is -1
     adapters: np.ndarray | None = None  # int32, index of the row's LoRA adapter; -1: none
     parallel: np.ndarray | None = None  # int32, see `Network.grouped`; 0: sequential layers
 
@@ -183,16 +185,17 @@ class Output:
     last one.
     """
 
-    logits: torch.Tensor
-    hidden: dict[int, torch.Tensor]
+    logits: Array
+    hidden: dict[int, Array]
     sampled: list[int] = field(default_factory=list)
 
 
 class Backend(ABC):
     """The operations of a decoder-only transformer.
 
-    A value represents a float32 matrix with one row per row of the pass. The values of the
-    reference backend are torch tensors, and its methods compute them. The values of a compiling
+    A value represents a float32 matrix with one row per row of the pass. Weights, biases and norms
+    are numpy arrays; a backend on another device copies them once. The values of the reference
+    backend are torch tensors, and its methods compute them. The values of a compiling
     backend are symbols, and its methods record operations, so that a range of layers is one call
     later. Every method returns a new value. Every result row depends bitwise on its own inputs
     alone (batch invariance).
@@ -201,14 +204,14 @@ class Backend(ABC):
     name: str
 
     @abstractmethod
-    def rms_norm(self, x: Any, weight: torch.Tensor | None, eps: float, groups: int = 1) -> Any:
+    def rms_norm(self, x: Any, weight: np.ndarray | None, eps: float, groups: int = 1) -> Any:
         """x / sqrt(mean(x^2) + eps) * weight over each of `groups` equal parts of the last axis.
 
         `weight` is float32 `[width / groups]` or `[width]`.
         """
 
     @abstractmethod
-    def linear(self, x: Any, weight: Weight, bias: torch.Tensor | None = None) -> Any:
+    def linear(self, x: Any, weight: Weight, bias: np.ndarray | None = None) -> Any:
         """x @ weight.T + bias, plus the update of each row's adapter that targets `weight.name`."""
 
     @abstractmethod

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from anydecode.kernels.build import built_library
+from anydecode.kernels.host import has_torch
 from anydecode.kernels.interface import FORMATS
 
 #: Format name -> its code in C (`enum Format`).
@@ -173,7 +174,10 @@ def load_library() -> Library | None:
 
 
 def _warn_missing(reason: str) -> Library | None:
-    warnings.warn(f"{reason}; the slower torch kernels are used", stacklevel=3)
+    outcome = (
+        "the slower torch kernels are used" if has_torch() else "torch is not installed either"
+    )
+    warnings.warn(f"{reason}; {outcome}", stacklevel=3)
     return None
 
 

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.kernels.cache import CACHE_FORMATS
+from anydecode.kernels.cache import CACHE_FORMATS, new_cache
 from anydecode.kernels.interface import (
     Adapter,
+    Attention,
     Backend,
     KeyValues,
+    LowRank,
     Output,
     OutputSpec,
     Rows,
@@ -25,6 +26,7 @@ from anydecode.kernels.interface import (
 )
 from anydecode.kernels.library import FORMAT_CODES, Capture, Library, Lora, Pass, load_library
 from anydecode.kernels.library import SampleSpec as NativeSampleSpec
+from anydecode.kernels.mapped import address_of
 from anydecode.kernels.packing import Packer
 from anydecode.kernels.program import Program, record
 
@@ -71,31 +73,27 @@ def thread_count(threads: int | None) -> int:
     return threads
 
 
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
 class _Buffers:
     """The memory of a pass, grown to the largest pass so far."""
 
     def __init__(self, scratch_floats: int) -> None:
         self.rows = self.logits = self.floats = 0
         self.ints = np.empty((0, 0), np.int32)
-        self.scratch = torch.empty(max(1, scratch_floats), dtype=torch.float32)
+        self.scratch = np.empty(max(1, scratch_floats), np.float32)
 
     def grow_rows(self, count: int, hidden_size: int) -> None:
         self.rows = max(count, 2 * self.rows)
         self.ints = np.zeros((len(_INT_FIELDS) + 2, self.rows), np.int32)
-        self.stream = torch.empty(self.rows, hidden_size, dtype=torch.float32)
+        self.stream = np.empty((self.rows, hidden_size), np.float32)
 
     def grow_floats(self, count: int) -> None:
         self.floats = count
-        self.workspace = torch.empty(count + 16, dtype=torch.float32)
+        self.workspace = np.empty(count + 16, np.float32)
 
     def grow_logits(self, count: int, vocab_size: int) -> None:
         self.logits = count
-        self.out = torch.empty(count, vocab_size, dtype=torch.float32)
-        self.views: dict[int, torch.Tensor] = {}  # number of rows -> view of the first rows
+        self.out = np.empty((count, vocab_size), np.float32)
+        self.views: dict[int, np.ndarray] = {}  # number of rows -> view of the first rows
 
 
 class NativeExecutor:
@@ -119,7 +117,6 @@ class NativeExecutor:
         UnsupportedCombinationError: The native kernels are not available.
     """
 
-    device = torch.device("cpu")
     cache_formats = tuple(CACHE_FORMATS)
 
     def __init__(
@@ -150,9 +147,8 @@ class NativeExecutor:
         self._regrouped: dict[Callable[[Backend, Any, int], Any], Program] = {}
         self._plain = self.program
         # Products with quantised weights round activations to eight bits anyway.
-        self.cache_dtype = torch.float16 if self.packer.has_quantised else torch.float32
-        self._cache: KeyValues | None = None
-        self._cache_key: tuple[Any, ...] = ()
+        self.cache_format = "float16" if self.packer.has_quantised else "float32"
+        self._cache_ends: tuple[Any, Any] = (None, None)  # of the bound cache
         self._rows: Rows | None = None
         self._pass = Pass(
             num_layers=num_layers, vocab_size=vocab_size, hidden_size=self._hidden_size
@@ -165,7 +161,7 @@ class NativeExecutor:
         floats = self._scratch_floats()
         self._buffers = _Buffers(floats * self.threads)
         self._pass.attention_scratch_floats = floats
-        self._pass.attention_scratch = self._buffers.scratch.data_ptr()
+        self._pass.attention_scratch = address_of(self._buffers.scratch)
         self._use(self.program)
 
     def _scratch_floats(self) -> int:
@@ -178,6 +174,10 @@ class NativeExecutor:
         p.ops, p.num_ops = ctypes.addressof(program.ops), program.num_ops
         p.num_prologue, p.head = program.num_prologue, program.head
         p.head_offset = program.body_floats
+
+    def new_cache(self, format: str, num_slots: int, shapes: Sequence[Attention]) -> KeyValues:
+        """A key-value cache of zeros, see `kernels.cache.new_cache`."""
+        return new_cache(format, num_slots, shapes)
 
     # --- a whole pass
 
@@ -209,45 +209,43 @@ class NativeExecutor:
         if end_tokens is not self._end_tokens:
             self._end_tokens = end_tokens
             self._end_token_array = np.array(sorted(end_tokens), np.int32)
-            p.end_tokens, p.num_end_tokens = _address(self._end_token_array), len(end_tokens)
+            p.end_tokens, p.num_end_tokens = address_of(self._end_token_array), len(end_tokens)
         if num_steps > len(self._multi_step_tokens):
             self._multi_step_tokens = np.empty(2 * num_steps, np.int32)
-            p.multi_step_tokens = _address(self._multi_step_tokens)
+            p.multi_step_tokens = address_of(self._multi_step_tokens)
 
     def _run_parts(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """Run rows with different layer ranges: one call per range of layers."""
         x = self._initial_states(rows)
-        hidden: dict[int, torch.Tensor] = {}
+        hidden: dict[int, np.ndarray] = {}
         self.begin(rows, cache)
         bounds = sorted({*rows.start.tolist(), *rows.stop.tolist(), *output_spec.hidden})
         for first, last in zip(bounds, [*bounds[1:], None], strict=True):
             if first in output_spec.hidden:
-                hidden[first] = x[torch.from_numpy(output_spec.hidden[first].astype(np.int64))]
+                hidden[first] = x[output_spec.hidden[first]]
             active = np.flatnonzero((rows.start <= first) & (rows.stop >= (last or first)))
             if last is not None and len(active):
-                index = torch.from_numpy(active)
-                x[index] = self.layers(x[index], active, first, last)
-        logit_rows = torch.from_numpy(output_spec.logits.astype(np.int64))
-        return Output(self.head(x[logit_rows]), hidden)
+                x[active] = self.layers(x[active], active, first, last)
+        return Output(self.head(x[output_spec.logits]), hidden)
 
-    def _initial_states(self, rows: Rows) -> torch.Tensor:
-        x = torch.zeros(len(rows), self._hidden_size)
+    def _initial_states(self, rows: Rows) -> np.ndarray:
+        x = np.zeros((len(rows), self._hidden_size), np.float32)
         with_token = np.flatnonzero(rows.tokens >= 0)
         if rows.inputs is not None:
-            x.copy_(rows.inputs)
+            x[:] = rows.inputs
         elif len(with_token) < len(rows):
             raise InvalidRequestError(_ERRORS[1])
         if len(with_token):
-            x[torch.from_numpy(with_token)] = self.embed(rows.tokens[with_token])
+            x[with_token] = self.embed(rows.tokens[with_token])
         return x
 
-    # --- the transformer's `Executor`
+    # --- ranges of layers
 
     def begin(self, rows: Rows, cache: KeyValues) -> None:
         """Start a pass: the following `layers` calls belong to it."""
         self._rows, self._cache_in_use = rows, cache
 
-    def embed(self, tokens: np.ndarray) -> torch.Tensor:
+    def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Scaled embeddings float32 `[m, hidden_size]` of int32 `tokens` `[m]`."""
         count = len(tokens)
         self._reserve(count, 0)
@@ -256,9 +254,9 @@ class NativeExecutor:
         self._pass.num_rows, self._pass.num_captures = count, 0
         self._pass.adapters = None
         self._call(0, 0, None)
-        return self._buffers.stream[:count].clone()
+        return self._buffers.stream[:count].copy()
 
-    def layers(self, x: torch.Tensor, active: np.ndarray, first: int, last: int) -> torch.Tensor:
+    def layers(self, x: np.ndarray, active: np.ndarray, first: int, last: int) -> np.ndarray:
         """Run layers [first, last) for some rows of the pass.
 
         Args:
@@ -274,11 +272,11 @@ class NativeExecutor:
             raise RuntimeError("`layers` was called before `begin`")
         self._bind(self._rows, self._cache_in_use, active)
         self._pass.embed, self._pass.num_captures = 0, 0
-        self._buffers.stream[: len(active)].copy_(x)
+        self._buffers.stream[: len(active)] = x
         self._call(first, last, None)
-        return self._buffers.stream[: len(active)].clone()
+        return self._buffers.stream[: len(active)].copy()
 
-    def head(self, x: torch.Tensor) -> torch.Tensor:
+    def head(self, x: np.ndarray) -> np.ndarray:
         """Logits float32 `[m, vocab_size]` of hidden states, through the final norm.
 
         The logits of the last pass are not overwritten.
@@ -287,13 +285,13 @@ class NativeExecutor:
         self._reserve(count, count)
         self._pass.embed, self._pass.num_captures, self._pass.num_rows = 0, 0, count
         self._pass.adapters = None
-        self._buffers.stream[:count].copy_(x)
-        logits = torch.empty(count, self._vocab_size)
-        self._pass.logits = logits.data_ptr()
+        self._buffers.stream[:count] = x
+        logits = np.empty((count, self._vocab_size), np.float32)
+        self._pass.logits = address_of(logits)
         try:
             self._call(0, 0, np.arange(count, dtype=np.int32))
         finally:
-            self._pass.logits = self._buffers.out.data_ptr()
+            self._pass.logits = address_of(self._buffers.out)
         return logits
 
     # --- the arguments of a pass
@@ -304,16 +302,16 @@ class NativeExecutor:
         if rows > b.rows:
             b.grow_rows(rows, self._hidden_size)
             for index, name in enumerate(_INT_FIELDS):
-                setattr(p, name, _address(b.ints[index]))
-            p.stream = b.stream.data_ptr()
-            p.logit_rows = _address(b.ints[len(_INT_FIELDS) + 1])
+                setattr(p, name, address_of(b.ints[index]))
+            p.stream = address_of(b.stream)
+            p.logit_rows = address_of(b.ints[len(_INT_FIELDS) + 1])
         if logits > b.logits:
             b.grow_logits(logits, self._vocab_size)
-            p.logits = b.out.data_ptr()
+            p.logits = address_of(b.out)
         floats = rows * self._current.body_floats + logits * self._current.head_floats
         if floats > b.floats:
             b.grow_floats(floats)
-            p.workspace = -(-b.workspace.data_ptr() // 64) * 64
+            p.workspace = -(-address_of(b.workspace) // 64) * 64
 
     def _bind(self, rows: Rows, cache: KeyValues, active: np.ndarray | None) -> None:
         """Set the rows (or those of index `active`), their tables and the cache in the pass."""
@@ -330,7 +328,7 @@ class NativeExecutor:
             ints[len(_INT_FIELDS), :count] = (
                 rows.adapters if active is None else rows.adapters[active]
             )
-            p.adapters = _address(ints[len(_INT_FIELDS)])
+            p.adapters = address_of(ints[len(_INT_FIELDS)])
         self._bind_tables(rows)
         self._bind_cache(cache)
 
@@ -346,53 +344,52 @@ class NativeExecutor:
             p.table_stride, p.table_length = ctypes.addressof(strides), ctypes.addressof(lengths)
         pointers, strides, lengths = self._table_arrays
         for index, table in enumerate(self._tables):
-            pointers[index] = _address(table)
+            pointers[index] = address_of(table)
             lengths[index] = table.shape[-1]
             strides[index] = table.shape[1] if table.ndim == 2 else 0
-        p.tails, p.num_tails = _address(self._tails), len(self._tails)
+        p.tails, p.num_tails = address_of(self._tails), len(self._tails)
 
     def _bind_cache(self, cache: KeyValues) -> None:
-        key = (cache.keys[0].data_ptr(), cache.values[-1].data_ptr(), cache.keys[0].shape[0])
-        if cache is self._cache and key == self._cache_key:
+        first, last = self._cache_ends
+        if cache.keys[0] is first and cache.values[-1] is last:
             return
         dtype = cache.keys[0].dtype
-        tensors = [*cache.keys, *cache.values]
-        if cache.format not in _CACHE_CODES or any(t.dtype != dtype for t in tensors):
+        arrays = [*cache.keys, *cache.values]
+        if cache.format not in _CACHE_CODES or any(x.dtype != dtype for x in arrays):
             raise InvalidRequestError(
                 f"the cache's format is {cache.format!r} or differs between layers; allowed is one"
                 f" of {', '.join(CACHE_FORMATS)} for all layers"
             )
-        if not all(t.transpose(0, 1).is_contiguous() and t.device.type == "cpu" for t in tensors):
+        if not all(x.swapaxes(0, 1).flags.c_contiguous for x in arrays):
             raise InvalidRequestError(
-                "the cache is not in main memory with each head's slots contiguous; make it with"
-                " `new_cache`"
+                "the cache does not have each head's slots contiguous; make it with `new_cache`"
             )
         pointer_list = ctypes.c_void_p * self._num_layers
-        keys = pointer_list(*(t.data_ptr() for t in cache.keys))
-        values = pointer_list(*(t.data_ptr() for t in cache.values))
+        keys = pointer_list(*(address_of(x) for x in cache.keys))
+        values = pointer_list(*(address_of(x) for x in cache.values))
         self._pass.keys, self._pass.values = ctypes.addressof(keys), ctypes.addressof(values)
         self._pass.cache_format = _CACHE_CODES[cache.format]
         self._pass.num_slots = cache.num_slots
         self._cache_arrays = (keys, values)
-        self._cache, self._cache_key = cache, key
+        self._cache_ends = (cache.keys[0], cache.values[-1])
 
     def _set_inputs(self, rows: Rows, count: int) -> None:
         if rows.inputs is None:
             self._pass.inputs = None
             return
-        self._inputs = rows.inputs.to(torch.float32).contiguous()
+        self._inputs = np.ascontiguousarray(rows.inputs, np.float32)
         if self._inputs.shape != (count, self._hidden_size):
             raise InvalidRequestError(_ERRORS[1])
-        self._pass.inputs = self._inputs.data_ptr()
+        self._pass.inputs = address_of(self._inputs)
 
     def _bind_captures(
         self, output_spec: OutputSpec, first: int, last: int
-    ) -> tuple[Any, dict[int, torch.Tensor]]:
+    ) -> tuple[Any, dict[int, np.ndarray]]:
         self._pass.num_captures = len(output_spec.hidden)
         if not output_spec.hidden:
             return None, {}
         hidden = {
-            layer: torch.empty(len(index), self._hidden_size)
+            layer: np.empty((len(index), self._hidden_size), np.float32)
             for layer, index in output_spec.hidden.items()
         }
         if any(not first <= layer <= last for layer in hidden):
@@ -404,7 +401,7 @@ class NativeExecutor:
         captures = (Capture * len(hidden))()
         for capture, (layer, out), index in zip(captures, hidden.items(), indices, strict=True):
             capture.layer, capture.count = layer, len(index)
-            capture.rows, capture.out = _address(index), out.data_ptr()
+            capture.rows, capture.out = address_of(index), address_of(out)
         self._pass.captures = ctypes.addressof(captures)
         return (captures, indices), hidden
 
@@ -446,9 +443,9 @@ class NativeExecutor:
         if problem:
             raise InvalidRequestError(_ERRORS[problem])
 
-    def _logits(self, count: int) -> torch.Tensor:
+    def _logits(self, count: int) -> np.ndarray:
         if not count:
-            return torch.empty(0, self._vocab_size)
+            return np.empty((0, self._vocab_size), np.float32)
         views = self._buffers.views
         if count not in views:
             views[count] = self._buffers.out[:count]
@@ -483,7 +480,7 @@ class NativeExecutor:
         self._adapted = record(self.packer, *self._network, names)
         targets = self._adapted.targets
         self._loras = (Lora * (len(targets) * len(self._adapters) or 1))()
-        self._lora_data: list[torch.Tensor] = []
+        self._lora_data: list[np.ndarray] = []
         for number, adapter in enumerate(self._adapters):
             for index, name in enumerate(targets):
                 if name in adapter:
@@ -492,8 +489,8 @@ class NativeExecutor:
         self._pass.num_adapters, self._pass.num_targets = len(self._adapters), len(targets)
         self._num_loaded = len(self._adapters)
 
-    def _set_lora(self, lora: Lora, update: Any) -> None:
-        down = update.down.data.to(torch.float32).contiguous()
-        up = (update.up.data.to(torch.float32) * update.scale).t().contiguous()
+    def _set_lora(self, lora: Lora, update: LowRank) -> None:
+        down = np.ascontiguousarray(update.down.data, np.float32)
+        up = np.ascontiguousarray((update.up.data * np.float32(update.scale)).T, np.float32)
         self._lora_data += [down, up]
-        lora.down, lora.up, lora.rank = down.data_ptr(), up.data_ptr(), len(down)
+        lora.down, lora.up, lora.rank = address_of(down), address_of(up), len(down)

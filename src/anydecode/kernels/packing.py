@@ -6,11 +6,12 @@ import ctypes
 import mmap
 import weakref
 
-import torch
+import numpy as np
 
 from anydecode.kernels.formats import check_weight
 from anydecode.kernels.interface import Weight
 from anydecode.kernels.library import FORMAT_CODES, Library, Matrix
+from anydecode.kernels.mapped import address_of, release_mapped
 from anydecode.kernels.pages import map_anonymous
 
 #: Formats whose products read float32 rows; products of the others read rows quantised to int8.
@@ -50,14 +51,12 @@ class Packer:
         code = FORMAT_CODES[weight.format]
         group_bytes = int(self._library.group_bytes(code, weight.in_features))
         size = -(-weight.out_features // 8) * group_bytes
-        data = weight.data.contiguous()
-        if data.device.type != "cpu":
-            raise ValueError(f"{weight.name or 'a weight'} is not in main memory")
+        data = np.ascontiguousarray(weight.data)
         matrix = Matrix(
             self._allocate(size), group_bytes, code, weight.out_features, weight.in_features
         )
-        row_bytes = data.stride(0) * data.element_size() if data.dim() == 2 else 0
-        self._library.repack(ctypes.byref(matrix), data.data_ptr(), row_bytes, self._threads)
+        self._library.repack(ctypes.byref(matrix), address_of(data), data.strides[0], self._threads)
+        release_mapped(weight.data)
         self.num_bytes += size
         self.has_quantised |= weight.format not in FLOAT_FORMATS
         return matrix
@@ -78,11 +77,7 @@ class Packer:
         return address
 
 
-def float_vector(tensor: torch.Tensor) -> torch.Tensor:
+def float_vector(vector: np.ndarray) -> np.ndarray:
     """A contiguous float32 copy or view, padded with zeros to a multiple of eight numbers."""
-    flat = tensor.detach().to("cpu", torch.float32).contiguous().view(-1)
-    if flat.numel() % 8 == 0:
-        return flat
-    padded = flat.new_zeros(-(-flat.numel() // 8) * 8)
-    padded[: flat.numel()] = flat
-    return padded
+    flat = np.ascontiguousarray(vector, np.float32).reshape(-1)
+    return flat if flat.size % 8 == 0 else np.pad(flat, (0, -flat.size % 8))

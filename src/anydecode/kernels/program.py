@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
 from anydecode.kernels.interface import Attention, Backend, Rope, Weight
 from anydecode.kernels.library import Matrix, Op
+from anydecode.kernels.mapped import address_of
 from anydecode.kernels.packing import FLOAT_FORMATS, Packer, float_vector
 from anydecode.kernels.placement import assign_offsets, to_ops
 from anydecode.kernels.steps import LOGITS, STREAM, Code, Step, Value
@@ -45,10 +46,10 @@ class NativeBackend(Backend):
         self.steps.append(Step(code, inputs, out, fields))
         return out
 
-    def _keep_vector(self, tensor: torch.Tensor) -> int:
-        vector = float_vector(tensor)
+    def _keep_vector(self, values: np.ndarray) -> int:
+        vector = float_vector(values)
         self.keepalive.append(vector)
-        return vector.data_ptr()
+        return address_of(vector)
 
     def _input(self, x: Value, format: str) -> Value:
         """x in the form that a product with a weight of this format reads."""
@@ -59,13 +60,13 @@ class NativeBackend(Backend):
             self._quantised[x] = self._record(Code.QUANTISE, (x,), width)
         return self._quantised[x]
 
-    def rms_norm(self, x: Value, weight: torch.Tensor | None, eps: float, groups: int = 1) -> Value:
+    def rms_norm(self, x: Value, weight: np.ndarray | None, eps: float, groups: int = 1) -> Value:
         fields: dict[str, Any] = {"groups": groups, "x": eps}
         if weight is not None:
-            fields |= {"weight": self._keep_vector(weight), "count": weight.numel()}
+            fields |= {"weight": self._keep_vector(weight), "count": weight.size}
         return self._record(Code.NORM, (x,), x.width, **fields)
 
-    def linear(self, x: Value, weight: Weight, bias: torch.Tensor | None = None) -> Value:
+    def linear(self, x: Value, weight: Weight, bias: np.ndarray | None = None) -> Value:
         matrix = self._packer.pack(weight)
         fields: dict[str, Any] = {"matrix": ctypes.addressof(matrix)}
         if bias is not None:
@@ -85,7 +86,7 @@ class NativeBackend(Backend):
         return len(self.targets) - len(weights)
 
     def rope(self, x: Value, num_heads: int, rope: Rope) -> Value:
-        half = rope.frequencies.numel()
+        half = rope.frequencies.size
         table = self.tables.setdefault(rope, Value(2 * half))
         fields = {"heads": num_heads, "head_dim": x.width // num_heads, "count": half}
         return self._record(Code.ROPE, (x, table), x.width, **fields)

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from anydecode.kernels import elementary
-from anydecode.kernels.cache import decode, encode
+from anydecode.kernels.cache import CACHE_FORMATS, decode, encode
+from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import (
     KEY_BLOCK,
     Adapter,
@@ -26,6 +27,7 @@ from anydecode.kernels.interface import (
     Weight,
 )
 from anydecode.kernels.tiled import TiledProduct
+from anydecode.kernels.torch_arrays import DeviceCopies, as_numpy, as_tensor
 from anydecode.kernels.visibility import lengths, visible_slots
 
 # Attention processes rows in groups with about this many products of queries and keys.
@@ -56,6 +58,7 @@ class ReferenceBackend(Backend):
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
         self._product = TiledProduct()
+        self._vector = DeviceCopies(self.device)
         self._rotary: dict[Rope, elementary.RotaryTable] = {}
         self._bound: _BoundRows | None = None
 
@@ -79,17 +82,18 @@ class ReferenceBackend(Backend):
         self._bound = None
 
     def rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, groups: int = 1
+        self, x: torch.Tensor, weight: np.ndarray | None, eps: float, groups: int = 1
     ) -> torch.Tensor:
         parts = x.view(*x.shape[:-1], groups, x.shape[-1] // groups)
         mean = elementary.tree_sum(parts * parts).unsqueeze(-1) / parts.shape[-1]
         parts = parts / torch.sqrt(mean + eps)
         if weight is not None:
-            parts = parts * (weight.view(groups, -1) if weight.numel() == x.shape[-1] else weight)
+            factor = self._vector(weight)
+            parts = parts * (factor.view(groups, -1) if weight.size == x.shape[-1] else factor)
         return parts.flatten(-2)
 
     def linear(
-        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+        self, x: torch.Tensor, weight: Weight, bias: np.ndarray | None = None
     ) -> torch.Tensor:
         return self._linear(x, weight, bias, self._adapters())
 
@@ -97,13 +101,13 @@ class ReferenceBackend(Backend):
         self,
         x: torch.Tensor,
         weight: Weight,
-        bias: torch.Tensor | None,
+        bias: np.ndarray | None,
         adapters: np.ndarray | None,
     ) -> torch.Tensor:
         """`adapters` int32 `[m]`: each row's adapter, or -1; None: no row has one."""
         y = self._product(x, weight)
         if bias is not None:
-            y = y + bias
+            y = y + self._vector(bias)
         if adapters is None or self._bound is None:
             return y
         for number in np.unique(adapters[adapters >= 0]):
@@ -130,15 +134,18 @@ class ReferenceBackend(Backend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, shape: Attention
     ) -> torch.Tensor:
         bound = self._rows()
-        keys, values = bound.cache.keys[layer], bound.cache.values[layer]
+        keys, values = (
+            as_tensor(bound.cache.keys[layer], self.device),
+            as_tensor(bound.cache.values[layer], self.device),
+        )
         slots = bound.rows.slots[bound.index]
         stored = np.flatnonzero(slots >= 0)
         target = torch.from_numpy(slots[stored].astype(np.int64)).to(self.device)
         heads = (len(stored), shape.num_kv_heads, shape.head_dim)
         stored_rows = torch.from_numpy(stored).to(self.device)
         format = bound.cache.format
-        keys[target] = encode(format, k[stored_rows].view(heads))
-        values[target] = encode(format, v[stored_rows].view(heads))
+        keys[target] = _encode(format, k[stored_rows].view(heads))
+        values[target] = _encode(format, v[stored_rows].view(heads))
         out = torch.empty_like(q)
         for group in _row_groups(bound, shape):
             visible = visible_slots(bound.rows, bound.index[group], layer, shape.window)
@@ -228,6 +235,20 @@ def _row_groups(bound: _BoundRows, shape: Attention) -> Iterator[np.ndarray]:
         start = stop
 
 
+def _encode(format: str, x: torch.Tensor) -> torch.Tensor:
+    """Float32 vectors `[..., head_dim]` in a cache format."""
+    if CACHE_FORMATS[format] in DTYPES:
+        return x.to(getattr(torch, format))
+    return as_tensor(encode(format, as_numpy(x)), x.device)
+
+
+def _decode(format: str, stored: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Vectors in a cache format as float32 `[..., head_dim]`."""
+    if CACHE_FORMATS[format] in DTYPES:
+        return stored.to(torch.float32)
+    return as_tensor(decode(format, as_numpy(stored), head_dim), stored.device)
+
+
 def _attend(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -246,7 +267,7 @@ def _attend(
     mask = (table >= 0)[:, None, None, :]
     query = q.view(rows, shape.num_kv_heads, group, 1, shape.head_dim)
     slots = table.clamp(min=0)
-    key = decode(format, keys[slots], shape.head_dim).transpose(1, 2).unsqueeze(2)
+    key = _decode(format, keys[slots], shape.head_dim).transpose(1, 2).unsqueeze(2)
     scores = elementary.tree_sum(query * key) * shape.scale
     if shape.softcap is not None:
         scores = elementary.tanh(scores / shape.softcap) * shape.softcap
@@ -256,7 +277,7 @@ def _attend(
     maximum = scores.amax(-1, keepdim=True)
     maximum = maximum.masked_fill(maximum == float("-inf"), 0.0)
     weights = elementary.exp(scores - maximum).masked_fill(~mask, 0.0)
-    value = decode(format, values[slots], shape.head_dim).transpose(1, 2).unsqueeze(2)
+    value = _decode(format, values[slots], shape.head_dim).transpose(1, 2).unsqueeze(2)
     # A masked slot may hold anything, and 0 times infinity is not 0.
     value = value.masked_fill(~mask.unsqueeze(-1), 0.0)
     blocks = (*weights.shape[:-1], -1, KEY_BLOCK)

@@ -8,12 +8,13 @@ rows are multiplied one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
+from anydecode.kernels.torch_arrays import as_tensor
 
 #: Tile sizes to test, the smallest first. A larger one is used only if it gives the same bits.
 TILES = (8, 64)
@@ -22,7 +23,7 @@ TILES = (8, 64)
 _ALIGN = 16
 
 # A weight is dequantised and multiplied in groups of about this many values, to limit memory.
-_GROUP = 1 << 20
+GROUP_VALUES = 1 << 20
 
 
 class TiledProduct:
@@ -30,14 +31,24 @@ class TiledProduct:
 
     def __init__(self) -> None:
         self._tiles: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._moved: dict[Weight, list[tuple[int, torch.Tensor]]] = {}  # float32, on a device
 
     def __call__(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """`[n, out_features]` float32."""
         x = _padded(x)
         out = x.new_empty(x.shape[0], weight.out_features)
-        for first, matrix in _dense_groups(weight):
+        for first, matrix in self._groups(weight, x.device):
             self._multiply(x, _padded(matrix), out[:, first : first + len(matrix)])
         return out
+
+    def _groups(self, weight: Weight, device: torch.device) -> Iterable[tuple[int, torch.Tensor]]:
+        """(first row, float32 rows) of a weight on `device`. Weights are dequantised for each
+        product in main memory, and once on another device."""
+        if device.type == "cpu":
+            return _dense_groups(weight)
+        if weight not in self._moved:
+            self._moved[weight] = [(i, rows.to(device)) for i, rows in _dense_groups(weight)]
+        return self._moved[weight]
 
     def tiles(self, matrix: torch.Tensor) -> tuple[int, ...]:
         """Tile sizes that give the same bits for this shape; (1,) where none does."""
@@ -99,10 +110,10 @@ def _padded(x: torch.Tensor) -> torch.Tensor:
 
 def _dense_groups(weight: Weight) -> Iterator[tuple[int, torch.Tensor]]:
     """(first row, float32 rows) of a weight, group by group."""
-    step = max(64, _GROUP // weight.in_features // 64 * 64)
+    step = max(64, GROUP_VALUES // weight.in_features // 64 * 64)
     for first in range(0, weight.out_features, step):
         data = weight.data[first : first + step]
         if weight.format != "F32":
             part = Weight(weight.format, data.shape[0], weight.in_features, data, weight.name)
             data = dequantize(part)
-        yield first, data
+        yield first, as_tensor(data)

@@ -8,17 +8,18 @@ blocks are stored elsewhere and restored block by block.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import heapq
+import math
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
-import torch
 
+from anydecode.kernels.cache import cache_dtype
+from anydecode.kernels.host import select, store
 from anydecode.kernels.interface import KeyValues
 from anydecode.memory.pool import KVPool, PoolFull, Slots
 from anydecode.memory.sequence_cache import SequenceCache
@@ -193,36 +194,24 @@ class PrefixCache:
 
 
 def read_slots(cache: KeyValues, slots: Slots) -> bytes:
-    """The bytes of `slots` in every tensor of the cache."""
-    index = torch.from_numpy(slots.astype(np.int64))
-    parts = [tensor[index.to(tensor.device)].cpu().contiguous() for tensor in _tensors(cache)]
-    return b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
+    """The bytes of `slots` in every array of the cache."""
+    return b"".join(select(array, slots).tobytes() for array in (*cache.keys, *cache.values))
 
 
 def write_slots(cache: KeyValues, slots: Slots, block: bytes) -> bool:
     """Write the bytes that `read_slots` returned; False if the length does not match."""
-    index = torch.from_numpy(slots.astype(np.int64))
-    tensors = _tensors(cache)
-    sizes = [len(slots) * tensor[0].numel() * tensor.element_size() for tensor in tensors]
+    arrays = (*cache.keys, *cache.values)
+    shapes = [(len(slots), *array.shape[1:]) for array in arrays]
+    sizes = [math.prod(shape) * array.itemsize for shape, array in zip(shapes, arrays, strict=True)]
     if sum(sizes) != len(block):
         return False
-    data, offset = torch.frombuffer(bytearray(block), dtype=torch.uint8), 0
-    for tensor, size in zip(tensors, sizes, strict=True):
-        part = (
-            data[offset : offset + size]
-            .clone()
-            .view(tensor.dtype)
-            .view(len(slots), *tensor.shape[1:])
-        )
-        tensor[index.to(tensor.device)] = part.to(tensor.device)
+    offset = 0
+    for array, shape, size in zip(arrays, shapes, sizes, strict=True):
+        dtype = array.dtype if isinstance(array, np.ndarray) else cache_dtype(cache.format)
+        part = np.frombuffer(block, dtype, math.prod(shape), offset)
+        store(array, slots, part.reshape(shape))
         offset += size
     return True
-
-
-def _tensors(cache: KeyValues) -> list[torch.Tensor]:
-    """Every tensor of a cache; the first dimension is the slot."""
-    lists = [getattr(cache, entry.name) for entry in dataclasses.fields(cache)]
-    return [tensor for tensors in lists if isinstance(tensors, list) for tensor in tensors]
 
 
 def _digest(parent: _Node, key: tuple[int, ...]) -> bytes | None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from anydecode.memory.pool import KVPool, Slots
 
@@ -20,7 +19,7 @@ class EarlyExitRows:
 
     start: int
     depth: int
-    hidden: torch.Tensor
+    hidden: np.ndarray
 
     @property
     def stop(self) -> int:
@@ -38,7 +37,7 @@ class PendingTree:
     tokens: list[int]
     parents: list[int]
     depth: int
-    hidden: torch.Tensor | None = None
+    hidden: np.ndarray | None = None
 
     def path(self, node: int) -> list[int]:
         """Node indices from the first level to `node`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from anydecode.kernels.interface import Weight
 from anydecode.models.tokenizer import Tokenizer
@@ -22,7 +22,8 @@ class Checkpoint:
         path: The folder or file.
         config: The keys of a Hugging Face `config.json`.
         tensors: Tensors by Hugging Face name (`model.layers.0.self_attn.q_proj.weight`), read on
-            access. Matrices may be packed (`Weight`); everything else is a torch tensor.
+            access. Matrices may be packed (`Weight`); everything else is a numpy array (bfloat16 by
+            `ml_dtypes`).
         tokenizer: The checkpoint's tokenizer, if it has one.
         generation_config: The keys of `generation_config.json`.
     """
@@ -30,6 +31,6 @@ class Checkpoint:
     name: str
     path: Path
     config: dict[str, Any]
-    tensors: Mapping[str, torch.Tensor | Weight]
+    tensors: Mapping[str, np.ndarray | Weight]
     tokenizer: Tokenizer | None = None
     generation_config: dict[str, Any] = field(default_factory=dict)

@@ -41,7 +41,7 @@ class HuggingFaceModel:
 
     def new_cache(self, num_slots: int) -> KeyValues:
         """A cache of one token id for each of `num_slots` positions."""
-        return KeyValues([torch.zeros(num_slots, 1, 1, dtype=torch.int64)], [torch.empty(0)])
+        return KeyValues([np.zeros((num_slots, 1, 1), np.int64)], [np.empty(0)])
 
     def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """Logits of the requested rows.
@@ -50,10 +50,10 @@ class HuggingFaceModel:
             UnsupportedCombinationError: The rows need what the class does not support.
         """
         self._check(rows, output_spec)
-        tokens = cache.keys[0][:, 0, 0].numpy()
+        tokens = cache.keys[0][:, 0, 0]
         tokens[rows.slots] = rows.tokens
         paths = [tokens[_visible_slots(rows, row)] for row in output_spec.logits.tolist()]
-        logits = torch.empty(len(paths), self.spec.vocab_size)
+        logits = np.empty((len(paths), self.spec.vocab_size), np.float32)
         remaining = sorted(range(len(paths)), key=lambda index: -len(paths[index]))
         while remaining:
             path = paths[remaining[0]]
@@ -65,13 +65,13 @@ class HuggingFaceModel:
             remaining = [index for index in remaining if index not in covered]
         return Output(logits, {})
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, hidden: np.ndarray) -> np.ndarray:
         raise UnsupportedCombinationError(
             f"{self.name} runs through transformers and cannot compute logits of hidden states"
         )
 
     @torch.inference_mode()
-    def _path_logits(self, path: np.ndarray, start: int) -> torch.Tensor:
+    def _path_logits(self, path: np.ndarray, start: int) -> np.ndarray:
         """Logits float32 `[len(path) - start, vocab_size]` of the tokens `path[start:]`."""
         num_cached, past = self._take_cached(path, start)
         ids = torch.from_numpy(path[num_cached:].astype(np.int64)).to(self.model.device)
@@ -80,8 +80,8 @@ class HuggingFaceModel:
         if past is not None:
             self._cached.insert(0, (path.copy(), past))
             del self._cached[MAX_CACHED:]
-        logits: torch.Tensor = output.logits[0, start - num_cached :]
-        return logits.float().cpu()
+        logits: np.ndarray = output.logits[0, start - num_cached :].float().cpu().numpy()
+        return logits
 
     def _take_cached(self, path: np.ndarray, limit: int) -> tuple[int, Any]:
         """The number of leading tokens of `path` that are cached, at most `limit`, and their keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
+import numpy as np
 
 from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
 from anydecode.models.spec import ModelSpec
@@ -24,7 +24,7 @@ class Model(Protocol):
         """One forward pass. Rows may run different layer ranges (`rows.start`, `rows.stop`)."""
         ...
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, hidden: np.ndarray) -> np.ndarray:
         """Logits float32 `[n, vocab_size]` of hidden states `[n, hidden_size]`, final norm
         included."""
         ...

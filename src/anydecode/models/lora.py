@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import plain_weight
@@ -40,8 +40,8 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def load_adapter(path: Path, network: Network, device: torch.device) -> Adapter:
-    """Load the adapter in the folder `path` for `network`, onto `device`.
+def load_adapter(path: Path, network: Network) -> Adapter:
+    """Load the adapter in the folder `path` for `network`.
 
     Raises:
         CheckpointError: Files are missing or corrupt, the adapter is not plain LoRA, or it does not
@@ -51,9 +51,10 @@ def load_adapter(path: Path, network: Network, device: torch.device) -> Adapter:
     targets = _weights(network)
     deltas: dict[str, LowRank] = {}
     for name, module in factors.items():
-        down, up = module.down.to(device), module.up.to(device)
-        for target, rows in _targets(path, name, targets, up.shape[0]):
-            deltas[target.name] = _make_low_rank(path, target, down, up[rows], module.scale)
+        for target, rows in _targets(path, name, targets, len(module.up)):
+            deltas[target.name] = _make_low_rank(
+                path, target, module.down, module.up[rows], module.scale
+            )
     return deltas
 
 
@@ -61,8 +62,8 @@ def load_adapter(path: Path, network: Network, device: torch.device) -> Adapter:
 class Factors:
     """The low-rank update of one matrix: `scale` times `up[out, rank] @ down[rank, in]`."""
 
-    down: torch.Tensor
-    up: torch.Tensor
+    down: np.ndarray
+    up: np.ndarray
     scale: float
 
 
@@ -83,18 +84,18 @@ def read_factors(path: Path) -> tuple[dict[str, Any], dict[str, Factors]]:
             raise CheckpointError(f"{path}: {key}={config[key]!r} is not supported")
     factors = {}
     for name in sorted(_modules(path, tensors)):
-        down = tensors[f"{name}.lora_A.weight"].float()
-        up = tensors[f"{name}.lora_B.weight"].float()
-        if down.dim() != 2 or up.dim() != 2 or not len(down) or up.shape[1] != len(down):
+        down = tensors[f"{name}.lora_A.weight"].astype(np.float32)
+        up = tensors[f"{name}.lora_B.weight"].astype(np.float32)
+        if down.ndim != 2 or up.ndim != 2 or not len(down) or up.shape[1] != len(down):
             raise CheckpointError(
-                f"{path}: {name} has factors of shape {tuple(down.shape)} and {tuple(up.shape)};"
+                f"{path}: {name} has factors of shape {down.shape} and {up.shape};"
                 " allowed are [rank, in] and [out, rank]"
             )
         factors[_strip_prefix(name)] = Factors(down, up, _scale(path, config, name, down.shape[0]))
     return config, factors
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     names = ("adapter_config.json", "adapter_model.safetensors")
     for name in names:
         if not (path / name).is_file():
@@ -109,7 +110,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return config, tensors
 
 
-def _modules(path: Path, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+def _modules(path: Path, tensors: Mapping[str, np.ndarray]) -> set[str]:
     """The modules that have both factors. Raises CheckpointError for any other tensor."""
     modules = set()
     for name in tensors:
@@ -191,11 +192,11 @@ def _targets(
 
 
 def _make_low_rank(
-    path: Path, target: Weight, down: torch.Tensor, up: torch.Tensor, scale: float
+    path: Path, target: Weight, down: np.ndarray, up: np.ndarray, scale: float
 ) -> LowRank:
     if down.shape[1] != target.in_features or up.shape[0] != target.out_features:
         raise CheckpointError(
-            f"{path}: factors {tuple(down.shape)} and {tuple(up.shape)} do not fit {target.name},"
+            f"{path}: factors {down.shape} and {up.shape} do not fit {target.name},"
             f" which is {target.out_features} by {target.in_features}"
         )
-    return LowRank(plain_weight(down), plain_weight(up.contiguous()), scale)
+    return LowRank(plain_weight(down), plain_weight(np.ascontiguousarray(up)), scale)

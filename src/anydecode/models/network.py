@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Adapter, Backend, Weight
@@ -22,7 +22,7 @@ class Linear:
     """A matrix and its bias (float32 `[out_features]`), if any."""
 
     weight: Weight
-    bias: torch.Tensor | None = None
+    bias: np.ndarray | None = None
 
 
 @dataclass(eq=False)
@@ -53,12 +53,12 @@ class LayerWeights:
     value: Linear
     output: Linear
     mlp: GatedMlp | Experts
-    attention_norm: torch.Tensor | None = None
-    attention_post_norm: torch.Tensor | None = None
-    mlp_norm: torch.Tensor | None = None
-    mlp_post_norm: torch.Tensor | None = None
-    query_norm: torch.Tensor | None = None
-    key_norm: torch.Tensor | None = None
+    attention_norm: np.ndarray | None = None
+    attention_post_norm: np.ndarray | None = None
+    mlp_norm: np.ndarray | None = None
+    mlp_post_norm: np.ndarray | None = None
+    query_norm: np.ndarray | None = None
+    key_norm: np.ndarray | None = None
 
 
 @dataclass(eq=False)
@@ -67,9 +67,9 @@ class ModelWeights:
 
     embedding: Weight
     layers: list[LayerWeights]
-    final_norm: torch.Tensor
+    final_norm: np.ndarray
     head: Weight
-    head_bias: torch.Tensor | None = None
+    head_bias: np.ndarray | None = None
 
 
 @dataclass(eq=False)
@@ -115,7 +115,7 @@ class Network:
     def release_matrices(self) -> None:
         """Free the matrices' data, after an executor has packed its own copy."""
         for weight in self.matrices():
-            weight.data = weight.data.new_empty(0)
+            weight.data = np.empty(0, weight.data.dtype)
 
     def layer(self, backend: Backend, x: Any, index: int) -> Any:
         """The hidden states after layer `index`, from those before it."""
@@ -288,7 +288,7 @@ def _check_matrix(name: str, weight: Weight, shape: tuple[int, int]) -> None:
         raise CheckpointError(f"{name} is a matrix of shape {found}, not {shape}")
 
 
-def _check_vector(name: str, vector: torch.Tensor | None, size: int) -> None:
+def _check_vector(name: str, vector: np.ndarray | None, size: int) -> None:
     found = None if vector is None else tuple(vector.shape)
     if found != (size,):
         raise CheckpointError(f"{name} has shape {found}, not {(size,)}")

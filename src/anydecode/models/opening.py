@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.kernels.reference import ReferenceBackend
+from anydecode.errors import (
+    InvalidRequestError,
+    MissingPackageError,
+    UnsupportedCombinationError,
+)
+from anydecode.kernels.host import has_torch
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.interface import Model
 from anydecode.models.limits import refusal
@@ -38,8 +40,8 @@ class WeightFormat(ABC):
 
 def choose_executor(
     backend: str | None = None, threads: int | None = None, device: str | None = None
-) -> Callable[[Network], Executor] | None:
-    """The executor that runs a network, as a factory; None means torch.
+) -> Callable[[Network], Executor]:
+    """The executor that runs a network, as a factory.
 
     Args:
         backend: "native", "torch" or "triton". None means the environment variable
@@ -51,6 +53,7 @@ def choose_executor(
     Raises:
         InvalidRequestError: An unknown backend or device, or a wrong number of threads.
         UnsupportedCombinationError: The backend is not available, or not on this device.
+        MissingPackageError: Only torch could run here, and it is not installed.
     """
     from anydecode.kernels.native import NativeExecutor, thread_count
 
@@ -67,15 +70,19 @@ def choose_executor(
     if is_cuda and requested == "native":
         raise UnsupportedCombinationError("the native kernels run on the CPU, not on cuda")
     if requested == "triton" or (is_cuda and requested is None):
-        return _triton_executor(requested)
+        triton = _triton_executor(requested)
+        return triton or torch_executor(device)
     if requested == "torch":
-        return None
+        return torch_executor(device)
     from anydecode.kernels.library import load_library
 
     if load_library() is None:
         if requested == "native":
             raise UnsupportedCombinationError("the native kernels are not available here")
-        return None
+        check_torch(
+            "a model without compiled kernels (install a C compiler or the package ziglang)"
+        )
+        return torch_executor(device)
 
     def execute(network: Network) -> Executor:
         executor = NativeExecutor(
@@ -142,12 +149,44 @@ def open_tokenizer(tokenizer: Any) -> Tokenizer | None:
     )
 
 
-def _reference_backend(device: str | None) -> ReferenceBackend:
-    """The torch backend on a device. Raises UnsupportedCombinationError if there is no such
-    device."""
+def check_torch(what: str) -> None:
+    """Raise MissingPackageError if torch, which `what` needs, is not installed."""
+    if not has_torch():
+        raise MissingPackageError(what, "torch", "'anydecode[torch]'")
+
+
+def torch_executor(device: str | None = None, backend: Any = None) -> Callable[[Network], Executor]:
+    """The torch reference as an executor.
+
+    Args:
+        device: "cpu" or "cuda"; None means "cpu".
+        backend: The `ReferenceBackend` to run; None means a new one.
+
+    Raises:
+        MissingPackageError: torch is not installed.
+        UnsupportedCombinationError: torch finds no such device.
+    """
+    check_torch("the torch backend")
+    import torch
+
+    from anydecode.kernels.eager import EagerExecutor
+    from anydecode.kernels.reference import ReferenceBackend
+
     if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
         raise UnsupportedCombinationError("torch finds no CUDA device")
-    return ReferenceBackend(device or "cpu")
+    reference = backend or ReferenceBackend(device or "cpu")
+
+    def execute(network: Network) -> Executor:
+        return EagerExecutor(
+            network.weights.embedding,
+            network.layer,
+            network.head,
+            embedding_scale=network.spec.embedding_scale,
+            adapters=network.adapters,
+            backend=reference,
+        )
+
+    return execute
 
 
 def open_checkpoint(
@@ -163,8 +202,7 @@ def open_checkpoint(
     from anydecode.models.families import build_model
 
     executor = choose_executor(backend, threads, device)
-    reference = None if executor else _reference_backend(device)
-    model = build_model(checkpoint, dtype, reference, executor=executor)
+    model = build_model(checkpoint, dtype, executor=executor)
     mask, size = getattr(checkpoint.tokenizer, "mask_id", None), model.spec.vocab_size
     if mask is not None and mask >= size and not model.spec.causal:
         raise refusal("mask_token_id", mask, f"a token of the {size} that have embeddings")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
+from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import Attention, KeyValues, Output, OutputSpec, Rows
 from anydecode.models.spec import LayerSpec, ModelSpec
 
@@ -92,8 +92,8 @@ class ScriptedModel:
     def new_cache(self, num_slots: int) -> KeyValues:
         """A cache of one number per slot and layer: the token, or -1."""
 
-        def empty() -> list[torch.Tensor]:
-            return [torch.full((num_slots, 1, 1), -1.0) for _ in self.spec.layers]
+        def empty() -> list[np.ndarray]:
+            return [np.full((num_slots, 1, 1), -1, np.float32) for _ in self.spec.layers]
 
         return KeyValues(empty(), empty())
 
@@ -104,44 +104,39 @@ class ScriptedModel:
         Raises:
             RuntimeError: A row attends to an empty slot, or a causal row does not attend to itself.
         """
-        stored = [keys.numpy()[:, 0, 0] for keys in cache.keys]
+        stored = [keys[:, 0, 0] for keys in cache.keys]
         tokens = rows.tokens.copy()
         if rows.inputs is not None:
             is_embedding = tokens < 0
-            tokens[is_embedding] = (
-                rows.inputs[torch.from_numpy(is_embedding), 0].numpy().astype(np.int32)
-            )
+            tokens[is_embedding] = to_host(rows.inputs)[is_embedding, 0].astype(np.int32)
         for row in np.flatnonzero(rows.slots >= 0):
             for layer in range(rows.start[row], rows.stop[row]):
                 stored[layer][rows.slots[row]] = tokens[row]
         state = self._states(rows, stored, tokens)
         last = rows.stop if rows.parallel is None else rows.stop - (rows.parallel > 0)
         final_states = np.array([state(int(row), int(last[row])) for row in output_spec.logits])
-        logits = self.head(torch.from_numpy(final_states.reshape(-1, _HIDDEN_SIZE)))
+        logits = self.head(final_states.reshape(-1, _HIDDEN_SIZE))
         hidden = {
-            layer: torch.from_numpy(
-                np.array([state(int(row), layer) for row in index], np.float32).reshape(
-                    -1, _HIDDEN_SIZE
-                )
+            layer: np.array([state(int(row), layer) for row in index], np.float32).reshape(
+                -1, _HIDDEN_SIZE
             )
             for layer, index in output_spec.hidden.items()
         }
         return Output(logits, hidden)
 
-    def embed(self, tokens: np.ndarray) -> torch.Tensor:
+    def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Input embeddings of tokens, float32 `[n, hidden_size]`."""
-        inputs = torch.zeros(len(tokens), _HIDDEN_SIZE)
-        inputs[:, 0] = torch.from_numpy(np.asarray(tokens, np.float32))
+        inputs = np.zeros((len(tokens), _HIDDEN_SIZE), np.float32)
+        inputs[:, 0] = tokens
         return inputs
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, hidden: np.ndarray) -> np.ndarray:
         """Logits float32 `[n, vocab_size]` of hidden states."""
         rows = [
             self._path_logits(int(high) << 24 | int(low), int(layer))
             for _, layer, high, low in hidden.tolist()
         ]
-        table = np.array(rows, np.float32).reshape(-1, self.spec.vocab_size)
-        return torch.from_numpy(table)
+        return np.array(rows, np.float32).reshape(-1, self.spec.vocab_size)
 
     def _states(
         self, rows: Rows, stored: list[np.ndarray], tokens: np.ndarray

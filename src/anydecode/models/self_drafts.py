@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.models.families import build_model
+from anydecode.models.families import load_network
 from anydecode.models.interface import Model
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor, open_model
 from anydecode.models.tokenizer import Tokenizer
-from anydecode.models.transformer import Executor, Transformer
+from anydecode.models.transformer import Transformer
 
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 
@@ -68,23 +67,21 @@ def open_draft(
         )
     if not layers:
         return open_model(path, dtype=draft_dtype, threads=threads, backend=backend)[0], None
-    full_model = build_model(load_checkpoint(path), draft_dtype)
-    return select_layers(full_model, layers, choose_executor(backend, threads)), None
+    network = select_layers(load_network(load_checkpoint(path), draft_dtype), layers)
+    name = f"{target.name} ({layers} layers)"
+    return Transformer(network, name=name, executor=choose_executor(backend, threads)), None
 
 
-def select_layers(
-    model: Transformer, layers: int, executor: Callable[[Network], Executor] | None = None
-) -> Transformer:
-    """A model of `layers` evenly spaced layers of `model`, sharing their weights."""
-    num_layers = model.spec.num_layers
+def select_layers(network: Network, layers: int) -> Network:
+    """`layers` evenly spaced layers of `network`, with the same weights."""
+    num_layers = network.spec.num_layers
     if not 2 <= layers <= num_layers:
         raise InvalidRequestError(
             f"layers={layers}: a draft can keep 2 to {num_layers} of the layers"
         )
     selected = [round(index * (num_layers - 1) / (layers - 1)) for index in range(layers)]
-    spec = replace(model.spec, layers=tuple(model.spec.layers[layer] for layer in selected))
-    weights = model.network.weights
-    draft_weights = replace(weights, layers=[weights.layers[layer] for layer in selected])
-    return Transformer(
-        spec, draft_weights, name=f"{model.name} ({layers} layers)", executor=executor
+    spec, weights = network.spec, network.weights
+    return Network(
+        replace(spec, layers=tuple(spec.layers[layer] for layer in selected)),
+        replace(weights, layers=[weights.layers[layer] for layer in selected]),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Attention, Rope
 from anydecode.models.limits import MAX_COUNT, integer, number, refusal
@@ -110,9 +112,9 @@ def _check_attention(prefix: str, shape: Attention) -> None:
 
 def _check_rope(prefix: str, rope: Rope, head_dim: int) -> None:
     frequencies = rope.frequencies
-    size = 2 * frequencies.numel()
-    if frequencies.dim() != 1 or not 2 <= size <= head_dim:
+    size = 2 * frequencies.size
+    if frequencies.ndim != 1 or not 2 <= size <= head_dim:
         raise refusal(f"{prefix}rotary size", size, f"an even number from 2 to {head_dim}")
-    if not bool(frequencies.isfinite().all()):
+    if not bool(np.isfinite(frequencies).all()):
         raise CheckpointError(f"{prefix}rotary frequencies are not all finite")
     number(f"{prefix}rope factor", rope.factor)

@@ -2,98 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import gt
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.kernels.cache import CACHE_FORMATS, new_cache
-from anydecode.kernels.formats import dequantize_rows
-from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
-from anydecode.kernels.reference import ReferenceBackend
+from anydecode.kernels.arithmetic import RowArithmetic
+from anydecode.kernels.host import to_host
+from anydecode.kernels.interface import (
+    Array,
+    Attention,
+    KeyValues,
+    Output,
+    OutputSpec,
+    Rows,
+)
 from anydecode.models.lora import load_adapter
-from anydecode.models.network import ModelWeights, Network
+from anydecode.models.network import Network
 from anydecode.models.spec import ModelSpec
 
 
 class Executor(Protocol):
-    """Runs a network's layers and head.
+    """Runs a network's passes. Arrays are numpy, or the executor's own on another device.
 
-    Native backends implement this interface. They may record `Network.layer` once and replay it. A
-    range of layers run in two calls must give the same bits as the same range run in one call.
+    Executors that record `Network.layer` may have `regroup(layer)`, which replaces it.
     """
 
-    device: torch.device
+    cache_formats: tuple[str, ...]  # the supported formats of the key-value cache
+    cache_format: str  # the fastest of them
 
-    def begin(self, rows: Rows, cache: KeyValues) -> None:
-        """Start a pass; calls of `layers` until the next `begin` belong to it."""
+    def new_cache(self, format: str, num_slots: int, shapes: Sequence[Attention]) -> KeyValues:
+        """A key-value cache of zeros, see `kernels.cache.new_cache`."""
         ...
 
-    def embed(self, tokens: np.ndarray) -> torch.Tensor:
+    def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
+        """Run a pass. Outputs may be views that the next pass overwrites."""
+        ...
+
+    def embed(self, tokens: np.ndarray) -> Array:
         """Embeddings float32 `[m, hidden_size]` of token ids, with the model's scale applied."""
         ...
 
-    def layers(self, x: torch.Tensor, active: np.ndarray, first: int, last: int) -> torch.Tensor:
-        """Run layers `first` to `last - 1` on some rows of the pass.
-
-        Args:
-            x: Their hidden states before layer `first`, `[m, hidden_size]`; not changed.
-            active: Their indices in the pass, `[m]`.
-            first: The first layer.
-            last: The layer to stop before.
-
-        Returns:
-            Their hidden states after the layers, `[m, hidden_size]`.
-        """
-        ...
-
-    def head(self, x: torch.Tensor) -> torch.Tensor:
+    def head(self, x: Array) -> Array:
         """Logits float32 `[m, vocab_size]`, final norm included. May be called outside a pass."""
         ...
-
-
-class EagerExecutor:
-    """Runs the operations one by one on an eager backend."""
-
-    cache_formats = tuple(CACHE_FORMATS)
-
-    def __init__(self, network: Network, backend: ReferenceBackend) -> None:
-        self.device = backend.device
-        self._network = network
-        self._backend = backend
-        self._layer: Callable[[Any, Any, int], Any] = network.layer
-        self._pass: tuple[Rows, KeyValues] | None = None
-
-    def begin(self, rows: Rows, cache: KeyValues) -> None:
-        self._pass = rows, cache
-
-    def embed(self, tokens: np.ndarray) -> torch.Tensor:
-        x = dequantize_rows(self._network.weights.embedding, tokens)
-        scale = self._network.spec.embedding_scale
-        return x if scale == 1.0 else x * scale
-
-    def regroup(self, layer: Callable[[Any, Any, int], Any] | None) -> None:
-        """Run `layer` in place of the network's own layer function; None restores it."""
-        self._layer = layer or self._network.layer
-
-    def layers(self, x: torch.Tensor, active: np.ndarray, first: int, last: int) -> torch.Tensor:
-        if self._pass is None:
-            raise RuntimeError("begin a pass before running its layers")
-        rows, cache = self._pass
-        self._backend.bind(rows, active, cache, self._network.adapters)
-        for index in range(first, last):
-            x = self._layer(self._backend, x, index)
-        return x
-
-    def head(self, x: torch.Tensor) -> torch.Tensor:
-        self._backend.unbind()
-        logits: torch.Tensor = self._network.head(self._backend, x)
-        return logits
 
 
 class Transformer:
@@ -104,49 +60,37 @@ class Transformer:
     layer.
 
     Args:
-        spec: The architecture.
-        weights: The weights, which must match the spec.
-        backend: The eager backend; used without `executor`.
+        network: The architecture and the weights.
         name: A name for messages and reports.
-        executor: Makes the executor of the network; None means `EagerExecutor`.
-
-    Raises:
-        CheckpointError: The weights do not match the spec.
+        executor: Makes the executor of the network.
     """
 
     def __init__(
         self,
-        spec: ModelSpec,
-        weights: ModelWeights,
-        backend: ReferenceBackend | None = None,
+        network: Network,
         *,
         name: str = "model",
-        executor: Callable[[Network], Executor] | None = None,
+        executor: Callable[[Network], Executor],
     ) -> None:
-        self.spec = spec
+        self.spec: ModelSpec = network.spec
         self.name = name
-        self.network = Network(spec, weights)
-        self.executor: Executor = (
-            executor(self.network)
-            if executor
-            else EagerExecutor(self.network, backend or ReferenceBackend())
-        )
+        self.network = network
+        self.executor: Executor = executor(network)
         self.adapter_names: list[str] = []
         self._parallel_layers: dict[int, Callable[[Any, Any, int], Any]] = {}
         self.path: Path | None = None  # of the checkpoint, if there is one
         self.dtype: str | None = None  # the format its weights were converted to; None: as stored
 
-    def new_cache(self, num_slots: int, format: torch.dtype | str | None = None) -> KeyValues:
+    def new_cache(self, num_slots: int, format: str | None = None) -> KeyValues:
         """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`).
-        The default is the executor's `cache_dtype`, else float32."""
-        preferred: torch.dtype | str = getattr(self.executor, "cache_dtype", torch.float32)
+        The default is the executor's preferred format."""
         shapes = [layer.attention for layer in self.spec.layers]
-        return new_cache(format or preferred, num_slots, shapes, self.executor.device)
+        return self.executor.new_cache(format or self.executor.cache_format, num_slots, shapes)
 
     @property
     def cache_formats(self) -> tuple[str, ...]:
         """The supported formats of the key-value cache."""
-        return getattr(self.executor, "cache_formats", ("float32", "float16", "bfloat16"))
+        return self.executor.cache_formats
 
     def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """One forward pass.
@@ -158,58 +102,23 @@ class Transformer:
                 adapters.
         """
         self._check(rows, output_spec)
-        run_pass = getattr(self.executor, "run", None)
-        if run_pass is not None and rows.parallel is None:
-            output: Output | None = run_pass(rows, cache, output_spec)
-            if output is not None:  # None: the executor has no fused implementation of this pass
-                return output
-        with torch.no_grad():
-            if rows.parallel is not None:
-                return self._run_parallel(rows, cache, output_spec)
-            return self._run_layer_ranges(rows, cache, output_spec)
+        if rows.parallel is not None:
+            return self._run_parallel(rows, cache, output_spec)
+        return self.executor.run(rows, cache, output_spec)
 
-    def _run_layer_ranges(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
-        """Run a pass as a series of layer ranges, each with the rows that run through all of it."""
-        x = self._inputs(rows)
-        hidden: dict[int, torch.Tensor] = {}
-        self.executor.begin(rows, cache)
-        boundaries = set(rows.start.tolist()) | set(rows.stop.tolist()) | set(output_spec.hidden)
-        depths = sorted(boundaries)
-        for depth, next_depth in zip(depths, [*depths[1:], None], strict=True):
-            if depth in output_spec.hidden:
-                hidden[depth] = x[self._index(output_spec.hidden[depth])]
-            if next_depth is None:
-                break
-            active = np.flatnonzero((rows.start <= depth) & (rows.stop >= next_depth))
-            if len(active) == len(rows):
-                x = self.executor.layers(x, active, depth, next_depth)
-            elif len(active):
-                index = self._index(active)
-                x = x.index_copy(
-                    0, index, self.executor.layers(x[index], active, depth, next_depth)
-                )
-        if len(output_spec.logits):
-            logits = self.executor.head(x[self._index(output_spec.logits)])
-        else:
-            logits = x.new_empty(0, self.spec.vocab_size)
-        return Output(logits, hidden)
-
-    @torch.no_grad()
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, hidden: Array) -> np.ndarray:
         """Logits float32 `[n, vocab_size]` of states `[n, hidden_size]`, final norm included."""
-        return self.executor.head(hidden.to(self.executor.device, torch.float32))
+        return to_host(self.executor.head(hidden))
 
-    @torch.no_grad()
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+    def normed(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states `[n, hidden_size]` after the final norm, the input of the head's matrix."""
         norm = self.network.weights.final_norm
-        return ReferenceBackend().rms_norm(hidden.to(norm.device), norm, self.spec.norm_eps)
+        return RowArithmetic().rms_norm(hidden, norm, self.spec.norm_eps)
 
-    @torch.no_grad()
-    def embed(self, tokens: np.ndarray) -> torch.Tensor:
+    def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Input embeddings of tokens, float32 `[n, hidden_size]`, with the model's scale
         applied."""
-        return self.executor.embed(tokens)
+        return to_host(self.executor.embed(tokens))
 
     def add_adapter(self, name: str, path: str | Path) -> int:
         """Load a PEFT LoRA adapter from a folder.
@@ -227,7 +136,7 @@ class Transformer:
         """
         if name in self.adapter_names:
             raise InvalidRequestError(f"there is already an adapter named {name!r}")
-        adapter = load_adapter(Path(path), self.network, self.executor.device)
+        adapter = load_adapter(Path(path), self.network)
         self.network.adapters.append(adapter)
         self.adapter_names.append(name)
         return len(self.adapter_names) - 1
@@ -241,11 +150,9 @@ class Transformer:
                 "running layers in parallel (easyspec) works on CPUs and without adapters"
             )
         assert rows.parallel is not None
-        logits = torch.empty(
-            len(output_spec.logits), self.spec.vocab_size, device=self.executor.device
-        )
+        logits = np.empty((len(output_spec.logits), self.spec.vocab_size), np.float32)
         hidden = {
-            depth: torch.empty(len(index), self.spec.hidden_size, device=self.executor.device)
+            depth: np.empty((len(index), self.spec.hidden_size), np.float32)
             for depth, index in output_spec.hidden.items()
         }
         for size in np.unique(rows.parallel).tolist():
@@ -271,24 +178,10 @@ class Transformer:
                 )
             finally:
                 regroup(None)
-            logits[torch.from_numpy(selected_logits)] = output.logits
+            logits[selected_logits] = to_host(output.logits)
             for depth, selected in selected_hidden.items():
-                hidden[depth][torch.from_numpy(selected)] = output.hidden[depth]
+                hidden[depth][selected] = to_host(output.hidden[depth])
         return Output(logits, hidden)
-
-    def _index(self, rows: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(rows.astype(np.int64)).to(self.executor.device)
-
-    def _inputs(self, rows: Rows) -> torch.Tensor:
-        if rows.inputs is None:
-            return self.executor.embed(rows.tokens)
-        inputs = rows.inputs.to(self.executor.device, torch.float32)
-        token_rows = np.flatnonzero(rows.tokens >= 0)
-        if not len(token_rows):
-            return inputs
-        return inputs.index_copy(
-            0, self._index(token_rows), self.executor.embed(rows.tokens[token_rows])
-        )
 
     def _check(self, rows: Rows, output_spec: OutputSpec) -> None:
         """Reject rows that would read outside the model or give wrong results."""
@@ -324,5 +217,5 @@ def _part(rows: Rows, index: np.ndarray) -> Rows:
     """The rows of `index`, without parallel layers."""
     names = "tokens positions slots table prefix tail_start tail_length start stop".split()
     fields = {name: getattr(rows, name)[index] for name in names}
-    inputs = None if rows.inputs is None else rows.inputs[torch.from_numpy(index)]
+    inputs = None if rows.inputs is None else to_host(rows.inputs)[index]
     return replace(rows, **fields, inputs=inputs, parallel=None)

@@ -11,16 +11,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from anydecode.catalogue import Card, register
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model, spec_from_config
 from anydecode.models.families.weights import DTYPES
-from anydecode.models.gptq import CalibrationStatistics, quantize_checkpoint
+from anydecode.models.gptq import quantize_checkpoint
 from anydecode.models.interface import Model
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Network
-from anydecode.models.opening import WeightFormat, open_checkpoint
+from anydecode.models.opening import WeightFormat, check_torch, open_checkpoint, torch_executor
 from anydecode.models.tokenizer import Tokenizer
 
 KEY = "dlm-ptq"
@@ -66,17 +68,24 @@ def masked(
 
 def observe(
     checkpoint: Checkpoint, pairs: Sequence[Pair], seed: int
-) -> tuple[Network, CalibrationStatistics]:
-    """The network in float32, and the inputs of its matrices for masked canvases of `pairs`."""
+) -> tuple[Network, dict[str, np.ndarray]]:
+    """The network in float32, and the Hessians of its matrices for masked canvases of `pairs`.
+
+    Raises:
+        MissingPackageError: torch is not installed.
+    """
     from anydecode.api.llm import LLM
 
-    inputs = CalibrationStatistics()
-    model = build_model(checkpoint, "float32", inputs)
+    check_torch("calibration with GPTQ")
+    from anydecode.kernels.calibration import CalibrationBackend
+
+    backend = CalibrationBackend()
+    model = build_model(checkpoint, "float32", executor=torch_executor(backend=backend))
     with LLM(model, tokenizer=checkpoint.tokenizer) as llm:
         canvases = [list(canvas) for canvas in masked(llm.tokenizer, pairs, None, seed)]
         options: dict[str, Any] = {"max_tokens": max(map(len, canvases)), "ignore_eos": True}
         llm.generate(canvases, decoder="llada:block=0,steps=1", **options)
-    return model.network, inputs
+    return model.network, backend.hessians
 
 
 def calibrate(checkpoint: Checkpoint, pairs: Sequence[Pair], seed: int = 0) -> Checkpoint:

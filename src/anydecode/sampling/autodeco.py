@@ -107,13 +107,13 @@ class Heads:
     def load(path: str | os.PathLike[str]) -> Heads:
         """Load heads from a safetensors file. Raises `CheckpointError`."""
         from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        from safetensors.numpy import load_file
 
         try:
             tensors = load_file(os.fspath(path))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"autodeco heads {path}: {error}") from None
-        return Heads.of({name: tensor.float().numpy() for name, tensor in tensors.items()})
+        return Heads.of({name: tensor.astype(np.float32) for name, tensor in tensors.items()})
 
     def tensors(self) -> dict[str, np.ndarray]:
         """The tensors by the names that `of` reads."""

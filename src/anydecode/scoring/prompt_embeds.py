@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.state import StateKey
@@ -23,8 +23,8 @@ class PromptEmbeds:
     """
 
     first: int
-    rows: torch.Tensor
-    importance: torch.Tensor | None = None
+    rows: np.ndarray
+    importance: np.ndarray | None = None
 
     @property
     def stop(self) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from anydecode.kernels.interface import SampleSpec
+from anydecode.kernels.host import to_host
+from anydecode.kernels.interface import Array, SampleSpec
 from anydecode.kernels.library import top_k
 from anydecode.scoring.sequence_data import SequenceData
 from anydecode.scoring.span import ChainSpan, MultiStepSpan, Span, TreeSpan
@@ -203,20 +203,18 @@ class Scores:
     """The result of a `ScoreRequest`, one entry per output row.
 
     The arrays are views of buffers that the next pass overwrites: they are valid until the decoder
-    yields again. Copy what must live longer.
+    yields again. Copy what must live longer. They stay on the backend's device until they are first
+    read.
 
     Attributes:
         sequence: The sequence that the rows belong to.
         positions: int `[rows]`, the text position of each row.
         tokens: The token id of each row.
-        logits: float32 `[rows, vocab_size]`, from the sequence's own cache. `row(i)` gives the same
-            row combined with companions and captured layers.
-        hidden: `hidden[l]`, `[rows, hidden_size]`: the hidden states after l layers.
 
     Args:
         request: The request that has run.
-        logits: See above.
-        hidden: See above.
+        logits: float32 `[rows, vocab_size]`.
+        hidden: By number of layers, float32 `[rows, hidden_size]`.
         companions: Logits float32 `[rows, vocab_size]` of each companion prompt.
         sampled_in_pass: The token that the backend sampled for each row, -1 for none; or empty.
     """
@@ -224,16 +222,16 @@ class Scores:
     def __init__(
         self,
         request: ScoreRequest,
-        logits: np.ndarray,
-        hidden: dict[int, torch.Tensor],
-        companions: list[np.ndarray],
+        logits: Array,
+        hidden: dict[int, Array],
+        companions: list[Array],
         sampled_in_pass: Seq[int] = (),
     ) -> None:
         self.sequence = request.sequence
         self.positions = request.positions
         self.tokens = request.row_tokens
-        self.logits = logits
-        self.hidden = hidden
+        self._logits = logits
+        self._hidden = hidden
         self._request = request
         self._companions = companions
         self._samplers: dict[tuple[int, int], Sampler] = {}
@@ -248,6 +246,20 @@ class Scores:
         # logits alive until garbage collection.
         return SampledTokens(self)
 
+    @property
+    def logits(self) -> np.ndarray:
+        """float32 `[rows, vocab_size]`, from the sequence's own cache. `row(i)` gives the same row
+        combined with companions and captured layers."""
+        self._logits = to_host(self._logits)
+        return self._logits
+
+    @property
+    def hidden(self) -> dict[int, np.ndarray]:
+        """`hidden[l]` float32 `[rows, hidden_size]`: the hidden states after l layers."""
+        for layer, rows in self._hidden.items():
+            self._hidden[layer] = to_host(rows)
+        return self._hidden
+
     def __len__(self) -> int:
         return len(self.positions)
 
@@ -259,9 +271,9 @@ class Scores:
 
     def keep(self) -> Scores:
         """Copy everything that the runner's next pass would overwrite, and return self."""
-        self.logits = self.logits.copy()
-        self.hidden = {layer: rows.clone() for layer, rows in self.hidden.items()}
-        self._companions = [rows.copy() for rows in self._companions]
+        self._logits = self.logits.copy()
+        self._hidden = {layer: rows.copy() for layer, rows in self.hidden.items()}
+        self._companions = [to_host(rows).copy() for rows in self._companions]
         return self
 
     def top(self, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -288,11 +300,11 @@ class Scores:
         if self._captured_logits is None:
             head = self._model.head
             self._captured_logits = {
-                layer: head(self.hidden[layer]).numpy() for layer in sampler.capture_layers
+                layer: head(self.hidden[layer]) for layer in sampler.capture_layers
             }
         layer_logits = {layer: logits[row] for layer, logits in self._captured_logits.items()}
         return sampler.combine(
-            self.logits[row], [rows[row] for rows in self._companions], layer_logits
+            self.logits[row], [to_host(rows)[row] for rows in self._companions], layer_logits
         )
 
     @property
@@ -305,7 +317,7 @@ class Scores:
         model = self._model
         states = self.hidden[model.spec.num_layers][row : row + 1 or None]
         normed = getattr(model, "normed", None)
-        state: np.ndarray = (normed(states) if normed else states)[0].cpu().numpy()
+        state: np.ndarray = (normed(states) if normed else states)[0]
         return state
 
     def show_hidden(self, sampler: Sampler, row: int) -> None:

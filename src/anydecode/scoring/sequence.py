@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
-import torch
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
@@ -33,7 +32,7 @@ class Sequence(SequenceData):
         rows: str = "last",
         layers: tuple[int, int] | None = None,
         hidden: tuple[int, ...] = (),
-        embeddings: torch.Tensor | None = None,
+        embeddings: np.ndarray | None = None,
         parallel: int = 0,
         extra_tokens: int = 0,
         companions: bool = True,

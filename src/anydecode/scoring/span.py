@@ -12,7 +12,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from anydecode.kernels.interface import Rows
 from anydecode.memory.pool import PoolFull
@@ -44,7 +43,7 @@ class Span(ABC):
     output_rows: Seq[int] = ()
     capture_layers: tuple[int, ...] = ()
     logits: bool = True
-    inputs: torch.Tensor | None = None
+    inputs: np.ndarray | None = None
     done: int = field(default=0, init=False)  # rows that have run
     parallel: int = field(default=0, init=False)  # see `Network.grouped`
     _append_start: int = field(default=0, init=False)  # first position appended in this pass
@@ -74,7 +73,7 @@ class Span(ABC):
     def fill(self, rows: Rows, at: int, count: int) -> None:
         """Write the next `count` rows into `rows[at : at + count]`."""
 
-    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
+    def complete(self, hidden: np.ndarray | None, count: int) -> None:
         """Called when `count` rows have run. `hidden`, `[count, hidden_size]`, is their hidden
         state at an early exit, else None. The cache may have been released or truncated
         meanwhile."""
@@ -133,12 +132,12 @@ class ChainSpan(Span):
         rows.tail_start[at:stop] = 0
         rows.tail_length[at:stop] = 0
 
-    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
+    def complete(self, hidden: np.ndarray | None, count: int) -> None:
         num_kept = self._store_tokens(count)
         if self.is_partial and num_kept:
             assert hidden is not None
             self.context.partials.append(
-                EarlyExitRows(self._append_start, self.stop, hidden[:num_kept].clone())
+                EarlyExitRows(self._append_start, self.stop, hidden[:num_kept].copy())
             )
         self.done += count
 
@@ -165,7 +164,7 @@ class MultiStepSpan(ChainSpan):
             self.context.append(count)
             self.reserved = 0
 
-    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
+    def complete(self, hidden: np.ndarray | None, count: int) -> None:
         context, end = self.context, self._append_start + count
         super().complete(hidden, count)
         if context.length == end + self.reserved:  # else it was truncated during the pass
@@ -218,11 +217,11 @@ class TreeSpan(Span):
         rows.positions[at:stop] = base + depths[first:] - 1
         rows.tails = np.concatenate(tails)
 
-    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
+    def complete(self, hidden: np.ndarray | None, count: int) -> None:
         pending = self.context.pending
         if self.is_partial and pending is not None:
             assert hidden is not None
-            pending.hidden = hidden.clone()
+            pending.hidden = hidden.copy()
         self.done += count
 
 
@@ -247,7 +246,7 @@ class CompletionSpan(Span):
         rows.tail_start[at:stop] = 0
         rows.tail_length[at:stop] = 0
 
-    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
+    def complete(self, hidden: np.ndarray | None, count: int) -> None:
         assert self.partial is not None
         partials = self.context.partials
         if self.partial in partials:
@@ -255,6 +254,6 @@ class CompletionSpan(Span):
             unfinished = []
             if self.is_partial:
                 assert hidden is not None
-                unfinished = [EarlyExitRows(self.partial.start, self.stop, hidden.clone())]
+                unfinished = [EarlyExitRows(self.partial.start, self.stop, hidden.copy())]
             partials[index : index + 1] = unfinished
         self.done += count

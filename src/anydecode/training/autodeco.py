@@ -97,7 +97,7 @@ class _StateReader(Decoder):
             score = sequence.score(part, rows="all", hidden=(depth,))
             score.groups[0][-1].logits = False
             scores = yield score
-            self.parts.append(scores.hidden[depth].clone())
+            self.parts.append(torch.from_numpy(scores.hidden[depth].copy()))
 
 
 def generate_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
@@ -266,14 +266,14 @@ def train(
         total, count = 0.0, 0
         for index in _batches(torch.randperm(len(rows), generator=generator), recipe.batch):
             batch = rows.select(index)
-            logits = model.head(batch.states).clone()
+            logits = torch.from_numpy(model.head(batch.states.numpy()).copy())
             if recipe.weighted:
                 weights = row_weights(logits, batch.labels, generator)
             else:
                 weights = torch.ones(len(batch))
             used = weights > 0
             if used.any():
-                states = model.normed(batch.states[used])
+                states = torch.from_numpy(model.normed(batch.states[used].numpy()))
                 first, second = losses(learner, states, logits[used], batch.labels[used])
                 loss = ((first + second) * weights[used]).mean()
                 optimizer.zero_grad()
@@ -328,9 +328,9 @@ def measure(model: Any, rows: TrainingRows, learner: HeadsModule) -> Gain:
     fixed, nuclei, heads, heads_p = [], [], [], []
     for index in _batches(torch.arange(len(rows)), CHUNK):
         batch = rows.select(index)
-        logits = model.head(batch.states).clone()
+        logits = torch.from_numpy(model.head(batch.states.numpy()).copy())
         at = batch.labels[:, None]
-        states = model.normed(batch.states)
+        states = torch.from_numpy(model.normed(batch.states.numpy()))
         label = logits.gather(-1, at)[:, 0]
         fixed_losses = [torch.logsumexp(logits / t, -1) - label / t for t in FIXED_TEMPERATURES]
         fixed.append(torch.stack(fixed_losses, -1))

@@ -18,6 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -143,7 +144,7 @@ def open_llama(checkpoint: Checkpoint) -> Transformer:
             stored = "model.embed_tokens.weight"
         tensor = checkpoint.tensors[stored]
         values = dequantize(tensor) if isinstance(tensor, Weight) else tensor
-        parameter.data.copy_(values.float())
+        parameter.data.copy_(torch.from_numpy(values.astype(np.float32)))
         parameter.requires_grad_(False)
     return model.eval()
 

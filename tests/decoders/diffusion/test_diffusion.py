@@ -460,11 +460,9 @@ class ReplacedEmbeddings(Denoiser):
     """Feeds the embeddings of other tokens in place of the masks."""
 
     def embeddings(self, sequence: Sequence, canvas: Canvas, positions: np.ndarray) -> Any:
-        import torch
-
-        rows = torch.zeros(len(positions), 4)
+        rows = np.zeros((len(positions), 4), np.float32)
         tokens = np.where(canvas.tokens[positions] == MASK, 77, canvas.tokens[positions])
-        rows[:, 0] = torch.from_numpy(tokens.astype(np.float32))
+        rows[:, 0] = tokens
         return rows
 
 

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+
+pytest.importorskip("torch")
+
 import torch
 from safetensors.torch import save_file
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from anydecode.decoders.prefill import gear
 from anydecode.decoders.prefill.gear import Gear
@@ -37,7 +37,7 @@ def test_buffers_that_are_never_compressed_are_rejected(monkeypatch: pytest.Monk
 
 
 def test_keys_compressed_per_token_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def per_token(x: torch.Tensor, **options: Any) -> Any:
+    def per_token(x: np.ndarray, **options: Any) -> Any:
         return compress(x, **{**options, "keys": False})
 
     monkeypatch.setattr(gear, "compress", per_token)
@@ -51,4 +51,9 @@ def test_buffers_compressed_again_with_the_next_are_rejected(
         compress_block(self, context, max(0, start - self.buffer), rank)
 
     monkeypatch.setattr(Gear, "_compress", from_the_first)
+    assert_rejected("gear")
+
+
+def test_compression_without_the_low_rank_part_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gear, "compress", lambda x, **o: compress(x, **{**o, "rank": 0}))
     assert_rejected("gear")

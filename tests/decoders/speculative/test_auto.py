@@ -446,7 +446,7 @@ def test_time_of_other_processes_is_excluded(monkeypatch: pytest.MonkeyPatch) ->
         def run(self, rows, cache, want):
             now["clock"] += 1.0 + 0.25 * len(rows)
             now["work"] += 0.5 * len(rows)
-            return type("Output", (), {"logits": __import__("torch").zeros(len(rows), 32)})()
+            return type("Output", (), {"logits": np.zeros((len(rows), 32), np.float32)})()
 
     waiting = Waiting()
     assert costs.measure(waiting, rows=(1, 4), contexts=(16,)).seconds(4, 16) == 2.0
@@ -481,7 +481,7 @@ def test_measure_times_all_row_counts_and_contexts() -> None:
         def run(self, rows, cache, want):
             passes_run.append((len(rows), int(rows.prefix[0])))
             assert rows.prefix[-1] == rows.positions[-1] + 1
-            return type("Output", (), {"logits": __import__("torch").zeros(len(rows), 32)})()
+            return type("Output", (), {"logits": np.zeros((len(rows), 32), np.float32)})()
 
     table = costs.measure(Recording(), rows=(1, 4), contexts=(16, 1024), rounds=2)
     assert set(passes_run) == {(1, 17), (4, 17), (1, 61), (4, 61)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from anydecode.api.llm import LLM
 from anydecode.certification.rounds import blurred, scripted, wordy
@@ -14,7 +13,6 @@ from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.models.self_drafts import open_draft, select_layers
-from anydecode.models.transformer import Transformer
 from tiny_models import hf_model, own_model
 
 KEYS = (
@@ -119,11 +117,11 @@ def test_different_vocabulary_requires_translation() -> None:
 def test_self_drafts() -> None:
     model = own_model(hf_model("Llama", num_hidden_layers=4))
     assert open_draft("self", model) == (model, None)
-    thin = select_layers(model, 2)
+    thin = select_layers(model.network, 2)
     assert thin.spec.num_layers == 2 and thin.spec.vocab_size == model.spec.vocab_size
     weights = model.network.weights.layers
-    assert thin.network.weights.layers == [weights[0], weights[3]]
-    assert isinstance(thin, Transformer) and torch.is_tensor(weights[0].query.weight.data)
+    assert thin.weights.layers == [weights[0], weights[3]]
+    assert weights[0].query.weight.data.size
     for draft, error in (
         ("self:layers=2", "checkpoint"),
         ("self:int3", "layers=n and one of"),
@@ -132,4 +130,4 @@ def test_self_drafts() -> None:
         with pytest.raises(InvalidRequestError, match=error):
             open_draft(draft, model)
     with pytest.raises(InvalidRequestError, match="2 to 4"):
-        select_layers(model, 9)
+        select_layers(model.network, 9)

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.framework.canvas_spans import CanvasSpan, canvas_span, causal_span
@@ -16,7 +15,7 @@ from anydecode.models.spec import ModelSpec
 from anydecode.scoring.span import ChainSpan, Span
 
 #: Returns input embeddings for positions, float32 `[rows, hidden_size]`; None: use their tokens.
-EmbedPositions = Callable[[np.ndarray], torch.Tensor | None]
+EmbedPositions = Callable[[np.ndarray], np.ndarray | None]
 
 
 class CachePolicy(ABC):

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.diffusion.blocks import BlockPolicy, WholeCanvas
@@ -288,7 +287,7 @@ class Denoiser(Decoder):
 
     def embeddings(
         self, sequence: Sequence, canvas: Canvas, positions: np.ndarray
-    ) -> torch.Tensor | None:
+    ) -> np.ndarray | None:
         """Embeddings to feed instead of the tokens at `positions`; None: the tokens.
 
         float32 `[len(positions), hidden_size]`.

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Generator
 
 import numpy as np
-import torch
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.decoder import Requirements
@@ -52,7 +51,7 @@ class ElasticDenoiser(Denoiser):
         context = sequence.context()
         model = context.pool.model
         check_float(context)
-        if context.pool.cache.keys[0].device.type != "cpu":
+        if not isinstance(context.pool.cache.keys[0], np.ndarray):
             raise UnsupportedCombinationError(
                 "elastic-cache needs a key-value cache in CPU memory, as it reads attention weights"
             )
@@ -84,7 +83,7 @@ class ElasticDenoiser(Denoiser):
             since, current_rows = self._drifted(sequence, canvas, positions, new_states)
             states = cached["states"]
             if since < num_layers:
-                inputs = states[since].clone()
+                inputs = states[since].copy()
                 inputs[positions] = new_states[since]
                 later = yield from self._run(sequence, canvas, all_positions, since, inputs)
                 states[since:] = later
@@ -120,8 +119,8 @@ class ElasticDenoiser(Denoiser):
         canvas: Canvas,
         positions: np.ndarray,
         start: int = 0,
-        inputs: torch.Tensor | None = None,
-    ) -> Generator[ScoreRequest, Scores, torch.Tensor]:
+        inputs: np.ndarray | None = None,
+    ) -> Generator[ScoreRequest, Scores, np.ndarray]:
         """Compute and keep rows at `positions` from layer `start` on.
 
         Returns their hidden states before that layer and after each layer, float32
@@ -133,17 +132,17 @@ class ElasticDenoiser(Denoiser):
         span.output_rows = range(len(positions))
         roots = [ROOT] * len(positions)
         scores = yield ScoreRequest(sequence, TARGET, [[span]], positions, roots, list(span.tokens))
-        return torch.stack([scores.hidden[layer] for layer in span.capture_layers])
+        return np.stack([scores.hidden[layer] for layer in span.capture_layers])
 
     @staticmethod
     def _rows(
-        sequence: Sequence, canvas: Canvas, positions: np.ndarray, inputs: torch.Tensor | None
+        sequence: Sequence, canvas: Canvas, positions: np.ndarray, inputs: np.ndarray | None
     ) -> CanvasSpan:
         tokens, visible = canvas.tokens[positions], canvas.visible(positions)
         context = sequence.context()
         return canvas_span(context, positions, tokens, visible, keep=True, embeddings=inputs)
 
-    def _rebuild(self, sequence: Sequence, canvas: Canvas, states: torch.Tensor) -> ScoreRequest:
+    def _rebuild(self, sequence: Sequence, canvas: Canvas, states: np.ndarray) -> ScoreRequest:
         """A score request that computes the keys and values of every layer from its states."""
         all_positions = np.arange(len(canvas), dtype=np.int32)
         spans: list[Span] = []
@@ -154,7 +153,7 @@ class ElasticDenoiser(Denoiser):
         return ScoreRequest(sequence, TARGET, [spans], np.empty(0, np.int64), [], [])
 
     def _drifted(
-        self, sequence: Sequence, canvas: Canvas, positions: np.ndarray, new_states: torch.Tensor
+        self, sequence: Sequence, canvas: Canvas, positions: np.ndarray, new_states: np.ndarray
     ) -> tuple[int, list[np.ndarray]]:
         """The layer after the first one in which the tracked token's attention has drifted, and the
         current attention weights of the tracked tokens of all layers before it."""
@@ -174,7 +173,7 @@ class ElasticDenoiser(Denoiser):
         sequence: Sequence,
         canvas: Canvas,
         masks: np.ndarray,
-        states: torch.Tensor,
+        states: np.ndarray,
         current_rows: list[np.ndarray],
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Per layer the token with the most attention from the masks, and its attention weights.
@@ -197,7 +196,7 @@ class ElasticDenoiser(Denoiser):
 
     @staticmethod
     def _attention(
-        sequence: Sequence, canvas: Canvas, layer: int, positions: np.ndarray, state: torch.Tensor
+        sequence: Sequence, canvas: Canvas, layer: int, positions: np.ndarray, state: np.ndarray
     ) -> np.ndarray:
         """Attention weights averaged over a layer's heads, float64 `[len(positions), length]`."""
         context = sequence.context()
@@ -210,16 +209,16 @@ class ElasticDenoiser(Denoiser):
             np.arange(len(canvas)),
             canvas.visible(positions),
         )
-        mean: np.ndarray = weights.double().mean(0).numpy()
+        mean: np.ndarray = weights.astype(np.float64).mean(0)
         return mean
 
     @staticmethod
     def _predicted(
-        sequence: Sequence, canvas: Canvas, masks: np.ndarray, states: torch.Tensor
+        sequence: Sequence, canvas: Canvas, masks: np.ndarray, states: np.ndarray
     ) -> Scores:
         """The logits of the masks, from the states after the last layer."""
         rows = masks - canvas.logit_shift
-        logits = sequence.context().pool.model.head(states[rows]).numpy()
+        logits = sequence.context().pool.model.head(states[rows])
         tokens = canvas.tokens[rows].tolist()
         score = ScoreRequest(sequence, TARGET, [], masks, [ROOT] * len(masks), tokens)
         return Scores(score, logits, {}, [])

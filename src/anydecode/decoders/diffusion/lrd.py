@@ -12,7 +12,6 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
@@ -75,18 +74,16 @@ class LatentDenoiser(Denoiser):
 
     def embeddings(
         self, sequence: Sequence, canvas: Canvas, positions: np.ndarray
-    ) -> torch.Tensor | None:
+    ) -> np.ndarray | None:
         beliefs = canvas.policy_state.get("beliefs") if canvas.block is not None else None
         if not beliefs:
             return None
         model: Any = sequence.context().pool.model
-        inputs: torch.Tensor = model.embed(canvas.tokens[positions]).clone()
+        inputs: np.ndarray = model.embed(canvas.tokens[positions])
         for row, position in enumerate(positions.tolist()):
             if position in beliefs and canvas.tokens[position] == canvas.mask:
                 tokens, weights, mix = self.soft(beliefs[position])
-                mean_embedding = torch.from_numpy(weights.astype(np.float32)) @ model.embed(
-                    tokens.astype(np.int32)
-                )
+                mean_embedding = weights.astype(np.float32) @ model.embed(tokens.astype(np.int32))
                 inputs[row] = (1 - mix) * inputs[row] + mix * mean_embedding
         return inputs
 

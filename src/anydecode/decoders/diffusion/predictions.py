@@ -103,7 +103,7 @@ class Predictions:
         self.step = step
         self.mask = mask
         if not scores.logits.flags.writeable:
-            scores.logits = scores.logits.copy()
+            scores.keep()
         scores.logits[:, mask] = -np.inf
         rows = range(len(scores)) if rows is None else rows
         self._rows = {int(scores.positions[row]): row for row in rows}

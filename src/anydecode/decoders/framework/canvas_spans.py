@@ -12,7 +12,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from anydecode.kernels.interface import Rows
 from anydecode.memory.sequence_cache import SequenceCache
@@ -77,7 +76,7 @@ class CanvasSpan(Span):
         rows.tail_start[at:stop] = 0
         rows.tail_length[at:stop] = 0
 
-    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
+    def complete(self, hidden: np.ndarray | None, count: int) -> None:
         if self._slots is not None:
             self.context.free_scratch(self._slots)
             self._slots = None
@@ -118,7 +117,7 @@ class CausalSpan(Span):
         rows.tail_length[at:stop] = np.arange(1, count + 1)
         rows.tails = np.concatenate([rows.tails, self._slots])
 
-    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
+    def complete(self, hidden: np.ndarray | None, count: int) -> None:
         assert self._slots is not None
         self.context.free_scratch(self._slots)
         self._slots = None
@@ -132,7 +131,7 @@ def canvas_span(
     visible: np.ndarray,
     *,
     keep: bool = False,
-    embeddings: torch.Tensor | None = None,
+    embeddings: np.ndarray | None = None,
     capture_layers: tuple[int, ...] = (),
 ) -> CanvasSpan:
     """A `CanvasSpan` of `tokens` at `positions` through all layers.

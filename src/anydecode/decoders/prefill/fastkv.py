@@ -8,7 +8,6 @@ prompt are computed. Every layer keeps its own fixed number of positions in the 
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.framework.attention_probe import attention_probe
@@ -28,7 +27,7 @@ from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
 
-def window_scores(attention: torch.Tensor, groups: int, kernel: int) -> torch.Tensor:
+def window_scores(attention: np.ndarray, groups: int, kernel: int) -> np.ndarray:
     """Importance scores of the keys before the window, float32 `[kv_heads, keys]`.
 
     The attention weights are summed over the window's rows, averaged over `kernel` neighbouring
@@ -41,14 +40,16 @@ def window_scores(attention: torch.Tensor, groups: int, kernel: int) -> torch.Te
     """
     window = attention.shape[1]
     summed = attention[:, :, : attention.shape[2] - window].sum(1)
-    pooled = torch.nn.functional.avg_pool1d(summed[None], kernel, 1, kernel // 2)[0]
-    return pooled.view(groups, -1, pooled.shape[1]).sum(1)
+    padded = np.pad(summed, ((0, 0), (kernel // 2, kernel // 2)))
+    pooled = np.lib.stride_tricks.sliding_window_view(padded, kernel, 1).mean(-1)
+    result: np.ndarray = pooled.reshape(groups, -1, pooled.shape[1]).sum(1)
+    return result
 
 
-def chosen(scores: torch.Tensor, count: int) -> torch.Tensor:
+def chosen(scores: np.ndarray, count: int) -> np.ndarray:
     """The indices of the `count` largest of each row of `scores`, ascending; ties to the first."""
-    best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
-    return best.sort(-1).values
+    best = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
+    return np.sort(best, axis=-1)
 
 
 @register(
@@ -113,7 +114,7 @@ class FastKV(Prefilled):
                 " layers"
             )
         all_positions = np.arange(length, dtype=np.int32)
-        scores: list[torch.Tensor] = []
+        scores: list[np.ndarray] = []
         state = self._input_states(sequence, context, length)
         layers = (0, middle + 1)
         span, score = score_layer_range(
@@ -128,9 +129,9 @@ class FastKV(Prefilled):
         answer = yield score
         scores += self._scores(context, all_positions, answer.hidden, layers)
         num_propagated = max(num_kept, int(self.propagate * length))
-        best = chosen(scores[-1].sum(0), num_propagated - window).numpy()
+        best = chosen(scores[-1].sum(0), num_propagated - window)
         positions = np.concatenate([all_positions[best], all_positions[-window:]]).astype(np.int32)
-        state = span.output_states[torch.from_numpy(positions.astype(np.int64))]
+        state = span.output_states[positions]
         layers = (middle + 1, num_layers)
         last = range(len(positions) - window, len(positions))
         _, score = score_layer_range(
@@ -146,9 +147,7 @@ class FastKV(Prefilled):
             + self._positions_to_keep(later, positions, num_kept),
         )
 
-    def _input_states(
-        self, sequence: Sequence, context: SequenceCache, length: int
-    ) -> torch.Tensor:
+    def _input_states(self, sequence: Sequence, context: SequenceCache, length: int) -> np.ndarray:
         states = input_embeddings(sequence, context, 0, length)
         if states is None:
             states = context.pool.model.embed(np.array(sequence.prompt[:length]))  # type: ignore[attr-defined]
@@ -158,9 +157,9 @@ class FastKV(Prefilled):
         self,
         context: SequenceCache,
         positions: np.ndarray,
-        hidden: dict[int, torch.Tensor],
+        hidden: dict[int, np.ndarray],
         layers: tuple[int, int],
-    ) -> list[torch.Tensor]:
+    ) -> list[np.ndarray]:
         """The importance scores of each of `layers`, as `window_scores`."""
         model = context.pool.model
         scores = []
@@ -174,13 +173,12 @@ class FastKV(Prefilled):
         return scores
 
     def _positions_to_keep(
-        self, scores: list[torch.Tensor], positions: np.ndarray, num_kept: int
-    ) -> list[torch.Tensor]:
+        self, scores: list[np.ndarray], positions: np.ndarray, num_kept: int
+    ) -> list[np.ndarray]:
         """Per layer the positions to keep, int64 `[kv_heads, num_kept]`."""
-        at = torch.from_numpy(positions.astype(np.int64))
-        result = []
+        positions, result = positions.astype(np.int64), []
         for score in scores:
-            best = at[chosen(score, num_kept - self.window)]
-            last = at[-self.window :].expand(len(best), -1)
-            result.append(torch.cat([best, last], 1))
+            best = positions[chosen(score, num_kept - self.window)]
+            last = np.tile(positions[-self.window :], (len(best), 1))
+            result.append(np.concatenate([best, last], 1))
         return result

@@ -7,13 +7,11 @@ and the largest outliers are stored exactly.
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-
 from anydecode.catalogue import Card, register
 from anydecode.decoders.framework.attention_probe import check_float
 from anydecode.decoders.prefill.prefilled import Prefilled, score_prompt
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels.host import select, store
 from anydecode.memory.codecs.gear import compress
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.score import Decoding
@@ -83,10 +81,9 @@ class Gear(Prefilled):
 
     def _compress(self, context: SequenceCache, start: int, rank: int) -> None:
         cache = context.pool.cache
-        slots = torch.from_numpy(context.make_exclusive(start, context.length).astype(np.int64))
+        slots = context.make_exclusive(start, context.length)
         for layers, keys in ((cache.keys, True), (cache.values, False)):
-            for store in layers:
-                encoded = compress(
-                    store[slots].cpu(), keys=keys, bits=self.bits, rank=rank, sparse=self.sparse
-                )
-                store[slots] = encoded.reconstruct().to(store)
+            for array in layers:
+                rows = select(array, slots)
+                encoded = compress(rows, keys=keys, bits=self.bits, rank=rank, sparse=self.sparse)
+                store(array, slots, encoded.reconstruct().astype(rows.dtype))

@@ -8,7 +8,6 @@ tokens with little attention from the text are dropped.
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.framework.attention_probe import attention_probe
@@ -28,21 +27,22 @@ from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
 
-def merged(rows: torch.Tensor, side: int, alike: float) -> tuple[torch.Tensor, torch.Tensor]:
+def merged(rows: np.ndarray, side: int, alike: float) -> tuple[np.ndarray, np.ndarray]:
     """Merge similar neighbouring vision tokens.
 
     In a grid of `side * side` rows, each 3 x 3 window whose mean pairwise cosine is at least
     `alike` is replaced by its mean, at the window's first position.
 
     Returns:
-        The rows, and a boolean tensor that is True for the rows that remain.
+        The rows, and a boolean array that is True for the rows that remain.
     """
-    rows, remain = rows.clone(), torch.ones(len(rows), dtype=torch.bool)
-    grid = torch.arange(side * side).view(side, side)
+    rows, remain = rows.copy(), np.ones(len(rows), bool)
+    grid = np.arange(side * side).reshape(side, side)
     for top in range(0, side - 2, 3):
         for left in range(0, side - 2, 3):
-            window = grid[top : top + 3, left : left + 3].flatten()
-            unit = torch.nn.functional.normalize(rows[window], dim=1)
+            window = grid[top : top + 3, left : left + 3].ravel()
+            norms = np.linalg.norm(rows[window], axis=1, keepdims=True)
+            unit = rows[window] / np.maximum(norms, 1e-12)
             cosines = unit @ unit.T
             if (cosines.sum() - cosines.trace()) / 72 >= alike:
                 rows[window[0]] = rows[window].mean(0)
@@ -50,13 +50,13 @@ def merged(rows: torch.Tensor, side: int, alike: float) -> tuple[torch.Tensor, t
     return rows, remain
 
 
-def dropped(attention: torch.Tensor, overall: float, single: float) -> torch.Tensor:
+def dropped(attention: np.ndarray, overall: float, single: float) -> np.ndarray:
     """Which vision tokens get too little attention from the text, bool `[vision]`.
 
     Of the attention weights `[text, vision]`, such a token has less than the share `overall` of the
     sum of all, and less than `single` in every row.
     """
-    return (attention.sum(0) < overall * attention.sum()) & (attention.amax(0) < single)
+    return (attention.sum(0) < overall * attention.sum()) & (attention.max(0) < single)
 
 
 @register(
@@ -116,10 +116,10 @@ class MustDrop(Prefilled):
         if side * side == len(media.rows) and side > 2:
             rows, remaining = merged(media.rows, side, self.alike)
             state[media.first : media.stop] = rows
-            is_kept[media.first : media.stop] = remaining.numpy()
+            is_kept[media.first : media.stop] = remaining
         protected = self._protected(media, length)
         positions = np.flatnonzero(is_kept).astype(np.int32)
-        state, begin = state[torch.from_numpy(is_kept)], 0
+        state, begin = state[is_kept], 0
         for stage in sorted({(2 + 4 * i) * num_layers // 32 for i in range(4)}):
             text = np.flatnonzero(positions >= media.stop)
             if stage + 1 >= num_layers or not len(text):
@@ -134,13 +134,11 @@ class MustDrop(Prefilled):
                 context.table[positions], positions,
             ).mean(0)  # fmt: skip
             vision = np.flatnonzero((positions >= media.first) & (positions < media.stop))
-            is_dropped = dropped(
-                attention[:, torch.from_numpy(vision)], self.overall, self.single
-            ).numpy()
+            is_dropped = dropped(attention[:, vision], self.overall, self.single)
             is_dropped &= ~protected[positions[vision]]
             remain = np.ones(len(positions), bool)
             remain[vision[is_dropped]] = False
-            state, begin = span.output_states[torch.from_numpy(remain)], stage + 1
+            state, begin = span.output_states[remain], stage + 1
             positions = positions[remain]
         _, score = score_layer_range(
             sequence, context, positions, state, (begin, num_layers), (), ()
@@ -154,6 +152,6 @@ class MustDrop(Prefilled):
         is_protected = np.zeros(length, bool)
         count = int(self.key * len(media.rows) + 0.5)
         if media.importance is not None and count:
-            order = torch.sort(media.importance, descending=True, stable=True).indices[:count]
-            is_protected[media.first + order.numpy()] = True
+            order = np.argsort(-media.importance, kind="stable")[:count]
+            is_protected[media.first + order] = True
         return is_protected

@@ -7,12 +7,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
 from anydecode import catalogue
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.framework.attention_probe import check_float
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.kernels.host import select, store
 from anydecode.kernels.interface import Rows
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.prompt_embeds import PROMPT_EMBEDS, PromptEmbeds
@@ -72,7 +72,7 @@ def prompt_embeds_of(sequence: Sequence) -> PromptEmbeds | None:
 
 def input_embeddings(
     sequence: Sequence, context: SequenceCache, start: int, stop: int
-) -> torch.Tensor | None:
+) -> np.ndarray | None:
     """The input embeddings of the prompt's positions `start..stop`, float32 `[rows, hidden_size]`.
 
     None if all of them are tokens.
@@ -83,7 +83,7 @@ def input_embeddings(
     embed = getattr(context.pool.model, "embed", None)
     if embed is None:
         raise UnsupportedCombinationError("this model's embeddings cannot be read")
-    rows: torch.Tensor = embed(np.array(sequence.prompt[start:stop])).clone()
+    rows: np.ndarray = embed(np.array(sequence.prompt[start:stop]))
     first, last = max(start, prompt_embeds.first), min(stop, prompt_embeds.stop)
     rows[first - start : last - start] = prompt_embeds.rows[
         first - prompt_embeds.first : last - prompt_embeds.first
@@ -114,13 +114,13 @@ class SparseSpan(Span):
     divisible = True
 
     def __post_init__(self) -> None:
-        self._output_states: list[torch.Tensor] = []
+        self._output_states: list[np.ndarray] = []
         self._visible = np.empty(0, np.int32)
 
     @property
-    def output_states(self) -> torch.Tensor:
+    def output_states(self) -> np.ndarray:
         """The hidden states after the layers, `[rows, hidden_size]`, if `stop` is not the last."""
-        return torch.cat(self._output_states)
+        return np.concatenate(self._output_states)
 
     def reserve(self, count: int) -> None:
         if self.context.length < self.length:
@@ -139,9 +139,9 @@ class SparseSpan(Span):
         rows.tail_start[at:stop] = 0
         rows.tail_length[at:stop] = 0
 
-    def complete(self, hidden: torch.Tensor | None, count: int) -> None:
+    def complete(self, hidden: np.ndarray | None, count: int) -> None:
         if hidden is not None:
-            self._output_states.append(hidden.clone())
+            self._output_states.append(hidden.copy())
         self.done += count
 
 
@@ -149,7 +149,7 @@ def score_layer_range(
     sequence: Sequence,
     context: SequenceCache,
     positions: np.ndarray,
-    state: torch.Tensor,
+    state: np.ndarray,
     layers: tuple[int, int],
     captured_rows: Seq[int],
     capture_layers: Seq[int],
@@ -187,7 +187,7 @@ def mark_computed(sequence: Sequence, context: SequenceCache) -> None:
     context.reusable = False
 
 
-def compact(context: SequenceCache, start: int, kept_positions: list[torch.Tensor]) -> None:
+def compact(context: SequenceCache, start: int, kept_positions: list[np.ndarray]) -> None:
     """Keep only some of the positions from `start` to the end, per layer and key head.
 
     Their keys and values move into the first n slots, and the other slots are freed. Rotary
@@ -199,12 +199,11 @@ def compact(context: SequenceCache, start: int, kept_positions: list[torch.Tenso
         kept_positions: For each layer int64 `[kv_heads, n]`, counted from `start`, ascending.
     """
     cache, count = context.pool.cache, kept_positions[0].shape[1]
-    slots = torch.from_numpy(context.table[start:].astype(np.int64))
+    slots = context.table[start:]
     for layer, positions in enumerate(kept_positions):
-        for store in (cache.keys[layer], cache.values[layer]):
-            heads = torch.arange(positions.shape[0])[:, None].expand_as(positions)
-            rows = store[slots[positions].to(store.device), heads.to(store.device)]
-            store[slots[:count].to(store.device)] = rows.transpose(0, 1).contiguous()
+        for array in (cache.keys[layer], cache.values[layer]):
+            rows = select(array, slots)
+            store(array, slots[:count], np.take_along_axis(rows, positions.T[..., None], 0))
     context.evict(range(start + count, context.length))
 
 

@@ -8,7 +8,6 @@ group whose keys have the smallest norm.
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.prefill.prefilled import (
@@ -20,18 +19,19 @@ from anydecode.decoders.prefill.prefilled import (
     score_prompt,
 )
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels.host import select
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
 
-def smallest(keys: torch.Tensor, count: int) -> torch.Tensor:
+def smallest(keys: np.ndarray, count: int) -> np.ndarray:
     """The indices of the `count` keys with the smallest norm over all heads, ascending.
 
     `keys` is `[rows, kv_heads, head_dim]`. Of equal norms the first row is taken.
     """
-    norms = keys.float().flatten(1).norm(dim=1)
-    return torch.sort(norms, stable=True).indices[:count].sort().values
+    norms = np.linalg.norm(keys.astype(np.float32).reshape(len(keys), -1), axis=1)
+    return np.sort(np.argsort(norms, kind="stable")[:count])
 
 
 @register(
@@ -88,10 +88,10 @@ class QuickPrefill(Prefilled):
             yield score_prompt(sequence, context, max(0, last), length)
 
     def _compress(self, context: SequenceCache, start: int) -> None:
-        slots = torch.from_numpy(context.table[start:].astype(np.int64))
+        slots = context.table[start:]
         count = max(1, int(self.keep * len(slots)))
         kept_positions = []
         for keys in context.pool.cache.keys:
-            rows = smallest(keys[slots.to(keys.device)].cpu(), count)
-            kept_positions.append(rows.expand(keys.shape[1], -1))
+            rows = smallest(select(keys, slots), count)
+            kept_positions.append(np.tile(rows, (keys.shape[1], 1)))
         compact(context, start, kept_positions)

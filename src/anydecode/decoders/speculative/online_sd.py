@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from anydecode.catalogue import Card, register
 from anydecode.decoders.decoder import Requirements
@@ -23,6 +22,7 @@ from anydecode.decoders.framework.speculation import (
 )
 from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels.arithmetic import softmax
 from anydecode.kernels.library import top_k
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
@@ -31,56 +31,91 @@ from anydecode.scoring.tree import TokenTree
 NUM_TARGET_TOKENS = 16
 
 
+#: Adam's decay rates of the moments, and the number added to the denominator.
+_BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
+
+
 @dataclass(eq=False)
 class RejectedDraft:
     """A training example from a rejected draft: the draft model's last hidden state `[hidden_size]`
     and logits `[vocab_size]`, and the target's most probable tokens with their probabilities."""
 
-    hidden: torch.Tensor
-    logits: torch.Tensor
-    tokens: torch.Tensor
-    probabilities: torch.Tensor
+    hidden: np.ndarray
+    logits: np.ndarray
+    tokens: np.ndarray
+    probabilities: np.ndarray
 
 
-class Correction(torch.nn.Module):
+class Correction:
     """A correction added to the draft model's logits: a low-rank function of its last hidden state,
-    zero before training."""
+    zero before training. Trained by Adam (Kingma and Ba, arXiv:1412.6980)."""
 
     def __init__(self, hidden_size: int, vocab_size: int, rank: int, rate: float) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.down = torch.nn.Linear(hidden_size, rank)
-            self.up = torch.nn.Linear(rank, vocab_size)
-        torch.nn.init.zeros_(self.up.weight)
-        torch.nn.init.zeros_(self.up.bias)
-        self.optimiser = torch.optim.Adam(self.parameters(), rate)
+        bound = hidden_size**-0.5
+        uniform = np.random.default_rng(0).uniform
+        self.rate = rate
+        self.parameters = {
+            "down": uniform(-bound, bound, (rank, hidden_size)).astype(np.float32),
+            "down_bias": uniform(-bound, bound, rank).astype(np.float32),
+            "up": np.zeros((vocab_size, rank), np.float32),
+            "up_bias": np.zeros(vocab_size, np.float32),
+        }
+        self._moments = {
+            name: (np.zeros_like(value), np.zeros_like(value))
+            for name, value in self.parameters.items()
+        }
+        self._num_steps = 0
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        scale = hidden.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
-        corrected: torch.Tensor = self.up(self.down(hidden * scale))
-        return corrected
+    def __call__(self, hidden: np.ndarray) -> np.ndarray:
+        """The correction of the logits, `[..., vocab_size]`, for `hidden` `[..., hidden_size]`."""
+        p = self.parameters
+        return self._low_rank(self._normed(hidden)) @ p["up"].T + p["up_bias"]
+
+    @staticmethod
+    def _normed(hidden: np.ndarray) -> np.ndarray:
+        normed: np.ndarray = hidden / np.sqrt((hidden * hidden).mean(-1, keepdims=True) + 1e-6)
+        return normed
+
+    def _low_rank(self, normed: np.ndarray) -> np.ndarray:
+        low: np.ndarray = normed @ self.parameters["down"].T + self.parameters["down_bias"]
+        return low
 
     def train_steps(self, examples: list[RejectedDraft], steps: int) -> list[float]:
         """Minimise the forward cross-entropy to the target's distributions of `examples`; returns
         the loss before each step, in nats."""
-        hidden, logits = (
-            torch.stack([getattr(example, name) for example in examples])
-            for name in ("hidden", "logits")
-        )
+        logits = np.stack([example.logits for example in examples])
+        hidden = np.stack([example.hidden for example in examples])
+        targets = np.zeros_like(logits)
+        for row, example in zip(targets, examples, strict=True):
+            row[example.tokens] = example.probabilities
         losses = []
         for _ in range(steps):
-            log_probabilities = torch.log_softmax(logits + self(hidden), dim=-1)
-            cross_entropies = [
-                -(example.probabilities * row[example.tokens]).sum()
-                for example, row in zip(examples, log_probabilities, strict=True)
-            ]
-            loss = torch.stack(cross_entropies).mean()
-            self.optimiser.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.optimiser.step()
-            losses.append(loss.item())
+            corrected = logits + self(hidden)
+            shifted = corrected - corrected.max(-1, keepdims=True)
+            log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+            losses.append(float(-(targets * log_probabilities).sum(-1).mean()))
+            mass = targets.sum(-1, keepdims=True)
+            self._step(hidden, (mass * np.exp(log_probabilities) - targets) / len(examples))
         return losses
+
+    def _step(self, hidden: np.ndarray, errors: np.ndarray) -> None:
+        """One step of Adam; `errors` is the gradient of the loss in the corrected logits."""
+        normed = self._normed(hidden)
+        back = errors @ self.parameters["up"]
+        gradients = {
+            "down": back.T @ normed,
+            "down_bias": back.sum(0),
+            "up": errors.T @ self._low_rank(normed),
+            "up_bias": errors.sum(0),
+        }
+        self._num_steps += 1
+        for name, gradient in gradients.items():
+            first, second = self._moments[name]
+            first += (1 - _BETA1) * (gradient - first)
+            second += (1 - _BETA2) * (gradient * gradient - second)
+            mean = first / (1 - _BETA1**self._num_steps)
+            variance = second / (1 - _BETA2**self._num_steps)
+            self.parameters[name] -= self.rate * mean / (np.sqrt(variance) + _EPSILON)
 
 
 class OnlineDrafter(Drafter):
@@ -127,7 +162,7 @@ class _Session(DraftSession):
     def __init__(self, sequence: Sequence, drafter: OnlineDrafter) -> None:
         self.sequence = sequence
         self.drafter = drafter
-        self.rows: list[tuple[torch.Tensor, np.ndarray]] = []
+        self.rows: list[tuple[np.ndarray, np.ndarray]] = []
         self._drafted: TokenTree | None = None
 
     def propose(self, size: int) -> Proposal:
@@ -141,12 +176,11 @@ class _Session(DraftSession):
         for _ in range(size):
             text = (tokens + drafts)[context.length :]
             scores = yield sequence.score(text, runner=DRAFT, hidden=(top,))
-            hidden = scores.hidden[top][-1].float().clone()
+            hidden = scores.hidden[top][-1].copy()
             row = fit_vocab(sequence, scores.row(-1)).copy()
             self.rows.append((hidden, row))
             if correction is not None:
-                with torch.no_grad():
-                    row = row + correction(hidden).numpy()
+                row = row + correction(hidden)
             token = sequence.sample(sampler, row, len(tokens) + len(drafts))
             sampler.advance(token)
             drafts.append(token)
@@ -159,10 +193,7 @@ class _Session(DraftSession):
         if round.tree is self._drafted and position < len(round.tree):
             tokens, best = top_k(round.scores.logits[position : position + 1], NUM_TARGET_TOKENS)
             hidden, row = self.rows[position]
-            probabilities = torch.softmax(torch.from_numpy(best[0]), dim=0)
-            token_ids = torch.from_numpy(tokens[0].astype(np.int64))
-            example = RejectedDraft(hidden, torch.from_numpy(row), token_ids, probabilities)
-            self.drafter.add_example(example)
+            self.drafter.add_example(RejectedDraft(hidden, row, tokens[0], softmax(best[0])))
         if round.sequence.finished:
             self.drafter.train()
 

@@ -18,8 +18,9 @@ def is_interpreted() -> bool:
 
 def unavailable_reason() -> str | None:
     """Why the Triton kernels cannot run; None where they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
+    for package in ("torch", "triton"):
+        if importlib.util.find_spec(package) is None:
+            return f"the package {package} is not installed"
     if is_interpreted():
         return None
     import torch

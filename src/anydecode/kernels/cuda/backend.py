@@ -24,6 +24,7 @@ from anydecode.kernels.cuda.rows import DeviceRows, to_device
 from anydecode.kernels.elementary import RotaryTable
 from anydecode.kernels.interface import Adapter, Attention, KeyValues, Rope, Rows, Weight
 from anydecode.kernels.reference import ReferenceBackend
+from anydecode.kernels.torch_arrays import as_tensor
 
 _MIN_POSITIONS = 1024
 
@@ -40,7 +41,7 @@ class Norm(LazyValue):
     """The RMS norm of x."""
 
     x: Any
-    weight: torch.Tensor | None
+    weight: np.ndarray | None
     eps: float
     groups: int
 
@@ -51,7 +52,7 @@ class Product(LazyValue):
 
     x: Any
     weight: Weight
-    bias: torch.Tensor | None
+    bias: np.ndarray | None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -91,7 +92,6 @@ class TritonBackend(ReferenceBackend):
         self._cache: KeyValues | None = None
         self._packed: dict[Weight, Packed] = {}
         self._groups: dict[tuple[Weight, ...], Packed] = {}
-        self._vectors: dict[torch.Tensor, torch.Tensor] = {}
 
     # --- the rows of the values
 
@@ -140,7 +140,7 @@ class TritonBackend(ReferenceBackend):
             return self._product_of(value, self.packed(value.weight), value.bias)
         assert isinstance(value, Rotate)
         x, rows = self.force(value.x), self._device_rows()
-        return attention.rotate(x, value.heads, rows, self._rotary_table(value.rope))
+        return attention.rotate(x, value.heads, rows, self.rotary_table(value.rope))
 
     # --- weights
 
@@ -165,20 +165,15 @@ class TritonBackend(ReferenceBackend):
                 start += weight.out_features
         return self._groups[weights]
 
-    def _vector(self, vector: torch.Tensor) -> torch.Tensor:
-        if vector not in self._vectors:
-            self._vectors[vector] = vector.to(self.device, torch.float32).contiguous()
-        return self._vectors[vector]
-
     # --- operations
 
     def rms_norm(  # type: ignore[override]
-        self, x: Any, weight: torch.Tensor | None, eps: float, groups: int = 1
+        self, x: Any, weight: np.ndarray | None, eps: float, groups: int = 1
     ) -> Norm:
         return Norm(x=x, weight=weight, eps=eps, groups=groups)
 
     def linear(  # type: ignore[override]
-        self, x: Any, weight: Weight, bias: torch.Tensor | None = None
+        self, x: Any, weight: Weight, bias: np.ndarray | None = None
     ) -> Product:
         return Product(x=x, weight=weight, bias=bias)
 
@@ -189,14 +184,16 @@ class TritonBackend(ReferenceBackend):
         rows, cache = self._device_rows(), self._cache
         assert cache is not None
         self._fuse_products([q, k, v])
-        keys, values = cache.keys[layer], cache.values[layer]
+        keys, values = (
+            as_tensor(stored[layer], self.device) for stored in (cache.keys, cache.values)
+        )
         rope = q.rope if isinstance(q, Rotate) else None
         if not isinstance(k, Rotate) or k.rope is not rope:
             rope = None
         (q, q_norm), (k, k_norm) = self._strip_head_ops(q, rope), self._strip_head_ops(k, rope)
         rotated = attention.store(
             q, k, self.force(v), keys, values, rows, shape,
-            rope=None if rope is None else self._rotary_table(rope), q_norm=q_norm, k_norm=k_norm,
+            rope=None if rope is None else self.rotary_table(rope), q_norm=q_norm, k_norm=k_norm,
         )  # fmt: skip
         return attention.attend(
             rotated, keys, values, rows, layer, shape, splits=self.splits, dtype=self.product_dtype
@@ -265,7 +262,7 @@ class TritonBackend(ReferenceBackend):
         self,
         x: Any,
         weight: Weight,
-        bias: torch.Tensor | None,
+        bias: np.ndarray | None,
         adapters: np.ndarray | None,
     ) -> torch.Tensor:
         """The product plus each row's adapter update, in the reference's order of operations."""
@@ -281,7 +278,7 @@ class TritonBackend(ReferenceBackend):
         return y
 
     def _product_of(
-        self, value: Product, packed: Packed, bias: torch.Tensor | None, **options: Any
+        self, value: Product, packed: Packed, bias: np.ndarray | None, **options: Any
     ) -> torch.Tensor:
         adapters = self._adapters()
         if adapters is not None:
@@ -291,7 +288,7 @@ class TritonBackend(ReferenceBackend):
         return self._with_norm(value.x, packed, bias, **options)
 
     def _with_norm(
-        self, x: Any, packed: Packed, bias: torch.Tensor | None, **options: Any
+        self, x: Any, packed: Packed, bias: np.ndarray | None, **options: Any
     ) -> torch.Tensor:
         if bias is not None:
             options["bias"] = self._vector(bias)
@@ -330,11 +327,11 @@ class TritonBackend(ReferenceBackend):
             value = value.x
         if isinstance(value, Norm) and value.result is None and value.groups > 1:
             x = self.force(value.x)
-            if value.weight is not None and value.weight.numel() == x.shape[1] // value.groups:
+            if value.weight is not None and value.weight.size == x.shape[1] // value.groups:
                 return x, (self._vector(value.weight), value.eps)
         return self.force(value), None
 
-    def _rotary_table(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary_table(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         if rope not in self._rotary:
             table = RotaryTable(rope.frequencies, rope.factor, self.device)
             max_position = 0 if self._bound is None else self._bound.max_position

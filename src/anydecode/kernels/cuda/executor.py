@@ -26,6 +26,7 @@ from anydecode.kernels.cuda.available import COMPILED
 from anydecode.kernels.cuda.backend import TritonBackend, all_take_bfloat16
 from anydecode.kernels.cuda.graphs import CudaGraphs, Launch, NoGraphs, Recorder
 from anydecode.kernels.cuda.rows import FIELDS, DeviceRows, layout
+from anydecode.kernels.eager import TorchExecutor
 from anydecode.kernels.interface import (
     Adapter,
     Attention,
@@ -36,6 +37,7 @@ from anydecode.kernels.interface import (
     Rows,
     Weight,
 )
+from anydecode.kernels.torch_arrays import as_tensor
 
 #: Numbers of rows to which captured passes are padded. Larger passes are not captured: they compute
 #: for longer than the host needs to launch them.
@@ -100,12 +102,12 @@ class StaticBuffers:
         self.visible = torch.full((_MIN_VISIBLE,), -1, dtype=torch.int32, device=device)
 
 
-class TritonExecutor:
+class TritonExecutor(TorchExecutor):
     """Runs passes of one network with the Triton kernels.
 
-    Implements the transformer's `Executor`, and `run` for passes that can be captured. Outputs are
+    Passes that can be captured are replayed. Outputs are
     views that the next pass overwrites. Not safe for concurrent use. Weights are packed once, by a
-    pass of one row in the constructor. `cache_dtype` is the dtype of the fastest cache.
+    pass of one row in the constructor. `cache_format` is the format of the fastest cache.
 
     Args:
         embedding: The token embedding `[vocab_size, hidden_size]`.
@@ -141,7 +143,7 @@ class TritonExecutor:
         self._plain_layer = layer
         self._adapters = adapters
         dtype = torch.bfloat16 if all_take_bfloat16(list(matrices)) else torch.float32
-        self.backend.product_dtype = self.cache_dtype = dtype
+        self.backend.product_dtype, self.cache_format = dtype, str(dtype).removeprefix("torch.")
         on_gpu = self.device.type == "cuda"
         self._recorder: Recorder = recorder or (CudaGraphs() if on_gpu else NoGraphs())
         self._buffers = StaticBuffers(vocab_size, self.device)
@@ -153,11 +155,7 @@ class TritonExecutor:
     @torch.no_grad()
     def _pack(self, shapes: Sequence[Attention]) -> None:
         """Run a pass of one row that stores nothing, which packs every weight as passes use it."""
-        slots = [
-            torch.zeros(1, s.num_kv_heads, s.head_dim, dtype=self.cache_dtype, device=self.device)
-            for s in shapes
-        ]
-        cache = KeyValues(slots, slots)
+        cache = self.new_cache(self.cache_format, 1, shapes)
         size = SIZES[0]
         rows = DeviceRows(self._buffers.ints[:, :size], self._buffers.visible)
         rows.slots.fill_(-1)
@@ -182,10 +180,10 @@ class TritonExecutor:
 
     # --- captured passes
 
-    def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output | None:
-        """Run a pass from tokens to logits as a graph replay; None where it cannot be captured."""
+    def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
+        """Run a pass, as a graph replay where it can be captured."""
         if not self._can_replay(rows, output_spec):
-            return None
+            return super().run(rows, cache, output_spec)
         size, num_logits = _size(len(rows)), _size(len(output_spec.logits))
         self._use(cache)
         self._load(rows, size)
@@ -198,7 +196,7 @@ class TritonExecutor:
             self._graphs[key]()
         else:
             self._graphs[key] = self._capture(lambda: self._run_logits(size, num_logits, stop))
-        return Output(self._buffers.logits[: len(output_spec.logits)], {})
+        return Output(self._output(self._buffers.logits[: len(output_spec.logits)]), {})
 
     def _can_replay(self, rows: Rows, output_spec: OutputSpec) -> bool:
         count = len(rows)
@@ -331,7 +329,7 @@ class TritonExecutor:
             PREFIX=FIELDS.index("prefix"), BLOCK=SIZES[-1], **COMPILED,
         )  # fmt: skip
 
-    # --- the transformer's `Executor`
+    # --- ranges of layers
 
     def begin(self, rows: Rows, cache: KeyValues) -> None:
         """Start a pass: the following `layers` calls belong to it."""
@@ -356,10 +354,11 @@ class TritonExecutor:
             state = self._layer(self.backend, state, index)
         return self.backend.force(state)
 
-    def head(self, x: torch.Tensor) -> torch.Tensor:
+    def head(self, x: Any) -> torch.Tensor:
         """Logits float32 `[m, vocab_size]` of hidden states, through the final norm."""
         self.backend.unbind()
-        return self.backend.force(self._head(self.backend, x.contiguous()))
+        x = as_tensor(x, self.device).float().contiguous()
+        return self.backend.force(self._head(self.backend, x))
 
 
 def _size(count: int) -> int:

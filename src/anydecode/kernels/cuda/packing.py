@@ -13,16 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from anydecode.kernels.formats import (
-    BLOCKS,
-    DTYPES,
-    _bits,
-    _five_bits,
-    _half,
-    _k_scales,
-    _nibbles,
-)
+from anydecode.kernels.formats import BLOCKS, DTYPES
 from anydecode.kernels.interface import Weight
+from anydecode.kernels.torch_arrays import as_tensor
 
 #: Values in one chunk of nibbles; rows are padded with zeros to whole chunks.
 CHUNK = 128
@@ -33,9 +26,9 @@ _MAX_SCALE = 2.0**14  # scales are stored as float16 up to this value
 
 # A matrix is split into about this many programs, one per multiprocessor of the largest current
 # GPUs. The number is fixed, so that a weight's splits do not depend on the GPU.
-_PROGRAMS = 128
+PROGRAMS = 128
 #: (rows of a weight per program, the minimum number of such tiles that a matrix must have).
-_COLUMNS = ((64, 4 * _PROGRAMS), (32, _PROGRAMS), (16, 1))
+COLUMNS = ((64, 4 * PROGRAMS), (32, PROGRAMS), (16, 1))
 _MAX_SPLITS = 8
 
 
@@ -54,10 +47,10 @@ class Tile:
     @staticmethod
     def of(out_features: int, padded: int, bits: int) -> Tile:
         """The tile of a matrix; it depends on the shape and bits of a code only."""
-        columns = next(c for c, min_tiles in _COLUMNS if out_features > c * (min_tiles - 1))
+        columns = next(c for c, min_tiles in COLUMNS if out_features > c * (min_tiles - 1))
         step = CHUNK if bits < 32 else CHUNK // 2
         programs, steps = -(-out_features // columns), -(-padded // step)
-        return Tile(columns, step, max(1, min(_MAX_SPLITS, _PROGRAMS // programs, steps // 4)))
+        return Tile(columns, step, max(1, min(_MAX_SPLITS, PROGRAMS // programs, steps // 4)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +118,7 @@ def pack(weights: Sequence[Weight], device: torch.device, gated: bool = False) -
     rows, columns = sum(w.out_features for w in weights), first.in_features
     tile_rows = rows // 2 if gated else rows
     if first.format in DTYPES:
-        parts = [w.data.to(device) for w in weights]
+        parts = [as_tensor(w.data, device) for w in weights]
         data = (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
         bits = 8 * data.element_size()
         return Packed(rows, columns, bits, data, Tile.of(tile_rows, columns, bits))
@@ -145,7 +138,7 @@ def _pack_blocks(
     step, row = max(1, _GROUP // columns), 0
     for weight in weights:
         for start in range(0, weight.out_features, step):
-            part = weight.data[start : start + step].to(device)
+            part = as_tensor(weight.data[start : start + step], device)
             count = len(part)
             blocks = part.reshape(-1, BLOCKS[weight.format][1])
             values, scales, offsets = split(blocks)
@@ -183,6 +176,46 @@ def _unit(scale: torch.Tensor, offset: torch.Tensor | None) -> float:
     while 0 < 2 * largest <= _MAX_SCALE * unit:
         unit /= 2
     return unit
+
+
+# The block layouts of `kernels/formats.py`, on the device.
+
+
+def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """The float16 at byte `start` of each block, as float32 `[blocks, 1]`."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).to(torch.float32)
+
+
+def _nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes `[..., width]` as codes `[..., 2, width]`: the low nibbles, then the high ones."""
+    return torch.stack((codes & 15, codes >> 4), dim=-2)
+
+
+def _bits(codes: torch.Tensor, width: int) -> torch.Tensor:
+    """Bytes `[..., n]` as fields of `width` bits `[..., 8 // width, n]`, lowest first."""
+    mask = (1 << width) - 1
+    return torch.stack([(codes >> shift) & mask for shift in range(0, 8, width)], dim=-2)
+
+
+def _five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Five-bit codes: 4 bytes `high` with the top bit of each value, 16 bytes `low` of nibbles."""
+    top = _bits(high, 1).transpose(-1, -2).flatten(1)
+    return (_nibbles(low).flatten(1) | (top << 4)).to(torch.float32)
+
+
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and offsets float32 `[blocks, 8, 1]` of Q4_K and Q5_K.
+
+    Twelve bytes hold 8 six-bit scales and 8 six-bit minima: the first four of each in the low six
+    bits of bytes 0-3 and 4-7; the last four in the nibbles of bytes 8-11, with their top two bits
+    in the top of bytes 0-3 and 4-7.
+    """
+    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat((first & 63, (third & 15) | ((first >> 2) & 48)), dim=1)
+    minima = torch.cat((second & 63, (third >> 4) | ((second >> 2) & 48)), dim=1)
+    scale = _half(blocks, 0) * scales.to(torch.float32)
+    offset = _half(blocks, 2) * minima.to(torch.float32)
+    return scale.unsqueeze(-1), offset.unsqueeze(-1)
 
 
 _Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 #: Numbers per group; a group has one scale and one minimum.
 GROUP = 64
@@ -27,20 +27,20 @@ class Compressed:
         num_bytes: The compressed size: codes of `bits` bits, everything else as 16-bit numbers.
     """
 
-    quantised: torch.Tensor
-    left: torch.Tensor
-    right: torch.Tensor
-    outliers: tuple[torch.Tensor, torch.Tensor]
+    quantised: np.ndarray
+    left: np.ndarray
+    right: np.ndarray
+    outliers: tuple[np.ndarray, np.ndarray]
     num_bytes: int
 
-    def reconstruct(self) -> torch.Tensor:
+    def reconstruct(self) -> np.ndarray:
         """The approximation of X, float32 `[rows, heads, head_dim]`."""
-        approximation = self.quantised + torch.einsum("hnr,hdr->nhd", self.left, self.right)
+        approximation = self.quantised + (self.left @ self.right.swapaxes(1, 2)).swapaxes(0, 1)
         mask, values = self.outliers
-        return torch.where(mask, values, approximation)
+        return np.where(mask, values, approximation)
 
 
-def quantise_groups(x: torch.Tensor, bits: int, group: int = GROUP) -> tuple[torch.Tensor, int]:
+def quantise_groups(x: np.ndarray, bits: int, group: int = GROUP) -> tuple[np.ndarray, int]:
     """Quantise x `[vectors, length]` in groups of `group` neighbours, to 2^bits evenly spaced
     levels between the minimum and the maximum of the group.
 
@@ -48,43 +48,44 @@ def quantise_groups(x: torch.Tensor, bits: int, group: int = GROUP) -> tuple[tor
         The dequantised x and the number of groups.
     """
     parts = []
-    for part in torch.split(x, group, 1):
-        low, high = part.amin(1, keepdim=True), part.amax(1, keepdim=True)
+    for start in range(0, x.shape[1], group):
+        part = x[:, start : start + group]
+        low, high = part.min(1, keepdims=True), part.max(1, keepdims=True)
         step = (high - low) / (2**bits - 1)
-        codes = ((part - low) / step.clamp_min(1e-20)).round()
+        codes = np.rint((part - low) / np.maximum(step, 1e-20))
         parts.append(codes * step + low)
-    return torch.cat(parts, 1), len(parts) * len(x)
+    return np.concatenate(parts, 1), len(parts) * len(x)
 
 
-def outlier_mask(x: torch.Tensor, fraction: float) -> torch.Tensor:
+def outlier_mask(x: np.ndarray, fraction: float) -> np.ndarray:
     """A mask of the largest and the smallest numbers of each vector of x `[vectors, length]`, each
     `fraction / 2` of the length; of equal numbers the first count as smaller."""
-    count, mask = int(fraction / 2 * x.shape[1] + 0.5), torch.zeros_like(x, dtype=torch.bool)
+    count, mask = int(fraction / 2 * x.shape[1] + 0.5), np.zeros(x.shape, bool)
     if count:
-        order = torch.sort(x, dim=1, stable=True).indices
-        mask.scatter_(1, order[:, :count], True)
-        mask.scatter_(1, order[:, -count:], True)
+        order = np.argsort(x, axis=1, kind="stable")
+        np.put_along_axis(mask, order[:, :count], True, 1)
+        np.put_along_axis(mask, order[:, -count:], True, 1)
     return mask
 
 
-def low_rank_factors(x: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def low_rank_factors(x: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """Low-rank factors of x `[heads, rows, columns]` by power iteration: left `[heads, rows, rank]`
     and right `[heads, columns, rank]`."""
     rank = min(rank, *x.shape[1:])
-    generator = torch.Generator().manual_seed(0)
-    right = torch.randn(x.shape[0], x.shape[2], rank, generator=generator)
+    random = np.random.default_rng(0)
+    right = random.standard_normal((x.shape[0], x.shape[2], rank), np.float32)
     left = x @ right
     for number in range(_NUM_ITERATIONS):
         if number == _NUM_ITERATIONS - 1:
-            right = torch.linalg.qr(right).Q
+            right = np.linalg.qr(right).Q
         left = x @ right
         if number == _NUM_ITERATIONS - 1:
-            left = torch.linalg.qr(left).Q
-        right = x.transpose(1, 2) @ left
+            left = np.linalg.qr(left).Q
+        right = x.swapaxes(1, 2) @ left
     return left, right
 
 
-def compress(x: torch.Tensor, *, keys: bool, bits: int, rank: int, sparse: float) -> Compressed:
+def compress(x: np.ndarray, *, keys: bool, bits: int, rank: int, sparse: float) -> Compressed:
     """Compress X `[rows, heads, head_dim]`: keys per channel, values per row.
 
     Outliers are replaced by the mean of their vector before quantisation; the low-rank part
@@ -98,19 +99,19 @@ def compress(x: torch.Tensor, *, keys: bool, bits: int, rank: int, sparse: float
         sparse: The fraction of the numbers stored as outliers.
     """
     rows, heads, size = x.shape
-    flat = x.float().reshape(rows, heads * size)
+    flat = x.astype(np.float32).reshape(rows, heads * size)
     vectors = flat.T if keys else flat
     mask = outlier_mask(vectors, sparse)
-    filled = torch.where(mask, vectors.mean(1, keepdim=True), vectors)
+    filled = np.where(mask, vectors.mean(1, keepdims=True), vectors)
     codes, groups = quantise_groups(filled, bits)
     if keys:
         mask, codes, filled = mask.T, codes.T, filled.T
     shape = (rows, heads, size)
     residual = (filled - codes).reshape(shape)
-    left, right = low_rank_factors(residual.transpose(0, 1), rank) if rank else (
-        torch.zeros(heads, rows, 0), torch.zeros(heads, size, 0),
+    left, right = low_rank_factors(residual.swapaxes(0, 1), rank) if rank else (
+        np.zeros((heads, rows, 0), np.float32), np.zeros((heads, size, 0), np.float32),
     )  # fmt: skip
-    num_bytes = bits * x.numel() // 8 + 4 * groups + 2 * (left.numel() + right.numel())
+    num_bytes = bits * x.size // 8 + 4 * groups + 2 * (left.size + right.size)
     num_bytes += 4 * int(mask.sum())
     outliers = (mask.reshape(shape), flat.reshape(shape))
     return Compressed(codes.reshape(shape), left, right, outliers, num_bytes)

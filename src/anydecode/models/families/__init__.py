@@ -1,6 +1,6 @@
 """Builds models from checkpoints: the families' configs, rope scalings and weight names."""
 
-from anydecode.models.families.build import build_model
+from anydecode.models.families.build import build_model, load_network
 from anydecode.models.families.config import spec_from_config
 
-__all__ = ["build_model", "spec_from_config"]
+__all__ = ["build_model", "load_network", "spec_from_config"]

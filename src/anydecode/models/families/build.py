@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
+import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import plain_weight
 from anydecode.kernels.interface import Weight
-from anydecode.kernels.reference import ReferenceBackend
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import (
     FAMILIES,
@@ -36,10 +35,9 @@ from anydecode.models.transformer import Executor, Transformer
 def build_model(
     checkpoint: Checkpoint,
     dtype: str | None = None,
-    backend: ReferenceBackend | None = None,
     *,
     max_positions: int | None = None,
-    executor: Callable[[Network], Executor] | None = None,
+    executor: Callable[[Network], Executor],
 ) -> Transformer:
     """Build the model of a checkpoint.
 
@@ -47,26 +45,30 @@ def build_model(
         checkpoint: The opened checkpoint.
         dtype: "float32", "bfloat16", "float16", "int8" (Q8_0), "int4" (Q4_0; the embedding and the
             head Q8_0), or None for the stored formats.
-        backend: The eager backend, whose device holds the weights; None means the CPU.
         max_positions: The context length, see `spec_from_config`.
-        executor: Makes the executor of the network; None means the eager one.
+        executor: Makes the executor of the network, see `choose_executor`.
 
     Raises:
         CheckpointError: A tensor or config key is missing, invalid or unsupported.
         InvalidRequestError: `dtype` is unknown.
     """
+    network = load_network(checkpoint, dtype, max_positions=max_positions)
+    return Transformer(network, name=checkpoint.name, executor=executor)
+
+
+def load_network(
+    checkpoint: Checkpoint, dtype: str | None = None, *, max_positions: int | None = None
+) -> Network:
+    """The architecture and the weights of a checkpoint. Arguments and errors as for
+    `build_model`."""
     spec = spec_from_config(checkpoint.config, dtype=dtype, max_positions=max_positions)
-    backend = backend or ReferenceBackend()
-    weights = read_weights(checkpoint, spec, dtype, backend.device)
-    return Transformer(spec, weights, backend, name=checkpoint.name, executor=executor)
+    return Network(spec, _read_weights(checkpoint, spec, dtype))
 
 
-def read_weights(
-    checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None, device: torch.device
-) -> ModelWeights:
-    """Read all weights of a model onto `device`, converted to `dtype`."""
+def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) -> ModelWeights:
+    """Read all weights of a model, converted to `dtype`."""
     config = text_config(checkpoint.config)
-    reader = TensorReader(checkpoint, dtype, device)
+    reader = TensorReader(checkpoint, dtype)
     shape = (spec.vocab_size, spec.hidden_size)
     embedding = reader.matrix("embed_tokens", shape, is_outer=True)
     # Checkpoints with tied embeddings do not store the head.
@@ -114,7 +116,7 @@ class _LayerReader:
             layer.key_norm = self._norm("self_attn.k_norm", kv_heads * shape.head_dim)
         return layer
 
-    def _norm(self, name: str, size: int | None = None) -> torch.Tensor:
+    def _norm(self, name: str, size: int | None = None) -> np.ndarray:
         full = f"{self._name}.{name}.weight"
         return self._reader.vector(full, size or self._hidden, self._family.norm_offset)
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import Any
 
-import torch
+import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Attention
 from anydecode.models.families.rope import make_rope, rope_type
 from anydecode.models.limits import MAX_COUNT, MAX_SIZE, integer, number, refusal
@@ -519,8 +520,10 @@ def _embedding_scale(config: Config, dtype: str | None) -> float:
     float_name = (
         dtype if dtype in _FLOATS else str(config.get("dtype") or config.get("torch_dtype"))
     )
-    precision = _FLOATS.get(float_name.removeprefix("torch."), torch.float32)
-    return float(torch.tensor(math.sqrt(int_value(config, "hidden_size")), dtype=precision))
+    precision = _FLOATS.get(float_name.removeprefix("torch."), DTYPES["F32"])
+    # Rounded as in training, where the factor has the dtype of the weights.
+    root = np.float32(math.sqrt(int_value(config, "hidden_size")))
+    return float(root.astype(precision))
 
 
-_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FLOATS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}

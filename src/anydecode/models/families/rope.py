@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Rope
@@ -91,11 +91,11 @@ def _checked_parameter(key: str, value: Any) -> Any:
     return value
 
 
-def _powers(base: float, dim: int) -> torch.Tensor:
-    """base ** (2 i / dim), float32 `[dim / 2]`."""
-    exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
-    powers: torch.Tensor = base**exponents
-    return powers
+def _powers(base: float, dim: int) -> np.ndarray:
+    """base ** (2 i / dim), float32 `[dim / 2]`, rounded from float64."""
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    powers: np.ndarray = float(base) ** exponents.astype(np.float64)
+    return powers.astype(np.float32)
 
 
 def _default(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
@@ -136,7 +136,7 @@ def _yarn(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    ramp = ((np.arange(dim // 2, dtype=np.float32) - low) / (high - low)).clip(0, 1)
     extrapolated = 1 - ramp
     powers = _powers(base, dim)
     return Rope(
@@ -154,13 +154,13 @@ def _longrope(p: Mapping[str, Any], dim: int, trained_positions: int, max_positi
         attention_factor = 1.0
         if factor > 1.0:
             attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
-    factors = torch.tensor(p["long_factor" if max_positions > original else "short_factor"])
+    factors = np.array(p["long_factor" if max_positions > original else "short_factor"], np.float32)
     powers = _powers(p["rope_theta"], dim)
     if factors.shape != powers.shape:
         raise CheckpointError(
             f"rope scaling 'longrope' has {len(factors)} factors for {len(powers)} frequencies"
         )
-    return Rope(1.0 / (factors.to(torch.float32) * powers), float(attention_factor))
+    return Rope(1.0 / (factors * powers), float(attention_factor))
 
 
 def _llama3(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
@@ -171,10 +171,10 @@ def _llama3(p: Mapping[str, Any], dim: int, trained_positions: int, max_position
         raise refusal("low_freq_factor", low, f"a number less than high_freq_factor, {high:g}")
     wavelengths = 2 * math.pi / frequencies
     is_long, is_short = wavelengths > original / low, wavelengths < original / high
-    scaled = torch.where(is_long, frequencies / factor, frequencies)
+    scaled = np.where(is_long, frequencies / factor, frequencies)
     interpolation = (original / wavelengths - low) / (high - low)
     interpolated = (1 - interpolation) * scaled / factor + interpolation * scaled
-    return Rope(torch.where(~is_long & ~is_short, interpolated, scaled))
+    return Rope(np.where(~is_long & ~is_short, interpolated, scaled))
 
 
 _SCALINGS = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
+import numpy as np
 
 from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.kernels.formats import DTYPES as FLOATS
 from anydecode.kernels.formats import dequantize, plain_weight, quantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
@@ -23,13 +24,11 @@ DTYPES: dict[str | None, tuple[str | None, str | None]] = {
     "int4": ("Q4_0", "Q8_0"),
 }
 
-_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 
 
 class TensorReader:
-    """Reads a checkpoint's tensors onto `device`.
+    """Reads a checkpoint's tensors.
 
     Names are given without the family's prefix: `layers.0.mlp.up_proj`. Missing and invalid tensors
     raise a CheckpointError that names the tensor.
@@ -38,13 +37,12 @@ class TensorReader:
         InvalidRequestError: `dtype` is unknown.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str | None, device: torch.device) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: str | None) -> None:
         if dtype not in DTYPES:
             known = ", ".join(name for name in DTYPES if name)
             raise InvalidRequestError(f"dtype {dtype!r} is unknown; choose from {known}")
         self._tensors = checkpoint.tensors
         self._source = checkpoint.name
-        self._device = device
         self._layer_format, self._outer_format = DTYPES[dtype]
         prefixes = (p for p in _PREFIXES if f"{p}embed_tokens.weight" in checkpoint.tensors)
         self._prefix = next(prefixes, "model.")
@@ -63,18 +61,19 @@ class TensorReader:
         options = list(names)
         return next((name for name in options if self.has(f"{name}.weight")), options[0])
 
-    def vector(self, name: str, size: int, offset: float = 0.0) -> torch.Tensor:
+    def vector(self, name: str, size: int, offset: float = 0.0) -> np.ndarray:
         """A one-dimensional tensor in float32, plus `offset`."""
         tensor = self._read(name)
         if isinstance(tensor, Weight):
             raise CheckpointError(f"{self._source}: {self._full_name(name)} is packed as a matrix")
         self._check(name, tuple(tensor.shape), (size,))
-        if not tensor.is_floating_point():
+        if tensor.dtype not in FLOATS.values() and tensor.dtype != np.float64:
             raise CheckpointError(
                 f"{self._source}: {self._full_name(name)} is {tensor.dtype}, no float"
             )
         # A copy, because a view would keep the mapped file open.
-        return tensor.to(self._device, torch.float32, copy=True) + offset
+        vector = tensor.astype(np.float32)
+        return vector + np.float32(offset) if offset else vector
 
     def matrix(
         self,
@@ -98,7 +97,7 @@ class TensorReader:
         """
         tensor = self._read(f"{name}.weight")
         if not isinstance(tensor, Weight):
-            if tensor.dtype not in _FLOATS.values() or tensor.dim() != 2:
+            if tensor.dtype not in FLOATS.values() or tensor.ndim != 2:
                 raise CheckpointError(
                     f"{self._source}: {self._full_name(name)}.weight is {tensor.dtype} of shape"
                     f" {tuple(tensor.shape)}, not a matrix of floats"
@@ -121,13 +120,13 @@ class TensorReader:
         """A weight, or some of its rows, in the requested format and with its full name."""
         name = name if name == "lm_head" else f"model.{name}"
         data = weight.data if rows is None else weight.data[rows]
-        stored = Weight(weight.format, len(data), weight.in_features, data.to(self._device), name)
+        stored = Weight(weight.format, len(data), weight.in_features, data, name)
         format = None if keep_format else (self._outer_format if is_outer else self._layer_format)
         if format is None or format == stored.format:
             return stored
         values = dequantize(stored)
-        if format in _FLOATS:
-            return plain_weight(values.to(_FLOATS[format]), name)
+        if format in FLOATS:
+            return plain_weight(values.astype(FLOATS[format]), name)
         return quantize(values, format, name)
 
     def linear(
@@ -147,10 +146,10 @@ class TensorReader:
             vector = vector if rows is None else vector[rows]
         return Linear(weight, vector)
 
-    def stacked(self, name: str, shape: tuple[int, int, int]) -> torch.Tensor:
+    def stacked(self, name: str, shape: tuple[int, int, int]) -> np.ndarray:
         """A float tensor `[experts, out, in]`, checked to have `shape`."""
         tensor = self._read(name)
-        if isinstance(tensor, Weight) or tensor.dtype not in _FLOATS.values():
+        if isinstance(tensor, Weight) or tensor.dtype not in FLOATS.values():
             raise CheckpointError(
                 f"{self._source}: {self._full_name(name)} is not a stack of matrices of floats"
             )
@@ -160,7 +159,7 @@ class TensorReader:
     def _full_name(self, name: str) -> str:
         return name if name.startswith("lm_head.") else self._prefix + name
 
-    def _read(self, name: str) -> torch.Tensor | Weight:
+    def _read(self, name: str) -> np.ndarray | Weight:
         full = self._full_name(name)
         if full == "lm_head.weight" and full not in self._tensors:
             nested = "language_model.lm_head.weight"

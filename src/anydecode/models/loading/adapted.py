@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.kernels.formats import dequantize
+from anydecode.kernels.formats import DTYPES, dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import FAMILIES
@@ -72,11 +72,9 @@ def _as_block_diffusion(path: Path, adapted: Checkpoint) -> Checkpoint:
     return replace(adapted, config=config, tokenizer=tokenizer)
 
 
-def _merged(path: Path, key: str, read: Reader, factors: Factors) -> torch.Tensor:
+def _merged(path: Path, key: str, read: Reader, factors: Factors) -> np.ndarray:
     stored = read()
-    weight = dequantize(stored) if isinstance(stored, Weight) else stored.float()
+    weight = dequantize(stored) if isinstance(stored, Weight) else stored.astype(np.float32)
     if weight.shape != (factors.up.shape[0], factors.down.shape[1]):
-        raise CheckpointError(
-            f"{path}: the adapter does not fit {key} of shape {tuple(weight.shape)}"
-        )
-    return (weight + factors.scale * (factors.up @ factors.down)).to(torch.bfloat16)
+        raise CheckpointError(f"{path}: the adapter does not fit {key} of shape {weight.shape}")
+    return (weight + np.float32(factors.scale) * (factors.up @ factors.down)).astype(DTYPES["BF16"])

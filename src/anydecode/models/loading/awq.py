@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
+import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
@@ -31,22 +31,22 @@ def check(settings: Mapping[str, Any], path: object) -> None:
 
 
 def read(
-    get: Callable[[str], torch.Tensor], has: Callable[[str], bool], module: str, settings: Any
+    get: Callable[[str], np.ndarray], has: Callable[[str], bool], module: str, settings: Any
 ) -> Weight:
     """Read a module's weight. `get` reads a tensor of the checkpoint by name."""
-    codes = _columns(get(f"{module}.qweight")).T.contiguous()
+    codes = np.ascontiguousarray(_columns(get(f"{module}.qweight")).T)
     scales = get(f"{module}.scales")
-    zeros = _columns(get(f"{module}.qzeros")).to(torch.int32)
+    zeros = _columns(get(f"{module}.qzeros")).astype(np.int32)
     num_inputs = codes.shape[1]
     is_consistent = scales.shape == zeros.shape and scales.shape[1] == codes.shape[0]
     if not is_consistent or num_inputs % scales.shape[0]:
         raise CheckpointError(f"the quantised parts of {module!r} do not fit together")
-    groups = torch.arange(num_inputs) // (num_inputs // scales.shape[0])
+    groups = np.arange(num_inputs) // (num_inputs // scales.shape[0])
     return grouped_weight(codes, scales, zeros, groups, 4, module)
 
 
-def _columns(words: torch.Tensor) -> torch.Tensor:
+def _columns(words: np.ndarray) -> np.ndarray:
     """Unpack int32 `[rows, n]` to uint8 `[rows, 8 * n]`, columns in order."""
-    stored = unpack(words, 4, 1).view(words.shape[0], -1, 8)
+    stored = unpack(words, 4, 1).reshape(words.shape[0], -1, 8)
     order = [_COLUMN.index(column) for column in range(8)]
-    return stored[..., order].flatten(1)
+    return stored[..., order].reshape(len(words), -1)

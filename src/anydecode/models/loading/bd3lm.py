@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
+import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
@@ -68,7 +68,7 @@ def to_hf_layout(
 
 def _layer_readers(source: _SourceTensors, prefix: str, hf_prefix: str) -> dict[str, Reader]:
     prefix = prefix.removeprefix("backbone.")
-    parts: dict[str, Callable[[], torch.Tensor]] = {
+    parts: dict[str, Callable[[], np.ndarray]] = {
         "input_layernorm.weight": partial(source.norm, prefix, "norm1", 1),
         "self_attn.qkv_proj.weight": partial(source.get, f"{prefix}attn_qkv.weight"),
         "self_attn.qkv_proj.bias": partial(source.bias, prefix, "attn_qkv", 0),
@@ -76,8 +76,8 @@ def _layer_readers(source: _SourceTensors, prefix: str, hf_prefix: str) -> dict[
         "post_attention_layernorm.weight": partial(source.norm, prefix, "norm2", 4),
         "mlp.gate_proj.weight": partial(source.get, f"{prefix}mlp.0.weight"),
         "mlp.gate_proj.bias": partial(source.bias, prefix, "mlp.0", 3),
-        "mlp.up_proj.weight": lambda: torch.zeros_like(source.get(f"{prefix}mlp.0.weight")),
-        "mlp.up_proj.bias": lambda: torch.ones_like(source.get(f"{prefix}mlp.0.bias")),
+        "mlp.up_proj.weight": lambda: np.zeros_like(source.get(f"{prefix}mlp.0.weight")),
+        "mlp.up_proj.bias": lambda: np.ones_like(source.get(f"{prefix}mlp.0.bias")),
         "mlp.down_proj.weight": partial(source.output, prefix, "mlp.2.weight", 5),
         "mlp.down_proj.bias": partial(source.output, prefix, "mlp.2.bias", 5),
     }
@@ -90,25 +90,25 @@ class _SourceTensors:
     def __init__(self, readers: dict[str, Reader]) -> None:
         self._readers = readers
 
-    def get(self, name: str) -> torch.Tensor:
+    def get(self, name: str) -> np.ndarray:
         reader = self._readers.get(f"backbone.{name}")
         if reader is None:
             raise MissingTensorError(f"the checkpoint has no tensor 'backbone.{name}'")
         tensor = reader()
         assert not isinstance(tensor, Weight)
-        return tensor.float()
+        return tensor.astype(np.float32)
 
-    def centred(self, name: str, dim: int) -> torch.Tensor:
-        """A tensor minus its mean along `dim`, the dimension of the hidden states."""
+    def centred(self, name: str, axis: int) -> np.ndarray:
+        """A tensor minus its mean along `axis`, the dimension of the hidden states."""
         tensor = self.get(name)
-        return tensor - tensor.mean(dim, keepdim=True)
+        return tensor - tensor.mean(axis, keepdims=True)
 
-    def norm(self, prefix: str, name: str, scale: int) -> torch.Tensor:
+    def norm(self, prefix: str, name: str, scale: int) -> np.ndarray:
         """A norm's weight, scaled by chunk `scale` of the modulation."""
         weight = self.get(f"{prefix}{name}.weight")
         return weight * (1 + self._modulation(prefix, scale, len(weight)))
 
-    def bias(self, prefix: str, name: str, shift: int) -> torch.Tensor:
+    def bias(self, prefix: str, name: str, shift: int) -> np.ndarray:
         """A matrix times chunk `shift` of the modulation, plus the matrix's bias, if any."""
         matrix = self.get(f"{prefix}{name}.weight")
         shifted = matrix @ self._modulation(prefix, shift, matrix.shape[1])
@@ -118,31 +118,36 @@ class _SourceTensors:
             else shifted
         )
 
-    def output(self, prefix: str, name: str, gate: int) -> torch.Tensor:
+    def output(self, prefix: str, name: str, gate: int) -> np.ndarray:
         """The output matrix or bias of a sublayer, times its gate, minus the mean over outputs."""
         tensor = self.get(f"{prefix}{name}")
         if self._has(f"{prefix}adaLN_modulation.weight"):
             factors = self._modulation(prefix, gate, len(tensor))
-            tensor = tensor * (factors if tensor.dim() == 1 else factors[:, None])
-        return tensor - tensor.mean(0, keepdim=True)
+            tensor = tensor * (factors if tensor.ndim == 1 else factors[:, None])
+        return tensor - tensor.mean(0, keepdims=True)
 
     def _has(self, name: str) -> bool:
         return f"backbone.{name}" in self._readers
 
-    def _modulation(self, prefix: str, chunk: int, size: int) -> torch.Tensor:
+    def _modulation(self, prefix: str, chunk: int, size: int) -> np.ndarray:
         """Chunk number `chunk`, of `size`, of a layer's modulation; zeros if there is none."""
         if not self._has(f"{prefix}adaLN_modulation.weight"):
-            return torch.zeros(size)
+            return np.zeros(size, np.float32)
         modulation = self.get(f"{prefix}adaLN_modulation.weight") @ self._condition()
         modulation = modulation + self.get(f"{prefix}adaLN_modulation.bias")
         return modulation[chunk * size : (chunk + 1) * size]
 
-    def _condition(self) -> torch.Tensor:
+    def _condition(self) -> np.ndarray:
         """The conditioning vector of time 0, which is always used."""
         first = self.get("sigma_map.mlp.0.weight")
         half = first.shape[1] // 2
-        embedding = torch.zeros(first.shape[1])
+        embedding = np.zeros(first.shape[1], np.float32)
         embedding[:half] = 1  # the cosines of 0; the sines are 0
-        x = torch.nn.functional.silu(first @ embedding + self.get("sigma_map.mlp.0.bias"))
+        x = _silu(first @ embedding + self.get("sigma_map.mlp.0.bias"))
         x = self.get("sigma_map.mlp.2.weight") @ x + self.get("sigma_map.mlp.2.bias")
-        return torch.nn.functional.silu(x)
+        return _silu(x)
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    result: np.ndarray = x / (1 + np.exp(-x))
+    return result

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import dequantize
@@ -168,30 +168,30 @@ def _experts(
     return []
 
 
-def _read(file: GGUFFile, info: TensorInfo, module: str) -> torch.Tensor | Weight:
+def _read(file: GGUFFile, info: TensorInfo, module: str) -> np.ndarray | Weight:
     tensor = file.view(info, module)
     if isinstance(tensor, Weight) and len(info.shape) == 1:
-        return dequantize(tensor).flatten()
+        return dequantize(tensor).ravel()
     return tensor
 
 
-def _deinterleaved(reader: Reader, num_heads: int) -> torch.Tensor | Weight:
+def _deinterleaved(reader: Reader, num_heads: int) -> np.ndarray | Weight:
     """Reorder the rows of interleaved rotary pairs (2i, 2i + 1) to pairs (i, i + half). Whole rows
     are moved, so packed weights stay packed."""
     tensor = reader()
     data = tensor.data if isinstance(tensor, Weight) else tensor
-    rows = torch.arange(data.shape[0]).view(num_heads, -1, 2).transpose(1, 2).flatten()
-    moved = data.index_select(0, rows)
+    rows = np.arange(len(data)).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
+    moved = data[rows]
     if isinstance(tensor, Weight):
         return Weight(tensor.format, tensor.out_features, tensor.in_features, moved, tensor.name)
     return moved
 
 
-def _minus_one(reader: Reader) -> torch.Tensor:
+def _minus_one(reader: Reader) -> np.ndarray:
     """A norm weight of Gemma as Hugging Face stores it; GGUF stores it with 1 added."""
     tensor = reader()
-    assert isinstance(tensor, torch.Tensor), "norms are vectors"
-    return tensor.to(torch.float32) - 1
+    assert isinstance(tensor, np.ndarray), "norms are vectors"
+    return tensor.astype(np.float32) - 1
 
 
 def _check_shapes(

@@ -7,7 +7,6 @@ import reprlib
 from typing import Any
 
 import numpy as np
-import torch
 
 from anydecode.errors import CheckpointError
 from anydecode.models.loading.gguf_file import GGUFFile
@@ -168,8 +167,8 @@ def _factors(keys: Keys, name: str) -> list[float] | None:
     if name not in keys.file.tensors:
         return None
     tensor = keys.file.read(name)
-    assert isinstance(tensor, torch.Tensor), "one-dimensional factors are stored unpacked"
-    return [float(np.float32(value)) for value in tensor.float().flatten().tolist()]
+    assert isinstance(tensor, np.ndarray), "one-dimensional factors are stored unpacked"
+    return [float(value) for value in tensor.astype(np.float32).ravel().tolist()]
 
 
 def _llama(keys: Keys, config: dict[str, Any]) -> None:

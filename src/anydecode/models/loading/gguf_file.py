@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import BLOCKS, DTYPES, is_packed, row_bytes
@@ -81,7 +80,7 @@ _MAX_DEPTH = 4
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The location of a tensor. `shape` is outermost first, as in torch; `offset` is in bytes from
+    """The location of a tensor. `shape` is outermost first, as in numpy; `offset` is in bytes from
     the start of the file."""
 
     name: str
@@ -109,19 +108,19 @@ class GGUFFile:
         self.metadata = reader.metadata
         self.tensors = reader.tensors
 
-    def read(self, name: str, weight_name: str = "") -> torch.Tensor | Weight:
-        """A view of a tensor in the mapped file: a `Weight` if it is packed, else a torch tensor.
+    def read(self, name: str, weight_name: str = "") -> np.ndarray | Weight:
+        """A view of a tensor in the mapped file: a `Weight` if it is packed, else a numpy array.
         `weight_name` becomes the name of the `Weight`."""
         return self.view(self.tensors[name], weight_name)
 
-    def view(self, info: TensorInfo, weight_name: str = "") -> torch.Tensor | Weight:
-        raw = torch.from_numpy(self._map[info.offset : info.offset + info.num_bytes])
+    def view(self, info: TensorInfo, weight_name: str = "") -> np.ndarray | Weight:
+        raw = np.asarray(self._map[info.offset : info.offset + info.num_bytes])
         if not is_packed(info.format):
-            return raw.view(DTYPES[info.format]).view(info.shape)
+            return raw.view(DTYPES[info.format]).reshape(info.shape)
         rows = math.prod(info.shape[:-1])
-        return Weight(info.format, rows, info.shape[-1], raw.view(rows, -1), weight_name)
+        return Weight(info.format, rows, info.shape[-1], raw.reshape(rows, -1), weight_name)
 
-    def part(self, name: str, index: int, weight_name: str = "") -> torch.Tensor | Weight:
+    def part(self, name: str, index: int, weight_name: str = "") -> np.ndarray | Weight:
         """Entry `index` along the outermost axis of a tensor (one expert of many)."""
         info = self.tensors[name]
         size = info.num_bytes // info.shape[0]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
+import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
@@ -26,31 +26,31 @@ def check(settings: Mapping[str, Any], path: object) -> None:
 
 
 def read(
-    get: Callable[[str], torch.Tensor], has: Callable[[str], bool], module: str, settings: Any
+    get: Callable[[str], np.ndarray], has: Callable[[str], bool], module: str, settings: Any
 ) -> Weight:
     """Read a module's weight. `get` reads a tensor of the checkpoint by name."""
     bits: int = settings["bits"]
-    codes = unpack(get(f"{module}.qweight"), bits, 0).T.contiguous()
+    codes = np.ascontiguousarray(unpack(get(f"{module}.qweight"), bits, 0).T)
     scales = get(f"{module}.scales")
-    zeros = unpack(get(f"{module}.qzeros"), bits, 1).to(torch.int32)
+    zeros = unpack(get(f"{module}.qzeros"), bits, 1).astype(np.int32)
     if settings.get("checkpoint_format", "gptq") != "gptq_v2":
         # Version 1 of the format stores each zero point minus 1. With 8 bits, 0 is stored as 255.
         zeros = (zeros + 1) & ((1 << bits) - 1) if bits == 8 else zeros + 1
     num_inputs = codes.shape[1]
     if has(f"{module}.g_idx"):
-        groups = get(f"{module}.g_idx").to(torch.int64)
+        groups = get(f"{module}.g_idx").astype(np.int64)
     else:
-        groups = torch.arange(num_inputs) // -(-num_inputs // scales.shape[0])
+        groups = np.arange(num_inputs) // -(-num_inputs // scales.shape[0])
     _check_shapes(module, codes, scales, zeros, groups)
     return grouped_weight(codes, scales, zeros, groups, bits, module)
 
 
 def _check_shapes(
     module: str,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor,
-    groups: torch.Tensor,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray,
+    groups: np.ndarray,
 ) -> None:
     is_consistent = scales.shape == zeros.shape and scales.shape[1] == codes.shape[0]
     is_consistent = is_consistent and len(groups) == codes.shape[1]

@@ -16,7 +16,7 @@ size of a 4-bit file.
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
 from anydecode.kernels.formats import plain_weight
 from anydecode.kernels.interface import Weight
@@ -25,10 +25,10 @@ _BLOCK = 32
 
 
 def grouped_weight(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor,
-    groups: torch.Tensor,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray,
+    groups: np.ndarray,
     bits: int,
     name: str,
 ) -> Weight:
@@ -44,43 +44,46 @@ def grouped_weight(
     """
     block_groups = _block_groups(groups)
     is_symmetric = bool((zeros == 1 << (bits - 1)).all())
-    is_exact = bool((scales == scales.to(torch.float16)).all())
+    is_exact = bool((scales == scales.astype(np.float16)).all())
     if block_groups is None or not is_exact or (bits == 8 and not is_symmetric):
-        scale = scales.to(torch.float32)[groups].T
-        offset = zeros.to(torch.float32)[groups].T
-        return plain_weight((scale * (codes.to(torch.float32) - offset)).to(torch.float16), name)
+        scale = scales.astype(np.float32)[groups].T
+        offset = zeros.astype(np.float32)[groups].T
+        values = scale * (codes.astype(np.float32) - offset)
+        return plain_weight(values.astype(np.float16), name)
     # [out, blocks, 1]: each block's scale and zero are those of its group.
-    scale = scales.to(torch.float16)[block_groups].T.unsqueeze(-1).contiguous()
-    zero = zeros[block_groups].T.unsqueeze(-1)
-    blocks = codes.view(codes.shape[0], -1, _BLOCK)
+    scale = np.ascontiguousarray(scales.astype(np.float16)[block_groups].T[..., None])
+    zero = zeros[block_groups].T[..., None]
+    blocks = codes.reshape(codes.shape[0], -1, _BLOCK)
     if bits == 8:
         return _weight("Q8_0", name, scale, blocks ^ 128)
     packed = blocks[..., :16] | (blocks[..., 16:] << 4)
     if is_symmetric:
         return _weight("Q4_0", name, scale, packed)
-    low = (-scale.to(torch.float32) * zero).to(torch.float16)
+    low = (-scale.astype(np.float32) * zero).astype(np.float16)
     return _weight("Q4_1", name, scale, packed, low)
 
 
-def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+def unpack(words: np.ndarray, bits: int, dim: int) -> np.ndarray:
     """Unpack int32 words of `32 // bits` fields, lowest first, along `dim`, as uint8."""
     count = 32 // bits
     fields = [(words >> (bits * i)) & ((1 << bits) - 1) for i in range(count)]
-    spread = torch.stack([field.to(torch.uint8) for field in fields], dim=dim + 1)
-    return spread.flatten(dim, dim + 1)
+    spread = np.stack([field.astype(np.uint8) for field in fields], axis=dim + 1)
+    shape = list(words.shape)
+    shape[dim] *= count
+    return spread.reshape(shape)
 
 
-def _block_groups(groups: torch.Tensor) -> torch.Tensor | None:
+def _block_groups(groups: np.ndarray) -> np.ndarray | None:
     """The group of each block of 32 inputs; None if a block has several groups."""
     if len(groups) % _BLOCK:
         return None
-    blocks = groups.view(-1, _BLOCK)
+    blocks = groups.reshape(-1, _BLOCK)
     return blocks[:, 0] if bool((blocks == blocks[:, :1]).all()) else None
 
 
 def _weight(
-    format: str, name: str, scale: torch.Tensor, codes: torch.Tensor, *more: torch.Tensor
+    format: str, name: str, scale: np.ndarray, codes: np.ndarray, *more: np.ndarray
 ) -> Weight:
-    heads = [part.contiguous().view(torch.uint8) for part in (scale, *more)]
-    data = torch.cat((*heads, codes), dim=-1).flatten(1)
+    heads = [np.ascontiguousarray(part).view(np.uint8) for part in (scale, *more)]
+    data = np.concatenate((*heads, codes), -1).reshape(len(codes), -1)
     return Weight(format, data.shape[0], codes.shape[1] * _BLOCK, data, name)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
 
-Reader = Callable[[], "torch.Tensor | Weight"]
+Reader = Callable[[], "np.ndarray | Weight"]
 
 
 class MissingTensorError(CheckpointError, KeyError):
@@ -20,14 +20,14 @@ class MissingTensorError(CheckpointError, KeyError):
         return str(self.args[0])
 
 
-class LazyTensors(Mapping[str, "torch.Tensor | Weight"]):
+class LazyTensors(Mapping[str, "np.ndarray | Weight"]):
     """Tensors by Hugging Face name. Each look-up reads the tensor; nothing is cached."""
 
     def __init__(self, path: Path, readers: dict[str, Reader]) -> None:
         self.path = path
         self._readers = readers
 
-    def __getitem__(self, name: str) -> torch.Tensor | Weight:
+    def __getitem__(self, name: str) -> np.ndarray | Weight:
         reader = self._readers.get(name)
         if reader is None:
             raise MissingTensorError(f"{self.path}: the checkpoint has no tensor {name!r}")

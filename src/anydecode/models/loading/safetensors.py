@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import check_multimodal
@@ -21,6 +23,17 @@ from anydecode.models.tokenizers import HFTokenizer, read_json
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+#: Names of the supported types in a header.
+_DTYPES: dict[str, np.dtype[Any]] = {
+    **DTYPES,
+    **{
+        name: np.dtype(code)
+        for name, code in {
+            "F64": "<f8", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U64": "<u8",
+            "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
+        }.items()
+    },
+}  # fmt: skip
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: Name prefixes of the language model in multimodal checkpoints -> prefixes in a checkpoint of its
 #: own.
@@ -96,22 +109,29 @@ def _files(path: Path) -> list[Path]:
 
 
 def _open_file(file: Path) -> dict[str, Reader]:
+    """A reader per tensor of a file, which is mapped. The library checks the header."""
     try:
-        handle = safe_open(str(file), framework="pt", device="cpu")
-        names: list[str] = list(handle.keys())  # type: ignore[no-untyped-call,unused-ignore]
+        with safe_open(str(file), framework="numpy"):
+            pass
+        data = np.memmap(file, np.uint8, mode="c")
     except (SafetensorError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file}: truncated or corrupt safetensors: {reason}") from None
-    return {name: partial(_tensor, file, handle, name) for name in names}
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:start].tobytes())
+    header.pop("__metadata__", None)
+    return {name: partial(_tensor, file, data[start:], name, header[name]) for name in header}
 
 
-def _tensor(file: Path, handle: Any, name: str) -> torch.Tensor:
-    try:
-        tensor: torch.Tensor = handle.get_tensor(name)
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{file}: tensor {name!r} cannot be read: {reason}") from None
-    return tensor
+def _tensor(file: Path, data: np.ndarray, name: str, entry: dict[str, Any]) -> np.ndarray:
+    """A view of a tensor in the mapped file; `entry` is its entry in the header."""
+    dtype = _DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise CheckpointError(
+            f"{file}: tensor {name!r} has type {entry['dtype']}; supported are {', '.join(_DTYPES)}"
+        )
+    begin, end = entry["data_offsets"]
+    return np.asarray(data[begin:end]).view(dtype).reshape(entry["shape"])
 
 
 def _language_model(
@@ -155,11 +175,11 @@ def _dequantizing_readers(
     return result
 
 
-def _read_plain(path: Path, readers: dict[str, Reader], name: str) -> torch.Tensor:
+def _read_plain(path: Path, readers: dict[str, Reader], name: str) -> np.ndarray:
     if name not in readers:
         raise MissingTensorError(f"{path}: the checkpoint has no tensor {name!r}")
     tensor = readers[name]()
-    assert isinstance(tensor, torch.Tensor), "safetensors hold plain tensors"
+    assert isinstance(tensor, np.ndarray), "safetensors hold plain tensors"
     return tensor
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.denoising import PROMPT, dense, softmax, steady, steps
+from anydecode.certification.oracles.diffusion.task_losses import register_losses
 from anydecode.models.scripted import MASK, ByteTokenizer, ScriptedModel
 from anydecode.sampling.noise import Noise
 
@@ -73,3 +74,6 @@ def _oracle(weight: float, window: int, temperature: float) -> tuple[list[int], 
             chosen.append(i)
         filled.append(chosen)
     return canvas[len(PROMPT) :], filled
+
+
+register_losses("apd", "apd", accuracy=0.1, passes=0.5)

@@ -1,5 +1,5 @@
-"""Oracle test of elastic-cache (arXiv:2510.14973): the published algorithm, layer by layer, in
-plain PyTorch; and accuracy, passes and rows on tasks."""
+"""Oracle test of elastic-cache (arXiv:2510.14973): the published algorithm, layer by layer;
+and accuracy, passes and rows on tasks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.denoising import (
@@ -21,7 +20,12 @@ from anydecode.certification.denoising import (
     softmax,
 )
 from anydecode.certification.oracles.diffusion.task_losses import DETERMINED
+from anydecode.certification.oracles.transformer import gated_mlp, rms_norm, rotate
+from anydecode.certification.oracles.transformer import softmax as attention_softmax
 from anydecode.models.scripted import MASK
+
+#: Of the rotary embedding of `random_model`, radians per position.
+FREQUENCIES = 10_000.0 ** (-np.arange(4) / 4)
 
 
 @dataclass
@@ -33,11 +37,11 @@ class Elastic:
     model: Any
     shift: int = 0
     size: int | None = None  # block size of block-causal attention
-    states: list[torch.Tensor] = field(default_factory=list)
-    keys: list[torch.Tensor] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
+    states: list[np.ndarray] = field(default_factory=list)
+    keys: list[np.ndarray] = field(default_factory=list)
+    values: list[np.ndarray] = field(default_factory=list)
     tracked: list[int] = field(default_factory=list)
-    attention: list[torch.Tensor] = field(default_factory=list)
+    attention: list[np.ndarray] = field(default_factory=list)
     rows: int = 0
 
     def step(self, canvas: list[int], window: list[int], last: list[int], drift: float) -> int:
@@ -45,12 +49,12 @@ class Elastic:
         ones. Returns the first layer that was computed for all positions."""
         network = self.model.network
         depth, length = network.spec.num_layers, len(canvas)
-        table = network.weights.embedding.data.float()
+        table = network.weights.embedding.data
         everything = list(range(length))
         if not self.states:
-            self.states = [torch.empty(length, 32) for _ in range(depth + 1)]
-            self.keys = [torch.empty(length, 2, 8) for _ in range(depth)]
-            self.values = [torch.empty(length, 2, 8) for _ in range(depth)]
+            self.states = [np.empty((length, 32)) for _ in range(depth + 1)]
+            self.keys = [np.empty((length, 2, 8)) for _ in range(depth)]
+            self.values = [np.empty((length, 2, 8)) for _ in range(depth)]
             rows, since = everything, 0
         else:
             before_window = [position - self.shift for position in window]
@@ -63,8 +67,8 @@ class Elastic:
             self._store(index, rows)
             if tracked and since == depth:
                 now = self._attention(index, [tracked[index]])[0].mean(0)[0]
-                cosine = torch.nn.functional.cosine_similarity(now, before[index], dim=0)
-                if cosine < drift:
+                sizes = np.linalg.norm(now) * np.linalg.norm(before[index])
+                if now @ before[index] / sizes < drift:
                     since = index + 1
             self.states[index + 1][rows] = self._layer(index, rows)
             if (
@@ -81,51 +85,36 @@ class Elastic:
     def logits(self, position: int) -> np.ndarray:
         """Logits `[vocab_size]` of one position."""
         weights = self.model.network.weights
-        normed = _rms_norm(self.states[-1][position - self.shift], weights.final_norm)
-        logits: np.ndarray = (weights.head.data.float() @ normed).numpy()
+        normed = rms_norm(self.states[-1][position - self.shift], weights.final_norm, 1e-6)
+        logits: np.ndarray = weights.head.data @ normed
         return logits
 
     def _store(self, index: int, rows: list[int]) -> None:
         one = self.model.network.weights.layers[index]
-        x = _rms_norm(self.states[index][rows], one.attention_norm)
-        keys = (x @ one.key.weight.data.float().T).view(-1, 2, 8)
-        self.keys[index][rows] = _rotate(_rms_norm(keys, one.key_norm), rows)
-        self.values[index][rows] = (x @ one.value.weight.data.float().T).view(-1, 2, 8)
+        x = rms_norm(self.states[index][rows], one.attention_norm, 1e-6)
+        keys = (x @ one.key.weight.data.T).reshape(-1, 2, 8)
+        self.keys[index][rows] = rotate(rms_norm(keys, one.key_norm, 1e-6), rows, FREQUENCIES)
+        self.values[index][rows] = (x @ one.value.weight.data.T).reshape(-1, 2, 8)
 
-    def _attention(self, index: int, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attention(self, index: int, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Attention weights `[heads, rows, positions]` and outputs `[rows, 32]`."""
         one = self.model.network.weights.layers[index]
-        x = _rms_norm(self.states[index][rows], one.attention_norm)
-        queries = (x @ one.query.weight.data.float().T).view(-1, 4, 8)
-        queries = _rotate(_rms_norm(queries, one.query_norm), rows)
-        keys, values = (x.repeat_interleave(2, 1) for x in (self.keys[index], self.values[index]))
-        scores = torch.einsum("rhd,khd->hrk", queries, keys) / 8**0.5
+        x = rms_norm(self.states[index][rows], one.attention_norm, 1e-6)
+        queries = (x @ one.query.weight.data.T).reshape(-1, 4, 8)
+        queries = rotate(rms_norm(queries, one.query_norm, 1e-6), rows, FREQUENCIES)
+        keys, values = (x.repeat(2, 1) for x in (self.keys[index], self.values[index]))
+        scores = np.einsum("rhd,khd->hrk", queries, keys) / 8**0.5
         if self.size:
             for row, position in enumerate(rows):
-                scores[:, row, (position // self.size + 1) * self.size :] = -torch.inf
-        weights = scores.softmax(-1)
-        return weights, torch.einsum("hrk,khd->rhd", weights, values).reshape(-1, 32)
+                scores[:, row, (position // self.size + 1) * self.size :] = -np.inf
+        weights = attention_softmax(scores)
+        return weights, np.einsum("hrk,khd->rhd", weights, values).reshape(-1, 32)
 
-    def _layer(self, index: int, rows: list[int]) -> torch.Tensor:
+    def _layer(self, index: int, rows: list[int]) -> np.ndarray:
         one = self.model.network.weights.layers[index]
         gathered = self._attention(index, rows)[1]
-        x: torch.Tensor = self.states[index][rows] + gathered @ one.output.weight.data.float().T
-        y = _rms_norm(x, one.mlp_norm)
-        gate, up, down = (w.weight.data.float() for w in (one.mlp.gate, one.mlp.up, one.mlp.down))
-        fed: torch.Tensor = (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
-        return x + fed
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-
-
-def _rotate(x: torch.Tensor, positions: list[int]) -> torch.Tensor:
-    """Rotary embedding of `[rows, heads, 8]`; dimension i is paired with i + 4."""
-    angles = torch.tensor(positions)[:, None, None] * 10_000.0 ** (-torch.arange(4) / 4)
-    left, right = x[..., :4], x[..., 4:]
-    cosine, sine = angles.cos(), angles.sin()
-    return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1)
+        x: np.ndarray = self.states[index][rows] + gathered @ one.output.weight.data.T
+        return x + gated_mlp(rms_norm(x, one.mlp_norm, 1e-6), one.mlp)
 
 
 Run = tuple[list[int], list[list[int]], list[int], int]
@@ -144,16 +133,15 @@ def oracle(
     step, and the number of rows."""
     canvas, filled, since = [*PROMPT, *[MASK] * length], [], []
     state, last = Elastic(model, shift, size), list[int]()
-    with torch.no_grad():
-        while MASK in canvas:
-            masks = [i for i, token in enumerate(canvas) if token == MASK][:window]
-            since.append(state.step(canvas, masks, last, drift))
-            probabilities = {i: softmax(state.logits(i)) for i in masks}
-            threshold_used = min(threshold, max(float(p.max()) for p in probabilities.values()))
-            last = [i for i in masks if probabilities[i].max() >= threshold_used]
-            for i in last:
-                canvas[i] = int(probabilities[i].argmax())
-            filled.append(last)
+    while MASK in canvas:
+        masks = [i for i, token in enumerate(canvas) if token == MASK][:window]
+        since.append(state.step(canvas, masks, last, drift))
+        probabilities = {i: softmax(state.logits(i)) for i in masks}
+        threshold_used = min(threshold, max(float(p.max()) for p in probabilities.values()))
+        last = [i for i in masks if probabilities[i].max() >= threshold_used]
+        for i in last:
+            canvas[i] = int(probabilities[i].argmax())
+        filled.append(last)
     return canvas[len(PROMPT) :], filled, since, state.rows
 
 
@@ -172,7 +160,7 @@ def engine_run(llm: Any, length: int, **parameters: float) -> Run:
 def elastic_cache() -> Iterator[Check]:
     """Tokens, positions, the first layer of each refresh, and rows, for several drift
     thresholds."""
-    with random_model(layers=4, readable=True) as llm:
+    with random_model(layers=4) as llm:
         model = llm.engine.runners["target"].model
         begun = set()
         for drift in (0.0, 0.9, 0.99, 1.1):

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, Restarts
+from anydecode.certification.oracles.transformer import gated_mlp, rms_norm, rotate, softmax
 from anydecode.certification.tiny import tiny_model
 from anydecode.decoders.prefill.prefilled import Prefilled
 from anydecode.memory.sequence_cache import SequenceCache
@@ -24,52 +24,38 @@ TEXT = "it was the best of times, it was the worst of times, it was the age of w
 
 
 def deep_model() -> Transformer:
-    return tiny_model(layers=DEPTH, backend="torch")
+    return tiny_model(layers=DEPTH)
 
 
 def open_llm(model: Transformer) -> LLM:
     return LLM(model, tokenizer=ByteTokenizer(), cache_positions=1024)
 
 
-def dense_pass(model: Transformer, rows: torch.Tensor, seen: dict[int, torch.Tensor]) -> Any:
-    """A plain forward pass over the embeddings `rows`. Returns, per layer, the input states, the
-    keys and values `[positions, kv_heads, head_dim]`, and the attention `[heads, queries, keys]`.
-    Layer l computes only the positions `seen[l]`."""
+def dense_pass(model: Transformer, rows: np.ndarray, seen: dict[int, np.ndarray]) -> Any:
+    """A plain forward pass in float64 over the embeddings `rows`. Returns, per layer, the input
+    states, the keys and values `[positions, kv_heads, head_dim]`, and the attention `[heads,
+    queries, keys]`. Layer l computes only the positions `seen[l]`."""
     weights, spec = model.network.weights, model.spec
     states, keys, values, shares = [], [], [], []
-    state, positions = rows, torch.arange(len(rows))
+    state, positions = rows.astype(np.float64), np.arange(len(rows))
     for index, layer in enumerate(weights.layers):
-        here = torch.isin(positions, seen[index])
+        here = np.isin(positions, seen[index])
         state, positions = state[here], positions[here]
         shape, rope = spec.layers[index].attention, spec.layers[index].rope
-        assert rope is not None and layer.attention_norm is not None and layer.mlp_norm is not None
-
-        def rotated(x: torch.Tensor, heads: int, at: torch.Tensor = positions) -> torch.Tensor:
-            x = x.view(len(x), heads, -1)
-            half = x.shape[2] // 2
-            angle = (at[:, None] * rope.frequencies)[:, None]  # noqa: B023
-            a, b = x[..., :half], x[..., half:]
-            return torch.cat(
-                [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], 2
-            )
-
-        def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return x / (x.pow(2).mean(1, keepdim=True) + spec.norm_eps).sqrt() * weight
-
+        assert rope is not None
         states.append(state)
-        y = normed(state, layer.attention_norm)
-        q = rotated(y @ layer.query.weight.data.T, shape.num_heads)
-        k = rotated(y @ layer.key.weight.data.T, shape.num_kv_heads)
-        v = (y @ layer.value.weight.data.T).view(len(y), shape.num_kv_heads, -1)
+        y = rms_norm(state, layer.attention_norm, spec.norm_eps)
+        q, k, v = (
+            (y @ linear.weight.data.T).reshape(len(y), -1, shape.head_dim)
+            for linear in (layer.query, layer.key, layer.value)
+        )
+        q, k = (rotate(x, positions, rope.frequencies) for x in (q, k))
         group = shape.num_heads // shape.num_kv_heads
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * shape.scale
-        hidden = torch.ones(scores.shape[1:]).triu(1).bool()
-        share = scores.masked_fill(hidden, -torch.inf).softmax(2)
-        mixed = torch.einsum("hqk,khd->qhd", share, v.repeat_interleave(group, 1)).flatten(1)
+        scores = np.einsum("qhd,khd->hqk", q, k.repeat(group, 1)) * shape.scale
+        share = softmax(np.where(np.triu(np.ones(scores.shape[1:]), 1), -np.inf, scores))
+        mixed = np.einsum("hqk,khd->qhd", share, v.repeat(group, 1)).reshape(len(y), -1)
         state = state + mixed @ layer.output.weight.data.T
-        y, mlp = normed(state, layer.mlp_norm), layer.mlp
-        gate, up = y @ mlp.gate.weight.data.T, y @ mlp.up.weight.data.T  # type: ignore[union-attr]
-        state = state + (torch.nn.functional.silu(gate) * up) @ mlp.down.weight.data.T  # type: ignore[union-attr]
+        state = state + gated_mlp(rms_norm(state, layer.mlp_norm, spec.norm_eps), layer.mlp)
         keys.append(k)
         values.append(v)
         shares.append(share)
@@ -78,15 +64,14 @@ def dense_pass(model: Transformer, rows: torch.Tensor, seen: dict[int, torch.Ten
 
 def after_prefill(
     model: Transformer, decoder: Prefilled, prompt: str, prompt_embeds: PromptEmbeds | None = None
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Per layer the cached keys and values when decoding begins."""
-    layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+    layers: list[tuple[np.ndarray, np.ndarray]] = []
     inner = decoder.inner.decode
 
     def recording(sequence: Any) -> Any:
         context: SequenceCache = sequence.context()
-        slots = torch.from_numpy(context.table[context.table >= 0].astype(np.int64))
-        cache = context.pool.cache
+        slots, cache = context.table[context.table >= 0], context.pool.cache
         layers.extend((k[slots], v[slots]) for k, v in zip(cache.keys, cache.values, strict=True))
         yield from inner(sequence)
 
@@ -99,12 +84,12 @@ def after_prefill(
     return layers
 
 
-def prompt_rows(model: Transformer, prompt: str) -> torch.Tensor:
-    return model.embed(np.array(list(prompt.encode())[:-1])).clone()
+def prompt_rows(model: Transformer, prompt: str) -> np.ndarray:
+    return model.embed(np.array(list(prompt.encode())[:-1])).copy()
 
 
-def is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    return actual.shape == expected.shape and bool((actual - expected).abs().max() < 1e-3)
+def is_close(actual: np.ndarray, expected: np.ndarray) -> bool:
+    return actual.shape == expected.shape and bool(np.abs(actual - expected).max() < 1e-3)
 
 
 def same_text(decoder: str, prompt_embeds: PromptEmbeds | None = None) -> Iterator[Check]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+import numpy as np
 
 from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.oracles.prefill.dense_pass import (
@@ -27,26 +27,26 @@ from anydecode.decoders.prefill.fastkv import FastKV, chosen, window_scores
 @oracle_test("fastkv")
 def fastkv() -> Iterator[Check]:
     """Scores by hand; then the kept keys and values per layer and head, from a dense pass."""
-    share = torch.tensor([[[4.0, 0.0, 8.0, 1.0, 1.0]], [[0.0, 4.0, 0.0, 1.0, 1.0]]]).repeat(1, 2, 1)
+    share = np.array([[[4.0, 0.0, 8.0, 1.0, 1.0]], [[0.0, 4.0, 0.0, 1.0, 1.0]]]).repeat(2, 1)
     share[:, 1] *= 0.5
     pooled = window_scores(share, 1, 3)
-    by_hand = torch.tensor([[2.0 + 2.0, 6.0 + 2.0, 4.0 + 2.0]])  # sums 6 0 12 and 0 6 0, over 3
+    by_hand = np.array([[2.0 + 2.0, 6.0 + 2.0, 4.0 + 2.0]])  # sums 6 0 12 and 0 6 0, over 3
     yield Check("summed, averaged over neighbours, grouped", is_close(pooled, by_hand), str(pooled))
     yield Check(
         "ties go to the first position",
-        chosen(torch.tensor([[1.0, 2, 1, 2]]), 3).tolist() == [[0, 1, 3]],
+        chosen(np.array([[1.0, 2, 1, 2]]), 3).tolist() == [[0, 1, 3]],
     )
     model, window, budget = deep_model(), 8, 24
     layers = after_prefill(model, FastKV(budget, propagate=0.5), TEXT)
     rows = prompt_rows(model, TEXT)
     length, middle = len(rows), DEPTH // 2 - 1
-    every = torch.arange(length)
+    every = np.arange(length)
     whole = dense_pass(model, rows, dict.fromkeys(range(DEPTH), every))
     token = _window(whole[3][middle], window).sum(0)
     best = sorted(
         sorted(range(length - window), key=lambda i: -token[i])[: int(0.5 * length) - window]
     )
-    positions = torch.tensor([*best, *range(length - window, length)])
+    positions = np.array([*best, *range(length - window, length)])
     seen = {layer: every if layer <= middle else positions for layer in range(DEPTH)}
     _, keys, values, shares = dense_pass(model, rows, seen)
     right = 0
@@ -55,7 +55,7 @@ def fastkv() -> Iterator[Check]:
         for head in range(2):
             order = sorted(range(scores.shape[1]), key=lambda i: -scores[head, i])  # noqa: B023
             last = range(len(keys[layer]) - window, len(keys[layer]))
-            at = torch.tensor([*sorted(order[: budget - window]), *last])
+            at = np.array([*sorted(order[: budget - window]), *last])
             right += is_close(layers[layer][0][:, head], keys[layer][at, head])
             right += is_close(layers[layer][1][:, head], values[layer][at, head])
     yield Check("keys and values per layer and head", right == 4 * DEPTH, f"{right} of {4 * DEPTH}")
@@ -67,23 +67,23 @@ def fastkv() -> Iterator[Check]:
     yield from same_text("fastkv:budget=24")
 
 
-def _window(share: torch.Tensor, window: int) -> torch.Tensor:
+def _window(share: np.ndarray, window: int) -> np.ndarray:
     """The definition: attention of the last rows, a mean over 7 neighbours, heads in groups of
     two."""
     summed = share[:, -window:, :-window].sum(1)
     count = summed.shape[1]
-    padded = torch.nn.functional.pad(summed, (3, 3))
-    pooled = torch.stack([padded[:, i : i + 7].sum(1) / 7 for i in range(count)], 1)
-    return torch.stack([pooled[0] + pooled[1], pooled[2] + pooled[3]])
+    padded = np.pad(summed, ((0, 0), (3, 3)))
+    pooled = np.stack([padded[:, i : i + 7].sum(1) / 7 for i in range(count)], 1)
+    return np.stack([pooled[0] + pooled[1], pooled[2] + pooled[3]])
 
 
 class RandomFastKV(FastKV):
     """FastKV with random scores: keeps the same number of positions, chosen at random."""
 
-    generator = torch.Generator().manual_seed(3)
+    random = np.random.default_rng(3)
 
-    def _scores(self, *given: Any) -> list[torch.Tensor]:
-        return [torch.rand(one.shape, generator=self.generator) for one in super()._scores(*given)]
+    def _scores(self, *given: Any) -> list[np.ndarray]:
+        return [self.random.random(one.shape) for one in super()._scores(*given)]
 
 
 @measure("fastkv", "loss relative to a random choice of the same size", samples=12, margin=0.8)

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 
 from anydecode import catalogue
 from anydecode.certification.checks import Check, Restarts, measure, oracle_test
@@ -60,7 +59,7 @@ def gear() -> Iterator[Check]:
 
 
 def _model() -> Transformer:
-    return tiny_model(layers=2, backend="torch")
+    return tiny_model(layers=2)
 
 
 def _cached(prompt: str, length: int) -> list[tuple[Cached, Cached]]:
@@ -71,9 +70,8 @@ def _cached(prompt: str, length: int) -> list[tuple[Cached, Cached]]:
 
     def cached(sequence: Sequence) -> Cached:
         context = sequence.context()
-        slots = torch.from_numpy(context.table.astype(np.int64))
-        cache = context.pool.cache
-        return np.array([store[slots].double().numpy() for store in (*cache.keys, *cache.values)])
+        slots, cache = context.table, context.pool.cache
+        return np.array([store[slots] for store in (*cache.keys, *cache.values)], np.float64)
 
     def watched(sequence: Sequence) -> Decoding:
         inner, answer, after_pass = decode(sequence), None, None
@@ -121,9 +119,8 @@ def _parts(x: np.ndarray, keys: bool, rank: int) -> np.ndarray:
 def _low_rank(residual: np.ndarray, rank: int) -> np.ndarray:
     """Per head, the residual projected on the columns of R (R^T R)^2 G, where G is random: three
     rounds of power iteration."""
-    generator = torch.Generator().manual_seed(0)
     heads, size = residual.shape[1:]
-    start = torch.randn(heads, size, rank, generator=generator).double().numpy()
+    start = np.random.default_rng(0).standard_normal((heads, size, rank), np.float32)
     result = np.empty_like(residual)
     for head in range(heads):
         r = residual[:, head]
@@ -147,7 +144,7 @@ def _in_company() -> Iterator[Check]:
 def _sizes() -> Iterator[Check]:
     """2048 numbers: 32 channels with a scale, a minimum and two outliers (position and value) each;
     per head 64 rows and 16 columns of rank 2. As 16-bit numbers they would take 4096 bytes."""
-    x = torch.randn(64, 2, 16, generator=torch.Generator().manual_seed(2))
+    x = np.random.default_rng(2).standard_normal((64, 2, 16), np.float32)
     for bits, size in ((2, 512 + 128 + 640 + 256), (4, 1024 + 128 + 640 + 256)):
         taken = compress(x, keys=True, bits=bits, rank=2, sparse=0.02).num_bytes
         yield Check(f"{bits} bits take {size} bytes", taken == size, str(taken))
@@ -156,16 +153,15 @@ def _sizes() -> Iterator[Check]:
 @measure("gear", "error relative to plain 2-bit numbers of the same layout", samples=8, margin=0.9)
 def gear_error(samples: int) -> float:
     """The claim: the low-rank part and the outliers recover much of the quantization error."""
-    generator, ratio = torch.Generator().manual_seed(5), 0.0
+    normal, ratio = np.random.default_rng(5).standard_normal, 0.0
     for _ in range(samples):
-        x = torch.randn(128, 2, 32, generator=generator) + torch.randn(
-            1, 2, 32, generator=generator
-        )
+        x = normal((128, 2, 32), np.float32) + normal((1, 2, 32), np.float32)
         plain, ours = (
-            (x - compress(x, keys=True, bits=2, rank=rank, sparse=sparse).reconstruct()).norm()
+            float(np.linalg.norm(x - compress(x, keys=True, bits=2, rank=rank, sparse=sparse)
+                                 .reconstruct()))
             for rank, sparse in ((0, 0.0), (4, 0.02))
-        )
-        ratio += float(ours / plain) / samples
+        )  # fmt: skip
+        ratio += ours / plain / samples
     return ratio
 
 

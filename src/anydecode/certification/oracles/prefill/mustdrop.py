@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+import numpy as np
 
 from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.oracles.prefill.dense_pass import (
@@ -30,41 +30,42 @@ from anydecode.scoring.prompt_embeds import PromptEmbeds
 def mustdrop() -> Iterator[Check]:
     """Merging and dropping by hand; then the positions that a dense pass with the same thresholds
     leaves."""
-    grid = torch.eye(16, 20)
-    grid[[0, 1, 2, 4, 5, 6, 8, 9, 10]] = torch.ones(20) + 0.01 * torch.eye(9, 20)
+    grid = np.eye(16, 20)
+    grid[[0, 1, 2, 4, 5, 6, 8, 9, 10]] = np.ones(20) + 0.01 * np.eye(9, 20)
     rows, stays = merged(grid, 4, 0.8)
     left = [0, 3, 7, 11, 12, 13, 14, 15]
-    yield Check(
-        "a window of similar rows is merged", torch.nonzero(stays).flatten().tolist() == left
-    )
+    yield Check("a window of similar rows is merged", np.flatnonzero(stays).tolist() == left)
     yield Check(
         "the merged row is the mean",
-        is_close(rows[0], torch.ones(20) + 0.01 / 9 * (torch.arange(20) < 9)),
+        is_close(rows[0], np.ones(20) + 0.01 / 9 * (np.arange(20) < 9)),
     )
-    yield Check("dissimilar rows stay", bool(merged(torch.eye(9), 3, 0.8)[1].all()))
-    share = torch.tensor([[0.50, 0.01, 0.02, 0.00], [0.40, 0.01, 0.06, 0.00]])
+    yield Check("dissimilar rows stay", bool(merged(np.eye(9), 3, 0.8)[1].all()))
+    share = np.array([[0.50, 0.01, 0.02, 0.00], [0.40, 0.01, 0.06, 0.00]])
     yield Check(
         "both thresholds must be met",
         dropped(share, 0.09, 0.05).tolist() == [False, True, False, True],
     )
     model, length = deep_model(), len(TEXT) - 1
-    generator = torch.Generator().manual_seed(1)
-    media = PromptEmbeds(
-        6, torch.randn(40, 64, generator=generator), torch.rand(40, generator=generator)
-    )
+    random = np.random.default_rng(1)
+    importance = random.random(40, np.float32)
+    media = PromptEmbeds(6, random.standard_normal((40, 64), np.float32), importance)
+    unprotected = _surviving(model, media, 0.03, 0.05, 0)[2]  # after the last dropping layer
+    would_be_dropped = np.setdiff1d(np.arange(6, 46), unprotected)[:4]
+    importance[would_be_dropped - 6] += 1
+    yield Check("important positions would be dropped", len(would_be_dropped) == 4)
     method = MustDrop(overall=0.03, single=0.05, key=0.1, alike=2)
     layers = after_prefill(model, method, TEXT, media)
     positions = _surviving(model, media, 0.03, 0.05, 4)
     state = prompt_rows(model, TEXT)
     state[6:46] = media.rows
-    everything = torch.arange(length)
+    everything = np.arange(length)
     seen, alive = {}, everything
     for layer in range(DEPTH):
         seen[layer] = alive
         alive = positions.get(layer, alive)
     _, keys, _, _ = dense_pass(model, state, seen)
     right = sum(
-        is_close(layers[layer][0], keys[layer][torch.isin(seen[layer], alive)])
+        is_close(layers[layer][0], keys[layer][np.isin(seen[layer], alive)])
         for layer in range(DEPTH)
     )
     yield Check(
@@ -86,12 +87,12 @@ def mustdrop() -> Iterator[Check]:
 
 def _merging(model: Transformer) -> Check:
     """Nine similar embeddings become one, their mean, before the first layer."""
-    generator = torch.Generator().manual_seed(2)
-    media = PromptEmbeds(6, torch.ones(9, 64) + 0.1 * torch.randn(9, 64, generator=generator))
+    similar = 1 + 0.1 * np.random.default_rng(2).standard_normal((9, 64), np.float32)
+    media = PromptEmbeds(6, similar)
     layers = after_prefill(model, MustDrop(overall=0.0, alike=0.8), TEXT, media)
     rows = prompt_rows(model, TEXT)
     rows[6] = media.rows.mean(0)
-    left = torch.tensor([i for i in range(len(rows)) if not 6 < i < 15])
+    left = np.array([i for i in range(len(rows)) if not 6 < i < 15])
     _, keys, _, _ = dense_pass(model, rows, dict.fromkeys(range(DEPTH), left))
     right = sum(is_close(layers[layer][0], keys[layer]) for layer in range(DEPTH))
     return Check("similar embeddings are merged", right == DEPTH, f"{right} of {DEPTH} layers")
@@ -99,7 +100,7 @@ def _merging(model: Transformer) -> Check:
 
 def _surviving(
     model: Transformer, media: PromptEmbeds, overall: float, single: float, keys: int
-) -> dict[int, torch.Tensor]:
+) -> dict[int, np.ndarray]:
     """The positions left after each dropping layer, by the definition."""
     assert media.importance is not None
     rows = prompt_rows(model, TEXT)
@@ -107,11 +108,11 @@ def _surviving(
     ranked = sorted(range(len(media.rows)), key=lambda i: -media.importance[i])  # type: ignore[index]
     protected = {media.first + i for i in ranked[:keys]}
     alive = list(range(len(rows)))
-    left: dict[int, torch.Tensor] = {}
+    left: dict[int, np.ndarray] = {}
     for layer in (0, 1, 2):  # (2, 6, 10, 14) * 6 / 32, rounded down
-        seen = {i: left.get(i - 1, torch.arange(len(rows))) for i in range(layer + 1)}
+        seen = {i: left.get(i - 1, np.arange(len(rows))) for i in range(layer + 1)}
         share = dense_pass(
-            model, rows, seen | dict.fromkeys(range(layer + 1, DEPTH), torch.tensor(alive))
+            model, rows, seen | dict.fromkeys(range(layer + 1, DEPTH), np.array(alive))
         )
         attention = share[3][layer].mean(0)
         text = [i for i, position in enumerate(alive) if position >= media.stop]
@@ -123,7 +124,7 @@ def _surviving(
             if sum(column) < overall * total and max(column) < single and alive[v] not in protected:
                 dropped_now.add(alive[v])
         alive = [position for position in alive if position not in dropped_now]
-        left[layer] = torch.tensor(alive)
+        left[layer] = np.array(alive)
     return left
 
 

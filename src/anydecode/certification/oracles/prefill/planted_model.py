@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from anydecode.api.llm import LLM
-from anydecode.certification.oracles.prefill.dense_pass import deep_model, open_llm
+from anydecode.certification.oracles.prefill.dense_pass import DEPTH, open_llm
+from anydecode.certification.tiny import readable_executor, tiny_network
 from anydecode.decoders.prefill.prefilled import Prefilled
 from anydecode.decoders.prefill.quickprefill import QuickPrefill
 from anydecode.models.transformer import Transformer
@@ -20,8 +20,8 @@ def _planted_model() -> Transformer:
     """A model for which the papers' premise holds by construction: all heads attend less to
     lower-case letters, whose keys have larger norms. No layer overwrites the dimensions that encode
     this."""
-    model = deep_model()
-    weights, size = model.network.weights, 16
+    network = tiny_network(layers=DEPTH)
+    weights, size = network.weights, 16
     table = weights.embedding.data
     table[:, 0], table[:, 1] = 0.0, 4.0
     table[97:123, 0] = 4.0
@@ -30,10 +30,10 @@ def _planted_model() -> Transformer:
         layer.output.weight.data[:2] = 0.0
         layer.mlp.down.weight.data[:2] = 0.0  # type: ignore[union-attr]
         for matrix, source, factor in ((layer.key, 0, -2.0), (layer.query, 1, 2.0)):
-            rows = matrix.weight.data.view(-1, size, matrix.weight.in_features)
+            rows = matrix.weight.data.reshape(-1, size, matrix.weight.in_features)
             rows[:, slow] = 0.0
             rows[:, slow, source] = factor
-    return model
+    return Transformer(network, executor=readable_executor())
 
 
 def distance(decoder: Callable[[], Prefilled], samples: int, media: bool = False) -> float:
@@ -44,8 +44,8 @@ def distance(decoder: Callable[[], Prefilled], samples: int, media: bool = False
         for _ in range(samples):
             capitals = np.repeat(random.random(15) < 1 / 3, 10)
             prompt = random.integers(97, 123, 150) - 32 * capitals
-            rows = torch.from_numpy(random.normal(size=(100, 64))).float()
-            rows[:, 0], rows[:, 1] = 4.0 * torch.from_numpy(random.random(100) < 2 / 3), 4.0
+            rows = random.normal(size=(100, 64)).astype(np.float32)
+            rows[:, 0], rows[:, 1] = 4.0 * (random.random(100) < 2 / 3), 4.0
             prompt_embeds = PromptEmbeds(10, rows) if media else None
             whole, thinned = (
                 _next_distribution(llm, prompt.tolist(), method, prompt_embeds)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 
 import numpy as np
-import torch
 
 from anydecode.api.llm import LLM
 from anydecode.certification import format_loss
 from anydecode.certification.checks import Check, measure, oracle_test
+from anydecode.certification.oracles.transformer import rms_norm
 from anydecode.kernels.formats import dequantize, quantize
 from anydecode.models import gptq
 from anydecode.models.loading import load_checkpoint
@@ -50,14 +50,14 @@ def textbook(matrix: np.ndarray, gram: np.ndarray, damping: float = 0.01) -> np.
 def ptq() -> Iterator[Check]:
     """Codes, calibration, and equality of formats with the engine's own."""
     draw = np.random.default_rng(3)
-    matrix = torch.from_numpy(draw.normal(size=(24, 96)).astype(np.float32))
+    matrix = draw.normal(size=(24, 96)).astype(np.float32)
     inputs = draw.normal(size=(300, 20)) @ draw.normal(size=(20, 96)) + draw.normal(size=(300, 96))
     seen = inputs.T @ inputs
-    actual = dequantize(gptq.quantize_matrix(matrix, torch.from_numpy(seen))).numpy()
-    same = bool(np.abs(actual - textbook(matrix.numpy(), seen)).max() < 1e-5)
+    actual = dequantize(gptq.quantize_matrix(matrix, seen))
+    same = bool(np.abs(actual - textbook(matrix, seen)).max() < 1e-5)
     yield Check("GPTQ's codes equal the textbook's", same)
-    plain = dequantize(quantize(matrix, "Q4_0")).numpy()
-    lost = [float(np.square((one - matrix.numpy()) @ inputs.T).mean()) for one in (plain, actual)]
+    plain = dequantize(quantize(matrix, "Q4_0"))
+    lost = [float(np.square((one - matrix) @ inputs.T).mean()) for one in (plain, actual)]
     yield Check(
         "smaller error on the inputs than plain rounding",
         lost[1] < 0.8 * lost[0],
@@ -73,12 +73,10 @@ def ptq() -> Iterator[Check]:
     hidden = [np.flatnonzero(np.array(canvas) == mask) for canvas in canvases]
     is_masked = all(len(h) and h.min() >= p for h, p in zip(hidden, prompts, strict=True))
     yield Check("answers are masked, prompts are not", is_masked)
-    _, common = dlm_ptq.observe(checkpoint, pairs, 0)
+    _, hessians = dlm_ptq.observe(checkpoint, pairs, 0)
     name = "model.layers.0.self_attn.q_proj"
     grams = [_first_inputs(texts) for texts in (canvases, canvases.values())]
-    is_close = [
-        bool(torch.allclose(common.hessians[name], one, rtol=1e-4, atol=1e-4)) for one in grams
-    ]
+    is_close = [np.allclose(hessians[name], one, rtol=1e-4, atol=1e-4) for one in grams]
     yield Check(
         "GPTQ is calibrated on masked canvases, not on clean texts", is_close == [True, False]
     )
@@ -89,45 +87,47 @@ def ptq() -> Iterator[Check]:
             matrices[dtype] = [one.data for one in llm.model.network.matrices()]  # type: ignore[attr-defined]
     plain_ones, by_name, others = matrices.values()
     equal = [
-        all(map(torch.equal, plain_ones, them)) if len(them) == len(plain_ones) else False
+        all(map(np.array_equal, plain_ones, them)) if len(them) == len(plain_ones) else False
         for them in (by_name, others)
     ]
     yield Check("a format selected by name equals the engine's", equal == [True, False])
 
 
-def _first_inputs(canvases: Iterable[Sequence[int]]) -> torch.Tensor:
+def _first_inputs(canvases: Iterable[Sequence[int]]) -> np.ndarray:
     """x xᵀ over the inputs of the first layer's matrices: normalized embeddings."""
     tensors = load_checkpoint(MODEL).tensors
-    tokens = torch.tensor([token for canvas in canvases for token in canvas])
-    inputs = tensors["model.embed_tokens.weight"].double()[tokens]  # type: ignore[union-attr]
-    inputs = inputs / (inputs.square().mean(1, keepdim=True) + 1e-5).sqrt()
-    inputs = inputs * tensors["model.layers.0.input_layernorm.weight"].double()  # type: ignore[union-attr]
-    return inputs.T @ inputs
+    embedding, norm = (
+        np.asarray(tensors[f"model.{name}.weight"], np.float64)
+        for name in ("embed_tokens", "layers.0.input_layernorm")
+    )
+    tokens = [token for canvas in canvases for token in canvas]
+    inputs = rms_norm(embedding[tokens], norm, 1e-5)
+    gram: np.ndarray = inputs.T @ inputs
+    return gram
 
 
 @cache
-def losses(samples: int) -> dict[str, format_loss.FormatLoss]:
-    """The loss by format, over `samples` held-out questions of all tasks, with eight passes per
+def loss(format: str, samples: int) -> format_loss.FormatLoss:
+    """The loss of a format over `samples` held-out questions of all tasks, with eight passes per
     answer."""
     groups = [list(examples(task, samples // len(TASKS), seed=7)) for task in TASKS]
     learned = [one for task in TASKS for one in examples(task, 8, seed=7, held_out=False)]
-    formats = ("float32", *FORMATS)
     method = "llada:block=0,steps=8"
-    results = format_loss.measure(MODEL, formats, method, groups, learned, threads=1, max_tokens=32)
-    return {one.format: one for one in results}
+    [result] = format_loss.measure(
+        MODEL, (format,), method, groups, learned, threads=1, max_tokens=32
+    )
+    return result
 
 
 def accuracy_lost(format: str, samples: int) -> float:
     """The accuracy of float32 minus that of the format."""
-    by_format = losses(samples)
-    return by_format["float32"].accuracy - by_format[format].accuracy
+    return loss("float32", samples).accuracy - loss(format, samples).accuracy
 
 
 def nats_lost(format: str, samples: int) -> float:
     """The increase of the cross-entropy of a masked token, averaged over masking ratios of 1/4, 1/2
     and 3/4."""
-    by_format = losses(samples)
-    return by_format[format].bound - by_format["float32"].bound
+    return loss(format, samples).bound - loss("float32", samples).bound
 
 
 #: By format: the accuracy it may lose, and the nats per masked token.

@@ -8,24 +8,19 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.chi_square import Text
 from anydecode.certification.oracles.sampling.token_sets import descending, renormalized, up_to
-from anydecode.certification.samplers import OracleContext, oracle
+from anydecode.certification.samplers import OracleContext, oracle, softmax
+from anydecode.models.opening import check_torch
 from anydecode.sampling.autodeco import Heads, features
-from anydecode.training.autodeco import (
-    AutoDecoRecipe,
-    Gain,
-    HeadsModule,
-    TrainingRows,
-    soft_nucleus,
-    train,
-)
-from anydecode.training.autodeco import measure as held_out_gain
+
+if TYPE_CHECKING:
+    from anydecode.training.autodeco import Gain, HeadsModule, TrainingRows
 
 
 def random_heads(hidden_size: int = 4, width: int = 5) -> Heads:
@@ -47,31 +42,21 @@ def random_heads(hidden_size: int = 4, width: int = 5) -> Heads:
 
 @oracle("autodeco", {"heads": random_heads()})
 def autodeco_probabilities(context: OracleContext, tokens: Text, heads: Heads) -> np.ndarray:
-    """The authors' two small networks in PyTorch, then temperature and nucleus."""
-    import torch
+    """The authors' two small networks, then temperature and nucleus."""
+    tensors = {name: array.astype(np.float64) for name, array in heads.tensors().items()}
 
-    tensors = {name: torch.from_numpy(array).double() for name, array in heads.tensors().items()}
+    def network(name: str, inputs: np.ndarray) -> float:
+        part = f"{name}.mlp"
+        middle = tensors[f"{part}.0.weight"] @ inputs + tensors[f"{part}.0.bias"]
+        last = tensors[f"{part}.2.weight"] @ middle.clip(0) + tensors[f"{part}.2.bias"]
+        return float(1 / (1 + np.exp(-last[0])))
 
-    def network(name: str, inputs: torch.Tensor) -> float:
-        middle = torch.relu(
-            tensors[f"{name}.mlp.0.weight"] @ inputs + tensors[f"{name}.mlp.0.bias"]
-        )
-        last = tensors[f"{name}.mlp.2.weight"] @ middle + tensors[f"{name}.mlp.2.bias"]
-        return float(torch.sigmoid(last)[0])
-
-    state, logits = (
-        torch.from_numpy(context.state(tokens)),
-        torch.from_numpy(context.logits(tokens)),
-    )
+    state = context.state(tokens)
     temperature = 2 * network("temp_head", state)
-    p = torch.softmax(logits / temperature, 0)
-    shown = [p.max(), -(p * p.log()).sum(), p.var(), p.topk(5).values.sum()]
-    inputs = torch.cat([state, torch.tensor([temperature]).double(), torch.stack(shown)])
-    probabilities = p.numpy()
-    return renormalized(
-        probabilities,
-        up_to(descending(probabilities), probabilities, network("top_p_head", inputs)),
-    )
+    p = softmax(context.logits(tokens) / temperature)
+    shown = [p.max(), -(p * np.log(p)).sum(), p.var(ddof=1), np.sort(p)[-5:].sum()]
+    nucleus = network("top_p_head", np.array([*state, temperature, *shown]))
+    return renormalized(p, up_to(descending(p), p, nucleus))
 
 
 class Mixed:
@@ -81,31 +66,39 @@ class Mixed:
     vocab_size = 20
 
     def __init__(self) -> None:
-        drawn = np.random.default_rng(7).normal(0, 2.0, (6, self.vocab_size))
-        self._head = torch.from_numpy(drawn).float()
+        self._head = np.random.default_rng(7).normal(0, 2.0, (6, self.vocab_size))
 
-    def head(self, states: torch.Tensor) -> torch.Tensor:
+    def head(self, states: np.ndarray) -> np.ndarray:
         """Logits float32 `[n, 20]`."""
-        return states[:, 1:] @ self._head
+        return (states[:, 1:] @ self._head).astype(np.float32)
 
-    def normed(self, states: torch.Tensor) -> torch.Tensor:
+    def normed(self, states: np.ndarray) -> np.ndarray:
         """The states unchanged."""
         return states
 
     def rows(self, count: int, seed: int) -> TrainingRows:
         """Tokens sampled at temperature 0.4 in one kind of text and at 1.6 in the other."""
-        generator = torch.Generator().manual_seed(seed)
-        kind = torch.randint(0, 2, (count, 1), generator=generator).float()
-        states = torch.cat([2 * kind - 1, torch.randn(count, 6, generator=generator)], 1)
-        temperature = 0.4 + 1.2 * kind
-        p = torch.softmax(self.head(states) / temperature, -1)
-        labels = torch.multinomial(p, 1, generator=generator)[:, 0]
-        return TrainingRows(states, labels, torch.arange(count) // 20)
+        import torch
+
+        from anydecode.training.autodeco import TrainingRows
+
+        random = np.random.default_rng(seed)
+        kind = random.integers(0, 2, (count, 1))
+        states = np.concatenate([2 * kind - 1, random.normal(size=(count, 6))], 1)
+        states = states.astype(np.float32)
+        logits = self.head(states) / (0.4 + 1.2 * kind)
+        labels = (logits + random.gumbel(size=logits.shape)).argmax(1)
+        texts = np.arange(count) // 20
+        return TrainingRows(*(torch.from_numpy(array) for array in (states, labels, texts)))
 
 
 @cache
 def learned(samples: int) -> tuple[HeadsModule, Gain]:
     """Heads trained on 3,000 tokens of `Mixed`, and their gain on held-out tokens."""
+    check_torch("training autodeco's heads")
+    from anydecode.training.autodeco import AutoDecoRecipe, train
+    from anydecode.training.autodeco import measure as held_out_gain
+
     model = Mixed()
     recipe = AutoDecoRecipe(width=16, epochs=8, batch=64, rate=1e-2)
     learner = train(model, model.rows(3000, 1), recipe)
@@ -114,13 +107,26 @@ def learned(samples: int) -> tuple[HeadsModule, Gain]:
 
 @oracle_test("autodeco")
 def autodeco() -> Iterator[Check]:
-    """The heads' inputs, the soft nucleus by hand, training, and files."""
+    """The heads' inputs, files, the soft nucleus by hand, and training."""
     half = np.array([math.log(0.5), math.log(0.3), math.log(0.2)], np.float32)
     shown = features(half, 1.0)
     entropy = -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2))
     variance = ((0.5 - 1 / 3) ** 2 + (0.3 - 1 / 3) ** 2 + (0.2 - 1 / 3) ** 2) / 2
     right = np.abs(shown - np.array([1.0, 0.5, entropy, variance, 1.0])).max() < 1e-6
     yield Check("the input features of (0.5, 0.3, 0.2)", bool(right), str(shown.round(4)))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "heads.safetensors"
+        heads = random_heads()
+        heads.save(path)
+        state = np.array([0.3, -0.2, 0.9, 0.1], np.float32)
+        again = Heads.load(path)(state, half)
+    is_equal = np.allclose(again, heads(state, half), atol=2e-3)
+    yield Check("saved heads can be loaded", bool(is_equal), f"{again}")
+    check_torch("training autodeco's heads")
+    import torch
+
+    from anydecode.training.autodeco import soft_nucleus
+
     row, every = torch.from_numpy(half).expand(3, 3), torch.arange(3)
     top_p = torch.full((3, 1), 0.6, requires_grad=True)
     log_q = soft_nucleus(row, every, top_p)
@@ -133,14 +139,6 @@ def autodeco() -> Iterator[Check]:
     yield Check(
         "the edge of the soft nucleus has a gradient", slope > 0, f"d ln q / d p = {slope:.2f}"
     )
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "heads.safetensors"
-        heads = random_heads()
-        heads.save(path)
-        state = np.array([0.3, -0.2, 0.9, 0.1], np.float32)
-        again = Heads.load(path)(state, half)
-    is_equal = np.allclose(again, heads(state, half), atol=2e-3)
-    yield Check("saved heads can be loaded", bool(is_equal), f"{again}")
     learner, _ = learned(2000)
     probe = torch.zeros(2, 7)
     probe[:, 0] = torch.tensor([-1.0, 1.0])

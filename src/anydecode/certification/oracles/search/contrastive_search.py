@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, measure, oracle_test
@@ -88,7 +87,7 @@ class Reflecting(ScriptedModel):
         row[(seen[-1] + 1) % 5] += 2.5
         return row
 
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+    def normed(self, hidden: np.ndarray) -> np.ndarray:
         """The states, float32 `[n, 16]`."""
         rows = []
         for _, _, high, low in hidden.tolist():
@@ -96,7 +95,7 @@ class Reflecting(ScriptedModel):
             last = np.array(seen[-3:][::-1])
             weights = 0.5 ** np.arange(len(last))
             rows.append(weights @ self._embeddings[last])
-        return torch.from_numpy(np.array(rows, np.float32))
+        return np.array(rows, np.float32)
 
 
 @measure("contrastive-search", "4-grams that repeat", samples=60, margin=0.1)

@@ -4,15 +4,16 @@ groups of layers read the same input."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.forward_pass import Forward
 from anydecode.certification.rounds import rounds
-from anydecode.certification.tiny import tiny_model
+from anydecode.certification.tiny import tiny_model, tiny_network
 from anydecode.kernels.library import load_library
+from anydecode.models.network import Network
 from anydecode.models.scripted import ByteTokenizer
-from anydecode.models.transformer import Transformer
 
 LAYERS, GROUP, SIZE = 7, 2, 4
 
@@ -20,9 +21,9 @@ LAYERS, GROUP, SIZE = 7, 2, 4
 PROMPT = "the cat sat on the cat"
 
 
-def drafted(model: Transformer, text: list[int], size: int, group: int) -> list[int]:
+def drafted(network: Network, text: list[int], size: int, group: int) -> list[int]:
     """The expected draft after `text`: exact up to its first token, then with grouped layers."""
-    forward = Forward(model)
+    forward = Forward(network)
     for token in text:
         logits = forward.step(token)
     draft = [int(logits.argmax())]
@@ -31,12 +32,18 @@ def drafted(model: Transformer, text: list[int], size: int, group: int) -> list[
     return draft
 
 
+def _backends() -> list[str]:
+    """The CPU backends that are installed; torch, which can be installed, if there is none."""
+    is_available = {"torch": find_spec("torch") is not None, "native": load_library() is not None}
+    return [name for name, found in is_available.items() if found] or ["torch"]
+
+
 @oracle_test("easyspec")
 def easyspec() -> Iterator[Check]:
     """Drafts equal the oracle's in every round, which requires that the cache is corrected in each;
     they differ from the drafts of an exact draft model."""
-    oracle = tiny_model(layers=LAYERS, seed=3, backend="torch")
-    for backend in ("torch", "native") if load_library() is not None else ("torch",):
+    oracle = tiny_network(layers=LAYERS, seed=3)
+    for backend in _backends():
         draft = tiny_model(layers=LAYERS, seed=3, backend=backend)
         target = tiny_model(layers=LAYERS, seed=3, backend=backend)
         with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=1024) as llm:

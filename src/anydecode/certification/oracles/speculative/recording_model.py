@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+import numpy as np
 
 from anydecode.certification.rounds import Logits
 from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
@@ -19,7 +19,7 @@ class RecordingModel(ScriptedModel):
         super().__init__(script, **options)
         self.ran: list[tuple[int, int, int]] = []
         self.copied = 0
-        self._after: list[torch.Tensor] = []
+        self._after: list[np.ndarray] = []
 
     def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         positions = zip(
@@ -29,5 +29,5 @@ class RecordingModel(ScriptedModel):
         for before, keys in zip(self._after, cache.keys, strict=False):
             self.copied += int((before != keys).sum())
         output = super().run(rows, cache, output_spec)
-        self._after = [keys.clone() for keys in cache.keys]
+        self._after = [keys.copy() for keys in cache.keys]
         return output

@@ -10,6 +10,7 @@ from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.forward_pass import Forward
 from anydecode.certification.oracles.speculative.reading_drafts import TARGET
 from anydecode.certification.oracles.speculative.recording_model import RecordingModel
+from anydecode.certification.oracles.transformer import softmax
 from anydecode.certification.rounds import (
     VOCABULARY,
     TracedRound,
@@ -49,7 +50,7 @@ def s2d() -> Iterator[Check]:
         )
         yield Check(f"confidence {confidence}: drafts are accepted", accepted(trace) > 0)
     for temperature, confidence in ((0.0, 0.35), (0.8, 0.5)):
-        small = tiny_model(layers=8, seed=3, backend="torch")
+        small = tiny_model(layers=8, seed=3)
         with LLM(small, tokenizer=ByteTokenizer(), draft=small, cache_positions=1024) as llm:
             decoder = f"s2d:size=3,confidence={confidence}"
             trace = rounds(llm, decoder, "the cat sat", 20, temperature=temperature)
@@ -66,17 +67,15 @@ def _nested_mistakes(
     it stopped. Layers skipped by an exit do not change later drafts."""
     stops, wrong, exits = (4, 6, 8), 0, []
     for one in trace:
-        forward = Forward(model)
+        forward = Forward(model.network)
         for token in one.text:
             rows = forward.exits(token, stops)
         for draft in one.tokens:
-            sure = [
-                float((row / (temperature or 1.0)).softmax(0).max()) >= confidence for row in rows
-            ]
+            sure = [float(softmax(row / (temperature or 1.0)).max()) >= confidence for row in rows]
             position = sure.index(True) if True in sure else 2
             exits.append(stops[position])
             at = len(forward.keys[0])
-            wrong += plain_token(rows[position].numpy(), at, temperature) != draft
+            wrong += plain_token(rows[position], at, temperature) != draft
             rows = forward.exits(draft, stops)
     return wrong, exits
 
