@@ -115,6 +115,7 @@ def test_the_versions_are_measured_in_alternating_order(
 ) -> None:
     monkeypatch.chdir(tree)
     monkeypatch.setattr(compare, "Worker", Process)
+    monkeypatch.setattr(compare, "seconds_to_serve", lambda name, *_: 1.0)
     file = tree.parent / "report.json"
     run_bench("compare", ["--ref", "HEAD", "--rounds", "4", "--json", str(file)])
     report = json.loads(file.read_text())
@@ -126,6 +127,7 @@ def test_the_versions_are_measured_in_alternating_order(
         "auto, alone": 2,
         "auto, 8 together": 2,
         "peak memory": 0.5,
+        "server ready": 1,
     }
     assert not Process.running
     per_version = len(Process.order) // 10  # a warm-up and four rounds of two versions

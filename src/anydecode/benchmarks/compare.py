@@ -1,4 +1,5 @@
-"""`anydecode bench compare`: speed, peak memory and start-up of the work tree against a commit.
+"""`anydecode bench compare`: speed, peak memory and start-up, also of the server, of the work tree
+against a commit.
 
 The commit is checked out as a git worktree in a temporary folder. Every round starts one process
 per version, and measures the versions in turn, in alternating order. Other load on the machine, and
@@ -8,6 +9,7 @@ ratio within a round; the interval is that of the geometric mean of the ratios.
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,7 @@ from anydecode.benchmarks.baselines import (
     PREFILL_ROWS,
     Worker,
 )
+from anydecode.benchmarks.serving.baselines import started_server
 from anydecode.errors import InvalidRequestError
 from anydecode.machine import cpu_name, usable_cores
 from anydecode.report import JsonFile, write_report
@@ -52,7 +55,8 @@ AUTO = Measure("auto, alone", "tokens/s")
 TOGETHER = Measure(f"auto, {NUM_TOGETHER} together", "tokens/s")
 MEMORY = Measure("peak memory", "MiB")
 START = Measure("start-up to the first token", "s")
-MEASURES = (PLAIN, PREFILL, AUTO, TOGETHER, MEMORY, START)
+READY = Measure("server ready", "s")
+MEASURES = (PLAIN, PREFILL, AUTO, TOGETHER, MEMORY, START, READY)
 
 
 def git(*arguments: str, folder: Path | None = None) -> str:
@@ -159,7 +163,22 @@ def measure_round(
     finally:
         for worker in workers.values():
             worker.close()
+    for name, tree in trees.items():
+        results[name][READY] = seconds_to_serve(name, tree, model, threads)
     return results
+
+
+def seconds_to_serve(name: str, tree: Path, model: str, threads: int) -> float:
+    """Seconds from the start of the tree's server until it accepts requests."""
+    command = [sys.executable, "-m", "anydecode", "serve", model, "--threads", str(threads)]
+    start = time.perf_counter()
+    with started_server(
+        name,
+        shlex.join([*command, "--port", "{port}"]),
+        LOAD_TIMEOUT,
+        {"PYTHONPATH": str(tree / "src")},
+    ):
+        return time.perf_counter() - start
 
 
 def _ask(name: str, worker: Worker, **request: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ cache of another; within a run every server may use its prefix cache."""
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import signal
 import socket
@@ -13,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,8 +71,11 @@ def sigterm_as_exit() -> Iterator[None]:
 
 
 @contextmanager
-def started_server(name: str, command: str, seconds: float = 300.0) -> Iterator[str]:
+def started_server(
+    name: str, command: str, seconds: float = 300.0, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
     """Run the server `command`, in which `{port}` is replaced by a free port, until the block ends.
+    `environment` is added to this process's.
 
     Yields:
         The URL of its API, once the server is ready.
@@ -88,7 +92,11 @@ def started_server(name: str, command: str, seconds: float = 300.0) -> Iterator[
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         try:
             process = subprocess.Popen(
-                arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **(environment or {})},
             )
         except OSError as error:
             raise InvalidRequestError(f"{name} cannot be started: {error}") from None
@@ -104,7 +112,7 @@ def started_server(name: str, command: str, seconds: float = 300.0) -> Iterator[
                 if time.monotonic() > end:
                     message = f"{name} did not answer within {seconds:g} s{_last_line(output)}"
                     raise InvalidRequestError(message)
-                time.sleep(0.1)
+                time.sleep(0.02)
             yield f"{url}/v1"
         finally:
             process.terminate()
