@@ -15,15 +15,19 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import jsonschema_rs
 
 from anydecode.benchmarks import constrained_worker
 from anydecode.benchmarks.baselines import Worker
 from anydecode.constraints.constraint import IncrementalValidator
+from anydecode.constraints.json import narrowing
+from anydecode.constraints.json.completion_hints import SchemaHints
 from anydecode.constraints.json.json_schema import JsonSchema
 from anydecode.constraints.json.shortest_completion import shortest_completion
 from anydecode.constraints.patterns import pattern_options
@@ -34,6 +38,10 @@ from anydecode.models.tokenizer import Tokenizer
 MIN_ACCEPTED_SHARE = 0.8
 ANYDECODE = "anydecode"
 UNCHECKED = "xgrammar"
+#: The names of ablations begin so.
+WITHOUT = "without "
+#: Options of `JsonSchema` under which a schema means what the specification says.
+NO_GUARDS: dict[str, Any] = {"max_string": 0, "extra_properties": True}
 
 Row = dict[str, Any]
 
@@ -49,6 +57,8 @@ class Setting:
         close: Whether this engine completes an answer within the limit.
         seconds: Maximum seconds that a baseline may take for one answer.
         batch: Answers of this engine that are decoded together; changes only their times.
+        guards: Whether this engine limits strings and leaves out properties that the schema does
+            not list, as it does by default.
     """
 
     seeds: int = 10
@@ -57,6 +67,7 @@ class Setting:
     close: bool = False
     seconds: float = 60.0
     batch: int = 1
+    guards: bool = True
 
 
 def prompt_for(schema: Any) -> str:
@@ -65,14 +76,14 @@ def prompt_for(schema: Any) -> str:
 
 
 class OwnEngine:
-    """This engine. `decoder` is a key of the catalogue. With `engine` "xgrammar", that library
-    computes the masks and answers are not validated, as in the servers that use it."""
+    """This engine. `decoder` is a key of the catalogue, `variant` a key of `VARIANTS`."""
 
-    def __init__(self, llm: Any, setting: Setting, decoder: str, engine: str = "llguidance"):
+    def __init__(self, llm: Any, setting: Setting, decoder: str, variant: str = ANYDECODE):
         self.llm = llm
         self.setting = setting
         self.decoder = decoder
-        self.engine = engine
+        self.constraint_class = VARIANTS[variant]
+        self.engine = "xgrammar" if variant == UNCHECKED else "llguidance"
         self._cached: tuple[Any, JsonSchema, float] | None = None
 
     def ask(self, schema: Any, seeds: range) -> list[Row]:
@@ -129,14 +140,19 @@ class OwnEngine:
             "total": stats.seconds,
             "tries": answer.constraint["tries"],
             "steered": answer.constraint["steered"],
+            "narrowed": answer.constraint["narrowed"],
             "guards": answer.constraint["guards"],
         }
 
     def _constraint(self, schema: Any) -> tuple[JsonSchema, float]:
         if self._cached is None or self._cached[0] is not schema:
             start = perf_counter()
-            constraint_class = JsonSchema if self.engine == "llguidance" else _Unchecked
-            constraint = constraint_class(schema, close=self.setting.close, engine=self.engine)
+            constraint = self.constraint_class(
+                schema,
+                close=self.setting.close,
+                engine=self.engine,
+                **({} if self.setting.guards else NO_GUARDS),
+            )
             constraint.start(self.llm.tokenizer, self.llm.model.spec.vocab_size)
             self._cached = (schema, constraint, perf_counter() - start)
             return constraint, self._cached[2]
@@ -147,10 +163,55 @@ class OwnEngine:
 
 
 class _Unchecked(JsonSchema):
-    """A constraint that only masks, without validating."""
+    """A constraint that only masks, without validating, as in the servers that use xgrammar."""
 
     def incremental_validator(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
         return None
+
+
+class _WithoutNarrowing(JsonSchema):
+    """An ablation: an answer that keeps failing validation is not tried under narrowed schemas."""
+
+    def narrowed(self, index: int) -> None:
+        return None
+
+
+class _WithoutWitnesses(JsonSchema):
+    """An ablation: narrowed schemas do not name the properties that negations require."""
+
+    def narrowed(self, index: int) -> JsonSchema | None:
+        with patch.object(narrowing, "witnesses", lambda schema, index: []):
+            return super().narrowed(index)
+
+
+class _NoHints(SchemaHints):
+    """Hints without values and names."""
+
+    @cached_property
+    def values(self) -> list[bytes]:
+        return []
+
+    @cached_property
+    def names(self) -> dict[str, bytes]:
+        return {}
+
+
+class _WithoutHints(JsonSchema):
+    """An ablation: the shortest completion is searched without values and names of the schema."""
+
+    @cached_property
+    def completion_hints(self) -> SchemaHints:
+        return _NoHints({})
+
+
+#: The variants of this engine, by the name of the engine in the results.
+VARIANTS: dict[str, type[JsonSchema]] = {
+    ANYDECODE: JsonSchema,
+    UNCHECKED: _Unchecked,
+    WITHOUT + "narrowing": _WithoutNarrowing,
+    WITHOUT + "witnesses": _WithoutWitnesses,
+    WITHOUT + "hints": _WithoutHints,
+}
 
 
 class Baseline:
@@ -314,6 +375,7 @@ def summary(rows: list[Row], setting: Setting) -> dict[str, Any]:
         "unfinished": sum(not row["finished"] for row in answers),
         "errors": len(rows) - len(answers),
         "steered": sum(row.get("steered", False) for row in answers),
+        "narrowed": sum(row.get("narrowed", False) for row in answers),
         "finished_of_fitting": _share(sum(row["finished"] for row in fitting), len(fitting)),
         "compile_ms_p50": 1e3 * percentile(compiles, 0.5),
         "compile_ms_p99": 1e3 * percentile(compiles, 0.99),
@@ -339,17 +401,36 @@ def print_results(results: dict[str, dict[str, Any]]) -> None:
     """Print one line per split and engine."""
     names = ("split", "engine", "accepted", "valid", "invalid", "open", "error", "fit%", "compile",
              "first", "ms/token", "tok/pass")  # fmt: skip
-    print("".join(f"{name:>10}" for name in names))
+    print(_line(names))
     for split, engines in results.items():
         for engine, result in engines.items():
             fit = result["finished_of_fitting"]
             cells = (
-                split[:9], engine[:9], f"{result['accepted']}/{result['schemas']}",
+                split, engine, f"{result['accepted']}/{result['schemas']}",
                 f"{result['valid']}/{result['answers']}", result["finished_invalid"],
                 result["unfinished"], result["errors"], "" if fit is None else f"{100 * fit:.0f}",
                 f"{result['compile_ms_p50']:.1f}", f"{result['first_ms_p50']:.0f}",
                 f"{result['token_ms_p50']:.1f}",
                 "" if result["tokens_per_pass"] is None else f"{result['tokens_per_pass']:.2f}",
             )  # fmt: skip
-            print("".join(f"{cell:>10}" for cell in cells))
+            print(_line(cells))
+    for name, points in ablation_points(results["all"]).items():
+        print(f"{name}: {points:+.1f} points of accepted schemas")
     sys.stdout.flush()
+
+
+def _line(cells: Iterable[Any]) -> str:
+    """One line of the table; the first two columns hold names."""
+    return "".join(f"{cell:>{18 if column < 2 else 10}}" for column, cell in enumerate(cells))
+
+
+def ablation_points(engines: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The percentage points of accepted schemas that each ablation in `engines` loses or gains."""
+    if ANYDECODE not in engines:
+        return {}
+    shares = {name: result["accepted"] / result["schemas"] for name, result in engines.items()}
+    return {
+        name: 100 * (share - shares[ANYDECODE])
+        for name, share in shares.items()
+        if name.startswith(WITHOUT)
+    }

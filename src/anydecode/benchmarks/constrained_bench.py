@@ -21,7 +21,8 @@ from anydecode.benchmarks import constrained_worker
 from anydecode.benchmarks.baselines import find_file
 from anydecode.benchmarks.constrained_answers import (
     ANYDECODE,
-    UNCHECKED,
+    NO_GUARDS,
+    VARIANTS,
     Baseline,
     OwnEngine,
     Setting,
@@ -35,11 +36,15 @@ from anydecode.benchmarks.spelling import spelling
 from anydecode.constraints.json.json_schema import JsonSchema
 from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.machine import usable_cores
-from anydecode.models.scripted import ByteTokenizer
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.progress import progress
 from anydecode.report import split_names
 from anydecode.results_log import ResultsLog
+
+#: The name of a model of random bytes, with which constraints can be tried on many schemas.
+SCRIPTED = "scripted"
+ENGINE_NAMES = (*VARIANTS, *constrained_worker.BASELINES)
 
 
 @dataclass
@@ -133,8 +138,7 @@ def measure_schema(
     """Measure one schema with its instances."""
     tally = Tally(schemas=1)
     options: dict[str, Any] = {
-        "max_string": 0,
-        "extra_properties": True,
+        **NO_GUARDS,
         "resources": resources,
         "formats": formats,
     }
@@ -183,24 +187,27 @@ def measure_schema(
 
 
 def measure_splits(
-    data: Path, tokenizer: Tokenizer, limit: int | None, split: str = ""
+    rows: Iterable[tuple[str, str, dict[str, Any]]], tokenizer: Tokenizer
 ) -> dict[str, Tally]:
-    """Measure JSONSchemaBench by split: `limit` schemas of each, or only of `split`."""
+    """Measure `rows` of JSONSchemaBench, by split."""
     tallies: dict[str, Tally] = {}
-    for name, key, row in load_rows(data, limit, split):
+    for name, key, row in rows:
         tally = measure_schema(row["schema"], row["tests"], tokenizer, key)
         tallies.setdefault(name, Tally()).add(tally)
     return tallies
 
 
-def load_rows(data: Path, limit: int | None, split: str) -> list[tuple[str, str, dict[str, Any]]]:
-    """Split, id and row of the selected schemas."""
+def load_rows(
+    data: Path, limit: int | None, split: str, every: int = 1
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """Split, id and row of the selected schemas: of each split (or only of `split`) the first of
+    every `every`, at most `limit`."""
     files = sorted(file for file in data.glob("*.jsonl") if split in ("", file.stem))
     if not files:
         raise InvalidRequestError(f"no split {split!r} in {data}" if split else f"{data} is empty")
     rows = []
     for file in files:
-        for line in file.read_text().splitlines()[:limit]:
+        for line in file.read_text().splitlines()[::every][:limit]:
             row = json.loads(line)
             rows.append((file.stem, row["id"], row))
     return rows
@@ -249,10 +256,8 @@ def measure_answers(
     active: dict[str, OwnEngine | Baseline] = {}
     missing: dict[str, str] = {}
     for name in engines:
-        if name == ANYDECODE:
-            active[name] = OwnEngine(llm, setting, decoder)
-        elif name == UNCHECKED:
-            active[name] = OwnEngine(llm, setting, decoder, UNCHECKED)
+        if name in VARIANTS:
+            active[name] = OwnEngine(llm, setting, decoder, name)
         else:
             baseline = Baseline(name, find_file(model), threads, python, setting)
             if baseline.missing is None:
@@ -301,8 +306,16 @@ def bench_constrained(
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Schemas per split.")] = None,
+    every: Annotated[
+        int, typer.Option(min=1, help="Only the first of every N schemas of a split.")
+    ] = 1,
     split: Annotated[str, typer.Option(help="Only this split.")] = "",
-    model: Annotated[str | None, typer.Option(help="Generate answers with this model too.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Generate answers with this model too; {SCRIPTED!r}: random bytes, at no cost."
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Token limit of an answer.")] = 256,
     seeds: Annotated[int, typer.Option(min=1, help="Answers per schema and engine.")] = 10,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.7,
@@ -311,8 +324,19 @@ def bench_constrained(
     ] = False,
     decoder: Annotated[str, typer.Option(help="Decoder of this engine.")] = "auto",
     engines: Annotated[
-        str, typer.Option(help="Any of anydecode, xgrammar, llama.cpp, outlines.")
+        str,
+        typer.Option(
+            help=f"Any of {', '.join(ENGINE_NAMES)}; the names with 'without' are ablations of this"
+            " engine."
+        ),
     ] = ANYDECODE,
+    guards: Annotated[
+        bool,
+        typer.Option(
+            help="Limit strings and leave out properties that the schema does not list, as answers"
+            " do by default; without, a schema means what the specification says."
+        ),
+    ] = True,
     python: Annotated[
         str, typer.Option("--python", help="Python interpreter with the baselines installed.")
     ] = sys.executable,
@@ -334,21 +358,23 @@ def bench_constrained(
     if not data.is_dir():
         raise InvalidRequestError(f"{data} is not a folder")
     names = split_names(engines)
-    unknown = sorted(set(names) - {ANYDECODE, UNCHECKED, *constrained_worker.BASELINES})
+    unknown = sorted(set(names) - set(ENGINE_NAMES))
     if unknown:
         raise InvalidRequestError(
-            f"unknown engines {', '.join(unknown)};"
-            " choose from anydecode, xgrammar, llama.cpp, outlines"
+            f"unknown engines {', '.join(unknown)}; choose from {', '.join(ENGINE_NAMES)}"
         )
-    schemas = load_rows(data, limit, split)
+    schemas = load_rows(data, limit, split, every)
     llm = None
     tokenizer: Tokenizer = ByteTokenizer()
     if model is not None:
         from anydecode.api.llm import LLM
 
-        llm = LLM(model, threads=threads or None)
+        if model == SCRIPTED:
+            llm = LLM(ScriptedModel(seed=1), tokenizer=tokenizer, cache_positions=1 << 14)
+        else:
+            llm = LLM(model, threads=threads or None)
         tokenizer = llm.tokenizer
-    results: dict[str, Any] = {"splits": _report(measure_splits(data, tokenizer, limit, split))}
+    results: dict[str, Any] = {"splits": _report(measure_splits(schemas, tokenizer))}
     if suite is not None:
         results["suite"] = _report(measure_suite(suite, tokenizer, limit))
     if llm is not None and model is not None:
@@ -357,7 +383,7 @@ def bench_constrained(
             llm,
             model,
             schemas,
-            Setting(seeds, tokens, temperature, close, seconds, batch),
+            Setting(seeds, tokens, temperature, close, seconds, batch, guards),
             decoder=decoder,
             engines=names,
             python=python,
