@@ -15,6 +15,7 @@ from anydecode.certification.checks import Check, measures_of
 from anydecode.certification.denoising import benchmark_results
 from anydecode.certification.samplers import sampler_claim
 from anydecode.decoders.decoder import Decoder
+from anydecode.errors import MissingPackageError
 from anydecode.sampling.preset import SamplerPreset
 
 
@@ -32,9 +33,13 @@ def assert_rejected(key: str) -> None:
     """Asserts that the certificate of `key` notices the mistake that a test has made in it.
 
     Runs the oracle test, the claim and the measures, up to the first failed check. An exception is
-    no rejection.
+    no rejection; where a package is missing, the test is skipped.
     """
-    assert any(check.passed is False for check in _checks(key)), f"{key} passes with the mistake"
+    try:
+        is_rejected = any(check.passed is False for check in _checks(key))
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+    assert is_rejected, f"{key} passes with the mistake"
 
 
 def _checks(key: str) -> Iterator[Check]:

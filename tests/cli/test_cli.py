@@ -19,7 +19,7 @@ from anydecode.api.generation import Generation, Stats
 from anydecode.cli import bench, main, options
 from anydecode.cli.chat import run_command
 from anydecode.cli.generate import summary
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, MissingPackageError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.serialization import to_plain
 
@@ -331,11 +331,22 @@ def test_closed_pipe_prints_no_error() -> None:
     assert done.stderr == "" and done.returncode == main.FAILURE
 
 
-def test_every_benchmark_can_be_run() -> None:
-    for name in bench.BENCHES:
-        with pytest.raises(SystemExit) as caught:
-            main.run(["bench", name, "--help"])
-        assert caught.value.code == 0
+@pytest.mark.parametrize("name", bench.BENCHES)
+def test_every_benchmark_can_be_run(name: str) -> None:
+    if name == "gpu":
+        pytest.importorskip("torch")
+    with pytest.raises(SystemExit) as caught:
+        main.run(["bench", name, "--help"])
+    assert caught.value.code == 0
+
+
+def test_a_benchmark_without_its_packages_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "anydecode.benchmarks.gpu", raising=False)
+    with pytest.raises(MissingPackageError, match="bench gpu needs torch.*pip install"):
+        bench.run_bench("gpu", ["--help"])
 
 
 def test_unknown_benchmark_is_named_in_the_error() -> None:

@@ -79,6 +79,7 @@ def test_entropy_is_the_mean_over_masked_tokens() -> None:
 
 
 def test_formats_are_compared_at_the_same_number_of_passes(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     out = tmp_path / "out.json"
     options = "--formats float32,int8,int4,int4-gptq --tasks copy,shuffle --count 2 --threads 1"
     run_bench("quantization", [*options.split(), "--json", str(out)])

@@ -40,6 +40,8 @@ def test_certificate_rejects_attention_on_sequential_states(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_batch_equals_single_requests(backend: str) -> None:
     """One sequence drafts while another is prefilled: rows of both kinds share passes."""
+    if backend == "torch":
+        pytest.importorskip("torch")
     models = [tiny_model(layers=5, seed=seed, backend=backend) for seed in (3, 3)]
     options = {"max_tokens": 20, "temperature": 0.8, "seed": 4, "ignore_eos": True}
     with LLM(models[0], tokenizer=ByteTokenizer(), draft=models[1], cache_positions=512) as llm:
