@@ -1,5 +1,5 @@
 # Serves a model on port 8000. Build: docker build -t anydecode .
-# Run: docker run --rm -p 127.0.0.1:8000:8000 -v anydecode-models:/models anydecode
+# Run: docker run --rm -p 127.0.0.1:8000:8000 -e ANYDECODE_API_KEYS=KEY -v anydecode-models:/models anydecode
 FROM python:3.12-slim-bookworm AS build
 # Packages are not pinned: the mirrors delete an exact version when a fix replaces it.
 # hadolint ignore=DL3008

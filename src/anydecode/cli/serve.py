@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -41,13 +42,16 @@ def serve(
         list[str] | None,
         typer.Option(
             "--api-key",
-            envvar="ANYDECODE_API_KEYS",
             help=(
-                "Require this API key; repeatable. Each key has its own prefix cache."
-                " Default: no key."
+                "Require this API key; repeatable, or separated by commas. Each key has its own"
+                " prefix cache. Default: those of ANYDECODE_API_KEYS, or no key."
             ),
         ),
     ] = None,
+    no_auth: Annotated[
+        bool,
+        typer.Option("--no-auth", help="Require no key, although other machines can connect."),
+    ] = False,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
@@ -151,13 +155,14 @@ def serve(
     from anydecode.api.llm import LLM
     from anydecode.progress import status
     from anydecode.server.running import serve as run
-    from anydecode.server.settings import Settings
+    from anydecode.server.settings import Settings, api_keys
 
+    keys = api_keys(api_key, os.environ.get("ANYDECODE_API_KEYS"), host, no_auth)
     settings = Settings(
         name=name or served_name(model),
         host=host,
         port=port,
-        api_keys=tuple(api_key or ()),
+        api_keys=keys,
         max_body=max_body,
         max_prompt=max_prompt,
         max_requests=max_requests,

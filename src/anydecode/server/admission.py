@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import math
-from functools import lru_cache
 from secrets import token_hex
 from time import perf_counter, time_ns
 from typing import Any
@@ -16,7 +14,7 @@ from anydecode.engine.driver import Driver
 from anydecode.server import logs
 from anydecode.server.errors import ApiError, api_error
 from anydecode.server.metrics import Metrics
-from anydecode.server.settings import Settings
+from anydecode.server.settings import Settings, is_loopback
 from anydecode.server.telemetry import Telemetry
 
 #: Paths that report the load; they need an API key if keys are configured.
@@ -171,15 +169,6 @@ def host_name(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].rstrip(".").lower()
-
-
-@lru_cache(256)  # called for every request, nearly always with the same name
-def is_loopback(name: str) -> bool:
-    """Whether a host name or address is a loopback one."""
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost" or name.endswith(".localhost")
 
 
 class RequestScope:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+
+from anydecode.errors import InvalidRequestError
 
 
 @dataclass(frozen=True)
@@ -50,3 +55,44 @@ class Settings:
     def namespaces(self) -> dict[str, str]:
         """By API key: the namespace that isolates its prefix cache and its drafters' state."""
         return {key: hashlib.sha256(key.encode()).hexdigest()[:12] for key in self.api_keys}
+
+
+@lru_cache(256)  # called for every request, nearly always with the same name
+def is_loopback(name: str) -> bool:
+    """Whether a host name or address is a loopback one."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def api_keys(
+    given: Sequence[str] | None, environment: str | None, host: str, no_auth: bool
+) -> tuple[str, ...]:
+    """The API keys of a server.
+
+    Args:
+        given: Keys of the command line, each one or several separated by commas.
+        environment: The value of ANYDECODE_API_KEYS, read where `given` is empty; None: not set.
+        host: The address that the server listens on.
+        no_auth: Whether a server that other machines can reach may have no key.
+
+    Raises:
+        InvalidRequestError: A key is empty; other machines can connect and there is no key; or
+            there are keys although `no_auth` is set.
+    """
+    source = "--api-key" if given else "ANYDECODE_API_KEYS"
+    values = list(given) if given else [] if environment is None else [environment]
+    keys = [key.strip() for value in values for key in value.split(",")]
+    if not all(keys):
+        raise InvalidRequestError(
+            f"{source} has an empty key; give keys separated by commas, or leave it out"
+        )
+    if keys and no_auth:
+        raise InvalidRequestError(f"--no-auth is given together with keys ({source}): choose one")
+    if not keys and not no_auth and not is_loopback(host):
+        raise InvalidRequestError(
+            f"--host {host} lets other machines connect: give --api-key (or ANYDECODE_API_KEYS), or"
+            " --no-auth to accept requests without a key"
+        )
+    return tuple(keys)
