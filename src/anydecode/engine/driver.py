@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +33,7 @@ class Driver:
         self._wake_up = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._process = os.getpid()  # a fork has neither its threads nor their locks
         self._fault: BaseException | None = None  # what stopped the engine
 
     @property
@@ -47,7 +49,16 @@ class Driver:
         return error
 
     def submit(self, job: Job) -> None:
-        """Queue a job. If the engine has stopped, the job ends at once with `error`."""
+        """Queue a job. If the engine has stopped, the job ends at once with `error`.
+
+        Raises:
+            EngineStoppedError: The driver is closed, or this process is a fork of the one that
+                made it.
+        """
+        if self._closed:
+            raise EngineStoppedError("the engine is closed: open another LLM")
+        if os.getpid() != self._process:
+            raise EngineStoppedError("the engine is another process's: open an LLM after the fork")
         self._post(lambda: self._start(job))
 
     def cancel(self, job: Job) -> None:

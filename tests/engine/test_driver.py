@@ -1,0 +1,44 @@
+"""The driver after its engine is closed, and in a forked process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import pytest
+
+from anydecode.certification.checks import scripted_llm
+from anydecode.errors import EngineStoppedError
+
+
+def test_a_closed_engine_refuses_requests_in_one_line() -> None:
+    llm = scripted_llm()
+    llm.generate("a", max_tokens=2)
+    llm.close()
+    with pytest.raises(EngineStoppedError, match="closed"):
+        llm.generate("a", max_tokens=2)
+    with pytest.raises(EngineStoppedError, match="closed"):
+        asyncio.run(llm.agenerate("a", max_tokens=2))
+    with pytest.raises(EngineStoppedError, match="closed"):
+        next(iter(llm.stream("a", max_tokens=2)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_fork_refuses_requests_in_one_line() -> None:
+    """The background thread of the parent does not exist in the child, where a request would wait
+    for ever."""
+    with scripted_llm() as llm:
+        asyncio.run(llm.agenerate("a", max_tokens=2))
+        child = os.fork()
+        if child == 0:
+            try:
+                asyncio.run(llm.agenerate("a", max_tokens=2))
+            except EngineStoppedError as error:
+                os._exit(7 if "after the fork" in str(error) else 8)
+            finally:
+                sys.stdout.flush()
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert llm.generate("a", max_tokens=2).tokens
