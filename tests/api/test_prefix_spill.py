@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from anydecode.api.prefix_spill import parse_bytes, stable_name
+from anydecode.errors import InvalidRequestError
 from anydecode.memory.spill import DiskSpill, MemorySpill
 from certificates import assert_certified, assert_rejected
 
@@ -26,3 +28,27 @@ def test_certificate_rejects_blocks_that_change(monkeypatch: pytest.MonkeyPatch)
 def test_certificate_rejects_a_spill_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiskSpill, "get", lambda self, key: None)
     assert_rejected("prefix-spill")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (1000, 1000), ("1000", 1000), ("3B", 3), ("2k", 2048), ("1.5 KiB", 1536), ("1mb", 1 << 20),
+        (" 512MiB ", 512 << 20), ("4g", 4 << 30), ("4GiB", 4 << 30), ("2TB", 2 << 40),
+        ("0.5t", 1 << 39),
+    ],
+)  # fmt: skip
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "4 gigabytes", "1.", "4p"])
+def test_other_texts_are_no_sizes(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="not a number of bytes such as 4GiB"):
+        parse_bytes(text)
+
+
+def test_namespaces_of_adapters_are_not_shared_between_processes() -> None:
+    assert stable_name((-1, "a")) == stable_name("a") == "tenant 'a'"
+    assert stable_name((0, "a")) is None
+    assert stable_name(None) not in (None, stable_name("None"))

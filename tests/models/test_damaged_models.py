@@ -286,6 +286,10 @@ def save_adapter(folder: Path, down: tuple[int, ...], up: tuple[int, ...], **cha
         ("attention.sliding_window_pattern", "x", "sliding_window_pattern is 'x'"),
         ("final_logit_softcapping", "x", "final_logit_softcapping is 'x'"),
         ("rope.freq_base", float("inf"), "rope.freq_base is inf"),
+        ("rope.freq_base", True, "rope.freq_base is True"),
+        ("block_count", True, "block_count is True"),
+        ("block_count", 0, "block_count is 0"),
+        ("block_count", 2.0, "block_count is 2.0"),
         ("rope.freq_base_swa", [1], r"rope.freq_base_swa is \[1\]"),
     ],
 )
