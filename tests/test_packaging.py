@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import json
 import logging
@@ -265,6 +266,38 @@ def test_without_torch_and_compiled_kernels_the_error_says_what_to_install() -> 
         error = done.stderr.splitlines()[-1]
         assert expected in error and error.endswith("pip install 'anydecode[torch]'"), done.stderr
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "error", "message"),
+    [
+        ("2.4.1+cpu", None, "needs torch from 2.11 to below 3, and 2.4.1\\+cpu is installed"),
+        ("3.0.0", None, "and 3.0.0 is installed"),
+        ("nightly", None, "and nightly is installed"),
+        ("", OSError("libtorch.so: illegal\ninstruction"), "is broken .libtorch.so: illegal inst"),
+    ],
+)
+def test_an_unknown_or_broken_torch_is_one_line(
+    version: str, error: Exception | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Torch(ModuleType):
+        def __getattr__(self, name: str) -> str:
+            if name == "__version__":
+                return version
+            raise AttributeError(name)
+
+    def imported(name: str, *rest: Any) -> Any:
+        if name == "torch" and error is not None:
+            raise error
+        return importer(name, *rest)
+
+    importer = builtins.__import__
+    monkeypatch.setattr("anydecode.models.opening.has_torch", lambda: True)
+    monkeypatch.setitem(sys.modules, "torch", Torch("torch"))
+    monkeypatch.setattr(builtins, "__import__", imported)
+    with pytest.raises(UnsupportedCombinationError, match=message) as caught:
+        choose_executor("torch")
+    assert "\n" not in str(caught.value) and "pip install" in str(caught.value)
 
 
 def test_cuda_without_torch_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

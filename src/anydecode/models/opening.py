@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -150,9 +151,28 @@ def open_tokenizer(tokenizer: Any) -> Tokenizer | None:
 
 
 def check_torch(what: str) -> None:
-    """Raise MissingPackageError if torch, which `what` needs, is not installed."""
+    """Check that torch, which `what` needs, is installed, can be imported and has a known version.
+
+    Raises:
+        MissingPackageError: It is not installed.
+        UnsupportedCombinationError: It cannot be imported, or is of another version.
+    """
     if not has_torch():
         raise MissingPackageError(what, "torch", "'anydecode[torch]'")
+    command = "pip install 'anydecode[torch]'"
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UnsupportedCombinationError(
+            f"{what} needs torch, whose installation is broken ({reason}): {command}"
+        ) from None
+    version = str(torch.__version__)
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or not (2, 11) <= (int(numbers[1]), int(numbers[2])) < (3, 0):
+        raise UnsupportedCombinationError(
+            f"{what} needs torch from 2.11 to below 3, and {version} is installed: {command}"
+        )
 
 
 def torch_executor(device: str | None = None, backend: Any = None) -> Callable[[Network], Executor]:
