@@ -19,7 +19,7 @@ from anydecode.api.generation import Generation, Stats
 from anydecode.cli import bench, main, options
 from anydecode.cli.chat import run_command
 from anydecode.cli.generate import summary
-from anydecode.errors import InvalidRequestError, MissingPackageError
+from anydecode.errors import InvalidRequestError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.serialization import to_plain
 
@@ -340,13 +340,24 @@ def test_every_benchmark_can_be_run(name: str) -> None:
     assert caught.value.code == 0
 
 
-def test_a_benchmark_without_its_packages_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("arguments", "package", "install"),
+    [
+        (["bench", "gpu"], "torch", "'anydecode[torch]'"),
+        (["train", "diffusion", "--out", "x"], "torch", "'anydecode[torch]'"),
+    ],
+)
+def test_a_command_without_its_packages_says_what_to_install(
+    arguments: list[str], package: str, install: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "anydecode.benchmarks.gpu", raising=False)
-    with pytest.raises(MissingPackageError, match="bench gpu needs torch.*pip install"):
-        bench.run_bench("gpu", ["--help"])
+    code = (
+        "import sys; sys.modules['torch'] = None;"
+        f"from anydecode.cli.main import run; run({arguments})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    message = f"this command needs {package}, which is not installed: pip install {install}"
+    assert done.stderr == f"anydecode: {message}\n"
 
 
 def test_unknown_benchmark_is_named_in_the_error() -> None:

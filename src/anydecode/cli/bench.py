@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import typer
 
-from anydecode.errors import InvalidRequestError, MissingPackageError
+from anydecode.errors import InvalidRequestError
 
 
 class Bench(NamedTuple):
@@ -102,14 +102,7 @@ def run_bench(name: str, arguments: list[str] | None = None) -> None:
         raise InvalidRequestError(f"no benchmark {name!r}: choose from {', '.join(BENCHES)}")
     module, _, function = BENCHES[name].target.partition(":")
     command = typer.Typer(add_completion=False, rich_markup_mode=None)
-    try:
-        imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "transformers", "triton"):
-            raise
-        extra = "'anydecode[cuda,hf]'"
-        raise MissingPackageError(f"bench {name}", str(error.name), extra) from None
-    command.command(name)(getattr(imported, function))
+    command.command(name)(getattr(importlib.import_module(module), function))
     result = command(arguments, prog_name=f"anydecode bench {name}", standalone_mode=False)
     if isinstance(result, int) and result:
         raise typer.Exit(result)

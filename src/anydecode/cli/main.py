@@ -88,11 +88,27 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     except Exception as error:
         if debug:
             raise
-        message = (
-            f"unexpected {type(error).__name__}: {_one_line(error)} (use --debug for the traceback)"
-        )
-        code = _print_error(message, FAILURE)
+        if missing := _missing_package(error):
+            code = _print_error(missing, USAGE_ERROR)
+        else:
+            name = type(error).__name__
+            message = f"unexpected {name}: {_one_line(error)} (use --debug for the traceback)"
+            code = _print_error(message, FAILURE)
     raise SystemExit(code)
+
+
+def _missing_package(error: Exception) -> str:
+    """A line that says what to install; empty if no package of others is missing."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    from anydecode.cli.doctor import EXTRAS
+
+    package = error.name.partition(".")[0]
+    if package == "anydecode":
+        return ""
+    extra = next((name for name, one in EXTRAS.items() if package in one.packages), None)
+    install = package if extra is None else f"'anydecode[{extra}]'"
+    return f"this command needs {package}, which is not installed: pip install {install}"
 
 
 def _exit_code(result: object) -> int:
