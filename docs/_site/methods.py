@@ -26,13 +26,6 @@ TITLES = {
     "alignment": "Guidance",
     "serving": "Serving and memory",
 }
-CLAIMS = {
-    "token-exact": "The text is that of plain decoding, token by token, at every temperature.",
-    "greedy-exact": "At temperature 0 the text is that of plain decoding.",
-    "distribution-exact": "The texts follow the distribution of plain decoding, with other random"
-    " choices.",
-    "lossy": "The text may differ from that of plain decoding.",
-}
 CHECKED = {
     "token-exact": "the tokens equal those of plain decoding at temperatures 0 and 0.8",
     "greedy-exact": "the tokens equal those of plain decoding at temperature 0",
@@ -99,14 +92,14 @@ def method_page(card: Card, figures: list[str]) -> str:
         "",
         card.summary,
         "",
-        f"- **Claim:** {card.exactness}. {CLAIMS[card.exactness]}",
+        f"- **Claim:** {card.exactness}: {catalogue.CLAIMS[card.exactness]}.",
         f"- **Needs:** {needs}.",
         f"- **Works with:** {works_with(card)}",
         f"- **Paper:** {linked(card.paper)}",
         f"- **Code:** `src/{build.__module__.replace('.', '/')}.py`",
         "",
         *usage(card, build),
-        *parameters(build),
+        *parameters(card.key),
     ]
     if card.deviations:
         lines += ["## Differences from the paper", ""]
@@ -168,17 +161,13 @@ def models_for(card: Card) -> str:
     return models
 
 
-def parameters(build: Any) -> list[str]:
+def parameters(key: str) -> list[str]:
     """The table of the parameters that follow the key, as in `key:name=value`."""
-    described: dict[str, str] = {}
-    for part in [*(build.__mro__ if inspect.isclass(build) else [build])][::-1]:
-        described |= arguments(part.__doc__ or "")
     rows = []
-    for name, parameter in inspect.signature(build).parameters.items():
-        kind = str(parameter.annotation).replace(" | ", " or ")
-        default = parameter.default
-        value = "required" if default is inspect.Parameter.empty else f"`{default!r}`"
-        rows.append(f"| `{name}` | {kind} | {value} | {escaped(described.get(name, ''))} |")
+    for one in catalogue.parameters(key):
+        kind = one.type.replace(" | ", " or ")
+        value = f"`{one.default}`" if one.default else "required"
+        rows.append(f"| `{one.name}` | {kind} | {value} | {escaped(one.description)} |")
     if not rows:
         return []
     return [
@@ -191,14 +180,6 @@ def parameters(build: Any) -> list[str]:
         *rows,
         "",
     ]
-
-
-def arguments(doc: str) -> dict[str, str]:
-    """The descriptions in the `Args` of a docstring, by name."""
-    _, _, rest = inspect.cleandoc(doc).partition("Args:\n")
-    section = textwrap.dedent(re.split(r"\n+(?=\S)", rest)[0])
-    found = re.findall(r"(?m)^(\w+)[^:\n]*: ((?:.|\n(?=[ \n]))*)", section)
-    return {name: " ".join(text.split()) for name, text in found}
 
 
 def certificate(card: Card) -> list[str]:
