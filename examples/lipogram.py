@@ -89,7 +89,7 @@ class LipogramState(ConstraintState):
         return []
 
     @property
-    def may_stop(self) -> bool:
+    def can_stop(self) -> bool:
         return True
 
     @property

@@ -14,7 +14,7 @@ from anydecode import Candidates, Card, LogitsProcessor, SamplerPreset, register
 class NoEcho(LogitsProcessor):
     """Subtracts `penalty` from the logit of the last generated token."""
 
-    stateful = True  # `apply` depends on the text, so every branch of it gets a `fork`
+    is_stateful = True  # `apply` depends on the text, so every branch of it gets a `fork`
 
     def __init__(self, penalty: float, last: int | None = None) -> None:
         self.penalty = penalty

@@ -180,7 +180,7 @@ class Repeat(Constraint):
 
 class RepeatState(ConstraintState):
     finished = False
-    may_stop = True
+    can_stop = True
 
     def __init__(self, byte: int, vocab_size: int) -> None:
         self.byte, self.vocab_size = byte, vocab_size

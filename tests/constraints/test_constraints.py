@@ -72,16 +72,16 @@ def test_masks_allow_exactly_the_texts_of_the_language(engine, make, good, bad):
             if not fits:
                 break
             state.advance(byte)
-        assert (fits and state.may_stop) == (text in good), text
+        assert (fits and state.can_stop) == (text in good), text
         if text in good:
             assert state.mask()[EOS]
 
 
 def test_lark_grammars_and_special_tokens():
     state = start(Grammar('start: "a" start "b" | "c"'))
-    assert allowed(state) == "ac" and not state.may_stop
+    assert allowed(state) == "ac" and not state.can_stop
     feed(state, "acb")
-    assert state.may_stop and np.flatnonzero(state.mask()).tolist() == [EOS]
+    assert state.can_stop and np.flatnonzero(state.mask()).tolist() == [EOS]
     assert start(Regex("a"), vocab_size=300).mask().shape == (300,)
 
 
@@ -112,7 +112,7 @@ def test_rollback_removes_an_end_of_text_token():
     assert state.finished
     state.advance(EOS)
     state.rollback(1)
-    assert state.may_stop
+    assert state.can_stop
     state.rollback(1)
     assert allowed(state) == "b"
 

@@ -350,7 +350,7 @@ def test_masks_equal_a_reference_on_texts(inner: str, opened: bool) -> None:
             mask = state.mask()
             assert mask is not None and mask.tolist() == expected, text
             assert [state.allows(token) for token in range(size)] == expected
-            assert state.may_stop == expected[eos]
+            assert state.can_stop == expected[eos]
             forbidden = [token for token in range(size) if not expected[token]]
             with pytest.raises(ConstraintError):
                 state.fork().advance(rng.choice(forbidden))

@@ -485,8 +485,8 @@ class TestForks:
 
     def test_a_fork_of_a_stateless_sampler_is_itself(self):
         sampler = SamplingParams(top_p=0.9, logit_bias={1: 1.0}).sampler([], 4)
-        assert not sampler.stateful and sampler.fork() is sampler
-        assert EVERYTHING.sampler([], 16).stateful
+        assert not sampler.is_stateful and sampler.fork() is sampler
+        assert EVERYTHING.sampler([], 16).is_stateful
 
 
 def surprises(sampler: Sampler, seed: int, length: int) -> np.ndarray:
@@ -729,7 +729,7 @@ class TestParams:
 
     def test_the_defaults_do_not_change_the_logits(self):
         sampler = SamplingParams().sampler([1, 2], 5, [0])
-        assert sampler.is_temperature_only and not sampler.stateful and not sampler.is_greedy
+        assert sampler.is_temperature_only and not sampler.is_stateful and not sampler.is_greedy
         row = random_row(0, 5)
         np.testing.assert_allclose(sampler.distribution(row).dense(5), softmax(row), atol=1e-6)
         greedy = SamplingParams(temperature=0, top_k=3, top_p=0.5).sampler([], 5)

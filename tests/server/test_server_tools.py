@@ -39,7 +39,7 @@ def accepts(tools: dict[str, Any], format_name: str, calls: list[tuple[str, Any]
         if not state.allows(byte):
             return False
         state.advance(byte)
-    return state.may_stop
+    return state.can_stop
 
 
 def object_schema(**properties: Any) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def refused_at(
         state.advance(token)
         if validator is not None and validator.push(token) is not None:
             return number + 1
-    if not state.may_stop or (validator is not None and validator.end() is not None):
+    if not state.can_stop or (validator is not None and validator.end() is not None):
         return len(tokens)
     return None
 

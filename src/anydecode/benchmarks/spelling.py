@@ -20,7 +20,7 @@ def spelling(state: ConstraintState, tokenizer: Tokenizer, value: Any) -> str | 
     """A text of `value` that `state` allows, with the properties in any order and whole numbers
     with or without ".0"; None if none is found. `state` is advanced and rolled back."""
     for text in _SpellingSearch(state, tokenizer).spellings(value):
-        if state.may_stop:
+        if state.can_stop:
             return text
     return None
 

@@ -89,7 +89,7 @@ class ConstraintState(ABC):
 
     @property
     @abstractmethod
-    def may_stop(self) -> bool:
+    def can_stop(self) -> bool:
         """Whether the text so far is complete."""
 
     @property
@@ -145,8 +145,8 @@ class TokenBan(ConstraintState):
         self.num_after = num_after  # tokens after the position of the ban
 
     @property
-    def may_stop(self) -> bool:
-        return self.inner.may_stop
+    def can_stop(self) -> bool:
+        return self.inner.can_stop
 
     @property
     def finished(self) -> bool:

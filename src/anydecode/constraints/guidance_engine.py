@@ -219,7 +219,7 @@ class GuidanceState(ConstraintState):
 
     def advance(self, token: int) -> None:
         if token in self._binding.eos_set:
-            if not self.may_stop:
+            if not self.can_stop:
                 raise ConstraintError("the text ends before the constraint is satisfied")
             self._num_eos += 1
             self._invalidate_mask()
@@ -266,7 +266,7 @@ class GuidanceState(ConstraintState):
             probe.advance(token)
 
     @property
-    def may_stop(self) -> bool:
+    def can_stop(self) -> bool:
         self._wait_for_mask()
         return bool(self._num_eos or self._matcher.is_accepting())
 

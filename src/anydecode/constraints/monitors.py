@@ -122,7 +122,7 @@ class MonitorState(ConstraintState):
                 allowed = token_sets.free_tokens.copy()
             else:
                 allowed = token_sets.name_tokens(position.suffixes)
-            allowed[token_sets.eos_ids] = self.may_stop
+            allowed[token_sets.eos_ids] = self.can_stop
             self._mask = allowed
         return self._mask
 
@@ -158,7 +158,7 @@ class MonitorState(ConstraintState):
         return []
 
     @property
-    def may_stop(self) -> bool:
+    def can_stop(self) -> bool:
         position = self._position
         return position.ended or position.suffixes is None or b"" in position.suffixes
 

@@ -89,7 +89,7 @@ class PredicateState(ConstraintState):
             if not self._ended:
                 for token, data in enumerate(matcher.token_bytes):
                     allowed[token] = bool(data) and self._continues(data)
-            allowed[matcher.eos_ids] = self.may_stop
+            allowed[matcher.eos_ids] = self.can_stop
             self._mask = allowed
         return self._mask
 
@@ -97,7 +97,7 @@ class PredicateState(ConstraintState):
         if self._mask is not None:
             return bool(self._mask[token])
         if token in self.matcher.eos_ids:
-            return self.may_stop
+            return self.can_stop
         data = self.matcher.token_bytes[token]
         return bool(data) and not self._ended and self._continues(data)
 
@@ -122,7 +122,7 @@ class PredicateState(ConstraintState):
         return []
 
     @property
-    def may_stop(self) -> bool:
+    def can_stop(self) -> bool:
         return self._ended or self.matcher.complete(self._text(b""))
 
     @property

@@ -318,9 +318,9 @@ class AfterReasoningState(ConstraintState):
         return inner is not None and inner.is_forced
 
     @property
-    def may_stop(self) -> bool:
+    def can_stop(self) -> bool:
         inner = self._answer_state()
-        return inner is not None and inner.may_stop
+        return inner is not None and inner.can_stop
 
     @property
     def finished(self) -> bool:

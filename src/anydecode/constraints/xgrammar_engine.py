@@ -97,7 +97,7 @@ class XGrammarState(ConstraintState):
 
     def advance(self, token: int) -> None:
         if token in self._compiler.eos_ids:
-            if not self.may_stop:
+            if not self.can_stop:
                 raise ConstraintError("the text ends before the constraint is satisfied")
             self._num_eos += 1
         elif self._num_eos:
@@ -131,7 +131,7 @@ class XGrammarState(ConstraintState):
         return forced
 
     @property
-    def may_stop(self) -> bool:
+    def can_stop(self) -> bool:
         return bool(self._num_eos or self._matcher.is_completed())
 
     @property
@@ -154,7 +154,7 @@ class XGrammarState(ConstraintState):
             bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")
             allowed[:] = bits[: compiler.vocab_size]
             allowed[compiler.forbidden] = False
-        allowed[compiler.eos_ids] = self.may_stop
+        allowed[compiler.eos_ids] = self.can_stop
         return allowed
 
 

@@ -147,7 +147,7 @@ class AutoDeco(LogitsProcessor):
     """Divides the logits by the temperature predicted for the row, then applies the predicted
     top-p. It is the last processor, after a temperature of 1."""
 
-    stateful = True
+    is_stateful = True
     observes_hidden = True
 
     def __init__(self, heads: Heads) -> None:

@@ -40,7 +40,7 @@ class BannedWords(LogitsProcessor):
     """Bans token sequences from the output: the last token of each is forbidden after the others.
     The end of the prompt counts."""
 
-    stateful = True
+    is_stateful = True
 
     def __init__(self, words: Iterable[Sequence[int]], prompt: Sequence[int] = ()) -> None:
         words = [tuple(word) for word in words]
@@ -67,7 +67,7 @@ class BannedWords(LogitsProcessor):
 class MinimumLength(LogitsProcessor):
     """Forbids `ids` (end-of-text and stop tokens) until `length` tokens have been generated."""
 
-    stateful = True
+    is_stateful = True
 
     def __init__(self, length: int, ids: Iterable[int], num_generated: int = 0) -> None:
         self.length = length
@@ -91,7 +91,7 @@ class NoRepeatNgram(LogitsProcessor):
     """Forbids every token that would complete an n-gram that has already occurred in prompt or
     output (Paulus et al., 2017, arXiv 1705.04304)."""
 
-    stateful = True
+    is_stateful = True
 
     def __init__(self, size: int, prompt: Sequence[int] = ()) -> None:
         self.size = size

@@ -30,7 +30,7 @@ class ConstraintState(Protocol):
 class Constrained(LogitsProcessor):
     """Keeps the candidates that the constraint allows."""
 
-    stateful = True
+    is_stateful = True
 
     def __init__(self, state: ConstraintState) -> None:
         self.state = state

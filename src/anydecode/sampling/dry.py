@@ -29,7 +29,7 @@ class Dry(LogitsProcessor):
         prompt: Token ids of the prompt.
     """
 
-    stateful = True
+    is_stateful = True
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class Mirostat(LogitsProcessor):
         rate: Learning rate of `mu`.
     """
 
-    stateful = True
+    is_stateful = True
     learns_from_logits = True
 
     def __init__(self, target: float = 5.0, rate: float = 0.1) -> None:

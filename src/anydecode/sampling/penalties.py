@@ -16,7 +16,7 @@ class RepetitionPenalty(LogitsProcessor):
     """Logits of tokens in the prompt or the output are divided by `penalty` where positive and
     multiplied by it where negative (Keskar et al., "CTRL", 2019, arXiv 1909.05858)."""
 
-    stateful = True
+    is_stateful = True
 
     def __init__(self, penalty: float, prompt: Sequence[int] = ()) -> None:
         self.penalty = np.float32(penalty)
@@ -51,7 +51,7 @@ class CountPenalty(LogitsProcessor):
     frequency: float = 0.0
     counts: Counts = _NO_COUNTS
 
-    stateful = True
+    is_stateful = True
 
     def apply(self, candidates: Candidates) -> Candidates:
         positions, found = candidates.positions(self.counts.tokens)

@@ -13,11 +13,11 @@ from anydecode.sampling.candidates import Candidates
 class LogitsProcessor(ABC):
     """Changes scores or drops candidates; always leaves at least one candidate.
 
-    If `stateful` is True, `advance` is called with every token of the text, and `fork` creates an
+    If `is_stateful` is True, `advance` is called with every token of the text, and `fork` creates an
     independent copy for each branch. Stateless processors are shared by all branches.
     """
 
-    stateful = False
+    is_stateful = False
     #: Whether `observe_hidden` must be called with the last hidden state of each row before
     #: `apply`. Such a processor is stateful, since the hidden state belongs to one row.
     observes_hidden = False

@@ -51,12 +51,12 @@ class Sampler:
         last = self.pre_temperature[-1] if self.pre_temperature else None
         self._constraint = last if isinstance(last, Constrained) else None
         self._stateful = tuple(
-            p for p in (*self.pre_temperature, *self.post_temperature) if p.stateful
+            p for p in (*self.pre_temperature, *self.post_temperature) if p.is_stateful
         )
         self._observing = tuple(p for p in self._stateful if p.observes_hidden)
 
     @property
-    def stateful(self) -> bool:
+    def is_stateful(self) -> bool:
         """Whether the distribution depends on earlier tokens through `advance`."""
         return bool(self._stateful)
 

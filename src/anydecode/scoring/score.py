@@ -168,7 +168,7 @@ class MultiStep:
             sampler.advance(step_tokens[-1])
 
     def _sample(self, scores: Scores, sampler: Sampler) -> int:
-        if not sampler.stateful:
+        if not sampler.is_stateful:
             return scores.sampled[-1]
         row, position = scores.row(-1), int(scores.positions[-1]) + 1
         scores.show_hidden(sampler, -1)
@@ -343,7 +343,7 @@ class Scores:
     def _sampler_after(self, row: int) -> Sampler:
         sampler = self.sequence.sampler
         row = row % len(self)
-        if not sampler.stateful:
+        if not sampler.is_stateful:
             return sampler
         length = self.sequence.length
         if self.positions[row] < length:

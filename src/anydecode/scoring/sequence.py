@@ -239,7 +239,7 @@ class Sequence(SequenceData):
             self.truncate(self.length + len(path), runner)
         sampler = (
             scores.sampler_after(scores.after(path[-1] if len(path) else ROOT))
-            if self.sampler.stateful
+            if self.sampler.is_stateful
             else None
         )
         return self.emit(tokens, sampler)

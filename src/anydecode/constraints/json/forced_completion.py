@@ -137,8 +137,8 @@ class ForcedCompletion(ConstraintState):
         return list(completion[:-1] or completion) if completion else self.inner.forced_tokens()
 
     @property
-    def may_stop(self) -> bool:
-        return self.inner.may_stop
+    def can_stop(self) -> bool:
+        return self.inner.can_stop
 
     @property
     def finished(self) -> bool:

@@ -106,7 +106,7 @@ class _Search:
         return None
 
     def _may_stop(self, state: ConstraintState, mask: np.ndarray | None) -> bool:
-        return state.may_stop and any(mask is None or mask[end] for end in self._vocab.eos_ids)
+        return state.can_stop and any(mask is None or mask[end] for end in self._vocab.eos_ids)
 
     def _skip_forced(self, step: _Step) -> np.ndarray | None:
         """Appends tokens to `step` while only one is allowed, and returns the mask after them."""
@@ -178,7 +178,7 @@ class _Search:
         branch = state.fork()
         for token in tokens:
             branch.advance(token)
-        return branch.may_stop
+        return branch.can_stop
 
     def _names(self, state: ConstraintState) -> list[list[int]]:
         """Allowed property names with the missing quotes and a colon, the best first."""

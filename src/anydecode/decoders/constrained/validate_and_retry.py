@@ -342,7 +342,7 @@ def enforcement_report(constraint: Constraint, sequence: Sequence) -> dict[str, 
         (whether a completion was forced), "tries", "narrowed" and "discarded" (tokens).
     """
     part = constraint_of(sequence.sampler)
-    is_complete = part is not None and bool(getattr(part.state, "may_stop", True))
+    is_complete = part is not None and bool(getattr(part.state, "can_stop", True))
     retry_state = sequence.state.get(_RETRY_STATE, RetryState())
     return {
         **constraint.report().to_dict(),

@@ -78,5 +78,5 @@ class LayerDraft(Decoder):
             sequence.record(tree, result.path, result.tokens)
             row = len(result.path)
             sequence.emit(
-                result.tokens, scores.sampler_after(row) if sequence.sampler.stateful else None
+                result.tokens, scores.sampler_after(row) if sequence.sampler.is_stateful else None
             )

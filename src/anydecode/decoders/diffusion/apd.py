@@ -31,7 +31,7 @@ class JointDenoiser(Denoiser):
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
         [predictions] = yield from self.forward(sequence, canvas)
-        if sequence.sampler.stateful:
+        if sequence.sampler.is_stateful:
             self.fill(sequence, canvas, predictions)
             return
         masks = canvas.masked(canvas.frontier, self.blocks.window_end(canvas))

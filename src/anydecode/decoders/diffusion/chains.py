@@ -44,7 +44,7 @@ class ChainDenoiser(Denoiser):
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
         [predictions] = yield from self.forward(sequence, canvas)
-        if sequence.sampler.stateful:
+        if sequence.sampler.is_stateful:
             self.fill(sequence, canvas, predictions)
             return
         if canvas.block is None:

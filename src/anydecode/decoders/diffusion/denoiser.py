@@ -232,7 +232,7 @@ class Denoiser(Decoder):
 
         `trace_fields` are added to the trace record.
         """
-        if sequence.sampler.stateful:
+        if sequence.sampler.is_stateful:
             chosen, tokens = self._sample_in_order(sequence, canvas, predictions, chosen)
         else:
             tokens = predictions.tokens(chosen).tolist()
@@ -417,10 +417,10 @@ class Denoiser(Decoder):
 
 def _without_stateful_parts(sampler: Sampler) -> Sampler:
     """The sampler without the parts that depend on the text before a position."""
-    if not sampler.stateful:
+    if not sampler.is_stateful:
         return sampler
-    before = [part for part in sampler.pre_temperature if not part.stateful]
-    after = [part for part in sampler.post_temperature if not part.stateful]
+    before = [part for part in sampler.pre_temperature if not part.is_stateful]
+    after = [part for part in sampler.post_temperature if not part.is_stateful]
     return Sampler(sampler.temperature, before, after)
 
 

@@ -68,7 +68,7 @@ class CanvasState(ConstraintState):
         return []
 
     @property
-    def may_stop(self) -> bool:
+    def can_stop(self) -> bool:
         return self.whole
 
     @property
@@ -95,7 +95,7 @@ class GrammaticalDenoiser(Denoiser):
         stateful = [
             processor
             for processor in (*sampler.pre_temperature, *sampler.post_temperature)
-            if processor.stateful
+            if processor.is_stateful
         ]
         if stateful != [part]:
             raise UnsupportedCombinationError(

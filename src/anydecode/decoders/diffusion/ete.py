@@ -58,7 +58,7 @@ class ExploringDenoiser(Denoiser):
         current = canvas.masked(canvas.frontier, self.blocks.current_block_end(canvas))
         if (
             len(confident) >= self.enough
-            or sequence.sampler.stateful
+            or sequence.sampler.is_stateful
             or len(confident) == len(positions)
         ):
             self._open(canvas)

@@ -86,7 +86,7 @@ class SelfVerified(Denoiser):
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
         [predictions] = yield from self.forward(sequence, canvas)
-        if sequence.sampler.stateful:
+        if sequence.sampler.is_stateful:
             self.fill(sequence, canvas, predictions)
             return
         block = canvas.block or (canvas.frontier, self.blocks.block_end(canvas, predictions))

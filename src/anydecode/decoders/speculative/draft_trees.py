@@ -139,7 +139,7 @@ class GrowingTree:
 
     def _advance_sampler(self, node: int) -> None:
         sampler = self._samplers[self.tree.parents[node]]
-        if sampler.stateful:
+        if sampler.is_stateful:
             sampler = sampler.fork()
             sampler.advance(self.tree.tokens[node])
         self._samplers[node] = sampler

@@ -87,6 +87,6 @@ def _next(sequence: Sequence, scores: Scores, num_accepted: int) -> list[int]:
     """The next iterate after the accepted tokens. A stateful sampler may not be able to process
     predictions that it forbids, so with one the rows are read without it."""
     rows = range(num_accepted + 1, len(scores))
-    if sequence.sampler.stateful:
+    if sequence.sampler.is_stateful:
         return [int(scores.logits[row].argmax()) for row in rows]
     return [scores.sample(row) for row in rows]

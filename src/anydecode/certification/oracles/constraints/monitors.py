@@ -70,9 +70,9 @@ def monitors() -> Iterator[Check]:
             allowed_tokens(branch) == rule,
             f"{sorted(allowed_tokens(branch))}",
         )
-        yield Check(f"may not stop after c.{typed}", not branch.may_stop)
+        yield Check(f"may not stop after c.{typed}", not branch.can_stop)
     state.advance(_TOKENS.index("meow"))
-    yield Check("may stop after a whole name", state.may_stop and state.mask()[size - 1])
+    yield Check("may stop after a whole name", state.can_stop and state.mask()[size - 1])
     state.rollback(2)
     yield Check("rollback restores the mask", allowed_tokens(state) == free)
 
