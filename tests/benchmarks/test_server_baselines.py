@@ -343,7 +343,8 @@ def test_overhead_measures_server_time(slow: str, tmp_path: Path, monkeypatch: A
     assert (overhead["request"] > 0.19) == (slow == "request")
     if slow != "request":  # otherwise all tokens are ready before the first chunk is sent
         assert 0 < overhead["pieces"] <= 1
-        assert (overhead["token_cpu"] > 0.009 * overhead["pieces"]) == (slow == "token")
+        # Half of the 10 ms that a slow chunk takes: other chunks take a tenth of a millisecond.
+        assert (overhead["token_cpu"] > 0.005 * overhead["pieces"]) == (slow == "token")
 
 
 def test_invalid_baselines_are_refused() -> None:
