@@ -32,6 +32,8 @@ def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
         folder = posixpath.dirname(page.file.dest_uri)
         target = posixpath.normpath(posixpath.join(folder, match[2]))
         svg = Path(config.docs_dir, target).read_text()
+        if DARK not in svg:  # a plot, which is readable on both backgrounds
+            return match[0]
         name = f"figure-{number}"
         return f'<figure class="drawn" id="{name}">{scoped(svg, name)}</figure>'
 
