@@ -65,6 +65,17 @@ def replace_method(monkeypatch: pytest.MonkeyPatch, key: str, other: str) -> Non
     monkeypatch.setitem(catalogue.entries(), key, build)
 
 
+def replace_defaults(monkeypatch: pytest.MonkeyPatch, key: str, **defaults: Any) -> None:
+    """Makes the method `key` use other defaults for these parameters."""
+    entry = catalogue.entries()[key]
+
+    @wraps(entry.build)
+    def build(**given: Any) -> Any:
+        return entry.build(**{**defaults, **given})
+
+    monkeypatch.setitem(catalogue.entries(), key, replace(entry, build=build))
+
+
 def ignore_parameter(monkeypatch: pytest.MonkeyPatch, key: str, name: str) -> None:
     """Makes the method `key` use the default of its parameter `name`."""
     entry = catalogue.entries()[key]

@@ -3,6 +3,8 @@ unsupported requests."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from anydecode.api.llm import LLM
@@ -12,7 +14,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.library import load_library
 from anydecode.models.network import Network
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 PROMPTS = ["the cat sat on the cat", "a", "zq zq zq zq"]
 BACKENDS = ["torch", "native"] if load_library() is not None else ["torch"]
@@ -20,6 +22,14 @@ BACKENDS = ["torch", "native"] if load_library() is not None else ["torch"]
 
 def test_certificate() -> None:
     assert_certified("easyspec")
+
+
+@pytest.mark.parametrize("defaults", [{"size": 4}, {"group": 2}], ids=str)
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "easyspec", **defaults)
+    assert_rejected("easyspec")
 
 
 def test_certificate_rejects_drafts_without_calibration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from anydecode.decoders.speculative.longspec import WindowDrafter
-from certificates import assert_certified, assert_rejected, replace_method
+from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
 
 def test_certificate() -> None:
     assert_certified("longspec")
+
+
+@pytest.mark.parametrize("defaults", [{"size": 3}, {"window": 511}, {"sinks": 3}], ids=str)
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "longspec", **defaults)
+    assert_rejected("longspec")
 
 
 def test_certificate_rejects_speculative_sampling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from anydecode.decoders.speculative import rapid
 from anydecode.decoders.speculative.rapid import retrieve_chunks
-from certificates import assert_certified, assert_rejected, replace_method
+from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
 
 def test_certificate() -> None:
     assert_certified("rapid")
+
+
+@pytest.mark.parametrize(
+    "defaults", [{"size": 9}, {"chunk": 65}, {"count": 7}, {"query": 127}], ids=str
+)
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "rapid", **defaults)
+    assert_rejected("rapid")
 
 
 def test_certificate_rejects_speculative_sampling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from anydecode.decoders.speculative import rsd
-from certificates import assert_certified, assert_rejected, replace_method
+from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
 
 def test_certificate() -> None:
     assert_certified("rsd")
+
+
+@pytest.mark.parametrize("defaults", [{"width": 4}, {"depth": 3}, {"branching": "3-2-1"}], ids=str)
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "rsd", **defaults)
+    assert_rejected("rsd")
 
 
 def test_certificate_rejects_speculative_sampling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from anydecode.decoders.speculative.s2d import NestedDrafter
-from certificates import assert_certified, assert_rejected, replace_method
+from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
 
 def test_certificate() -> None:
     assert_certified("s2d")
+
+
+@pytest.mark.parametrize("defaults", [{"size": 3}, {"exits": "0.5"}, {"confidence": 0.75}], ids=str)
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "s2d", **defaults)
+    assert_rejected("s2d")
 
 
 def test_certificate_rejects_speculative_sampling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from anydecode.decoders.speculative.specdecpp import StopThreshold
-from certificates import assert_certified, assert_rejected, replace_method
+from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
 
 def test_certificate() -> None:
     assert_certified("specdec++")
+
+
+@pytest.mark.parametrize("defaults", [{"bound": 0.65}, {"min_drafts": 1}, {"size": 19}], ids=str)
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "specdec++", **defaults)
+    assert_rejected("specdec++")
 
 
 def test_certificate_rejects_speculative_sampling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from anydecode.decoders.speculative import stand
 from anydecode.decoders.speculative.stand import NgramProbabilities
-from certificates import assert_certified, assert_rejected, replace_method
+from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
 
 def test_certificate() -> None:
     assert_certified("stand")
+
+
+@pytest.mark.parametrize("defaults", [{"row_cost": 0.0}, {"max_ngram": 3}], ids=str)
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "stand", **defaults)
+    assert_rejected("stand")
 
 
 def test_certificate_rejects_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,10 +35,12 @@ def draft_row(text: list[int], path: Path, temperature: float) -> dict[int, tupl
     return {int(top[i]): (float(q[i]), float(keys[i])) for i in order}
 
 
-def compare_trees(key: str, oracle: Oracle, ordered: bool = True) -> Iterator[Check]:
+def compare_trees(
+    key: str, oracle: Oracle, ordered: bool = True, temperatures: tuple[float, ...] = (0.0, 0.8)
+) -> Iterator[Check]:
     """Checks that every tree that `key` drafts equals the oracle's; with `ordered`, node by
     node."""
-    for temperature in (0.0, 0.8):
+    for temperature in temperatures:
         with scripted(TARGET, DRAFT) as llm:
             trace: list[TracedRound] = []
             for prompt in PROMPTS:

@@ -4,6 +4,7 @@ time."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
@@ -16,7 +17,7 @@ from anydecode.certification.oracles.speculative.draft_trees import Path, compar
 def dyspec() -> Iterator[Check]:
     """The paper's heap: one sample at a time, residuals as whole vectors."""
 
-    def oracle(text: list[int], temperature: float) -> list[Path]:
+    def grown(text: list[int], temperature: float, size: int) -> list[Path]:
         def slot(path: Path) -> tuple[list[int], np.ndarray]:
             row = draft_row(text, path, temperature)
             return list(row), np.array([q for q, _ in row.values()])
@@ -25,7 +26,7 @@ def dyspec() -> Iterator[Check]:
         count = 0
         tree: list[Path] = []
         heappush(heap, (-1.0, count, (), *slot(())))
-        while len(tree) < 10:
+        while len(tree) < size:
             negative, _, parent, tokens, residual = heappop(heap)
             share = residual[0] / residual.sum()
             tree.append((*parent, tokens[0]))
@@ -35,4 +36,5 @@ def dyspec() -> Iterator[Check]:
             heappush(heap, (negative * share, count, tree[-1], *slot(tree[-1])))
         return tree
 
-    yield from compare_trees("dyspec:size=10", oracle)
+    for key, size in (("dyspec", 16), ("dyspec:size=10", 10)):
+        yield from compare_trees(key, partial(grown, size=size))

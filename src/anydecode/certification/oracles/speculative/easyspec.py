@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import product
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
@@ -15,9 +16,7 @@ from anydecode.kernels.library import load_library
 from anydecode.models.network import Network
 from anydecode.models.scripted import ByteTokenizer
 
-LAYERS, GROUP, SIZE = 7, 2, 4
-
-
+LAYERS = 7
 PROMPT = "the cat sat on the cat"
 
 
@@ -43,28 +42,32 @@ def easyspec() -> Iterator[Check]:
     """Drafts equal the oracle's in every round, which requires that the cache is corrected in each;
     they differ from the drafts of an exact draft model."""
     oracle = tiny_network(layers=LAYERS, seed=3)
-    for backend in _backends():
+    for backend, (key, size, group) in product(
+        _backends(), (("easyspec", 5, 4), ("easyspec:size=4,group=2", 4, 2))
+    ):
         draft = tiny_model(layers=LAYERS, seed=3, backend=backend)
         target = tiny_model(layers=LAYERS, seed=3, backend=backend)
         with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=1024) as llm:
-            trace = rounds(llm, f"easyspec:size={SIZE},group={GROUP}", PROMPT, 24)
+            trace = rounds(llm, key, PROMPT, 24)
             rows, passes = (
                 llm.engine.runners["draft"].num_rows,
                 llm.engine.runners["draft"].num_passes,
             )
-        wrong = [one.text for one in trace if one.tokens != drafted(oracle, one.text, SIZE, GROUP)]
+        wrong = [one.text for one in trace if one.tokens != drafted(oracle, one.text, size, group)]
         detail = f"{len(wrong)} of {len(trace)} differ"
-        yield Check(f"drafts equal the oracle's, {backend}", not wrong and len(trace) > 5, detail)
-        exact = [drafted(oracle, one.text, SIZE, 1) for one in trace]
         yield Check(
-            f"only the first draft is always exact, {backend}",
+            f"{key}: drafts equal the oracle's, {backend}", not wrong and len(trace) > 5, detail
+        )
+        exact = [drafted(oracle, one.text, size, 1) for one in trace]
+        yield Check(
+            f"{key}: only the first draft is always exact, {backend}",
             all(one.tokens[0] == chain[0] for one, chain in zip(trace, exact, strict=True))
             and any(one.tokens != chain for one, chain in zip(trace, exact, strict=True)),
         )
         num_generated = sum(len(one.generated) for one in trace[:-1])
-        expected_rows = len(PROMPT) + num_generated + len(trace) * (SIZE - 1)
+        expected_rows = len(PROMPT) + num_generated + len(trace) * (size - 1)
         yield Check(
-            f"one exact pass per round over the new tokens, {backend}",
-            (rows, passes) == (expected_rows, len(trace) * SIZE),
-            f"{rows} rows in {passes} passes; expected {expected_rows} in {len(trace) * SIZE}",
+            f"{key}: one exact pass per round over the new tokens, {backend}",
+            (rows, passes) == (expected_rows, len(trace) * size),
+            f"{rows} rows in {passes} passes; expected {expected_rows} in {len(trace) * size}",
         )

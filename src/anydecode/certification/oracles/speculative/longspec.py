@@ -10,6 +10,7 @@ import numpy as np
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.reading_drafts import (
+    LONG_PROMPT,
     PROMPTS,
     TARGET,
     context_logits,
@@ -20,14 +21,24 @@ from anydecode.certification.rounds import accepted, plain_token, rounds, script
 @oracle_test("longspec")
 def longspec() -> Iterator[Check]:
     """The draft model attends to the sinks and the window only, and caches no more than that."""
-    window, sinks, size = 6, 2, 3
+    for key, prompts, size, window, sinks in (
+        ("longspec", ("h", LONG_PROMPT), 4, 512, 4),
+        ("longspec:size=3,window=6,sinks=2", PROMPTS, 3, 6, 2),
+    ):
+        yield from _compare_drafts(key, prompts, size, window, sinks)
+    sizes = [_max_used(count) for count in (60, 120)]
+    yield Check("the cache size is constant", sizes[0] == sizes[1] <= 2 + 2 * 6 + 3, f"{sizes}")
+
+
+def _compare_drafts(
+    key: str, prompts: tuple[str, ...], size: int, window: int, sinks: int
+) -> Iterator[Check]:
     for temperature in (0.0, 0.8):
         num_used, wrong, total = 0, 0, 0
         with scripted(TARGET, context_logits) as llm:
             pool = llm.engine.runners["draft"].pool
-            for prompt in PROMPTS:
-                decoder = f"longspec:size={size},window={window},sinks={sinks}"
-                trace = rounds(llm, decoder, prompt, 30, temperature=temperature)
+            for prompt in prompts:
+                trace = rounds(llm, key, prompt, 30, temperature=temperature)
                 first_kept, length = sinks, 0
                 for one in trace:
                     while len(one.text) - length > window:
@@ -48,13 +59,9 @@ def longspec() -> Iterator[Check]:
                     length = min(length, len(one.text) + len(one.accepted))
                 total += accepted(trace)
                 num_used = max(num_used, pool.num_used)
-        yield Check(f"T={temperature} equals the oracle", wrong == 0)
-        yield Check(f"drafts are accepted at T={temperature}", total > 0, f"{total}")
-        yield Check("all slots are freed", num_used == 0)
-    sizes = [_max_used(count) for count in (60, 120)]
-    yield Check(
-        "the cache size is constant", sizes[0] == sizes[1] <= sinks + 2 * window + size, f"{sizes}"
-    )
+        yield Check(f"{key} at T={temperature} equals the oracle", wrong == 0)
+        yield Check(f"{key} at T={temperature}: drafts are accepted", total > 0, f"{total}")
+        yield Check(f"{key}: all slots are freed", num_used == 0)
 
 
 def _max_used(count: int) -> int:

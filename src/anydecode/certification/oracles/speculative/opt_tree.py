@@ -4,6 +4,7 @@ a heap, and the depth at which the gain is too small."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
@@ -17,17 +18,21 @@ def opt_tree() -> Iterator[Check]:
     """The n most probable nodes of the whole tree; levels are added while they add more than
     delta."""
 
-    def oracle(text: list[int], temperature: float) -> list[Path]:
+    def best(text: list[int], temperature: float, size: int, delta: float) -> list[Path]:
         before, nodes = 0.0, []
         for depth in range(1, 11):
-            nodes = _likeliest(text, temperature, 8, depth)
+            nodes = _likeliest(text, temperature, size, depth)
             total = sum(weight for weight, _ in nodes)
-            if total - before <= 0.2:
+            if total - before <= delta:
                 break
             before = total
         return [path for _, path in nodes]
 
-    yield from compare_trees("opt-tree:size=8,delta=0.2", oracle, ordered=False)
+    for key, size, delta in (("opt-tree", 16, 0.5), ("opt-tree:size=8,delta=0.2", 8, 0.2)):
+        # At temperature 0.1 the draft model is confident, so trees reach the maximum depth.
+        yield from compare_trees(
+            key, partial(best, size=size, delta=delta), ordered=False, temperatures=(0.0, 0.8, 0.1)
+        )
 
 
 def _likeliest(

@@ -9,6 +9,7 @@ import numpy as np
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.reading_drafts import (
+    LONG_PROMPT,
     PROMPTS,
     TARGET,
     context_logits,
@@ -26,23 +27,33 @@ def rapid() -> Iterator[Check]:
         retrieve_chunks(text, 4, 2, 4) == [*text[4:8], *text[12:16], *text[16:]],
     )
     yield Check("a short prompt is used whole", retrieve_chunks(text, 4, 9, 4) == text)
+    for key, prompts, size, chunk, count, query in (
+        ("rapid", (LONG_PROMPT,), 10, 64, 8, 128),
+        ("rapid:size=4,chunk=4,count=2,query=5", PROMPTS, 4, 4, 2, 5),
+    ):
+        yield from _compare_drafts(key, prompts, size, chunk, count, query)
+
+
+def _compare_drafts(
+    key: str, prompts: tuple[str, ...], size: int, chunk: int, count: int, query: int
+) -> Iterator[Check]:
     for temperature in (0.0, 0.8):
         wrong, total = 0, 0
         with scripted(TARGET, context_logits) as llm:
-            for prompt in PROMPTS:
-                decoder = "rapid:size=4,chunk=4,count=2,query=5"
-                trace = rounds(llm, decoder, prompt, 30, temperature=temperature)
+            for prompt in prompts:
+                trace = rounds(llm, key, prompt, 30, temperature=temperature)
                 total += accepted(trace)
+                read = _similar_chunks(list(prompt.encode()), chunk, count, query)
                 for one in trace:
                     generated = one.text[len(prompt) :]
-                    short = [*_similar_chunks(list(prompt.encode()), 4, 2, 5), *generated]
+                    short = [*read, *generated]
                     drafts: list[int] = []
-                    for position in range(4):
+                    for position in range(size):
                         row = context_logits((*short, *drafts))
                         drafts.append(plain_token(row, len(one.text) + position, temperature))
                     wrong += one.tokens != drafts
-        yield Check(f"T={temperature} equals the oracle", wrong == 0)
-        yield Check(f"drafts are accepted at T={temperature}", total > 0, f"{total}")
+        yield Check(f"{key} at T={temperature} equals the oracle", wrong == 0)
+        yield Check(f"{key} at T={temperature}: drafts are accepted", total > 0, f"{total}")
 
 
 def _similar_chunks(prompt: list[int], chunk: int, count: int, query: int) -> list[int]:

@@ -9,6 +9,10 @@ from anydecode.certification.rounds import blurred, wordy
 PROMPTS = ("abcabcabdabcabcabd", "the cab had a bad cab and a dab", "h")
 
 
+#: Longer than the default windows and chunks of methods for long prompts.
+LONG_PROMPT = bytes(np.random.default_rng(0).integers(97, 123, 1100).tolist()).decode()
+
+
 TARGET = wordy()
 
 

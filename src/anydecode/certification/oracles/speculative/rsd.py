@@ -4,6 +4,7 @@ the trees of RSD-C and RSD-S."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -41,10 +42,10 @@ def rsd() -> Iterator[Check]:
             tree += level
         return tree
 
-    def beams(text: list[int], temperature: float) -> list[Path]:
+    def beams(text: list[int], temperature: float, width: int, depth: int) -> list[Path]:
         tree: list[Path] = []
         level: list[tuple[float, float, Path]] = [(0.0, 0.0, ())]
-        for _ in range(3):
+        for _ in range(depth):
             options = []
             for above, log, path in level:
                 row = draft_row(text, path, temperature)
@@ -55,9 +56,10 @@ def rsd() -> Iterator[Check]:
                     shifted = -np.log(inner)
                 for key, (token, (q, _)) in zip(shifted, row.items(), strict=True):
                     options.append((float(key), log + float(np.log(q)), (*path, token)))
-            level = sorted(options, key=lambda option: -option[0])[:4]
+            level = sorted(options, key=lambda option: -option[0])[:width]
             tree += [path for _, _, path in level]
         return tree
 
+    yield from compare_trees("rsd", partial(beams, width=3, depth=4))
+    yield from compare_trees("rsd:width=4,depth=3", partial(beams, width=4, depth=3))
     yield from compare_trees("rsd:branching=3-2-1", branching)
-    yield from compare_trees("rsd:width=4,depth=3", beams)

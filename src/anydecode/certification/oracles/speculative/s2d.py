@@ -49,15 +49,23 @@ def s2d() -> Iterator[Check]:
             f"confidence {confidence}: three drafts", all(len(o.tokens) == 3 for o in trace)
         )
         yield Check(f"confidence {confidence}: drafts are accepted", accepted(trace) > 0)
-    for temperature, confidence in ((0.0, 0.35), (0.8, 0.5)):
+    for key, temperature, confidence, size in (
+        ("s2d", 0.5, 0.7, 4),
+        ("s2d:size=3,confidence=0.35", 0.0, 0.35, 3),
+        ("s2d:size=3,confidence=0.5", 0.8, 0.5, 3),
+    ):
         small = tiny_model(layers=8, seed=3)
         with LLM(small, tokenizer=ByteTokenizer(), draft=small, cache_positions=1024) as llm:
-            decoder = f"s2d:size=3,confidence={confidence}"
-            trace = rounds(llm, decoder, "the cat sat", 20, temperature=temperature)
+            trace = rounds(llm, key, "the cat sat", 20, temperature=temperature)
         wrong, exits = _nested_mistakes(small, trace, temperature, confidence)
-        name = f"T={temperature}: drafts are those of the first confident exit"
-        yield Check(name, wrong == 0, f"exits after {exits} layers")
-        yield Check(f"T={temperature}: every exit occurs", set(exits) == {4, 6, 8}, f"{exits}")
+        right = wrong == 0 and all(len(one.tokens) == size for one in trace)
+        name = f"{key} at T={temperature}"
+        yield Check(
+            f"{name}: {size} drafts, those of the first confident exit",
+            right,
+            f"exits after {exits} layers",
+        )
+        yield Check(f"{name}: every exit occurs", set(exits) == {4, 6, 8}, f"{exits}")
 
 
 def _nested_mistakes(
