@@ -58,9 +58,9 @@ def ending() -> Logits:
     return logits
 
 
-def steady() -> Logits:
+def steady(spread: float = 3.0) -> Logits:
     """Logits that depend on the position, and slightly on the other tokens."""
-    fixed, moving = dense(seed=2, spread=3.0), dense(seed=4, spread=0.7)
+    fixed, moving = dense(seed=2, spread=spread), dense(seed=4, spread=0.7)
     return lambda path: fixed(path[-1:]) + moving(path)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.denoising import StepState, UnmaskingRule, entropy_nats, margin
-from anydecode.certification.oracles.diffusion.scripted_denoising import same_steps
+from anydecode.certification.oracles.diffusion.scripted_denoising import default_steps, same_steps
 from anydecode.certification.oracles.diffusion.task_losses import register_losses
 
 
@@ -39,6 +39,7 @@ def eb_sampler() -> Iterator[Check]:
         yield same_steps(f"fills the longest prefix ranked by {name}", decoder, rule_of(score, 0.5))
     other = same_steps("", "eb-sampler:gamma=1.5,block=12", rule_of(np.max, 0.5)).passed
     yield Check("another bound differs", not other)
+    yield default_steps("eb-sampler", rule_of(np.max, 0.1))
     yield same_steps(
         "a bound of 0 fills one token per pass",
         "eb-sampler:gamma=0,block=12",

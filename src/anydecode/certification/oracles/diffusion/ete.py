@@ -12,7 +12,9 @@ from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.denoising import (
     CONFIDENT,
     PROMPT,
+    Logits,
     bidirectional,
+    dense,
     entropy_nats,
     softmax,
     steps,
@@ -26,14 +28,20 @@ def ete() -> Iterator[Check]:
     """The confident positions across blocks; otherwise the pivot token that makes most other
     positions confident."""
 
-    def oracle(candidates: int, reward: float) -> tuple[list[int], list[list[int]]]:
-        canvas, filled = [*PROMPT, *[MASK] * 24], []
+    def oracle(
+        candidates: int,
+        reward: float,
+        block: int = 8,
+        length: int = 24,
+        script: Logits = CONFIDENT,
+    ) -> tuple[list[int], list[list[int]]]:
+        canvas, filled = [*PROMPT, *[MASK] * length], []
         while MASK in canvas:
             first = canvas.index(MASK)
-            edge = 3 + ((first - 3) // 8 + 1) * 8
+            edge = 3 + ((first - 3) // block + 1) * block
             probabilities = {
-                i: softmax(CONFIDENT((*canvas, i)))
-                for i in range(first, min(edge + 8, len(canvas)))
+                i: softmax(script((*canvas, i)))
+                for i in range(first, min(edge + block, len(canvas)))
                 if canvas[i] == MASK
             }
             confident = [i for i, p in probabilities.items() if p.max() >= 0.9]
@@ -51,9 +59,7 @@ def ete() -> Iterator[Check]:
                 for i in confident:
                     trial[i] = int(probabilities[i].argmax())
                 trial[pivot] = int(token)
-                after = {
-                    i: softmax(CONFIDENT((*trial, i))) for i in probabilities if trial[i] == MASK
-                }
+                after = {i: softmax(script((*trial, i))) for i in probabilities if trial[i] == MASK}
                 more = {i: int(p.argmax()) for i, p in after.items() if p.max() >= 0.9}
                 value = math.log(probabilities[pivot][token]) + reward * len(more)
                 options.append((value, trial, more))
@@ -71,6 +77,16 @@ def ete() -> Iterator[Check]:
                 decoder,
                 probabilities == oracle(candidates, reward),
                 f"{len(probabilities[1])} steps",
+            )
+    for spread in (5.0, 6.0):
+        script = dense(spread=spread)
+        expected = oracle(candidates=3, reward=1.0, block=32, length=80, script=script)
+        with bidirectional(script) as llm:
+            yield Check(
+                "by default three candidates, a reward of 1, and the next block of 32;"
+                f" logits of spread {spread:g}",
+                steps(llm, "ete", 80) == expected,
+                f"{len(expected[1])} steps",
             )
 
 

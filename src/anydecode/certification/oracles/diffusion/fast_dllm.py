@@ -54,7 +54,10 @@ def fast_dllm() -> Iterator[Check]:
                     f"{len(actual[1])} passes",
                 )
     results = []
-    for kind in ("none", "prefix", "dual"):
+    cases = [
+        (f"fast-dllm:block=8,cache={kind}", kind, 8, 24) for kind in ("none", "prefix", "dual")
+    ]
+    for decoder, kind, block_size, length in [*cases, ("fast-dllm", "dual", 32, 80)]:
         cache = DigestCache(CONFIDENT)
         rows_per_pass: list[int] = []
 
@@ -73,16 +76,15 @@ def fast_dllm() -> Iterator[Check]:
             return cache.forward(canvas, rows, keep=is_first_step and kind != "none")
 
         with digests(CONFIDENT) as llm:
-            decoder = f"fast-dllm:block=8,cache={kind}"
-            actual = steps(llm, decoder, 24)
+            actual = steps(llm, decoder, length)
             rows = llm.generate(
-                list(PROMPT), decoder=decoder, max_tokens=24, ignore_eos=True
+                list(PROMPT), decoder=decoder, max_tokens=length, ignore_eos=True
             ).stats.rows
-        expected = naive(CONFIDENT, 24, 8, threshold_rule, forward=forward)
+        expected = naive(CONFIDENT, length, block_size, threshold_rule, forward=forward)
         results.append(expected)
-        yield Check(f"cache {kind} equals the oracle", actual == expected)
+        yield Check(f"{decoder} equals the oracle", actual == expected)
         yield Check(
-            f"cache {kind} computes {sum(rows_per_pass)} rows",
+            f"{decoder} computes {sum(rows_per_pass)} rows",
             rows == sum(rows_per_pass),
             str(rows),
         )

@@ -48,6 +48,11 @@ def llada() -> Iterator[Check]:
         rule = llada_rule("confidence", 3)
         expected = naive(UNCERTAIN, 12, 6, rule, temperature=0.8, seed=5)
         yield Check("sampled: the confidence is the probability without noise", actual == expected)
+        actual = steps(llm, "llada", 40)
+        expected = naive(UNCERTAIN, 40, 32, llada_rule("confidence", 32))
+        yield Check(
+            "by default blocks of 32, and one pass per position by confidence", actual == expected
+        )
         whole = steps(llm, "llada:block=0", 12)[1]
         yield Check("one position per pass without `steps`", [len(s) for s in whole] == [1] * 12)
         _, filled = steps(llm, "llada:block=0,remasking=random", 12, seed=3)

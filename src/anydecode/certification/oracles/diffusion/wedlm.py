@@ -20,11 +20,13 @@ def wedlm() -> Iterator[Check]:
 
     inner = dense(spread=6.0)
 
-    def oracle(entropy: float) -> tuple[list[int], list[list[int]]]:
-        canvas, filled = [*PROMPT, *[MASK] * 20], []
+    def oracle(
+        entropy: float, window: int = 6, length: int = 20
+    ) -> tuple[list[int], list[list[int]]]:
+        canvas, filled = [*PROMPT, *[MASK] * length], []
         while MASK in canvas:
             first = canvas.index(MASK)
-            positions = range(first, min(first + 6, len(canvas)))
+            positions = range(first, min(first + window, len(canvas)))
             filled_before = [i for i in positions if canvas[i] != MASK]
             masks = [i for i in positions if canvas[i] == MASK]
             probabilities = {}
@@ -46,6 +48,11 @@ def wedlm() -> Iterator[Check]:
             yield Check(
                 f"entropy below {entropy} nats, {len(expected[1])} passes", actual == expected
             )
+        expected = oracle(entropy=0.4, window=16, length=80)
+        yield Check(
+            "by default a window of 16 and entropy below 0.4 nats",
+            steps(llm, "wedlm", 80) == expected,
+        )
 
 
 @measure("wedlm", "tokens that change when the cache is recomputed", samples=64, margin=0.0)
