@@ -54,9 +54,8 @@ def fast_dllm() -> Iterator[Check]:
                     f"{len(actual[1])} passes",
                 )
     results = []
-    cases = [
-        (f"fast-dllm:block=8,cache={kind}", kind, 8, 24) for kind in ("none", "prefix", "dual")
-    ]
+    kinds = ("none", "prefix", "dual")
+    cases = [(f"fast-dllm:block=8,cache={kind}", kind, 8, 24) for kind in kinds]
     for decoder, kind, block_size, length in [*cases, ("fast-dllm", "dual", 32, 80)]:
         cache = DigestCache(CONFIDENT)
         rows_per_pass: list[int] = []

@@ -30,4 +30,16 @@ def layered_prefill() -> Iterator[Check]:
     yield Check(
         "a cohort sized by the cost of passes", counts[:13] == [[56]] * 12 + [[1]], str(counts)
     )
+    # By default a factor of 2, thus 9 rows through all layers beside one decode (in floating point,
+    # 0.9 + 11 / 10 is more than 2), and at most 16 groups: 9 * 16 rows through one or two layers.
+    actual = passes("layered-prefill", [2, 400], tokens=60, layers=20)
+    stops = [2, 4, 6, 8, *range(9, 21)]
+    expected = [{(0, 2, 0, 20)}]
+    for rows in (144, 144, 112):
+        expected += [
+            {(0, 1, 0, 20), (1, rows, first, stop)}
+            for first, stop in zip([0, *stops], stops, strict=False)
+        ]
+    expected += [{(0, 1, 0, 20), (1, 1, 0, 20)}]
+    yield Check("the default stretch and groups", actual[:50] == expected, str(actual[:50]))
     yield same_text("layered-prefill:unit=64,cohort=300")

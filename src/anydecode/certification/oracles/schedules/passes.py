@@ -36,21 +36,24 @@ def passes(
     schedule: str, lengths: Seq[int], *, tokens: int, layers: int = 3, **more: Any
 ) -> list[Pass]:
     """The passes for prompts of these lengths, all submitted at once; `more` has one value per
-    prompt for each option, and `running`."""
-    running = more.pop("running", 256)
+    prompt for each option, and `running` and `cache_positions`."""
+    running, cache_positions = more.pop("running", 256), more.pop("cache_positions", 4096)
     model = ScriptedModel(seed=1, num_layers=layers)
     engine: dict[str, Any] = {"schedule": schedule, "prefix_cache": False, "max_running": running}
     result: list[Pass] = []
-    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096, **engine) as llm:
+    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=cache_positions, **engine) as llm:
         runner = llm.engine.runners["target"]
-        plain: dict[str, Any] = {"decoder": "autoregressive", "ignore_eos": True}
+        plain: dict[str, Any] = {
+            "decoder": "autoregressive",
+            "ignore_eos": True,
+            "max_tokens": tokens,
+        }
         options = [
             {**plain, **{key: values[i] for key, values in more.items()}}
             for i in range(len(lengths))
         ]
         requests = [
-            llm.request([97 + i] * length, max_tokens=tokens, **options[i])
-            for i, length in enumerate(lengths)
+            llm.request([97 + i] * length, **options[i]) for i, length in enumerate(lengths)
         ]
         number = {id(request.jobs[0].sequence): i for i, request in enumerate(requests)}
         run = runner.run

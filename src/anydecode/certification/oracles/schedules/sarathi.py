@@ -22,8 +22,8 @@ def sarathi() -> Iterator[Check]:
     rows = rows_of(passes("sarathi:stretch=2.45", [230, 40], tokens=4))
     expected = [{0: 230}, {0: 1, 1: 14}, {0: 1, 1: 14}, {0: 1, 1: 12}, {1: 1}, {1: 1}, {1: 1}]
     yield Check("a chunk sized by the cost of passes", rows == expected, str(rows))
-    # By default a factor of 2: 9 rows beside one decode (in floating point, 0.9 + 11 / 10 exceeds 2),
-    # 10 beside two. Without decodes, a pass has 512 rows.
+    # By default a factor of 2: 9 rows beside one decode (in floating point, 0.9 + 11 / 10 is more
+    # than 2), 10 beside two. Without decodes, a pass has 512 rows.
     rows = rows_of(passes("sarathi", [600, 25], tokens=4))
     expected = [
         {0: 512}, {0: 88}, {0: 1, 1: 9}, {0: 1, 1: 9}, {0: 1, 1: 7}, {1: 1}, {1: 1}, {1: 1},
