@@ -13,8 +13,8 @@ from anydecode.sampling.candidates import Candidates
 class LogitsProcessor(ABC):
     """Changes scores or drops candidates; always leaves at least one candidate.
 
-    If `is_stateful` is True, `advance` is called with every token of the text, and `fork` creates an
-    independent copy for each branch. Stateless processors are shared by all branches.
+    If `is_stateful` is True, `advance` is called with every token of the text, and `fork` creates
+    an independent copy for each branch. Stateless processors are shared by all branches.
     """
 
     is_stateful = False
