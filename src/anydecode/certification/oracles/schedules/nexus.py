@@ -44,3 +44,37 @@ def nexus() -> Iterator[Check]:
     counts = [one.get(1) for one in rows_of(full)][:2]
     yield Check("a full cache gives decodes priority", counts == [40, 40], str(counts))
     yield same_text("nexus:row_budget=100,steps=10")
+    yield from _default_checks()
+
+
+def _default_checks() -> Iterator[Check]:
+    """The default parameters: shares of 16, 32, ..., 512 rows; alpha and beta 1.3; a change of 5 %;
+    a cache full at 70 %; an ageing of 16 rows per pass; prompts of more than 64 rows. With beta, n
+    decode rows allow shares up to 23.5 + 0.3 n."""
+
+    def rows(lengths: list[int], *, tokens: int = 1, **options: Any) -> list[dict[int, int]]:
+        return rows_of(passes("nexus", lengths, tokens=tokens, **options))
+
+    def shares(of: int, all_rows: list[dict[int, int]], count: int) -> list[int | None]:
+        return [one.get(of) for one in all_rows[:count]]
+
+    found = shares(30, rows([5] * 30 + [400], tokens=12), 12)  # 150 decode rows, then 30
+    yield Check("the default beta", found == [64, *[32] * 10, 16], str(found))
+    actual = rows([600, 64], tokens=2)
+    expected = [{0: 32, 1: 64}, {0: 16, 1: 1}, {0: 512}, {0: 40}, {0: 1}]
+    yield Check("the default row budget", actual == expected, str(actual))
+    actual = rows([65, 64], tokens=2)
+    expected = [{0: 32, 1: 64}, {0: 16, 1: 1}, {0: 17}, {0: 1}]
+    yield Check("65 rows are a prompt by default, 64 are not", actual == expected, str(actual))
+    # 1080, 1116 and 1152 decode rows allow 336, 352 and 368; 352 is less than 5 % more than 336.
+    found = shares(0, rows([1500, *[60] * 18, *[62] * 18, *[64] * 18], running=19), 3)
+    yield Check("the default change", found == [336, 336, 368], str(found))
+    # After 42 passes, 1 + 17 * 42 of 1000 positions are in use, and 128 rows remain: one pass takes
+    # 13.8, four take 16.8, eight take 20.8. The last 32 rows take 4.2 or 5.2.
+    found = shares(1, rows([2, 800], tokens=60, cache_positions=1000), 48)
+    expected_shares = [*[16] * 42, 32, 32, 32, 16, 16, 1]
+    yield Check("the default alpha and full", found == expected_shares, str(found))
+    # When request 3 arrives, 252 rows of request 2 remain, which has waited for 3 passes.
+    for length, first in ((252 - 3 * 16 - 1, 3), (252 - 3 * 16 + 1, 2)):
+        late = rows([5, 5, 300, length], running=3, max_tokens=[60, 3, 1, 1])[3]
+        yield Check(f"the default ageing, {length} rows", late == {0: 1, first: 16}, str(late))
