@@ -37,6 +37,25 @@ def filling_llm(seen: list[tuple[int, ...]]) -> LLM:
     return LLM(model, tokenizer=FillInTokenizer(), cache_positions=1024)
 
 
+def uncertain_llm(confidence: float, endless: bool = False) -> LLM:
+    """A model that generates "x" from left to right with this probability, and then fills as
+    `filling_llm`. An `endless` suffix does not end."""
+
+    def script(path: tuple[int, ...]) -> np.ndarray:
+        logits = np.zeros(262)
+        mark = max((path.index(m), m) for m in (_PREFIX, _SUFFIX, _MIDDLE) if m in path)[1]
+        if mark == _PREFIX:
+            logits[ord("x")] = np.log(261 * confidence / (1 - confidence))
+            return logits
+        filler = ord("!" if mark == _SUFFIX else "m")
+        ends = path[-1] == filler and not (endless and mark == _SUFFIX)
+        logits[EOS if ends else filler] = 20.0
+        return logits
+
+    model = ScriptedModel(script, vocab_size=262)
+    return LLM(model, tokenizer=FillInTokenizer(), cache_positions=1024)
+
+
 @oracle_test("self-infill")
 def self_infill() -> Iterator[Check]:
     """A run computed by hand: the generated text, and the order in which the model sees its
@@ -61,6 +80,16 @@ def self_infill() -> Iterator[Check]:
         yield Check("a constraint on a gap", bool(gap.text) and inside, gap.text)
         given = llm.generate("f(", decoder="self-infill:suffix=)").text
         yield Check("fills a given gap", given == "m", given)
+        default = llm.generate("f(", decoder="self-infill", max_tokens=100).text
+        yield Check("the default suffix and cycles", default == "xmreturn!", default)
+    for confidence, expected in ((0.11, "x" * 100), (0.09, "mreturn!")):
+        with uncertain_llm(confidence) as llm:
+            text = llm.generate("f(", decoder="self-infill", max_tokens=100).text
+        yield Check(f"probability {confidence} and the default threshold", text == expected, text)
+    with uncertain_llm(0.09, endless=True) as llm:
+        text = llm.generate("f(", decoder="self-infill", max_tokens=100).text
+    expected = "mreturn" + "!" * 58  # 64 tokens of suffix
+    yield Check("the default length of the suffix", text == expected, text)
 
 
 @measure("self-infill", "answers that do not end with the generated suffix", samples=40, margin=0.0)

@@ -56,10 +56,75 @@ def mustdrop() -> Iterator[Check]:
     method = MustDrop(overall=0.03, single=0.05, key=0.1, alike=2)
     layers = after_prefill(model, method, TEXT, media)
     positions = _surviving(model, media, 0.03, 0.05, 4)
-    state = prompt_rows(model, TEXT)
-    state[6:46] = media.rows
-    everything = np.arange(length)
-    seen, alive = {}, everything
+    num_alive, right = _agreeing_layers(model, media, TEXT, positions, np.arange(length), layers)
+    yield Check(
+        "some positions are dropped, some stay",
+        length - 40 < num_alive < length,
+        f"{num_alive} of {length}",
+    )
+    yield Check(
+        "every layer ends with the surviving positions", right == DEPTH, f"{right} of {DEPTH}"
+    )
+    yield from _default_checks(model)
+    with open_llm(model) as llm:
+        options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "prompt_embeds": media}
+        none = llm.generate(TEXT, decoder="mustdrop:overall=0,alike=2", **options).tokens
+        whole = llm.generate(TEXT, decoder="quickprefill:keep=1", **options).tokens
+    yield Check("dropping nothing changes nothing", none == whole)
+    yield _merging(model)
+    yield from same_text("mustdrop:overall=0.03,single=0.05", media)
+
+
+def _default_checks(model: Transformer) -> Iterator[Check]:
+    """By default, a token with less than 1.1 % of all attention and less than 1 % of each text
+    token's is dropped, 8 % of the tokens are protected, and windows are merged from a mean cosine
+    of 0.8."""
+    text, first, side = TEXT * 3, 6, 14
+    length = len(text) - 1
+    random = np.random.default_rng(1)
+    rows = random.standard_normal((side * side, 64), np.float32)
+    importance = random.random(side * side, np.float32)
+    grid = np.arange(side * side).reshape(side, side)
+    merged_rows, start = rows.copy(), np.ones(length, bool)
+    for top, left, noise in ((0, 0, 0.44), (3, 6, 0.56), (9, 9, 0.44), (6, 0, 0.56)):
+        window = grid[top : top + 3, left : left + 3].ravel()
+        rows[window] = random.standard_normal(64, np.float32) + noise * rows[window]
+        unit = rows[window] / np.linalg.norm(rows[window], axis=1, keepdims=True)
+        cosine = np.mean([unit[i] @ unit[j] for i in range(9) for j in range(9) if i != j])
+        yield Check(
+            f"mean cosine of a window with noise {noise}",
+            0.8 < cosine < 0.86 if noise == 0.44 else 0.74 < cosine < 0.8,
+            f"{cosine:.3f}",
+        )
+        merged_rows[window] = rows[window]
+        if cosine >= 0.8:
+            merged_rows[window[0]] = rows[window].mean(0)
+            start[first + window[1:]] = False
+    layers = after_prefill(model, MustDrop(), text, PromptEmbeds(first, rows, importance))
+    media = PromptEmbeds(first, merged_rows, importance)
+    begin = np.flatnonzero(start)
+    positions = _surviving(model, media, 0.011, 0.010, 16, text, begin)  # 16 of 196: 8 %
+    num_alive, right = _agreeing_layers(model, media, text, positions, begin, layers)
+    yield Check(
+        "the default parameters are the published ones",
+        right == DEPTH and num_alive < len(begin),
+        f"{right} of {DEPTH} layers; {num_alive} of {len(begin)} positions stay",
+    )
+
+
+def _agreeing_layers(
+    model: Transformer,
+    media: PromptEmbeds,
+    text: str,
+    positions: dict[int, np.ndarray],
+    begin: np.ndarray,
+    layers: list[tuple[np.ndarray, np.ndarray]],
+) -> tuple[int, int]:
+    """How many positions survive, and in how many of `layers` the cached keys are theirs. `begin`
+    are the positions before the first layer, `positions` those after each dropping layer."""
+    state = prompt_rows(model, text)
+    state[media.first : media.stop] = media.rows
+    seen, alive = {}, begin
     for layer in range(DEPTH):
         seen[layer] = alive
         alive = positions.get(layer, alive)
@@ -68,21 +133,7 @@ def mustdrop() -> Iterator[Check]:
         is_close(layers[layer][0], keys[layer][np.isin(seen[layer], alive)])
         for layer in range(DEPTH)
     )
-    yield Check(
-        "some positions are dropped, some stay",
-        length - 40 < len(alive) < length,
-        f"{len(alive)} of {length}",
-    )
-    yield Check(
-        "every layer ends with the surviving positions", right == DEPTH, f"{right} of {DEPTH}"
-    )
-    with open_llm(model) as llm:
-        options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "prompt_embeds": media}
-        none = llm.generate(TEXT, decoder="mustdrop:overall=0,alike=2", **options).tokens
-        whole = llm.generate(TEXT, decoder="quickprefill:keep=1", **options).tokens
-    yield Check("dropping nothing changes nothing", none == whole)
-    yield _merging(model)
-    yield from same_text("mustdrop:overall=0.03,single=0.05", media)
+    return len(alive), right
 
 
 def _merging(model: Transformer) -> Check:
@@ -99,18 +150,26 @@ def _merging(model: Transformer) -> Check:
 
 
 def _surviving(
-    model: Transformer, media: PromptEmbeds, overall: float, single: float, keys: int
+    model: Transformer,
+    media: PromptEmbeds,
+    overall: float,
+    single: float,
+    keys: int,
+    prompt: str = TEXT,
+    begin: np.ndarray | None = None,
 ) -> dict[int, np.ndarray]:
-    """The positions left after each dropping layer, by the definition."""
+    """The positions left after each dropping layer, by the definition. `begin` are those before the
+    first layer (default: all)."""
     assert media.importance is not None
-    rows = prompt_rows(model, TEXT)
+    rows = prompt_rows(model, prompt)
     rows[media.first : media.stop] = media.rows
     ranked = sorted(range(len(media.rows)), key=lambda i: -media.importance[i])  # type: ignore[index]
     protected = {media.first + i for i in ranked[:keys]}
-    alive = list(range(len(rows)))
+    begin = np.arange(len(rows)) if begin is None else begin
+    alive = begin.tolist()
     left: dict[int, np.ndarray] = {}
     for layer in (0, 1, 2):  # (2, 6, 10, 14) * 6 / 32, rounded down
-        seen = {i: left.get(i - 1, np.arange(len(rows))) for i in range(layer + 1)}
+        seen = {i: left.get(i - 1, begin) for i in range(layer + 1)}
         share = dense_pass(
             model, rows, seen | dict.fromkeys(range(layer + 1, DEPTH), np.array(alive))
         )

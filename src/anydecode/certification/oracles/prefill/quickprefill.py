@@ -21,6 +21,7 @@ from anydecode.certification.oracles.prefill.dense_pass import (
 )
 from anydecode.certification.oracles.prefill.planted_model import distance
 from anydecode.decoders.prefill.quickprefill import QuickPrefill, smallest
+from anydecode.models.transformer import Transformer
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 
 
@@ -52,6 +53,7 @@ def quickprefill() -> Iterator[Check]:
         "layers keep different positions",
         len({tuple(positions_kept) for _, positions_kept in layers}) > 1,
     )
+    yield _default_check(model)
     with open_llm(model) as llm:
         plain = llm.generate(TEXT, max_tokens=12, ignore_eos=True).tokens
         whole = llm.generate(
@@ -65,6 +67,34 @@ def quickprefill() -> Iterator[Check]:
         read = llm.generate("?" * 5 + TEXT[5:], max_tokens=12, ignore_eos=True)
     yield Check("embeddings of tokens are equivalent to the tokens", given.tokens == read.tokens)
     yield from same_text("quickprefill:group=20,query=30")
+
+
+def _default_check(model: Transformer) -> Check:
+    """By default, groups of 256 rows before the last 64 tokens, halved. Keys of the first layer do
+    not depend on attention, and those of the first group on no other group."""
+    text = TEXT * 5
+    found = after_prefill(model, QuickPrefill(), text)
+    everything, group = np.arange(len(text) - 1), np.arange(256)
+    _, keys, _, _ = dense_pass(
+        model, prompt_rows(model, text), {0: everything} | dict.fromkeys(range(1, DEPTH), group)
+    )
+
+    def norms(rows: np.ndarray) -> np.ndarray:
+        lengths: np.ndarray = np.sort(np.linalg.norm(rows.reshape(len(rows), -1), axis=1))
+        return lengths
+
+    end, first = len(text) - 64, found[0][0]
+    kept = 128 + (end - 256) // 2
+    # In the first layer, the keys of equal tokens have equal norms.
+    right = [
+        is_close(norms(first[:128]), norms(keys[0][:256])[:128]),
+        is_close(norms(first[128:kept]), norms(keys[0][256:end])[: kept - 128]),
+        is_close(first[kept:], keys[0][end:]),
+    ]
+    for layer in range(1, DEPTH):
+        order = np.argsort(np.linalg.norm(keys[layer][:256].reshape(256, -1), axis=1))
+        right.append(is_close(found[layer][0][:128], keys[layer][np.sort(order[:128])]))
+    return Check("the default parameters are the published ones", all(right), str(right))
 
 
 @measure(
