@@ -387,6 +387,24 @@ def test_gptq(
         assert (error / step).max() < (0.0074 if bits == 4 else 0.125)
 
 
+def test_scales_that_float16_cannot_hold_are_not_rounded(tmp_path: Path) -> None:
+    codes, scales, zeros, groups, exact = grouped(4, centred=True)
+    settings = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}
+    for factor, format in ((1.0, "Q4_0"), (1.0002, "F16")):
+        tensors = {
+            "x.qweight": pack(codes, 4, 0),
+            "x.qzeros": pack(zeros, 4, 1),
+            "x.scales": scales.float() * factor,
+            "x.g_idx": groups.to(torch.int32),
+        }
+        folder = write_folder(tmp_path / format, tensors, quantization_config=settings)
+        weight = load_checkpoint(folder).tensors["x.weight"]
+        assert isinstance(weight, Weight) and weight.format == format
+        expected = exact * factor
+        # Each weight is rounded, by at most 1 part in 2048.
+        assert ((dequantize(weight).double() - expected).abs() <= expected.abs() / 2048).all()
+
+
 def test_awq(tmp_path: Path) -> None:
     codes, scales, zeros, _, exact = grouped(4, centred=False)
     order = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -1,0 +1,55 @@
+"""The measured costs of passes: which points are timed, within the model's context."""
+
+from __future__ import annotations
+
+import pytest
+
+from anydecode.engine import costs
+from anydecode.models.scripted import ScriptedModel
+
+
+def timed(model: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], int]:
+    """How often each (context, rows) is timed by one measurement."""
+    counts: dict[tuple[int, int], int] = {}
+    run = model.run
+
+    def counted(rows, cache, output_spec):  # type: ignore[no-untyped-def]
+        key = int(rows.positions[0]), len(rows)
+        counts[key] = counts.get(key, 0) + 1
+        cache.keys[0][:] = 1.0  # the scripted model refuses to read what was not stored
+        for keys in cache.keys:
+            keys[:] = 1.0
+        return run(rows, cache, output_spec)
+
+    monkeypatch.setattr(model, "run", counted)
+    table = costs.measure(model, rows=(1, 2, 3, 4, 6), contexts=(8, 24), rounds=2)
+    assert all(seconds >= 0 for line in table.seconds_by.values() for seconds in line.values())
+    assert {
+        (context, count) for context, line in table.seconds_by.items() for count in line
+    } == set(counts)
+    return counts
+
+
+def test_every_point_is_timed_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = timed(ScriptedModel(), monkeypatch)
+    assert set(counts) == {(c, n) for c in (8, 24) for n in (1, 2, 3, 4, 6)}
+    first = counts.pop((8, 1))
+    assert set(counts.values()) == {3} and first == 2 + 3  # with a round to warm up
+
+
+def test_contexts_leave_room_for_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = timed(ScriptedModel(max_positions=20), monkeypatch)
+    assert {context for context, _ in counts} == {8, 14}
+
+
+def test_slow_models_are_timed_at_few_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "MAX_SECONDS", 0.0)
+    counts = timed(ScriptedModel(), monkeypatch)
+    assert counts == {(8, 1): 2 + 2, (8, 2): 2, (8, 3): 2, (8, 4): 2}
+
+
+def test_models_without_a_file_have_default_costs() -> None:
+    model = ScriptedModel()
+    table = costs.load(model)
+    assert table is costs.load(model)
+    assert table.seconds(2, 0) > table.seconds(1, 0) > 0
