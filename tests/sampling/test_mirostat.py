@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+
 from anydecode.certification.checks import measures_of
+from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.mirostat import Mirostat
 from certificates import assert_certified, assert_rejected
-import numpy as np
-from anydecode.sampling.candidates import Candidates
 
 
 def test_certificate() -> None:

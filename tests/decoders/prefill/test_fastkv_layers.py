@@ -17,7 +17,7 @@ LAYERS = 4
 
 def computed_layers(layer: int) -> set[tuple[int, int]]:
     """(first layer, last layer) of the rows that a pass over the prompt computes."""
-    model = tiny_model(layers=LAYERS, backend="torch")
+    model = tiny_model(layers=LAYERS)
     prompt = np.random.default_rng(1).integers(97, 123, 80).tolist()
     found: set[tuple[int, int]] = set()
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=400) as llm:
