@@ -400,7 +400,7 @@ def test_every_platform_tag_is_cross_compiled(
     names = []
     for tag, target in build.TARGETS.items():
         assert f"- {tag}\n" in workflow
-        assert (f"- {{ tag: {tag}, machine:" in workflow) == (tag != "macosx_11_0_x86_64")
+        assert f"- {{ tag: {tag}, machine:" in workflow
         names.append(build.compile_for(tag, tmp_path / tag).name)
         assert all(command[2:5] == ["ziglang", "cc", "-target"] for command in commands)
         assert {command[5] for command in commands} == {target}
