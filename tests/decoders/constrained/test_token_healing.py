@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from anydecode import catalogue
+from anydecode.constraints.vocabulary import Vocabulary
 from anydecode.decoders.constrained import token_healing
+from anydecode.decoders.constrained.token_healing import healing_tokens
+from anydecode.models.scripted import BOS, ByteTokenizer, PieceTokenizer
 from certificates import assert_certified, assert_rejected
 
 
@@ -24,3 +28,25 @@ def test_certificate_rejects_a_prompt_that_is_kept_whole(monkeypatch: pytest.Mon
         token_healing.TokenHealing, "cut", lambda self, tokenizer, prompt: len(prompt)
     )
     assert_rejected("token-healing")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "kept"),
+    [
+        ([97, 98, 99, 100, 101], 1, 4),
+        ([97, 98, 99, 100, 101], 2, 3),
+        ([97, 98, 99], 9, 1),  # at least one token stays
+        ([97], 1, 1),
+        ([97, BOS, 98, 99], 3, 2),  # a special token has no text to generate again
+        ([97, BOS], 1, 2),
+    ],
+)
+def test_the_last_tokens_with_text_are_cut(prompt: list[int], count: int, kept: int) -> None:
+    assert catalogue.build("token-healing", count=count).cut(ByteTokenizer(), prompt) == kept
+
+
+def test_tokens_that_agree_with_the_text_may_come() -> None:
+    tokenizer = PieceTokenizer("a", "ab", "abc", "abcd", "b", "abx")
+    vocabulary = Vocabulary(tokenizer, tokenizer.vocab_size)
+    pieces = {tokenizer.token_text(token) for token in healing_tokens(vocabulary, b"abc")}
+    assert pieces == {"a", "ab", "abc", "abcd"}
