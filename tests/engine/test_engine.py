@@ -156,13 +156,13 @@ def test_multi_step_slots_are_reserved_only_for_a_single_sequence(
 ) -> None:
     """Multi-step passes have a single sequence."""
     rooms: list[tuple[int, int]] = []
-    fill = MultiStepSpan.fill
+    write_rows = MultiStepSpan.write_rows
 
     def filling(self: MultiStepSpan, rows: Rows, at: int, count: int) -> None:
         rooms.append((len(rows), self.reserved))
-        fill(self, rows, at, count)
+        write_rows(self, rows, at, count)
 
-    monkeypatch.setattr(MultiStepSpan, "fill", filling)
+    monkeypatch.setattr(MultiStepSpan, "write_rows", filling)
     expected = alone(PROMPTS)
     assert run_multi_step(_MultiStepModel(seed=1), PROMPTS) == expected
     together = {room for rows, room in rooms if rows > 1}
@@ -307,7 +307,7 @@ def test_a_fault_in_the_model_ends_the_requests_of_that_pass() -> None:
 def one_position(sequence: Sequence, position: int, *, keep: bool = False) -> ScoreRequest:
     """A score request for token 1 at `position` of a canvas."""
     positions = np.array([position])
-    span = canvas_span(sequence.context(), positions, np.array([1]), positions + 1, keep=keep)
+    span = canvas_span(sequence.kv_cache(), positions, np.array([1]), positions + 1, keep=keep)
     return score_canvas(sequence, "target", [span], 1, positions, 0)
 
 
@@ -316,7 +316,7 @@ class Probing(Decoder):
 
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:
-            yield one_position(sequence, sequence.context().length)
+            yield one_position(sequence, sequence.kv_cache().length)
             scores = yield sequence.verify(TokenTree([1, 2, 3], [-1, -1, 0]))
             sequence.accept([], [scores.sampled[0]], scores)
 
@@ -368,7 +368,7 @@ def test_a_failed_pass_leaks_no_slots(open_llm, decoder, number: int) -> None:
 
 
 def test_a_leaked_slot_is_detected(monkeypatch) -> None:
-    monkeypatch.setattr(SequenceCache, "release", lambda context: context.truncate(0))
+    monkeypatch.setattr(SequenceCache, "release", lambda kv_cache: kv_cache.truncate(0))
     with scripted_llm(prefix_cache=False, max_running=2) as llm:
         with pytest.raises(AssertionError, match="reference counts"):
             run_broken(llm, Probing(), 1)
@@ -566,8 +566,8 @@ def test_positions_truncated_during_a_pass_are_not_stored() -> None:
             while not sequence.finished:
                 scores = yield sequence.score()
                 sequence.emit([scores.sampled[-1]])
-                known = sequence.all_tokens[: sequence.context().length]
-                assert sequence.context().tokens == known
+                known = sequence.all_tokens[: sequence.kv_cache().length]
+                assert sequence.kv_cache().tokens == known
 
     class Slow:
         def seconds(self, runner, plan) -> float:

@@ -31,7 +31,7 @@ class Memory(RuleBasedStateMachine):
     """Every slot is stamped when it is allocated. The table of a sequence must always show the
     stamps of its own positions after any forks, truncations, evictions and shared prefixes."""
 
-    contexts = Bundle("contexts")
+    kv_caches = Bundle("contexts")
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,87 +47,89 @@ class Memory(RuleBasedStateMachine):
         self.stamps[slots] = numbers
         return numbers
 
-    @rule(target=contexts)
+    @rule(target=kv_caches)
     def open(self) -> SequenceCache:
-        context = SequenceCache(self.pool)
-        self.live[context] = []
-        return context
+        kv_cache = SequenceCache(self.pool)
+        self.live[kv_cache] = []
+        return kv_cache
 
-    @rule(context=contexts, count=st.integers(1, 24), data=st.data())
-    def append(self, context: SequenceCache, count: int, data: st.DataObject) -> None:
+    @rule(kv_cache=kv_caches, count=st.integers(1, 24), data=st.data())
+    def append(self, kv_cache: SequenceCache, count: int, data: st.DataObject) -> None:
         before = self.pool.num_free + self.prefixes.num_slots
         try:
-            slots = context.append(count)
+            slots = kv_cache.append(count)
         except PoolFull:
             assert before < count or self.pool.num_free < count
             return
-        self.live[context] += self.stamp(slots)
+        self.live[kv_cache] += self.stamp(slots)
         tokens = data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
-        context.tokens += tokens
+        kv_cache.tokens += tokens
 
     @rule(
-        context=contexts, shape=st.lists(st.integers(-1, 6), min_size=1, max_size=8), data=st.data()
+        kv_cache=kv_caches,
+        shape=st.lists(st.integers(-1, 6), min_size=1, max_size=8),
+        data=st.data(),
     )
-    def draft(self, context: SequenceCache, shape: list[int], data: st.DataObject) -> None:
+    def draft(self, kv_cache: SequenceCache, shape: list[int], data: st.DataObject) -> None:
         parents = [min(parent, node - 1) for node, parent in enumerate(shape)]
         try:
-            pending = context.branch(list(range(len(parents))), parents, 1)
+            pending = kv_cache.branch(list(range(len(parents))), parents, 1)
         except PoolFull:
             return
         numbers = self.stamp(pending.slots)
         node = data.draw(st.integers(-1, len(parents) - 1))
         path = pending.path(node)
         if data.draw(st.booleans()):
-            context.retain(path)
-            self.live[context] += [numbers[i] for i in path]
+            kv_cache.retain(path)
+            self.live[kv_cache] += [numbers[i] for i in path]
         else:
-            context.discard()
+            kv_cache.discard()
 
-    @rule(context=contexts, data=st.data())
-    def truncate(self, context: SequenceCache, data: st.DataObject) -> None:
-        length = data.draw(st.integers(0, context.length))
-        context.truncate(length)
-        del self.live[context][length:]
+    @rule(kv_cache=kv_caches, data=st.data())
+    def truncate(self, kv_cache: SequenceCache, data: st.DataObject) -> None:
+        length = data.draw(st.integers(0, kv_cache.length))
+        kv_cache.truncate(length)
+        del self.live[kv_cache][length:]
 
-    @rule(context=contexts, data=st.data())
-    def evict(self, context: SequenceCache, data: st.DataObject) -> None:
-        if context.length:
-            positions = data.draw(st.lists(st.integers(0, context.length - 1), max_size=4))
-            context.evict(positions)
+    @rule(kv_cache=kv_caches, data=st.data())
+    def evict(self, kv_cache: SequenceCache, data: st.DataObject) -> None:
+        if kv_cache.length:
+            positions = data.draw(st.lists(st.integers(0, kv_cache.length - 1), max_size=4))
+            kv_cache.evict(positions)
             for position in positions:
-                self.live[context][position] = None
+                self.live[kv_cache][position] = None
 
-    @rule(context=contexts, data=st.data())
-    def overwrite(self, context: SequenceCache, data: st.DataObject) -> None:
-        if context.length:
-            start = data.draw(st.integers(0, context.length - 1))
-            stop = data.draw(st.integers(start + 1, context.length))
+    @rule(kv_cache=kv_caches, data=st.data())
+    def overwrite(self, kv_cache: SequenceCache, data: st.DataObject) -> None:
+        if kv_cache.length:
+            start = data.draw(st.integers(0, kv_cache.length - 1))
+            stop = data.draw(st.integers(start + 1, kv_cache.length))
             try:
-                slots = context.make_exclusive(start, stop)
+                slots = kv_cache.make_exclusive(start, stop)
             except PoolFull:
                 return
-            self.live[context][start:stop] = self.stamp(slots)
-            context.reusable = False
+            self.live[kv_cache][start:stop] = self.stamp(slots)
+            kv_cache.reusable = False
 
-    @rule(target=contexts, context=contexts)
-    def fork(self, context: SequenceCache) -> SequenceCache:
-        other = context.fork()
-        self.live[other] = list(self.live[context])
+    @rule(target=kv_caches, kv_cache=kv_caches)
+    def fork(self, kv_cache: SequenceCache) -> SequenceCache:
+        other = kv_cache.fork()
+        self.live[other] = list(self.live[kv_cache])
         return other
 
-    @rule(context=consumes(contexts))
-    def release(self, context: SequenceCache) -> None:
-        self.prefixes.insert(context)
-        context.release()
-        del self.live[context]
+    @rule(kv_cache=consumes(kv_caches))
+    def release(self, kv_cache: SequenceCache) -> None:
+        self.prefixes.insert(kv_cache)
+        kv_cache.release()
+        del self.live[kv_cache]
 
-    @rule(target=contexts, tokens=st.lists(st.integers(0, 1), min_size=BLOCK, max_size=3 * BLOCK))
+    @rule(target=kv_caches, tokens=st.lists(st.integers(0, 1), min_size=BLOCK, max_size=3 * BLOCK))
     def reopen(self, tokens: list[int]) -> SequenceCache:
         slots = self.prefixes.match(tokens)
-        context = SequenceCache(self.pool)
-        context.attach_prefix(slots, tokens[: len(slots)])
-        self.live[context] = self.stamps[slots].tolist()
-        return context
+        kv_cache = SequenceCache(self.pool)
+        kv_cache.attach_prefix(slots, tokens[: len(slots)])
+        self.live[kv_cache] = self.stamps[slots].tolist()
+        return kv_cache
 
     @rule(count=st.integers(1, 60))
     def reclaim(self, count: int) -> None:
@@ -135,11 +137,11 @@ class Memory(RuleBasedStateMachine):
 
     @invariant()
     def tables_show_the_expected_stamps(self) -> None:
-        for context, expected in self.live.items():
-            shown = [None if slot < 0 else int(self.stamps[slot]) for slot in context.table]
+        for kv_cache, expected in self.live.items():
+            shown = [None if slot < 0 else int(self.stamps[slot]) for slot in kv_cache.table]
             assert shown == expected
-            context.check_integrity()
-        tables = [table for context in self.live for table in context.referenced_slots()]
+            kv_cache.check_integrity()
+        tables = [table for kv_cache in self.live for table in kv_cache.referenced_slots()]
         self.pool.check_integrity(tables + self.prefixes.referenced_slots())
 
 
@@ -149,29 +151,29 @@ TestMemory = Memory.TestCase
 
 def test_check_integrity_detects_a_wrong_reference_count() -> None:
     pool = KVPool(Storage(), 8)
-    context = SequenceCache(pool)
-    context.append(3)
-    pool.check_integrity(context.referenced_slots())
-    pool.references[context.table[1]] += 1
+    kv_cache = SequenceCache(pool)
+    kv_cache.append(3)
+    pool.check_integrity(kv_cache.referenced_slots())
+    pool.references[kv_cache.table[1]] += 1
     with pytest.raises(AssertionError):
-        pool.check_integrity(context.referenced_slots())
+        pool.check_integrity(kv_cache.referenced_slots())
 
 
 def test_check_integrity_detects_a_freed_slot_in_use() -> None:
     pool = KVPool(Storage(), 8)
-    context = SequenceCache(pool)
-    slots = context.append(2).copy()
+    kv_cache = SequenceCache(pool)
+    slots = kv_cache.append(2).copy()
     pool.free(slots)
     with pytest.raises(AssertionError):
-        pool.check_integrity(context.referenced_slots())
+        pool.check_integrity(kv_cache.referenced_slots())
 
 
 def test_failed_allocation_changes_nothing() -> None:
     pool = KVPool(Storage(), 4)
-    context = SequenceCache(pool)
+    kv_cache = SequenceCache(pool)
     with pytest.raises(PoolFull):
-        context.append(5)
-    assert (context.length, pool.num_free) == (0, 4)
+        kv_cache.append(5)
+    assert (kv_cache.length, pool.num_free) == (0, 4)
 
 
 def test_a_pool_without_slots_is_rejected() -> None:
@@ -180,33 +182,33 @@ def test_a_pool_without_slots_is_rejected() -> None:
 
 
 def test_truncation_cuts_early_exit_rows() -> None:
-    context = SequenceCache(KVPool(Storage(), 16))
-    context.append(4)
-    context.append(6)
-    context.partials.append(EarlyExitRows(4, 1, states(6)))
-    context.truncate(7)
-    assert (context.complete, len(context.partials[0].hidden)) == (4, 3)
-    context.truncate(4)
-    assert context.partials == []
+    kv_cache = SequenceCache(KVPool(Storage(), 16))
+    kv_cache.append(4)
+    kv_cache.append(6)
+    kv_cache.partials.append(EarlyExitRows(4, 1, states(6)))
+    kv_cache.truncate(7)
+    assert (kv_cache.complete, len(kv_cache.partials[0].hidden)) == (4, 3)
+    kv_cache.truncate(4)
+    assert kv_cache.partials == []
     with pytest.raises(ValueError, match="every layer"):
-        context.append(1), context.partials.append(EarlyExitRows(4, 1, states(1)))
-        context.evict([4])
+        kv_cache.append(1), kv_cache.partials.append(EarlyExitRows(4, 1, states(1)))
+        kv_cache.evict([4])
 
 
 def test_retain_rejects_nodes_that_are_not_a_path() -> None:
-    context = SequenceCache(KVPool(Storage(), 16))
-    context.branch([5, 6, 7], [-1, 0, -1], 1)
+    kv_cache = SequenceCache(KVPool(Storage(), 16))
+    kv_cache.branch([5, 6, 7], [-1, 0, -1], 1)
     with pytest.raises(ValueError, match="not a path"):
-        context.retain([0, 2])
+        kv_cache.retain([0, 2])
 
 
 def test_prefixes_are_matched_by_namespace_and_tokens() -> None:
     pool = KVPool(Storage(), 64)
     prefixes = PrefixCache(pool)
-    context = SequenceCache(pool)
-    context.append(40)
-    context.tokens = list(range(40))
-    prefixes.insert(context, "a")
+    kv_cache = SequenceCache(pool)
+    kv_cache.append(40)
+    kv_cache.tokens = list(range(40))
+    prefixes.insert(kv_cache, "a")
     assert len(prefixes.match(list(range(40)), "a")) == 2 * BLOCK
     assert len(prefixes.match(list(range(40)), "b")) == 0
     assert len(prefixes.match([*range(20), *range(20)], "a")) == BLOCK
@@ -215,11 +217,11 @@ def test_prefixes_are_matched_by_namespace_and_tokens() -> None:
 def test_sequences_with_holes_or_embeddings_are_not_shared() -> None:
     pool = KVPool(Storage(), 64)
     prefixes = PrefixCache(pool)
-    context = SequenceCache(pool)
-    context.append(20)
-    context.tokens = [-1] * 20
-    prefixes.insert(context)
-    context.tokens = [0] * 20
-    context.evict([3])
-    prefixes.insert(context)
+    kv_cache = SequenceCache(pool)
+    kv_cache.append(20)
+    kv_cache.tokens = [-1] * 20
+    prefixes.insert(kv_cache)
+    kv_cache.tokens = [0] * 20
+    kv_cache.evict([3])
+    prefixes.insert(kv_cache)
     assert prefixes.num_slots == 0

@@ -28,13 +28,13 @@ def prefixes() -> PrefixCache:
 
 def insert(prefixes: PrefixCache, tokens: list[int], first: float = 0.0) -> None:
     """Insert a finished sequence whose keys are `first`, `first` + 1, ..."""
-    context = SequenceCache(prefixes.pool)
-    slots = context.append(len(tokens))
-    context.tokens = list(tokens)
+    kv_cache = SequenceCache(prefixes.pool)
+    slots = kv_cache.append(len(tokens))
+    kv_cache.tokens = list(tokens)
     keys = prefixes.pool.cache.keys[0]
     keys[slots, 0, 0] = first + np.arange(len(tokens))
-    prefixes.insert(context)
-    context.release()
+    prefixes.insert(kv_cache)
+    kv_cache.release()
 
 
 def held(prefixes: PrefixCache, tokens: list[int]) -> int:

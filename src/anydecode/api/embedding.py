@@ -22,9 +22,9 @@ class MeanState(Decoder):
         self._sum: np.ndarray | None = None
 
     def decode(self, sequence: Sequence) -> Decoding:
-        context = sequence.context()
-        context.truncate(0)
-        depth = context.pool.model.spec.num_layers
+        kv_cache = sequence.kv_cache()
+        kv_cache.truncate(0)
+        depth = kv_cache.pool.model.spec.num_layers
         tokens, total = sequence.prompt, None
         for start in range(0, len(tokens), CHUNK):
             part = tokens[start : start + CHUNK]

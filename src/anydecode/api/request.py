@@ -295,9 +295,9 @@ class Request:
             tokenizers=dict(resources.tokenizers),
             noise=Noise(self.seed, stream_id(sample.number)),
             stop_checker=output_processor,
-            open_context=lambda runner, tokens: resources.open_context(runner, tokens, key),
+            open_kv_cache=lambda runner, tokens: resources.open_kv_cache(runner, tokens, key),
             companion_prompts=[self.companion] * sampler.companions,
-            annotate=self._annotate if params.logprobs is not None else None,
+            compute_logprobs=self._compute_logprobs if params.logprobs is not None else None,
             adapter=adapter,
             priority=priority,
             mask_token=tokenizer.mask_id,
@@ -338,7 +338,7 @@ class Request:
             )
         return constraint.fork()
 
-    def _annotate(self, logits: np.ndarray, token: int, sampler: Sampler) -> TokenLogprobs:
+    def _compute_logprobs(self, logits: np.ndarray, token: int, sampler: Sampler) -> TokenLogprobs:
         count = self.params.logprobs or 0
         if self.params.processed_logprobs:
             return distribution_logprobs(sampler.distribution(logits), token, count)
@@ -423,7 +423,7 @@ def _restore(
     output_processor.take()  # the earlier call has returned this text
     sequence.tokens.extend(tokens)
     sequence.state[RESUMED] = len(tokens)
-    if sequence.annotate is not None:
+    if sequence.compute_logprobs is not None:
         sequence.logprobs.extend([None] * len(tokens))
     for token in tokens:
         sequence.sampler.advance(token)

@@ -72,15 +72,15 @@ class Resources:
             raise UnsupportedCombinationError("top_w needs a model whose embeddings can be read")
         return Geometry.of(embed(np.arange(self.model.spec.vocab_size)))
 
-    def open_context(
+    def open_kv_cache(
         self, runner_name: str, tokens: list[int], namespace: Hashable
     ) -> SequenceCache:
         """A new sequence cache that begins with the longest cached prefix of `tokens` (without the
         last token, which must be scored)."""
         runner = self.engine.runners[runner_name]
-        context = SequenceCache(runner.pool)
+        kv_cache = SequenceCache(runner.pool)
         if self.prefix_cache and runner.model.spec.causal:
             slots = runner.prefixes.match(tokens[:-1], namespace)
-            context.attach_prefix(slots, tokens[: len(slots)])
-            context.num_cached = len(slots)
-        return context
+            kv_cache.attach_prefix(slots, tokens[: len(slots)])
+            kv_cache.num_cached = len(slots)
+        return kv_cache

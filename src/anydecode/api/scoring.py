@@ -116,10 +116,10 @@ def score_tokens(
         on_row: Called as `on_row(logits, token)` with float32 `[vocab_size]` logits of the position
             before the token.
     """
-    context = sequence.context()
-    context.truncate(min(context.length, first - 1))
-    if context.length < first - 1:
-        yield sequence.score(tokens[context.length : first - 1], companions=False)
+    kv_cache = sequence.kv_cache()
+    kv_cache.truncate(min(kv_cache.length, first - 1))
+    if kv_cache.length < first - 1:
+        yield sequence.score(tokens[kv_cache.length : first - 1], companions=False)
     for start in range(first - 1, len(tokens) - 1, CHUNK):
         stop = min(start + CHUNK, len(tokens) - 1)
         scores = yield sequence.score(tokens[start:stop], rows="all", companions=False)

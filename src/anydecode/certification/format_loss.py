@@ -56,7 +56,7 @@ class CrossEntropyProbe(Denoiser):
         self.answers = answers
         self.losses: list[float] = []
 
-    def fill(self, sequence: Text, canvas: Canvas, predictions: Predictions) -> None:
+    def unmask_step(self, sequence: Text, canvas: Canvas, predictions: Predictions) -> None:
         answer_tokens = self.answers[tuple(canvas.tokens.tolist())]
         for position in canvas.masks:
             logits = predictions.logits(int(position)).astype(np.float64)

@@ -214,13 +214,13 @@ class Engine:
     def check_integrity(self) -> None:
         """Check the reference counts of all caches and the partial outputs of all model runners.
         Raises AssertionError. Call between steps."""
-        all_caches = [c for job in self.running for c in job.sequence.contexts()]
+        all_caches = [c for job in self.running for c in job.sequence.kv_caches()]
         for runner in self.runners.values():
             runner.check_integrity()
-            caches = [context for context in all_caches if context.pool is runner.pool]
-            for context in caches:
-                context.check_integrity()
-            tables = [table for context in caches for table in context.referenced_slots()]
+            caches = [kv_cache for kv_cache in all_caches if kv_cache.pool is runner.pool]
+            for kv_cache in caches:
+                kv_cache.check_integrity()
+            tables = [table for kv_cache in caches for table in kv_cache.referenced_slots()]
             runner.pool.check_integrity(tables + runner.prefixes.referenced_slots())
 
     @property
@@ -342,9 +342,9 @@ class Engine:
 
     def _abort(self, plan: Plan, error: Exception) -> None:
         """End the jobs whose caches a failed pass was to fill."""
-        unfilled = {span.context for _, span, _ in plan.scheduled}
+        unfilled = {span.kv_cache for _, span, _ in plan.scheduled}
         for job in list(self.running):
-            if not unfilled.isdisjoint(job.sequence.contexts()):
+            if not unfilled.isdisjoint(job.sequence.kv_caches()):
                 self._end(job, error)
 
     def _end_failed(self, runner: ModelRunner) -> None:
@@ -364,7 +364,7 @@ class Engine:
         if runner.name not in shared:
             shared.append(runner.name)
             if runner.name == TARGET:
-                cached = request.groups[0][0].context.num_cached
+                cached = request.groups[0][0].kv_cache.num_cached
                 sequence.num_cached_tokens = min(cached, len(sequence.prompt))
             share_prefix(runner, sequence)
 
@@ -501,5 +501,5 @@ class Engine:
 def share_prefix(runner: ModelRunner, sequence: Sequence) -> None:
     """Add what a sequence has computed on `runner` to the prefix cache."""
     if runner.model.spec.causal and sequence.shares_prefix:
-        for context in sequence.contexts(runner.name):
-            runner.prefixes.insert(context, (sequence.adapter, sequence.namespace))
+        for kv_cache in sequence.kv_caches(runner.name):
+            runner.prefixes.insert(kv_cache, (sequence.adapter, sequence.namespace))

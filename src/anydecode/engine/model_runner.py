@@ -343,7 +343,7 @@ class _Builder:
         appended."""
         request, span, count = item
         offset, index = self._num_rows, len(self._scheduled)
-        span.fill(self._rows, offset, count)
+        span.write_rows(self._rows, offset, count)
         tokens = self._rows.tokens[offset : offset + count]
         if span.inputs is None and tokens.view(np.uint32).max() >= self._vocab_size:  # or below 0
             invalid = next(token for token in tokens if not 0 <= token < self._vocab_size)

@@ -61,7 +61,7 @@ class DecodesFirst(Schedule):
 
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         order = sorted(waiting, key=lambda s: (s.num_rows > self.short, s.sequence.priority))
-        yield from fill(order, RowBudget(self.row_budget))
+        yield from fit_spans(order, RowBudget(self.row_budget))
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class RowBudget:
         return count
 
 
-def fill(requests: Seq[ScoreRequest], budget: RowBudget) -> Iterator[ScheduledSpan]:
+def fit_spans(requests: Seq[ScoreRequest], budget: RowBudget) -> Iterator[ScheduledSpan]:
     """The spans of `requests`, in this order, that fit into `budget`."""
     for request in requests:
         for spans in request.groups:

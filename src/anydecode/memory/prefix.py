@@ -91,20 +91,20 @@ class PrefixCache:
         self.num_hits += BLOCK * len(matched)
         return np.concatenate(matched) if matched else np.empty(0, np.int32)
 
-    def insert(self, context: SequenceCache, namespace: Hashable = None) -> None:
+    def insert(self, kv_cache: SequenceCache, namespace: Hashable = None) -> None:
         """Add the complete blocks of a sequence to the tree."""
-        if not context.reusable:
+        if not kv_cache.reusable:
             return
-        tokens = context.tokens
+        tokens = kv_cache.tokens
         node = self._root(namespace)
         now = next(self._clock)
-        for start in range(0, min(len(tokens), context.complete) - BLOCK + 1, BLOCK):
+        for start in range(0, min(len(tokens), kv_cache.complete) - BLOCK + 1, BLOCK):
             key = tuple(tokens[start : start + BLOCK])
             if min(key) < 0:
                 return
             child = node.children.get(key)
             if child is None:
-                child = self._add(node, key, context.table[start : start + BLOCK].copy())
+                child = self._add(node, key, kv_cache.table[start : start + BLOCK].copy())
                 self.pool.add_reference(child.slots)
             child.last_used = now
             node = child

@@ -309,7 +309,7 @@ class Scores:
 
     @property
     def _model(self) -> Any:
-        return self._request.groups[0][-1].context.pool.model
+        return self._request.groups[0][-1].kv_cache.pool.model
 
     def last_state(self, row: int) -> np.ndarray:
         """The last hidden state of `row` after the final norm, float32 `[hidden_size]`: the input
@@ -367,7 +367,7 @@ class Scores:
         pass_token = self._sampled_in_pass[row] if self._sampled_in_pass else -1
         if (
             pass_token >= 0
-            and self.sequence.annotate is None
+            and self.sequence.compute_logprobs is None
             and self.sequence.sampler.is_temperature_only
         ):
             return pass_token

@@ -60,13 +60,13 @@ class Sequence(SequenceData):
             tokens = self.unscored(runner)
         if not len(tokens):
             raise InvalidRequestError("there is nothing to score: the prompt is empty")
-        context = self.context(runner)
-        first = context.length
-        depth = context.pool.model.spec.num_layers
+        kv_cache = self.kv_cache(runner)
+        first = kv_cache.length
+        depth = kv_cache.pool.model.spec.num_layers
         start, stop = layers or (0, depth)
         output_rows = [len(tokens) - 1] if rows == "last" else list(range(len(tokens)))
         capture_layers = self._capture_layers(hidden, runner, stop)
-        shape = (context, tokens, start, stop, output_rows, capture_layers)
+        shape = (kv_cache, tokens, start, stop, output_rows, capture_layers)
         end_tokens = self.end_tokens if extra_tokens > 0 else None
         span = (
             ChainSpan(*shape, inputs=embeddings)
@@ -107,18 +107,18 @@ class Sequence(SequenceData):
         unscored = self.unscored(runner)
         if not len(tree):
             return self.score(unscored, runner=runner, hidden=hidden)
-        context = self.context(runner)
-        depth = context.pool.model.spec.num_layers
+        kv_cache = self.kv_cache(runner)
+        depth = kv_cache.pool.model.spec.num_layers
         capture_layers = self._capture_layers(hidden, runner)
         if tree.is_chain and not grows:  # appended like other tokens; `accept` truncates the rest
             tokens = [*unscored, *tree.tokens]
             first = len(unscored) - 1
-            span = ChainSpan(context, tokens, 0, depth, range(first, len(tokens)), capture_layers)
-            positions = np.arange(context.length + first, context.length + len(tokens))
+            span = ChainSpan(kv_cache, tokens, 0, depth, range(first, len(tokens)), capture_layers)
+            positions = np.arange(kv_cache.length + first, kv_cache.length + len(tokens))
             return self._build(runner, span, tokens, positions, tokens[first:])
-        root = ChainSpan(context, unscored, 0, depth, [len(unscored) - 1], capture_layers)
+        root = ChainSpan(kv_cache, unscored, 0, depth, [len(unscored) - 1], capture_layers)
         nodes = range(len(tree))
-        base = context.length + len(unscored) - 1
+        base = kv_cache.length + len(unscored) - 1
         positions = np.array([base] + [base + tree.depth(node) for node in nodes])
         request = self._build(runner, root, unscored, positions, [unscored[-1], *tree.tokens])
         request.row_parents = [ROOT, *(Scores.after(parent) for parent in tree.parents)]
@@ -126,7 +126,7 @@ class Sequence(SequenceData):
             trunk = spans[-1]
             spans.append(
                 TreeSpan(
-                    trunk.context,
+                    trunk.kv_cache,
                     tree.tokens,
                     0,
                     depth,
@@ -150,18 +150,18 @@ class Sequence(SequenceData):
             runner: The model that runs.
             hidden: Layers whose hidden states to return.
         """
-        context = self.context(runner)
-        pending_parents = [] if context.pending is None else context.pending.parents
+        kv_cache = self.kv_cache(runner)
+        pending_parents = [] if kv_cache.pending is None else kv_cache.pending.parents
         depths: list[int] = []
         for parent in [*pending_parents, *parents]:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
-        first, depth = len(pending_parents), context.pool.model.spec.num_layers
+        first, depth = len(pending_parents), kv_cache.pool.model.spec.num_layers
         rows = range(len(tokens))
         capture_layers = self._capture_layers(hidden, runner)
         span = TreeSpan(
-            context, tokens, 0, depth, rows, capture_layers, parents=list(parents), first=first
+            kv_cache, tokens, 0, depth, rows, capture_layers, parents=list(parents), first=first
         )
-        positions = context.length - 1 + np.asarray(depths[first:], np.int64)
+        positions = kv_cache.length - 1 + np.asarray(depths[first:], np.int64)
         row_parents = [parent - first if parent >= first else ROOT for parent in parents]
         return ScoreRequest(self, runner, [[span]], positions, row_parents, list(tokens))
 
@@ -187,30 +187,32 @@ class Sequence(SequenceData):
             InvalidRequestError: If no position stopped at an early layer.
             UnsupportedCombinationError: If the sampler needs layers that the rows have passed.
         """
-        context = self.context(runner)
-        depth = context.pool.model.spec.num_layers
+        kv_cache = self.kv_cache(runner)
+        depth = kv_cache.pool.model.spec.num_layers
         last = depth if stop is None else stop
-        if not context.partials or (len(tokens) and last < depth):
+        if not kv_cache.partials or (len(tokens) and last < depth):
             raise InvalidRequestError("no position stopped at an early layer")
         capture_layers = self._capture_layers(hidden, runner, last)
         if any(
             layer < partial.depth
             for layer in capture_layers
-            for partial in _before_layer(context, last)
+            for partial in _before_layer(kv_cache, last)
         ):
             raise UnsupportedCombinationError(
                 "a sampler that reads early layers (DoLa) does not work with a decoder that exits"
                 " at early layers"
             )
-        spans: list[Span] = list(self._completion_spans(context, capture_layers, last))
+        spans: list[Span] = list(self._completion_spans(kv_cache, capture_layers, last))
         positions: list[int] = []
-        for span, partial in zip(spans, _before_layer(context, last), strict=True):
+        for span, partial in zip(spans, _before_layer(kv_cache, last), strict=True):
             span.output_rows = range(len(span))
             positions += range(partial.start, partial.stop)
         if len(tokens):
-            spans.append(ChainSpan(context, tokens, 0, depth, range(len(tokens)), capture_layers))
-        row_tokens = [*(context.tokens[position] for position in positions), *tokens]
-        row_positions = np.array([*positions, *range(context.length, context.length + len(tokens))])
+            spans.append(ChainSpan(kv_cache, tokens, 0, depth, range(len(tokens)), capture_layers))
+        row_tokens = [*(kv_cache.tokens[position] for position in positions), *tokens]
+        row_positions = np.array(
+            [*positions, *range(kv_cache.length, kv_cache.length + len(tokens))]
+        )
         return ScoreRequest(
             self, runner, [spans], row_positions, self._chain_parents(row_positions), row_tokens
         )
@@ -231,11 +233,11 @@ class Sequence(SequenceData):
         Returns:
             How many tokens were taken before a stop rule applied.
         """
-        contexts = self._open_contexts(runner)
-        if contexts[0].pending is not None:
-            for context in contexts:
-                context.retain(path)
-        elif contexts[0].length > self.length + len(path):  # a chain
+        kv_caches = self._open_kv_caches(runner)
+        if kv_caches[0].pending is not None:
+            for kv_cache in kv_caches:
+                kv_cache.retain(path)
+        elif kv_caches[0].length > self.length + len(path):  # a chain
             self.truncate(self.length + len(path), runner)
         sampler = (
             scores.sampler_after(scores.after(path[-1] if len(path) else ROOT))
@@ -286,8 +288,8 @@ class Sequence(SequenceData):
         """A request for `span`, preceded by the completion of early-exit positions and accompanied
         by companion prompts. `chain_tokens` is the part of its tokens that companions repeat."""
         spans: list[Span] = []
-        if span.context.partials and not span.is_partial:
-            spans += self._completion_spans(span.context, ())
+        if span.kv_cache.partials and not span.is_partial:
+            spans += self._completion_spans(span.kv_cache, ())
         groups = [[*spans, span]]
         if companions and runner == TARGET and self.companion_prompts:
             groups += [[companion] for companion in self._companion_spans(span, chain_tokens)]
@@ -301,9 +303,9 @@ class Sequence(SequenceData):
             )
         spans: list[Span] = []
         extra = list(chain_tokens[len(self.unscored()) :])
-        contexts = self._open_contexts(TARGET)
-        for context, prompt in zip(contexts[1:], self.companion_prompts, strict=True):
-            tokens = (prompt + self.tokens)[context.length :] + extra
+        kv_caches = self._open_kv_caches(TARGET)
+        for kv_cache, prompt in zip(kv_caches[1:], self.companion_prompts, strict=True):
+            tokens = (prompt + self.tokens)[kv_cache.length :] + extra
             output_rows = range(len(tokens) - len(span.output_rows), len(tokens))
             if output_rows[0] < 0:
                 raise UnsupportedCombinationError(
@@ -312,18 +314,18 @@ class Sequence(SequenceData):
                 )
             spans.append(
                 ChainSpan(
-                    context, tokens, span.start, span.stop, list(output_rows), span.capture_layers
+                    kv_cache, tokens, span.start, span.stop, list(output_rows), span.capture_layers
                 )
             )
         return spans
 
     def _completion_spans(
-        self, context: SequenceCache, capture_layers: tuple[int, ...], stop: int | None = None
+        self, kv_cache: SequenceCache, capture_layers: tuple[int, ...], stop: int | None = None
     ) -> list[CompletionSpan]:
-        last = context.pool.model.spec.num_layers if stop is None else stop
+        last = kv_cache.pool.model.spec.num_layers if stop is None else stop
         return [
             CompletionSpan(
-                context,
+                kv_cache,
                 [-1] * len(partial.hidden),
                 partial.depth,
                 last,
@@ -331,7 +333,7 @@ class Sequence(SequenceData):
                 inputs=partial.hidden,
                 partial=partial,
             )
-            for partial in _before_layer(context, last)
+            for partial in _before_layer(kv_cache, last)
         ]
 
     @staticmethod
@@ -339,6 +341,6 @@ class Sequence(SequenceData):
         return [row - 1 for row in range(len(positions))]
 
 
-def _before_layer(context: SequenceCache, layer: int) -> list[EarlyExitRows]:
+def _before_layer(kv_cache: SequenceCache, layer: int) -> list[EarlyExitRows]:
     """The early-exit positions that have not reached `layer`."""
-    return [partial for partial in context.partials if partial.depth < layer]
+    return [partial for partial in kv_cache.partials if partial.depth < layer]

@@ -60,10 +60,11 @@ class SequenceData:
         sampler: The sampler, advanced by all of `tokens`.
         noise: Random numbers of this sample.
         stop_checker: Stop rules and the text.
-        open_context: Creates the sequence cache for (runner name, tokens).
+        open_kv_cache: Creates the sequence cache for (runner name, tokens).
         companion_prompts: Further prompts that are scored beside this one, for guidance.
-        annotate: Computes the log-probabilities of a token from (logits, token, sampler), or None.
-        logprobs: The log-probabilities of `tokens`, if `annotate` is set.
+        compute_logprobs: Computes the log-probabilities of a token from (logits, token,
+            sampler), or None.
+        logprobs: The log-probabilities of `tokens`, if `compute_logprobs` is set.
         state: What a decoder keeps across a restart (beams, a canvas), by `StateKey`. Everything
             else a decoder stores is lost on preemption. A fork starts with an empty one.
         finish_reason: Why the generation ended, or None while it runs.
@@ -87,9 +88,9 @@ class SequenceData:
     sampler: Sampler
     noise: Noise
     stop_checker: StopChecker
-    open_context: Callable[[str, list[int]], SequenceCache]
+    open_kv_cache: Callable[[str, list[int]], SequenceCache]
     companion_prompts: list[list[int]] = field(default_factory=list)
-    annotate: Callable[[np.ndarray, int, Sampler], Any] | None = None
+    compute_logprobs: Callable[[np.ndarray, int, Sampler], Any] | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     state: SequenceState = field(default_factory=SequenceState)
@@ -110,7 +111,7 @@ class SequenceData:
     id: int = field(default_factory=lambda: next(_ids))
 
     def __post_init__(self) -> None:
-        self._contexts: dict[str, list[SequenceCache]] = {}
+        self._kv_caches: dict[str, list[SequenceCache]] = {}
         self._children: list[SequenceData] = []
         self._pending_logprobs: dict[tuple[int, int], Any] = {}
 
@@ -127,14 +128,14 @@ class SequenceData:
     def all_tokens(self) -> list[int]:
         return self.prompt + self.tokens
 
-    def context(self, runner: str = TARGET) -> SequenceCache:
+    def kv_cache(self, runner: str = TARGET) -> SequenceCache:
         """This sequence's key-value cache in the model of `runner`, created on first use. It may
         begin with a prefix that an earlier request computed."""
-        return self._open_contexts(runner)[0]
+        return self._open_kv_caches(runner)[0]
 
     def unscored(self, runner: str = TARGET) -> list[int]:
         """The tokens that are not in the cache of `runner` yet; never empty while generating."""
-        return self._tokens_from(self.context(runner).length)
+        return self._tokens_from(self.kv_cache(runner).length)
 
     def sample(self, sampler: Sampler, logits: np.ndarray, position: int, attempt: int = 0) -> int:
         """The token that `sampler` samples for `position`, with the random numbers of that
@@ -145,8 +146,8 @@ class SequenceData:
         self, logits: np.ndarray, position: int, token: int, sampler: Sampler
     ) -> None:
         """Store the log-probabilities of a sampled token until it is emitted."""
-        if self.annotate is not None:
-            self._pending_logprobs[position, token] = self.annotate(logits, token, sampler)
+        if self.compute_logprobs is not None:
+            self._pending_logprobs[position, token] = self.compute_logprobs(logits, token, sampler)
 
     def stops_at(self, token: int) -> bool:
         """Whether `token` would end the generation."""
@@ -156,7 +157,7 @@ class SequenceData:
     def end_tokens(self) -> frozenset[int] | None:
         """The tokens that end the generation, if the backend can sample by itself (temperature
         only, no log-probabilities, no stop strings); else None."""
-        simple = self.sampler.is_temperature_only and self.annotate is None
+        simple = self.sampler.is_temperature_only and self.compute_logprobs is None
         return self.stop_checker.end_tokens if simple else None
 
     @property
@@ -184,7 +185,7 @@ class SequenceData:
         taken, self.finish_reason = self.stop_checker.push(list(tokens))
         emitted = list(tokens[:taken])
         self.tokens.extend(emitted)
-        if self.annotate is not None:
+        if self.compute_logprobs is not None:
             if logprobs is None:
                 logprobs = [
                     self._pending_logprobs.get((first + i, token))
@@ -202,10 +203,10 @@ class SequenceData:
 
     def truncate(self, length: int, runner: str = TARGET) -> None:
         """Drop the cached positions from `length` on, in every sequence cache of `runner`."""
-        contexts = self._open_contexts(runner)
-        prompts = [self.prompt, *self.companion_prompts][: len(contexts)]
-        for context, prompt in zip(contexts, prompts, strict=True):
-            context.truncate(length - len(self.prompt) + len(prompt))
+        kv_caches = self._open_kv_caches(runner)
+        prompts = [self.prompt, *self.companion_prompts][: len(kv_caches)]
+        for kv_cache, prompt in zip(kv_caches, prompts, strict=True):
+            kv_cache.truncate(length - len(self.prompt) + len(prompt))
 
     def fork(self: AnySequence, number: int = 0) -> AnySequence:
         """Returns a branch of this sequence: the same tokens, cache and sampler state, and its own
@@ -215,7 +216,7 @@ class SequenceData:
             sampler=self.sampler.fork(),
             noise=self.noise.forked(number) if number else self.noise,
             stop_checker=self.stop_checker,
-            open_context=self.open_context,
+            open_kv_cache=self.open_kv_cache,
             companion_prompts=self.companion_prompts,
             tokens=list(self.tokens),
             adapter=self.adapter,
@@ -225,8 +226,8 @@ class SequenceData:
             shares_prefix=self.shares_prefix,
             parent=self,
         )
-        for runner, contexts in self._contexts.items():
-            branch._contexts[runner] = [context.fork() for context in contexts]
+        for runner, kv_caches in self._kv_caches.items():
+            branch._kv_caches[runner] = [kv_cache.fork() for kv_cache in kv_caches]
         self._children.append(branch)
         return branch
 
@@ -249,54 +250,54 @@ class SequenceData:
         """Free the cache of this sequence and of its branches."""
         for child in list(self._children):
             child.release()
-        for contexts in self._contexts.values():
-            for context in contexts:
-                context.release()
-        self._contexts.clear()
+        for kv_caches in self._kv_caches.values():
+            for kv_cache in kv_caches:
+                kv_cache.release()
+        self._kv_caches.clear()
         if self.parent is not None and self in self.parent._children:
             self.parent._children.remove(self)
 
-    def contexts(self, runner: str | None = None) -> list[SequenceCache]:
+    def kv_caches(self, runner: str | None = None) -> list[SequenceCache]:
         """Every open sequence cache (of `runner`), branches included."""
         own = [
-            context
-            for name, contexts in self._contexts.items()
+            kv_cache
+            for name, kv_caches in self._kv_caches.items()
             if runner in (None, name)
-            for context in contexts
+            for kv_cache in kv_caches
         ]
-        return own + [context for child in self._children for context in child.contexts(runner)]
+        return own + [kv_cache for child in self._children for kv_cache in child.kv_caches(runner)]
 
     def align(self, runner: str) -> None:
         """Drop cached positions of `runner` that are not tokens of this sequence (rejected
         drafts)."""
-        context, tokens = self.context(runner), self.all_tokens
-        context.discard()
-        cached = context.tokens
+        kv_cache, tokens = self.kv_cache(runner), self.all_tokens
+        kv_cache.discard()
+        cached = kv_cache.tokens
         if cached != tokens[: len(cached)]:
             num_common = next(
                 i for i, token in enumerate(cached) if i >= len(tokens) or token != tokens[i]
             )
-            context.truncate(num_common)
-        if context.length >= len(tokens):
-            context.truncate(len(tokens) - 1)
+            kv_cache.truncate(num_common)
+        if kv_cache.length >= len(tokens):
+            kv_cache.truncate(len(tokens) - 1)
 
     def is_open(self, runner: str) -> bool:
-        return runner in self._contexts
+        return runner in self._kv_caches
 
     @property
     def root(self) -> SequenceData:
         """The sequence at the root of this tree of branches; itself if it is no branch."""
         return self if self.parent is None else self.parent.root
 
-    def _open_contexts(self, runner: str) -> list[SequenceCache]:
-        if runner not in self._contexts:
+    def _open_kv_caches(self, runner: str) -> list[SequenceCache]:
+        if runner not in self._kv_caches:
             prompts = [self.prompt]
             if runner == TARGET:
                 prompts += self.companion_prompts
-            self._contexts[runner] = [
-                self.open_context(runner, prompt + self.tokens) for prompt in prompts
+            self._kv_caches[runner] = [
+                self.open_kv_cache(runner, prompt + self.tokens) for prompt in prompts
             ]
-        return self._contexts[runner]
+        return self._kv_caches[runner]
 
     def _tokens_from(self, position: int) -> list[int]:
         if position >= len(self.prompt):

@@ -22,11 +22,11 @@ from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
 class Span(ABC):
     """Rows of one sequence cache that run through a range of layers.
 
-    Life of a span: `reserve` allocates cache slots for the next rows, `fill` writes their metadata
-    into the pass, `complete` updates the cache after the pass.
+    Life of a span: `reserve` allocates cache slots for the next rows, `write_rows` writes their
+    metadata into the pass, `complete` updates the cache after the pass.
 
     Args:
-        context: The sequence cache.
+        kv_cache: The sequence cache.
         tokens: Token id of each row.
         start: First layer.
         stop: End of the layer range; less than the model's depth for an early exit.
@@ -36,7 +36,7 @@ class Span(ABC):
         inputs: float32 `[rows, hidden_size]`, used in place of `tokens`, or None.
     """
 
-    context: SequenceCache
+    kv_cache: SequenceCache
     tokens: Seq[int]
     start: int
     stop: int
@@ -62,7 +62,7 @@ class Span(ABC):
     @property
     def is_partial(self) -> bool:
         """Whether the rows stop before the last layer."""
-        return self.stop < self.context.pool.model.spec.num_layers
+        return self.stop < self.kv_cache.pool.model.spec.num_layers
 
     @abstractmethod
     def reserve(self, count: int) -> None:
@@ -70,7 +70,7 @@ class Span(ABC):
         changes nothing."""
 
     @abstractmethod
-    def fill(self, rows: Rows, at: int, count: int) -> None:
+    def write_rows(self, rows: Rows, at: int, count: int) -> None:
         """Write the next `count` rows into `rows[at : at + count]`."""
 
     def complete(self, hidden: np.ndarray | None, count: int) -> None:
@@ -93,16 +93,16 @@ class Span(ABC):
     def _store_tokens(self, count: int) -> int:
         """Store the tokens of the `count` appended rows that have run in the cache. Returns how
         many of these rows the cache still has: it may have been truncated during the pass."""
-        num_kept = max(0, min(count, self.context.length - self._append_start))
+        num_kept = max(0, min(count, self.kv_cache.length - self._append_start))
         if self.inputs is None:
-            self.context.tokens += self.tokens[self.done : self.done + num_kept]
+            self.kv_cache.tokens += self.tokens[self.done : self.done + num_kept]
         else:
-            self.context.tokens += [-1] * num_kept
+            self.kv_cache.tokens += [-1] * num_kept
         return num_kept
 
     def _fill_table(self, rows: Rows, at: int, count: int) -> None:
         rows.table[at : at + count] = len(rows.tables)
-        rows.tables.append(self.context.table)
+        rows.tables.append(self.kv_cache.table)
 
 
 @dataclass(eq=False)
@@ -114,15 +114,15 @@ class ChainSpan(Span):
     reserved: int = field(default=0, init=False)  # slots for the extra tokens of a multi-step pass
 
     def reserve(self, count: int) -> None:
-        self.context.append(count)
+        self.kv_cache.append(count)
 
-    def fill(self, rows: Rows, at: int, count: int) -> None:
+    def write_rows(self, rows: Rows, at: int, count: int) -> None:
         stop = at + count
-        length = self.context.length - self.reserved
+        length = self.kv_cache.length - self.reserved
         first = self._append_start = length - count
         self._fill_inputs(rows, at, count)
         self._fill_table(rows, at, count)
-        rows.slots[at:stop] = self.context.table[first:length]
+        rows.slots[at:stop] = self.kv_cache.table[first:length]
         if count == 1:
             rows.positions[at] = first
             rows.prefix[at] = length
@@ -136,7 +136,7 @@ class ChainSpan(Span):
         num_kept = self._store_tokens(count)
         if self.is_partial and num_kept:
             assert hidden is not None
-            self.context.partials.append(
+            self.kv_cache.partials.append(
                 EarlyExitRows(self._append_start, self.stop, hidden[:num_kept].copy())
             )
         self.done += count
@@ -159,17 +159,17 @@ class MultiStepSpan(ChainSpan):
     def reserve(self, count: int) -> None:
         self.reserved = self.extra_tokens if count == self.remaining else 0
         try:
-            self.context.append(count + self.reserved)
+            self.kv_cache.append(count + self.reserved)
         except PoolFull:
-            self.context.append(count)
+            self.kv_cache.append(count)
             self.reserved = 0
 
     def complete(self, hidden: np.ndarray | None, count: int) -> None:
-        context, end = self.context, self._append_start + count
+        kv_cache, end = self.kv_cache, self._append_start + count
         super().complete(hidden, count)
-        if context.length == end + self.reserved:  # else it was truncated during the pass
-            context.tokens += self.multi_step_tokens[:-1]
-            context.truncate(end + max(0, len(self.multi_step_tokens) - 1))
+        if kv_cache.length == end + self.reserved:  # else it was truncated during the pass
+            kv_cache.tokens += self.multi_step_tokens[:-1]
+            kv_cache.truncate(end + max(0, len(self.multi_step_tokens) - 1))
         self.reserved = 0
 
 
@@ -188,15 +188,15 @@ class TreeSpan(Span):
 
     def reserve(self, count: int) -> None:
         if self.first:
-            self.context.grow_branch(self.tokens, self.parents)
+            self.kv_cache.grow_branch(self.tokens, self.parents)
         else:
-            self.context.branch(self.tokens, self.parents, self.stop)
+            self.kv_cache.branch(self.tokens, self.parents, self.stop)
 
-    def fill(self, rows: Rows, at: int, count: int) -> None:
-        pending = self.context.pending
+    def write_rows(self, rows: Rows, at: int, count: int) -> None:
+        pending = self.kv_cache.pending
         assert pending is not None
         stop = at + count
-        base = self.context.length
+        base = self.kv_cache.length
         self._fill_inputs(rows, at, count)
         self._fill_table(rows, at, count)
         first = self.first
@@ -218,7 +218,7 @@ class TreeSpan(Span):
         rows.tails = np.concatenate(tails)
 
     def complete(self, hidden: np.ndarray | None, count: int) -> None:
-        pending = self.context.pending
+        pending = self.kv_cache.pending
         if self.is_partial and pending is not None:
             assert hidden is not None
             pending.hidden = hidden.copy()
@@ -234,13 +234,13 @@ class CompletionSpan(Span):
     def reserve(self, count: int) -> None:
         pass
 
-    def fill(self, rows: Rows, at: int, count: int) -> None:
+    def write_rows(self, rows: Rows, at: int, count: int) -> None:
         assert self.partial is not None
         stop = at + count
         first = self.partial.start
         self._fill_inputs(rows, at, count)
         self._fill_table(rows, at, count)
-        rows.slots[at:stop] = self.context.table[first : first + count]
+        rows.slots[at:stop] = self.kv_cache.table[first : first + count]
         rows.positions[at:stop] = np.arange(first, first + count)
         rows.prefix[at:stop] = np.arange(first + 1, first + count + 1)
         rows.tail_start[at:stop] = 0
@@ -248,7 +248,7 @@ class CompletionSpan(Span):
 
     def complete(self, hidden: np.ndarray | None, count: int) -> None:
         assert self.partial is not None
-        partials = self.context.partials
+        partials = self.kv_cache.partials
         if self.partial in partials:
             index = partials.index(self.partial)
             unfinished = []

@@ -88,9 +88,9 @@ class _StateReader(Decoder):
         self.parts: list[torch.Tensor] = []
 
     def decode(self, sequence: Sequence) -> Decoding:
-        context = sequence.context()
-        context.truncate(0)  # a cached prefix has keys and values, but no states
-        depth = context.pool.model.spec.num_layers
+        kv_cache = sequence.kv_cache()
+        kv_cache.truncate(0)  # a cached prefix has keys and values, but no states
+        depth = kv_cache.pool.model.spec.num_layers
         self.parts = []
         for start in range(0, len(sequence.prompt), CHUNK):
             part = sequence.prompt[start : start + CHUNK]

@@ -33,8 +33,8 @@ def test_drafts_without_noise_are_rejected(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_layers_that_run_twice_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def again(self: Sequence, tokens: list[int]) -> ScoreRequest:
-        context = self.context()
-        drafted = context.tokens[self.length - 1 :]
+        kv_cache = self.kv_cache()
+        drafted = kv_cache.tokens[self.length - 1 :]
         self.truncate(self.length - 1)
         return self.score([*drafted, *tokens], rows="all")
 

@@ -23,11 +23,11 @@ def test_certificate_rejects_an_ignored_parameter(
 
 
 def test_certificate_rejects_credits_that_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = CreditDenoiser.fill
+    unmask_step = CreditDenoiser.unmask_step
 
     def forgetful(self: CreditDenoiser, sequence: Any, canvas: Any, predictions: Any) -> None:
         canvas.policy_state["credit"] = {}
-        fill(self, sequence, canvas, predictions)
+        unmask_step(self, sequence, canvas, predictions)
 
-    monkeypatch.setattr(CreditDenoiser, "fill", forgetful)
+    monkeypatch.setattr(CreditDenoiser, "unmask_step", forgetful)
     assert_rejected("creditdecoding")

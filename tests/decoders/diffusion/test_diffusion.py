@@ -259,11 +259,11 @@ def test_a_restart_with_rows_of_a_later_canvas_changes_the_text() -> None:
     """Negative control: after a restart the cache is computed from the current canvas."""
 
     class RowsOfLaterCanvas(DualCachePolicy):
-        def begin(self, canvas: Canvas, context: Any) -> None:
+        def begin(self, canvas: Canvas, kv_cache: Any) -> None:
             if canvas.cached_rows:
                 positions, _, visible = canvas.cached_rows[-1]
                 canvas.cached_rows = [(positions, canvas.tokens[positions], visible)]
-            super().begin(canvas, context)
+            super().begin(canvas, kv_cache)
 
     texts = []
     for restarts in (False, True):
@@ -604,9 +604,11 @@ def test_a_cache_that_is_never_refreshed_changes_the_text() -> None:
     """Negative control of the scripted model whose rows depend on the whole canvas."""
 
     class NeverRefreshed(DualCachePolicy):
-        def refresh_span(self, canvas: Canvas, context: Any, region: Any, opens_block: bool) -> Any:
+        def refresh_span(
+            self, canvas: Canvas, kv_cache: Any, region: Any, opens_block: bool
+        ) -> Any:
             return super().refresh_span(
-                canvas, context, region, opens_block and not canvas.cached_rows
+                canvas, kv_cache, region, opens_block and not canvas.cached_rows
             )
 
     found = []

@@ -283,13 +283,13 @@ class RecordingDenoiser(Denoiser):
 
     passes: list[tuple[np.ndarray, tuple[int, int], bool, dict[int, np.ndarray]]]
 
-    def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
+    def unmask_step(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         block = canvas.block or (canvas.frontier, self.blocks.window_end(canvas))
         logits = {
             int(position): predictions.logits(position).copy() for position in predictions.positions
         }
         self.passes.append((canvas.tokens.copy(), block, canvas.block is None, logits))
-        super().fill(sequence, canvas, predictions)
+        super().unmask_step(sequence, canvas, predictions)
 
 
 PROMPT = [3, 14, 15, 9, 26, 5]

@@ -40,10 +40,10 @@ def test_swapped_distributions_are_rejected(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_masks_that_see_their_own_draft_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = TwoStreamSpan.fill
+    write_rows = TwoStreamSpan.write_rows
 
     def leaky(self: TwoStreamSpan, rows: Rows, at: int, count: int) -> None:
-        fill(self, rows, at, count)
+        write_rows(self, rows, at, count)
         assert self._slots is not None
         num_drafted, tails = count - self.masks, [rows.tails]
         for number in range(self.masks):
@@ -54,7 +54,7 @@ def test_masks_that_see_their_own_draft_are_rejected(monkeypatch: pytest.MonkeyP
             tails.append(tail)
         rows.tails = np.concatenate(tails)
 
-    monkeypatch.setattr(TwoStreamSpan, "fill", leaky)
+    monkeypatch.setattr(TwoStreamSpan, "write_rows", leaky)
     assert_rejected("s2d2")
 
 

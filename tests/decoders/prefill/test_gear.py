@@ -20,17 +20,17 @@ def test_certificate() -> None:
 
 
 def test_buffers_with_the_rank_of_the_prompt_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def same_rank(self: Gear, context: SequenceCache, start: int, rank: int) -> None:
-        compress_block(self, context, start, self.rank)
+    def same_rank(self: Gear, kv_cache: SequenceCache, start: int, rank: int) -> None:
+        compress_block(self, kv_cache, start, self.rank)
 
     monkeypatch.setattr(Gear, "_compress", same_rank)
     assert_rejected("gear")
 
 
 def test_buffers_that_are_never_compressed_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prompt_only(self: Gear, context: SequenceCache, start: int, rank: int) -> None:
+    def prompt_only(self: Gear, kv_cache: SequenceCache, start: int, rank: int) -> None:
         if not start:
-            compress_block(self, context, start, rank)
+            compress_block(self, kv_cache, start, rank)
 
     monkeypatch.setattr(Gear, "_compress", prompt_only)
     assert_rejected("gear")
@@ -47,8 +47,8 @@ def test_keys_compressed_per_token_are_rejected(monkeypatch: pytest.MonkeyPatch)
 def test_buffers_compressed_again_with_the_next_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def from_the_first(self: Gear, context: SequenceCache, start: int, rank: int) -> None:
-        compress_block(self, context, max(0, start - self.buffer), rank)
+    def from_the_first(self: Gear, kv_cache: SequenceCache, start: int, rank: int) -> None:
+        compress_block(self, kv_cache, max(0, start - self.buffer), rank)
 
     monkeypatch.setattr(Gear, "_compress", from_the_first)
     assert_rejected("gear")

@@ -71,9 +71,9 @@ def test_unsupported_requests_raise_an_error() -> None:
 def test_models_with_sliding_windows_raise_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(layers=4)
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=200) as llm:
-        context = prefilled.SequenceCache(llm.engine.runners["target"].pool)
-        prefilled.check_compressible(context)
+        kv_cache = prefilled.SequenceCache(llm.engine.runners["target"].pool)
+        prefilled.check_compressible(kv_cache)
         shape = model.spec.layers[0].attention
         object.__setattr__(shape, "window", 8)
         with pytest.raises(UnsupportedCombinationError, match="sliding window"):
-            prefilled.check_compressible(context)
+            prefilled.check_compressible(kv_cache)

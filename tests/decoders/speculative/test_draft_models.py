@@ -59,13 +59,13 @@ def test_rows_are_fitted_to_the_target_vocabulary() -> None:
 
 
 def test_truncate_to_prefix_leaves_one_token_to_score() -> None:
-    context = SequenceCache(KVPool(ScriptedModel(TARGET, vocab_size=259), 16))
-    context.append(4)
-    context.tokens += [1, 2, 3, 4]
-    truncate_to_prefix(context, [1, 2, 9, 9, 9])
-    assert context.length == 2
-    truncate_to_prefix(context, [1, 2])
-    assert context.length == 1
+    kv_cache = SequenceCache(KVPool(ScriptedModel(TARGET, vocab_size=259), 16))
+    kv_cache.append(4)
+    kv_cache.tokens += [1, 2, 3, 4]
+    truncate_to_prefix(kv_cache, [1, 2, 9, 9, 9])
+    assert kv_cache.length == 2
+    truncate_to_prefix(kv_cache, [1, 2])
+    assert kv_cache.length == 1
 
 
 @pytest.mark.parametrize(

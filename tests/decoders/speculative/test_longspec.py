@@ -28,5 +28,5 @@ def test_certificate_rejects_speculative_sampling(monkeypatch: pytest.MonkeyPatc
 
 
 def test_certificate_rejects_a_cache_that_is_never_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WindowDrafter, "evict", lambda self, context: None)
+    monkeypatch.setattr(WindowDrafter, "evict", lambda self, kv_cache: None)
     assert_rejected("longspec")

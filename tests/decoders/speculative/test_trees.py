@@ -103,16 +103,16 @@ def _record_trees(decoder: object, trees_seen: list) -> object:
 
 
 def test_pending_tree_grows_and_retains_a_path() -> None:
-    context = SequenceCache(KVPool(ScriptedModel(TARGET, vocab_size=259), 16))
-    context.append(2)
-    context.tokens += [1, 2]
-    context.branch([3, 4], [ROOT, ROOT], 3)
-    pending = context.grow_branch([5, 6], [1, 2])
+    kv_cache = SequenceCache(KVPool(ScriptedModel(TARGET, vocab_size=259), 16))
+    kv_cache.append(2)
+    kv_cache.tokens += [1, 2]
+    kv_cache.branch([3, 4], [ROOT, ROOT], 3)
+    pending = kv_cache.grow_branch([5, 6], [1, 2])
     assert pending.path(3) == [1, 2, 3] and len(set(pending.slots.tolist())) == 4
-    context.retain([1, 2])
-    assert context.tokens == [1, 2, 4, 5] and context.pool.num_used == 4
+    kv_cache.retain([1, 2])
+    assert kv_cache.tokens == [1, 2, 4, 5] and kv_cache.pool.num_used == 4
     with pytest.raises(ValueError, match="no token tree"):
-        context.grow_branch([7], [ROOT])
+        kv_cache.grow_branch([7], [ROOT])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ def requests(*num_rows: int, length: int = 0, seconds: Any = None) -> list[Any]:
     """Requests of so many rows after `length` cached positions. `seconds` is the cost model of
     their sequence."""
     cost_model = None if seconds is None else SimpleNamespace(seconds=seconds)
-    span = SimpleNamespace(context=SimpleNamespace(length=length))
+    span = SimpleNamespace(kv_cache=SimpleNamespace(length=length))
     return [
         SimpleNamespace(
             num_rows=count, groups=[[span]], sequence=SimpleNamespace(cost_model=cost_model)

@@ -191,7 +191,7 @@ class Awrs(Decoder):
         num_particles = 1 if sequence.sampler.is_greedy else self.particles
         start: list[tuple[list[int], float, bool]] = [([], 0.0, False)] * num_particles
         state = sequence.state.setdefault(STATE, AwrsState(particles=start, depth=0, tests=0))
-        sequence.context()
+        sequence.kv_cache()
         particles = [_make_particle(sequence, *particle) for particle in state["particles"]]
         limit = sequence.remaining
         while state["depth"] < limit:

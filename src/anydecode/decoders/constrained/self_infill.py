@@ -275,4 +275,8 @@ def _branch(sequence: Sequence, prompt: list[int], tokens: list[int]) -> Sequenc
 
 def _notes(sequence: Sequence, row: np.ndarray, token: int) -> list[Any] | None:
     sampler: Sampler = sequence.sampler
-    return None if sequence.annotate is None else [sequence.annotate(row, token, sampler)]
+    return (
+        None
+        if sequence.compute_logprobs is None
+        else [sequence.compute_logprobs(row, token, sampler)]
+    )

@@ -74,7 +74,7 @@ class PromptBoundaryDecoder(Decoder):
         key: StateKey[CoverState] = StateKey(self.card.key, "cover")
         state = sequence.state.setdefault(key, CoverState())
         if "cover" not in state:
-            size = branch.context().pool.model.spec.vocab_size
+            size = branch.kv_cache().pool.model.spec.vocab_size
             vocab = vocabulary(tokenizer, size)
             cover_tokens = (yield from self.cover(branch, tail, vocab)) if tail else []
             text = b"".join(vocab.token_bytes[token] for token in cover_tokens)
@@ -86,15 +86,21 @@ class PromptBoundaryDecoder(Decoder):
             state["cover"], state["beyond"] = cover_tokens, len(answer_tokens)
             sequence.emit(answer_tokens, logprobs=[None] * len(answer_tokens))
         branch.tokens = state["cover"] + sequence.tokens[state["beyond"] :]
-        if branch.context().length > branch.length - 1:
+        if branch.kv_cache().length > branch.length - 1:
             branch.truncate(branch.length - 1)
         while not sequence.finished:
             scores = yield branch.score()
             branch.sampler = sequence.sampler
             row, position = scores.row(-1), int(scores.positions[-1]) + 1
             token = branch.sample(sequence.sampler, row, position)
-            annotate = None if sequence.annotate is None else sequence.annotate
-            logprobs = None if annotate is None else [annotate(row, token, sequence.sampler)]
+            compute_logprobs = (
+                None if sequence.compute_logprobs is None else sequence.compute_logprobs
+            )
+            logprobs = (
+                None
+                if compute_logprobs is None
+                else [compute_logprobs(row, token, sequence.sampler)]
+            )
             branch.tokens.append(token)
             sequence.emit([token], logprobs=logprobs)
         branch.release()

@@ -147,7 +147,7 @@ class ValidateAndRetry(Decoder):
         """A branch with the accepted tokens, which reuses the cache of the previous branch."""
         tokens = retry_state.tokens
         if old is None:
-            sequence.context()
+            sequence.kv_cache()
             branch = sequence.fork()
         else:
             branch = old.branch()
@@ -158,7 +158,7 @@ class ValidateAndRetry(Decoder):
             else sequence.noise
         )
         branch.sampler = self._sampler(sequence, retry_state)
-        branch.annotate, branch.trace = sequence.annotate, sequence.trace
+        branch.compute_logprobs, branch.trace = sequence.compute_logprobs, sequence.trace
         branch.tokens = sequence.tokens + tokens
         branch.logprobs = list(retry_state.logprobs)
         branch.finish_reason = None
@@ -167,7 +167,7 @@ class ValidateAndRetry(Decoder):
         )
         length = len(sequence.prompt) + len(branch.tokens)
         for runner in ("target", *self.requirements.runners):
-            if branch.is_open(runner) and branch.context(runner).length >= length:
+            if branch.is_open(runner) and branch.kv_cache(runner).length >= length:
                 branch.truncate(length - 1, runner)
         return branch
 
@@ -306,7 +306,7 @@ class ValidateAndRetry(Decoder):
     def _emit(sequence: Sequence, branch: Sequence, output: OutputBuffer) -> None:
         first = len(sequence.tokens)
         num_taken = sequence.emit(output.tokens)
-        if sequence.annotate is not None:
+        if sequence.compute_logprobs is not None:
             logprobs = branch.logprobs[:num_taken] + [None] * (num_taken - len(branch.logprobs))
             sequence.logprobs[first : first + num_taken] = logprobs
 

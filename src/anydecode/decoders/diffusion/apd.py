@@ -32,7 +32,7 @@ class JointDenoiser(Denoiser):
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
         [predictions] = yield from self.forward(sequence, canvas)
         if sequence.sampler.is_stateful:
-            self.fill(sequence, canvas, predictions)
+            self.unmask_step(sequence, canvas, predictions)
             return
         masks = canvas.masked(canvas.frontier, self.blocks.window_end(canvas))
         window = masks[masks - masks[0] == np.arange(len(masks))]

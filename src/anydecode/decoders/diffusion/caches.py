@@ -21,7 +21,7 @@ EmbedPositions = Callable[[np.ndarray], np.ndarray | None]
 class CachePolicy(ABC):
     """Chooses the rows of a forward pass; the base class of all cache policies.
 
-    The rows in the context are those that earlier passes of this policy kept there. If
+    The rows in the cache are those that earlier passes of this policy kept there. If
     `needs_replay`, these passes are recorded in `canvas.cached_rows` and run again after a restart.
     """
 
@@ -34,13 +34,13 @@ class CachePolicy(ABC):
         """The size of the blocks in which rows see each other; by default the model's own."""
         return spec.block_size
 
-    def begin(self, canvas: Canvas, context: SequenceCache) -> None:
-        """Prepare the context when the decoder starts or restarts; by default, clear it."""
-        context.truncate(0)
+    def begin(self, canvas: Canvas, kv_cache: SequenceCache) -> None:
+        """Prepare the cache when the decoder starts or restarts; by default, clear it."""
+        kv_cache.truncate(0)
 
     @abstractmethod
     def span(
-        self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
+        self, canvas: Canvas, kv_cache: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
         """The rows that predict the positions `region` of a canvas of `tokens`, using the cache.
 
@@ -48,7 +48,7 @@ class CachePolicy(ABC):
         """
 
     def leading_spans(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
+        self, canvas: Canvas, kv_cache: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> list[Span]:
         """Spans to compute and keep first, in the same pass.
 
@@ -57,7 +57,7 @@ class CachePolicy(ABC):
         return []
 
     def refresh_span(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
+        self, canvas: Canvas, kv_cache: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> CanvasSpan | None:
         """The span of a pass that refreshes the cache and also predicts `region`.
 
@@ -68,7 +68,7 @@ class CachePolicy(ABC):
     def spans(
         self,
         canvas: Canvas,
-        context: SequenceCache,
+        kv_cache: SequenceCache,
         region: tuple[int, int],
         opens_block: bool,
         embed: EmbedPositions,
@@ -76,15 +76,15 @@ class CachePolicy(ABC):
     ) -> list[Span]:
         """All spans of a pass; the last ones return logits, one for each of `canvases`
         (default: the canvas itself)."""
-        refresh = self.refresh_span(canvas, context, region, opens_block)
+        refresh = self.refresh_span(canvas, kv_cache, region, opens_block)
         if refresh is not None:
             if canvases is not None:
                 raise ValueError("a pass that refreshes the cache scores one canvas only")
             refresh.inputs = embed(refresh.positions)
             return [refresh]
-        spans = self.leading_spans(canvas, context, region, opens_block)
+        spans = self.leading_spans(canvas, kv_cache, region, opens_block)
         for tokens in [canvas.tokens] if canvases is None else canvases:
-            span = self.span(canvas, context, tokens, region)
+            span = self.span(canvas, kv_cache, tokens, region)
             if isinstance(span, CanvasSpan):
                 span.inputs = embed(span.positions)
             spans.append(span)
@@ -92,21 +92,21 @@ class CachePolicy(ABC):
 
 
 def uncached_span(
-    canvas: Canvas, context: SequenceCache, tokens: np.ndarray, positions: np.ndarray
+    canvas: Canvas, kv_cache: SequenceCache, tokens: np.ndarray, positions: np.ndarray
 ) -> CanvasSpan:
     """A span of `positions` of a canvas of `tokens`, with the model's attention mask; not kept."""
-    return canvas_span(context, positions, tokens[positions], canvas.visible(positions))
+    return canvas_span(kv_cache, positions, tokens[positions], canvas.visible(positions))
 
 
 class NoCache(CachePolicy):
     """No cache: every pass computes every row of the canvas."""
 
     def span(
-        self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
+        self, canvas: Canvas, kv_cache: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
         last = np.array([region[1] - 1], np.int32)
         return uncached_span(
-            canvas, context, tokens, canvas.input_positions(0, int(canvas.visible(last)[0]))
+            canvas, kv_cache, tokens, canvas.input_positions(0, int(canvas.visible(last)[0]))
         )
 
 
@@ -124,25 +124,27 @@ class DualCachePolicy(CachePolicy):
         return canvas.input_positions(*region)
 
     def refresh_span(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
+        self, canvas: Canvas, kv_cache: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> CanvasSpan | None:
         if not opens_block:
             return None
-        span = uncached_span(canvas, context, canvas.tokens, np.arange(len(canvas), dtype=np.int32))
+        span = uncached_span(
+            canvas, kv_cache, canvas.tokens, np.arange(len(canvas), dtype=np.int32)
+        )
         span.keep = True
         return span
 
     def leading_spans(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
+        self, canvas: Canvas, kv_cache: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> list[Span]:
         if canvas.block is not None:  # every later pass computes these rows again
-            context.evict(self.computed_positions(canvas, canvas.block).tolist())
+            kv_cache.evict(self.computed_positions(canvas, canvas.block).tolist())
         return []
 
     def span(
-        self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
+        self, canvas: Canvas, kv_cache: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
-        return uncached_span(canvas, context, tokens, self.computed_positions(canvas, region))
+        return uncached_span(canvas, kv_cache, tokens, self.computed_positions(canvas, region))
 
 
 class PrefixCachePolicy(DualCachePolicy):
@@ -180,20 +182,20 @@ class BlockCausalCache(CachePolicy):
         return self._size or spec.block_size or 4
 
     def leading_spans(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
+        self, canvas: Canvas, kv_cache: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> list[Span]:
         block_size = canvas.block_size
         assert block_size is not None
         spans: list[Span] = []
-        for start in range(context.length, region[0] // block_size * block_size, block_size):
+        for start in range(kv_cache.length, region[0] // block_size * block_size, block_size):
             positions = np.arange(start, start + block_size, dtype=np.int32)
-            span = uncached_span(canvas, context, canvas.tokens, positions)
+            span = uncached_span(canvas, kv_cache, canvas.tokens, positions)
             span.keep = True
             spans.append(span)
         return spans
 
     def span(
-        self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
+        self, canvas: Canvas, kv_cache: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
         block_size = canvas.block_size
         assert block_size is not None
@@ -201,7 +203,7 @@ class BlockCausalCache(CachePolicy):
             region[0] // block_size * block_size,
             int(canvas.visible(np.array([region[1] - 1]))[0]),
         )
-        return uncached_span(canvas, context, tokens, canvas.input_positions(first, stop))
+        return uncached_span(canvas, kv_cache, tokens, canvas.input_positions(first, stop))
 
 
 class CausalCache(CachePolicy):
@@ -217,25 +219,25 @@ class CausalCache(CachePolicy):
     def block_size(self, spec: ModelSpec) -> int | None:
         return None
 
-    def begin(self, canvas: Canvas, context: SequenceCache) -> None:
-        length = min(len(context.tokens), context.length, canvas.frontier)
-        differs = np.flatnonzero(np.array(context.tokens[:length]) != canvas.tokens[:length])
-        context.truncate(int(differs[0]) if len(differs) else length)
+    def begin(self, canvas: Canvas, kv_cache: SequenceCache) -> None:
+        length = min(len(kv_cache.tokens), kv_cache.length, canvas.frontier)
+        differs = np.flatnonzero(np.array(kv_cache.tokens[:length]) != canvas.tokens[:length])
+        kv_cache.truncate(int(differs[0]) if len(differs) else length)
 
     def leading_spans(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
+        self, canvas: Canvas, kv_cache: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> list[Span]:
-        new_tokens = canvas.tokens[context.length : canvas.frontier].tolist()
-        num_layers = context.pool.model.spec.num_layers
-        return [ChainSpan(context, new_tokens, 0, num_layers)] if new_tokens else []
+        new_tokens = canvas.tokens[kv_cache.length : canvas.frontier].tolist()
+        num_layers = kv_cache.pool.model.spec.num_layers
+        return [ChainSpan(kv_cache, new_tokens, 0, num_layers)] if new_tokens else []
 
     def span(
-        self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
+        self, canvas: Canvas, kv_cache: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
         positions = np.arange(canvas.frontier, region[1], dtype=np.int32)
         masked = tokens[positions] == canvas.mask
         positions = np.concatenate([positions[~masked], positions[masked]])
-        return causal_span(context, positions, tokens[positions])
+        return causal_span(kv_cache, positions, tokens[positions])
 
 
 CACHES: dict[str, type[CachePolicy]] = {

@@ -71,7 +71,7 @@ class Canvas:
         committed: int32 `[length]`: the step in which a position was unmasked, or `MASKED`, or
             `FIXED` (the prompt, priors, and tokens between infilled regions).
         confidence: float64 `[length]`: the model's probability of the token in that step.
-        notes: Log-probabilities by position, until the token is emitted.
+        logprobs: Log-probabilities by position, until the token is emitted.
         policy_state: State of the policies: plain data by name.
         cached_rows: (positions, tokens, visible) of each pass whose rows are in the cache.
         meter: Counts forward passes and rows.
@@ -89,7 +89,7 @@ class Canvas:
     block_masks: int = 0
     committed: np.ndarray = field(init=False)
     confidence: np.ndarray = field(init=False)
-    notes: dict[int, Any] = field(default_factory=dict)
+    logprobs: dict[int, Any] = field(default_factory=dict)
     policy_state: dict[str, Any] = field(default_factory=dict)
     cached_rows: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
     meter: Meter = field(default_factory=Meter)
@@ -182,7 +182,9 @@ class Canvas:
         self.committed = self.committed[:length].copy()
         self.confidence = self.confidence[:length].copy()
         self.is_fixed_length = True
-        self.notes = {position: note for position, note in self.notes.items() if position < length}
+        self.logprobs = {
+            position: entry for position, entry in self.logprobs.items() if position < length
+        }
         if self.block is not None:
             self.block = (self.block[0], min(self.block[1], length))
 
@@ -196,9 +198,9 @@ class Canvas:
             for old, new in zip(before, inserted, strict=True)
         )
         offset = masks - (stop - first)
-        self.notes = {
-            position if position < first else position + offset: note
-            for position, note in self.notes.items()
+        self.logprobs = {
+            position if position < first else position + offset: entry
+            for position, entry in self.logprobs.items()
             if not first <= position < stop
         }
         if self.block is not None:

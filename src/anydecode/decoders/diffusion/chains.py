@@ -45,7 +45,7 @@ class ChainDenoiser(Denoiser):
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
         [predictions] = yield from self.forward(sequence, canvas)
         if sequence.sampler.is_stateful:
-            self.fill(sequence, canvas, predictions)
+            self.unmask_step(sequence, canvas, predictions)
             return
         if canvas.block is None:
             canvas.open(canvas.frontier, self.blocks.block_end(canvas, predictions))

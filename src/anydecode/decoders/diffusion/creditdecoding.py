@@ -32,7 +32,7 @@ class CreditDenoiser(Denoiser):
     decay = 0.8
     power = 0.2
 
-    def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
+    def unmask_step(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         if canvas.block is None:
             canvas.policy_state["credit"] = {}
         credits: dict[int, dict[int, float]] = canvas.policy_state["credit"]
@@ -51,7 +51,7 @@ class CreditDenoiser(Denoiser):
             return adjusted
 
         predictions.adjust(add_credits)
-        super().fill(sequence, canvas, predictions)
+        super().unmask_step(sequence, canvas, predictions)
 
 
 @register(

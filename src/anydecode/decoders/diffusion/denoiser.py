@@ -121,15 +121,15 @@ class Denoiser(Decoder):
 
     def decode(self, sequence: Sequence) -> Decoding:
         canvas = self.canvas_of(sequence)
-        context = sequence.context()
-        self.cache.begin(canvas, context)
+        kv_cache = sequence.kv_cache()
+        self.cache.begin(canvas, kv_cache)
         for positions, tokens, visible in canvas.cached_rows:
-            span = canvas_span(context, positions, tokens, visible, keep=True)
+            span = canvas_span(kv_cache, positions, tokens, visible, keep=True)
             yield score_canvas(
                 sequence, TARGET, [span], 1, np.empty(0, np.int64), canvas.logit_shift
             )
-        if context.length > len(canvas):
-            context.truncate(len(canvas))
+        if kv_cache.length > len(canvas):
+            kv_cache.truncate(len(canvas))
         while not sequence.finished:
             if not len(canvas.masks):
                 if canvas.is_fixed_length or not sequence.remaining:
@@ -144,7 +144,7 @@ class Denoiser(Decoder):
         change only after the last yield.
         """
         [predictions] = yield from self.forward(sequence, canvas)
-        self.fill(sequence, canvas, predictions)
+        self.unmask_step(sequence, canvas, predictions)
 
     def forward(
         self,
@@ -175,7 +175,7 @@ class Denoiser(Decoder):
             block = min(block[0], region[0]), max(block[1], region[1])
         spans = self.cache.spans(
             canvas,
-            sequence.context(),
+            sequence.kv_cache(),
             block,
             opens_block,
             lambda span_positions: self.embeddings(sequence, canvas, span_positions),
@@ -199,7 +199,7 @@ class Denoiser(Decoder):
         sampler = _without_stateful_parts(sequence.sampler)
         return Predictions(sequence, scores, sampler, canvas.step, canvas.mask, self.tempered, rows)
 
-    def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
+    def unmask_step(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         """Open a block if none is open, choose masks, and commit their tokens."""
         if canvas.block is None:
             canvas.open(canvas.frontier, self.blocks.block_end(canvas, predictions))
@@ -236,7 +236,9 @@ class Denoiser(Decoder):
             chosen, tokens = self._sample_in_order(sequence, canvas, predictions, chosen)
         else:
             tokens = predictions.tokens(chosen).tolist()
-            self._annotate(sequence, canvas, predictions, chosen, tokens, predictions.sampler)
+            self._compute_logprobs(
+                sequence, canvas, predictions, chosen, tokens, predictions.sampler
+            )
         confidence = [
             predictions.probability_drawn(position, token)
             for position, token in zip(chosen, tokens, strict=True)
@@ -256,9 +258,9 @@ class Denoiser(Decoder):
         length = self.stop.truncated_length(canvas, predictions)
         if length is not None:
             canvas.truncate(length)
-            context = sequence.context()
-            if context.length > length:
-                context.truncate(length)
+            kv_cache = sequence.kv_cache()
+            if kv_cache.length > length:
+                kv_cache.truncate(length)
         canvas.step += 1
         canvas.block_step += 1
         if canvas.block is not None and self.blocks.should_close(canvas):
@@ -282,8 +284,8 @@ class Denoiser(Decoder):
             meter=canvas.meter.to_dict(),
             **trace_fields,
         )
-        notes = [canvas.notes.pop(position, None) for position in range(first, stop)]
-        sequence.emit(tokens, logprobs=notes if sequence.annotate is not None else None)
+        logprobs = [canvas.logprobs.pop(position, None) for position in range(first, stop)]
+        sequence.emit(tokens, logprobs=logprobs if sequence.compute_logprobs is not None else None)
 
     def embeddings(
         self, sequence: Sequence, canvas: Canvas, positions: np.ndarray
@@ -299,7 +301,7 @@ class Denoiser(Decoder):
         canvas = sequence.state.get(_CANVAS)
         if canvas is None:
             mask = sequence.mask_token if self.mask is None else self.mask
-            pool = sequence.context().pool
+            pool = sequence.kv_cache().pool
             spec = pool.model.spec
             assert mask is not None
             if not 0 <= mask < spec.vocab_size:
@@ -361,7 +363,7 @@ class Denoiser(Decoder):
             return
         for span in spans:
             if isinstance(span, CanvasSpan) and span.keep:
-                if len(span.positions) == span.context.length:  # the pass replaced all cached rows
+                if len(span.positions) == span.kv_cache.length:  # the pass replaced all cached rows
                     canvas.cached_rows = []
                 tokens = np.array(span.tokens, np.int32)
                 canvas.cached_rows.append((span.positions, tokens, span.visible))
@@ -387,7 +389,7 @@ class Denoiser(Decoder):
                 break
             else:
                 token = predictions.draw(state, position)
-                self._annotate(sequence, canvas, predictions, [position], [token], state)
+                self._compute_logprobs(sequence, canvas, predictions, [position], [token], state)
                 positions.append(position)
                 tokens.append(token)
                 has_changed = token != predictions.token(position)
@@ -395,7 +397,7 @@ class Denoiser(Decoder):
         return np.array(positions, np.int64), tokens
 
     @staticmethod
-    def _annotate(
+    def _compute_logprobs(
         sequence: Sequence,
         canvas: Canvas,
         predictions: Predictions,
@@ -403,9 +405,9 @@ class Denoiser(Decoder):
         tokens: Iterable[int],
         sampler: Sampler,
     ) -> None:
-        if sequence.annotate is not None:
+        if sequence.compute_logprobs is not None:
             for position, token in zip(positions, tokens, strict=True):
-                canvas.notes[int(position)] = sequence.annotate(
+                canvas.logprobs[int(position)] = sequence.compute_logprobs(
                     predictions.logits(position), token, sampler
                 )
 

@@ -123,10 +123,10 @@ class GrammaticalDenoiser(Denoiser):
         )
         self._check(sequence)
 
-    def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
+    def unmask_step(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         grammar = self._grammar(sequence)
         if grammar is None:
-            super().fill(sequence, canvas, predictions)
+            super().unmask_step(sequence, canvas, predictions)
             return
         if canvas.block is None:
             canvas.open(canvas.frontier, self.blocks.block_end(canvas, predictions))
@@ -174,7 +174,9 @@ class GrammaticalDenoiser(Denoiser):
         token: int,
     ) -> None:
         """Commit a token; after an end of text, also commit it to all later masks."""
-        self._annotate(sequence, canvas, predictions, [position], [token], predictions.sampler)
+        self._compute_logprobs(
+            sequence, canvas, predictions, [position], [token], predictions.sampler
+        )
         canvas.commit([position], [token], [predictions.probability_drawn(position, token)])
         if sequence.stops_at(token):
             later = np.flatnonzero(canvas.committed[position:] == MASKED) + position

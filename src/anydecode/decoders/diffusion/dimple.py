@@ -65,22 +65,22 @@ class PromptCachePolicy(CachePolicy):
     """The prompt sees only itself and is computed once; later passes compute the rest."""
 
     def leading_spans(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
+        self, canvas: Canvas, kv_cache: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> list[Span]:
         length = canvas.policy_state["start"] - canvas.logit_shift
-        if length <= 0 or context.length >= length:
+        if length <= 0 or kv_cache.length >= length:
             return []
         positions = np.arange(length, dtype=np.int32)
-        span = uncached_span(canvas, context, canvas.tokens, positions)
+        span = uncached_span(canvas, kv_cache, canvas.tokens, positions)
         span.visible, span.keep = np.minimum(span.visible, length), True
         return [span]
 
     def span(
-        self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
+        self, canvas: Canvas, kv_cache: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
         return uncached_span(
             canvas,
-            context,
+            kv_cache,
             tokens,
             canvas.input_positions(canvas.policy_state["start"], len(canvas)),
         )

@@ -48,10 +48,10 @@ class ElasticDenoiser(Denoiser):
     drift: float
 
     def begin(self, sequence: Sequence, canvas: Canvas) -> None:
-        context = sequence.context()
-        model = context.pool.model
-        check_float(context)
-        if not isinstance(context.pool.cache.keys[0], np.ndarray):
+        kv_cache = sequence.kv_cache()
+        model = kv_cache.pool.model
+        check_float(kv_cache)
+        if not isinstance(kv_cache.pool.cache.keys[0], np.ndarray):
             raise UnsupportedCombinationError(
                 "elastic-cache needs a key-value cache in CPU memory, as it reads attention weights"
             )
@@ -63,8 +63,8 @@ class ElasticDenoiser(Denoiser):
         super().begin(sequence, canvas)
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
-        context = sequence.context()
-        num_layers = context.pool.model.spec.num_layers
+        kv_cache = sequence.kv_cache()
+        num_layers = kv_cache.pool.model.spec.num_layers
         all_positions = np.arange(len(canvas), dtype=np.int32)
         masks = canvas.masked(canvas.frontier, self.blocks.window_end(canvas))
         cached = canvas.policy_state.get("elastic")
@@ -73,7 +73,7 @@ class ElasticDenoiser(Denoiser):
             positions, since = all_positions, 0
             states = yield from self._run(sequence, canvas, all_positions)
         else:
-            if context.length != len(canvas):
+            if kv_cache.length != len(canvas):
                 yield self._rebuild(sequence, canvas, cached["states"])
             last = np.flatnonzero(canvas.committed == canvas.step - 1)
             positions = np.unique(
@@ -99,7 +99,7 @@ class ElasticDenoiser(Denoiser):
             "since": since,
         }
         scores = self._predicted(sequence, canvas, masks, states[num_layers])
-        self.fill(sequence, canvas, self.predictions(sequence, canvas, scores))
+        self.unmask_step(sequence, canvas, self.predictions(sequence, canvas, scores))
 
     def commit(
         self,
@@ -139,8 +139,8 @@ class ElasticDenoiser(Denoiser):
         sequence: Sequence, canvas: Canvas, positions: np.ndarray, inputs: np.ndarray | None
     ) -> CanvasSpan:
         tokens, visible = canvas.tokens[positions], canvas.visible(positions)
-        context = sequence.context()
-        return canvas_span(context, positions, tokens, visible, keep=True, embeddings=inputs)
+        kv_cache = sequence.kv_cache()
+        return canvas_span(kv_cache, positions, tokens, visible, keep=True, embeddings=inputs)
 
     def _rebuild(self, sequence: Sequence, canvas: Canvas, states: np.ndarray) -> ScoreRequest:
         """A score request that computes the keys and values of every layer from its states."""
@@ -199,13 +199,13 @@ class ElasticDenoiser(Denoiser):
         sequence: Sequence, canvas: Canvas, layer: int, positions: np.ndarray, state: np.ndarray
     ) -> np.ndarray:
         """Attention weights averaged over a layer's heads, float64 `[len(positions), length]`."""
-        context = sequence.context()
-        weights = attention_probe(context.pool.model).attention(
+        kv_cache = sequence.kv_cache()
+        weights = attention_probe(kv_cache.pool.model).attention(
             layer,
             state,
             positions,
-            context.pool.cache,
-            context.table,
+            kv_cache.pool.cache,
+            kv_cache.table,
             np.arange(len(canvas)),
             canvas.visible(positions),
         )
@@ -218,7 +218,7 @@ class ElasticDenoiser(Denoiser):
     ) -> Scores:
         """The logits of the masks, from the states after the last layer."""
         rows = masks - canvas.logit_shift
-        logits = sequence.context().pool.model.head(states[rows])
+        logits = sequence.kv_cache().pool.model.head(states[rows])
         tokens = canvas.tokens[rows].tolist()
         score = ScoreRequest(sequence, TARGET, [], masks, [ROOT] * len(masks), tokens)
         return Scores(score, logits, {}, [])

@@ -92,11 +92,11 @@ class ExploringDenoiser(Denoiser):
         cascade = cascades[chosen]
         outcome = outcomes[chosen]
         canvas.commit(cascade, outcome.tokens(cascade), outcome.confidence(cascade))
-        if sequence.annotate is not None:
+        if sequence.compute_logprobs is not None:
             sources = [(predictions, position) for position in (*confident, pivot)]
             for source, position in [*sources, *((outcome, position) for position in cascade)]:
                 token = int(canvas.tokens[position])
-                canvas.notes[int(position)] = sequence.annotate(
+                canvas.logprobs[int(position)] = sequence.compute_logprobs(
                     source.logits(position), token, source.sampler
                 )
         self.finish_step(

@@ -41,7 +41,7 @@ class LatentDenoiser(Denoiser):
     nucleus = 0.9
     settled = 0.1
 
-    def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
+    def unmask_step(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         if canvas.block is None:
             canvas.open(canvas.frontier, self.blocks.block_end(canvas, predictions))
             canvas.policy_state["beliefs"], canvas.policy_state["refined"] = {}, 0
@@ -78,7 +78,7 @@ class LatentDenoiser(Denoiser):
         beliefs = canvas.policy_state.get("beliefs") if canvas.block is not None else None
         if not beliefs:
             return None
-        model: Any = sequence.context().pool.model
+        model: Any = sequence.kv_cache().pool.model
         inputs: np.ndarray = model.embed(canvas.tokens[positions])
         for row, position in enumerate(positions.tolist()):
             if position in beliefs and canvas.tokens[position] == canvas.mask:

@@ -37,8 +37,8 @@ ROUTERS = ("score", "always", "never", "span", "hysteresis")
 class TwoStreamSpan(CausalSpan):
     """Two streams over a drafted block: first the drafted tokens, then masks.
 
-    Each row of the first stream sees the context and the rows up to itself. The second stream has
-    masks at the last positions of the block; each sees the context, the drafted tokens before its
+    Each row of the first stream sees the cache and the rows up to itself. The second stream has
+    masks at the last positions of the block; each sees the cache, the drafted tokens before its
     position, and itself.
 
     Attributes:
@@ -47,9 +47,9 @@ class TwoStreamSpan(CausalSpan):
 
     masks: int = 0
 
-    def fill(self, rows: Rows, at: int, count: int) -> None:
+    def write_rows(self, rows: Rows, at: int, count: int) -> None:
         assert self._slots is not None
-        super().fill(rows, at, count)
+        super().write_rows(rows, at, count)
         num_drafted = count - self.masks
         offset = len(rows.tails)
         tails: list[np.ndarray] = [rows.tails]
@@ -66,13 +66,13 @@ class CausalBlockCache(BlockCausalCache):
     """`BlockCausalCache` that keeps finished blocks as causal rows, as the verification does."""
 
     def leading_spans(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
+        self, canvas: Canvas, kv_cache: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> list[Span]:
         assert canvas.block_size is not None
         stop = region[0] // canvas.block_size * canvas.block_size
-        new_tokens = canvas.tokens[context.length : stop].tolist()
-        num_layers = context.pool.model.spec.num_layers
-        return [ChainSpan(context, new_tokens, 0, num_layers)] if new_tokens else []
+        new_tokens = canvas.tokens[kv_cache.length : stop].tolist()
+        num_layers = kv_cache.pool.model.spec.num_layers
+        return [ChainSpan(kv_cache, new_tokens, 0, num_layers)] if new_tokens else []
 
 
 class SelfVerified(Denoiser):
@@ -87,27 +87,27 @@ class SelfVerified(Denoiser):
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
         [predictions] = yield from self.forward(sequence, canvas)
         if sequence.sampler.is_stateful:
-            self.fill(sequence, canvas, predictions)
+            self.unmask_step(sequence, canvas, predictions)
             return
         block = canvas.block or (canvas.frontier, self.blocks.block_end(canvas, predictions))
         masks = canvas.masked(*block)
         run = masks[masks - masks[0] == np.arange(len(masks))]
         if not self.verifies(canvas, predictions, run):
-            self.fill(sequence, canvas, predictions)
+            self.unmask_step(sequence, canvas, predictions)
             return
         predictions.keep()
         tokens = predictions.tokens(run)
-        context = sequence.context()
+        kv_cache = sequence.kv_cache()
         assert canvas.block_size is not None
         start, stop = int(run[0]) // canvas.block_size * canvas.block_size, int(run[-1]) + 1
         positions = np.concatenate([np.arange(start, stop), run]).astype(np.int32)
         drafted_tokens = canvas.copy_tokens(run, tokens)[start:stop]
         inputs = np.concatenate([drafted_tokens, np.full(len(run), canvas.mask, np.int32)])
         span = TwoStreamSpan(
-            context,
+            kv_cache,
             inputs.tolist(),
             0,
-            context.pool.model.spec.num_layers,
+            kv_cache.pool.model.spec.num_layers,
             positions=positions,
             masks=len(run),
         )
@@ -119,8 +119,10 @@ class SelfVerified(Denoiser):
             canvas.open(*block)
             self.unmask.on_block_opened(canvas)
         done = run[: len(accepted)]
-        if sequence.annotate is not None:
-            self._annotate(sequence, canvas, verification, done, accepted, predictions.sampler)
+        if sequence.compute_logprobs is not None:
+            self._compute_logprobs(
+                sequence, canvas, verification, done, accepted, predictions.sampler
+            )
         confidence = [
             verification.probability_drawn(position, token)
             for position, token in zip(done, accepted, strict=True)
@@ -132,9 +134,11 @@ class SelfVerified(Denoiser):
         if self.complete and num_missing > 0 and len(remaining):
             order = np.argsort(-self.ranking.rank(canvas, predictions, remaining), kind="stable")
             more = np.sort(remaining[order[:num_missing]])
-            if sequence.annotate is not None:
+            if sequence.compute_logprobs is not None:
                 chosen = predictions.tokens(more).tolist()
-                self._annotate(sequence, canvas, predictions, more, chosen, predictions.sampler)
+                self._compute_logprobs(
+                    sequence, canvas, predictions, more, chosen, predictions.sampler
+                )
             canvas.commit(more, predictions.tokens(more), predictions.confidence(more))
             done = np.union1d(done, more)
         self.finish_step(sequence, canvas, predictions, done, verified=len(accepted))
@@ -193,7 +197,7 @@ class SelfVerified(Denoiser):
 
     def prepare(self, sequence: Sequence) -> None:
         super().prepare(sequence)
-        if sequence.context().pool.model.spec.logit_shift:
+        if sequence.kv_cache().pool.model.spec.logit_shift:
             raise UnsupportedCombinationError(
                 "s2d2 needs a block-diffusion model without shifted logits: a row must predict its"
                 " own position"

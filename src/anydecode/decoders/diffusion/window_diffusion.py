@@ -79,24 +79,26 @@ class WindowCachePolicy(CachePolicy):
             }
 
     def refresh_span(
-        self, canvas: Canvas, context: SequenceCache, region: tuple[int, int], opens_block: bool
+        self, canvas: Canvas, kv_cache: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> CanvasSpan | None:
         if not self.is_stale(canvas, region):
             return None
         refresh_end = self.refresh_end(canvas)
-        context.truncate(min(context.length, refresh_end))
-        span = uncached_span(canvas, context, canvas.tokens, np.arange(refresh_end, dtype=np.int32))
+        kv_cache.truncate(min(kv_cache.length, refresh_end))
+        span = uncached_span(
+            canvas, kv_cache, canvas.tokens, np.arange(refresh_end, dtype=np.int32)
+        )
         span.visible, span.keep = np.full(refresh_end, refresh_end, np.int32), True
         return span
 
     def span(
-        self, canvas: Canvas, context: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
+        self, canvas: Canvas, kv_cache: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
         state = canvas.policy_state["window"]
         refresh_end = state["end"]
         unmasked = np.flatnonzero(canvas.committed[:refresh_end] >= state["step"])
         positions = np.union1d(unmasked, canvas.input_positions(*region)).astype(np.int32)
-        span = uncached_span(canvas, context, tokens, positions)
+        span = uncached_span(canvas, kv_cache, tokens, positions)
         span.visible = np.full(len(positions), refresh_end, np.int32)
         return span
 
@@ -104,10 +106,10 @@ class WindowCachePolicy(CachePolicy):
 class WindowedDenoiser(Denoiser):
     """Records refreshes before tokens are committed."""
 
-    def fill(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
+    def unmask_step(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         assert isinstance(self.cache, WindowCachePolicy)
         self.cache.record_refresh(canvas, (canvas.frontier, self.blocks.window_end(canvas)))
-        super().fill(sequence, canvas, predictions)
+        super().unmask_step(sequence, canvas, predictions)
 
 
 class FirstMasks(BlockPolicy):

@@ -85,9 +85,9 @@ def _readable_network(model: Any) -> Network:
     return load_network(load_checkpoint(path), model.dtype)
 
 
-def check_float(context: SequenceCache) -> None:
+def check_float(kv_cache: SequenceCache) -> None:
     """Raise `UnsupportedCombinationError` if keys and values are not stored as float numbers."""
-    if CACHE_FORMATS.get(context.pool.cache.format) not in DTYPES:
+    if CACHE_FORMATS.get(kv_cache.pool.cache.format) not in DTYPES:
         raise UnsupportedCombinationError(
             "this method needs a key-value cache of float numbers, not a quantized one"
         )

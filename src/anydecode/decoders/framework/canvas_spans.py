@@ -1,7 +1,7 @@
 """Spans of canvas positions: the rows that diffusion decoders compute in a forward pass.
 
-A `CanvasSpan` computes some positions while the context holds keys and values of others. If it is
-kept, its keys and values are written to the context. If not, they replace the context's within
+A `CanvasSpan` computes some positions while the cache holds keys and values of others. If it is
+kept, its keys and values are written to the cache. If not, they replace the cache's within
 this pass only, so that several canvases can be scored in one pass over one cache. A `CausalSpan`
 is the causal form: its rows come in any order, and each sees the context and the rows before it.
 """
@@ -25,13 +25,13 @@ from anydecode.scoring.tree import ROOT
 class CanvasSpan(Span):
     """Rows at positions of a canvas, with attention to both sides.
 
-    Each row sees the first `visible` positions, with this span's rows in place of the context's.
-    Positions that neither the context nor this span has are masked out.
+    Each row sees the first `visible` positions, with this span's rows in place of the cache's.
+    Positions that neither the cache nor this span has are masked out.
 
     Attributes:
         positions: The positions of the rows, int32 `[rows]`, ascending.
         visible: How many positions each row sees, int32 `[rows]`.
-        keep: Whether the keys and values are written to the context.
+        keep: Whether the keys and values are written to the cache.
     """
 
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
@@ -40,34 +40,34 @@ class CanvasSpan(Span):
     _slots: np.ndarray | None = field(default=None, init=False)
 
     def reserve(self, count: int) -> None:
-        context = self.context
+        kv_cache = self.kv_cache
         if not self.keep:
-            self._slots = context.allocate_scratch(count)
+            self._slots = kv_cache.allocate_scratch(count)
             return
-        context.reusable = False  # now, since it may be released during the pass
-        length = context.length
+        kv_cache.reusable = False  # now, since it may be released during the pass
+        length = kv_cache.length
         overwritten = self.positions[self.positions < length]
         if len(overwritten) == length:
-            context.make_exclusive(0, length)
+            kv_cache.make_exclusive(0, length)
         else:
             for position in overwritten:
-                context.make_exclusive(int(position), int(position) + 1)
+                kv_cache.make_exclusive(int(position), int(position) + 1)
         num_new = int(self.positions[-1]) + 1 - length
         if num_new > 0:
-            context.append(num_new)
+            kv_cache.append(num_new)
             holes = np.setdiff1d(np.arange(length, length + num_new), self.positions)
             if len(holes):
-                context.evict(holes.tolist())
+                kv_cache.evict(holes.tolist())
 
-    def fill(self, rows: Rows, at: int, count: int) -> None:
+    def write_rows(self, rows: Rows, at: int, count: int) -> None:
         stop = at + count
         self._fill_inputs(rows, at, count)
         rows.table[at:stop] = len(rows.tables)
-        table = self.context.table
+        table = self.kv_cache.table
         if self._slots is not None:
             length = max(len(table), int(self.positions[-1]) + 1, int(self.visible.max()))
             table = np.full(length, -1, np.int32)
-            table[: self.context.length] = self.context.table
+            table[: self.kv_cache.length] = self.kv_cache.table
             table[self.positions] = self._slots
         rows.tables.append(table)
         rows.slots[at:stop] = table[self.positions]
@@ -78,22 +78,22 @@ class CanvasSpan(Span):
 
     def complete(self, hidden: np.ndarray | None, count: int) -> None:
         if self._slots is not None:
-            self.context.free_scratch(self._slots)
+            self.kv_cache.free_scratch(self._slots)
             self._slots = None
         else:
-            cached_tokens = self.context.tokens
-            cached_tokens += [-1] * (self.context.length - len(cached_tokens))
+            cached_tokens = self.kv_cache.tokens
+            cached_tokens += [-1] * (self.kv_cache.length - len(cached_tokens))
             for position, token in zip(self.positions, self.tokens, strict=True):
-                if position < len(cached_tokens):  # else the context was cut during the pass
+                if position < len(cached_tokens):  # else the cache was cut during the pass
                     cached_tokens[position] = int(token)
         self.done += count
 
 
 @dataclass(eq=False)
 class CausalSpan(Span):
-    """Rows after the context, in any order of positions; never kept.
+    """Rows after the cached positions, in any order of positions; never kept.
 
-    Each row sees the context, the rows before it in the order of the span, and itself.
+    Each row sees the cached positions, the rows before it in the order of the span, and itself.
 
     Attributes:
         positions: The positions of the rows, int32 `[rows]`.
@@ -103,29 +103,29 @@ class CausalSpan(Span):
     _slots: np.ndarray | None = field(default=None, init=False)
 
     def reserve(self, count: int) -> None:
-        self._slots = self.context.allocate_scratch(count)
+        self._slots = self.kv_cache.allocate_scratch(count)
 
-    def fill(self, rows: Rows, at: int, count: int) -> None:
+    def write_rows(self, rows: Rows, at: int, count: int) -> None:
         assert self._slots is not None
         stop = at + count
         self._fill_inputs(rows, at, count)
         self._fill_table(rows, at, count)
         rows.slots[at:stop] = self._slots
         rows.positions[at:stop] = self.positions
-        rows.prefix[at:stop] = self.context.length
+        rows.prefix[at:stop] = self.kv_cache.length
         rows.tail_start[at:stop] = len(rows.tails)
         rows.tail_length[at:stop] = np.arange(1, count + 1)
         rows.tails = np.concatenate([rows.tails, self._slots])
 
     def complete(self, hidden: np.ndarray | None, count: int) -> None:
         assert self._slots is not None
-        self.context.free_scratch(self._slots)
+        self.kv_cache.free_scratch(self._slots)
         self._slots = None
         self.done += count
 
 
 def canvas_span(
-    context: SequenceCache,
+    kv_cache: SequenceCache,
     positions: np.ndarray,
     tokens: np.ndarray,
     visible: np.ndarray,
@@ -138,9 +138,9 @@ def canvas_span(
 
     If given, `embeddings`, float32 `[rows, hidden_size]`, are fed in place of the tokens.
     """
-    depth = context.pool.model.spec.num_layers
+    depth = kv_cache.pool.model.spec.num_layers
     return CanvasSpan(
-        context,
+        kv_cache,
         tokens.tolist(),
         0,
         depth,
@@ -152,10 +152,12 @@ def canvas_span(
     )
 
 
-def causal_span(context: SequenceCache, positions: np.ndarray, tokens: np.ndarray) -> CausalSpan:
+def causal_span(kv_cache: SequenceCache, positions: np.ndarray, tokens: np.ndarray) -> CausalSpan:
     """A `CausalSpan` of `tokens` at `positions`, in this order, through all layers."""
-    depth = context.pool.model.spec.num_layers
-    return CausalSpan(context, tokens.tolist(), 0, depth, positions=np.asarray(positions, np.int32))
+    depth = kv_cache.pool.model.spec.num_layers
+    return CausalSpan(
+        kv_cache, tokens.tolist(), 0, depth, positions=np.asarray(positions, np.int32)
+    )
 
 
 def score_canvas(

@@ -99,14 +99,14 @@ class FastKV(Prefilled):
         self.budget, self.propagate, self.layer = budget, propagate, layer
         self.window, self.kernel = window, kernel
 
-    def prefill(self, sequence: Sequence, context: SequenceCache) -> Decoding:
+    def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
         length, window = len(sequence.prompt) - 1, self.window
         num_kept = max(window + 1, int(self.budget * length if self.budget < 1 else self.budget))
         if length <= num_kept:
-            yield score_prompt(sequence, context, 0, length)
+            yield score_prompt(sequence, kv_cache, 0, length)
             return
-        check_compressible(context)
-        num_layers = context.pool.model.spec.num_layers
+        check_compressible(kv_cache)
+        num_layers = kv_cache.pool.model.spec.num_layers
         middle = num_layers // 2 - 1 if self.layer < 0 else self.layer
         if not 0 <= middle < num_layers - 1:
             raise UnsupportedCombinationError(
@@ -115,11 +115,11 @@ class FastKV(Prefilled):
             )
         all_positions = np.arange(length, dtype=np.int32)
         scores: list[np.ndarray] = []
-        state = self._input_states(sequence, context, length)
+        state = self._input_states(sequence, kv_cache, length)
         layers = (0, middle + 1)
         span, score = score_layer_range(
             sequence,
-            context,
+            kv_cache,
             all_positions,
             state,
             layers,
@@ -127,7 +127,7 @@ class FastKV(Prefilled):
             range(middle + 1),
         )
         answer = yield score
-        scores += self._scores(context, all_positions, answer.hidden, layers)
+        scores += self._scores(kv_cache, all_positions, answer.hidden, layers)
         num_propagated = max(num_kept, int(self.propagate * length))
         best = chosen(scores[-1].sum(0), num_propagated - window)
         positions = np.concatenate([all_positions[best], all_positions[-window:]]).astype(np.int32)
@@ -135,38 +135,38 @@ class FastKV(Prefilled):
         layers = (middle + 1, num_layers)
         last = range(len(positions) - window, len(positions))
         _, score = score_layer_range(
-            sequence, context, positions, state, layers, last, range(*layers)
+            sequence, kv_cache, positions, state, layers, last, range(*layers)
         )
         answer = yield score
-        later = self._scores(context, positions, answer.hidden, layers)
-        mark_computed(sequence, context)
+        later = self._scores(kv_cache, positions, answer.hidden, layers)
+        mark_computed(sequence, kv_cache)
         compact(
-            context,
+            kv_cache,
             0,
             self._positions_to_keep(scores, all_positions, num_kept)
             + self._positions_to_keep(later, positions, num_kept),
         )
 
-    def _input_states(self, sequence: Sequence, context: SequenceCache, length: int) -> np.ndarray:
-        states = input_embeddings(sequence, context, 0, length)
+    def _input_states(self, sequence: Sequence, kv_cache: SequenceCache, length: int) -> np.ndarray:
+        states = input_embeddings(sequence, kv_cache, 0, length)
         if states is None:
-            states = context.pool.model.embed(np.array(sequence.prompt[:length]))  # type: ignore[attr-defined]
+            states = kv_cache.pool.model.embed(np.array(sequence.prompt[:length]))  # type: ignore[attr-defined]
         return states
 
     def _scores(
         self,
-        context: SequenceCache,
+        kv_cache: SequenceCache,
         positions: np.ndarray,
         hidden: dict[int, np.ndarray],
         layers: tuple[int, int],
     ) -> list[np.ndarray]:
         """The importance scores of each of `layers`, as `window_scores`."""
-        model = context.pool.model
+        model = kv_cache.pool.model
         scores = []
         for layer in range(*layers):
             attention = attention_probe(model).attention(
-                layer, hidden[layer], positions[-self.window :], context.pool.cache,
-                context.table[positions], positions,
+                layer, hidden[layer], positions[-self.window :], kv_cache.pool.cache,
+                kv_cache.table[positions], positions,
             )  # fmt: skip
             heads = model.spec.layers[layer].attention.num_kv_heads
             scores.append(window_scores(attention, heads, self.kernel))

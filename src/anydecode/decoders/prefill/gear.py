@@ -58,30 +58,30 @@ class Gear(Prefilled):
         self.sparse, self.buffer = sparse, buffer
 
     def decode(self, sequence: Sequence) -> Decoding:
-        context = sequence.context()
-        context.truncate(0)
-        context.reusable = False
-        yield from self.prefill(sequence, context)
-        boundary = context.length + self.buffer
+        kv_cache = sequence.kv_cache()
+        kv_cache.truncate(0)
+        kv_cache.reusable = False
+        yield from self.prefill(sequence, kv_cache)
+        boundary = kv_cache.length + self.buffer
         while not sequence.finished:
             tokens = sequence.unscored()
-            num_free = boundary - context.length
+            num_free = boundary - kv_cache.length
             scores = yield sequence.score(tokens[:num_free])
             if len(tokens) <= num_free:
                 sequence.emit([scores.sampled[-1]])
-            if context.length == boundary:
-                self._compress(context, boundary - self.buffer, self.tail)
+            if kv_cache.length == boundary:
+                self._compress(kv_cache, boundary - self.buffer, self.tail)
                 boundary += self.buffer
 
-    def prefill(self, sequence: Sequence, context: SequenceCache) -> Decoding:
-        check_float(context)
+    def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
+        check_float(kv_cache)
         if len(sequence.prompt) > 1:
-            yield score_prompt(sequence, context, 0, len(sequence.prompt) - 1)
-            self._compress(context, 0, self.rank)
+            yield score_prompt(sequence, kv_cache, 0, len(sequence.prompt) - 1)
+            self._compress(kv_cache, 0, self.rank)
 
-    def _compress(self, context: SequenceCache, start: int, rank: int) -> None:
-        cache = context.pool.cache
-        slots = context.make_exclusive(start, context.length)
+    def _compress(self, kv_cache: SequenceCache, start: int, rank: int) -> None:
+        cache = kv_cache.pool.cache
+        slots = kv_cache.make_exclusive(start, kv_cache.length)
         for layers, keys in ((cache.keys, True), (cache.values, False)):
             for array in layers:
                 rows = select(array, slots)

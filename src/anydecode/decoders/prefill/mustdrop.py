@@ -102,15 +102,15 @@ class MustDrop(Prefilled):
             raise InvalidRequestError("mustdrop needs overall >= 0, single >= 0 and 0 <= key <= 1")
         self.overall, self.single, self.key, self.alike = overall, single, key, alike
 
-    def prefill(self, sequence: Sequence, context: SequenceCache) -> Decoding:
+    def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
         length = len(sequence.prompt) - 1
         media = prompt_embeds_of(sequence)
         if media is None:
-            yield score_prompt(sequence, context, 0, length)
+            yield score_prompt(sequence, kv_cache, 0, length)
             return
-        state = input_embeddings(sequence, context, 0, length)
+        state = input_embeddings(sequence, kv_cache, 0, length)
         assert state is not None
-        num_layers = context.pool.model.spec.num_layers
+        num_layers = kv_cache.pool.model.spec.num_layers
         is_kept = np.ones(length, bool)
         side = round(len(media.rows) ** 0.5)
         if side * side == len(media.rows) and side > 2:
@@ -126,12 +126,12 @@ class MustDrop(Prefilled):
                 break
             layers = (begin, stage + 1)
             span, score = score_layer_range(
-                sequence, context, positions, state, layers, text.tolist(), (stage,)
+                sequence, kv_cache, positions, state, layers, text.tolist(), (stage,)
             )
             answer = yield score
-            attention = attention_probe(context.pool.model).attention(
-                stage, answer.hidden[stage], positions[text], context.pool.cache,
-                context.table[positions], positions,
+            attention = attention_probe(kv_cache.pool.model).attention(
+                stage, answer.hidden[stage], positions[text], kv_cache.pool.cache,
+                kv_cache.table[positions], positions,
             ).mean(0)  # fmt: skip
             vision = np.flatnonzero((positions >= media.first) & (positions < media.stop))
             is_dropped = dropped(attention[:, vision], self.overall, self.single)
@@ -141,11 +141,11 @@ class MustDrop(Prefilled):
             state, begin = span.output_states[remain], stage + 1
             positions = positions[remain]
         _, score = score_layer_range(
-            sequence, context, positions, state, (begin, num_layers), (), ()
+            sequence, kv_cache, positions, state, (begin, num_layers), (), ()
         )
         yield score
-        mark_computed(sequence, context)
-        context.evict(np.setdiff1d(np.arange(length), positions).tolist())
+        mark_computed(sequence, kv_cache)
+        kv_cache.evict(np.setdiff1d(np.arange(length), positions).tolist())
 
     def _protected(self, media: PromptEmbeds, length: int) -> np.ndarray:
         """Boolean `[length]`: the positions that are never dropped."""

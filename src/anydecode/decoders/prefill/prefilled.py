@@ -54,15 +54,15 @@ class Prefilled(Decoder):
 
     def decode(self, sequence: Sequence) -> Decoding:
         if len(sequence.prompt) > 1:
-            context = sequence.context()
-            context.truncate(0)
-            context.reusable = False
-            yield from self.prefill(sequence, context)
+            kv_cache = sequence.kv_cache()
+            kv_cache.truncate(0)
+            kv_cache.reusable = False
+            yield from self.prefill(sequence, kv_cache)
         yield from self.inner.decode(sequence)
 
     @abstractmethod
-    def prefill(self, sequence: Sequence, context: SequenceCache) -> Decoding:
-        """Fill `context` with all but the last token of the prompt; yields score requests."""
+    def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
+        """Fill `kv_cache` with all but the last token of the prompt; yields score requests."""
 
 
 def prompt_embeds_of(sequence: Sequence) -> PromptEmbeds | None:
@@ -71,7 +71,7 @@ def prompt_embeds_of(sequence: Sequence) -> PromptEmbeds | None:
 
 
 def input_embeddings(
-    sequence: Sequence, context: SequenceCache, start: int, stop: int
+    sequence: Sequence, kv_cache: SequenceCache, start: int, stop: int
 ) -> np.ndarray | None:
     """The input embeddings of the prompt's positions `start..stop`, float32 `[rows, hidden_size]`.
 
@@ -80,7 +80,7 @@ def input_embeddings(
     prompt_embeds = prompt_embeds_of(sequence)
     if prompt_embeds is None or prompt_embeds.stop <= start or stop <= prompt_embeds.first:
         return None
-    embed = getattr(context.pool.model, "embed", None)
+    embed = getattr(kv_cache.pool.model, "embed", None)
     if embed is None:
         raise UnsupportedCombinationError("this model's embeddings cannot be read")
     rows: np.ndarray = embed(np.array(sequence.prompt[start:stop]))
@@ -91,10 +91,12 @@ def input_embeddings(
     return rows
 
 
-def score_prompt(sequence: Sequence, context: SequenceCache, start: int, stop: int) -> ScoreRequest:
+def score_prompt(
+    sequence: Sequence, kv_cache: SequenceCache, start: int, stop: int
+) -> ScoreRequest:
     """A score request for positions `start..stop` of the prompt, through all layers."""
     tokens = sequence.prompt[start:stop]
-    return sequence.score(tokens, embeddings=input_embeddings(sequence, context, start, stop))
+    return sequence.score(tokens, embeddings=input_embeddings(sequence, kv_cache, start, stop))
 
 
 @dataclass(eq=False)
@@ -123,17 +125,17 @@ class SparseSpan(Span):
         return np.concatenate(self._output_states)
 
     def reserve(self, count: int) -> None:
-        if self.context.length < self.length:
-            self.context.append(self.length - self.context.length)
+        if self.kv_cache.length < self.length:
+            self.kv_cache.append(self.length - self.kv_cache.length)
 
-    def fill(self, rows: Rows, at: int, count: int) -> None:
+    def write_rows(self, rows: Rows, at: int, count: int) -> None:
         stop, positions = at + count, self.positions[self.done : self.done + count]
         self._fill_inputs(rows, at, count)
         self._visible = np.full(self.length, -1, np.int32)
-        self._visible[self.positions] = self.context.table[self.positions]
+        self._visible[self.positions] = self.kv_cache.table[self.positions]
         rows.table[at:stop] = len(rows.tables)
         rows.tables.append(self._visible)
-        rows.slots[at:stop] = self.context.table[positions]
+        rows.slots[at:stop] = self.kv_cache.table[positions]
         rows.positions[at:stop] = positions
         rows.prefix[at:stop] = positions + 1
         rows.tail_start[at:stop] = 0
@@ -147,7 +149,7 @@ class SparseSpan(Span):
 
 def score_layer_range(
     sequence: Sequence,
-    context: SequenceCache,
+    kv_cache: SequenceCache,
     positions: np.ndarray,
     state: np.ndarray,
     layers: tuple[int, int],
@@ -158,7 +160,7 @@ def score_layer_range(
 
     Args:
         sequence: The sequence of the prompt.
-        context: The cache to fill.
+        kv_cache: The cache to fill.
         positions: The positions of the rows, int32, ascending.
         state: The hidden states of the rows before the first of the layers.
         layers: The first layer, and the one after the last.
@@ -166,7 +168,7 @@ def score_layer_range(
         capture_layers: The layers before which those hidden states are taken.
     """
     span = SparseSpan(
-        context, [-1] * len(positions), *layers, list(captured_rows), tuple(capture_layers), False,
+        kv_cache, [-1] * len(positions), *layers, list(captured_rows), tuple(capture_layers), False,
         state, positions=positions, length=len(sequence.prompt) - 1,
     )  # fmt: skip
     captured_positions = (
@@ -180,37 +182,37 @@ def score_layer_range(
     )
 
 
-def mark_computed(sequence: Sequence, context: SequenceCache) -> None:
-    """Mark the context as filled by rows that other requests cannot reuse."""
-    context.tokens = [-1] * context.length
-    context.partials = []
-    context.reusable = False
+def mark_computed(sequence: Sequence, kv_cache: SequenceCache) -> None:
+    """Mark the cache as filled by rows that other requests cannot reuse."""
+    kv_cache.tokens = [-1] * kv_cache.length
+    kv_cache.partials = []
+    kv_cache.reusable = False
 
 
-def compact(context: SequenceCache, start: int, kept_positions: list[np.ndarray]) -> None:
+def compact(kv_cache: SequenceCache, start: int, kept_positions: list[np.ndarray]) -> None:
     """Keep only some of the positions from `start` to the end, per layer and key head.
 
     Their keys and values move into the first n slots, and the other slots are freed. Rotary
     embeddings are already applied to the keys, so their slots do not matter.
 
     Args:
-        context: The cache to compact.
+        kv_cache: The cache to compact.
         start: The first position of the part.
         kept_positions: For each layer int64 `[kv_heads, n]`, counted from `start`, ascending.
     """
-    cache, count = context.pool.cache, kept_positions[0].shape[1]
-    slots = context.table[start:]
+    cache, count = kv_cache.pool.cache, kept_positions[0].shape[1]
+    slots = kv_cache.table[start:]
     for layer, positions in enumerate(kept_positions):
         for array in (cache.keys[layer], cache.values[layer]):
             rows = select(array, slots)
             store(array, slots[:count], np.take_along_axis(rows, positions.T[..., None], 0))
-    context.evict(range(start + count, context.length))
+    kv_cache.evict(range(start + count, kv_cache.length))
 
 
-def check_compressible(context: SequenceCache) -> None:
+def check_compressible(kv_cache: SequenceCache) -> None:
     """Raise `UnsupportedCombinationError` if single positions cannot be removed from the cache."""
-    check_float(context)
-    if any(layer.attention.window for layer in context.pool.model.spec.layers):
+    check_float(kv_cache)
+    if any(layer.attention.window for layer in kv_cache.pool.model.spec.layers):
         raise UnsupportedCombinationError(
             "prompts cannot be compressed in models with sliding window attention"
         )

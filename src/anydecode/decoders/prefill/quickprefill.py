@@ -72,26 +72,26 @@ class QuickPrefill(Prefilled):
             raise InvalidRequestError("quickprefill needs group >= 1, query >= 1 and 0 < keep <= 1")
         self.group, self.keep, self.query = group, keep, query
 
-    def prefill(self, sequence: Sequence, context: SequenceCache) -> Decoding:
+    def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
         length = len(sequence.prompt) - 1
         media = prompt_embeds_of(sequence)
         first, last = (0, length + 1 - self.query) if media is None else (media.first, media.stop)
         if first < last:
-            check_compressible(context)
+            check_compressible(kv_cache)
             if first:
-                yield score_prompt(sequence, context, 0, first)
+                yield score_prompt(sequence, kv_cache, 0, first)
             for start in range(first, last, self.group):
                 stop = min(start + self.group, last)
-                yield score_prompt(sequence, context, start, stop)
-                self._compress(context, start)
+                yield score_prompt(sequence, kv_cache, start, stop)
+                self._compress(kv_cache, start)
         if max(0, last) < length:
-            yield score_prompt(sequence, context, max(0, last), length)
+            yield score_prompt(sequence, kv_cache, max(0, last), length)
 
-    def _compress(self, context: SequenceCache, start: int) -> None:
-        slots = context.table[start:]
+    def _compress(self, kv_cache: SequenceCache, start: int) -> None:
+        slots = kv_cache.table[start:]
         count = max(1, int(self.keep * len(slots)))
         kept_positions = []
-        for keys in context.pool.cache.keys:
+        for keys in kv_cache.pool.cache.keys:
             rows = smallest(select(keys, slots), count)
             kept_positions.append(np.tile(rows, (keys.shape[1], 1)))
-        compact(context, start, kept_positions)
+        compact(kv_cache, start, kept_positions)

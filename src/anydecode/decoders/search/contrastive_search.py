@@ -71,36 +71,36 @@ class ContrastiveSearch(Decoder):
         sequence.sampler = Sampler(1.0, sampler.pre_temperature, (), sampler.combiner)
 
     def decode(self, sequence: Sequence) -> Decoding:
-        context = sequence.context()
-        depth = context.pool.model.spec.num_layers
+        kv_cache = sequence.kv_cache()
+        depth = kv_cache.pool.model.spec.num_layers
         states = States(sequence.state.setdefault(_KEY, np.empty((0, 0), np.float32)))
-        if context.length > len(
+        if kv_cache.length > len(
             states
         ):  # a shared prefix has keys and values, but no hidden states
-            context.truncate(len(states))
+            kv_cache.truncate(len(states))
         unscored = sequence.unscored()
-        first = context.length
+        first = kv_cache.length
         if len(unscored) > 1:
             score = sequence.score(unscored[:-1], rows="all", hidden=(depth,))
             score.groups[0][-1].logits = False
             scores = yield score
             states.extend(scores, first)
         scores = yield sequence.score(unscored[-1:], hidden=(depth,))
-        states.extend(scores, context.length - 1)
+        states.extend(scores, kv_cache.length - 1)
         row = 0
         while not sequence.finished:
             sequence.state[_KEY] = states.rows
             logits, sampler = scores.row(row), sequence.sampler
             tokens, probabilities = self._candidates(sampler, logits)
             position = sequence.length
-            logits = logits.copy() if sequence.annotate is not None else logits
+            logits = logits.copy() if sequence.compute_logprobs is not None else logits
             scores = yield sequence.extend(
                 tokens, [ROOT] * len(tokens), runner=TARGET, hidden=(depth,)
             )
             candidate_states = [unit(scores.last_state(node)) for node in range(len(tokens))]
             similarity = np.array([states.max_cosine(state) for state in candidate_states])
             row = int(((1 - self.alpha) * probabilities - self.alpha * similarity).argmax())
-            context.retain([row])
+            kv_cache.retain([row])
             states.append(candidate_states[row])
             sequence.record_logprobs(logits, position, tokens[row], sampler)
             sequence.emit([tokens[row]])

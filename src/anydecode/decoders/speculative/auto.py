@@ -353,7 +353,7 @@ class _Session:
         if (
             self._min_useful_probability > 1.0
             or max_drafts < 1
-            or sequence.length - sequence.context().length > 1
+            or sequence.length - sequence.kv_cache().length > 1
         ):
             return _EMPTY_TREE  # no draft can pay, at the end, or before the prompt is scored
         self._catch_up()

@@ -40,16 +40,16 @@ class DiffusionSession(DraftSession):
         values of a text depend on the tokens after it.
         """
         sequence = self.sequence
-        context = sequence.context(DRAFT)
-        context.truncate(0)
-        spec, mask = context.pool.model.spec, draft_mask_token(sequence)
+        kv_cache = sequence.kv_cache(DRAFT)
+        kv_cache.truncate(0)
+        spec, mask = kv_cache.pool.model.spec, draft_mask_token(sequence)
         tokens = sequence.all_tokens
         canvas = np.array(tokens + [mask] * count, np.int32)
         positions = np.arange(len(canvas), dtype=np.int32)
         size = spec.block_size or len(canvas)
         visible = np.minimum((positions // size + 1) * size, len(canvas)).astype(np.int32)
         output_rows = np.arange(len(tokens), len(canvas))
-        span = canvas_span(context, positions, canvas, visible)
+        span = canvas_span(kv_cache, positions, canvas, visible)
         scores = yield score_canvas(sequence, DRAFT, [span], 1, output_rows, spec.logit_shift)
         rows = []
         for row in scores.logits:

@@ -43,12 +43,12 @@ class Trigrams:
                     self._counts[tuple(self.text[len(self.text) - order :])][token] += 1
             self.text.append(token)
 
-    def log_probability(self, token: int, context: Seq[int], vocab_size: int) -> float:
+    def log_probability(self, token: int, kv_cache: Seq[int], vocab_size: int) -> float:
         """Natural logarithm of p(token | context)."""
         p = 1.0 / vocab_size
         for order in range(3):
-            counts = self._counts.get(tuple(context[len(context) - order :] if order else ()))
-            if counts and len(context) >= order:
+            counts = self._counts.get(tuple(kv_cache[len(kv_cache) - order :] if order else ()))
+            if counts and len(kv_cache) >= order:
                 total, num_types = sum(counts.values()), len(counts)
                 p = (counts.get(token, 0) + num_types * p) / (total + num_types)
         return math.log(p)
@@ -88,7 +88,7 @@ def best_path(
     model's probability and p that of the 3-gram model. The search ends after the first position
     whose candidates by mass contain an end token.
     """
-    context = trigrams.text[-2:]
+    kv_cache = trigrams.text[-2:]
     hypotheses: list[tuple[float, list[int]]] = [(0.0, [])]
     for row in rows:
         options = candidates(row, mass, max_candidates, end_tokens)
@@ -96,7 +96,7 @@ def best_path(
             (
                 score
                 + weight * q
-                + (1 - weight) * trigrams.log_probability(token, [*context, *path][-2:], len(row)),
+                + (1 - weight) * trigrams.log_probability(token, [*kv_cache, *path][-2:], len(row)),
                 [*path, token],
             )
             for score, path in hypotheses

@@ -61,8 +61,8 @@ def draft_chain(
     tokens = sequence.all_tokens + prefix
     drafts: list[int] = []
     for _ in range(size):
-        context = sequence.context(runner)
-        scores = yield sequence.score((tokens + drafts)[context.length :], runner=runner)
+        kv_cache = sequence.kv_cache(runner)
+        scores = yield sequence.score((tokens + drafts)[kv_cache.length :], runner=runner)
         row = fit_vocab(sequence, scores.row(-1))
         token = sequence.sample(sampler, row, len(tokens) + len(drafts))
         if distributions is not None:
@@ -78,7 +78,7 @@ def draft_chain(
 def fit_vocab(sequence: Sequence, row: np.ndarray) -> np.ndarray:
     """Truncate a draft model's row, float32, to the target's vocabulary size, or pad it with -inf.
     Models with the same tokenizer may pad their vocabularies to different sizes."""
-    size = sequence.context().pool.model.spec.vocab_size
+    size = sequence.kv_cache().pool.model.spec.vocab_size
     if len(row) >= size:
         return row[:size]
     padded = np.full(size, -np.inf, np.float32)
@@ -99,14 +99,14 @@ class ModelDrafter(Drafter):
         return _Session(sequence, self.with_probabilities)
 
 
-def truncate_to_prefix(context: SequenceCache, text: list[int]) -> None:
+def truncate_to_prefix(kv_cache: SequenceCache, text: list[int]) -> None:
     """Truncate the cache to its common prefix with `text`, at most all of `text` but the last
     token.
     """
-    context.discard()
-    cached = context.tokens
+    kv_cache.discard()
+    cached = kv_cache.tokens
     num_common = min(len(cached), len(text) - 1)
     if cached[:num_common] != text[:num_common]:
         num_common = next(i for i in range(num_common) if cached[i] != text[i])
-    if context.length > num_common:
-        context.truncate(num_common)
+    if kv_cache.length > num_common:
+        kv_cache.truncate(num_common)

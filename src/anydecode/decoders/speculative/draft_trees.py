@@ -115,7 +115,7 @@ class GrowingTree:
         for node in nodes:
             positions[node] = tree.add(self.tree.tokens[node], positions[self.tree.parents[node]])
         if with_probabilities:
-            size = self.sequence.context().pool.model.spec.vocab_size
+            size = self.sequence.kv_cache().pool.model.spec.vocab_size
             tree.probabilities = {
                 positions[node]: candidates.dense(size)
                 for node, candidates in self.candidates.items()
@@ -126,7 +126,7 @@ class GrowingTree:
     def retain(self, tokens: Seq[int]) -> None:
         """Keep the cache entries of the scored nodes along `tokens`, which have been accepted after
         the text."""
-        context = self.sequence.context(self.runner)
+        kv_cache = self.sequence.kv_cache(self.runner)
         path, node = [], ROOT
         for token in tokens:
             child = self.tree.child(node, token)
@@ -134,8 +134,8 @@ class GrowingTree:
                 break
             path.append(self._positions[child])
             node = child
-        if context.pending is not None:
-            context.retain(path)
+        if kv_cache.pending is not None:
+            kv_cache.retain(path)
 
     def _advance_sampler(self, node: int) -> None:
         sampler = self._samplers[self.tree.parents[node]]

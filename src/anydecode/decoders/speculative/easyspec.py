@@ -35,21 +35,21 @@ class _Session(DraftSession):
     def __init__(self, sequence: Sequence, group: int) -> None:
         self.sequence = sequence
         self.group = group
-        self.exact = sequence.context(DRAFT).length
+        self.exact = sequence.kv_cache(DRAFT).length
 
     def propose(self, size: int) -> Proposal:
         """Draft a chain. The cache entries of the last draft are dropped. An exact pass over all
         new tokens (calibration) gives the first draft; approximate passes give the others."""
         sequence = self.sequence
-        context = sequence.context(DRAFT)
-        if context.length > self.exact:
-            context.truncate(self.exact)
+        kv_cache = sequence.kv_cache(DRAFT)
+        if kv_cache.length > self.exact:
+            kv_cache.truncate(self.exact)
         if size < 1:
             return TokenTree()
         sequence.align(DRAFT)
         sampler = sequence.sampler.fork()
         scores = yield sequence.score(runner=DRAFT)
-        self.exact = context.length
+        self.exact = kv_cache.length
         drafts: list[int] = []
         while True:
             row = fit_vocab(sequence, scores.row(-1))
@@ -58,7 +58,7 @@ class _Session(DraftSession):
             if len(drafts) == size:
                 return TokenTree.chain(drafts)
             sampler.advance(token)
-            context.reusable = False  # approximate entries must not be shared as a prefix
+            kv_cache.reusable = False  # approximate entries must not be shared as a prefix
             scores = yield sequence.score([token], runner=DRAFT, parallel=self.group)
 
 

@@ -53,7 +53,7 @@ class Jacobi(Decoder):
         self.acceptance = TokenExact()
 
     def prepare(self, sequence: Sequence) -> None:
-        size = sequence.context().pool.model.spec.vocab_size
+        size = sequence.kv_cache().pool.model.spec.vocab_size
         if self.pad is not None and not 0 <= self.pad < size:
             raise InvalidRequestError(
                 f"pad={self.pad} is not a token: the model has {size} tokens, from 0"

@@ -28,12 +28,12 @@ class WindowDrafter(Drafter):
     def open(self, sequence: Sequence) -> DraftSession:
         return _WindowSession(sequence, self)
 
-    def evict(self, context: SequenceCache) -> None:
+    def evict(self, kv_cache: SequenceCache) -> None:
         """Evict the positions that have left the window."""
-        slots = context.table[self.sinks : max(self.sinks, context.length - self.window)]
+        slots = kv_cache.table[self.sinks : max(self.sinks, kv_cache.length - self.window)]
         evicted = [self.sinks + position for position, slot in enumerate(slots) if slot >= 0]
         if evicted:
-            context.evict(evicted)
+            kv_cache.evict(evicted)
 
 
 class _WindowSession(DraftSession):
@@ -46,9 +46,9 @@ class _WindowSession(DraftSession):
         sequence.align(DRAFT)
         while len(unscored := sequence.unscored(DRAFT)) > drafter.window:
             yield sequence.score(unscored[: drafter.window], runner=DRAFT)
-            drafter.evict(sequence.context(DRAFT))
+            drafter.evict(sequence.kv_cache(DRAFT))
         drafts = yield from draft_chain(sequence, [], size)
-        drafter.evict(sequence.context(DRAFT))
+        drafter.evict(sequence.kv_cache(DRAFT))
         return TokenTree.chain(drafts)
 
 

@@ -96,10 +96,10 @@ class _Session(DraftSession):
         sequence = self.sequence
         drafts: list[int] = []
         draft_bytes: list[bytes] = []
-        context = sequence.context(DRAFT)
-        truncate_to_prefix(context, self.text)
+        kv_cache = sequence.kv_cache(DRAFT)
+        truncate_to_prefix(kv_cache, self.text)
         for _ in range(size):
-            scores = yield sequence.score((self.text + drafts)[context.length :], runner=DRAFT)
+            scores = yield sequence.score((self.text + drafts)[kv_cache.length :], runner=DRAFT)
             token = int(scores.row(-1).argmax())
             if self.draft_tokenizer.is_special(token):
                 break

@@ -168,13 +168,13 @@ class _Session(DraftSession):
     def propose(self, size: int) -> Proposal:
         sequence, correction = self.sequence, self.drafter.correction
         sequence.align(DRAFT)
-        context = sequence.context(DRAFT)
-        top = context.pool.model.spec.num_layers
+        kv_cache = sequence.kv_cache(DRAFT)
+        top = kv_cache.pool.model.spec.num_layers
         sampler, tokens = sequence.sampler.fork(), sequence.all_tokens
         drafts: list[int] = []
         self.rows = []
         for _ in range(size):
-            text = (tokens + drafts)[context.length :]
+            text = (tokens + drafts)[kv_cache.length :]
             scores = yield sequence.score(text, runner=DRAFT, hidden=(top,))
             hidden = scores.hidden[top][-1].copy()
             row = fit_vocab(sequence, scores.row(-1)).copy()

@@ -61,12 +61,12 @@ def draft_after(
 ) -> Generator[DecoderAction, Any, list[int]]:
     """Draft `size` tokens after `text`, which is the draft model's own, sampled with the noise of
     their positions in the target's text."""
-    context = sequence.context(DRAFT)
-    truncate_to_prefix(context, text)
+    kv_cache = sequence.kv_cache(DRAFT)
+    truncate_to_prefix(kv_cache, text)
     sampler = sequence.sampler.fork()
     drafts: list[int] = []
     for _ in range(size):
-        scores = yield sequence.score((text + drafts)[context.length :], runner=DRAFT)
+        scores = yield sequence.score((text + drafts)[kv_cache.length :], runner=DRAFT)
         row = fit_vocab(sequence, scores.row(-1))
         token = sequence.sample(sampler, row, sequence.length + len(drafts))
         sampler.advance(token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from anydecode.engine.schedule import RowBudget, Schedule, ScheduledSpan, fill, whole
+from anydecode.engine.schedule import RowBudget, Schedule, ScheduledSpan, fit_spans, whole
 from anydecode.engine.schedules.pacing import checked_stretch, is_prompt, rows_beside
 from anydecode.scoring.score import ScoreRequest
 
@@ -59,4 +59,4 @@ class Chunked(Schedule):
                 else self.budget - rows
             )
             if left > 0:
-                yield from fill(prompts, RowBudget(left, started=rows > 0))
+                yield from fit_spans(prompts, RowBudget(left, started=rows > 0))

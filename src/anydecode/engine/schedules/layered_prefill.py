@@ -95,7 +95,7 @@ class LayeredPrefill(Schedule):
     def _gather(self, decodes: list[ScoreRequest], prompts: list[ScoreRequest]) -> None:
         """Choose the next cohort and divide its prompts into layer groups."""
         unit = self.unit or rows_beside(decodes, prompts, self.stretch, whole=True)
-        depth = prompts[0].groups[0][0].context.pool.model.spec.num_layers
+        depth = prompts[0].groups[0][0].kv_cache.pool.model.spec.num_layers
         cohort = self.cohort or unit * min(self.groups, depth)
         rows = 0
         for request in prompts:
@@ -119,10 +119,10 @@ def _cut(span: Span, stops: list[int], rows: int) -> list[Span]:
         inputs = None if span.inputs is None else span.inputs[first : first + rows]
         is_last = first + len(tokens) == len(span)
         output_rows = [len(tokens) - 1] if is_last and len(span.output_rows) else []
-        result.append(ChainSpan(span.context, tokens, 0, stops[0], inputs=inputs, logits=False))
+        result.append(ChainSpan(span.kv_cache, tokens, 0, stops[0], inputs=inputs, logits=False))
         for start, stop in zip(stops, stops[1:], strict=False):
             result.append(
-                CompletionSpan(span.context, [-1] * len(tokens), start, stop, logits=False)
+                CompletionSpan(span.kv_cache, [-1] * len(tokens), start, stop, logits=False)
             )
         result[-1].output_rows, result[-1].logits = output_rows, span.logits
     return result
@@ -131,12 +131,12 @@ def _cut(span: Span, stops: list[int], rows: int) -> list[Span]:
 def _divisible(span: Span) -> bool:
     """Whether `span` may be divided into layer groups: a chain through all layers that returns at
     most its last row and no hidden states."""
-    depth = span.context.pool.model.spec.num_layers
+    depth = span.kv_cache.pool.model.spec.num_layers
     return (
         isinstance(span, ChainSpan)
         and (span.start, span.stop, span.done) == (0, depth, 0)
         and not span.capture_layers
-        and not span.context.partials
+        and not span.kv_cache.partials
         and list(span.output_rows) in ([], [len(span) - 1])
     )
 
@@ -147,7 +147,7 @@ def _stage(request: ScoreRequest) -> Iterator[ScheduledSpan]:
         for span in spans:
             if span.remaining:
                 if isinstance(span, CompletionSpan) and span.partial is None:
-                    span.partial = span.context.partials[-1]
+                    span.partial = span.kv_cache.partials[-1]
                     span.inputs = span.partial.hidden
                 yield request, span, span.remaining
                 break

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from anydecode.catalogue import Card, register
-from anydecode.engine.schedule import RowBudget, Schedule, ScheduledSpan, fill, whole
+from anydecode.engine.schedule import RowBudget, Schedule, ScheduledSpan, fit_spans, whole
 from anydecode.engine.schedules.chunked import begun
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import ScoreRequest
@@ -105,14 +105,14 @@ class Nexus(Schedule):
             rows = sum(request.num_rows for request in decodes)
             share = self._chosen(waiting, prompts, rows) if rows else self.row_budget
             prompts.sort(key=lambda s: s.num_rows - self.ageing * self._waited[s])
-            yield from fill(prompts, RowBudget(share, started=rows > 0))
+            yield from fit_spans(prompts, RowBudget(share, started=rows > 0))
 
     def _chosen(self, waiting: list[ScoreRequest], prompts: list[ScoreRequest], rows: int) -> int:
-        contexts = [spans[-1].context for request in waiting for spans in request.groups]
-        num_positions = sum(context.length for context in contexts)
-        mean_length = num_positions // len(contexts)
+        kv_caches = [spans[-1].kv_cache for request in waiting for spans in request.groups]
+        num_positions = sum(kv_cache.length for kv_cache in kv_caches)
+        mean_length = num_positions // len(kv_caches)
         cost_model = waiting[0].sequence.cost_model
-        decode_first = num_positions > self.full * contexts[0].pool.num_slots
+        decode_first = num_positions > self.full * kv_caches[0].pool.num_slots
         share = chosen_share(
             lambda count: cost_model.seconds(count, mean_length),
             rows,

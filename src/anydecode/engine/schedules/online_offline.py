@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anydecode.catalogue import Card, register
-from anydecode.engine.schedule import RowBudget, ScheduledSpan, fill
+from anydecode.engine.schedule import RowBudget, ScheduledSpan, fit_spans
 from anydecode.engine.schedules.priority import Priority
 from anydecode.scoring.score import ScoreRequest
 
@@ -52,4 +52,4 @@ class OnlineOffline(Priority):
             offline.sort(
                 key=lambda request: (request.num_rows > self.short, request.sequence.priority)
             )
-            yield from fill(offline, RowBudget(left, started=rows > 0))
+            yield from fit_spans(offline, RowBudget(left, started=rows > 0))

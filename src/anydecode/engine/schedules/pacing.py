@@ -66,5 +66,5 @@ def is_prompt(request: ScoreRequest) -> bool:
 
 def _mean_length(requests: Seq[ScoreRequest]) -> int:
     """The mean number of cached positions of `requests`."""
-    contexts = [spans[-1].context for request in requests for spans in request.groups]
-    return sum(context.length for context in contexts) // max(1, len(contexts))
+    kv_caches = [spans[-1].kv_cache for request in requests for spans in request.groups]
+    return sum(kv_cache.length for kv_cache in kv_caches) // max(1, len(kv_caches))

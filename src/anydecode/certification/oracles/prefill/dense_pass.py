@@ -70,8 +70,8 @@ def after_prefill(
     inner = decoder.inner.decode
 
     def recording(sequence: Any) -> Any:
-        context: SequenceCache = sequence.context()
-        slots, cache = context.table[context.table >= 0], context.pool.cache
+        kv_cache: SequenceCache = sequence.kv_cache()
+        slots, cache = kv_cache.table[kv_cache.table >= 0], kv_cache.pool.cache
         layers.extend((k[slots], v[slots]) for k, v in zip(cache.keys, cache.values, strict=True))
         yield from inner(sequence)
 

@@ -69,8 +69,8 @@ def _cached(prompt: str, length: int) -> list[tuple[Cached, Cached]]:
     decode = method.decode
 
     def cached(sequence: Sequence) -> Cached:
-        context = sequence.context()
-        slots, cache = context.table, context.pool.cache
+        kv_cache = sequence.kv_cache()
+        slots, cache = kv_cache.table, kv_cache.pool.cache
         return np.array([store[slots] for store in (*cache.keys, *cache.values)], np.float64)
 
     def watched(sequence: Sequence) -> Decoding:

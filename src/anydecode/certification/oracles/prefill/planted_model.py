@@ -63,7 +63,7 @@ def _next_distribution(
     request = llm.request(
         prompt, decoder=method, max_tokens=1, logprobs=0, prompt_embeds=prompt_embeds
     )
-    request.jobs[0].sequence.annotate = lambda logits, *_: seen.append(logits.astype(float))
+    request.jobs[0].sequence.compute_logprobs = lambda logits, *_: seen.append(logits.astype(float))
     llm._run([request])
     weights = np.exp(seen[0] - seen[0].max())
     shares: np.ndarray = weights / weights.sum()
