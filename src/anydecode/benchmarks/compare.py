@@ -168,15 +168,17 @@ def measure_round(
     return results
 
 
-def seconds_to_serve(name: str, tree: Path, model: str, threads: int) -> float:
-    """Seconds from the start of the tree's server until it accepts requests."""
+def seconds_to_serve(name: str, tree: Path | None, model: str, threads: int) -> float:
+    """Seconds from the start of the server of `tree` (None: of this package) until it accepts
+    requests."""
+    environment = {} if tree is None else {"PYTHONPATH": str(tree / "src")}
     command = [sys.executable, "-m", "anydecode", "serve", model, "--threads", str(threads)]
     start = time.perf_counter()
     with started_server(
         name,
         shlex.join([*command, "--port", "{port}"]),
         LOAD_TIMEOUT,
-        {"PYTHONPATH": str(tree / "src")},
+        environment,
     ):
         return time.perf_counter() - start
 

@@ -38,6 +38,10 @@ BENCHES = {
         "anydecode.benchmarks.compare:bench_compare",
         "This work tree against another commit: speed, peak memory and start-up.",
     ),
+    "footprint": Bench(
+        "anydecode.benchmarks.footprint:bench_footprint",
+        "Disk by package, start-up by step, and memory by number and length of prompts.",
+    ),
     "cost": Bench(
         "anydecode.benchmarks.cost:bench_cost", "The cost of a pass over n rows on this machine."
     ),
