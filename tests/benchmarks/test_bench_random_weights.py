@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from anydecode import LLM
+from anydecode.benchmarks import shapes
 from anydecode.benchmarks.divergence import divergences
 from anydecode.cli.bench import run_bench
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels.formats import dequantize
+from anydecode.kernels.interface import Weight
 from anydecode.kernels.library import load_library
 
 needs_kernels = pytest.mark.skipif(load_library() is None, reason="no compiled kernels here")
@@ -44,7 +47,16 @@ def report(name: str, arguments: list[str], file: Path) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("format", ["Q4_0", "Q4_K"])
+@pytest.mark.parametrize("format", shapes.FORMATS)
+def test_weights_have_the_same_deviation_in_every_format(format: str) -> None:
+    blocks = shapes.random_blocks(format, 64, 2048, np.random.default_rng(3))
+    values = dequantize(Weight(format, 64, 2048, blocks))
+    # MXFP4's scales are powers of two; the codes of Q4_0 and IQ4_NL are not symmetric.
+    assert values.std() == pytest.approx(0.02, rel=0.2 if format == "MXFP4" else 0.03)
+    assert abs(values.mean()) < 0.003
+
+
+@pytest.mark.parametrize("format", shapes.FORMATS)
 def test_a_written_shape_opens_and_generates(format: str, tmp_path: Path) -> None:
     arguments = ["--folder", str(tmp_path), "--shape", "tiny", "--format", format]
     result = report("shapes", arguments, tmp_path / "shape.json")

@@ -12,15 +12,22 @@ from anydecode.kernels.interface import FORMATS, Weight
 PACKED = [name for name in FORMATS if formats.is_packed(name)]
 
 
+#: Where the blocks of a format have float16 scales, if not at byte 0 alone.
+HALVES = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "MXFP4": (),
+}
+
+
 def random_weight(format: str, rows: int = 37, blocks: int = 3, seed: int = 0) -> Weight:
     """Random bytes, with finite float16 scales."""
     values, size = formats.BLOCKS[format]
     generator = np.random.default_rng(seed)
     data = generator.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
-    positions = {"Q6_K": [208]}.get(format, [0, 2] if format in ("Q4_1", "Q5_1") else [0])
-    if format in ("Q4_K", "Q5_K"):
-        positions = [0, 2]
-    for position in positions:
+    for position in HALVES.get(format, (0,)):
         halves = generator.standard_normal((rows, blocks, 1)).astype(np.float16)
         data[:, :, position : position + 2] = halves.view(np.uint8)
     return Weight(format, rows, blocks * values, data.reshape(rows, -1), "random")

@@ -98,6 +98,16 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
+#: Where the blocks of a format have float16 scales, if not at byte 0 alone.
+HALVES = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "MXFP4": (),
+}
+
+
 def random_weight(format: str, rows: int, columns: int, seed: int = 0) -> Weight:
     """A random matrix in any format; those that `quantize` cannot write from random bytes and small
     scales.
@@ -112,7 +122,9 @@ def random_weight(format: str, rows: int, columns: int, seed: int = 0) -> Weight
     size = (rows, row_bytes(format, columns))
     data = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
     blocks = data.view(-1, BLOCKS[format][1])
-    for position in (208,) if format == "Q6_K" else (0, 2) if format != "Q5_0" else (0,):
+    if format == "MXFP4":  # biased exponents
+        blocks[:, 0] = torch.randint(116, 122, (len(blocks),), generator=generator)
+    for position in HALVES.get(format, (0,)):
         scales = torch.rand(len(blocks), 1, generator=generator) * 0.01
         blocks[:, position : position + 2] = scales.to(torch.float16).view(torch.uint8)
     return Weight(format, rows, columns, data.numpy(), f"{format}.{seed}")
@@ -132,12 +144,12 @@ def packed(format: str, rows: int, columns: int, seed: int = 0, **options: Any) 
 
 @pytest.mark.parametrize("format", sorted(BLOCKS))
 def test_embeddings_are_the_dequantised_rows(format: str) -> None:
-    """Packing is exact, except for the scales of K formats, which have 11 bits."""
+    """Packing is exact, except for the scales within super-blocks, which have 11 bits."""
     weight = random_weight(format, 9, width_of(format, 96))
     tokens = torch.tensor([3, 0, 8, -1], dtype=torch.int32, device=DEVICE)
     result = pointwise.embed(tokens, pack([weight], DEVICE), 2.0).cpu()
     expected = dequantize(weight)[[3, 0, 8, 0]] * 2
-    if format.endswith("_K"):
+    if BLOCKS[format][0] == 256:
         assert ((result - expected).abs() <= 2.0**-10 * dequantize(weight).abs().max() * 2).all()
     else:
         assert torch.equal(result, expected)

@@ -19,8 +19,22 @@ import typer
 from anydecode.errors import InvalidRequestError
 from anydecode.report import JsonFile, write_report
 
-FORMATS = ("Q4_0", "Q4_K")
 _STD = 0.02  # of the weights, so that hidden states neither vanish nor explode
+#: Format -> (the position of the float16 scale in a block, its size by which weights of random
+#: codes have the standard deviation 1). Where a format has minima, the next float16 is their scale;
+#: the third number is its ratio to the first, which brings the mean to zero.
+_SCALES: dict[str, tuple[int, float, float | None]] = {
+    "Q8_0": (0, 1 / 73.9, None),
+    "Q4_0": (0, 1 / 4.61, None),
+    "Q2_K": (80, 1 / 14.1, 1.5),
+    "Q3_K": (108, 1 / 43.4, None),
+    "Q4_K": (0, 1 / 262, 7.5),
+    "Q6_K": (208, 1 / 1366, None),
+    "IQ4_NL": (0, 1 / 67.2, None),
+    "IQ4_XS": (0, 1 / 1237, None),
+}
+_EXPONENT = 120  # of MXFP4: 2^(120 - 128) times its values, of deviation 5.9, is about `_STD`
+FORMATS = (*_SCALES, "MXFP4")
 
 
 @dataclass(frozen=True)
@@ -76,14 +90,13 @@ def random_blocks(
     """Blocks uint8 `[rows, bytes]` of random weights with standard deviation `_STD`."""
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[format]]
     data = generator.integers(0, 256, (rows, columns // values, size), np.uint8)
-    codes = 4.61  # the standard deviation of a uniform four-bit code
-    if format == "Q4_0":
-        _scale(data, 0, _STD / codes, generator)
+    if format == "MXFP4":
+        data[:, :, 0] = _EXPONENT
     else:
-        # Scales and minima are uniform below 64; a minimum of 7.5 steps brings the mean to zero.
-        step = _STD / (codes * 31.5 * 1.7)
-        _scale(data, 0, step, generator)
-        _scale(data, 2, step * 7.5, generator)
+        position, size, ratio = _SCALES[format]
+        _scale(data, position, _STD * size, generator)
+        if ratio is not None:
+            _scale(data, position + 2, _STD * size * ratio, generator)
     return data.reshape(rows, -1)
 
 

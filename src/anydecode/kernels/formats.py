@@ -26,10 +26,19 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "Q4_1": (32, 20),
     "Q5_0": (32, 22),
     "Q5_1": (32, 24),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "MXFP4": (32, 17),
 }
+
+#: The values of the codes of IQ4_NL and IQ4_XS, and those of MXFP4 times two.
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
@@ -237,6 +246,51 @@ def _q6_k(blocks: np.ndarray) -> np.ndarray:
     return scale[..., None] * codes
 
 
+def _two_bits(codes: np.ndarray) -> np.ndarray:
+    """The two-bit fields of 64 bytes, `[blocks, 8, 32]`."""
+    return _bits(codes.reshape(-1, 2, 32), 2).reshape(-1, 8, 32)
+
+
+def _q2_k(blocks: np.ndarray) -> np.ndarray:
+    scale = _half(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
+    offset = _half(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
+    codes = _two_bits(blocks[:, 16:80]).reshape(-1, 16, 16).astype(np.float32)
+    return scale[..., None] * codes - offset[..., None]
+
+
+def _q3_k(blocks: np.ndarray) -> np.ndarray:
+    # Twelve bytes hold 16 six-bit scales: their low nibbles in bytes 0-7, the first eight in the
+    # low halves; their upper two bits in bytes 8-11.
+    low = _flat(_nibbles(blocks[:, 96:104]))
+    scales = (low | (_flat(_bits(blocks[:, 104:108], 2)) << 4)).astype(np.float32) - 32
+    codes = _two_bits(blocks[:, 32:96]) | (_bits(blocks[:, :32], 1) << 2)
+    scale = _half(blocks, 108) * scales
+    return scale[..., None] * (codes.reshape(-1, 16, 16).astype(np.float32) - 4)
+
+
+def _iq4_nl(blocks: np.ndarray) -> np.ndarray:
+    return _half(blocks, 0) * _looked_up(IQ4_VALUES, _flat(_nibbles(blocks[:, 2:])))
+
+
+def _iq4_xs(blocks: np.ndarray) -> np.ndarray:
+    # Six-bit scales: their low nibbles in bytes 4-7, their upper two bits in the 16 bits before.
+    low = _nibbles(blocks[:, 4:8, None]).reshape(-1, 8)
+    high = _bits(blocks[:, 2:4, None], 2).reshape(-1, 8)
+    scale = _half(blocks, 0) * ((low | (high << 4)).astype(np.float32) - 32)
+    codes = _nibbles(blocks[:, 8:].reshape(-1, 8, 16)).reshape(-1, 8, 32)
+    return scale[..., None] * _looked_up(IQ4_VALUES, codes)
+
+
+def _mxfp4(blocks: np.ndarray) -> np.ndarray:
+    # The scale is a power of two, stored as its biased exponent; the table's values are doubled.
+    scale = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    return scale * _looked_up(MXFP4_VALUES, _flat(_nibbles(blocks[:, 1:])))
+
+
+def _looked_up(values: tuple[int, ...], codes: np.ndarray) -> np.ndarray:
+    return np.array(values, np.float32)[codes]
+
+
 def _inverse(scale: np.ndarray) -> np.ndarray:
     return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
 
@@ -284,9 +338,14 @@ _DEQUANTIZERS: dict[str, _Blockwise] = {
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }
 
 _QUANTIZERS: dict[str, _Blockwise] = {

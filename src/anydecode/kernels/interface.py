@@ -18,7 +18,10 @@ import numpy as np
 Array: TypeAlias = Any
 
 #: Weight formats, by their GGUF names. Block formats have GGUF's byte layout.
-FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+FORMATS = (
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
+    "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
+)  # fmt: skip
 
 #: Attention sums keys in blocks of this many consecutive positions, counted from position 0.
 KEY_BLOCK = 32

@@ -17,13 +17,7 @@ from anydecode.kernels.host import has_torch
 from anydecode.kernels.interface import FORMATS
 
 #: Format name -> its code in C (`enum Format`).
-FORMAT_CODES = {
-    name: code
-    for code, name in enumerate(
-        ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-    )
-}
-assert set(FORMAT_CODES) == set(FORMATS)
+FORMAT_CODES = {name: code for code, name in enumerate(FORMATS)}
 
 
 class Matrix(ctypes.Structure):

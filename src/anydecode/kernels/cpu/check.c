@@ -7,8 +7,10 @@
 
 enum { OUT = 11, IN = 256, ROWS = 5, GROUPS = 2 };
 
-static const int stored_row_bytes[NUM_FORMATS] = {IN * 4, IN * 2, IN * 2, 272, 144, 160,
-                                                  176,    192,    144,    176, 210};
+static const int stored_row_bytes[NUM_FORMATS] = {
+    [F32] = IN * 4, [F16] = IN * 2, [BF16] = IN * 2, [Q8_0] = 272, [Q4_0] = 144, [Q4_1] = 160,
+    [Q5_0] = 176, [Q5_1] = 192, [Q2_K] = 84, [Q3_K] = 110, [Q4_K] = 144, [Q5_K] = 176,
+    [Q6_K] = 210, [IQ4_NL] = 144, [IQ4_XS] = 136, [MXFP4] = 136};
 
 static uint32_t next_random(uint32_t *state) {
   *state = *state * 1664525u + 1013904223u;

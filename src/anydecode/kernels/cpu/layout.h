@@ -16,7 +16,10 @@ enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, ATTENTION_ROWS = 8 };
 #define INLINE static inline __attribute__((always_inline))
 #endif
 
-enum Format { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, NUM_FORMATS };
+enum Format {
+  F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1,
+  Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, NUM_FORMATS
+};
 
 enum Code {
   OP_EMBED, OP_CAPTURE, OP_GATHER, OP_NORM, OP_QUANTISE, OP_LINEAR, OP_LORA, OP_ROPE_TABLE, OP_ROPE,
@@ -147,13 +150,25 @@ typedef struct {
 } Kernels;
 
 INLINE int has_min(int format) {
-  return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K;
+  return format == Q4_1 || format == Q5_1 || format == Q2_K || format == Q4_K || format == Q5_K;
 }
-INLINE int is_super(int format) { return format == Q4_K || format == Q5_K || format == Q6_K; }
+/* Whether the halves of a block have separate scales. */
+INLINE int has_halves(int format) { return format == Q2_K || format == Q3_K || format == Q6_K; }
+/* Whether codes are indices into a table of 16 values. */
+INLINE int has_table(int format) {
+  return format == IQ4_NL || format == IQ4_XS || format == MXFP4;
+}
+INLINE int is_super(int format) {
+  return has_halves(format) || format == Q4_K || format == Q5_K || format == IQ4_XS;
+}
 INLINE int is_float(int format) { return format == F32 || format == F16 || format == BF16; }
 INLINE int is_five_bit(int format) { return format == Q5_0 || format == Q5_1 || format == Q5_K; }
 
-INLINE int header_bytes(int format) { return has_min(format) ? 32 : 16; }
+/* Bytes of the float16 scales of a block or super-block. MXFP4 has exponents of one byte. */
+INLINE int header_bytes(int format) {
+  if (format == MXFP4) return 8;
+  return has_min(format) ? 32 : 16;
+}
 
 /* Bytes of one block of 32 inputs by 8 columns, without the header of a super-block. */
 INLINE int block_bytes(int format) {
@@ -163,6 +178,11 @@ INLINE int block_bytes(int format) {
     case Q5_0: return 176;
     case Q5_1: return 192;
     case Q8_0: return 272;
+    case Q2_K: return 80;
+    case Q3_K: return 112;
+    case IQ4_NL: return 144;
+    case IQ4_XS: return 136;
+    case MXFP4: return 136;
     case Q4_K: return 144;
     case Q5_K: return 176;
     default: return 208;

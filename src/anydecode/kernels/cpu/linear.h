@@ -12,19 +12,19 @@ enum { TILE_ROWS = 8 };
 enum { TILE_ROWS = 4 };
 #endif
 
-/* Integer sums of one block of a format with nibbles, for `rows` rows and two groups of columns.
- * Two steps at a time, so that weights and sums of a whole tile stay in registers. Partial sums are
- * widened to int32 before they can overflow. The halves of a Q6_K block have separate scales. */
+/* Integer sums of one block, or half a block, of a format with nibbles or two-bit codes, for `rows`
+ * rows and two groups of columns. Two steps at a time, so that weights and sums of a whole tile stay
+ * in registers. Partial sums are widened to int32 before they can overflow. */
 INLINE void nibble_sums(int format, int rows, const uint8_t *const *p, const Activations *const *a,
                         int b, int half, i8 (*sum)[2]) {
   partial_sums dot[TILE_ROWS][2];
-  int first = format == Q6_K ? 2 * half : 0, last = format == Q6_K ? first + 2 : 4;
-  int span = format == Q6_K ? 1 : is_five_bit(format) ? 2 : 4;
+  int first = has_halves(format) ? 2 * half : 0, last = has_halves(format) ? first + 2 : 4;
+  int span = format == Q6_K ? 1 : has_halves(format) || is_five_bit(format) ? 2 : 4;
 #pragma GCC unroll 4
   for (int j = first; j < last; j++) {
     int starts_span = j % span == 0, ends_span = (j + 1) % span == 0;
     int has_sum = j - first >= span;
-    int step[2] = {format == Q6_K ? 2 * j : j, format == Q6_K ? 2 * j + 1 : j + 4};
+    int step[2] = {has_halves(format) ? 2 * j : j, has_halves(format) ? 2 * j + 1 : j + 4};
     b32 w[2][2];
 #pragma GCC unroll 2
     for (int g = 0; g < 2; g++)
@@ -48,13 +48,13 @@ INLINE void nibble_sums(int format, int rows, const uint8_t *const *p, const Act
   }
 }
 
-INLINE void byte_sums(int rows, const uint8_t *const *p, const Activations *const *a, int b,
+INLINE void byte_sums(int format, int rows, const uint8_t *const *p, const Activations *const *a, int b,
                       i8 (*sum)[2]) {
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
     byte_vector w[2];
 #pragma GCC unroll 2
-    for (int g = 0; g < 2; g++) w[g] = byte_weights(b32_load(p[g] + 16 + 32 * i));
+    for (int g = 0; g < 2; g++) w[g] = byte_weights(unpack_bytes(format, p[g], i));
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
       quad x = quad_load(a[r][b].q + 4 * i);
@@ -65,22 +65,21 @@ INLINE void byte_sums(int rows, const uint8_t *const *p, const Activations *cons
   }
 }
 
-/* Add one block, or half a block of Q6_K, to the totals of a tile. */
+/* Add one block, or half a block, to the totals of a tile. */
 INLINE void add_blocks(int format, int rows, const uint8_t *const *p, const Activations *const *a,
                        int b, int half, const f8 *super, const f8 *super_min, f8 (*total)[2]) {
-  f8 first[2], second[2];
+  f8 scale[2], min[2];
   i8 sum[TILE_ROWS][2];
-  if (format == Q8_0) byte_sums(rows, p, a, b, sum);
+  if (format == Q8_0 || has_table(format)) byte_sums(format, rows, p, a, b, sum);
   else nibble_sums(format, rows, p, a, b, half, sum);
 #pragma GCC unroll 2
   for (int g = 0; g < 2; g++)
-    load_scales(format, p[g], super[g], super_min[g], &first[g], &second[g]);
+    load_scales(format, p[g], half, super[g], super_min[g], &scale[g], &min[g]);
 #pragma GCC unroll 8
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
     for (int g = 0; g < 2; g++)
-      total[r][g] = add_block(format, half, total[r][g], sum[r][g], a[r] + b,
-                              half ? second[g] : first[g], second[g]);
+      total[r][g] = add_block(format, half, total[r][g], sum[r][g], a[r] + b, scale[g], min[g]);
 }
 
 /* Two groups of columns at a time, so that each broadcast of activations is used twice. `next`:
@@ -103,7 +102,7 @@ INLINE void quant_tile(int format, int rows, const uint8_t *const *groups, int b
       }
     }
     add_blocks(format, rows, p, a, b, 0, super, super_min, total);
-    if (format == Q6_K) add_blocks(format, rows, p, a, b, 1, super, super_min, total);
+    if (has_halves(format)) add_blocks(format, rows, p, a, b, 1, super, super_min, total);
     p[0] += block_bytes(format);
     p[1] += block_bytes(format);
     if (next) {
@@ -228,15 +227,21 @@ COLUMNS(quant, Q4_0, Activations)
 COLUMNS(quant, Q4_1, Activations)
 COLUMNS(quant, Q5_0, Activations)
 COLUMNS(quant, Q5_1, Activations)
+COLUMNS(quant, Q2_K, Activations)
+COLUMNS(quant, Q3_K, Activations)
 COLUMNS(quant, Q4_K, Activations)
 COLUMNS(quant, Q5_K, Activations)
 COLUMNS(quant, Q6_K, Activations)
+COLUMNS(quant, IQ4_NL, Activations)
+COLUMNS(quant, IQ4_XS, Activations)
+COLUMNS(quant, MXFP4, Activations)
 
 typedef void (*Columns)(const Matrix *, const void *, int, const float *, float *, int64_t, int,
                         int);
 static const Columns columns_of[NUM_FORMATS] = {
-    columns_F32,  columns_F16,  columns_BF16, columns_Q8_0, columns_Q4_0, columns_Q4_1,
-    columns_Q5_0, columns_Q5_1, columns_Q4_K, columns_Q5_K, columns_Q6_K};
+    columns_F32,  columns_F16,  columns_BF16,   columns_Q8_0,   columns_Q4_0, columns_Q4_1,
+    columns_Q5_0, columns_Q5_1, columns_Q2_K,   columns_Q3_K,   columns_Q4_K, columns_Q5_K,
+    columns_Q6_K, columns_IQ4_NL, columns_IQ4_XS, columns_MXFP4};
 
 /* The range of column groups of share `thread` of `threads`: whole pairs, except for the last
  * group. */

@@ -9,10 +9,15 @@
  *   Q4_K  d[8] m[8], then 8 times  sc[8] mn[8] q[128]
  *   Q5_K  d[8] m[8], then 8 times  sc[8] mn[8] q[128] h[32]
  *   Q6_K  d[8],      then 8 times  sc[2][8]    q[128] h[64]
+ *   Q2_K  d[8] m[8], then 8 times  sm[2][8]    q[64]
+ *   Q3_K  d[8],      then 8 times  sc[2][8]    q[64]  h[32]
+ *   IQ4_NL  d[8]     q[128]           IQ4_XS  d[8], then 8 times  sc[8] q[128]
+ *   MXFP4   e[8]     q[128]
  *
- * d and m are float16. Bit i of h[32] is the fifth bit of step i; bits 2i and 2i + 1 of h[64] are
- * the two upper bits of step i and, in the second vector, of step i + 4. Q8_0 codes are offset
- * by 128. */
+ * d and m are float16. Bit i of h[32] is the highest bit of step i; bits 2i and 2i + 1 of h[64] are
+ * the two upper bits of step i and, in the second vector, of step i + 4. Two-bit codes have four
+ * steps per vector. sm holds a scale in its low nibble and a minimum in its high one; e is the
+ * biased exponent of the scale. Q8_0 codes are offset by 128. */
 #ifndef ANYDECODE_QUANT_H
 #define ANYDECODE_QUANT_H
 
@@ -20,56 +25,97 @@
 #include "simd.h"
 
 /* Bytes of a block's scales, after which its codes start. */
-INLINE int scales_bytes(int format) { return is_super(format) ? 16 : header_bytes(format); }
+INLINE int scales_bytes(int format) {
+  if (format == IQ4_XS) return 8;
+  return is_super(format) ? 16 : header_bytes(format);
+}
 
-/* Bits `from` to `from` + `count` - 1 of each byte, moved to bit 4. */
-INLINE b32 upper_bits(b32 x, int from, int count) {
-  int mask = ((1 << count) - 1) << 4;
-  switch (from) {
-    case 0: return b32_and(b32_left(x, 4), mask);
-    case 1: return b32_and(b32_left(x, 3), mask);
-    case 2: return b32_and(b32_left(x, 2), mask);
-    case 3: return b32_and(b32_left(x, 1), mask);
-    case 4: return b32_and(x, mask);
-    case 5: return b32_and(b32_right(x, 1), mask);
-    case 6: return b32_and(b32_right(x, 2), mask);
-    default: return b32_and(b32_right(x, 3), mask);
+/* The values of a format's 16 codes, offset by 128 like the codes of Q8_0. */
+INLINE const uint8_t *code_values(int format) {
+  static const uint8_t iq4[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                  129, 141, 153, 166, 181, 197, 217, 241};
+  static const uint8_t mxfp4[16] = {128, 129, 130, 131, 132, 134, 136, 140,
+                                    128, 127, 126, 125, 124, 122, 120, 116};
+  return format == MXFP4 ? mxfp4 : iq4;
+}
+
+/* Bits `from` to `from` + `count` - 1 of each byte, moved to bit `to`. */
+INLINE b32 moved_bits(b32 x, int from, int count, int to) {
+  int mask = ((1 << count) - 1) << to;
+  switch (from - to) {
+    case -4: return b32_and(b32_left(x, 4), mask);
+    case -3: return b32_and(b32_left(x, 3), mask);
+    case -2: return b32_and(b32_left(x, 2), mask);
+    case -1: return b32_and(b32_left(x, 1), mask);
+    case 0: return b32_and(x, mask);
+    case 1: return b32_and(b32_right(x, 1), mask);
+    case 2: return b32_and(b32_right(x, 2), mask);
+    case 3: return b32_and(b32_right(x, 3), mask);
+    case 4: return b32_and(b32_right(x, 4), mask);
+    case 5: return b32_and(b32_right(x, 5), mask);
+    default: return b32_and(b32_right(x, 6), mask);
   }
 }
 
-/* The codes of step `i` of a block with nibbles. */
+/* The codes of step `i` of a block with nibbles or two-bit codes. */
 INLINE b32 unpack_step(int format, const uint8_t *block, int i) {
   const uint8_t *q = block + scales_bytes(format);
+  if (format == Q2_K || format == Q3_K) {
+    b32 w = moved_bits(b32_load(q + 32 * (i / 4)), i % 4 * 2, 2, 0);
+    return format == Q3_K ? b32_or(w, moved_bits(b32_load(q + 64), i, 1, 2)) : w;
+  }
   b32 both = b32_load(q + 32 * (i % 4)), w = b32_and(i < 4 ? both : b32_right(both, 4), 15);
-  if (is_five_bit(format)) w = b32_or(w, upper_bits(b32_load(q + 128), i, 1));
-  if (format == Q6_K) w = b32_or(w, upper_bits(b32_load(q + 128 + 32 * (i / 4)), i % 4 * 2, 2));
+  if (is_five_bit(format)) w = b32_or(w, moved_bits(b32_load(q + 128), i, 1, 4));
+  if (format == Q6_K) w = b32_or(w, moved_bits(b32_load(q + 128 + 32 * (i / 4)), i % 4 * 2, 2, 4));
   return w;
 }
 
-/* Scales of a block for eight columns. `second` is the minimum, or the scale of a Q6_K block's
- * second half. */
-INLINE void load_scales(int format, const uint8_t *block, f8 super, f8 super_min, f8 *first,
-                        f8 *second) {
-  if (format == Q6_K) {
-    *first = f8_mul(super, f8_load_s8(block));
-    *second = f8_mul(super, f8_load_s8(block + 8));
+/* The numbers of step `i` of a block with a table or with bytes, offset by 128. */
+INLINE b32 unpack_bytes(int format, const uint8_t *block, int i) {
+  if (format == Q8_0) return b32_load(block + 16 + 32 * i);
+  return b32_lookup(code_values(format), unpack_step(format, block, i));
+}
+
+/* 2^(e - 128) of eight biased exponents, in two factors, of which none is too small. */
+INLINE f8 load_exponents(const uint8_t *e) {
+  f8 n = f8_sub(f8_load_u8(e), f8_set(128.0f));
+  f8 part = f8_round(f8_mul(n, f8_set(0.5f)));
+  return f8_scale2(f8_scale2(f8_set(1.0f), part), f8_sub(n, part));
+}
+
+/* Scales and minima of a block, or half a block, for eight columns. */
+INLINE void load_scales(int format, const uint8_t *block, int half, f8 super, f8 super_min,
+                        f8 *scale, f8 *min) {
+  *min = f8_set(0.0f);
+  if (format == Q2_K) {
+    f8 both = f8_load_u8(block + 8 * half);
+    f8 high = f8_round(f8_mul(f8_sub(both, f8_set(7.5f)), f8_set(0.0625f))); /* both / 16 */
+    *scale = f8_mul(super, f8_sub(both, f8_mul(high, f8_set(16.0f))));
+    *min = f8_mul(super_min, high);
+  } else if (has_halves(format) || format == IQ4_XS) {
+    *scale = f8_mul(super, f8_load_s8(block + 8 * half));
   } else if (is_super(format)) {
-    *first = f8_mul(super, f8_load_u8(block));
-    *second = f8_mul(super_min, f8_load_u8(block + 8));
+    *scale = f8_mul(super, f8_load_u8(block));
+    *min = f8_mul(super_min, f8_load_u8(block + 8));
+  } else if (format == MXFP4) {
+    *scale = load_exponents(block);
   } else {
-    *first = f8_load_f16((const uint16_t *)block);
-    *second = has_min(format) ? f8_load_f16((const uint16_t *)block + 8) : f8_set(0.0f);
+    *scale = f8_load_f16((const uint16_t *)block);
+    if (has_min(format)) *min = f8_load_f16((const uint16_t *)block + 8);
   }
 }
 
-/* total + the product of one block, or half a block of Q6_K, from its integer sum; `scale` is that
- * of the block or half. */
+/* total + the product of one block, or half a block, from its integer sum; `scale` and `min` are
+ * those of the block or half. */
 INLINE f8 add_block(int format, int half, f8 total, i8 sum, const Activations *a, f8 scale,
                     f8 min) {
   if (format == Q4_0) sum = i8_sub(sum, i8_set(8 * (a->low + a->high)));
   if (format == Q5_0) sum = i8_sub(sum, i8_set(16 * (a->low + a->high)));
+  if (format == Q3_K) sum = i8_sub(sum, i8_set(4 * (half ? a->high : a->low)));
   if (format == Q6_K) sum = i8_sub(sum, i8_set(32 * (half ? a->high : a->low)));
   total = f8_fma(f8_from_i8(sum), f8_mul(scale, f8_set(a->scale)), total);
+  if (format == Q2_K)
+    return f8_fma(min, f8_set(-a->scale * (float)(half ? a->high : a->low)), total);
   if (format == Q4_K || format == Q5_K) return f8_fma(min, f8_set(-a->scaled_sum), total);
   return has_min(format) ? f8_fma(min, f8_set(a->scaled_sum), total) : total;
 }

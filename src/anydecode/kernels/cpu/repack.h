@@ -43,9 +43,48 @@ static void read_k6(const uint8_t *p, int j, Block *out) {
   memcpy(&out->d, p + 208, 2);
 }
 
-static void read_small(int format, const uint8_t *p, Block *out) {
+/* Scales and minima, or biased scales, of a block's halves, and codes of two or three bits. */
+static void read_k23(int format, const uint8_t *p, int j, Block *out) {
+  const uint8_t *q = p + (format == Q2_K ? 16 : 32) + 32 * (j / 4);
+  int shift = j % 4 * 2;
+  for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] = (q[k] >> shift) & 3;
+  if (format == Q2_K) {
+    out->first = p[2 * j];
+    out->second = p[2 * j + 1];
+    memcpy(&out->d, p + 80, 2);
+    memcpy(&out->m, p + 82, 2);
+    return;
+  }
+  for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] |= (uint8_t)(((p[k] >> j) & 1) << 2);
+  uint8_t scale[2];
+  for (int half = 0; half < 2; half++) {
+    int i = 2 * j + half;
+    int low = p[96 + i % 8] >> (i / 8 * 4) & 15, high = p[104 + i % 4] >> (i / 4 * 2) & 3;
+    scale[half] = (uint8_t)((low | high << 4) - 32);
+  }
+  out->first = scale[0];
+  out->second = scale[1];
+  memcpy(&out->d, p + 108, 2);
+}
+
+static void read_iq4_xs(const uint8_t *p, int j, Block *out) {
+  int low = p[4 + j / 2] >> (j % 2 * 4) & 15, high = p[2 + j / 4] >> (j % 4 * 2) & 3;
+  out->first = (uint8_t)((low | high << 4) - 32);
   memcpy(&out->d, p, 2);
-  p += 2;
+  const uint8_t *q = p + 8 + 16 * j;
+  for (int k = 0; k < 16; k++) {
+    out->q[k] = q[k] & 15;
+    out->q[k + 16] = q[k] >> 4;
+  }
+}
+
+static void read_small(int format, const uint8_t *p, Block *out) {
+  if (format == MXFP4) {
+    out->first = *p++;
+  } else {
+    memcpy(&out->d, p, 2);
+    p += 2;
+  }
   if (has_min(format)) {
     memcpy(&out->m, p, 2);
     p += 2;
@@ -74,6 +113,11 @@ static int stored_bytes(int format) {
     case Q5_0: return 22;
     case Q5_1: return 24;
     case Q8_0: return 34;
+    case Q2_K: return 84;
+    case Q3_K: return 110;
+    case IQ4_NL: return 18;
+    case IQ4_XS: return 136;
+    case MXFP4: return 17;
     case Q4_K: return 144;
     case Q5_K: return 176;
     default: return 210;
@@ -86,10 +130,13 @@ static void read_block(int format, const uint8_t *row, int b, Block *out) {
     return;
   }
   const uint8_t *p = row + (int64_t)(b / 8) * stored_bytes(format);
-  if (format == Q6_K)
-    read_k6(p, b % 8, out);
-  else
-    read_k4(format, p, b % 8, out);
+  switch (format) {
+    case Q2_K:
+    case Q3_K: read_k23(format, p, b % 8, out); break;
+    case Q6_K: read_k6(p, b % 8, out); break;
+    case IQ4_XS: read_iq4_xs(p, b % 8, out); break;
+    default: read_k4(format, p, b % 8, out);
+  }
 }
 
 /* Write the codes of one column into a packed block. */
@@ -103,6 +150,11 @@ static void write_column(int format, const Block *from, int c, uint8_t *q) {
     for (int j = 0; j < 4; j++) {
       uint8_t value = step[j], low = value & 15, high = value >> 4;
       int offset = 4 * c + j;
+      if (format == Q2_K || format == Q3_K) {
+        q[32 * (i / 4) + offset] |= (uint8_t)((value & 3) << (i % 4 * 2));
+        if (format == Q3_K) q[64 + offset] |= (uint8_t)((value >> 2) << i);
+        continue;
+      }
       if (i < 4)
         q[32 * i + offset] = low;
       else
@@ -113,7 +165,12 @@ static void write_column(int format, const Block *from, int c, uint8_t *q) {
   }
 }
 
-/* Q4_0 and Q4_1 store nibbles in the packed order already, so whole words are copied. */
+/* Whether a format stores nibbles in the packed order already, so that whole words are copied. */
+INLINE int has_words(int format) {
+  return format == Q4_0 || format == Q4_1 || format == IQ4_NL;
+}
+
+/* Pack one column's block of a format with `has_words`. */
 static void write_words(int format, const uint8_t *stored, int c, uint8_t *block) {
   int scales = has_min(format) ? 2 : 1;
   memcpy(block + 2 * c, stored, 2);
@@ -123,12 +180,11 @@ static void write_words(int format, const uint8_t *stored, int c, uint8_t *block
 }
 
 static void write_block(int format, const Block *from, int c, uint8_t *header, uint8_t *block) {
-  memcpy(header + 2 * c, &from->d, 2);
+  if (format == MXFP4) header[c] = from->first;
+  else memcpy(header + 2 * c, &from->d, 2);
   if (has_min(format)) memcpy(header + 16 + 2 * c, &from->m, 2);
-  if (is_super(format)) {
-    block[c] = from->first;
-    block[8 + c] = from->second;
-  }
+  if (is_super(format)) block[c] = from->first;
+  if (scales_bytes(format) == 16 && is_super(format)) block[8 + c] = from->second;
   write_column(format, from, c, block + scales_bytes(format));
 }
 
@@ -145,7 +201,7 @@ static void repack_blocks(const Matrix *to, const uint8_t *from, int64_t row_byt
     }
     for (int c = 0; c < LANES && group * LANES + c < to->out_features; c++) {
       const uint8_t *row = from + (int64_t)(group * LANES + c) * row_bytes;
-      if (format == Q4_0 || format == Q4_1) {
+      if (has_words(format)) {
         write_words(format, row + (int64_t)b * stored_bytes(format), c, p);
       } else {
         Block block;
@@ -178,13 +234,18 @@ static void repack(const Matrix *to, const uint8_t *from, int64_t row_bytes, int
   }
 }
 
-/* The code of column c at input k, as a signed number where the format has no minimum. */
+/* The number that the code of column c at input k stands for, before scale and minimum. */
 static int code_at(int format, const uint8_t *q, int c, int k) {
   int i = k / 4, offset = 4 * c + k % 4;
   if (format == Q8_0) return (int)q[32 * i + offset] - 128;
+  if (format == Q2_K || format == Q3_K) {
+    int code = q[32 * (i / 4) + offset] >> (i % 4 * 2) & 3;
+    return format == Q2_K ? code : (code | (q[64 + offset] >> i & 1) << 2) - 4;
+  }
   int value = i < 4 ? q[32 * i + offset] & 15 : q[32 * (i - 4) + offset] >> 4;
   if (is_five_bit(format)) value |= ((q[128 + offset] >> i) & 1) << 4;
   if (format == Q6_K) value |= ((q[128 + 32 * (i / 4) + offset] >> (i % 4 * 2)) & 3) << 4;
+  if (has_table(format)) return (int)code_values(format)[value] - 128;
   if (format == Q4_0) value -= 8;
   if (format == Q5_0) value -= 16;
   if (format == Q6_K) value -= 32;
@@ -194,20 +255,29 @@ static int code_at(int format, const uint8_t *q, int c, int k) {
 static void unpack_block(int format, const uint8_t *block, int c, float super, float super_min,
                          float *out) {
   uint16_t d = 0, m = 0;
-  float scale[2], min = 0.0f;
-  if (is_super(format)) {
-    scale[0] = scale[1] = super * (format == Q6_K ? (float)(int8_t)block[c] : (float)block[c]);
-    if (format == Q6_K) scale[1] = super * (float)(int8_t)block[8 + c];
-    else min = -(super_min * (float)block[8 + c]);
-  } else {
-    memcpy(&d, block + 2 * c, 2);
-    if (has_min(format)) memcpy(&m, block + 16 + 2 * c, 2);
-    scale[0] = scale[1] = f16_to_float(d);
-    min = f16_to_float(m);
+  float scale[2], min[2] = {0.0f, 0.0f};
+  for (int half = 0; half < 2; half++) {
+    uint8_t one = block[8 * half * has_halves(format) + c];
+    if (format == Q2_K) {
+      scale[half] = super * (float)(one & 15);
+      min[half] = -(super_min * (float)(one >> 4));
+    } else if (has_halves(format) || format == IQ4_XS) {
+      scale[half] = super * (float)(int8_t)one;
+    } else if (is_super(format)) {
+      scale[half] = super * (float)one;
+      min[half] = -(super_min * (float)block[8 + c]);
+    } else if (format == MXFP4) {
+      scale[half] = ldexpf(1.0f, one - 128);
+    } else {
+      memcpy(&d, block + 2 * c, 2);
+      if (has_min(format)) memcpy(&m, block + 16 + 2 * c, 2);
+      scale[half] = f16_to_float(d);
+      min[half] = f16_to_float(m);
+    }
   }
   const uint8_t *q = block + scales_bytes(format);
   for (int k = 0; k < QUANT_BLOCK; k++)
-    out[k] = scale[k / 16] * (float)code_at(format, q, c, k) + min;
+    out[k] = scale[k / 16] * (float)code_at(format, q, c, k) + min[k / 16];
 }
 
 /* One row of the matrix in float32, such as an embedding. */

@@ -115,6 +115,11 @@ INLINE b32 b32_and(b32 x, int mask) {
   return _mm256_and_si256(x, _mm256_set1_epi8((char)mask));
 }
 INLINE b32 b32_or(b32 x, b32 y) { return _mm256_or_si256(x, y); }
+/* table[i] of each byte i below 16 */
+INLINE b32 b32_lookup(const uint8_t *table, b32 i) {
+  return _mm256_shuffle_epi8(
+      _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), i);
+}
 /* Each byte shifted by a constant; the caller masks bits shifted in from the neighbouring byte. */
 #define b32_right(x, n) _mm256_srli_epi16(x, n)
 #define b32_left(x, n) _mm256_slli_epi16(x, n)

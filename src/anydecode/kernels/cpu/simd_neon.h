@@ -122,6 +122,11 @@ INLINE b32 b32_and(b32 x, int mask) {
   return B32(vandq_u8(x.a, m), vandq_u8(x.b, m));
 }
 INLINE b32 b32_or(b32 x, b32 y) { return B32(vorrq_u8(x.a, y.a), vorrq_u8(x.b, y.b)); }
+/* table[i] of each byte i below 16 */
+INLINE b32 b32_lookup(const uint8_t *table, b32 i) {
+  uint8x16_t values = vld1q_u8(table);
+  return B32(vqtbl1q_u8(values, i.a), vqtbl1q_u8(values, i.b));
+}
 INLINE b32 b32_right(b32 x, int n) {
   int8x16_t by = vdupq_n_s8((int8_t)-n);
   return B32(vshlq_u8(x.a, by), vshlq_u8(x.b, by));

@@ -89,6 +89,12 @@ INLINE void i8_store_fours(uint32_t *out, const i8 *x) {
 INLINE b32 b32_load(const uint8_t *p) { EACH_BYTE(p[i]); }
 INLINE b32 b32_and(b32 x, int mask) { EACH_BYTE(x.v[i] & mask); }
 INLINE b32 b32_or(b32 x, b32 y) { EACH_BYTE(x.v[i] | y.v[i]); }
+/* table[i] of each byte i below 16 */
+INLINE b32 b32_lookup(const uint8_t *table, b32 i) {
+  b32 out;
+  for (int k = 0; k < 32; k++) out.v[k] = table[i.v[k]];
+  return out;
+}
 INLINE b32 b32_right(b32 x, int n) { EACH_BYTE(x.v[i] >> n); }
 INLINE b32 b32_left(b32 x, int n) { EACH_BYTE(x.v[i] << n); }
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from anydecode.kernels.formats import BLOCKS, DTYPES
+from anydecode.kernels.formats import BLOCKS, DTYPES, IQ4_VALUES, MXFP4_VALUES
 from anydecode.kernels.interface import Weight
 from anydecode.kernels.torch_arrays import as_tensor
 
@@ -60,8 +60,8 @@ class Packed:
     With `bits` 32 or 16, `codes` holds the numbers. With `bits` 8 or 4, a value is
     `((code - zero) * scale + offset) * unit` with `codes` int8 `[out, padded]` or uint8
     `[out, padded / 2]`, `scale` and `offset` float16 `[out, padded / group]` and `unit` a power of
-    two with which float16 can represent every scale of a K format (to 11 bits; the scales of the
-    other formats are exact).
+    two with which float16 can represent every scale of a format with super-blocks (to 11 bits; the
+    scales of the other formats are exact).
     """
 
     out_features: int
@@ -263,6 +263,45 @@ def _q6_k(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return (low | (top << 4)).to(torch.int16) - 32, scale, None
 
 
+def _two_bits(codes: torch.Tensor) -> torch.Tensor:
+    """The two-bit fields of 64 bytes, `[blocks, 8, 32]`."""
+    return _bits(codes.reshape(-1, 2, 32), 2).reshape(-1, 8, 32)
+
+
+def _q2_k(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    scale = _half(blocks, 80) * (blocks[:, :16] & 15).to(torch.float32)
+    offset = _half(blocks, 82) * (blocks[:, :16] >> 4).to(torch.float32)
+    return _two_bits(blocks[:, 16:80]).flatten(1), scale, -offset
+
+
+def _q3_k(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    low = _nibbles(blocks[:, 96:104]).flatten(1)
+    scales = (low | (_bits(blocks[:, 104:108], 2).flatten(1) << 4)).to(torch.float32) - 32
+    codes = _two_bits(blocks[:, 32:96]) | (_bits(blocks[:, :32], 1) << 2)
+    return codes.flatten(1).to(torch.int16) - 4, _half(blocks, 108) * scales, None
+
+
+def _looked_up(values: tuple[int, ...], codes: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int16, device=codes.device)[codes.long()].flatten(1)
+
+
+def _iq4_nl(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    return _looked_up(IQ4_VALUES, _nibbles(blocks[:, 2:])), _half(blocks, 0), None
+
+
+def _iq4_xs(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    low = _nibbles(blocks[:, 4:8].unsqueeze(-1)).reshape(-1, 8)
+    high = _bits(blocks[:, 2:4].unsqueeze(-1), 2).reshape(-1, 8)
+    scale = _half(blocks, 0) * ((low | (high << 4)).to(torch.float32) - 32)
+    return _looked_up(IQ4_VALUES, _nibbles(blocks[:, 8:].reshape(-1, 8, 16))), scale, None
+
+
+def _mxfp4(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    exponents = blocks[:, :1].to(torch.int32) - 128
+    scale = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    return _looked_up(MXFP4_VALUES, _nibbles(blocks[:, 1:])), scale, None
+
+
 #: Format -> (function that unpacks its blocks, bits per packed code, values per scale, code of
 #: zero).
 _LAYOUTS: dict[str, tuple[_Split, int, int, int]] = {
@@ -274,4 +313,9 @@ _LAYOUTS: dict[str, tuple[_Split, int, int, int]] = {
     "Q5_K": (_q5_k, 8, 32, 0),
     "Q6_K": (_q6_k, 8, 16, 0),
     "Q8_0": (_q8_0, 8, 32, 0),
+    "Q2_K": (_q2_k, 8, 16, 0),
+    "Q3_K": (_q3_k, 8, 16, 0),
+    "IQ4_NL": (_iq4_nl, 8, 32, 0),
+    "IQ4_XS": (_iq4_xs, 8, 32, 0),
+    "MXFP4": (_mxfp4, 8, 32, 0),
 }

@@ -45,25 +45,26 @@ _FORMAT_CODES = {
     6: "Q5_0",
     7: "Q5_1",
     8: "Q8_0",
+    10: "Q2_K",
+    11: "Q3_K",
     12: "Q4_K",
     13: "Q5_K",
     14: "Q6_K",
+    20: "IQ4_NL",
+    23: "IQ4_XS",
     30: "BF16",
+    39: "MXFP4",
 }
 #: Names of unsupported formats, for error messages.
 _OTHER_FORMATS = {
     9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
     15: "Q8_K",
     16: "IQ2_XXS",
     17: "IQ2_XS",
     18: "IQ3_XXS",
     19: "IQ1_S",
-    20: "IQ4_NL",
     21: "IQ3_S",
     22: "IQ2_S",
-    23: "IQ4_XS",
     24: "I8",
     25: "I16",
     26: "I32",
@@ -72,7 +73,6 @@ _OTHER_FORMATS = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
 }
 _MAX_DIMENSIONS = 4
 _MAX_DEPTH = 4

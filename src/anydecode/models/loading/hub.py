@@ -17,7 +17,10 @@ from anydecode.errors import AnydecodeError, ModelNotFoundError
 #: The files of a checkpoint; pickled weights and files of other frameworks are not downloaded.
 _FOLDER = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"]
 #: The preferred GGUF file of a repo that has several, best first.
-_PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q5_K_M", "Q6_K", "Q8_0", "BF16", "F16", "F32")
+_PREFERRED = (
+    "Q4_K_M", "Q4_K_S", "MXFP4", "Q4_1", "IQ4_NL", "IQ4_XS", "Q4_0", "Q5_K_M", "Q6_K", "Q8_0",
+    "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K", "BF16", "F16", "F32",
+)  # fmt: skip
 
 Progress = Callable[[int, int], None]
 
