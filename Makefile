@@ -1,4 +1,4 @@
-# make demo | test | test-clients | test-full | test-core | test-wheel | lint | docs | bench-compare REF=<commit>. PYTHON names the
+# make demo | test | test-clients | test-full | test-core | test-wheel | lint | lock | docs | bench-compare REF=<commit>. PYTHON names the
 # interpreter (3.10 or newer), VENV the environment's folder.
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,9 +10,11 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 PROJECT := pyproject.toml constraints.txt hatch_build.py
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+LOCK := build/lock/bin/uv pip compile --no-config --quiet --upgrade --universal --python-version 3.10 \
+	--generate-hashes --no-annotate --custom-compile-command 'make lock' --constraints constraints.txt
 SOURCES := $(shell find src -name '*.py' -o -name '*.c' -o -name '*.h')
 
-.PHONY: demo test test-clients test-full test-core test-wheel lint docs bench-compare clean
+.PHONY: demo test test-clients test-full test-core test-wheel lint lock docs bench-compare clean
 
 demo: $(VENV)/.demo
 	$(BIN)/anydecode pull smollm2-135m-instruct
@@ -36,7 +38,8 @@ test-wheel: $(VENV)/.venv
 	rm -rf build/wheel
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	$(PYTHON) -m venv build/wheel/venv
-	build/wheel/venv/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt build/wheel/*.whl
+	build/wheel/venv/bin/python -m pip install --disable-pip-version-check --quiet --require-hashes -r requirements.lock
+	build/wheel/venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps build/wheel/*.whl
 	cd build/wheel && venv/bin/anydecode generate --model tiny-autoregressive --prompt "copy: b a =" --max-tokens 8
 	cd build/wheel && venv/bin/anydecode certify prompt-lookup
 
@@ -45,6 +48,13 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The lock files, from PyPI: the versions of constraints.txt, with the hashes of their files.
+lock:
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --disable-pip-version-check --quiet uv==0.13.9
+	$(LOCK) --extra telemetry pyproject.toml --output-file requirements.lock
+	$(LOCK) --group release --output-file requirements-build.lock
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 import anydecode
 from anydecode.errors import MissingPackageError, UnsupportedCombinationError
-from anydecode.kernels import library, pages
+from anydecode.kernels import build, library, pages
 from anydecode.models.opening import choose_executor
 
 
@@ -79,12 +79,52 @@ def test_decoding_imports_no_package_that_it_does_not_need() -> None:
     assert done.stdout == "['tokenizers']\n", done.stderr
 
 
+def listed(repository: Path, name: str) -> list[str]:
+    """The requirements in the list `name` of pyproject.toml."""
+    text = (repository / "pyproject.toml").read_text(encoding="utf-8")
+    match = re.search(rf"^{name} = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
+    assert match is not None
+    return re.findall(r'"([^"]+)"', match[1])
+
+
+def pins(path: Path) -> dict[str, set[str]]:
+    """The versions of every package in a file of constraints or a lock file."""
+    found: dict[str, set[str]] = {}
+    for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", path.read_text("utf-8"), re.MULTILINE):
+        found.setdefault(canonicalize_name(name), set()).add(version)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("file", "lists"),
+    [
+        ("requirements.lock", ["dependencies", "telemetry"]),
+        ("requirements-build.lock", ["requires", "release"]),
+    ],
+)
+def test_lock_files_have_what_the_project_needs_in_the_tested_versions(
+    repository: Path, file: str, lists: list[str]
+) -> None:
+    locked, tested = pins(repository / file), pins(repository / "constraints.txt")
+    for requirement in map(Requirement, sum((listed(repository, name) for name in lists), [])):
+        versions = locked[canonicalize_name(requirement.name)]
+        assert all(requirement.specifier.contains(version) for version in versions), requirement
+    for name, versions in locked.items():
+        assert versions <= tested.get(name, versions), f"{name}: run `make lock`"
+    entries = re.split(r"^(?=\w)", (repository / file).read_text("utf-8"), flags=re.MULTILINE)[1:]
+    assert len(entries) >= len(locked) > 10
+    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}\b", entry) for entry in entries)
+
+
+def test_workflows_use_actions_by_their_commits(repository: Path) -> None:
+    for path in repository.glob(".github/workflows/*.yml"):
+        for action in re.findall(r"uses: (?!\./)(.*)", path.read_text("utf-8")):
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action
+
+
 def core_distributions(repository: Path) -> set[str]:
     """The distributions that `pip install anydecode` installs, without extras."""
-    text = (repository / "pyproject.toml").read_text(encoding="utf-8")
-    match = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
-    assert match is not None
-    pending = re.findall(r'^  "(.*)",$', match[1], re.MULTILINE)
+    pending = listed(repository, "dependencies")
     names: set[str] = set()
     while pending:
         requirement = Requirement(pending.pop())
@@ -144,6 +184,28 @@ def test_constraints_and_the_server_need_no_extras(repository: Path) -> None:
     program = [sys.executable, "-c", BARE_INSTALL, json.dumps(hidden)]
     done = subprocess.run(program, capture_output=True, text=True)
     assert done.stdout == "2\n", done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="symbolic links need rights")
+def test_a_command_needs_no_folder_that_can_be_written(tmp_path: Path) -> None:
+    """Nothing can be created where the measured costs belong, nor in the home folder."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "costs").write_text("where a folder should be")
+    if build.cache_folder().exists():
+        (home / "kernels").symlink_to(build.cache_folder())
+    environment = {**os.environ, "ANYDECODE_HOME": str(home), "HOME": str(home / "costs")}
+    command = ["generate", "--model", "tiny-autoregressive", "--max-tokens", "4", "--json", "for"]
+    done = subprocess.run(
+        [sys.executable, "-m", "anydecode", *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_tokens"] > 0
+    (notice,) = done.stderr.splitlines()
+    assert "costs of passes are not saved" in notice and "ANYDECODE_HOME" in notice
 
 
 WITHOUT_POSIX = """

@@ -251,7 +251,8 @@ def build(key: str, /, **parameters: Any) -> Any:
     Raises:
         InvalidRequestError: If the key or a parameter is unknown, or a value has a wrong type.
     """
-    method = find(key).build
+    entry = find(key)
+    method = entry.build
     kinds = _kinds(method)
     try:
         inspect.signature(method).bind(**parameters)
@@ -261,7 +262,11 @@ def build(key: str, /, **parameters: Any) -> Any:
         if not _fits(value, kinds.get(name, ())):
             allowed = " or ".join(_WORDS.get(kind, f"a {kind.__name__}") for kind in kinds[name])
             raise InvalidRequestError(f"method {key!r}: {name} takes {allowed}, not {value!r}")
-    return method(**parameters)
+    built = method(**parameters)
+    if getattr(built, "card", None) is not entry.card:
+        # The class that a factory builds has no card, or another method's. It may be frozen.
+        object.__setattr__(built, "card", entry.card)
+    return built
 
 
 def kind_of(key: str) -> type | None:

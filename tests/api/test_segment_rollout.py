@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from anydecode.api.segment_rollout import Segment, UnfinishedSample
+from anydecode.certification.checks import scripted_llm
+from anydecode.errors import UnsupportedCombinationError
 from certificates import assert_certified, assert_rejected
 
 
@@ -31,3 +33,12 @@ def test_certificate_rejects_samples_without_their_numbers(
 def test_certificate_rejects_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Segment, "seed", property(lambda self: 6 if self.resume else None))
     assert_rejected("segment-rollout")
+
+
+@pytest.mark.parametrize("key", ["rejection-sampling", "typical-acceptance", "quickprefill"])
+def test_segments_need_a_token_exact_decoder_however_it_is_built(key: str) -> None:
+    """Factories build some of these, classes the others."""
+    with scripted_llm() as llm:
+        assert llm.generate("abc", decoder="prompt-lookup", segment=2, max_tokens=4).resume
+        with pytest.raises(UnsupportedCombinationError, match="need a token-exact decoder"):
+            llm.request("abc", decoder=key, segment=2)

@@ -56,6 +56,13 @@ def test_compressed_prompts_pass_the_requirements_on(prefill: str, key: str) -> 
     )
 
 
+@pytest.mark.parametrize("key", sorted(catalogue.entries()))
+def test_every_method_has_the_card_of_its_key(key: str) -> None:
+    """Whether a class or a factory is registered; `pearl` builds an object of another method's
+    class."""
+    assert catalogue.build(key).card is catalogue.find(key).card
+
+
 def test_requirements_of_methods() -> None:
     expected = {
         "autoregressive": Requirements(),

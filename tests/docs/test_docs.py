@@ -166,6 +166,29 @@ def test_the_reference_has_every_public_name() -> None:
     assert described == set(anydecode.__all__) - {"__version__"}
 
 
+def test_limits_of_the_security_page_are_options_with_these_defaults(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main.run(["serve", "--help"])
+    given = re.split(r"\n  (?=-)", " ".join(capsys.readouterr().out.split("Options:")[1:]))
+    help_of = {
+        re.findall(r"--[\w-]+", one)[0]: " ".join(one.split()) for one in given if "--" in one
+    }
+    page = (ROOT / "docs" / "security.md").read_text()
+    rows = re.findall(r"^\| `(--[\w-]+)`: [^|]+ \| ([^|]+) \|", page, re.M)
+    assert len(rows) > 5
+    for option, default in rows:
+        number, _, unit = default.partition(" ")
+        if number.isdigit():
+            factor = {"MiB": 1 << 20, "GiB": 1}.get(unit, 1)
+            assert f"default: {int(number) * factor}" in help_of[option], option
+        else:
+            assert option in help_of
+    named = set(re.findall(r"`(--[a-z-]+)", page)) & set(help_of)
+    assert named >= {option for option, _ in rows} | {"--host", "--no-auth", "--allow-host"}
+
+
 def test_links_between_pages_hold() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from anydecode.engine import costs
 from anydecode.models.scripted import ScriptedModel
+from anydecode.scoring.cost import default_table
 
 
 def timed(model: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], int]:
@@ -46,6 +51,17 @@ def test_slow_models_are_timed_at_few_points(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(costs, "MAX_SECONDS", 0.0)
     counts = timed(ScriptedModel(), monkeypatch)
     assert counts == {(8, 1): 2 + 2, (8, 2): 2, (8, 3): 2, (8, 4): 2}
+
+
+def test_costs_that_cannot_be_saved_are_used_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, "measure", lambda model: default_table())
+    (tmp_path / "costs").write_text("where a folder should be")
+    model: Any = SimpleNamespace(path=str(tmp_path / "costs"), executor=None)
+    with pytest.warns(UserWarning, match="not saved .*ANYDECODE_HOME names another") as caught:
+        assert costs.load(model, tmp_path) == default_table()
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
 
 
 def test_models_without_a_file_have_default_costs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import sys
 
@@ -42,3 +43,38 @@ def test_a_fork_refuses_requests_in_one_line() -> None:
             os._exit(9)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert llm.generate("a", max_tokens=2).tokens
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("is_used", [False, True], ids=["never-used", "idle"])
+@pytest.mark.parametrize("kind", ["generate", "stream", "score", "embed"])
+def test_a_child_of_multiprocessing_refuses_requests_in_one_line(is_used: bool, kind: str) -> None:
+    """Without a background thread too: the kernels' threads do not exist in the child either."""
+    context = multiprocessing.get_context("fork")
+    with scripted_llm() as llm:
+        calls = {
+            "generate": lambda: llm.generate("a", max_tokens=2),
+            "stream": lambda: list(llm.stream("a", max_tokens=2)),
+            "score": lambda: llm.score("a", "b"),
+            "embed": lambda: llm.embed("a"),
+        }
+        if is_used:
+            calls[kind]()
+        reader, writer = context.Pipe(duplex=False)
+
+        def call() -> None:
+            try:
+                calls[kind]()
+            except EngineStoppedError as error:
+                writer.send(str(error))
+            else:
+                writer.send("no error")
+
+        child = context.Process(target=call)
+        child.start()
+        assert reader.poll(60), "the child waits"
+        assert reader.recv() == "the engine is another process's: open an LLM after the fork"
+        child.join()
+        assert child.exitcode == 0
+        calls[kind]()

@@ -799,6 +799,9 @@ def test_state_is_kept_across_restarts_by_owner_and_not_shared_with_forks() -> N
         assert sequence.state[mine] == 21  # once more for the restart
         assert other not in sequence.state and sequence.state.get(other) is None
         assert sequence.state.setdefault(other, 3) == sequence.state[other] == 3
-        assert mine not in sequence.fork().state
+        branch = sequence.fork()
+        assert mine not in branch.state
+        assert branch.tokenizers is sequence.tokenizers and "target" in branch.tokenizers
+        assert branch.cost_model is sequence.cost_model
         expected = llm.generate("abc", decoder="autoregressive", max_tokens=20, ignore_eos=True)
         assert request.generation().tokens == expected.tokens

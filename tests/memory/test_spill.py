@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -160,6 +161,26 @@ def test_blocks_beyond_the_write_queue_are_dropped(
     spill.put(A, BLOCK)
     spill.close()
     assert A not in spill
+
+
+def test_a_file_system_that_became_read_only_loses_blocks_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spill = DiskSpill(tmp_path, 1 << 20)
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spill_module.os, "open", refuse)
+        patch.setattr(Path, "unlink", refuse)
+        spill.put(A, BLOCK)
+        while A in spill and spill._writer.is_alive():  # until the limit of every test
+            time.sleep(0.01)
+        assert spill.get(A) is None
+    spill.put(B, BLOCK)
+    spill.close()
+    assert spill.get(B) == BLOCK
 
 
 def test_a_spill_needs_a_limit(tmp_path: Path) -> None:

@@ -221,8 +221,25 @@ def test_the_dockerfile_passes_the_linter() -> None:
     assert not lint(text)
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert ignored[0] == "*"
-    for needed in ("src", "pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+    for needed in (
+        *("src", "pyproject.toml", "hatch_build.py", "README.md", "LICENSE"),
+        *("requirements.lock", "requirements-build.lock"),
+    ):
         assert f"!{needed}" in ignored and (ROOT / needed).exists()
+
+
+def test_the_image_is_built_of_pinned_parts() -> None:
+    """A base by its digest, packages by their hashes, and none of the distribution's."""
+    text = (ROOT / "Dockerfile").read_text()
+    bases = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", text, re.M)
+    stages = {name for _, name in bases}
+    outside = [image for image, _ in bases if image not in stages]
+    assert len(outside) == 1 and re.fullmatch(r"python:3\.12-\S+@sha256:[0-9a-f]{64}", outside[0])
+    installs = re.findall(r"/bin/pip install (.*)", text)
+    assert len(installs) == 3
+    for options in installs:
+        assert "--require-hashes -r requirements" in options or "--no-deps" in options
+    assert "apt" not in re.sub(r"^#.*$", "", text, flags=re.M)
 
 
 def test_the_linter_finds_dockerfile_errors() -> None:

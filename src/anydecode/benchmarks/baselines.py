@@ -249,11 +249,14 @@ def measure(
 def _interleaved(
     workers: list[Worker], texts: list[str], rounds: int
 ) -> Iterator[tuple[int, str, Worker]]:
+    """The requests in order. Every prompt begins with a number of its own, so that no engine's
+    prefix cache has it from an earlier round."""
     for round_index in range(rounds):
         for number, text in enumerate(texts):
             offset = (round_index + number) % max(len(workers), 1)
+            prompt = f"{round_index * len(texts) + number + 1}. {text}"
             for worker in workers[offset:] + workers[:offset]:
-                yield round_index, text, worker
+                yield round_index, prompt, worker
 
 
 def _fill(result: BaselineResult, rounds: list[list[dict[str, Any]]]) -> None:

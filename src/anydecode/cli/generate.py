@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -196,7 +197,7 @@ def hint_at_chat(llm: LLM, model: str) -> None:
     if llm.tokenizer.chat_template is None:
         return
     marker = default_cache() / HINT_MARKER
-    if marker.exists():
+    if os.path.exists(marker):
         return
     note(f"{model} is a chat model: use `anydecode chat` to chat with it. (Shown once.)")
     try:

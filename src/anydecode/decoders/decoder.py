@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 from anydecode.catalogue import Card
 from anydecode.scoring.score import Decoding
@@ -47,7 +46,8 @@ class Decoder(ABC):
     it again.
     """
 
-    card: ClassVar[Card]
+    #: Set by `catalogue.register` and `catalogue.build`; a decoder outside the catalogue has none.
+    card: Card
     requirements: Requirements = Requirements()
     #: The decoder whose text an exact method reproduces: plain decoding for its kind of model.
     plain: str = "autoregressive"

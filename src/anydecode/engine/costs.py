@@ -6,7 +6,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
@@ -144,8 +146,14 @@ def _stored(model: Any, folder: Path | None) -> CostTable:
         data = {"for": json.loads(key), "busy": busy, **table.to_dict()}
         scratch.write_text(json.dumps(data), "utf-8")
         scratch.replace(file)
-    except OSError:
-        scratch.unlink(missing_ok=True)
+    except OSError as error:
+        with suppress(OSError):
+            scratch.unlink()
+        warnings.warn(
+            f"the measured costs of passes are not saved ({file.parent}: {error.strerror});"
+            " ANYDECODE_HOME names another folder",
+            stacklevel=2,
+        )
     return table
 
 

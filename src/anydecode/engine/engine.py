@@ -309,7 +309,7 @@ class Engine:
 
     def _commit(self, runner: ModelRunner, plan: Plan, output: Output | Exception) -> None:
         if isinstance(output, Exception):
-            log.error("a forward pass of the %s model failed: %s", runner.name, output)
+            log.error("a forward pass of the %s model failed", runner.name, exc_info=output)
             self._abort(plan, output)
             self._end_failed(runner)
             return

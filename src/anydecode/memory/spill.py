@@ -163,7 +163,7 @@ class DiskSpill(Spill):
             return block
         with self._lock:
             self._untrack(key)
-        path.unlink(missing_ok=True)
+        _remove(path)
         return None
 
     def __contains__(self, key: bytes) -> bool:
@@ -173,7 +173,7 @@ class DiskSpill(Spill):
         with self._lock:
             self._pending.clear()
             for key in self._sizes:
-                self._path(key).unlink(missing_ok=True)
+                _remove(self._path(key))
             self._sizes.clear()
             self.num_bytes = 0
 
@@ -198,7 +198,7 @@ class DiskSpill(Spill):
                     path.unlink()
         for _, key, size in sorted(blocks):
             for evicted in self._track(key, size):
-                self._path(evicted).unlink(missing_ok=True)
+                _remove(self._path(evicted))
 
     def _write_all(self) -> None:
         while True:
@@ -213,7 +213,7 @@ class DiskSpill(Spill):
                 is_pending = self._pending.pop(key, None) is not None
                 removed = self._track(key, num_written) if num_written and is_pending else [key]
             for old in removed:
-                self._path(old).unlink(missing_ok=True)
+                _remove(self._path(old))
 
     def _write(self, key: bytes, block: bytes) -> int:
         """Write a block; returns the number of bytes written, 0 if writing failed."""
@@ -225,9 +225,15 @@ class DiskSpill(Spill):
                 file.write(block)
             part.replace(self._path(key))
         except OSError:
-            part.unlink(missing_ok=True)
+            _remove(part)
             return 0
         return len(_MAGIC) + 32 + len(block)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, if it exists and the file system can be written."""
+    with suppress(OSError):
+        path.unlink()
 
 
 def _is_alive(process: int) -> bool:

@@ -224,6 +224,8 @@ class SequenceData:
             num_layers=self.num_layers,
             namespace=self.namespace,
             shares_prefix=self.shares_prefix,
+            tokenizers=self.tokenizers,
+            cost_model=self.cost_model,
             parent=self,
         )
         for runner, kv_caches in self._kv_caches.items():

@@ -15,10 +15,12 @@ from anydecode.server import logs
 from anydecode.server.errors import ApiError, api_error
 from anydecode.server.metrics import Metrics
 from anydecode.server.settings import Settings, is_loopback
-from anydecode.server.telemetry import Telemetry
+from anydecode.server.telemetry import OPERATIONS, Telemetry
 
 #: Paths that report the load; they need an API key if keys are configured.
 METRICS_PATHS = ("/metrics", "/live")
+#: Paths that are recorded also if a request is refused before it is routed.
+_PATHS = frozenset((*METRICS_PATHS, *OPERATIONS))
 
 Message = dict[str, Any]
 
@@ -60,6 +62,7 @@ class AdmissionMiddleware:
         self.active = 0
         self.draining = False
         self._namespaces = settings.namespaces
+        self._log_key = logs.log_key()
         self._mean_seconds = 1.0
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
@@ -135,9 +138,10 @@ class AdmissionMiddleware:
         if (count := request.scope["state"].get("count")) is not None:
             count()
         route = request.scope.get("route")
-        endpoint = getattr(route, "path", None) or ("other" if request.status == 404 else path)
-        if request.status in (401, 403, 413, 429, 503) and route is None:
-            endpoint = "refused"
+        # Never a path that is not an endpoint's: the caller may have written anything there.
+        path = getattr(route, "path", None) or (path if path in _PATHS else "other")
+        is_refused = request.status in (401, 403, 413, 429, 503) and route is None
+        endpoint = "refused" if is_refused else path
         self.metrics.requests.labels(endpoint, str(request.status or 499)).inc()
         logs.event(
             "request",
@@ -146,7 +150,7 @@ class AdmissionMiddleware:
             path=path,
             status=request.status or 499,
             ms=round(request.seconds * 1e3, 2),
-            tenant=request.scope["state"]["namespace"],
+            tenant=logs.tenant_name(request.scope["state"]["namespace"], self._log_key),
             **request.scope["state"].get("facts", {}),
         )
         if self.telemetry is not None:

@@ -15,7 +15,7 @@ from anydecode.api.request import Request
 from anydecode.api.text import Detokenizer
 from anydecode.constraints.constraint import Constraint
 from anydecode.constraints.reasoning import AfterReasoning
-from anydecode.errors import AnydecodeError, InvalidRequestError
+from anydecode.errors import InvalidRequestError
 from anydecode.server.metrics import Metrics
 from anydecode.server.options import check_choices, check_prompt, ignored_fields
 from anydecode.server.parsers import Parser, reasoning_tags, tool_format
@@ -128,7 +128,8 @@ class Service:
 
     def _on_end(self, run: ServerRun, state: dict[str, Any]) -> None:
         """Record how a run ended. Counting finished runs is deferred to `state["count"]`."""
-        facts: dict[str, Any] = {"decoder": run.requests[0].name}
+        # Without the decoder's parameters, which may be texts of the caller.
+        facts: dict[str, Any] = {"decoder": run.requests[0].name.partition(":")[0]}
         state["facts"] = facts
         if not run.done:
             self.metrics.cancelled.inc()
@@ -142,8 +143,7 @@ class Service:
         try:
             generations = run.generations()
         except Exception as error:
-            kind = type(error).__name__
-            facts["error"] = str(error) if isinstance(error, AnydecodeError) else kind
+            facts["error"] = type(error).__name__  # its text may quote the request
             return
         self.metrics.record(generations)
         facts["prompt_tokens"] = sum(len(request.prompt) for request in run.requests)

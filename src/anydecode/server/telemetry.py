@@ -2,8 +2,8 @@
 
 Configured by the standard variables: `OTEL_TRACES_EXPORTER` (otlp, console, or any installed one),
 `OTEL_EXPORTER_OTLP_ENDPOINT` and related ones, `OTEL_SERVICE_NAME`, `OTEL_SDK_DISABLED`, and those
-for sampling. Attributes follow the semantic conventions for HTTP and generative AI. Prompts and
-answers are never recorded.
+for sampling. Attributes follow the semantic conventions for HTTP and generative AI. Prompts,
+answers, texts of errors and API keys are never recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from anydecode.errors import InvalidRequestError, MissingPackageError
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_OPERATIONS = {
+#: The name of the operation in traces, by path.
+OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
     "/v1/responses": "chat",
@@ -60,7 +61,7 @@ class Telemetry:
 
         Args:
             method: HTTP method.
-            path: URL path.
+            path: Path of the endpoint, with the names of its parameters.
             status: HTTP status.
             headers: Request headers.
             start_ns: Start, in nanoseconds since the Unix epoch.
@@ -69,10 +70,10 @@ class Telemetry:
         """
         from opentelemetry import trace
 
-        operation = _OPERATIONS.get(path)
+        operation = OPERATIONS.get(path)
         attributes: dict[str, Any] = {
             "http.request.method": method,
-            "url.path": path,
+            "http.route": path,
             "http.response.status_code": status,
         }
         if operation is not None:
