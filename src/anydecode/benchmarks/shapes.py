@@ -93,10 +93,10 @@ def random_blocks(
     if format == "MXFP4":
         data[:, :, 0] = _EXPONENT
     else:
-        position, size, ratio = _SCALES[format]
-        _scale(data, position, _STD * size, generator)
+        position, step, ratio = _SCALES[format]
+        _scale(data, position, _STD * step, generator)
         if ratio is not None:
-            _scale(data, position + 2, _STD * size * ratio, generator)
+            _scale(data, position + 2, _STD * step * ratio, generator)
     return data.reshape(rows, -1)
 
 
