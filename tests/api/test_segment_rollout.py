@@ -35,7 +35,15 @@ def test_certificate_rejects_another_seed(monkeypatch: pytest.MonkeyPatch) -> No
     assert_rejected("segment-rollout")
 
 
-@pytest.mark.parametrize("key", ["rejection-sampling", "typical-acceptance", "quickprefill"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "rejection-sampling",
+        "typical-acceptance",
+        "quickprefill",
+        "speculative-sampling:acceptance=rejection",
+    ],
+)
 def test_segments_need_a_token_exact_decoder_however_it_is_built(key: str) -> None:
     """Factories build some of these, classes the others."""
     with scripted_llm() as llm:

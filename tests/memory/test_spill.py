@@ -163,6 +163,22 @@ def test_blocks_beyond_the_write_queue_are_dropped(
     assert A not in spill
 
 
+def test_blocks_of_a_folder_that_can_only_be_read_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spill = DiskSpill(tmp_path, 1 << 20)
+    spill.put(b"key", b"block")
+    spill.close()
+
+    def read_only(path: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("os.utime", read_only)
+    spill = DiskSpill(tmp_path, 1 << 20)
+    assert spill.get(b"key") == b"block"
+    spill.close()
+
+
 def test_a_file_system_that_became_read_only_loses_blocks_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,9 +179,7 @@ class Request:
             first = self.first_finish.first
             raise InvalidRequestError(f"first_finish is {first}, but there are {count} samples")
         if segment.tokens or segment.resume is not None:
-            is_exact = (
-                getattr(decoder, "card", None) is None or decoder.card.exactness == "token-exact"
-            )
+            is_exact = decoder.exactness == "token-exact"
             if constraint is not None or self.first_finish is not None or not is_exact:
                 raise UnsupportedCombinationError(
                     "segment and resume need a token-exact decoder, and do not work with"

@@ -52,6 +52,16 @@ class Decoder(ABC):
     #: The decoder whose text an exact method reproduces: plain decoding for its kind of model.
     plain: str = "autoregressive"
 
+    @property
+    def exactness(self) -> str:
+        """The guarantee of this object: its card's, or that of its acceptance rule if the card is
+        token-exact. A decoder without a card is taken for token-exact."""
+        card: Card | None = getattr(self, "card", None)
+        if card is not None and card.exactness != "token-exact":
+            return card.exactness
+        rule: str = getattr(getattr(self, "acceptance", None), "exactness", "token-exact")
+        return rule
+
     @abstractmethod
     def decode(self, sequence: Sequence) -> Decoding:
         """Yield score requests and emit tokens until `sequence.finished`."""

@@ -7,6 +7,7 @@ block or none, and a corrupt block is treated as missing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -14,7 +15,6 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from contextlib import suppress
 from pathlib import Path
 
 from anydecode.errors import InvalidRequestError
@@ -154,9 +154,10 @@ class DiskSpill(Spill):
         path = self._path(key)
         try:
             data = path.read_bytes()
-            os.utime(path)
         except OSError:
             data = b""
+        with contextlib.suppress(OSError):  # a folder that can only be read
+            os.utime(path)
         head = len(_MAGIC) + 32
         block = data[head:]
         if data[:head] == _MAGIC + hashlib.sha256(key + block).digest():
@@ -190,7 +191,7 @@ class DiskSpill(Spill):
         """Count the blocks of earlier processes; partially written files are removed."""
         blocks = []
         for path in self.folder.iterdir():
-            with suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
                 if path.suffix == ".block":
                     status = path.stat()
                     blocks.append((status.st_mtime, bytes.fromhex(path.stem), status.st_size))
@@ -232,7 +233,7 @@ class DiskSpill(Spill):
 
 def _remove(path: Path) -> None:
     """Remove a file, if it exists and the file system can be written."""
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         path.unlink()
 
 
