@@ -1,4 +1,4 @@
-# make demo | test | test-clients | test-full | test-core | test-wheel | lint | lock | docs | bench-compare REF=<commit>. PYTHON names the
+# make demo | test | test-clients | test-full | test-core | test-wheel | sanitize | lint | lock | docs | bench-compare REF=<commit>. PYTHON names the
 # interpreter (3.10 or newer), VENV the environment's folder.
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +14,7 @@ LOCK := build/lock/bin/uv pip compile --no-config --quiet --upgrade --universal 
 	--generate-hashes --no-annotate --custom-compile-command 'make lock' --constraints constraints.txt
 SOURCES := $(shell find src -name '*.py' -o -name '*.c' -o -name '*.h')
 
-.PHONY: demo test test-clients test-full test-core test-wheel lint lock docs bench-compare clean
+.PHONY: demo test test-clients test-full test-core test-wheel sanitize lint lock docs bench-compare clean
 
 demo: $(VENV)/.demo
 	$(BIN)/anydecode pull smollm2-135m-instruct
@@ -42,6 +42,10 @@ test-wheel: $(VENV)/.venv
 	build/wheel/venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps build/wheel/*.whl
 	cd build/wheel && venv/bin/anydecode generate --model tiny-autoregressive --prompt "copy: b a =" --max-tokens 8
 	cd build/wheel && venv/bin/anydecode certify prompt-lookup
+
+# The kernels with AddressSanitizer and UndefinedBehaviorSanitizer (gcc), in the tests of kernels and loading.
+sanitize: $(VENV)/.test
+	.ci/sanitize $(abspath $(BIN))/python $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -12,7 +12,14 @@ class ModelNotFoundError(AnydecodeError):
 
 
 class CheckpointError(AnydecodeError):
-    """A checkpoint is truncated, corrupt, unsafe, incomplete or of an unsupported kind."""
+    """A checkpoint is truncated, corrupt, unsafe, incomplete or of an unsupported kind.
+
+    Messages may quote a file, so they are cut to one line of at most 1000 characters.
+    """
+
+    def __init__(self, message: str) -> None:
+        line = " ".join(message.split())
+        super().__init__(line if len(line) <= 1000 else f"{line[:997]}...")
 
 
 class InvalidRequestError(AnydecodeError, ValueError):

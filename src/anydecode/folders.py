@@ -1,4 +1,4 @@
-"""The folder for downloaded models, compiled kernels and measurements."""
+"""The folder for downloaded models, compiled kernels and measurements, and durable renames."""
 
 from __future__ import annotations
 
@@ -20,3 +20,18 @@ def default_cache() -> Path:
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "anydecode"
+
+
+def move_durably(source: Path, target: Path) -> None:
+    """Rename a file over `target`. After a crash, `target` has its old content or all of the
+    new."""
+    with open(source, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(source, target)
+    if sys.platform == "win32":
+        return  # which cannot sync folders
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -158,7 +158,7 @@ def edit_tensors(path: Path, edit: Any) -> None:
         (lambda p: rewrite(p, bias="all"), "bias='all'"),
         (lambda p: rewrite(p, r=5), "has rank 4, but its config has 5"),
         (lambda p: (p / "adapter_config.json").unlink(), "adapter_config.json is missing"),
-        (lambda p: (p / "adapter_config.json").write_text("{"), "cannot be read"),
+        (lambda p: (p / "adapter_config.json").write_text("{"), "not valid JSON"),
         (lambda p: (p / "adapter_model.safetensors").write_bytes(b"xx"), "cannot be read"),
         (
             lambda p: edit_tensors(p, lambda t: dict(list(t.items())[1:])),

@@ -105,6 +105,9 @@ def certify_methods(
 
     Example: anydecode certify prompt-lookup --json
     """
+    from anydecode.kernels.native import thread_count
+
+    thread_count(threads)  # also validated for checks that do not use it
     settings: dict[str, Any] = {"anydecode": anydecode.__version__}
     if model is None:
         log = _open_log(keep, settings)

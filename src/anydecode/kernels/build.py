@@ -1,12 +1,11 @@
-"""Compiles the C kernels into a shared library, cached by sources, flags and compiler.
+"""Compiles the C kernels into a shared library.
 
 `python -m anydecode.kernels.build [folder]` writes the library into `folder`, or into the package
-(for a wheel) without one. Otherwise it is built at first use into the user's cache folder.
+(for a wheel) without one. Otherwise it is built at first use, see `library_cache.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import platform
@@ -15,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,16 +85,21 @@ def find_compiler() -> list[str] | None:
     return [sys.executable, "-m", "ziglang", "cc"] if find_spec("ziglang") else None
 
 
-def cache_folder() -> Path:
-    """The folder of libraries that are built at first use."""
-    # Imported here, because the build hook runs this file alone, before the package exists.
-    from anydecode.folders import default_cache
-
-    return default_cache() / "kernels"
-
-
 def _machine() -> str:
     return _MACHINES.get(platform.machine(), platform.machine())
+
+
+def build_key(compiler: Sequence[str], sources: Path = SOURCES) -> str:
+    """A hash of all inputs of a build for this machine."""
+    digest = hashlib.sha256()
+    for path in sorted(sources.iterdir()):
+        if path.suffix in (".c", ".h"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    version = subprocess.run([*compiler, "--version"], capture_output=True).stdout
+    digest.update(
+        repr((_FLAGS, _VARIANTS, local_variants(), _machine(), compiler)).encode() + version
+    )
+    return digest.hexdigest()[:24]
 
 
 def local_variants() -> tuple[str, ...]:
@@ -171,57 +175,6 @@ def compile_library(
             libraries.append(f"-Wl,-install_name,@rpath/{target.name}")
         _run([*compiler, "-shared", "-o", str(linked), *objects, *libraries])
         os.replace(linked, target)
-    return target
-
-
-def _fingerprint(compiler: Sequence[str], sources: Path) -> str:
-    """A hash of all inputs of the build."""
-    digest = hashlib.sha256()
-    for path in sorted(sources.iterdir()):
-        if path.suffix in (".c", ".h"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    version = subprocess.run([*compiler, "--version"], capture_output=True).stdout
-    digest.update(
-        repr((_FLAGS, _VARIANTS, local_variants(), _machine(), compiler)).encode() + version
-    )
-    return digest.hexdigest()[:24]
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a file lock, so that one process builds at a time; no lock where fcntl is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
-        try:
-            import fcntl
-        except ImportError:
-            yield
-            return
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def built_library(sources: Path = SOURCES) -> Path | None:
-    """The library of the package, or that of the cache, built if it is missing.
-
-    Returns:
-        Its path; None where there is no library and no compiler.
-
-    Raises:
-        RuntimeError: The compiler fails.
-    """
-    packaged = sources / library_name()
-    if packaged.exists():
-        return packaged
-    compiler = find_compiler()
-    if compiler is None:
-        return None
-    folder = cache_folder() / _fingerprint(compiler, sources)
-    target = folder / library_name()
-    if not target.exists():
-        with _locked(folder / "lock"):
-            if not target.exists():
-                compile_library(target, compiler, sources, variants=local_variants())
     return target
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from anydecode.kernels.build import built_library
 from anydecode.kernels.host import has_torch
 from anydecode.kernels.interface import FORMATS
+from anydecode.kernels.library_cache import built_library
 
 #: Format name -> its code in C (`enum Format`).
 FORMAT_CODES = {name: code for code, name in enumerate(FORMATS)}

@@ -63,6 +63,9 @@ _NFC = ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "command-r")
 #: Pre-tokenizers with which a prompt starts with BOS unless the metadata say otherwise.
 _BOS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 
+#: Maximum length of a token: every split of a token in two is looked up.
+MAX_TOKEN_CHARACTERS = 1 << 12
+
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "▁"
 
@@ -86,6 +89,11 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         raise CheckpointError(f"{source}: the tokenizer's token types do not match its tokens")
     if not all(isinstance(token, str) for token in tokens):
         raise CheckpointError(f"{source}: the tokenizer's tokens are not strings")
+    longest = max(map(len, tokens))
+    if longest > MAX_TOKEN_CHARACTERS:
+        raise CheckpointError(
+            f"{source}: a token has {longest} characters; allowed are up to {MAX_TOKEN_CHARACTERS}"
+        )
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if not isinstance(kind, str) or kind not in builders:
         raise CheckpointError(f"{source}: tokenizers of kind {kind!r} are not supported")

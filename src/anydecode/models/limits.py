@@ -9,10 +9,16 @@ from typing import Any
 
 from anydecode.errors import CheckpointError
 
-#: Maximum of widths, vocabularies, windows and context lengths, and of heads times head size.
+#: Maximum of widths, windows and context lengths, and of heads times head size.
 MAX_SIZE = 1 << 30
-#: Maximum of the number of heads, dimensions of one head, experts and layers.
+#: Maximum of the number of heads and of the dimensions of one head.
 MAX_COUNT = 1 << 16
+#: Maximum of the number of tokens of a vocabulary.
+MAX_TOKENS = 1 << 24
+#: Maximum of the number of layers, and of the experts of all layers together. Lists are built with
+#: an entry for each, so these bound the memory that a small file can ask for.
+MAX_LAYERS = 1 << 12
+MAX_EXPERTS = 1 << 17
 #: Range of factors: wider than any model needs, narrower than float32.
 MIN_FACTOR, MAX_FACTOR = 1e-9, 1e9
 

@@ -6,7 +6,6 @@ LoRA: Hu et al. 2021, https://arxiv.org/abs/2106.09685. Scaling by alpha / sqrt(
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from safetensors.numpy import load_file
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import plain_weight
 from anydecode.kernels.interface import Adapter, LowRank, Weight
+from anydecode.models.files import read_json, untrusted
 from anydecode.models.limits import number, refusal
 from anydecode.models.network import Experts, Network
 
@@ -76,6 +76,11 @@ def read_factors(path: Path) -> tuple[dict[str, Any], dict[str, Factors]]:
     Raises:
         CheckpointError: Files are missing or corrupt, or the adapter is not plain LoRA.
     """
+    with untrusted(path):
+        return _read_factors(path)
+
+
+def _read_factors(path: Path) -> tuple[dict[str, Any], dict[str, Factors]]:
     config, tensors = _read(path)
     if str(config.get("peft_type", "LORA")).upper() != "LORA":
         raise CheckpointError(f"{path}: adapters of type {config['peft_type']} are not supported")
@@ -101,13 +106,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         if not (path / name).is_file():
             raise CheckpointError(f"{path}: {name} is missing")
     try:
-        config = json.loads((path / names[0]).read_text(encoding="utf-8"))
         tensors = load_file(path / names[1])
     except (ValueError, SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: the adapter cannot be read ({error})") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: {names[0]} is not an object")
-    return config, tensors
+    return read_json(path / names[0]), tensors
 
 
 def _modules(path: Path, tensors: Mapping[str, np.ndarray]) -> set[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import check_weight
 from anydecode.kernels.interface import Adapter, Backend, Weight
 from anydecode.models.spec import LayerSpec, ModelSpec
 
@@ -286,9 +287,10 @@ def _check_matrix(name: str, weight: Weight, shape: tuple[int, int]) -> None:
     found = (weight.out_features, weight.in_features)
     if found != shape or min(shape) < 1:
         raise CheckpointError(f"{name} is a matrix of shape {found}, not {shape}")
+    check_weight(weight)
 
 
 def _check_vector(name: str, vector: np.ndarray | None, size: int) -> None:
-    found = None if vector is None else tuple(vector.shape)
-    if found != (size,):
-        raise CheckpointError(f"{name} has shape {found}, not {(size,)}")
+    found = None if vector is None else (vector.dtype, tuple(vector.shape))
+    if found != (np.dtype(np.float32), (size,)):
+        raise CheckpointError(f"{name} is {found}, not float32 of shape {(size,)}")

@@ -15,6 +15,7 @@ from anydecode.errors import (
     UnsupportedCombinationError,
 )
 from anydecode.kernels.host import has_torch
+from anydecode.kernels.native import NativeExecutor, thread_count
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.interface import Model
 from anydecode.models.limits import refusal
@@ -56,9 +57,7 @@ def choose_executor(
         UnsupportedCombinationError: The backend is not available, or not on this device.
         MissingPackageError: Only torch could run here, and it is not installed.
     """
-    from anydecode.kernels.native import NativeExecutor, thread_count
-
-    thread_count(threads)  # validated for every backend
+    thread_count(threads)  # also validated for backends that do not use it
     requested = backend or os.environ.get("ANYDECODE_BACKEND") or None
     if requested not in (None, *BACKENDS):
         raise InvalidRequestError(
@@ -257,6 +256,7 @@ def open_model(
         CheckpointError: The checkpoint is corrupt or unsupported.
         UnsupportedCombinationError: The backend is not available, or not on this device.
     """
+    thread_count(threads)  # also validated for models that do not use it
     if isinstance(dtype, WeightFormat):
         return dtype.open(model, threads=threads, backend=backend, device=device)
     if isinstance(model, str | os.PathLike):

@@ -9,7 +9,15 @@ import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Attention, Rope
-from anydecode.models.limits import MAX_COUNT, integer, number, refusal
+from anydecode.models.limits import (
+    MAX_COUNT,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MAX_TOKENS,
+    integer,
+    number,
+    refusal,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +67,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         """Raise CheckpointError, naming field and value, for values that are invalid or too large
         for the kernels' integers."""
-        integer("vocab_size", self.vocab_size)
+        integer("vocab_size", self.vocab_size, 1, MAX_TOKENS)
         integer("hidden_size", self.hidden_size)
         integer("max_positions", self.max_positions)
         number("norm_eps", self.norm_eps, 0.0, 1.0)
@@ -70,9 +78,11 @@ class ModelSpec:
         integer("logit_shift", self.logit_shift, 0, 1)
         if self.block_size is not None:
             integer("block_size", self.block_size)
-        integer("the number of layers", len(self.layers), 1, MAX_COUNT)
+        integer("the number of layers", len(self.layers), 1, MAX_LAYERS)
         for index, layer in enumerate(self.layers):
             _check_layer(f"layer {index}: ", layer)
+        num_experts = sum(layer.num_experts for layer in self.layers)
+        integer("the number of experts of all layers", num_experts, 0, MAX_EXPERTS)
 
     @property
     def num_layers(self) -> int:
@@ -91,7 +101,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
     for name, allowed in choices.items():
         if getattr(layer, name) not in allowed:
             raise refusal(f"{prefix}{name}", getattr(layer, name), f"one of {allowed}")
-    integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_COUNT)
+    integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_EXPERTS)
     min_used = min(1, layer.num_experts)
     integer(f"{prefix}experts_per_token", layer.experts_per_token, min_used, layer.num_experts)
 
@@ -115,6 +125,8 @@ def _check_rope(prefix: str, rope: Rope, head_dim: int) -> None:
     size = 2 * frequencies.size
     if frequencies.ndim != 1 or not 2 <= size <= head_dim:
         raise refusal(f"{prefix}rotary size", size, f"an even number from 2 to {head_dim}")
-    if not bool(np.isfinite(frequencies).all()):
+    with np.errstate(over="ignore"):
+        is_finite = bool(np.isfinite(frequencies.astype(np.float32)).all())
+    if not is_finite:
         raise CheckpointError(f"{prefix}rotary frequencies are not all finite")
     number(f"{prefix}rope factor", rope.factor)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.errors import AnydecodeError, CheckpointError, InvalidRequestError
 from anydecode.models import chat
+from anydecode.models.files import read_json, read_text
 from anydecode.models.gguf_tokenizer import tokenizer_from_gguf
-from anydecode.models.limits import MAX_SIZE, integer
+from anydecode.models.limits import MAX_SIZE, MAX_TOKENS, integer
 from anydecode.models.qwen2_tokenizer import qwen2_tokenizer, token_text
 from anydecode.models.tokenizer import REASONING_TAGS
 
@@ -55,6 +57,8 @@ class HFTokenizer:
         self.chat_template: str | None = self._templates.get("default")
         #: One more than the largest token id.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        # Tables of tokens are indexed by id.
+        integer("the largest token id of the tokenizer", self.vocab_size - 1, -1, MAX_TOKENS - 1)
         added = tokenizer.get_added_tokens_decoder()
         tags = {tag for pair in REASONING_TAGS.values() for tag in pair}
         self._special = frozenset(
@@ -74,10 +78,8 @@ class HFTokenizer:
         settings = read_json(folder / "special_tokens_map.json")
         settings |= read_json(folder / "tokenizer_config.json")
         if path.is_file():
-            try:
+            with _library_calls(CheckpointError, f"{path}: not a tokenizer"):
                 tokenizer = tokenizers.Tokenizer.from_file(str(path))
-            except Exception as error:  # the library raises bare Exceptions
-                raise CheckpointError(f"{path}: not a tokenizer: {_one_line(error)}") from None
         else:
             added = read_json(folder / "added_tokens.json")
             built = qwen2_tokenizer(folder, settings, added)
@@ -87,6 +89,8 @@ class HFTokenizer:
         # Training scripts save truncation and padding, which must not apply to prompts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        with _library_calls(CheckpointError, f"{folder}: the tokenizer cannot encode a text"):
+            tokenizer.encode("a")
         texts = {
             name: text
             for name in ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token")
@@ -172,7 +176,8 @@ class HFTokenizer:
             raise InvalidRequestError(
                 "the text contains half of a surrogate pair and is not valid Unicode"
             ) from None
-        ids: list[int] = self.backend.encode(text, add_special_tokens=special).ids
+        with _library_calls(InvalidRequestError, "the tokenizer cannot encode this text"):
+            ids: list[int] = self.backend.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
@@ -180,7 +185,8 @@ class HFTokenizer:
         SentencePiece tokenizer that adds a space before a text, the first space is dropped."""
         if skip_special:
             ids = [token for token in ids if token not in self._special]
-        text: str = self.backend.decode(ids, skip_special_tokens=False)
+        with _library_calls(CheckpointError, "the tokenizer cannot decode these tokens"):
+            text: str = self.backend.decode(ids, skip_special_tokens=False)
         return text
 
     def token_bytes(self, token: int) -> bytes:
@@ -195,8 +201,7 @@ class HFTokenizer:
         if self._byte_encoding == "sentencepiece":
             found = _BYTE_TOKEN.fullmatch(text)
             return bytes([int(found[1], 16)]) if found else text.replace(_SPACE, " ").encode()
-        plain: str = self.backend.decode([token], skip_special_tokens=False)
-        return plain.encode()
+        return self.decode([token], skip_special=False).encode()
 
     def token_text(self, token: int) -> str:
         text = self.backend.id_to_token(token) if token >= 0 else None
@@ -231,25 +236,15 @@ class HFTokenizer:
         return chat.render(template, messages, add_generation_prompt=add_generation_prompt, **names)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file is missing.
-
-    Raises:
-        CheckpointError: The file is not valid JSON, or not an object.
-    """
-    if not path.is_file():
-        return {}
+@contextmanager
+def _library_calls(kind: type[AnydecodeError], what: str) -> Iterator[None]:
+    """Raise `kind` for what the library raises: bare Exceptions, and panics, which are none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {_one_line(error)}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds no JSON object")
-    return content
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise kind(f"{what}: {' '.join(str(error).split())[:200]}") from None
+        raise
 
 
 def _token_id(tokenizer: tokenizers.Tokenizer, text: str | None) -> int | None:
@@ -271,13 +266,15 @@ def _mask_id(tokenizer: tokenizers.Tokenizer, text: str | None, folder: Path) ->
 def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> str | dict[str, str] | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     templates = settings.get("chat_template")
     if isinstance(templates, list):
         return {
             entry["name"]: entry["template"]
             for entry in templates
-            if isinstance(entry, dict) and "name" in entry and "template" in entry
+            if isinstance(entry, dict)
+            and isinstance(entry.get("name"), str)
+            and isinstance(entry.get("template"), str)
         }
     return templates if isinstance(templates, str) else None
 

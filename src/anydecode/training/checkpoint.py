@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from anydecode.errors import CheckpointError
+from anydecode.models.files import read_json
 from anydecode.models.loading.llada import INNER_NAMES
-from anydecode.models.tokenizers import HFTokenizer, read_json
+from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.tokenizer import EOS, EOS_ID, MASK, MASK_ID, PAD, PAD_ID
 from anydecode.training.transformer import Shape, Transformer
 

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels.native import thread_count
 from anydecode.tasks.tasks import TASKS, examples
 from anydecode.training import checkpoint, denoising
 from anydecode.training.data import batches
@@ -229,6 +230,10 @@ _STATE_FIELDS = ("step", "seconds", "stage", "stage_step", "history")
 
 
 def limit_threads(threads: int) -> None:
-    """Set torch's number of threads; 0 leaves its default."""
+    """Set torch's number of threads; 0 leaves its default.
+
+    Raises:
+        InvalidRequestError: The number is not in the range of `thread_count`.
+    """
     if threads:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(thread_count(threads))

@@ -20,6 +20,7 @@ from anydecode.models.families.config import (
     text_config,
 )
 from anydecode.models.families.weights import TensorReader
+from anydecode.models.files import untrusted
 from anydecode.models.network import (
     Experts,
     GatedMlp,
@@ -61,8 +62,9 @@ def load_network(
 ) -> Network:
     """The architecture and the weights of a checkpoint. Arguments and errors as for
     `build_model`."""
-    spec = spec_from_config(checkpoint.config, dtype=dtype, max_positions=max_positions)
-    return Network(spec, _read_weights(checkpoint, spec, dtype))
+    with untrusted(checkpoint.path):
+        spec = spec_from_config(checkpoint.config, dtype=dtype, max_positions=max_positions)
+        return Network(spec, _read_weights(checkpoint, spec, dtype))
 
 
 def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) -> ModelWeights:

@@ -14,7 +14,16 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Attention
 from anydecode.models.families.rope import make_rope, rope_type
-from anydecode.models.limits import MAX_COUNT, MAX_SIZE, integer, number, refusal
+from anydecode.models.limits import (
+    MAX_COUNT,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MAX_SIZE,
+    MAX_TOKENS,
+    integer,
+    number,
+    refusal,
+)
 from anydecode.models.spec import LayerSpec, ModelSpec
 
 Config = Mapping[str, Any]
@@ -279,7 +288,7 @@ def check_multimodal(config: Config) -> None:
 
 def _check_architecture(config: Config, model_type: Any, supported: tuple[str, ...]) -> None:
     """Raise CheckpointError if the config has `architectures` and none of them is supported."""
-    names = config.get("architectures") or []
+    names = _list(config, "architectures", str)
     if names and not set(names) & set(supported):
         raise CheckpointError(
             f"architecture {', '.join(names)} of model type {model_type!r} is not supported;"
@@ -311,7 +320,7 @@ def spec_from_config(
     limit = max_positions or _default_max_positions(config)
     return ModelSpec(
         architecture=_architecture(config) or config["model_type"],
-        vocab_size=int_value(config, "vocab_size"),
+        vocab_size=int_value(config, "vocab_size", high=MAX_TOKENS),
         hidden_size=int_value(config, "hidden_size"),
         max_positions=limit,
         norm_eps=number("rms_norm_eps", _value(config, "rms_norm_eps", 1e-6), 0.0, 1.0),
@@ -390,7 +399,7 @@ def _list(config: Config, key: str, kind: type) -> list[Any] | None:
 
 def num_layers(config: Config) -> int:
     """The number of layers."""
-    return int_value(config, "num_hidden_layers", high=MAX_COUNT)
+    return int_value(config, "num_hidden_layers", high=MAX_LAYERS)
 
 
 def head_dim(config: Config) -> int:
@@ -425,7 +434,7 @@ def is_expert_layer(config: Config, layer: int) -> bool:
 def num_experts(config: Config) -> int:
     """The number of experts of a mixture-of-experts layer."""
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    return int_value(config, key, low=0, high=MAX_COUNT)
+    return int_value(config, key, low=0, high=MAX_EXPERTS)
 
 
 def _layers(config: Config, family: Family, max_positions: int) -> list[LayerSpec]:

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from anydecode.errors import CheckpointError
+from anydecode.models.files import untrusted
 from anydecode.models.loading.names import is_adapter, present, resolve
 from anydecode.models.loading.pull import PullError, pull
 
@@ -30,18 +31,19 @@ def load_checkpoint(path_or_name: str | os.PathLike[str]) -> Checkpoint:
     from anydecode.models.loading.safetensors import load_folder
 
     path = resolve(path_or_name)
-    if path.is_file():
-        return load_gguf(path)
-    if is_adapter(path):
-        from anydecode.models.loading.adapted import load_adapted
+    with untrusted(path):
+        if path.is_file():
+            return load_gguf(path)
+        if is_adapter(path):
+            from anydecode.models.loading.adapted import load_adapted
 
-        return load_adapted(path)
-    ggufs = sorted(path.glob("*.gguf"))
-    if (path / "config.json").is_file() or not ggufs:
-        return load_folder(path)
-    if len(ggufs) > 1:
-        listed = ", ".join(file.name for file in ggufs[:8])
-        raise CheckpointError(
-            f"{path}: contains several GGUF files; give the path of one: {listed}"
-        )
-    return load_gguf(ggufs[0])
+            return load_adapted(path)
+        ggufs = sorted(path.glob("*.gguf"))
+        if (path / "config.json").is_file() or not ggufs:
+            return load_folder(path)
+        if len(ggufs) > 1:
+            listed = ", ".join(file.name for file in ggufs[:8])
+            raise CheckpointError(
+                f"{path}: contains several GGUF files; give the path of one: {listed}"
+            )
+        return load_gguf(ggufs[0])

@@ -14,9 +14,10 @@ from anydecode.kernels.formats import DTYPES, dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import FAMILIES
+from anydecode.models.files import read_json
 from anydecode.models.loading.lazy import LazyTensors, Reader
+from anydecode.models.loading.names import base_model_name, resolve
 from anydecode.models.lora import Factors, read_factors
-from anydecode.models.tokenizers import read_json
 
 
 def load_adapted(path: Path) -> Checkpoint:
@@ -30,12 +31,8 @@ def load_adapted(path: Path) -> Checkpoint:
     """
     from anydecode.models.loading import load_checkpoint
 
-    config, factors = read_factors(path)
-    name = config.get("base_model_name_or_path")
-    if not isinstance(name, str) or not name or Path(name).expanduser().resolve() == path.resolve():
-        raise CheckpointError(
-            f"{path}: adapter_config.json does not name a base model (base_model_name_or_path)"
-        )
+    name = _base_name(path)
+    _, factors = read_factors(path)
     base = load_checkpoint(name)
     readers: dict[str, Reader] = {
         key: partial(base.tensors.__getitem__, key) for key in base.tensors
@@ -50,6 +47,26 @@ def load_adapted(path: Path) -> Checkpoint:
     tensors = LazyTensors(path, readers)
     adapted = replace(base, name=path.name, path=path, tensors=tensors)
     return _as_block_diffusion(path, adapted) if (path / "block.json").is_file() else adapted
+
+
+def _base_name(path: Path) -> str:
+    """The name of an adapter's base model, which may be an adapter, but not one based on this.
+
+    Raises:
+        CheckpointError: There is no name, or the base models form a circle.
+        ModelNotFoundError: The base model is not on this machine.
+    """
+    first, folder, seen = base_model_name(path), path, set()
+    if not first:
+        raise CheckpointError(
+            f"{path}: adapter_config.json does not name a base model (base_model_name_or_path)"
+        )
+    while name := base_model_name(folder):
+        if folder.resolve() in seen:
+            raise CheckpointError(f"{path}: the base models of its adapters form a circle")
+        seen.add(folder.resolve())
+        folder = resolve(name)
+    return first
 
 
 def _as_block_diffusion(path: Path, adapted: Checkpoint) -> Checkpoint:

@@ -10,7 +10,7 @@ import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
-from anydecode.models.loading.groups import grouped_weight, unpack
+from anydecode.models.loading.groups import check_parts, grouped_weight, unpack
 
 PARTS = ("qweight", "qzeros", "scales")
 
@@ -37,10 +37,10 @@ def read(
     codes = np.ascontiguousarray(_columns(get(f"{module}.qweight")).T)
     scales = get(f"{module}.scales")
     zeros = _columns(get(f"{module}.qzeros")).astype(np.int32)
+    check_parts(module, codes, scales, zeros)
     num_inputs = codes.shape[1]
-    is_consistent = scales.shape == zeros.shape and scales.shape[1] == codes.shape[0]
-    if not is_consistent or num_inputs % scales.shape[0]:
-        raise CheckpointError(f"the quantised parts of {module!r} do not fit together")
+    if num_inputs % scales.shape[0]:
+        raise CheckpointError(f"the {num_inputs} inputs of {module!r} have {len(scales)} groups")
     groups = np.arange(num_inputs) // (num_inputs // scales.shape[0])
     return grouped_weight(codes, scales, zeros, groups, 4, module)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families.config import spec_from_config
 from anydecode.models.loading.gguf_config import config_from_gguf
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.lazy import LazyTensors, Reader
@@ -76,9 +78,7 @@ def load_gguf(path: Path) -> Checkpoint:
     """
     file = GGUFFile(path)
     config = config_from_gguf(file)
-    counts = (config["num_hidden_layers"], config.get("num_local_experts", 1))
-    if max(*counts, config.get("num_experts", 1)) > 100 * len(file.tensors):
-        raise CheckpointError(f"{path}: the file is corrupt: it declares {counts[0]} layers")
+    spec_from_config(config)  # validated before lists of layers and experts are built
     architecture: str = file.metadata["general.architecture"]
     readers: dict[str, Reader] = {}
     shapes: dict[str, _Shape] = {}
@@ -198,7 +198,7 @@ def _check_shapes(
     path: Path, architecture: str, config: dict[str, Any], shapes: dict[str, _Shape]
 ) -> None:
     """Check that every tensor the config requires is present and has the right shape."""
-    for name, (shape, required) in _expected_shapes(architecture, config).items():
+    for name, shape, required in _expected_shapes(architecture, config):
         found = shapes.get(name)
         if found is None and required:
             raise CheckpointError(f"{path}: the tensor for {name!r} is missing")
@@ -208,14 +208,14 @@ def _check_shapes(
             )
 
 
-def _expected_shapes(architecture: str, config: dict[str, Any]) -> dict[str, tuple[_Shape, bool]]:
-    """By name: the shape, and whether the tensor is required (most biases are not)."""
+def _expected_shapes(
+    architecture: str, config: dict[str, Any]
+) -> Iterator[tuple[str, _Shape, bool]]:
+    """Yield names, shapes, and whether the tensor is required (most biases are not)."""
     hidden, vocab, head = config["hidden_size"], config["vocab_size"], config["head_dim"]
-    expected: dict[str, tuple[_Shape, bool]] = {
-        "model.embed_tokens.weight": ((vocab, hidden), True),
-        "model.norm.weight": ((hidden,), True),
-        "lm_head.weight": ((vocab, hidden), False),
-    }
+    yield "model.embed_tokens.weight", (vocab, hidden), True
+    yield "model.norm.weight", (hidden,), True
+    yield "lm_head.weight", (vocab, hidden), False
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     matrices: dict[str, _Shape] = {"self_attn.o_proj": (hidden, q)}
     if architecture == "phi3":
@@ -238,12 +238,11 @@ def _expected_shapes(architecture: str, config: dict[str, Any]) -> dict[str, tup
     for layer in range(config["num_hidden_layers"]):
         start = f"model.layers.{layer}."
         for module, shape in matrices.items():
-            expected[f"{start}{module}.weight"] = (shape, True)
+            yield f"{start}{module}.weight", shape, True
             required = architecture == "qwen2" and module[-6:] in ("q_proj", "k_proj", "v_proj")
-            expected[f"{start}{module}.bias"] = (shape[:1], required)
+            yield f"{start}{module}.bias", shape[:1], required
         for module, size in vectors.items():
-            expected[f"{start}{module}.weight"] = ((size,), True)
-    return expected
+            yield f"{start}{module}.weight", (size,), True
 
 
 def _mlp_shapes(architecture: str, config: dict[str, Any]) -> dict[str, _Shape]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import reprlib
 from typing import Any
 
 import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.models.limits import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, integer, number
 from anydecode.models.loading.gguf_file import GGUFFile
 
 #: GGUF architecture -> (model_type, architecture) of Hugging Face.
@@ -48,32 +47,23 @@ class Keys:
         default."""
         value = self.file.metadata.get(f"{self.architecture}.{key}", default)
         if value is _MISSING:
-            raise CheckpointError(
-                f"{self.file.path}: metadata {self.architecture}.{key} is missing"
-            )
+            raise CheckpointError(f"{self._name(key)} is missing")
         return value
 
-    def count(self, key: str, default: Any = _MISSING) -> int:
-        """A positive integer; a list with the same value for every layer counts as that value."""
+    def count(self, key: str, default: Any = _MISSING, high: int = MAX_SIZE) -> int:
+        """An integer from 1 to `high`; a list with the same value for every layer counts as that
+        value."""
         value = self.get(key, default)
         if isinstance(value, list) and value and all(entry == value[0] for entry in value):
             value = value[0]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(
-                f"{self.file.path}: metadata {self.architecture}.{key} is {reprlib.repr(value)}, "
-                "which is not a positive integer"
-            )
-        return value
+        return integer(self._name(key), value, 1, high)
 
     def number(self, key: str, default: Any = _MISSING) -> float:
-        value = self.get(key, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
-            raise CheckpointError(
-                f"{self.file.path}: metadata {self.architecture}.{key} is {reprlib.repr(value)}, "
-                "which is not a finite number"
-            )
-        return float(value)
+        return number(self._name(key), self.get(key, default), -1e38, 1e38)
+
+    def _name(self, key: str) -> str:
+        """The name of a key in errors."""
+        return f"{self.file.path}: metadata {self.architecture}.{key}"
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -114,7 +104,7 @@ def _common(keys: Keys) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": keys.count("feed_forward_length", 1),
-        "num_hidden_layers": keys.count("block_count"),
+        "num_hidden_layers": keys.count("block_count", high=MAX_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -175,7 +165,7 @@ def _llama(keys: Keys, config: dict[str, Any]) -> None:
     config["mlp_bias"] = "blk.0.ffn_up.bias" in keys.file.tensors
     if keys.get("expert_count", 0):
         config["model_type"], config["architectures"] = "mixtral", ["MixtralForCausalLM"]
-        config["num_local_experts"] = keys.count("expert_count")
+        config["num_local_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
         config["num_experts_per_tok"] = keys.count("expert_used_count")
 
 
@@ -191,7 +181,7 @@ def _qwen2(keys: Keys, config: dict[str, Any]) -> None:
 
 
 def _qwen3_moe(keys: Keys, config: dict[str, Any]) -> None:
-    config["num_experts"] = keys.count("expert_count")
+    config["num_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
     config["num_experts_per_tok"] = keys.count("expert_used_count")
     config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
     config["norm_topk_prob"] = True

@@ -143,6 +143,8 @@ class _Header:
             raise self.fault("is corrupt: its header declares more entries than the file has bytes")
         for _ in range(num_keys):
             key = self._string()
+            if key in self.metadata:
+                raise self.fault(f"is corrupt: metadata {key!r} appear twice")
             self.metadata[key] = self._value(self._number("<I"))
         self._read_tensors(num_tensors)
 

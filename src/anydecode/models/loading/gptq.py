@@ -10,7 +10,7 @@ import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
-from anydecode.models.loading.groups import grouped_weight, unpack
+from anydecode.models.loading.groups import check_parts, grouped_weight, unpack
 
 #: The tensors of one packed module, except its bias.
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -19,7 +19,7 @@ PARTS = ("qweight", "qzeros", "scales", "g_idx")
 def check(settings: Mapping[str, Any], path: object) -> None:
     """Raise `CheckpointError` for unsupported settings."""
     bits = settings.get("bits")
-    if bits not in (4, 8):
+    if not isinstance(bits, int) or bits not in (4, 8):
         raise CheckpointError(
             f"{path}: GPTQ with {bits} bits is not supported; supported are 4 and 8"
         )
@@ -36,23 +36,15 @@ def read(
     if settings.get("checkpoint_format", "gptq") != "gptq_v2":
         # Version 1 of the format stores each zero point minus 1. With 8 bits, 0 is stored as 255.
         zeros = (zeros + 1) & ((1 << bits) - 1) if bits == 8 else zeros + 1
+    check_parts(module, codes, scales, zeros)
     num_inputs = codes.shape[1]
     if has(f"{module}.g_idx"):
         groups = get(f"{module}.g_idx").astype(np.int64)
     else:
         groups = np.arange(num_inputs) // -(-num_inputs // scales.shape[0])
-    _check_shapes(module, codes, scales, zeros, groups)
+    if groups.shape != (num_inputs,) or groups.min() < 0 or groups.max() >= len(scales):
+        raise CheckpointError(
+            f"the quantised parts of {module!r} do not fit together: its g_idx is not a group, of"
+            f" {len(scales)}, for each of {num_inputs} inputs"
+        )
     return grouped_weight(codes, scales, zeros, groups, bits, module)
-
-
-def _check_shapes(
-    module: str,
-    codes: np.ndarray,
-    scales: np.ndarray,
-    zeros: np.ndarray,
-    groups: np.ndarray,
-) -> None:
-    is_consistent = scales.shape == zeros.shape and scales.shape[1] == codes.shape[0]
-    is_consistent = is_consistent and len(groups) == codes.shape[1]
-    if not is_consistent or int(groups.min()) < 0 or int(groups.max()) >= scales.shape[0]:
-        raise CheckpointError(f"the quantised parts of {module!r} do not fit together")

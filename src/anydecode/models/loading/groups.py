@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.kernels.formats import plain_weight
+from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import DTYPES, plain_weight
 from anydecode.kernels.interface import Weight
 
 _BLOCK = 32
@@ -63,8 +64,31 @@ def grouped_weight(
     return _weight("Q4_1", name, scale, packed, low)
 
 
+def check_parts(module: str, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> None:
+    """Check that the parts of a module are of one shape and that there is at least one group.
+
+    Args:
+        module: The name of the module, for errors.
+        codes: `[out, in]`.
+        scales: `[groups, out]`.
+        zeros: `[groups, out]`.
+    """
+    is_consistent = codes.ndim == scales.ndim == 2 and scales.shape == zeros.shape
+    if not is_consistent or scales.shape[1] != len(codes) or not codes.size or not scales.size:
+        raise CheckpointError(
+            f"the quantised parts of {module!r} do not fit together: {codes.shape} codes,"
+            f" {scales.shape} scales and {zeros.shape} zero points"
+        )
+    if scales.dtype not in DTYPES.values():
+        raise CheckpointError(f"the scales of {module!r} are {scales.dtype}, no float")
+
+
 def unpack(words: np.ndarray, bits: int, dim: int) -> np.ndarray:
     """Unpack int32 words of `32 // bits` fields, lowest first, along `dim`, as uint8."""
+    if words.dtype.itemsize != 4 or words.dtype.kind not in "iu" or words.ndim != 2:
+        raise CheckpointError(
+            f"quantised parts are {words.dtype} of shape {words.shape}, not a matrix of int32"
+        )
     count = 32 // bits
     fields = [(words >> (bits * i)) & ((1 << bits) - 1) for i in range(count)]
     spread = np.stack([field.astype(np.uint8) for field in fields], axis=dim + 1)

