@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anydecode.errors import CheckpointError
 from anydecode.models.files import untrusted
+from anydecode.models.loading.gguf_split import first_parts
 from anydecode.models.loading.names import is_adapter, present, resolve
 from anydecode.models.loading.pull import PullError, pull
 
@@ -38,7 +40,7 @@ def load_checkpoint(path_or_name: str | os.PathLike[str]) -> Checkpoint:
             from anydecode.models.loading.adapted import load_adapted
 
             return load_adapted(path)
-        ggufs = sorted(path.glob("*.gguf"))
+        ggufs = [Path(name) for name in first_parts(map(str, sorted(path.glob("*.gguf"))))]
         if (path / "config.json").is_file() or not ggufs:
             return load_folder(path)
         if len(ggufs) > 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import BLOCKS, DTYPES, is_packed, row_bytes
 from anydecode.kernels.interface import Weight
+from anydecode.models.loading.gguf_split import part_names
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -81,32 +82,65 @@ _MAX_DEPTH = 4
 @dataclass(frozen=True)
 class TensorInfo:
     """The location of a tensor. `shape` is outermost first, as in numpy; `offset` is in bytes from
-    the start of the file."""
+    the start of the file, or of its part number `part` (from 0) if the model is split."""
 
     name: str
     format: str
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    part: int = 0
 
 
 class GGUFFile:
-    """An open GGUF file: `metadata` by key and `tensors` by name.
+    """An open GGUF file, or a split model: `metadata` by key and `tensors` by name.
+
+    Args:
+        path: The file, or any part of a split model; the metadata are those of the first part.
 
     Raises:
-        CheckpointError: The file cannot be read, or is truncated, corrupt or unsupported.
+        CheckpointError: A file cannot be read, or is truncated, corrupt or unsupported, or a part
+            is missing or belongs to another model.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._maps: list[np.memmap[Any, Any]] = []
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        names = part_names(str(path))
+        for number, name in enumerate(names):
+            self._add_part(Path(name), number, len(names))
+        total = self.metadata.get("split.tensors.count", len(self.tensors))
+        if len(names) > 1 and total != len(self.tensors):
+            raise CheckpointError(
+                f"{path}: the parts hold {len(self.tensors)} tensors; split.tensors.count is"
+                f" {total}"
+            )
+
+    def _add_part(self, path: Path, number: int, count: int) -> None:
         try:
-            self._map = np.memmap(path, dtype=np.uint8, mode="c")
+            data = np.memmap(path, dtype=np.uint8, mode="c")
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is empty"
-            raise CheckpointError(f"{path}: cannot be read: {reason}") from None
-        reader = _Header(path, memoryview(self._map.data))
-        self.metadata = reader.metadata
-        self.tensors = reader.tensors
+            part = f" (part {number + 1} of {count})" if count > 1 else ""
+            raise CheckpointError(f"{path}: cannot be read: {reason}{part}") from None
+        header = _Header(path, memoryview(data.data))
+        # Some writers declare a whole file as the only part.
+        total = header.metadata.get("split.count") or 1
+        if (header.metadata.get("split.no", 0), total) != (number, count):
+            raise header.fault(
+                f"is part {header.metadata.get('split.no', 0)} (from 0) of {total} by its metadata,"
+                f" but part {number} of {count} by its name; parts are called"
+                " NAME-00001-of-0000N.gguf"
+            )
+        if number == 0:
+            self.metadata = header.metadata
+        for name, info in header.tensors.items():
+            if name in self.tensors:
+                raise header.fault(f"is corrupt: tensor {name!r} is in an earlier part too")
+            self.tensors[name] = replace(info, part=number)
+        self._maps.append(data)
 
     def read(self, name: str, weight_name: str = "") -> np.ndarray | Weight:
         """A view of a tensor in the mapped file: a `Weight` if it is packed, else a numpy array.
@@ -114,7 +148,7 @@ class GGUFFile:
         return self.view(self.tensors[name], weight_name)
 
     def view(self, info: TensorInfo, weight_name: str = "") -> np.ndarray | Weight:
-        raw = np.asarray(self._map[info.offset : info.offset + info.num_bytes])
+        raw = np.asarray(self._maps[info.part][info.offset : info.offset + info.num_bytes])
         if not is_packed(info.format):
             return raw.view(DTYPES[info.format]).reshape(info.shape)
         rows = math.prod(info.shape[:-1])
@@ -124,7 +158,9 @@ class GGUFFile:
         """Entry `index` along the outermost axis of a tensor (one expert of many)."""
         info = self.tensors[name]
         size = info.num_bytes // info.shape[0]
-        inner = TensorInfo(name, info.format, info.shape[1:], info.offset + index * size, size)
+        inner = replace(
+            info, shape=info.shape[1:], offset=info.offset + index * size, num_bytes=size
+        )
         return self.view(inner, weight_name)
 
 

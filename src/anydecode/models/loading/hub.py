@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from anydecode.errors import AnydecodeError, ModelNotFoundError
+from anydecode.models.loading.gguf_split import first_parts, part_names
 
 #: The files of a checkpoint; pickled weights and files of other frameworks are not downloaded.
 _FOLDER = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"]
@@ -93,14 +94,14 @@ def _files_to_fetch(repo: str, files: list[str], choice: str) -> list[str]:
             listed = f" among {', '.join(ggufs[:12])}" if ggufs else ""
             what = f"no GGUF file {choice!r}" if choice else "neither safetensors nor GGUF files"
             raise ModelNotFoundError(f"{repo} has {what}{listed}")
-        return [chosen]
+        return part_names(chosen)
     outer = [file for file in files if "/" not in file]
     return [file for file in outer if any(fnmatch(file, pattern) for pattern in _FOLDER)]
 
 
 def _choose(ggufs: list[str], choice: str) -> str | None:
     """The GGUF file whose name contains `choice`, or the preferred one without a choice."""
-    candidates = [file for file in ggufs if "-of-" not in file and "mmproj" not in file.lower()]
+    candidates = [file for file in first_parts(ggufs) if "mmproj" not in file.lower()]
     for kind in (choice,) if choice else _PREFERRED:
         for file in candidates:
             if kind.lower() in Path(file).name.lower():
