@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -371,6 +372,22 @@ def test_faulty_and_malicious_templates_raise_one_line_errors(template: str, mes
     with pytest.raises(InvalidRequestError, match=message) as caught:
         chat.render(template, MESSAGES)
     assert "\n" not in str(caught.value)
+
+
+def test_threads_that_render_the_same_template_have_their_own_deadlines() -> None:
+    template = "{% for i in range(300) %}{{ messages[0].content }}{% endfor %}"
+
+    def busy_render(seconds: float) -> str:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+        with chat.time_limit(1.0):
+            return chat.render(template, MESSAGES)
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(busy_render, 1.5)
+        others = [threads.submit(busy_render, 0.0) for _ in range(20)]
+        assert {job.result() for job in (first, *others)} == {MESSAGES[0]["content"] * 300}
 
 
 def test_endless_templates_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

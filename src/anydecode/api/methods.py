@@ -25,6 +25,8 @@ Kind = TypeVar("Kind")
 
 #: Maximum number of decoders (by key, parameters and namespace) whose learned state is kept.
 MAX_DECODERS = 256
+#: Maximum memory of what all decoders have learned, in bytes.
+MAX_LEARNED_BYTES = 256 << 20
 
 
 class Methods:
@@ -54,8 +56,11 @@ class Methods:
                 return built
             found = built if self.drafting is None else self.drafting.over(built)
         self._decoders[choice, namespace] = found  # the most recently used is the last
-        if len(self._decoders) > MAX_DECODERS:
-            del self._decoders[next(iter(self._decoders))]
+        num_bytes = sum(decoder.num_bytes for decoder in self._decoders.values())
+        while self._decoders and (
+            len(self._decoders) > MAX_DECODERS or num_bytes > MAX_LEARNED_BYTES
+        ):
+            num_bytes -= self._decoders.pop(next(iter(self._decoders))).num_bytes
         return found
 
     def decoder(self, choice: str | Decoder, namespace: Hashable = None) -> Decoder:

@@ -104,6 +104,19 @@ def serve(
     max_body: Annotated[
         int, typer.Option("--max-body", min=1024, help="Maximum size of a request body in bytes.")
     ] = 4 << 20,
+    prepare_seconds: Annotated[
+        float,
+        typer.Option(
+            "--prepare-seconds",
+            min=0.01,
+            help="Maximum processor time to compile a constraint, render a conversation or tokenise"
+            " a prompt.",
+        ),
+    ] = 2.0,
+    prepare_memory: Annotated[
+        str,
+        typer.Option("--prepare-memory", help="Maximum memory of the same, such as 512MiB or 4g."),
+    ] = "1GiB",
     drain: Annotated[
         float,
         typer.Option("--drain", min=0, help="Seconds that a shutdown waits for running answers."),
@@ -153,6 +166,7 @@ def serve(
     Example: anydecode serve smollm2-135m-instruct --port 8000
     """
     from anydecode.api.llm import LLM
+    from anydecode.api.prefix_spill import parse_bytes
     from anydecode.progress import status
     from anydecode.server.running import serve as run
     from anydecode.server.settings import Settings, api_keys
@@ -167,6 +181,8 @@ def serve(
         max_prompt=max_prompt,
         max_requests=max_requests,
         drain_seconds=drain,
+        prepare_seconds=prepare_seconds,
+        prepare_memory=parse_bytes(prepare_memory),
         decoder=decoder,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,

@@ -231,7 +231,24 @@ class Constraint(ABC):
         self, tokenizer: Tokenizer, vocab_size: int, max_tokens: int
     ) -> ConstraintState:
         """Returns the state of `start` for an answer of at most `max_tokens` tokens."""
-        return self.start(tokenizer, vocab_size)
+        state = self.start(tokenizer, vocab_size)
+        return self.with_limit(state, tokenizer, vocab_size, max_tokens)
+
+    def with_limit(
+        self, state: ConstraintState, tokenizer: Tokenizer, vocab_size: int, max_tokens: int
+    ) -> ConstraintState:
+        """Returns the `state` that `start` returned for an answer of at most `max_tokens`
+        tokens."""
+        return state
+
+    def warm(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """Compiles what an answer may need, so that neither `start` nor a retry compiles again.
+        Raises the errors of `start`."""
+        self.start(tokenizer, vocab_size)
+
+    def is_warm(self, tokenizer: Tokenizer, vocab_size: int) -> bool:
+        """Whether `start` compiles nothing, as far as is known."""
+        return False
 
     @property
     def completion_hints(self) -> CompletionHints | None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from anydecode.constraints.background import BackgroundTask, BackgroundThread
+from anydecode.constraints.byte_cache import ByteCache, allocated_bytes, measured_bytes
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
-#: Maximum number of compiled grammars cached per tokenizer.
-MAX_TEMPLATES = 128
+#: Maximum size of the compiled grammars cached per tokenizer, in bytes.
+MAX_TEMPLATE_BYTES = 128 << 20
+#: The size of a compiled grammar where the system does not report it: bytes per character.
+_BYTES_PER_CHARACTER = 256
 #: Maximum number of references in one grammar or schema. Chains of some thousand of them overflow
 #: the stack.
 MAX_REFERENCES = 1000
@@ -86,25 +88,29 @@ class TokenizerBinding:
             slices=guidance.LLTokenizer.json_slices(),
         )
         self.limits = guidance.LLParserLimits(**_LIMITS, verbose_errors=False)
-        self._templates: OrderedDict[str, Any] = OrderedDict()
-        self._lock = threading.Lock()
+        self._templates: ByteCache[str, Any] = ByteCache(MAX_TEMPLATE_BYTES)
+
+    def has_template(self, grammar: str) -> bool:
+        """Whether `grammar` is compiled already."""
+        return grammar in self._templates
+
+    def clear(self) -> None:
+        """Drops the compiled grammars."""
+        self._templates.clear()
 
     def matcher(self, grammar: str) -> Any:
         """Returns a new matcher of `grammar`, which is compiled once. Raises `ConstraintError`."""
-        with self._lock:
-            template = self._templates.get(grammar)
-            if template is not None:
-                self._templates.move_to_end(grammar)
-                return template.deep_copy()
+        template = self._templates.get(grammar)
+        if template is not None:
+            return template.deep_copy()
         check_references(grammar)
+        allocated = allocated_bytes()
         template = library().LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
         if template.is_error():
             raise ConstraintError(_compile_error(template.get_error()))
-        with self._lock:
-            self._templates[grammar] = template
-            if len(self._templates) > MAX_TEMPLATES:
-                self._templates.popitem(last=False)
-            return template.deep_copy()
+        size = len(grammar) * (4 if allocated is not None else _BYTES_PER_CHARACTER)
+        self._templates.put(grammar, template, measured_bytes(allocated, size))
+        return template.deep_copy()
 
 
 _bindings: WeakKeyDictionary[Any, dict[int, TokenizerBinding]] = WeakKeyDictionary()
@@ -118,6 +124,14 @@ def tokenizer_binding(tokenizer: Tokenizer, vocab_size: int) -> TokenizerBinding
         if vocab_size not in bindings:
             bindings[vocab_size] = TokenizerBinding(tokenizer, vocab_size)
         return bindings[vocab_size]
+
+
+def clear_templates() -> None:
+    """Drops the compiled grammars of all tokenizers."""
+    with _bindings_lock:
+        for bindings in _bindings.values():
+            for binding in bindings.values():
+                binding.clear()
 
 
 def one_line(error: object) -> str:
@@ -136,53 +150,7 @@ def _compile_error(error: object) -> str:
     return message
 
 
-class _MaskTask:
-    """A mask computed on the mask thread. Simpler than a `Future`, whose locks cost more than most
-    masks."""
-
-    def __init__(self, compute: Callable[[], np.ndarray]) -> None:
-        self._compute = compute
-        self._done = threading.Lock()
-        self._done.acquire()
-        self._mask: np.ndarray | None = None
-        self._error: BaseException | None = None
-        _mask_queue().put(self)
-
-    def run(self) -> None:
-        """Computes the mask; called on the mask thread."""
-        try:
-            self._mask = self._compute()
-        except BaseException as error:
-            self._error = error
-        self._done.release()
-
-    def result(self) -> np.ndarray:
-        """Waits for the mask and returns it."""
-        with self._done:
-            pass
-        if self._error is not None:
-            raise self._error
-        assert self._mask is not None
-        return self._mask
-
-
-_queue: SimpleQueue[_MaskTask] | None = None
-
-
-def _mask_queue() -> SimpleQueue[_MaskTask]:
-    """The queue of the mask thread, which starts on first use."""
-    global _queue
-    if _queue is None:
-        _queue = SimpleQueue()
-        threading.Thread(
-            target=_run_tasks, args=(_queue,), name="anydecode-mask", daemon=True
-        ).start()
-    return _queue
-
-
-def _run_tasks(queue: SimpleQueue[_MaskTask]) -> None:
-    while True:
-        queue.get().run()
+_mask_thread = BackgroundThread("anydecode-mask")
 
 
 class GuidanceState(ConstraintState):
@@ -194,7 +162,7 @@ class GuidanceState(ConstraintState):
         self._shared = False
         self._num_eos = 0  # end-of-text tokens, which the matcher does not receive
         self._mask: np.ndarray | None = None
-        self._pending_mask: _MaskTask | None = None
+        self._pending_mask: BackgroundTask[np.ndarray] | None = None
 
     @classmethod
     def of(cls, grammar: str, tokenizer: Tokenizer, vocab_size: int) -> GuidanceState:
@@ -287,7 +255,7 @@ class GuidanceState(ConstraintState):
     def prepare(self) -> None:
         if self._mask is None and self._pending_mask is None and not self._num_eos:
             self._own_matcher()
-            self._pending_mask = _MaskTask(self._compute_mask)
+            self._pending_mask = _mask_thread.submit(self._compute_mask)
 
     def _wait_for_mask(self) -> None:
         """Waits for a pending mask: a matcher is used by one thread at a time."""

@@ -9,7 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anydecode.constraints.constraint import Constraint, ConstraintReport, ConstraintState
-from anydecode.constraints.guidance_engine import GuidanceState, library, one_line
+from anydecode.constraints.guidance_engine import (
+    GuidanceState,
+    library,
+    one_line,
+    tokenizer_binding,
+)
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
@@ -48,6 +53,11 @@ class _Language(Constraint):
 
             return XGrammarState.of(*self.xgrammar(), tokenizer, vocab_size)
         return GuidanceState.of(self.guidance(), tokenizer, vocab_size)
+
+    def is_warm(self, tokenizer: Tokenizer, vocab_size: int) -> bool:
+        if self.engine != "llguidance":
+            return False
+        return tokenizer_binding(tokenizer, vocab_size).has_template(self.guidance())
 
     def report(self) -> ConstraintReport:
         return ConstraintReport(self.kind, self.engine, masked=(self.kind,))

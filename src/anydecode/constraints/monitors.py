@@ -10,21 +10,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from anydecode.catalogue import Card, register
+from anydecode.constraints.background import BackgroundTask, BackgroundThread
+from anydecode.constraints.byte_cache import byte_cached
 from anydecode.constraints.constraint import Constraint, ConstraintReport, ConstraintState
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.errors import ConstraintError, MissingPackageError
 from anydecode.models.tokenizer import Tokenizer
 
-#: Texts whose completions are cached per request.
-_CACHE_SIZE = 4096
+#: Maximum size of the texts whose completions are cached per request, in bytes.
+_MAX_CACHED_BYTES = 16 << 20
 _AFTER_DOT = re.compile(rb"[\w\x80-\xff)\]}\"']\.\Z")
 _PARTIAL_NAME = re.compile(rb"(?<=[\w\x80-\xff)\]}\"'])\.([A-Za-z_\x80-\xff][\w\x80-\xff]*)\Z")
 _NAME_AFTER_DOT = re.compile(rb"\.[A-Za-z_\x80-\xff]")
@@ -32,6 +33,8 @@ _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 #: Maps a text that ends with a dot to the names that may follow; empty if unknown.
 Completions = Callable[[str], Iterable[str]]
+_Suffixes: TypeAlias = "tuple[bytes, ...] | None"
+_analysis_thread = BackgroundThread("anydecode-analysis")
 
 
 @register(
@@ -96,12 +99,19 @@ class Monitor(Constraint):
 
 @dataclass(frozen=True)
 class _Position:
-    """The text so far, and the allowed rests of the name after its last dot (None: anything)."""
+    """The text so far, and the allowed rests of the name after its last dot (None: anything), which
+    may still be computed."""
 
     text: bytes
-    suffixes: tuple[bytes, ...] | None
+    known_suffixes: _Suffixes | BackgroundTask[_Suffixes]
     previous: _Position | None
     ended: bool = False
+
+    @property
+    def suffixes(self) -> _Suffixes:
+        """The allowed rests of the name. Waits for the analysis."""
+        known = self.known_suffixes
+        return known.result() if isinstance(known, BackgroundTask) else known
 
 
 class MonitorState(ConstraintState):
@@ -131,14 +141,16 @@ class MonitorState(ConstraintState):
             raise ConstraintError(f"token {token} is not allowed here")
         position = self._position
         if token in self._completer.token_sets.eos_ids:
-            self._position = _Position(position.text, position.suffixes, position, ended=True)
+            self._position = _Position(position.text, position.known_suffixes, position, ended=True)
         else:
             data = self._completer.token_sets.token_bytes[token]
             text = position.text + data
-            suffixes = position.suffixes
-            remaining = tuple(name[len(data) :] for name in suffixes or () if name.startswith(data))
-            suffixes = remaining or self._completer.name_suffixes(text)
-            self._position = _Position(text, suffixes, position)
+            remaining = tuple(
+                name[len(data) :] for name in position.suffixes or () if name.startswith(data)
+            )
+            self._position = _Position(
+                text, remaining or self._completer.name_suffixes(text), position
+            )
         self._mask = None
 
     def rollback(self, count: int) -> None:
@@ -172,17 +184,22 @@ class _NameCompleter:
 
     def __init__(self, complete: Completions, token_sets: _TokenSets) -> None:
         self.token_sets = token_sets
-        self._names = lru_cache(_CACHE_SIZE)(
+        self._names = byte_cached(_MAX_CACHED_BYTES)(
             lambda text: tuple(sorted({name.encode() for name in complete(text)}))
         )
 
-    def name_suffixes(self, text: bytes) -> tuple[bytes, ...] | None:
-        """The allowed rests of the name that `text` ends in; None if the text is free."""
+    def name_suffixes(self, text: bytes) -> BackgroundTask[_Suffixes] | None:
+        """The allowed rests of the name that `text` ends in, computed on the thread of the
+        analysis; None if the text is free."""
         partial = _PARTIAL_NAME.search(text[-256:])
         typed = partial.group(1) if partial else b""
         if not typed and not _AFTER_DOT.search(text[-2:]):
             return None
-        names = self._names(text[: len(text) - len(typed)].decode(errors="replace"))
+        before = text[: len(text) - len(typed)].decode(errors="replace")
+        return _analysis_thread.submit(lambda: self._suffixes(before, typed))
+
+    def _suffixes(self, before: str, typed: bytes) -> _Suffixes:
+        names = self._names(before)
         return tuple(name[len(typed) :] for name in names if name.startswith(typed)) or None
 
 

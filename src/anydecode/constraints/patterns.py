@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import jsonschema_rs
 
+from anydecode.constraints.byte_cache import ByteCache, allocated_bytes, measured_bytes
 from anydecode.errors import ConstraintError
 
 #: Maximum length of a pattern, in characters.
@@ -21,6 +21,8 @@ MAX_CHARACTERS = 1 << 16
 _MAX_BACKTRACKS = 100_000
 #: Maximum size of one compiled pattern and of all patterns of a schema together, in bytes.
 _MAX_COMPILED_BYTES, MAX_TOTAL_BYTES = 10 << 20, 256 << 20
+#: Maximum size of the compiled patterns that are cached, in bytes.
+MAX_SEARCHER_BYTES = 32 << 20
 #: jsonschema-rs rewrites a pattern once per shorthand class. This is the maximum of shorthands
 #: times characters, summed over all patterns of a schema; each takes about a microsecond.
 _MAX_REWRITTEN = 500_000
@@ -82,13 +84,19 @@ def abbreviated(pattern: str) -> str:
     return repr(pattern if len(pattern) <= 60 else pattern[:57] + "...")
 
 
-@lru_cache(64)
+_searchers: ByteCache[str, tuple[Any]] = ByteCache(MAX_SEARCHER_BYTES)
+
+
 def _searcher(pattern: str) -> Any:
-    schema = {"pattern": pattern}
-    try:
-        return jsonschema_rs.validator_for(schema, pattern_options=pattern_options(schema))
-    except (ConstraintError, ValueError):
-        return None
+    found = _searchers.get(pattern)
+    if found is None:
+        schema, allocated = {"pattern": pattern}, allocated_bytes()
+        try:
+            found = (jsonschema_rs.validator_for(schema, pattern_options=pattern_options(schema)),)
+        except (ConstraintError, ValueError):
+            found = (None,)
+        _searchers.put(pattern, found, measured_bytes(allocated, 100 * len(pattern)))
+    return found[0]
 
 
 def _count(expression: re.Pattern[str], text: str) -> int:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
+from anydecode.constraints.byte_cache import byte_cached
 from anydecode.constraints.constraint import Constraint, ConstraintReport, ConstraintState
 from anydecode.constraints.vocabulary import vocabulary
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
-#: Texts per function whose results are cached.
-_CACHE_SIZE = 1 << 16
+#: Maximum size of the texts per function whose results are cached, in bytes.
+_MAX_CACHED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,11 @@ class _PredicateMatcher:
         self.eos_ids = np.array(sorted(tokenizer.eos_ids), np.int64)
         self.token_bytes = vocabulary(tokenizer, vocab_size).token_bytes
         self.num_calls = 0
-        self.complete = lru_cache(_CACHE_SIZE)(self._counted(predicate.complete))
+        self.complete = byte_cached(_MAX_CACHED_BYTES)(self._counted(predicate.complete))
         prefix = predicate.prefix
-        self.prefix = None if prefix is None else lru_cache(_CACHE_SIZE)(self._counted(prefix))
+        self.prefix = (
+            None if prefix is None else byte_cached(_MAX_CACHED_BYTES)(self._counted(prefix))
+        )
 
     def _counted(self, function: Callable[[str], bool]) -> Callable[[str], bool]:
         def counted_call(text: str) -> bool:

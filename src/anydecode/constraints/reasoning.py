@@ -69,6 +69,12 @@ class AfterReasoning(Constraint):
     ) -> ConstraintState:
         return self._started(tokenizer, vocab_size, max_tokens)
 
+    def warm(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.constraint.warm(tokenizer, vocab_size)
+
+    def is_warm(self, tokenizer: Tokenizer, vocab_size: int) -> bool:
+        return self.constraint.is_warm(tokenizer, vocab_size)
+
     def report(self) -> ConstraintReport:
         return self.constraint.report()
 
@@ -89,15 +95,19 @@ class AfterReasoning(Constraint):
     def _started(
         self, tokenizer: Tokenizer, vocab_size: int, max_tokens: int | None
     ) -> AfterReasoningState:
-        # Raises errors now instead of after the reasoning.
+        # Compiled now, not after the reasoning: errors are raised early, and the engine's thread,
+        # on which the answer starts, only copies the state.
         first = self.constraint.start(tokenizer, vocab_size)
+        if max_tokens is not None:
+            self.constraint.with_limit(first.fork(), tokenizer, vocab_size, max_tokens)
         tags = self._tags()
 
         def start_answer(num_tokens: int) -> ConstraintState:
+            state = first.fork()
             if max_tokens is None:
-                return self.constraint.start(tokenizer, vocab_size)
-            return self.constraint.start_with_limit(
-                tokenizer, vocab_size, max(0, max_tokens - num_tokens)
+                return state
+            return self.constraint.with_limit(
+                state, tokenizer, vocab_size, max(0, max_tokens - num_tokens)
             )
 
         masks = _masks(tags, vocabulary(tokenizer, vocab_size), tokenizer.eos_ids)

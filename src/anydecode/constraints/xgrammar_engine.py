@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from anydecode.constraints.constraint import ConstraintState
-from anydecode.constraints.guidance_engine import one_line
+from anydecode.constraints.guidance_engine import MAX_TEMPLATE_BYTES, one_line
 from anydecode.constraints.patterns import patterns
 from anydecode.errors import ConstraintError, MissingPackageError
 from anydecode.models.tokenizer import Tokenizer
@@ -42,7 +42,9 @@ class _Compiler:
             vocab_size=vocab_size,
             stop_token_ids=self.eos_ids,
         )
-        self.compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+        self.compiler = xgrammar.GrammarCompiler(
+            info, max_threads=1, cache_limit_bytes=MAX_TEMPLATE_BYTES
+        )
 
 
 #: Maximum length of all patterns of a constraint, in characters: xgrammar's compile time grows with

@@ -66,6 +66,11 @@ class Decoder(ABC):
     def decode(self, sequence: Sequence) -> Decoding:
         """Yield score requests and emit tokens until `sequence.finished`."""
 
+    @property
+    def num_bytes(self) -> int:
+        """The estimated memory of what was learned from earlier requests, in bytes."""
+        return 0
+
     def prepare(self, sequence: Sequence) -> None:
         """Check the request and set up the sequence; called once, when the request is created.
 

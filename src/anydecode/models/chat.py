@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
+from math import inf
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -21,10 +24,24 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from anydecode.errors import InvalidRequestError
 
-#: Limits of one rendering.
+#: Limits of one rendering; seconds are those of the processor.
 MAX_SECONDS = 5.0
 MAX_CHARACTERS = 1 << 24
 MAX_TEMPLATE_CHARACTERS = 1 << 20
+
+
+#: The time limit of renderings in a block of `time_limit`; None for `MAX_SECONDS`.
+_time_limit: ContextVar[float | None] = ContextVar("time_limit", default=None)
+#: The processor time of this thread at which its rendering ends. Threads share the environments.
+_deadline: ContextVar[float] = ContextVar("deadline", default=inf)
+
+
+class SlowTemplateError(InvalidRequestError):
+    """A rendering passed its time limit."""
+
+
+class _TimeoutError(Exception):
+    """Raised in a template that has passed its time limit."""
 
 
 class _TemplateError(TemplateError):
@@ -51,16 +68,19 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationBlock, loopcontrols],
+            optimized=False,  # compiling, which has no limits, must compute no constants
+            finalize=_as_is,
         )
-        self.deadline = float("inf")
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
     def check(self) -> None:
-        if time.monotonic() > self.deadline:
-            raise _TemplateError(f"it ran for more than {MAX_SECONDS:g} seconds")
+        if time.thread_time() > _deadline.get():
+            raise _TimeoutError(f"it ran for more than {_seconds():g} seconds")
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         self.check()
@@ -84,6 +104,13 @@ class _Environment(ImmutableSandboxedEnvironment):
             if sized and counts and len(sized[0]) * counts[0] > MAX_CHARACTERS:
                 raise _TemplateError("its output is too long")
         return super().call_binop(context, operator, left, right)
+
+
+@pass_context
+def _as_is(context: Context, value: Any) -> Any:
+    """`value`. As it depends on the context, outputs are not computed while a template is
+    compiled."""
+    return value
 
 
 def _size(value: Any) -> float:
@@ -145,6 +172,7 @@ def render(
     Raises:
         InvalidRequestError: The template is faulty, rejects the conversation or exceeds a limit.
             The message is one line.
+        MemoryError: The rendering takes more memory than there is.
     """
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise InvalidRequestError(
@@ -154,17 +182,34 @@ def render(
     names = {"tools": None, "documents": None, **variables}
     try:
         environment, compiled = _compile(template)
-        environment.deadline = time.monotonic() + MAX_SECONDS
+        _deadline.set(time.thread_time() + _seconds())
         return _collect(
             compiled(messages=list(messages), add_generation_prompt=add_generation_prompt, **names),
             environment,
         )
+    except MemoryError:
+        raise
     except Exception as error:
         # A template's expressions can raise any Python exception.
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise InvalidRequestError(
-            f"the chat template cannot render this conversation: {reason}"
-        ) from None
+        kind = SlowTemplateError if isinstance(error, _TimeoutError) else InvalidRequestError
+        raise kind(f"the chat template cannot render this conversation: {reason}") from None
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Renderings in this block raise `SlowTemplateError` after `seconds`."""
+    token = _time_limit.set(seconds)
+    try:
+        yield
+    finally:
+        _time_limit.reset(token)
+
+
+def _seconds() -> float:
+    """The time limit of a rendering."""
+    seconds = _time_limit.get()
+    return MAX_SECONDS if seconds is None else seconds
 
 
 @lru_cache(maxsize=16)

@@ -40,9 +40,9 @@ class AdmissionMiddleware:
     `/v1/` need an API key if keys are configured. A POST under `/v1/` needs the engine of `driver`
     to be running and fewer than `max_requests` active requests.
 
-    `scope["state"]` receives the request's `id` and the key's `namespace`. If a handler stores a
-    function there as `count`, it is called when the request ends. Every request is then counted in
-    `metrics`, logged, and recorded by `telemetry`.
+    `scope["state"]` receives the request's `id`, the address of its `client`, and the key's
+    `namespace`. If a handler stores a function there as `count`, it is called when the request
+    ends. Every request is then counted in `metrics`, logged, and recorded by `telemetry`.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class AdmissionMiddleware:
         state = scope.setdefault("state", {})
         state["id"] = request.id
         state["namespace"] = None
+        state["client"] = (scope.get("client") or (None,))[0]
         self._check_host(headers)
         needs_key = scope["path"] in METRICS_PATHS and not self.settings.open_metrics
         if self._namespaces and (needs_key or scope["path"].startswith("/v1/")):

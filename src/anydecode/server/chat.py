@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -44,32 +44,25 @@ async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> Respon
             "tools need a tool parser, and this server has none; start it with --tool-parser",
             param="tools",
         )
-    text = _render_prompt(service, body, bool(tools))
-    make_constraint = None
+    text = await _render_prompt(service, body, state, bool(tools))
+    make_constraint: Callable[[], Any] | None = None
     if tools:
         assert call_format is not None
-        answer_schema = format_schema(body.response_format)
-        parallel = body.parallel_tool_calls is not False
-
-        def make_constraint() -> Any:
-            constraint = tool_constraint(
-                tools,
-                call_format,
-                required=required,
-                parallel=parallel,
-                answer_schema=answer_schema,
-            )
-            return service.after_reasoning(constraint, text[-64:])
-
+        make_constraint = partial(
+            tool_constraint,
+            tools,
+            call_format,
+            required=required,
+            parallel=body.parallel_tool_calls is not False,
+            answer_schema=format_schema(body.response_format),
+        )
     elif format_schema(body.response_format) is not None:
-
-        def make_constraint() -> Any:
-            return service.after_reasoning(format_constraint(body.response_format), text[-64:])
-
-    tokens = service.tokenizer.encode(text, special=False)
-    run = await service.run(
-        [tokens], options, state, make_constraint=make_constraint, streamed=body.stream
-    )
+        make_constraint = partial(format_constraint, body.response_format)
+    if make_constraint is not None:
+        constraint = await service.preparation.constraint(state, make_constraint)
+        options["constraint"] = service.after_reasoning(constraint, text[-64:])
+    tokens = await service.preparation.encode(state, text, special=False)
+    run = await service.run([tokens], options, state, streamed=body.stream)
     answer = _ChatAnswer(service, body, run, text[-64:], bool(tools))
     if body.stream:
         return EventStream(run, answer.chunks(), service.settings.stall_seconds)
@@ -86,7 +79,9 @@ def _num_top_logprobs(body: ChatRequest) -> int | None:
     return body.top_logprobs or 0
 
 
-def _render_prompt(service: Service, body: ChatRequest, tools: bool) -> str:
+async def _render_prompt(
+    service: Service, body: ChatRequest, state: dict[str, Any], tools: bool
+) -> str:
     """The conversation, rendered with the chat template."""
     messages = conversation(body.messages)
     variables = effort_variables(body.reasoning_effort, service.tokenizer.chat_template)
@@ -100,7 +95,7 @@ def _render_prompt(service: Service, body: ChatRequest, tools: bool) -> str:
             _example_call(service.tool_format),
         )
         variables.update(tool_variables)
-    return service.tokenizer.render_chat(messages, **variables)
+    return await service.preparation.render(state, messages, variables)
 
 
 def _example_call(call_format: ToolFormat | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -36,16 +37,11 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
         _check_best_of(body)
         options["n"] = body.best_of
         options["logprobs"] = body.logprobs or 0
-    make_constraint = None
     if format_schema(body.response_format) is not None:
-
-        def make_constraint() -> Any:
-            return format_constraint(body.response_format)
-
+        make_constraint = partial(format_constraint, body.response_format)
+        options["constraint"] = await service.preparation.constraint(state, make_constraint)
     prompts = prompt_list(body.prompt)
-    run = await service.run(
-        prompts, options, state, make_constraint=make_constraint, streamed=body.stream
-    )
+    run = await service.run(prompts, options, state, streamed=body.stream)
     answer = _CompletionAnswer(service, body, run)
     if body.stream:
         return EventStream(run, answer.chunks(), service.settings.stall_seconds)

@@ -33,20 +33,16 @@ async def respond(service: Service, body: ResponsesRequest, http: HttpRequest) -
     messages = response_items(body.input, body.instructions)
     effort = None if body.reasoning is None else body.reasoning.effort
     variables = effort_variables(effort, service.tokenizer.chat_template)
-    text = service.tokenizer.render_chat(conversation(messages), **variables)
+    text = await service.preparation.render(state, conversation(messages), variables)
     response_format = (body.text or {}).get("format")
     if not isinstance(response_format, dict | None):
         raise ApiError(400, f"text.format must be an object, not {response_format!r}", param="text")
-    make_constraint = None
     if format_schema(response_format) is not None:
-
-        def make_constraint() -> Any:
-            return service.after_reasoning(format_constraint(response_format), text[-64:])
-
-    tokens = service.tokenizer.encode(text, special=False)
-    run = await service.run(
-        [tokens], options, state, make_constraint=make_constraint, streamed=body.stream
-    )
+        make_constraint = partial(format_constraint, response_format)
+        constraint = await service.preparation.constraint(state, make_constraint)
+        options["constraint"] = service.after_reasoning(constraint, text[-64:])
+    tokens = await service.preparation.encode(state, text, special=False)
+    run = await service.run([tokens], options, state, streamed=body.stream)
     answer = _ResponsesAnswer(service, body, run, text[-64:])
     if body.stream:
         stall_seconds = service.settings.stall_seconds

@@ -19,12 +19,10 @@ from anydecode.errors import InvalidRequestError
 from anydecode.server.metrics import Metrics
 from anydecode.server.options import check_choices, check_prompt, ignored_fields
 from anydecode.server.parsers import Parser, reasoning_tags, tool_format
+from anydecode.server.preparation import LONG_TEXT, Preparation
 from anydecode.server.protocol import Options
 from anydecode.server.run import ServerRun
 from anydecode.server.settings import Settings
-
-#: Longer prompts, in characters, are tokenised on a thread, so that the event loop is not blocked.
-LONG_TEXT = 16384
 
 
 class Service:
@@ -36,6 +34,7 @@ class Service:
         self.tokenizer = llm.tokenizer
         self.settings = settings
         self.metrics = Metrics(llm)
+        self.preparation = Preparation(llm, settings)
         self.created = int(time.time())
         template = self.tokenizer.chat_template
         self.tool_format = tool_format(settings.tool_parser, template)
@@ -52,21 +51,19 @@ class Service:
         options: dict[str, Any],
         state: dict[str, Any],
         *,
-        make_constraint: Callable[[], Any] | None = None,
         streamed: bool | None = False,
     ) -> ServerRun:
         """Build a run of `prompts`, not started.
 
         Args:
             prompts: Texts or token ids.
-            options: Options for `LLM.request`.
+            options: Options for `LLM.request`; a constraint is one of `Preparation.constraint`.
             state: The `state` of the ASGI scope.
-            make_constraint: Returns the constraint; called on a thread.
             streamed: Whether the run reports progress after every token.
 
         Raises:
             InvalidRequestError: If there are too many choices, or several prompts to resume.
-            ApiError: If a prompt is longer than the server allows.
+            ApiError: If a prompt is longer than the server allows, or takes too long to tokenise.
         """
         resumed = options.get("resume")
         samples = options.get("n", 1) if resumed is None else resumed.get("samples")
@@ -78,16 +75,21 @@ class Service:
         if resumed is not None and len(prompts) > 1:
             raise InvalidRequestError("resume needs exactly one prompt")
 
+        prompts = [
+            await self.preparation.encode(state, prompt, special=True)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+
         def make_requests() -> list[Request]:
-            if make_constraint is not None:
-                options["constraint"] = make_constraint()
             tokens = [self.llm.encode(prompt) for prompt in prompts]
             for prompt in tokens:
                 check_prompt(prompt, self.settings)
             return [self.llm.request(prompt, **options) for prompt in tokens]
 
         is_long = sum(len(prompt) for prompt in prompts) > LONG_TEXT
-        if make_constraint is not None or is_long:
+        if "constraint" in options or is_long:
             requests = await asyncio.to_thread(make_requests)
         else:
             requests = make_requests()

@@ -32,6 +32,9 @@ class Settings:
         reasoning_parser: A name of `REASONING_TAGS`, "auto" or "none".
         allowed_hosts: Accepted Host names, "*" for any. On a loopback address, loopback names are
             always accepted; on other addresses an empty tuple accepts any name.
+        prepare_seconds: Most processor time that compiling the constraint of a request, rendering
+            its conversation, or tokenising its prompt may take.
+        prepare_memory: Most memory that one of these may take, in bytes.
         open_metrics: Whether /metrics and /live need no key although keys are configured.
     """
 
@@ -50,6 +53,8 @@ class Settings:
     reasoning_parser: str = "auto"
     allowed_hosts: tuple[str, ...] = ()
     open_metrics: bool = False
+    prepare_seconds: float = 2.0
+    prepare_memory: int = 1 << 30
 
     @property
     def namespaces(self) -> dict[str, str]:

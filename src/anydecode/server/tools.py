@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
 from typing import Any
 
 from anydecode.constraints.guidance_engine import check_references, library, one_line
@@ -122,10 +121,8 @@ def _check(schema: dict[str, Any], what: str) -> None:
         raise ConstraintError(f"{what} cannot be enforced: {error}")
 
 
-@lru_cache(256)
 def _grammar_error(schema: str) -> str:
-    """Why no grammar can enforce the schema, in one line; empty if one can. Cached, since clients
-    send the same tools with every request."""
+    """Why no grammar can enforce the schema, in one line; empty if one can."""
     matcher = library().LLMatcher
     error = matcher.validate_grammar(matcher.grammar_from_json_schema(schema))
     return one_line(error) if error else ""

@@ -240,7 +240,9 @@ def soak(
     """
     from anydecode.server.running import LiveServer
     from anydecode.server.settings import Settings
+    from anydecode.server.workers import worker_pool
 
+    worker_pool()  # its pipes and event loop stay open
     result = Soak(requests)
     with tiny_llm(prefix_cache=False) as alone:
         expected = cases(distinct, random.Random(seed), alone)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from functools import lru_cache
 
+from anydecode.constraints.byte_cache import ByteCache
 from anydecode.constraints.grammar.byte_regex import (
     EMPTY,
     MAX_PARTS,
@@ -31,6 +31,8 @@ from anydecode.errors import ConstraintError
 
 #: Maximum number of parts of an inlined rule, and of states of all automata together.
 MAX_INLINED_PARTS, MAX_STATES = 20_000, 20_000
+#: Maximum size of the automata that are cached, in bytes.
+MAX_CACHED_BYTES = 32 << 20
 _TOKEN_PATTERN = re.compile(
     r"""(?P<space>[ \t\r\f]+|(//|\#)[^\n]*)|(?P<line>\n)
     |(?P<string>"(\\.|[^"\\\n])*"i?)|(?P<regex>/(?![*?/])(\\.|[^/\\\n])+/[a-z]*)
@@ -388,6 +390,12 @@ class ByteGrammar:
         self._trim()
         self.is_regular = not any(self.rule_calls)
 
+    @property
+    def num_bytes(self) -> int:
+        """The estimated memory of the automata, in bytes."""
+        num_edges = sum(map(len, self.transitions)) + sum(map(len, self.rule_calls))
+        return 400 * len(self.transitions) + 100 * num_edges
+
     def _classify(self, rules: list[Expression]) -> None:
         sets: dict[int, int] = {}
 
@@ -563,7 +571,9 @@ class ByteGrammar:
             ]
 
 
-@lru_cache(maxsize=32)
+_grammars: ByteCache[str, ByteGrammar] = ByteCache(MAX_CACHED_BYTES)
+
+
 def byte_grammar(description: str) -> ByteGrammar:
     """Returns the automata of a grammar, cached.
 
@@ -574,6 +584,14 @@ def byte_grammar(description: str) -> ByteGrammar:
     Raises:
         ConstraintError: The grammar is not supported or too large.
     """
+    found = _grammars.get(description)
+    if found is None:
+        found = _read_grammar(description)
+        _grammars.put(description, found, 4 * len(description) + found.num_bytes)
+    return found
+
+
+def _read_grammar(description: str) -> ByteGrammar:
     text = description
     if description.lstrip().startswith("{"):
         parsed = json.loads(description)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema_rs
 
+from anydecode.constraints.byte_cache import ByteCache, text_bytes
 from anydecode.constraints.guidance_engine import one_line
 from anydecode.constraints.json.relaxing import FORMATS, UNMASKED, is_format, is_pattern, subschemas
 from anydecode.constraints.patterns import abbreviated, pattern_options
@@ -17,6 +18,9 @@ from anydecode.models.tokenizer import Tokenizer
 
 #: If the schema has more characters than this, only complete answers are validated.
 _MAX_CHARACTERS_INCREMENTAL = 200_000
+#: Maximum size of the sets of pointers that a validator caches, in bytes, and the estimated size of
+#: one pointer.
+_MAX_CACHED_BYTES, _BYTES_PER_POINTER = 4 << 20, 200
 _OBJECT, _ARRAY = ord("{"), ord("[")
 _SCALAR_ENDS = frozenset(b",]} \t\r\n")
 
@@ -35,55 +39,118 @@ class Validator:
 
     def __init__(self, schema: Any, size: int, resources: Mapping[str, Any] | None = None) -> None:
         self.schema = schema
-        self._options: dict[str, Any] = {
-            "validate_formats": True,
-            "ignore_unknown_formats": True,
-            "pattern_options": pattern_options(schema, *(resources or {}).values()),
-            "offline": True,
-        }
-        try:
-            if resources:
-                registry = jsonschema_rs.Registry(list(resources.items()))
-                self._options["registry"] = registry
-            self._root_validator = jsonschema_rs.validator_for(schema, **self._options)
-        except Exception as error:  # the library raises its own errors and ValueError
-            raise ConstraintError(f"the schema is not valid: {_message(error)}") from None
-        self._make_validator_map = jsonschema_rs.validator_map_for
-        self._subschema_validators: Any = None
+        self._resources = dict(resources or {})
+        self._build()
         # Inside a subschema with an identifier, "#/..." refers to another root.
         has_identifiers = any(
             "$id" in node or "id" in node for path, node in subschemas(schema) if path != "#"
         )
         self._incremental = size <= _MAX_CHARACTERS_INCREMENTAL and not has_identifiers
+        #: All items of an array from this index on are under the same subschemas.
+        self._num_prefix_items = max(
+            (
+                len(node["prefixItems"])
+                for _, node in subschemas(schema)
+                if isinstance(node.get("prefixItems"), list)
+            ),
+            default=0,
+        )
+        self._clear()
+
+    def _clear(self) -> None:
+        """Drops what `root`, `child` and `unmasked` have found."""
+        self._root_pointers: frozenset[str] | None = None
+        self._children: ByteCache[Any, frozenset[str]] = ByteCache(_MAX_CACHED_BYTES)
+        self._unmasked: ByteCache[frozenset[str], list[str]] = ByteCache(_MAX_CACHED_BYTES)
+
+    def __getstate__(self) -> dict[str, Any]:
+        dropped = {"_options", "_root", "_subschema_validators", "_children", "_unmasked"}
+        return {name: value for name, value in vars(self).items() if name not in dropped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _root=None, _subschema_validators=None)
+        self._clear()
+
+    def build(self) -> None:
+        """Builds the validators of the values in an answer now instead of at the first of them."""
+        if self._root is None:
+            self._build()
+        if self._incremental:
+            self._validators()
+
+    def _build(self) -> None:
+        """Builds the root's validator, which checks the schema."""
+        self._subschema_validators: Any = None
+        self._options: dict[str, Any] = {
+            "validate_formats": True,
+            "ignore_unknown_formats": True,
+            "pattern_options": pattern_options(self.schema, *self._resources.values()),
+            "offline": True,
+        }
+        try:
+            if self._resources:
+                registry = jsonschema_rs.Registry(list(self._resources.items()))
+                self._options["registry"] = registry
+            self._root: Any = jsonschema_rs.validator_for(self.schema, **self._options)
+        except Exception as error:  # the library raises its own errors and ValueError
+            raise ConstraintError(f"the schema is not valid: {_message(error)}") from None
+
+    def _validators(self) -> Any:
+        """The validators of the subschemas by their JSON pointers."""
+        if self._root is None:
+            self._build()
+        if self._subschema_validators is None:
+            self._subschema_validators = jsonschema_rs.validator_map_for(
+                self.schema, **self._options
+            )
+        return self._subschema_validators
 
     def is_valid(self, value: Any) -> bool:
         """Whether a complete answer is valid."""
-        return _is_valid(self._root_validator, value)
+        if self._root is None:  # the validator is a pickle's, which has only the schema
+            self._build()
+        return _is_valid(self._root, value)
 
     def is_value_valid(self, pointers: frozenset[str], value: Any) -> bool:
         """Whether a value is valid under those subschemas at `pointers` that a mask cannot
         express."""
         if not self._incremental:
             return True
-        checked_pointers = [pointer for pointer in pointers if _is_unmasked(self.node(pointer))]
+        checked_pointers = self.unmasked(pointers)
         if not checked_pointers:
             return True
-        if self._subschema_validators is None:
-            self._subschema_validators = self._make_validator_map(self.schema, **self._options)
-        parts = [self._subschema_validators.get(pointer) for pointer in checked_pointers]
+        validators = self._validators()
+        parts = [validators.get(pointer) for pointer in checked_pointers]
         return all(part is None or _is_valid(part, value) for part in parts)
 
     def root(self) -> frozenset[str]:
         """JSON pointers of the subschemas that apply to the whole answer."""
-        return self._expanded({"#"})
+        if self._root_pointers is None:
+            self._root_pointers = self._expanded({"#"})
+        return self._root_pointers
 
     def child(self, pointers: frozenset[str], key: str | int) -> frozenset[str]:
         """JSON pointers of the subschemas that certainly apply to the member `key` of a value to
         which those at `pointers` apply."""
-        result: set[str] = set()
-        for pointer in pointers:
-            result.update(self._members(pointer, key))
-        return self._expanded(result)
+        if isinstance(key, int):
+            key = min(key, self._num_prefix_items)
+        found = self._children.get((pointers, key))
+        if found is None:
+            result: set[str] = set()
+            for pointer in pointers:
+                result.update(self._members(pointer, key))
+            found = self._expanded(result)
+            size = _BYTES_PER_POINTER * (len(pointers) + len(found)) + text_bytes(key)
+            self._children.put((pointers, key), found, size)
+        return found
+
+    def unmasked(self, pointers: frozenset[str]) -> list[str]:
+        """Those of `pointers` whose subschemas a mask cannot express."""
+        found = self._unmasked.get(pointers)
+        if found is None:
+            found = [pointer for pointer in pointers if _is_unmasked(self.node(pointer))]
+            self._unmasked.put(pointers, found, _BYTES_PER_POINTER * len(pointers))
+        return found
 
     def _members(self, pointer: str, key: str | int) -> Iterator[str]:
         node = self.node(pointer)
@@ -244,7 +311,7 @@ class IncrementalJsonValidator:
         return self.validator.child(self.stack[-1].pointers, self.stack[-1].key)
 
     def _is_value_valid(self, start: int, pointers: frozenset[str], stop: int) -> bool:
-        if not any(_is_unmasked(self.validator.node(pointer)) for pointer in pointers):
+        if not self.validator.unmasked(pointers):
             return True
         value = _parse_json(bytes(self.text[start:stop]))
         return value is not _INVALID_JSON and self.validator.is_value_valid(pointers, value)

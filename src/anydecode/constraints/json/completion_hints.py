@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Set
 from functools import cached_property
 from itertools import islice
@@ -51,6 +52,13 @@ class SchemaHints:
         self._sizes: dict[tuple[int, int], int] = {}
         self.shortest: WeakKeyDictionary[Tokenizer, int | None] = WeakKeyDictionary()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Sizes are kept by the identity of their schema, and lengths by the tokenizer's.
+        return {**vars(self), "_sizes": {}, "shortest": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, shortest=WeakKeyDictionary())
+
     @cached_property
     def values(self) -> list[bytes]:
         """Small values as JSON text, the shortest first."""
@@ -75,12 +83,13 @@ class SchemaHints:
 
     @cached_property
     def _objects(self) -> list[_Object]:
-        result: list[_Object] = []
+        result: dict[Any, _Object] = {}
         for _, node in subschemas(self._root):
             description = self._object(node)
-            if description.sizes and description not in result:
-                result.append(description)
-        return sorted(result, key=lambda entry: len(entry.sizes))
+            if description.sizes:
+                key = frozenset(description.sizes.items()), description.required
+                result.setdefault(key, description)
+        return sorted(result.values(), key=lambda entry: len(entry.sizes))
 
     @cached_property
     def _required(self) -> frozenset[str]:
@@ -90,7 +99,7 @@ class SchemaHints:
         """The names `allowed`, sorted so that those that complete an object soonest come first.
         Properties are generated in order, so the last required name comes first; names that are
         not required are sorted by the size of their value."""
-        description = max(self._objects, key=lambda entry: len(entry.sizes.keys() & allowed))
+        description = self._objects[self._best_object(allowed)]
         position = {name: index for index, name in enumerate(description.sizes)}
 
         def rank(name: str) -> tuple[int, int]:
@@ -101,6 +110,23 @@ class SchemaHints:
             return 2, description.sizes.get(name, _MAX_LENGTH)
 
         return sorted(allowed, key=rank)
+
+    def _best_object(self, allowed: Set[str]) -> int:
+        """The index of the first of the objects that have the most of the names `allowed`."""
+        counts = Counter(index for name in allowed for index in self._indices_by_name.get(name, ()))
+        return min(counts, key=lambda index: (-counts[index], index), default=0)
+
+    @cached_property
+    def _indices_by_name(self) -> dict[str, list[int]]:
+        result: dict[str, list[int]] = {}
+        for index, entry in enumerate(self._objects):
+            for name in entry.sizes:
+                result.setdefault(name, []).append(index)
+        return result
+
+    def compute(self) -> None:
+        """Computes everything now instead of on first use."""
+        _ = self.values, self.names, self._required, self._indices_by_name
 
     def _object(self, node: dict[str, Any]) -> _Object:
         properties = node.get("properties")
@@ -198,7 +224,7 @@ def example(pattern: str) -> str | None:
 
 
 #: Anchors, and the escapes and classes in which the same characters are literal.
-_ANCHORS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[\^$]", re.DOTALL)
+_ANCHORS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|[\^$]", re.DOTALL)
 #: Bytes in the order in which examples prefer them.
 _PREFERRED_BYTES = [*b"0aA-._/:@ ", *range(33, 127), *range(256)]
 

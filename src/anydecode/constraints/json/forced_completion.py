@@ -14,7 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from anydecode.constraints.constraint import CompletionHints, ConstraintState
-from anydecode.constraints.json.shortest_completion import shortest_completion
+from anydecode.constraints.json.shortest_completion import (
+    MAX_WORK_PER_ANSWER,
+    search_completion,
+    shortest_completion,
+)
 from anydecode.models.tokenizer import Tokenizer
 
 #: One over the share of the limit that is generated before the first search for a completion. Most
@@ -27,11 +31,13 @@ _MAX_SLACK = 16
 
 class _Search(NamedTuple):
     """The result of a search after `num_tokens` tokens: the completion to force from there on
-    (empty if none), and the number of tokens after which to search again."""
+    (empty if none), the number of tokens after which to search again, and the work of this search
+    and all before it."""
 
     num_tokens: int
     completion: tuple[int, ...]
     next_search: int
+    work: int = 0
 
 
 class ForcedCompletion(ConstraintState):
@@ -164,7 +170,13 @@ class ForcedCompletion(ConstraintState):
         """Searches for the shortest completion. A token usually lengthens it by one, so half of the
         spare tokens can be generated before the next search."""
         num_left = self._max_tokens - self._num_tokens
-        shortest_found = shortest_completion(self.inner, self._tokenizer, self._hints)
+        work = self._searches[-1].work if self._searches else 0
+        shortest_found = None
+        if work < MAX_WORK_PER_ANSWER:
+            shortest_found, spent = search_completion(
+                self.inner, self._tokenizer, self._hints, MAX_WORK_PER_ANSWER - work
+            )
+            work += spent
         num_spare = num_left // 2 if shortest_found is None else num_left - len(shortest_found)
         completion: tuple[int, ...] = ()
         if shortest_found is not None and 0 <= num_spare <= self._slack + self._slack // 2:
@@ -172,5 +184,5 @@ class ForcedCompletion(ConstraintState):
         num_free = max(1, (num_spare - self._slack) // 2)
         self._searches = (
             *self._searches,
-            _Search(self._num_tokens, completion, self._num_tokens + num_free),
+            _Search(self._num_tokens, completion, self._num_tokens + num_free, work),
         )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from anydecode.constraints.byte_cache import ByteCache, allocated_bytes, measured_bytes
 from anydecode.constraints.constraint import (
     Constraint,
     ConstraintReport,
@@ -46,9 +45,13 @@ MAX_CHARACTERS = 2 << 20
 MAX_DEPTH = 128
 #: White space allowed between JSON tokens: none, one space, or a line break and its indentation.
 WHITESPACE = r"[ ]?|\n[ ]{0,32}"
-_COMPILED: OrderedDict[tuple[Any, ...], _CompiledSchema] = OrderedDict()
-_MAX_CACHED = 256
-_lock = threading.Lock()
+#: Maximum size of all cached compiled schemas, in bytes.
+MAX_COMPILED_BYTES = 64 << 20
+#: The memory of a schema as Python objects, in bytes per character of its text.
+_BYTES_PER_CHARACTER = 32
+_COMPILED: ByteCache[Any, _CompiledSchema] = ByteCache(MAX_COMPILED_BYTES)
+#: Number of narrowed forms that are compiled with a schema whose values are validated.
+_NUM_NARROWED = 4
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class JsonSchema(Constraint):
         self.engine = engine
         self.resources = dict(resources or {})
         self._compiled: _CompiledSchema | None = None
+        self._narrowed: dict[int, JsonSchema | None] = {}
 
     def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
         compiled = self._get_compiled(tokenizer, vocab_size)
@@ -131,10 +135,9 @@ class JsonSchema(Constraint):
             return XGrammarState.of("json", self.schema, tokenizer, vocab_size)
         return GuidanceState.of(compiled.grammar, tokenizer, vocab_size)
 
-    def start_with_limit(
-        self, tokenizer: Tokenizer, vocab_size: int, max_tokens: int
+    def with_limit(
+        self, state: ConstraintState, tokenizer: Tokenizer, vocab_size: int, max_tokens: int
     ) -> ConstraintState:
-        state = self.start(tokenizer, vocab_size)
         if not self.finish:
             return state
         return ForcedCompletion.of(state, tokenizer, vocab_size, max_tokens, self.completion_hints)
@@ -169,7 +172,33 @@ class JsonSchema(Constraint):
         )
         return validator.is_valid(value)
 
+    def warm(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        super().warm(tokenizer, vocab_size)
+        assert self._compiled is not None
+        self._compiled.hints.compute()
+        if self._compiled.needs_validation:
+            self._compiled.validator.build()
+            for index in range(_NUM_NARROWED):
+                narrowed_constraint = self.narrowed(index)
+                if narrowed_constraint is None:
+                    return
+                narrowed_constraint.warm(tokenizer, vocab_size)
+
+    def is_warm(self, tokenizer: Tokenizer, vocab_size: int) -> bool:
+        if self._compiled is None or self.engine != "llguidance":
+            return False
+        binding = tokenizer_binding(tokenizer, vocab_size)
+        return binding.has_template(self._compiled.grammar) and all(
+            narrowed_constraint is None or narrowed_constraint.is_warm(tokenizer, vocab_size)
+            for narrowed_constraint in self._narrowed.values()
+        )
+
     def narrowed(self, index: int) -> JsonSchema | None:
+        if index not in self._narrowed:
+            self._narrowed[index] = self._narrow(index)
+        return self._narrowed[index]
+
+    def _narrow(self, index: int) -> JsonSchema | None:
         schema = narrowed_schema(self.schema, index, len(self.text))
         if schema is None:
             return None
@@ -192,21 +221,17 @@ class JsonSchema(Constraint):
                 self.engine,
                 type(self),
             )
-            with _lock:
-                compiled = _COMPILED.get(key)
-                if compiled is not None:
-                    _COMPILED.move_to_end(key)
+            compiled = _COMPILED.get(key)
             if compiled is None:
+                allocated = allocated_bytes()
                 try:
                     compiled = self._compile(tokenizer, vocab_size)
                 except RecursionError:
                     raise ConstraintError(
                         "the schema's references are nested too deep: use fewer"
                     ) from None
-                with _lock:
-                    _COMPILED[key] = compiled
-                    if len(_COMPILED) > _MAX_CACHED:
-                        _COMPILED.popitem(last=False)
+                size = _BYTES_PER_CHARACTER * (len(self.text) + len(compiled.grammar))
+                _COMPILED.put(key, compiled, measured_bytes(allocated, size))
             self._compiled = compiled
         return self._compiled
 
@@ -300,10 +325,32 @@ class JsonSchema(Constraint):
 
 
 class _Narrowed(JsonSchema):
-    """A narrowed form of another schema; its values are validated against that schema."""
+    """A narrowed form of another schema; its values are validated against that schema. If it cannot
+    be enforced, that is found once."""
+
+    _failure = ""
+
+    def warm(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        try:
+            super().warm(tokenizer, vocab_size)
+        except ConstraintError as error:
+            self._failure = str(error)
+
+    def is_warm(self, tokenizer: Tokenizer, vocab_size: int) -> bool:
+        return bool(self._failure) or super().is_warm(tokenizer, vocab_size)
+
+    def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
+        if self._failure:
+            raise ConstraintError(self._failure)
+        return super().start(tokenizer, vocab_size)
 
     def narrowed(self, index: int) -> None:
         return None
+
+
+def clear_compiled() -> None:
+    """Drops all cached compiled schemas."""
+    _COMPILED.clear()
 
 
 def _read(schema: Any) -> tuple[Any, str]:

@@ -11,11 +11,12 @@ import json
 import re
 from collections.abc import Iterator
 from copy import deepcopy
-from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import jsonschema_rs
 
+from anydecode.constraints.byte_cache import byte_cached
 from anydecode.constraints.guidance_engine import library
 
 #: Keywords with restrictions that a mask cannot express.
@@ -46,6 +47,8 @@ FORMATS = frozenset(
     }
 )  # fmt: skip
 _BACK_REFERENCE, _LOOK_AROUND = re.compile(r"\\[1-9]"), re.compile(r"\(\?<?[=!]")
+#: Maximum size of the patterns and names of formats whose properties are cached, in bytes.
+_MAX_CACHED_BYTES = 4 << 20
 #: Number of levels of relaxation; at the last one everything is left to the validator.
 NUM_LEVELS = 4
 
@@ -141,13 +144,17 @@ def without_extra_properties(schema: Any) -> Any:
     for path, node in subschemas(result):
         is_combined = _COMBINING & set(path.split("/"))
         is_shared = has_foreign_references or any(
-            path == reference or path.startswith(reference + "/") for reference in shared_references
+            ancestor in shared_references for ancestor in accumulate(path.split("/"), _joined)
         )
         if path == "#" and "#" in shared_references:
             is_shared = True
         if not is_combined and not is_shared and _can_close(node):
             node["additionalProperties"] = False
     return result
+
+
+def _joined(path: str, part: str) -> str:
+    return f"{path}/{part}"
 
 
 def _can_close(node: dict[str, Any]) -> bool:
@@ -267,7 +274,7 @@ def _escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
-@lru_cache(1024)
+@byte_cached(_MAX_CACHED_BYTES)
 def without_assertions(pattern: Any) -> str | None:
     """A regular expression that matches everything `pattern` matches: without look-around, and
     with back-references replaced by any text. None if the engine does not support the result."""
@@ -314,7 +321,7 @@ def _group_end(pattern: str, start: int) -> int | None:
     return None
 
 
-@lru_cache(1024)
+@byte_cached(_MAX_CACHED_BYTES)
 def is_pattern(pattern: Any) -> bool:
     """Whether the mask engine supports the regular expression `pattern`."""
     if not isinstance(pattern, str):
@@ -324,7 +331,7 @@ def is_pattern(pattern: Any) -> bool:
     return not matcher.validate_grammar(grammar)
 
 
-@lru_cache(1024)
+@byte_cached(_MAX_CACHED_BYTES)
 def is_format(name: Any) -> bool:
     """Whether the mask engine or the validator supports the format `name`."""
     if not isinstance(name, str) or name in FORMATS:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from anydecode.constraints.byte_cache import byte_cached
 from anydecode.constraints.constraint import CompletionHints, ConstraintState
 from anydecode.constraints.vocabulary import vocabulary
 from anydecode.models.tokenizer import Tokenizer
@@ -22,9 +22,15 @@ _EXIT_COST = 16
 #: Maximum number of branching states, and of masks, before the search gives up.
 _MAX_BRANCHES = 600
 _MAX_MASKS = 6000
+#: Maximum work of one search, and of all searches of one answer. The unit is the check of one token
+#: of a value or name, about 0.2 microseconds; each check of a text and each mask cost some more.
+MAX_WORK, MAX_WORK_PER_ANSWER = 4_000_000, 12_000_000
+_WORK_PER_CHECK, _WORK_PER_MASK = 8, 300
 #: Maximum number of continuations of one state, and of values from the hints among them.
 _MAX_CONTINUATIONS = 5
 _MAX_VALUES = 2
+#: Maximum size of the cached tokens of values and names, in bytes.
+_MAX_BYTEWISE_BYTES = 16 << 20
 #: A mask that allows more printable characters than this is taken to be inside a string.
 _MAX_OUTSIDE_STRING = 32
 
@@ -45,10 +51,21 @@ def shortest_completion(
     Returns:
         Token ids, the last one an end-of-text token; None if no completion was found.
     """
-    vocab = _vocabulary(tokenizer)
-    tokens = _Search(state, vocab, hints).run()
-    if tokens is None:
-        return None
+    return search_completion(state, tokenizer, hints, MAX_WORK)[0]
+
+
+def search_completion(
+    state: ConstraintState, tokenizer: Tokenizer, hints: CompletionHints | None, max_work: int
+) -> tuple[list[int] | None, int]:
+    """`shortest_completion` with at most about `max_work` of work, and the work it took."""
+    search = _Search(state, _vocabulary(tokenizer), hints, min(max_work, MAX_WORK))
+    tokens = search.run()
+    completion = None if tokens is None else _retokenized(state, _vocabulary(tokenizer), tokens)
+    return completion, search.work
+
+
+def _retokenized(state: ConstraintState, vocab: _Vocabulary, tokens: list[int]) -> list[int]:
+    """The text of `tokens` in as few tokens as possible, with an end-of-text token."""
     shorter = vocab.fewest_tokens(b"".join(map(vocab.token_bytes, tokens)))
     if len(shorter) < len(tokens) and state.allows_sequence(shorter):
         tokens = shorter
@@ -74,8 +91,14 @@ class _Search:
     """One search, by tokens of one byte if the vocabulary has them."""
 
     def __init__(
-        self, state: ConstraintState, vocab: _Vocabulary, hints: CompletionHints | None
+        self,
+        state: ConstraintState,
+        vocab: _Vocabulary,
+        hints: CompletionHints | None,
+        max_work: int,
     ) -> None:
+        self.work = 0
+        self._max_work = max_work
         self._vocab = vocab
         self._hints = hints
         self._num_masks = 0
@@ -85,7 +108,7 @@ class _Search:
     def run(self) -> list[int] | None:
         """Returns the tokens after which the text may stop, or None."""
         for _ in range(_MAX_BRANCHES):
-            if not self._queue or self._num_masks > _MAX_MASKS:
+            if not self._queue or self._num_masks > _MAX_MASKS or self.work > self._max_work:
                 return None
             cost, _, step = heappop(self._queue)
             mask = self._skip_forced(step)
@@ -113,6 +136,7 @@ class _Search:
         while True:
             mask = step.state.mask()
             self._num_masks += 1
+            self.work += _WORK_PER_MASK
             if mask is None or self._may_stop(step.state, mask):
                 return mask
             allowed = np.flatnonzero(mask)
@@ -144,6 +168,7 @@ class _Search:
             continuations = [
                 (extra_cost + _EXIT_COST, candidate) for extra_cost, candidate in continuations
             ]
+            self.work += _WORK_PER_MASK * len(vocab.string_characters)
             exits = _exits(state, mask, vocab)
             continuations += [(_EXIT_COST * i, [candidate]) for i, candidate in enumerate(exits)]
         return continuations
@@ -161,17 +186,17 @@ class _Search:
                 tokens = self._vocab.bytewise(text)
                 if tokens and self._ends_value(state, tokens):
                     result.append(tokens)
-            if len(result) >= _MAX_VALUES:
+            if len(result) >= _MAX_VALUES or self.work > self._max_work:
                 return result
         return result or ([] if in_string else self._names(state))
 
     def _ends_value(self, state: ConstraintState, tokens: list[int]) -> bool:
         """Whether `tokens` are allowed next and complete a value: a comma, a closing bracket or the
         end of the text may follow."""
-        if not state.allows_sequence(tokens):
+        if not self._allows(state, tokens):
             return False
         if any(
-            state.allows_sequence([*tokens, *self._vocab.bytewise(candidate)])
+            self._allows(state, [*tokens, *self._vocab.bytewise(candidate)])
             for candidate in (b",", b"}", b"]")
         ):
             return True
@@ -183,13 +208,19 @@ class _Search:
     def _names(self, state: ConstraintState) -> list[list[int]]:
         """Allowed property names with the missing quotes and a colon, the best first."""
         assert self._hints is not None
-        is_open = not state.allows_sequence(self._vocab.bytewise(b'"'))
+        is_open = not self._allows(state, self._vocab.bytewise(b'"'))
         allowed: dict[str, list[int]] = {}
         for name, text in self._hints.names.items():
             tokens = self._vocab.bytewise(text[1:] if is_open else text)
-            if tokens and state.allows_sequence(tokens):
+            if tokens and self._allows(state, tokens):
                 allowed[name] = tokens
+            if self.work > self._max_work:
+                break
         return [allowed[name] for name in self._hints.ordered(allowed.keys())] if allowed else []
+
+    def _allows(self, state: ConstraintState, tokens: list[int]) -> bool:
+        self.work += _WORK_PER_CHECK + len(tokens)
+        return state.allows_sequence(tokens)
 
 
 def _exits(state: ConstraintState, mask: np.ndarray, vocab: _Vocabulary) -> list[int]:
@@ -239,7 +270,7 @@ class _Vocabulary:
             [token for token, token_bytes in entries if token_bytes in characters], np.int64
         )
         self.quotes = [token for token, token_bytes in entries if token_bytes == b'"']
-        self.bytewise = lru_cache(1 << 12)(self._bytewise)
+        self.bytewise = byte_cached(_MAX_BYTEWISE_BYTES)(self._bytewise)
 
     def in_string(self, mask: np.ndarray) -> bool:
         """Whether `mask` is that of a position inside a string."""

@@ -21,13 +21,13 @@ def cannot_terminate(schema: Any) -> bool:
 
 class _Round:
     """One iteration of the fixed point: which references have finite values, given those already
-    found."""
+    found. Each reference is followed once."""
 
     def __init__(self, root: Any, terminating: set[str]) -> None:
         self.root = root
         self.terminating = terminating
         self.newly_found: set[str] = set()
-        self._open: set[str] = set()
+        self._visited: set[str] = set()
 
     def terminates(self, node: Any) -> bool:
         if not isinstance(node, dict) or "enum" in node or "const" in node:
@@ -76,11 +76,10 @@ class _Round:
     def _reference_terminates(self, reference: str) -> bool:
         if reference in self.terminating or not reference.startswith("#"):
             return True
-        if reference in self._open:
-            return False
-        self._open.add(reference)
+        if reference in self._visited:
+            return reference in self.newly_found
+        self._visited.add(reference)
         terminates = self.terminates(resolve_reference(self.root, reference))
-        self._open.discard(reference)
         if terminates:
             self.newly_found.add(reference)
         return terminates

@@ -30,6 +30,8 @@ from anydecode.scoring.sequence import Sequence
 
 #: Maximum number of tries (one per prompt, temperature and constraint).
 MAX_TRIES = 64
+#: Memory of one node of a trie, in bytes.
+_BYTES_PER_NODE = 400
 
 
 @dataclass(eq=False)
@@ -83,6 +85,11 @@ class Asap(Decoder):
 
     def __init__(self) -> None:
         self.tries: OrderedDict[Hashable, Node] = OrderedDict()
+        self._num_nodes = 0  # of all tries, those of dropped prompts included
+
+    @property
+    def num_bytes(self) -> int:
+        return _BYTES_PER_NODE * self._num_nodes
 
     def decode(self, sequence: Sequence) -> Decoding:
         node = self.trie(sequence)
@@ -105,6 +112,7 @@ class Asap(Decoder):
             path.append(node)
             sequence.record_logprobs(row, position, token, sequence.sampler)
             sequence.emit([token])
+        self._num_nodes += len(path)
         self._refine(path[:-1])
 
     def trie(self, sequence: Sequence) -> Node:

@@ -40,6 +40,10 @@ class JumpForward(Drafter):
     def clear(self) -> None:
         self.inner.clear()
 
+    @property
+    def num_bytes(self) -> int:
+        return self.inner.num_bytes
+
 
 class _Session(DraftSession):
     def __init__(self, sequence: Sequence, inner: DraftSession, longest: int) -> None:

@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anydecode.constraints.constraint import Constraint, IncrementalValidator
-from anydecode.constraints.json.shortest_completion import shortest_completion
+from anydecode.constraints.json.shortest_completion import (
+    MAX_WORK_PER_ANSWER,
+    search_completion,
+)
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
@@ -282,13 +285,17 @@ class ValidateAndRetry(Decoder):
         for token in output.tokens:
             state.advance(token)
             states.append(state.fork())
-        num_kept, step = limit, 1
+        num_kept, step, work = limit, 1, 0
         for _ in range(_MAX_COMPLETION_STARTS):
-            if num_kept < num_reasoning_tokens:
+            if num_kept < num_reasoning_tokens or work >= MAX_WORK_PER_ANSWER:
                 return
-            completion = shortest_completion(
-                states[num_kept], self.tokenizer, self.constraint.completion_hints
+            completion, spent = search_completion(
+                states[num_kept],
+                self.tokenizer,
+                self.constraint.completion_hints,
+                MAX_WORK_PER_ANSWER - work,
             )
+            work += spent
             if completion is None or num_kept + len(completion) > limit:
                 excess = 0 if completion is None else (num_kept + len(completion) - limit) // 2
                 num_kept, step = num_kept - max(step, excess), step + (completion is None)

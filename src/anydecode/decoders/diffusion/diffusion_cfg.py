@@ -7,13 +7,12 @@ can still complete the canvas to a text of the grammar.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from anydecode.catalogue import Card, register
+from anydecode.constraints.byte_cache import ByteCache
 from anydecode.constraints.constraint import ConstraintState
-from anydecode.constraints.grammar.byte_grammar import byte_grammar
+from anydecode.constraints.grammar.byte_grammar import MAX_CACHED_BYTES, byte_grammar
 from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.decoders.diffusion import caches
@@ -35,11 +34,23 @@ _KEY: StateKey[tuple[str, Vocabulary, frozenset[int], int | None]] = StateKey(
 )
 
 
-@lru_cache(maxsize=32)
+#: Bytes per token of a grammar's table of token groups.
+_BYTES_PER_TOKEN = 16
+_grammars: ByteCache[tuple[str, Vocabulary, frozenset[int], int | None], CanvasGrammar] = ByteCache(
+    MAX_CACHED_BYTES
+)
+
+
 def _compiled(
-    described: str, vocabulary: Vocabulary, ends: frozenset[int], mask: int
+    described: str, vocabulary: Vocabulary, ends: frozenset[int], mask: int | None
 ) -> CanvasGrammar:
-    return CanvasGrammar(byte_grammar(described), vocabulary, ends, mask)
+    key = described, vocabulary, ends, mask
+    found = _grammars.get(key)
+    if found is None:
+        automata = byte_grammar(described)
+        found = CanvasGrammar(automata, vocabulary, ends, -1 if mask is None else mask)
+        _grammars.put(key, found, automata.num_bytes + _BYTES_PER_TOKEN * vocabulary.size)
+    return found
 
 
 class CanvasState(ConstraintState):

@@ -120,6 +120,11 @@ class Drafter(ABC):
     def clear(self) -> None:
         """Reset everything learned from earlier requests."""
 
+    @property
+    def num_bytes(self) -> int:
+        """The estimated memory of what was learned from earlier requests, in bytes."""
+        return 0
+
 
 class DraftBudget(ABC):
     """Chooses the draft size before each round. It must not depend on the target's scores of that
@@ -169,6 +174,10 @@ class Speculative(Decoder):
         self._budget = budget
         # Rules that compare samples with the draft distribution must see every draft.
         self._is_token_exact = isinstance(self.acceptance, TokenExact)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.drafter.num_bytes
 
     def budget(self, sequence: Sequence) -> DraftBudget:
         """The draft budget of one sequence."""

@@ -29,6 +29,8 @@ from anydecode.scoring.tree import ROOT, TokenTree
 C1, C2 = 1.25, 19652.0
 
 Row = dict[int, float]
+#: Memory of one row of the table, in bytes.
+_BYTES_PER_ROW = 1000
 RowOf = Callable[[TokenTree, int], Row]
 
 
@@ -122,6 +124,10 @@ class AdedDrafter(Drafter):
 
     def clear(self) -> None:
         self.table.rows.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        return _BYTES_PER_ROW * len(self.table.rows)
 
 
 class _Session(TextDraftSession):

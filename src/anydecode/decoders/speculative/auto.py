@@ -45,6 +45,8 @@ PRIORS = {
     True: (0.25, 0.53, 0.65, 0.72, 0.79, 0.85, 0.91, 0.95, 0.98, 0.995),
     False: (0.18, 0.4, 0.55, 0.57, 0.68, 0.76, 0.85, 0.92, 0.97, 0.99),
 }
+#: Memory of one token of earlier answers, or of one pair of tokens, in bytes.
+_BYTES_PER_TOKEN = 300
 #: Prior acceptance rates of the model's most probable successors: two of a token pair, then two of
 #: a single token.
 SUCCESSOR_PRIORS = {
@@ -535,6 +537,10 @@ class Auto(Decoder):
             )
             for greedy, prior in PRIORS.items()
         }
+
+    @property
+    def num_bytes(self) -> int:
+        return _BYTES_PER_TOKEN * (len(self.past) + len(self.successors))
 
     def decode(self, sequence: Sequence) -> Decoding:
         session = _Session(sequence, self)

@@ -24,6 +24,8 @@ from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
 Key = tuple[int, ...]
+#: Memory of one row of the table, in bytes.
+_BYTES_PER_ROW = 1200
 
 
 class NgramProbabilities:
@@ -72,6 +74,10 @@ class StandDrafter(Drafter):
 
     def clear(self) -> None:
         self.table.rows.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        return _BYTES_PER_ROW * len(self.table.rows)
 
 
 class _Session(TextDraftSession):

@@ -22,6 +22,9 @@ from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
+#: Memory of one state of an automaton, in bytes.
+_BYTES_PER_STATE = 400
+
 
 class SuffixAutomaton:
     """All substrings of a growing text. State 0 is the empty string; `counts[s]` is the number of
@@ -138,6 +141,10 @@ class SuffixDrafter(Drafter):
 
     def clear(self) -> None:
         self.past, self.past_tokens = SuffixAutomaton(), 0
+
+    @property
+    def num_bytes(self) -> int:
+        return _BYTES_PER_STATE * len(self.past.length)
 
     def learn(self, answer: list[int]) -> None:
         """Add a finished answer; when memory is full, all earlier answers are dropped first."""

@@ -111,6 +111,10 @@ class TapsDrafter(Drafter):
         for part in self.drafters.values():
             part.clear()
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.drafters.values())
+
 
 @register(
     Card(

@@ -51,6 +51,10 @@ def shape(tree: str, row_cost: float) -> TreeShape:
     )
 
 
+#: Memory of one entry of the matrix, in bytes.
+_BYTES_PER_SUCCESSOR = 50
+
+
 class TokenRecyclingDrafter(Drafter):
     """Drafts from a matrix of each token's `width` most probable successors when it was last
     scored.
@@ -66,6 +70,10 @@ class TokenRecyclingDrafter(Drafter):
 
     def clear(self) -> None:
         self.successors.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        return _BYTES_PER_SUCCESSOR * self.width * len(self.successors)
 
 
 class _Session(TextDraftSession):

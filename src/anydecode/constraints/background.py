@@ -1,0 +1,62 @@
+"""Work on a thread of its own, beside the engine's forward pass."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+Result = TypeVar("Result")
+
+
+class BackgroundTask(Generic[Result]):
+    """A result that is computed on another thread. Simpler than a `Future`, whose locks cost more
+    than most masks."""
+
+    def __init__(self, compute: Callable[[], Result]) -> None:
+        self._compute = compute
+        self._done = threading.Lock()
+        self._done.acquire()
+        self._result: Result
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Computes the result; called on the other thread."""
+        try:
+            self._result = self._compute()
+        except BaseException as error:
+            self._error = error
+        self._done.release()
+
+    def result(self) -> Result:
+        """Waits for the result and returns it, or raises the error of its computation."""
+        with self._done:
+            pass
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class BackgroundThread:
+    """A thread that runs tasks in order. It starts on first use."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: SimpleQueue[BackgroundTask[Any]] | None = None
+
+    def submit(self, compute: Callable[[], Result]) -> BackgroundTask[Result]:
+        """Starts a task."""
+        if self._tasks is None:
+            self._tasks = SimpleQueue()
+            threading.Thread(
+                target=_run_tasks, args=(self._tasks,), name=self._name, daemon=True
+            ).start()
+        task = BackgroundTask(compute)
+        self._tasks.put(task)
+        return task
+
+
+def _run_tasks(tasks: SimpleQueue[BackgroundTask[Any]]) -> None:
+    while True:
+        tasks.get().run()

@@ -1,0 +1,137 @@
+"""Caches bounded by bytes, so that large entries cannot fill the memory."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from functools import cache, wraps
+from typing import Any, Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+#: Bytes counted for every entry beside its size: the key, the links and the counters.
+ENTRY_BYTES = 512
+
+
+class ByteCache(Generic[Key, Value]):
+    """The most recently used values whose sizes sum to at most `max_bytes`; safe for threads.
+
+    A value larger than `max_bytes` is not kept.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._entries: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    def get(self, key: Key) -> Value | None:
+        """The value of `key`; None if it is not kept."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(key)
+            return entry[0]
+
+    def put(self, key: Key, value: Value, size: int) -> None:
+        """Keeps `value`, which takes `size` bytes, and drops those not used for longest."""
+        size += ENTRY_BYTES
+        with self._lock:
+            self._drop(key)
+            if size > self.max_bytes:
+                return
+            self._entries[key] = value, size
+            self.num_bytes += size
+            while self.num_bytes > self.max_bytes:
+                self._drop(next(iter(self._entries)))
+
+    def clear(self) -> None:
+        """Drops all values."""
+        with self._lock:
+            self._entries.clear()
+            self.num_bytes = 0
+
+    def _drop(self, key: Key) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.num_bytes -= entry[1]
+
+
+def byte_cached(max_bytes: int) -> Callable[[Callable[[Any], Value]], Callable[[Any], Value]]:
+    """A decorator that caches the results of a function of one text, at most `max_bytes` of texts
+    and textual results. Arguments that cannot be keys are not cached."""
+
+    def decorate(function: Callable[[Any], Value]) -> Callable[[Any], Value]:
+        results: ByteCache[Any, tuple[Value]] = ByteCache(max_bytes)
+
+        @wraps(function)
+        def cached(text: Any) -> Value:
+            if not isinstance(text, (str, bytes)):
+                return function(text)
+            found = results.get(text)
+            if found is None:
+                found = (function(text),)
+                results.put(text, found, text_bytes(text) + text_bytes(found[0]))
+            return found[0]
+
+        return cached
+
+    return decorate
+
+
+def text_bytes(value: object) -> int:
+    """An upper bound of the memory of a text, or of a list or tuple of small values, in bytes."""
+    if isinstance(value, str):
+        return 4 * len(value)
+    if isinstance(value, bytes):
+        return len(value)
+    return 64 * len(value) if isinstance(value, (list, tuple)) else 0
+
+
+class _AllocatorReport(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+@cache
+def _allocator_report() -> Callable[[], _AllocatorReport] | None:
+    """glibc's `mallinfo2`; None where the C library lacks it."""
+    try:
+        function: Any = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):
+        return None
+    function.restype = _AllocatorReport
+    report: Callable[[], _AllocatorReport] = function
+    return report
+
+
+def allocated_bytes() -> int | None:
+    """The bytes that the process has allocated through malloc; None where that is not known."""
+    report = _allocator_report()
+    if report is None:
+        return None
+    found = report()
+    return int(found.uordblks) + int(found.hblkhd)
+
+
+def measured_bytes(before: int | None, minimum: int) -> int:
+    """The growth of `allocated_bytes()` since it was `before`, at least `minimum`. Other threads
+    may have allocated and freed memory too, so it is an estimate."""
+    now = allocated_bytes()
+    return minimum if before is None or now is None else max(minimum, now - before)

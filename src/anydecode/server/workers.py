@@ -1,0 +1,319 @@
+"""Worker processes that try expensive work of requests first, under limits of time and memory.
+
+Compiling a constraint, rendering a chat template and tokenising a long prompt can take hours or all
+memory for a hostile request. They run in a process that is ended at the limit, so that neither the
+engine nor the event loop waits for them. Clients take turns, and one client never occupies all
+processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import anydecode
+from anydecode.server.errors import ApiError
+from anydecode.server.jobs import Limits
+from anydecode.server.logs import log
+from anydecode.server.worker import LENGTH, Outcome
+
+#: Number of processes.
+NUM_WORKERS = 2
+#: A job may take so many times its processor time, as its process waits for a busy machine. The
+#: same is the longest wait of a request for its turn.
+PATIENCE = 10
+#: Seconds in which a process must have started and loaded a tokenizer.
+_START_SECONDS = 120.0
+#: Maximum number of objects that a process keeps loaded.
+_MAX_LOADED = 8
+#: Signals by which the system ends a process at its limit of processor time.
+_TIME_SIGNALS = frozenset(
+    -getattr(signal, name) for name in ("SIGPROF", "SIGXCPU") if hasattr(signal, name)
+)
+
+
+class LimitError(ApiError):
+    """The work that a request asks for passes a limit of the server."""
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(400, f"{what} {reason}", code="limit_exceeded")
+
+
+class Turns:
+    """Access to `num_slots` slots, in turns by client. A client has at most all slots but one, and
+    waits for at most `seconds`. Used on one event loop."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_free = num_slots
+        self._max_per_client = max(1, num_slots - 1)
+        self._num_used: dict[Hashable, int] = {}
+        self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def acquire(self, client: Hashable, seconds: float) -> None:
+        """Take a slot. Raises `ApiError` (429) if none becomes free in time."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._advance()
+        try:
+            await asyncio.wait([turn], timeout=seconds)
+        except asyncio.CancelledError:
+            self.release(client) if turn.done() else self._leave(client, turn)
+            raise
+        if not turn.done():
+            self._leave(client, turn)
+            wait = str(max(1, round(seconds)))
+            raise ApiError(
+                429,
+                f"other requests of this client were still being prepared after {wait} s; send"
+                " fewer at once, or try again",
+                code="too_many_requests",
+                headers={"retry-after": wait},
+            )
+
+    def release(self, client: Hashable) -> None:
+        """Give a slot back."""
+        self._num_free += 1
+        self._num_used[client] -= 1
+        if not self._num_used[client]:
+            del self._num_used[client]
+        self._advance()
+
+    def _leave(self, client: Hashable, turn: asyncio.Future[None]) -> None:
+        self._waiting[client].remove(turn)
+        if not self._waiting[client]:
+            del self._waiting[client]
+
+    def _advance(self) -> None:
+        """Gives the free slots to those whose turn it is."""
+        for client in list(self._waiting):
+            if not self._num_free:
+                return
+            if self._num_used.get(client, 0) >= self._max_per_client:
+                continue
+            turn = self._waiting[client].popleft()
+            if self._waiting[client]:
+                self._waiting.move_to_end(client)
+            else:
+                del self._waiting[client]
+            self._num_free -= 1
+            self._num_used[client] = self._num_used.get(client, 0) + 1
+            turn.set_result(None)
+
+
+class _Worker:
+    """One process, started on first use."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._loaded: set[str] = set()
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the process if it is not running."""
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None:
+                self._process = await self._started()
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        root = str(Path(anydecode.__file__).parent.parent)
+        paths = [root, *(os.path.abspath(path) for path in sys.path if path)]
+        self._loaded = set()
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "anydecode.server.worker",
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root, start_new_session=True,
+            env={
+                **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+            },
+        )  # fmt: skip
+
+    async def run(self, key: str, payload: bytes, message: bytes, limits: Limits, what: str) -> Any:
+        """Run a job that uses the object `key`, whose pickle `payload` is loaded first."""
+        try:
+            if len(self._loaded) >= _MAX_LOADED and key not in self._loaded:
+                await self.stop()
+            await self.start()
+            seconds = limits.seconds * PATIENCE
+            if key not in self._loaded:
+                self._send(payload)
+                self._loaded.add(key)
+                seconds += _START_SECONDS
+            self._send(message)
+            try:
+                outcome = await asyncio.wait_for(self._receive(), seconds)
+            except asyncio.TimeoutError:
+                raise LimitError(what, _time_reason(limits)) from None
+            except (asyncio.IncompleteReadError, OSError):
+                raise LimitError(what, await self._cause_of_death(limits)) from None
+        except asyncio.CancelledError:
+            await self.stop()  # its outcome is not for the next job
+            raise
+        except LimitError:
+            await self.stop()
+            await self.start()  # now, so that the next job need not wait
+            raise
+        if outcome.is_last:
+            await self.stop()
+        if outcome.kind == "error":
+            raise outcome.value
+        if outcome.kind == "memory":
+            raise LimitError(what, _memory_reason(limits))
+        return outcome.value
+
+    async def stop(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            try:
+                process.kill()
+            except ProcessLookupError:
+                pass
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+
+    def _send(self, body: bytes) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(LENGTH.pack(len(body)))
+        self._process.stdin.write(body)
+
+    async def _receive(self) -> Outcome:
+        assert self._process is not None and self._process.stdout is not None
+        head = await self._process.stdout.readexactly(LENGTH.size)
+        body = await self._process.stdout.readexactly(LENGTH.unpack(head)[0])
+        outcome: Outcome = pickle.loads(body)
+        return outcome
+
+    async def _cause_of_death(self, limits: Limits) -> str:
+        """Why the process has ended during a job."""
+        assert self._process is not None
+        code = await self._process.wait()
+        if code in _TIME_SIGNALS:
+            return _time_reason(limits)
+        if code == -signal.SIGABRT:  # what native code does when an allocation fails
+            return _memory_reason(limits)
+        log.error("a worker process ended with code %s", code)
+        return "could not be prepared: its process failed; make it simpler"
+
+
+def _time_reason(limits: Limits) -> str:
+    return (
+        f"takes more than {limits.seconds:g} s of processor time to prepare (deadline); make it"
+        " simpler, or start the server with a larger --prepare-seconds"
+    )
+
+
+def _memory_reason(limits: Limits) -> str:
+    return (
+        f"takes more than {limits.memory >> 20} MiB of memory to prepare (memory limit); make it"
+        " simpler, or start the server with a larger --prepare-memory"
+    )
+
+
+class WorkerPool:
+    """The worker processes, driven by an event loop on a thread of its own."""
+
+    def __init__(self, num_workers: int = NUM_WORKERS) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._turns = Turns(num_workers)
+        self._idle = [_Worker() for _ in range(num_workers)]
+        self._workers = list(self._idle)
+        self._threads = ThreadPoolExecutor(num_workers, "anydecode-prepare")
+        self._payloads: WeakKeyDictionary[Any, tuple[str, bytes]] = WeakKeyDictionary()
+        self._num_objects = 0
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="anydecode-workers", daemon=True
+        )
+        self._thread.start()
+        for worker in self._workers:
+            asyncio.run_coroutine_threadsafe(worker.start(), self._loop).result()
+
+    async def run(
+        self,
+        client: Hashable,
+        limits: Limits,
+        what: str,
+        using: Any,
+        job: tuple[Callable[..., Any], tuple[Any, ...]] | None,
+        finish: Callable[[Any], Any] = lambda result: result,
+    ) -> Any:
+        """Run a job in a process, then `finish` on a thread of this one; both in the client's turn.
+
+        Args:
+            client: The client, by which requests take turns.
+            limits: The limits of the process.
+            what: What is prepared, for messages.
+            using: An object that is sent to a process once; the first argument of the job.
+            job: A function that can be imported, and its further arguments; None for no job.
+            finish: Applied to the job's result.
+
+        Raises:
+            LimitError: The job passes a limit.
+            ApiError: The client's turn did not come (429).
+            AnydecodeError: An error of the job.
+        """
+
+        async def in_turn() -> Any:
+            await self._turns.acquire(client, limits.seconds * PATIENCE)
+            worker = self._idle.pop()
+            try:
+                result = None
+                if job is not None:
+                    key, payload = self._payload(using)
+                    message = _pickled((job[0], key, job[1], limits), what)
+                    result = await worker.run(key, payload, message, limits, what)
+                return await self._loop.run_in_executor(self._threads, finish, result)
+            finally:
+                self._idle.append(worker)
+                self._turns.release(client)
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(in_turn(), self._loop))
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._loop.is_closed():
+            return
+        for worker in self._workers:
+            asyncio.run_coroutine_threadsafe(worker.stop(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._threads.shutdown(wait=False)
+
+    def _payload(self, using: Any) -> tuple[str, bytes]:
+        """The key of an object in the processes, and the message that loads it."""
+        if using not in self._payloads:
+            self._num_objects += 1
+            key = str(self._num_objects)
+            self._payloads[using] = key, pickle.dumps((None, key, using, None))
+        return self._payloads[using]
+
+
+def _pickled(message: object, what: str) -> bytes:
+    try:
+        return pickle.dumps(message)
+    except RecursionError:
+        raise ApiError(400, f"{what} is nested too deep: use fewer levels") from None
+
+
+@cache
+def worker_pool() -> WorkerPool:
+    """The pool that all servers of this process share."""
+    pool = WorkerPool()
+    atexit.register(pool.close)
+    return pool

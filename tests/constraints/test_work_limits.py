@@ -1,0 +1,297 @@
+"""Bounds on the work and memory of constraints: caches, searches, walks over schemas, threads."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import anydecode
+from anydecode import JsonSchema
+from anydecode.constraints import guidance_engine, patterns
+from anydecode.constraints.byte_cache import ENTRY_BYTES, ByteCache, byte_cached
+from anydecode.constraints.guidance_engine import tokenizer_binding
+from anydecode.constraints.json import forced_completion, json_schema, narrowing
+from anydecode.constraints.json.checking import IncrementalJsonValidator, Validator
+from anydecode.constraints.json.completion_hints import SchemaHints
+from anydecode.constraints.json.forced_completion import ForcedCompletion
+from anydecode.constraints.json.narrowing import narrowed_schema
+from anydecode.constraints.json.shortest_completion import (
+    MAX_WORK,
+    search_completion,
+    shortest_completion,
+)
+from anydecode.constraints.json.termination import cannot_terminate
+from anydecode.constraints.monitors import Monitor
+from anydecode.constraints.reasoning import AfterReasoning
+from anydecode.errors import ConstraintError
+from anydecode.models.scripted import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+SIZE = TOKENIZER.vocab_size
+#: Folders that handle what users send.
+FOLDERS = ("api", "constraints", "decoders", "engine", "models", "sampling", "scoring", "server")
+
+
+def test_python_matches_only_patterns_of_this_package() -> None:
+    """The pattern given to `re` is a literal, or a name in capitals (a constant) in every call."""
+    root = Path(anydecode.__file__).parent
+    num_calls = 0
+    for path in (file for folder in FOLDERS for file in (root / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        constants = {
+            target.id
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "re"):
+                continue
+            num_calls += 1
+            parts = [part for part in ast.walk(node.args[0]) if isinstance(part, ast.Name)]
+            assert all(part.id in constants for part in parts), f"{path}:{node.lineno}"
+    assert num_calls > 10
+
+
+def test_a_cache_keeps_the_latest_values_within_its_bytes() -> None:
+    cache: ByteCache[str, int] = ByteCache(4 * ENTRY_BYTES + 100)
+    for number, key in enumerate("abcd"):
+        cache.put(key, number, 20)
+    assert cache.get("a") == 0
+    cache.put("e", 4, 20)  # "b" has not been used for longest
+    assert [key for key in "abcde" if key in cache] == ["a", "c", "d", "e"]
+    cache.put("f", 5, 1 << 20)  # too large to be kept
+    cache.put("a", 6, 30)
+    assert cache.get("f") is None and cache.get("a") == 6
+    assert cache.num_bytes == 4 * ENTRY_BYTES + 90 <= cache.max_bytes
+
+
+def test_cached_functions_of_texts_are_bounded_by_the_texts() -> None:
+    calls = []
+
+    @byte_cached(1 << 16)
+    def length(text: Any) -> int:
+        calls.append(text)
+        return len(text)
+
+    assert [length("ab"), length("ab"), length([1])] == [2, 2, 1] and calls == ["ab", [1]]
+    for number in range(40):
+        length(str(number) * 2000)
+    length("ab")
+    assert calls.count("ab") == 2
+
+
+def schema_with(number: int) -> dict[str, Any]:
+    """A schema whose compiled form takes some hundred kilobytes."""
+    names = {f"p{number}_{i}": {"type": "string", "pattern": "^[a-z]{1,20}$"} for i in range(100)}
+    return {"type": "object", "properties": names}
+
+
+def test_compiled_grammars_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guidance_engine, "MAX_TEMPLATE_BYTES", 2 << 20)
+    monkeypatch.setattr(json_schema, "_COMPILED", ByteCache(2 << 20))
+    tokenizer = ByteTokenizer()
+    binding = tokenizer_binding(tokenizer, SIZE)
+    for number in range(20):
+        JsonSchema(schema_with(number)).start(tokenizer, SIZE)
+        assert binding._templates.num_bytes <= 2 << 20
+        assert json_schema._COMPILED.num_bytes <= 2 << 20
+    assert 0 < len(binding._templates) < 20 and 0 < len(json_schema._COMPILED) < 20
+
+
+def test_compiled_patterns_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "_searchers", ByteCache(1 << 20))
+    for number in range(30):
+        assert patterns.matches(f"^[a-z]{{{number + 1}}}" + "b{200}" * 5, "x") is False
+    assert 0 < len(patterns._searchers) < 30 and patterns._searchers.num_bytes <= 1 << 20
+
+
+def chain(length: int, last: Any, **node: Any) -> dict[str, Any]:
+    """Definitions each of which contains two references to the next, under every key of `node`."""
+    definitions: dict[str, Any] = {f"d{length}": last}
+    for i in range(length):
+        text = json.dumps(node).replace("NEXT", f"#/$defs/d{i + 1}")
+        definitions[f"d{i}"] = json.loads(text)
+    return {"$ref": "#/$defs/d0", "$defs": definitions}
+
+
+@pytest.mark.parametrize("length", [3, 60])  # 2 ** 60 steps without memory
+def test_doubled_references_are_followed_once(length: int) -> None:
+    twice = [{"$ref": "NEXT"}, {"$ref": "NEXT"}]
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    assert not cannot_terminate(chain(length, {"type": "integer"}, allOf=twice))
+    assert cannot_terminate(chain(length, endless, allOf=twice))
+    assert cannot_terminate(chain(length, endless, anyOf=twice))
+    assert not cannot_terminate(chain(length, endless, anyOf=[{"$ref": "NEXT"}, {"enum": [1]}]))
+
+
+def test_narrowed_forms_of_nested_negations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(3):
+        schema = {
+            "type": "object",
+            "minProperties": 3,
+            "not": {"propertyNames": {"pattern": "^a"}},
+            "additionalProperties": schema,
+        }
+    size = len(json.dumps(schema))
+    assert narrowed_schema(schema, 0, size) is not None
+    monkeypatch.setattr(narrowing, "_MAX_NODES", 1000)
+    assert narrowed_schema(schema, 0, size) is None
+
+
+def test_the_best_object_for_some_names_is_the_first_with_the_most_of_them() -> None:
+    parts = [{"properties": dict.fromkeys(names, {})} for names in ("ab", "bc", "abcd", "cd")]
+    hints = SchemaHints({"anyOf": parts})
+    for allowed in ({"a"}, {"c", "d"}, {"b", "c"}, {"a", "b", "c", "d"}, set("z")):
+        slow = max(hints._objects, key=lambda entry: len(entry.sizes.keys() & allowed))
+        assert hints._objects[hints._best_object(allowed)] == slow
+
+
+def test_a_search_ends_when_its_work_is_done() -> None:
+    constraint = JsonSchema({"type": "object", "minProperties": 20})
+    state = constraint.start(TOKENIZER, SIZE)
+    hints = constraint.completion_hints
+    completion, work = search_completion(state, TOKENIZER, hints, MAX_WORK)
+    assert completion == shortest_completion(state, TOKENIZER, hints) is not None
+    found, less = search_completion(state, TOKENIZER, hints, work // 4)
+    assert found is None and work // 4 < less < work
+
+
+def test_the_searches_of_an_answer_share_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+
+    def search(state: Any, tokenizer: Any, hints: Any, max_work: int) -> tuple[None, int]:
+        limits.append(max_work)
+        return None, 40
+
+    monkeypatch.setattr(forced_completion, "search_completion", search)
+    monkeypatch.setattr(forced_completion, "MAX_WORK_PER_ANSWER", 100)
+    constraint = JsonSchema({"type": "array", "items": {"type": "integer"}})
+    state: Any = constraint.start_with_limit(TOKENIZER, SIZE, 512)
+    assert isinstance(state, ForcedCompletion)
+    draft = None
+    for token in b"[" + b"1," * 200:
+        state.advance(token)
+        if draft is None and limits:
+            draft = state.fork()
+    assert limits == [100, 60, 20]
+    # The work belongs to the text: a fork, or a text after a rollback, has that of its own tokens.
+    for token in b"1," * 200:
+        draft.advance(token)
+    assert limits == [100, 60, 20, 60, 20]
+
+
+def test_what_applies_to_a_value_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {
+        "type": "array",
+        "items": {"allOf": [{"type": "integer"}] * 50, "not": {"const": 7}},
+    }
+    validator = Validator(schema, 100)
+    lookups = []
+    node = Validator.node
+    monkeypatch.setattr(
+        Validator, "node", lambda self, pointer: lookups.append(pointer) or node(self, pointer)
+    )
+
+    def push(text: bytes) -> list[int | None]:
+        incremental = IncrementalJsonValidator(validator, TOKENIZER)
+        return [incremental.push(byte) for byte in text]
+
+    assert push(b"[1,2,3]") == [None] * 7
+    count = len(lookups)
+    assert push(b"[" + b"1," * 200 + b"1]") == [None] * 403
+    assert count < len(lookups) + 1 and len(lookups) - count < 500
+    assert push(b"[7]")[-1] == 1
+
+
+def test_a_compiled_schema_can_be_sent_to_another_process() -> None:
+    schema = {"type": "array", "uniqueItems": True, "items": {"type": "integer"}}
+    constraint = JsonSchema(schema)
+    constraint.warm(TOKENIZER, SIZE)
+    copy = pickle.loads(pickle.dumps(constraint))
+    assert copy.report() == constraint.report()
+    assert copy.is_valid("[1, 2]") and not copy.is_valid("[1, 1]")
+    tokenizer = ByteTokenizer()
+    assert not copy.is_warm(tokenizer, SIZE)
+    copy.warm(tokenizer, SIZE)
+    assert copy.is_warm(tokenizer, SIZE)
+    checked = copy.incremental_validator(tokenizer)
+    assert [checked.push(byte) for byte in b"[1,1]"] == [None] * 4 + [0]
+
+
+def test_the_answer_after_the_reasoning_is_not_compiled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = ByteTokenizer()
+    constraint = AfterReasoning(JsonSchema({"enum": [12]}), "<t>", "</t>", True)
+    state = constraint.start_with_limit(tokenizer, SIZE, 64)
+    guidance_engine.clear_templates()
+
+    def compile_again(*arguments: Any) -> None:
+        raise ConstraintError("compiled on the engine's thread")
+
+    monkeypatch.setattr(guidance_engine.TokenizerBinding, "matcher", compile_again)
+    for token in b"hm</t>12":
+        assert state.allows(token)
+        state.advance(token)
+    assert state.finished
+
+
+def test_static_analysis_runs_on_a_thread_of_its_own() -> None:
+    threads = []
+
+    def names(text: str) -> list[str]:
+        threads.append(threading.current_thread())
+        return ["real", "imag"]
+
+    state = Monitor("x", completions=names).start(TOKENIZER, SIZE)
+    for token in b".re":
+        assert state.allows(token)
+        state.advance(token)
+    assert not state.allows(ord("x")) and state.allows(ord("a"))
+    assert threads and threading.current_thread() not in threads
+
+
+def test_narrowed_forms_are_compiled_with_their_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = ByteTokenizer()
+    schema = {"type": "array", "contains": {"const": 3}, "items": {"type": "integer"}}
+    constraint = JsonSchema(schema)
+    constraint.warm(tokenizer, SIZE)
+    monkeypatch.setattr(json_schema, "narrowed_schema", None)
+    monkeypatch.setattr(JsonSchema, "_compile", None)
+    for index in range(4):
+        narrowed = constraint.narrowed(index)
+        assert narrowed is not None and narrowed.is_warm(tokenizer, SIZE)
+        assert narrowed.start(tokenizer, SIZE).allows(ord("["))
+    guidance_engine.clear_templates()
+    assert not constraint.is_warm(tokenizer, SIZE)
+
+
+def test_a_narrowed_form_that_cannot_be_enforced_fails_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    constraint = JsonSchema({"type": "array", "uniqueItems": True})
+    narrowed = constraint.narrowed(0)
+    assert narrowed is not None
+    calls = []
+
+    def fail(self: JsonSchema, *arguments: Any) -> None:
+        calls.append(self)
+        raise ConstraintError("too large")
+
+    monkeypatch.setattr(JsonSchema, "_compile", fail)
+    narrowed.warm(TOKENIZER, SIZE)
+    for _ in range(2):
+        with pytest.raises(ConstraintError, match="too large"):
+            narrowed.start(TOKENIZER, SIZE)
+    assert len(calls) == 1 and narrowed.is_warm(TOKENIZER, SIZE)
