@@ -167,16 +167,18 @@ def parameters(key: str) -> list[str]:
     for one in catalogue.parameters(key):
         kind = one.type.replace(" | ", " or ")
         value = f"`{one.default}`" if one.default else "required"
-        rows.append(f"| `{one.name}` | {kind} | {value} | {escaped(one.description)} |")
+        remote = escaped(one.remote) or "not allowed"
+        rows.append(f"| `{one.name}` | {kind} | {value} | {remote} | {escaped(one.description)} |")
     if not rows:
         return []
     return [
         "## Parameters",
         "",
-        "They follow the key: `key:name=value,name=value`.",
+        "They follow the key: `key:name=value,name=value`. Requests to a server may set those with"
+        " values in the column *requests*; `anydecode serve --allow-decoder` allows more.",
         "",
-        "| name | type | default | |",
-        "|---|---|---|---|",
+        "| name | type | default | requests | |",
+        "|---|---|---|---|---|",
         *rows,
         "",
     ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import keyword
 import re
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -47,6 +48,74 @@ _PACKAGES = (
 
 
 @dataclass(frozen=True)
+class Range:
+    """Numbers from `min` to `max`, both included."""
+
+    min: float
+    max: float
+
+    def __str__(self) -> str:
+        return f"{self.min:g} to {self.max:g}"
+
+    def allows(self, value: object) -> bool:
+        """Whether `value` is a number of this range."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and self.min <= value <= self.max  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class Words:
+    """One of several texts."""
+
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " or ".join(self.words)
+
+    def allows(self, value: object) -> bool:
+        """Whether `value` is one of the texts."""
+        return value in self.words
+
+
+@dataclass(frozen=True)
+class Text:
+    """Texts of up to `max_length` characters, which do not name files."""
+
+    max_length: int
+
+    def __str__(self) -> str:
+        return f"up to {self.max_length} characters"
+
+    def allows(self, value: object) -> bool:
+        """Whether `value` is such a text. A number is the text that it was written as."""
+        return len(str(value)) <= self.max_length
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Up to `max_count` other methods, joined with "+". Their own parameters are checked too."""
+
+    max_count: int = 1
+
+    def __str__(self) -> str:
+        several = "" if self.max_count == 1 else f', up to {self.max_count} joined with "+"'
+        return f"methods with parameters that requests may set{several}"
+
+    def allows(self, value: object) -> bool:
+        """Whether `value` names up to `max_count` methods that a remote caller may select."""
+        is_list = self.max_count > 1  # else a "+" is part of the key
+        keys = [key for key in str(value).split("+") if key] if is_list else [str(value)]
+        if len(keys) > self.max_count:
+            return False
+        for key in keys:
+            check_remote(key)
+        return True
+
+
+Bounds = Range | Words | Text | Nested
+
+
+@dataclass(frozen=True)
 class Card:
     """Description of a method.
 
@@ -65,6 +134,9 @@ class Card:
         needs: Requirements: "draft model", "trained heads", "diffusion model", ...
         works_with: What the method can be combined with.
         deviations: Every difference from the paper.
+        remote: The parameters that a remote caller (a request to the server) may set, with the
+            values allowed to it: those whose cost is small. Booleans are always allowed, and
+            parameters that name files never.
     """
 
     key: str
@@ -76,6 +148,7 @@ class Card:
     needs: tuple[str, ...] = ()
     works_with: tuple[str, ...] = ()
     deviations: tuple[str, ...] = ()
+    remote: Mapping[str, Bounds] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -105,12 +178,14 @@ class Card:
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of a method: its name, type and default value as text, and a description. A
-    parameter without a default has the default ""."""
+    parameter without a default has the default "". `remote` are the values that requests to a
+    server may give it, "" if none."""
 
     name: str
     type: str
     default: str
     description: str
+    remote: str = ""
 
 
 @dataclass(frozen=True)
@@ -211,7 +286,8 @@ def find(key: str) -> Entry:
 def parameters(key: str) -> list[Parameter]:
     """The parameters of the method `key`, described by the `Args:` of its docstring or, for a
     class, of those of its bases."""
-    method = find(key).build
+    entry = find(key)
+    method = entry.build
     descriptions: dict[str, str] = {}
     for owner in reversed(method.__mro__) if inspect.isclass(method) else (method,):
         descriptions.update(_descriptions(inspect.cleandoc(owner.__doc__ or "")))
@@ -221,9 +297,21 @@ def parameters(key: str) -> list[Parameter]:
             inspect.formatannotation(one.annotation).strip("'"),
             "" if one.default is one.empty else repr(one.default),
             descriptions.get(name, ""),
+            _remote_values(entry, name),
         )
         for name, one in inspect.signature(method).parameters.items()
     ]
+
+
+def _remote_values(entry: Entry, name: str) -> str:
+    if _is_remote_flag(entry, name):
+        return "true or false"
+    return str(entry.card.remote.get(name, ""))
+
+
+def _is_remote_flag(entry: Entry, name: str) -> bool:
+    """Whether a parameter is a boolean, which is bounded by its type."""
+    return set(_kinds(entry.build).get(name, ())) in ({bool}, {bool, type(None)})
 
 
 def _descriptions(docstring: str) -> dict[str, str]:
@@ -269,12 +357,107 @@ def build(key: str, /, **parameters: Any) -> Any:
     return built
 
 
+def parse(choice: str) -> tuple[str, dict[str, Any]]:
+    """The key and parameters that `key:name=value,name=value` names. Values that are numbers, true,
+    false or null in JSON are converted; for parameters that accept texts but no numbers, only null
+    is.
+
+    Raises:
+        InvalidRequestError: If a part is not of the form name=value.
+    """
+    key, _, rest = choice.partition(":")
+    texts = text_parameters(key)
+    found: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise InvalidRequestError(f"{part!r} is not of the form name=value")
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            parsed = value.strip()
+        is_text = name.strip() in texts and parsed is not None
+        found[name.strip()] = value.strip() if is_text else parsed
+    return key, found
+
+
+def check_kind(key: str, expected: str, *kinds: type) -> None:
+    """Raise `InvalidRequestError` if the method `key` declares another kind than `kinds`.
+
+    Nothing is built: building may open files or start threads.
+
+    Args:
+        key: Key in the catalogue.
+        expected: `kinds` in words.
+        *kinds: The accepted classes.
+    """
+    declared = kind_of(key)
+    if declared is not None and not any(
+        issubclass(declared, kind) or issubclass(kind, declared) for kind in kinds
+    ):
+        raise InvalidRequestError(f"{key!r} is a {declared.__name__}, not {expected}")
+
+
+def build_as(choice: str, expected: str, *kinds: type) -> Any:
+    """Build the method that `choice` ("key" or "key:name=value,name=value") names.
+
+    Args:
+        choice: Key, and parameters.
+        expected: `kinds` in words.
+        *kinds: The accepted classes.
+
+    Raises:
+        InvalidRequestError: If the method is not of one of `kinds`, or as in `build`.
+    """
+    key, given = parse(choice)
+    check_kind(key, expected, *kinds)
+    built = build(key, **given)
+    if not isinstance(built, kinds):
+        raise InvalidRequestError(f"{key!r} is a {type(built).__name__}, not {expected}")
+    return built
+
+
+def check_remote(choice: str) -> None:
+    """Check that a remote caller may select `choice` ("key" or "key:name=value,name=value"): its
+    parameters, and those of the methods that it names, are within the bounds of their cards.
+    Nothing is built.
+
+    Raises:
+        InvalidRequestError: If the method reads files, or a parameter is unknown or not allowed.
+    """
+    key, given = parse(choice)
+    entry, files, kind = find(key), file_parameters(key), kind_of(key)
+    if kind is None:
+        raise InvalidRequestError(f"{key!r} does not declare what it returns: {_OPERATOR_ONLY}")
+    if getattr(kind, "reads_files", False):
+        raise InvalidRequestError(f"{key!r} reads files of this machine: {_OPERATOR_ONLY}")
+    names = inspect.signature(entry.build).parameters
+    for name, value in given.items():
+        if name not in names:
+            known = ", ".join(names) or "it has none"
+            raise InvalidRequestError(f"method {key!r} has no parameter {name!r}; known: {known}")
+        if name in files:
+            raise InvalidRequestError(f"{key!r}: {name} names a file: {_OPERATOR_ONLY}")
+        if (value is None and type(None) in _kinds(entry.build).get(name, ())) or (
+            isinstance(value, bool) and _is_remote_flag(entry, name)
+        ):
+            continue
+        bounds = entry.card.remote.get(name)
+        if bounds is None and not _is_remote_flag(entry, name):
+            raise InvalidRequestError(f"{key!r}: {name} is not for requests: {_OPERATOR_ONLY}")
+        if bounds is None or not bounds.allows(value):
+            allowed = bounds or "true or false"
+            raise InvalidRequestError(
+                f"{key!r}: {name} is {value!r}; requests to a server may set {allowed}"
+            )
+
+
 def kind_of(key: str) -> type | None:
     """The class of the method `key`, if it can be determined without building it."""
     entry = lookup(key)
     method = None if entry is None else entry.build
     kind = method if inspect.isclass(method) else _hints(method).get("return")
-    return kind if isinstance(kind, type) else None
+    return None if _is_open(kind) else kind
 
 
 def text_parameters(key: str) -> frozenset[str]:
@@ -293,6 +476,8 @@ def file_parameters(key: str) -> frozenset[str]:
     kinds = _kinds_of(key)
     return frozenset(name for name, found in kinds.items() if Path in found)
 
+
+_OPERATOR_ONLY = "only the server's own options may use that, not requests"
 
 _WORDS = {
     bool: "true or false",
@@ -337,14 +522,15 @@ def _is_open(kind: Any) -> bool:
 
 def _fits(value: object, kinds: tuple[type, ...]) -> bool:
     """Whether `value` may be passed for a parameter of `kinds`. Integers are accepted as floats,
-    NaN is not accepted. Objects of classes that the parameter does not name are not checked."""
+    NaN and infinity are not accepted. Objects of classes that the parameter does not name are not
+    checked."""
     if not kinds:
         return True
     if isinstance(value, bool):
         return bool in kinds
     if isinstance(value, (int, float)):
         whole = isinstance(value, int)
-        return value == value and bool({float, *([int] if whole else [])} & set(kinds))
+        return abs(value) < float("inf") and bool({float, *([int] if whole else [])} & set(kinds))
     return any(isinstance(value, kind) for kind in kinds) or not isinstance(
         value, (str, type(None), list, dict)
     )

@@ -30,6 +30,10 @@ class UnsupportedCombinationError(InvalidRequestError):
     """The model, decoder and options of a request cannot be combined."""
 
 
+class ContextLengthError(InvalidRequestError):
+    """The prompt does not fit into the model's context."""
+
+
 class MissingPackageError(InvalidRequestError):
     """An optional package is not installed.
 

@@ -677,6 +677,12 @@ class TestParams:
     @pytest.mark.parametrize(
         "values, words",
         [
+            ({"seed": 10**400}, "seed must be an integer of 64 bits"),
+            ({"temperature": 10**400}, "temperature must be between 0 and 100"),
+            ({"top_n_sigma": 1e40}, "top_n_sigma must be between 0"),
+            ({"top_w_mass": 1e40}, "top_w_mass must be between 0"),
+            ({"logit_bias": {5: 1e39}}, "logit_bias of token 5 must be between"),
+            ({"logit_bias": {5: True}}, "logit_bias of token 5 is True"),
             ({"temperature": -0.1}, "temperature must be between 0 and 100, not -0.1"),
             ({"temperature": math.nan}, "temperature"),
             ({"temperature": math.inf}, "temperature"),

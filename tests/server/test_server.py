@@ -25,6 +25,7 @@ try:  # here, because its deep modules cannot be imported within a deep stack
 except ImportError:
     schemathesis = None
 
+from anydecode import catalogue  # noqa: E402
 from anydecode.api.request import Request  # noqa: E402
 from anydecode.benchmarks.serving.bench import parse_objective  # noqa: E402
 from anydecode.benchmarks.serving.replay import (  # noqa: E402
@@ -42,7 +43,7 @@ from anydecode.benchmarks.serving.traces import (  # noqa: E402
 from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.cli.bench import run_bench  # noqa: E402
 from anydecode.decoders.decoder import Decoder  # noqa: E402
-from anydecode.errors import InvalidRequestError  # noqa: E402
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError  # noqa: E402
 from anydecode.models.scripted import ScriptedModel  # noqa: E402
 from anydecode.server import logs  # noqa: E402
 from anydecode.server.app import create_app  # noqa: E402
@@ -626,6 +627,50 @@ def test_a_traced_stream_sends_the_canvas(path: str, mistaken: bool, monkeypatch
         for characters in ("".join(filter(None, canvases[-1])), text)
     )
     assert shown.startswith(generated) and last["seed"] == 4
+
+
+@pytest.mark.parametrize("causal, draft_causal", [(True, True), (True, False), (False, True)])
+def test_the_list_of_decoders_has_those_that_requests_may_select(
+    causal: bool, draft_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scripted_llm(causal=causal, draft_causal=draft_causal) as llm:
+        with LiveServer(llm, settings()) as server, client(server) as http:
+            listed = {entry["key"] for entry in http.get("/decoders").json()["decoders"]}
+            monkeypatch.setattr(catalogue, "entries", dict)  # not read again
+            assert {entry["key"] for entry in http.get("/decoders").json()["decoders"]} == listed
+        monkeypatch.undo()
+        for key in catalogue.entries():
+            if issubclass(catalogue.kind_of(key), Decoder):
+                try:
+                    llm.resources.check_decoder(key, catalogue.build(key).requirements)
+                except UnsupportedCombinationError:
+                    assert key not in listed
+                else:
+                    assert key in listed
+    assert ("pearl" in listed) == (causal and draft_causal)
+    assert ("deer" in listed) == (causal and not draft_causal)
+    assert ("llada" in listed) == (not causal)
+
+
+def test_a_long_conversation_is_tokenised_on_a_thread(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop serves other requests meanwhile."""
+    threads = []
+    encode = llm.tokenizer.encode
+
+    def recorded(text: str, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        return encode(text, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", recorded)
+    with LiveServer(llm, settings()) as server, client(server) as http:
+        for size in (10, 100_000):
+            text = "a" * size
+            ask = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+            http.post("/v1/chat/completions", json=ask)
+            http.post("/v1/responses", json={"input": text, "max_output_tokens": 1})
+        assert [thread is server._thread for thread in threads] == [True, True, False, False]
 
 
 @pytest.mark.slow

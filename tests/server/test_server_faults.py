@@ -136,8 +136,8 @@ def test_a_stopped_engine_fails_all_requests_at_once(
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("fault", FAULTS[:2], ids=lambda fault: type(fault).__name__)
-def test_calls_of_a_stopped_engine_raise(llm: Any, fault: Exception, caplog: Any) -> None:
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_calls_of_a_stopped_engine_raise(llm: Any, fault: BaseException, caplog: Any) -> None:
     """Without a background thread: concurrent callers, and later ones."""
     caplog.set_level(logging.CRITICAL + 1)
     options = {"max_tokens": 500, "ignore_eos": True}
@@ -204,24 +204,87 @@ def test_a_call_that_is_interrupted_stops_nothing(llm: Any) -> None:
     assert llm.generate("abc", max_tokens=5).text == expected
 
 
+class Panics(Decoder):
+    """Panics after some tokens, as a native library may, and again when it is closed."""
+
+    def decode(self, sequence: Any) -> Any:
+        try:
+            while len(sequence.tokens) < 5:
+                scores = yield sequence.score(sequence.unscored())
+                sequence.emit([scores.sampled[-1]])
+            raise UncatchableFault("a panic")
+        finally:
+            raise UncatchableFault("a panic at the end")
+
+
+def test_a_panic_ends_all_requests(llm: Any, caplog: Any) -> None:
+    """On the engine's thread, in a caller's thread, and afterwards."""
+    caplog.set_level(logging.CRITICAL + 1)
+    options: dict[str, Any] = {"max_tokens": 500, "ignore_eos": True, "decoder": Panics()}
+
+    async def all_calls() -> list[Any]:
+        calls = [llm.agenerate("abc", **options) for _ in range(6)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    results = asyncio.run(asyncio.wait_for(all_calls(), WAIT))
+    assert [type(one) for one in results] == [EngineStoppedError] * 6
+    with pytest.raises(EngineStoppedError, match="UncatchableFault"):
+        llm.generate("abc")
+    with scripted_llm() as other:
+        with pytest.raises(EngineStoppedError, match="UncatchableFault"):
+            other.generate("abc", **options)
+        with pytest.raises(EngineStoppedError, match="UncatchableFault"):
+            other.generate("abc")
+
+
+def test_a_panic_in_a_handler_is_a_500_of_its_request(llm: Any, caplog: Any) -> None:
+    caplog.set_level(logging.CRITICAL + 1)
+    encode = llm.encode
+
+    def panics(prompt: Any, **options: Any) -> Any:
+        if prompt == "panic":
+            raise UncatchableFault("a panic")
+        return encode(prompt, **options)
+
+    llm.encode = panics
+    with (
+        LiveServer(llm, Settings(port=0)) as server,
+        httpx.Client(base_url=server.url, timeout=WAIT, trust_env=False) as http,
+    ):
+        for prompt, status in (("panic", 500), ("a", 200)):
+            answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+            assert answer.status_code == status
+            assert status == 200 or answer.json()["error"]["code"] == "internal_error"
+
+
 _PROGRAM = """
+import sys
 from anydecode.certification.checks import scripted_llm
+from anydecode.errors import EngineStoppedError
 from anydecode.server.running import serve
 from anydecode.server.settings import Settings
+class Panic(BaseException):
+    pass
 llm = scripted_llm()
 step = llm.engine.step
 def failing():
     if llm.engine.num_tokens > 50:
-        raise MemoryError
+        raise Panic("of a library")
     step()
 llm.engine.step = failing
-serve(llm, Settings(port=0))
+try:
+    serve(llm, Settings(port=0, drain_seconds=float(sys.argv[1])))
+except EngineStoppedError as error:
+    sys.exit(f"stopped: {error}")
 """
 
 
-def test_a_server_process_outlives_its_engine_until_sigterm() -> None:
-    """It reports the stopped engine until SIGTERM, and then exits normally."""
-    process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stderr=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("drain", [0, 1000])
+def test_a_server_process_reports_its_stopped_engine_and_then_fails(drain: int) -> None:
+    """A supervisor sees an exit status other than 0, after the drain or SIGTERM."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, str(drain)], stderr=subprocess.PIPE, text=True
+    )
     assert process.stderr is not None
     try:
         url = next(
@@ -229,15 +292,20 @@ def test_a_server_process_outlives_its_engine_until_sigterm() -> None:
             for line in process.stderr
             if (found := re.search(r"running on (http://[0-9.:]+)", line))
         )
-        threading.Thread(target=process.stderr.read, daemon=True).start()
+        rest: list[str] = []
+        reader = threading.Thread(target=lambda: rest.extend(process.stderr), daemon=True)
+        reader.start()
         with httpx.Client(base_url=url, timeout=WAIT, trust_env=False) as http:
             body = {"prompt": "abc", "max_tokens": 500, "ignore_eos": True}
             streamed = http.post("/v1/completions", json={**body, "stream": True})
             assert events(streamed.text)[-1]["error"]["code"] == "engine_stopped"
-            assert http.post("/v1/completions", json=body).status_code == 503
-            assert http.get("/health").status_code == 503
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+            if drain:
+                assert http.post("/v1/completions", json=body).status_code == 503
+                assert http.get("/health").status_code == 503
+                process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 1
+        reader.join(WAIT)
+        assert rest[-1].startswith("stopped: the engine stopped after an internal error: Panic")
     finally:
         process.kill()
 
@@ -377,6 +445,14 @@ def test_request_decoders_access_no_files(
             assert answer.status_code == 200 or "\n" not in answer.json()["error"]["message"]
         for choice in ("learn2pd:filter=leak", "autodeco:heads=leak", "monitors:path=leak"):
             assert "only the server's own options" in answers[choice].text
+        beyond_bounds = (
+            "beam:width=4096", "easyspec:size=4000", "fastkv:decoder=beam:width=4096",
+            "rsd:branching=64-64-64", "suffix:memory=1",
+        )  # fmt: skip
+        for choice in beyond_bounds:
+            answer = http.post("/v1/completions", json={"prompt": "a", "decoder": choice})
+            assert answer.status_code == 400 and "requests" in answer.text, answer.text
+            assert answer.json()["error"]["param"] == "decoder"
         for key in ("sarathi", "first-finish", "dlm-ptq", "prefix-spill", "smartspec-server"):
             answer = http.post("/v1/completions", json={"prompt": "a", "decoder": key})
             assert answer.status_code == 400 and "not a decoder" in answer.text
@@ -406,6 +482,14 @@ def test_the_default_decoder_may_read_files(tmp_path: Path) -> None:
             assert "reads files" not in answer.text and "names a file" not in answer.text
             refused = http.post("/v1/completions", json={**ask, "decoder": named.decoder})
             assert refused.status_code == 400 and "filter names a file" in refused.text
+
+
+def test_the_operator_may_allow_decoders_beyond_the_bounds(llm: Any) -> None:
+    settings = Settings(allowed_decoders=("beam:width=17",))
+    with TestClient(create_app(llm, settings), base_url="http://localhost") as http:
+        for width, status in ((16, 200), (17, 200), (18, 400)):
+            ask = {"prompt": "a", "max_tokens": 1, "decoder": f"beam:width={width}"}
+            assert http.post("/v1/completions", json=ask).status_code == status
 
 
 def test_schema_references_are_not_fetched(llm: Any, tmp_path: Path) -> None:

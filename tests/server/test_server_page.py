@@ -172,7 +172,7 @@ def test_an_error_is_shown_and_not_added_to_the_chat(browser: Any, url: str) -> 
     )
     browser.until("document.querySelector('.facts .error')")
     error = browser.script("return document.querySelector('.facts .error').innerText")
-    assert error == "temperature must be between 0 and 100, not -5.0"
+    assert error == "temperature must be between 0 and 100, not -5"
     assert browser.script("return messages.length") == 0
 
 

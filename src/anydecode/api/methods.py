@@ -3,8 +3,7 @@ catalogue key, or "key:name=value,name=value"."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Hashable
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,7 +48,7 @@ class Methods:
             return choice
         found = self._decoders.pop((choice, namespace), None)
         if found is None:
-            built: Decoder | SamplerPreset | Constraint = _built(
+            built: Decoder | SamplerPreset | Constraint = catalogue.build_as(
                 choice, "a decoder", Decoder, SamplerPreset, Constraint
             )
             if not isinstance(built, Decoder):
@@ -109,7 +108,7 @@ def build_as(choice: Any, kind: type[Kind]) -> Kind:
     """`choice` itself, or the object of type `kind` that it names in the catalogue."""
     expected = "a schedule" if kind is Schedule else f"of kind {kind.__name__}"
     if isinstance(choice, str):
-        built: Kind = _built(choice, expected, kind)
+        built: Kind = catalogue.build_as(choice, expected, kind)
         return built
     if not isinstance(choice, kind):
         raise InvalidRequestError(f"'it' is a {type(choice).__name__}, not {expected}")
@@ -125,37 +124,3 @@ def weight_format(choice: str | WeightFormat | None) -> str | WeightFormat | Non
     from anydecode.models.opening import WeightFormat
 
     return build_as(choice, WeightFormat)  # type: ignore[type-abstract]
-
-
-def _built(choice: str, expected: str, *kinds: type) -> Any:
-    """Build the method that `choice` names. Raises `InvalidRequestError` unless it is one of
-    `kinds`: before building if the declared type tells, since building may open files, else
-    after."""
-    key, _, rest = choice.partition(":")
-    options = parameters(rest, catalogue.text_parameters(key))
-    declared = catalogue.kind_of(key)
-    if declared is not None and not any(
-        issubclass(declared, kind) or issubclass(kind, declared) for kind in kinds
-    ):
-        raise InvalidRequestError(f"{key!r} is a {declared.__name__}, not {expected}")
-    built = catalogue.build(key, **options)
-    if not isinstance(built, kinds):
-        raise InvalidRequestError(f"{key!r} is a {type(built).__name__}, not {expected}")
-    return built
-
-
-def parameters(text: str, texts: Collection[str] = ()) -> dict[str, Any]:
-    """Parse `size=5,name=abc` into keyword arguments. Values that are numbers, true, false or null
-    in JSON are converted; for the names in `texts` only null is."""
-    found: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise InvalidRequestError(f"{part!r} is not of the form name=value")
-        try:
-            parsed = json.loads(value)
-        except (ValueError, RecursionError):
-            parsed = value.strip()
-        is_text = name.strip() in texts and parsed is not None
-        found[name.strip()] = value.strip() if is_text else parsed
-    return found

@@ -20,7 +20,12 @@ from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.constrained.validate_and_retry import enforcement_report, validate_and_retry
 from anydecode.decoders.decoder import Decoder
 from anydecode.engine.engine import Job
-from anydecode.errors import AnydecodeError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.errors import (
+    AnydecodeError,
+    ContextLengthError,
+    InvalidRequestError,
+    UnsupportedCombinationError,
+)
 from anydecode.sampling.constrained import ConstraintState
 from anydecode.sampling.logprobs import TokenLogprobs, distribution_logprobs, token_logprobs
 from anydecode.sampling.noise import Noise, fresh_seed, stream_id
@@ -208,29 +213,12 @@ class Request:
         if not self.prompt:
             raise InvalidRequestError("the prompt is empty")
         if len(self.prompt) + (self.params.max_tokens != 0) > self.resources.max_length:
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"the prompt has {len(self.prompt)} tokens; the context holds"
                 f" {self.resources.max_length}, and one must be left to generate"
             )
         needs = decoder.requirements
-        if needs.causal is not None and needs.causal != spec.causal:
-            kind = "causal" if needs.causal else "diffusion (bidirectional)"
-            raise UnsupportedCombinationError(f"decoder {self.name!r} needs a {kind} model")
-        for runner in needs.runners:
-            if runner not in self.resources.engine.runners:
-                raise UnsupportedCombinationError(
-                    f"decoder {self.name!r} needs a {runner} model: LLM(..., {runner}=...)"
-                )
-            if self.resources.engine.runners[runner].model.spec.causal != needs.draft_causal:
-                kind = "causal" if needs.draft_causal else "diffusion (bidirectional)"
-                raise UnsupportedCombinationError(
-                    f"decoder {self.name!r} needs a {kind} {runner} model"
-                )
-        if needs.runners and not needs.can_translate_vocab and not self.resources.shares_vocabulary:
-            raise UnsupportedCombinationError(
-                f"decoder {self.name!r} needs a draft model with the target's vocabulary;"
-                " 'omnidraft' translates between vocabularies"
-            )
+        self.resources.check_decoder(self.name, needs)
         if self.prompt_embeds is not None:
             self.prompt_embeds.check(self.prompt, spec.hidden_size)
             if not needs.takes_embeddings:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from anydecode.decoders.decoder import Requirements
 from anydecode.engine.engine import Engine
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.memory.sequence_cache import SequenceCache
@@ -59,6 +60,29 @@ class Resources:
             target.token_bytes(token) == draft.token_bytes(token)
             for token in range(0, count, max(1, count // 512))
         )
+
+    def check_decoder(self, name: str, needs: Requirements) -> None:
+        """Check that the models meet the requirements of the decoder `name`.
+
+        Raises:
+            UnsupportedCombinationError: They do not.
+        """
+        if needs.causal is not None and needs.causal != self.model.spec.causal:
+            kind = "causal" if needs.causal else "diffusion (bidirectional)"
+            raise UnsupportedCombinationError(f"decoder {name!r} needs a {kind} model")
+        for runner in needs.runners:
+            if runner not in self.engine.runners:
+                raise UnsupportedCombinationError(
+                    f"decoder {name!r} needs a {runner} model: LLM(..., {runner}=...)"
+                )
+            if self.engine.runners[runner].model.spec.causal != needs.draft_causal:
+                kind = "causal" if needs.draft_causal else "diffusion (bidirectional)"
+                raise UnsupportedCombinationError(f"decoder {name!r} needs a {kind} {runner} model")
+        if needs.runners and not needs.can_translate_vocab and not self.shares_vocabulary:
+            raise UnsupportedCombinationError(
+                f"decoder {name!r} needs a draft model with the target's vocabulary;"
+                " 'omnidraft' translates between vocabularies"
+            )
 
     @cached_property
     def geometry(self) -> Geometry:

@@ -101,6 +101,7 @@ def print_card(card: Card, parameters: Sequence[Parameter]) -> None:
         default = f" = {one.default}" if one.default else ", required"
         print(wrapped(f"{one.name}: {one.type}{default}", width, "  ", " " * 6))
         print(wrapped(one.description, width, " " * 6))
+        print(wrapped(f"in requests to a server: {one.remote or 'not allowed'}", width, " " * 6))
     if card.deviations:
         print("\ndifferences from the paper")
     for deviation in card.deviations:

@@ -62,6 +62,17 @@ def serve(
         bool, typer.Option("--open-metrics", help="Serve /metrics and /live without a key.")
     ] = False,
     decoder: options.Decoder = None,
+    allow_decoder: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-decoder",
+            metavar="KEY:NAME=VALUE",
+            help=(
+                "Decoder that requests may select although a parameter is beyond its bounds for"
+                " requests; repeatable. Default: none."
+            ),
+        ),
+    ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -186,6 +197,7 @@ def serve(
         decoder=decoder,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        allowed_decoders=tuple(allow_decoder or ()),
         allowed_hosts=tuple(name.lower() for name in allow_host or ()),
         open_metrics=open_metrics,
     )
@@ -203,7 +215,8 @@ def serve(
     )
     with status(f"loading {model}"):
         llm = LLM(model, row_budget=row_budget, **engine)
-        llm.methods.find(decoder or llm.default_decoder)
+        for choice in (decoder or llm.default_decoder, *settings.allowed_decoders):
+            llm.methods.find(choice)
         for entry in adapter or ():
             adapter_name, equals, folder = entry.partition("=")
             if not equals:

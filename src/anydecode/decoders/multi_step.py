@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -16,6 +16,7 @@ from anydecode.scoring.sequence import Sequence
         exactness="token-exact",
         summary="Plain decoding in which the kernels generate several tokens before they return.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
+        remote={"count": Range(1, 64)},
     )
 )
 class MultiStep(Decoder):

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from anydecode.engine.engine import Engine, Job
 from anydecode.errors import EngineStoppedError
 
+#: What ends a call in the thread of its caller, and is no fault of the engine.
+INTERRUPTS = (KeyboardInterrupt, SystemExit)
+
 log = logging.getLogger("anydecode")
 
 
@@ -22,8 +25,9 @@ class Driver:
     the background thread running no caller waits for a pass to end.
 
     An exception from `Engine.step` is a fault of the engine, whose state cannot be trusted
-    afterwards. The engine stops: all running, waiting and new jobs end with `error`. Ctrl-C in a
-    caller's thread ends only the running jobs.
+    afterwards. The engine stops: all running, waiting and new jobs end with `error`. The panic of a
+    native library is such a fault too, although it is no `Exception`. Ctrl-C in a caller's thread
+    ends only the running jobs.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -111,7 +115,9 @@ class Driver:
             action = self._inbox.popleft()
             try:
                 action()
-            except Exception as fault:
+            except INTERRUPTS:
+                raise
+            except BaseException as fault:
                 self._stop(fault)
 
     def _start(self, job: Job) -> None:
@@ -122,12 +128,12 @@ class Driver:
     def _step(self) -> None:
         try:
             self.engine.step()
-        except Exception as fault:
-            self._stop(fault)
-        except BaseException as error:
+        except INTERRUPTS as error:
             # Planned rows have not run, so no running job can continue.
             self.engine.fail(error)
             raise
+        except BaseException as fault:
+            self._stop(fault)
 
     def _stop(self, fault: BaseException) -> None:
         """End every job, including those submitted later."""

@@ -198,7 +198,7 @@ class Engine:
         for job in [*self.running, *(self.waiting if waiting else ())]:
             try:
                 self._end(job, error)
-            except Exception:  # its memory may be corrupt; the other jobs still have to end
+            except BaseException:  # its memory may be corrupt; the other jobs still have to end
                 log.exception("failed to release a job")
         if waiting:
             self.waiting.clear()

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Text, register
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
@@ -125,6 +125,7 @@ def candidate_layers(choice: str | Sequence[int], num_layers: int) -> tuple[int,
             "candidates are every second layer of one half; the paper selects one of two to four"
             " buckets with a validation set",
         ),
+        remote={"layers": Text(32)},
     )
 )
 def dola(layers: str = "high") -> SamplerPreset:

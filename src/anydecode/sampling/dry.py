@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.history import History
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
@@ -93,6 +93,7 @@ class Dry(LogitsProcessor):
             "matches longer than 64 tokens count like 64, so that the penalty stays finite",
             "sequence breakers are token ids, and there are none by default",
         ),
+        remote={"multiplier": Range(0, 100), "base": Range(1, 10), "allowed": Range(1, 64)},
     )
 )
 def dry(multiplier: float = 0.8, base: float = 1.75, allowed: int = 2) -> SamplerPreset:

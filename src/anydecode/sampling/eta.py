@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
@@ -36,6 +36,7 @@ class Eta(LogitsProcessor):
         summary="Drops tokens below min(epsilon, sqrt(epsilon) exp(-entropy)).",
         works_with=WORKS_WITH,
         deviations=("the best token is always kept",),
+        remote={"epsilon": Range(0, 1)},
     )
 )
 def eta(epsilon: float = 6e-4) -> SamplerPreset:

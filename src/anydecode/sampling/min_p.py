@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
@@ -36,6 +36,7 @@ class MinP(LogitsProcessor):
         summary="Keeps tokens at least `p` times as probable as the best one.",
         works_with=WORKS_WITH,
         deviations=("the bound is applied after the temperature, as in transformers",),
+        remote={"p": Range(0, 1)},
     )
 )
 def min_p(p: float = 0.05) -> SamplerPreset:

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.sampling.candidates import Candidates, descending, exponentials, largest
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
@@ -120,6 +120,7 @@ class MirostatZipf(Mirostat):
             "surprise is measured after penalties, constraint and temperature, on allowed tokens",
             "version 1 keeps k tokens, where the authors' code keeps k + 1",
         ),
+        remote={"tau": Range(0, 100), "eta": Range(0, 100), "version": Range(1, 2)},
     )
 )
 def mirostat(tau: float = 5.0, eta: float = 0.1, version: int = 2) -> SamplerPreset:

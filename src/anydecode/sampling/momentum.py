@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.sampling.candidates import Candidates, exponentials, largest
 from anydecode.sampling.history import History
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
@@ -88,6 +88,7 @@ class Momentum(LogitsProcessor):
             " becomes infinite",
             "the k most probable tokens are taken among those that penalties and constraint allow",
         ),
+        remote={"alpha": Range(0, 100), "k": Range(1, 1024)},
     )
 )
 def momentum(alpha: float = 0.2, k: int = 5) -> SamplerPreset:

@@ -37,6 +37,9 @@ MAX_SAMPLES = 1 << 16
 
 _BIG = 1 << 31
 
+#: Largest absolute value of a logit bias: a sum of several must be finite in float32.
+MAX_BIAS = 1e9
+
 #: Below this temperature, logit / T in float32 is less precise than the noise needs.
 MIN_TEMPERATURE = 1e-4
 
@@ -148,14 +151,15 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high, allowed in _RANGES:
+        number: Any
+        for name, low, high, allowed in RANGES:
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            number, kind = (Integral, "an integer") if name in _INTEGERS else (Real, "a number")
+            number, kind = (Integral, "an integer") if name in INTEGERS else (Real, "a number")
             if isinstance(value, bool) or not isinstance(value, number):
                 raise InvalidRequestError(f"{name} must be {kind}, not {value!r}")
-            if not low <= float(value) <= high:
+            if not low <= value <= high:
                 raise InvalidRequestError(f"{name} must be {allowed}, not {value}")
         for message in chain(self._type_errors(), self._contradictions()):
             raise InvalidRequestError(message)
@@ -283,7 +287,7 @@ class SamplingParams:
         for token, value in biases.items():
             if not _are_ids([token]):
                 yield f"logit_bias has the key {token!r}; its keys must be token ids (integers)"
-            if not isinstance(value, Real):
+            if not isinstance(value, Real) or isinstance(value, bool):
                 yield f"logit_bias of token {token} is {value!r}; it must be a number"
 
     def _contradictions(self) -> Iterator[str]:
@@ -317,8 +321,11 @@ class SamplingParams:
         if not all(self.stop):
             yield "stop must be a list of strings that are not empty"
         for token, value in self.logit_bias.items():
-            if math.isnan(value) or value == math.inf:
-                yield f"logit_bias of token {token} must be a finite number or -inf, not {value}"
+            if not (abs(value) <= MAX_BIAS or value == -math.inf):
+                yield (
+                    f"logit_bias of token {token} must be between -{MAX_BIAS:.0f} and"
+                    f" {MAX_BIAS:.0f}, or -inf, not {value}"
+                )
         if self.processed_logprobs and self.logprobs is None:
             yield "processed_logprobs is set, but logprobs is not"
 
@@ -349,28 +356,27 @@ def _are_ids(value: Any) -> bool:
 
 _FLAGS = ("top_w", "ignore_eos", "include_stop", "processed_logprobs")
 _INF = math.inf
-_SMALLEST = 5e-324  # the smallest number above 0
-_BELOW_ONE = math.nextafter(1.0, 0.0)
-_LARGEST = 1.7976931348623157e308
+SMALLEST = 5e-324  # the smallest number above 0
+BELOW_ONE = math.nextafter(1.0, 0.0)
 
 #: Name, minimum and maximum, and the allowed values in words.
-_RANGES: tuple[tuple[str, float, float, str], ...] = (
+RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("temperature", 0, 100, "between 0 and 100"),
     ("top_k", 0, _BIG, "0 (off) or more"),
-    ("top_p", _SMALLEST, 1, "above 0 and at most 1"),
+    ("top_p", SMALLEST, 1, "above 0 and at most 1"),
     ("min_p", 0, 1, "between 0 and 1"),
-    ("typical_p", _SMALLEST, 1, "above 0 and at most 1"),
-    ("epsilon", 0, _BELOW_ONE, "at least 0 and below 1"),
-    ("eta", 0, _BELOW_ONE, "at least 0 and below 1"),
-    ("top_n_sigma", 0, _LARGEST, "0 (off) or more"),
+    ("typical_p", SMALLEST, 1, "above 0 and at most 1"),
+    ("epsilon", 0, BELOW_ONE, "at least 0 and below 1"),
+    ("eta", 0, BELOW_ONE, "at least 0 and below 1"),
+    ("top_n_sigma", 0, 1e6, "between 0 (off) and 1000000"),
     ("xtc_probability", 0, 1, "between 0 and 1"),
-    ("xtc_threshold", _SMALLEST, 1, "above 0 and at most 1"),
-    ("top_w_entropy", 0, _LARGEST, "0 or more"),
-    ("top_w_mass", 0, _LARGEST, "0 or more"),
+    ("xtc_threshold", SMALLEST, 1, "above 0 and at most 1"),
+    ("top_w_entropy", 0, 1e6, "between 0 and 1000000"),
+    ("top_w_mass", 0, 1e6, "between 0 and 1000000"),
     ("mirostat", 0, 2, "0 (off), 1 or 2"),
-    ("mirostat_tau", _SMALLEST, 100, "above 0 and at most 100 bits"),
-    ("mirostat_eta", _SMALLEST, 100, "above 0 and at most 100"),
-    ("repetition_penalty", _SMALLEST, 100, "above 0 and at most 100"),
+    ("mirostat_tau", SMALLEST, 100, "above 0 and at most 100 bits"),
+    ("mirostat_eta", SMALLEST, 100, "above 0 and at most 100"),
+    ("repetition_penalty", SMALLEST, 100, "above 0 and at most 100"),
     ("presence_penalty", -100, 100, "between -100 and 100"),
     ("frequency_penalty", -100, 100, "between -100 and 100"),
     ("dry_multiplier", 0, 100, "between 0 and 100"),
@@ -388,7 +394,7 @@ _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("prompt_logprobs", 0, MAX_ALTERNATIVES, f"between 0 and {MAX_ALTERNATIVES}"),
 )
 _OPTIONAL = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
-_INTEGERS = _OPTIONAL | {
+INTEGERS = _OPTIONAL | {
     "top_k", "mirostat", "dry_allowed", "momentum_k", "no_repeat_ngram", "min_tokens", "n",
 }  # fmt: skip
 _TRUNCATIONS: dict[str, float | bool] = {

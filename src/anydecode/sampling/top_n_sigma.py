@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
@@ -39,6 +39,7 @@ class TopNSigma(LogitsProcessor):
             "the deviation is that of the tokens that penalties and constraint allow, since a"
             " forbidden token has no logit",
         ),
+        remote={"n": Range(0, 100)},
     )
 )
 def top_n_sigma(n: float = 1.0) -> SamplerPreset:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.sampling.candidates import Candidates, descending, largest
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
@@ -119,6 +119,7 @@ def best_set(p: np.ndarray, potential: np.ndarray, mass_weight: float) -> np.nda
             "only the nearest-neighbour potential is implemented, not the k-neighbour and exact"
             " ones",
         ),
+        remote={"entropy": Range(0, 100), "mass": Range(0, 100)},
     )
 )
 def top_w(entropy: float = 2.2, mass: float = 2.8) -> SamplerPreset:

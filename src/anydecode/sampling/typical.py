@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
@@ -43,6 +43,7 @@ class Typical(LogitsProcessor):
         summary="Keeps tokens whose surprise is closest to the entropy, up to a mass of `p`.",
         works_with=WORKS_WITH,
         deviations=("tokens equally far from the entropy are taken in ascending order of id",),
+        remote={"p": Range(0, 1)},
     )
 )
 def typical(p: float = 0.95) -> SamplerPreset:

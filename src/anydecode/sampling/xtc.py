@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.sampling.candidates import Candidates, exponentials
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
@@ -64,6 +64,7 @@ class ExcludeTopChoices(LogitsProcessor):
             " outcomes, which is the same distribution",
             "end-of-text and newline are not exempt, unlike in the first implementation",
         ),
+        remote={"probability": Range(0, 1), "threshold": Range(0, 1)},
     )
 )
 def xtc(probability: float = 0.5, threshold: float = 0.1) -> SamplerPreset:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import math
+from collections.abc import Callable
 from secrets import token_hex
 from time import perf_counter, time_ns
 from typing import Any
 
-from fastapi import HTTPException
-
-from anydecode.engine.driver import Driver
+from anydecode.engine.driver import INTERRUPTS, Driver
 from anydecode.server import logs
-from anydecode.server.errors import ApiError, api_error
+from anydecode.server.errors import ApiError, api_error, too_large_headers
 from anydecode.server.metrics import Metrics
+from anydecode.server.run import Disconnected
 from anydecode.server.settings import Settings, is_loopback
 from anydecode.server.telemetry import OPERATIONS, Telemetry
 
@@ -25,20 +26,15 @@ _PATHS = frozenset((*METRICS_PATHS, *OPERATIONS))
 Message = dict[str, Any]
 
 
-class BodyTooLarge(HTTPException):
-    """Raised while the body is read, once it exceeds the limit."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(413, f"the body is larger than {limit} bytes")
-
-
 class AdmissionMiddleware:
     """ASGI middleware that admits or refuses each request, and records it when it ends.
 
     On a loopback address, only loopback host names (and `allowed_hosts`) are accepted, which blocks
     DNS rebinding: a web page whose own host name resolves to this machine is refused. Paths under
     `/v1/` need an API key if keys are configured. A POST under `/v1/` needs the engine of `driver`
-    to be running and fewer than `max_requests` active requests.
+    to be running and fewer than `max_requests` active requests. It becomes active when its body is
+    complete, so that clients that send slowly take no capacity from others. At most `max_requests`
+    bodies may be received in part; of more, the one that has taken longest is refused.
 
     `scope["state"]` receives the request's `id`, the address of its `client`, and the key's
     `namespace`. If a handler stores a function there as `count`, it is called when the request
@@ -60,6 +56,7 @@ class AdmissionMiddleware:
         self.settings = settings
         self.metrics = metrics
         self.active = 0
+        self._receiving: dict[asyncio.Future[None], None] = {}  # the oldest is the first
         self.draining = False
         self._namespaces = settings.namespaces
         self._log_key = logs.log_key()
@@ -72,41 +69,82 @@ class AdmissionMiddleware:
         request = RequestScope(self, scope, receive, send)
         is_inference = scope["method"] == "POST" and scope["path"].startswith("/v1/")
         try:
-            self._admit(request, is_inference)
+            self._admit(request)
+            if is_inference:
+                await self._receive_body(request)
+                self._check_capacity()
         except ApiError as error:
             await request.refuse(error)
-            self._record(request)
+            self._record(request, "refused")
+            return
+        except Disconnected:
+            self._record(request, "refused")
             return
         self.active += is_inference
         try:
             await self.app(scope, request.receive, request.send)
+        except (Exception, asyncio.CancelledError, *INTERRUPTS):
+            raise
+        except BaseException as fault:  # the panic of a native library
+            logs.log.error("a request failed", exc_info=fault)
+            if request.status:
+                raise
+            await request.refuse(api_error(fault))
         finally:
             self.active -= is_inference
             if is_inference:
                 self._mean_seconds += 0.1 * (request.seconds - self._mean_seconds)
             self._record(request)
 
-    def _admit(self, request: RequestScope, is_inference: bool) -> None:
+    def _admit(self, request: RequestScope) -> None:
+        """Check what precedes the body."""
         scope = request.scope
+        size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in scope["headers"])
         headers = dict(scope["headers"])
         state = scope.setdefault("state", {})
         state["id"] = request.id
         state["namespace"] = None
         state["client"] = (scope.get("client") or (None,))[0]
+        if size > self.settings.max_header:
+            raise too_large_headers(self.settings.max_header)
         self._check_host(headers)
         needs_key = scope["path"] in METRICS_PATHS and not self.settings.open_metrics
         if self._namespaces and (needs_key or scope["path"].startswith("/v1/")):
             state["namespace"] = self._namespace(headers)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.settings.max_body:
-            limit = self.settings.max_body
-            message = f"the body is larger than {limit} bytes"
-            raise ApiError(413, message, code="body_too_large")
-        if is_inference and (error := self.driver.error) is not None:
+            raise _too_large_body(self.settings.max_body)
+
+    async def _receive_body(self, request: RequestScope) -> None:
+        """Receive the body. Raises `ApiError` or `Disconnected`."""
+
+        def on_part() -> None:
+            self._receiving[task] = None
+            if len(self._receiving) > self.settings.max_requests:
+                next(iter(self._receiving)).cancel()
+
+        limit = self.settings.max_body
+        task = asyncio.ensure_future(request.receive_body(limit, on_part))
+        try:
+            await asyncio.wait({task}, timeout=self.settings.body_seconds)
+        finally:
+            self._receiving.pop(task, None)
+            is_complete = task.done() and not task.cancelled()
+            task.cancel()
+        if not is_complete:
+            message = f"the body was not sent within {self.settings.body_seconds:g} s"
+            if len(self._receiving) >= self.settings.max_requests:
+                message = f"the body was not sent, and {len(self._receiving)} others are being sent"
+            raise ApiError(408, message, code="request_timeout", headers={"connection": "close"})
+        task.result()
+
+    def _check_capacity(self) -> None:
+        if (error := self.driver.error) is not None:
             raise api_error(error)
-        if is_inference and self.draining:
+        if self.draining:
             raise ApiError(503, "the server is shutting down", headers={"retry-after": "5"})
-        if is_inference and self.active >= self.settings.max_requests:
+        if self.active >= self.settings.max_requests:
             wait = str(min(60, max(1, math.ceil(self._mean_seconds))))
             message = f"{self.active} requests are already running; try again in {wait} s"
             raise ApiError(429, message, code="too_many_requests", headers={"retry-after": wait})
@@ -134,15 +172,15 @@ class AdmissionMiddleware:
             )
         return result
 
-    def _record(self, request: RequestScope) -> None:
-        path = request.scope["path"]
+    def _record(self, request: RequestScope, endpoint: str = "other") -> None:
+        """Count and log a request that has ended. `endpoint` is its metric label if it has no
+        route: paths are the client's choice, and every label takes memory for ever."""
         if (count := request.scope["state"].get("count")) is not None:
             count()
-        route = request.scope.get("route")
+        route, path = getattr(request.scope.get("route"), "path", None), request.scope["path"]
         # Never a path that is not an endpoint's: the caller may have written anything there.
-        path = getattr(route, "path", None) or (path if path in _PATHS else "other")
-        is_refused = request.status in (401, 403, 413, 429, 503) and route is None
-        endpoint = "refused" if is_refused else path
+        path = route or (path if path in _PATHS else "other")
+        endpoint = route or endpoint
         self.metrics.requests.labels(endpoint, str(request.status or 499)).inc()
         logs.event(
             "request",
@@ -169,6 +207,11 @@ class AdmissionMiddleware:
             )
 
 
+def _too_large_body(limit: int) -> ApiError:
+    message = f"the body is larger than {limit} bytes"
+    return ApiError(413, message, code="body_too_large", headers={"connection": "close"})
+
+
 def host_name(host: str) -> str:
     """The host of a Host header, without the port: `[::1]:80` gives `::1`."""
     if host.startswith("["):
@@ -185,7 +228,7 @@ class RequestScope:
         self.scope = scope
         self.id = token_hex(16)
         self.status = 0
-        self._limit = self._num_remaining = admission.settings.max_body
+        self._body: bytes | None = None  # received, but not read by the application
         self._receive = receive
         self._send = send
         self._start = perf_counter()
@@ -196,13 +239,38 @@ class RequestScope:
         return perf_counter() - self._start
 
     async def receive(self) -> Message:
-        """The next ASGI message of the request. Raises `BodyTooLarge`."""
+        """The next ASGI message of the request."""
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
         message: Message = await self._receive()
-        if message["type"] == "http.request":
-            self._num_remaining -= len(message.get("body", b""))
-            if self._num_remaining < 0:
-                raise BodyTooLarge(self._limit)
         return message
+
+    async def receive_body(self, limit: int, on_part: Callable[[], object]) -> None:
+        """Receive the whole body, for `receive` to return.
+
+        Args:
+            limit: Its largest size, in bytes.
+            on_part: Called when the first part has been received, unless it is the whole body.
+
+        Raises:
+            ApiError: The body is larger than `limit` bytes.
+            Disconnected: The client disconnects.
+        """
+        body, has_part = bytearray(), False
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Disconnected
+            body += message.get("body", b"")
+            if len(body) > limit:
+                raise _too_large_body(limit)
+            if not message.get("more_body", False):
+                break
+            if not has_part:
+                on_part()
+                has_part = True
+        self._body = bytes(body)
 
     async def send(self, message: Message) -> None:
         """Forward a response message, with an `x-request-id` header added."""
@@ -220,8 +288,6 @@ class RequestScope:
             "content-length": str(len(body)),
             **error.headers,
         }
-        if error.status == 413:
-            headers["connection"] = "close"
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self.send({"type": "http.response.start", "status": error.status, "headers": pairs})
         await self.send({"type": "http.response.body", "body": body})

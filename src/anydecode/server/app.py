@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.resources import files
 from typing import Any
 
@@ -10,13 +11,11 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from anydecode import catalogue
 from anydecode.api.llm import LLM
-from anydecode.decoders.decoder import Decoder
 from anydecode.errors import AnydecodeError
 from anydecode.server import metrics
 from anydecode.server.admission import AdmissionMiddleware
-from anydecode.server.bodies import JsonRoute
+from anydecode.server.bodies import JsonRoute, described
 from anydecode.server.chat import chat
 from anydecode.server.completions import complete
 from anydecode.server.embeddings import embed
@@ -181,27 +180,12 @@ def _add_metrics(app: FastAPI, service: Service) -> None:
         )
 
     @app.get("/decoders")
-    async def decoders() -> Response:
+    async def list_decoders() -> Response:
         """The decoders that can run on this server, and whether the model has a chat template, for
         the web page."""
         has_chat_template = service.tokenizer.chat_template is not None
-        return JSONResponse({"decoders": _decoders(service), "chat": has_chat_template})
-
-
-def _decoders(service: Service) -> list[dict[str, str]]:
-    result = []
-    runners = set(service.llm.engine.runners)
-    for key, entry in sorted(catalogue.entries().items()):
-        try:
-            built = entry.build()
-        except (AnydecodeError, TypeError):  # it needs parameters, which the page does not offer
-            continue
-        if not isinstance(built, Decoder) or set(built.requirements.runners) - runners:
-            continue
-        if built.requirements.causal in (None, service.llm.model.spec.causal):
-            card = entry.card
-            result.append({"key": key, "exactness": card.exactness, "summary": card.summary})
-    return result
+        decoders = await asyncio.to_thread(lambda: service.decoders)
+        return JSONResponse({"decoders": decoders, "chat": has_chat_template})
 
 
 def _add_page(app: FastAPI) -> None:
@@ -236,9 +220,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def handle_invalid_body(http: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"] if part != "body")
-        message = f"{field}: {first['msg']}" if field else f"the body: {first['msg']}"
+        field, message = described(error.errors()[0])
         return _error_response(ApiError(400, message, code="invalid_body", param=field or None))
 
     @app.exception_handler(HTTPException)

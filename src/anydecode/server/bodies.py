@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, get_type_hints
 
 from fastapi import Request
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from anydecode.server.errors import ApiError
+from anydecode.server.protocol import ALLOWED
 
 
 class JsonRoute(APIRoute):
@@ -38,12 +39,24 @@ class JsonRoute(APIRoute):
             try:
                 body = model.model_validate_json(content)
             except ValidationError as error:
-                errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+                errors = [
+                    {**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)
+                ]
                 raise RequestValidationError(errors) from error
             answer: Response = await endpoint(body, http)
             return answer
 
         return handle
+
+
+def described(error: Mapping[str, Any]) -> tuple[str, str]:
+    """The field of an error of pydantic, and a message with what was given and what is allowed."""
+    field = ".".join(str(part) for part in error["loc"] if part != "body")
+    given = error.get("input")
+    if field in ALLOWED and isinstance(given, int | float) and not isinstance(given, bool):
+        return field, f"{field} must be {ALLOWED[field]}, not {given}"
+    shown = f", not {given!r}" if isinstance(given, bool | int | float) else ""
+    return field, f"{field or 'the body'}: {error['msg']}{shown}"
 
 
 def _is_json(content_type: str) -> bool:

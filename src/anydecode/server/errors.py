@@ -8,6 +8,7 @@ from typing import Any
 from anydecode.errors import (
     AnydecodeError,
     ConstraintError,
+    ContextLengthError,
     EngineStoppedError,
     InvalidRequestError,
     OutOfMemoryError,
@@ -23,8 +24,19 @@ _TYPES = {
 }
 
 
+#: Largest length of an error's message and of its `param`, in characters.
+MAX_MESSAGE, MAX_PARAM = 600, 120
+
+
+def one_line(text: str, max_length: int = MAX_MESSAGE) -> str:
+    """`text` on one line of at most `max_length` characters."""
+    line = " ".join(text[: 2 * max_length].split())
+    return line if len(line) <= max_length else line[: max_length - 3] + "..."
+
+
 class ApiError(Exception):
-    """An error response. `code` is machine-readable; `param` names the invalid field."""
+    """An error response. `code` is machine-readable; `param` names the invalid field. Both texts
+    are cut and put on one line, since they may quote the request."""
 
     def __init__(
         self,
@@ -35,11 +47,12 @@ class ApiError(Exception):
         param: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        message = one_line(message)
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
-        self.param = param
+        self.param = None if param is None else one_line(param, MAX_PARAM)
         self.headers = headers or {}
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,11 +72,30 @@ class ApiError(Exception):
         return json.dumps(self.to_dict()).encode()
 
 
+def too_large_headers(limit: int) -> ApiError:
+    """The error for headers of more than `limit` bytes."""
+    message = f"the request's headers are larger than {limit} bytes"
+    return ApiError(431, message, code="headers_too_large", headers={"connection": "close"})
+
+
 def stopped_message(error: EngineStoppedError) -> str:
     """The message for requests to a stopped engine: the fault's type, without its text, which only
     the log contains."""
     fault = type(error.__cause__).__name__
     return f"the engine stopped ({fault}); see the server's log for details and restart the server"
+
+
+#: The code of an error that the client can fix, by its class: the first that it belongs to.
+_CODES: tuple[tuple[type[AnydecodeError], str], ...] = (
+    (ConstraintError, "constraint_error"),
+    (OutOfMemoryError, "context_length_exceeded"),
+    (ContextLengthError, "context_length_exceeded"),
+    (InvalidRequestError, "invalid_value"),
+)
+
+
+def _code(error: AnydecodeError) -> str | None:
+    return next((code for kind, code in _CODES if isinstance(error, kind)), None)
 
 
 def api_error(error: BaseException) -> ApiError:
@@ -75,14 +107,7 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, UnicodeEncodeError):
         return ApiError(400, "the text contains a lone surrogate, which is not a valid character")
     if isinstance(error, AnydecodeError):
-        message = " ".join(str(error).split())
-        if isinstance(error, ConstraintError):
-            return ApiError(400, message, code="constraint_error")
-        if isinstance(error, OutOfMemoryError) or "the context holds" in message:
-            return ApiError(400, message, code="context_length_exceeded")
-        if isinstance(error, InvalidRequestError):
-            return ApiError(400, message, code="invalid_value")
-        return ApiError(400, message)
+        return ApiError(400, str(error), code=_code(error))
     return ApiError(
         500, "internal server error; see the server's log for details", code="internal_error"
     )

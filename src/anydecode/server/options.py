@@ -6,23 +6,14 @@ from typing import Any
 
 from anydecode import catalogue
 from anydecode.api.llm import LLM
-from anydecode.api.methods import parameters
+from anydecode.constraints.constraint import Constraint
+from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError
-from anydecode.sampling.params import SamplingParams
+from anydecode.sampling.preset import SamplerPreset
 from anydecode.server.errors import ApiError
 from anydecode.server.prompts import effort_variables
-from anydecode.server.protocol import Options
+from anydecode.server.protocol import Options, ResponsesRequest, SamplingFields
 from anydecode.server.settings import Settings
-
-#: Largest absolute value of a number that a client may pass as a decoder parameter.
-MAX_PARAMETER = 4096
-#: Fields of `SamplingParams` that a body may set by name; `prompt_logprobs` is set by `echo`, and
-#: `logits_processors` are objects.
-_SAMPLING = frozenset(SamplingParams.__dataclass_fields__) - {
-    "prompt_logprobs",
-    "logits_processors",
-}
-_SHARED = ("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty")
 
 
 def engine_options(
@@ -30,18 +21,16 @@ def engine_options(
 ) -> dict[str, Any]:
     """The options for `LLM.request`. Raises `ApiError` or `InvalidRequestError`."""
     options: dict[str, Any] = {"temperature": 1.0}
-    for name in _SHARED:
+    for name in SamplingFields.model_fields:
         if (value := getattr(body, name)) is not None:
             options[name] = value
-    if body.stop is not None:
-        options["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
-    if body.logit_bias:
-        options["logit_bias"] = token_biases(body.logit_bias)
-    options.update(extra_options(body))
+    check_extra_fields(body)
     if options.get("temperature") == 0 and options.get("n", 1) == 1:
         options.pop("n", None)
     options["decoder"] = (
-        check_decoder(body.decoder) if body.decoder else settings.decoder or llm.default_decoder
+        check_decoder(body.decoder, settings)
+        if body.decoder
+        else settings.decoder or llm.default_decoder
     )
     options["adapter"] = adapter_of(body.model, llm, settings)
     options["trace"] = bool(body.trace)
@@ -49,18 +38,20 @@ def engine_options(
     options["namespace"] = namespace
     options["first_finish"] = body.first_finish
     options["segment"] = body.segment
-    options["resume"] = body.resume
+    options["resume"] = None if body.resume is None else body.resume.model_dump()
     if body.first_finish is not None and body.stream:
         message = "first_finish cannot be streamed: the chosen samples are known only at the end"
         raise ApiError(400, message, param="first_finish")
     return options
 
 
-def extra_options(body: Options) -> dict[str, Any]:
-    """Fields of `SamplingParams` beyond OpenAI's. Raises `ApiError` for unknown fields, and for
-    unsupported fields of OpenAI's API that would change the answer."""
+def check_extra_fields(body: Options) -> None:
+    """Raise `ApiError` for unknown fields, and for unsupported fields of OpenAI's API that would
+    change the answer."""
     extra = body.model_extra or {}
-    unknown = sorted(set(extra) - _SAMPLING - body.IGNORED.keys() - body.REFUSED.keys())
+    unknown = sorted(extra.keys() - body.IGNORED.keys() - body.REFUSED.keys())
+    if isinstance(body, ResponsesRequest) and body.reasoning is not None:
+        unknown += [f"reasoning.{name}" for name in sorted(body.reasoning.model_extra or ())]
     if unknown:
         names = ", ".join(unknown)
         raise ApiError(400, f"unknown field {names}", code="unknown_parameter", param=unknown[0])
@@ -68,7 +59,6 @@ def extra_options(body: Options) -> dict[str, Any]:
         if _has_effect(extra.get(name), neutral):
             message = f"{name} is not supported here: {advice}"
             raise ApiError(400, message, code="unsupported_parameter", param=name)
-    return {name: extra[name] for name in extra if name in _SAMPLING and extra[name] is not None}
 
 
 def ignored_fields(body: Options, template: str | None) -> list[str]:
@@ -98,33 +88,19 @@ def _has_effect(value: Any, neutral: tuple[Any, ...]) -> bool:
     return value is not None and value not in neutral
 
 
-def token_biases(biases: dict[str, float]) -> dict[int, float]:
-    """`biases` with token ids as integer keys."""
-    try:
-        return {int(token): value for token, value in biases.items()}
-    except ValueError:
-        raise ApiError(
-            400, "logit_bias must map token ids to numbers", param="logit_bias"
-        ) from None
+def check_decoder(choice: str, settings: Settings) -> str:
+    """`choice`. Nothing is built.
 
-
-def check_decoder(choice: str) -> str:
-    """`choice`. Raises `ApiError` if the decoder reads files or a parameter is too large."""
-    key, _, rest = choice.partition(":")
-    reason = "only the server's own options may do that, not requests"
-    if getattr(catalogue.kind_of(key), "reads_files", False):
-        raise ApiError(400, f"{key!r} reads files of this machine; {reason}", param="decoder")
-    given = parameters(rest, catalogue.text_parameters(key))
-    if files := catalogue.file_parameters(key) & given.keys():
-        message = f"{key!r}: {min(files)} names a file; {reason}"
-        raise ApiError(400, message, param="decoder")
-    for value in given.values():
-        if isinstance(value, int | float) and not abs(value) <= MAX_PARAMETER:
-            raise ApiError(
-                400,
-                f"a decoder parameter is {value}; the largest is {MAX_PARAMETER}",
-                param="decoder",
-            )
+    Raises:
+        ApiError: If requests may not select the method, or set one of its parameters so.
+    """
+    if choice not in settings.allowed_decoders:
+        try:
+            key = choice.partition(":")[0]
+            catalogue.check_kind(key, "a decoder", Decoder, SamplerPreset, Constraint)
+            catalogue.check_remote(choice)
+        except InvalidRequestError as error:
+            raise ApiError(400, str(error), code="invalid_value", param="decoder") from None
     return choice
 
 

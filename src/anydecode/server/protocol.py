@@ -1,10 +1,23 @@
-"""Pydantic models of the request bodies. Fields of `SamplingParams` are accepted too, by name."""
+"""Pydantic models of the request bodies: every field has a strict type and a range.
+
+Lists stop at their first invalid element, mappings are limited, and unknown fields are refused in
+`server.options`, so that a body has few errors however large it is.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator
+
+from anydecode.sampling.logprobs import MAX_ALTERNATIVES
+from anydecode.sampling.options import SamplingOptions
+from anydecode.sampling.params import BELOW_ONE, INTEGERS, MAX_BIAS, MAX_SAMPLES, RANGES, SMALLEST
+
+#: Largest number of tokens or steps that a field may give.
+MAX_COUNT = 1 << 31
+#: Largest number of elements of a list that is read element by element before the request runs.
+MAX_ITEMS = 1 << 14
 
 #: Fields of OpenAI's API that have no effect at any endpoint that generates, with their neutral
 #: values. A field with another value is listed in the response's `anydecode.ignored`.
@@ -22,7 +35,81 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
 _MODERATION = "this server does not moderate; call a moderation service yourself"
 
 
-class StreamOptions(BaseModel):
+def _limited(value: Any) -> Any:
+    """`value`, unless it is a mapping of more than `MAX_ITEMS` entries."""
+    if isinstance(value, dict) and len(value) > MAX_ITEMS:
+        raise ValueError(f"{len(value)} entries are given; at most {MAX_ITEMS} are allowed")
+    return value
+
+
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Name = Annotated[str, Field(max_length=1000)]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)]
+Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
+Tokens = Annotated[list[Count], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_ITEMS)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_ITEMS)]
+TokenLists = Annotated[list[Tokens], Field(fail_fast=True, max_length=MAX_ITEMS)]
+#: One prompt or several, as text or token ids.
+Prompts = str | Texts | Tokens | TokenLists
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+#: A token id as the key of an object, which is a text in JSON.
+TokenKey = Annotated[int, Field(strict=False, ge=0, le=MAX_COUNT)]
+Biases = Annotated[dict[TokenKey, Bias], BeforeValidator(_limited)]
+Words = Annotated[list[str | Tokens], Field(fail_fast=True, max_length=MAX_ITEMS)]
+
+#: The values of sampling options that are numbers, in words.
+ALLOWED = {
+    name: f"an integer, {allowed}" if name in INTEGERS and name != "seed" else allowed
+    for name, _, _, allowed in RANGES
+}
+#: Sampling options that are objects of the Python API; `echo` sets `prompt_logprobs`.
+_NOT_REMOTE = ("autodeco", "logits_processors", "prompt_logprobs")
+#: Sampling options that are neither numbers nor booleans.
+_LISTS: dict[str, Any] = {
+    "banned_words": Words,
+    "dola_layers": Name | Tokens,
+    "dry_breakers": Tokens,
+    "logit_bias": Biases,
+    "stop": str | Texts,
+    "stop_tokens": Tokens,
+}
+
+
+def _sampling_fields() -> dict[str, Any]:
+    """A field for every sampling option that a request may set, in its range."""
+    ranges = {name: (low, high) for name, low, high, _ in RANGES}
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(SamplingOptions).items():
+        if name in _NOT_REMOTE:
+            continue
+        kind: Any = bool if hint is bool else _LISTS.get(name)
+        if name in ranges:
+            low, high = ranges[name]
+            bounds: dict[str, Any] = {
+                "gt" if low == SMALLEST else "ge": 0 if low == SMALLEST else low,
+                "lt" if high == BELOW_ONE else "le": 1 if high == BELOW_ONE else high,
+            }
+            kind = Annotated[int if name in INTEGERS else float, Field(**bounds)]
+        found[name] = (kind | None, None)
+    return found
+
+
+class Body(BaseModel):
+    """Base of all parts of a request: no conversions between types, and only finite numbers."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+#: The sampling options of the Python API, by name.
+if TYPE_CHECKING:
+    SamplingFields = Body
+else:
+    SamplingFields = create_model("SamplingFields", __base__=Body, **_sampling_fields())
+
+
+class StreamOptions(Body):
     """Stream options. `include_usage` adds a last chunk with the token counts."""
 
     model_config = ConfigDict(extra="ignore")
@@ -30,8 +117,22 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-class Options(BaseModel):
-    """Fields that all generating endpoints share.
+class ResumedSample(Body):
+    """A sample of an earlier answer that is to be continued."""
+
+    number: Annotated[int, Field(ge=0, lt=MAX_SAMPLES)]
+    tokens: Tokens
+
+
+class Resume(Body):
+    """The `anydecode.resume` of an earlier answer."""
+
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+    samples: Annotated[list[ResumedSample], Field(fail_fast=True, max_length=MAX_SAMPLES)]
+
+
+class Options(SamplingFields):
+    """Fields that all generating endpoints share, besides those of `SamplingFields`.
 
     Attributes:
         model: The served model, or one of its adapters.
@@ -49,37 +150,34 @@ class Options(BaseModel):
 
     IGNORED: ClassVar[dict[str, tuple[Any, ...]]] = _IGNORED
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-    model: str | None = None
+    model_config = ConfigDict(extra="allow")
+    model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    max_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    decoder: str | None = None
+    decoder: Name | None = None
     trace: bool | Literal["html"] | None = None
-    priority: int | None = Field(default=None, ge=-1000, le=1000)
-    first_finish: int | None = Field(default=None, ge=1)
-    segment: int | None = Field(default=None, ge=1)
-    resume: dict[str, Any] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    first_finish: Positive | None = None
+    segment: Positive | None = None
+    resume: Resume | None = None
+    if TYPE_CHECKING:  # of `SamplingFields`
+        logprobs: Any
+        temperature: float | None
+        top_p: float | None
+        n: int | None
+        max_tokens: int | None
 
 
-class Message(BaseModel):
+class Message(Body):
     """One turn of a conversation."""
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Objects | None = None
+    tool_calls: Objects | None = None
 
 
-class Function(BaseModel):
+class Function(Body):
     """A function that the model may call; `parameters` is a JSON Schema of its arguments."""
 
     model_config = ConfigDict(extra="allow")
@@ -88,7 +186,7 @@ class Function(BaseModel):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(BaseModel):
+class Tool(Body):
     """A tool. Functions are the only supported type."""
 
     model_config = ConfigDict(extra="allow")
@@ -107,16 +205,24 @@ class ChatRequest(Options):
         "function_call": (("none", "auto"), "use tools and tool_choice"),
         "moderation": ((), _MODERATION),
     }
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Alternatives | None = None
     response_format: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_ITEMS)] | None = None
+    tool_choice: Name | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Name | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_names(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in ("messages", "self", "template"):
+            if name in (value or ()):
+                raise ValueError(f"{name!r} is not a variable of the template; leave it out")
+        return value
 
 
 class CompletionRequest(Options):
@@ -124,32 +230,31 @@ class CompletionRequest(Options):
     log-probability are returned."""
 
     REFUSED = {"suffix": (("",), "a completion continues its prompt; leave it out")}
-    prompt: str | list[str] | list[int] | list[list[int]]
-    best_of: int | None = Field(default=None, ge=1)
-    logprobs: int | None = None
+    prompt: Prompts
+    best_of: Samples | None = None
     echo: bool | None = None
     response_format: dict[str, Any] | None = None
 
 
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(Body):
     """`POST /v1/embeddings`."""
 
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
-    input: str | list[str] | list[int] | list[list[int]]
-    model: str | None = None
+    model_config = ConfigDict(extra="ignore")
+    input: Prompts
+    model: Name | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
+    dimensions: Positive | None = None
 
 
-class Reasoning(BaseModel):
-    """Reasoning options. Only `effort` has an effect."""
+class Reasoning(Body):
+    """Reasoning options. Only `effort` has an effect. Other fields are refused, one by one."""
 
-    model_config = ConfigDict(extra="forbid")
-    effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
-    context: str | None = None
-    mode: str | None = None
+    model_config = ConfigDict(extra="allow")
+    effort: Name | None = None
+    summary: Name | None = None
+    generate_summary: Name | None = None
+    context: Name | None = None
+    mode: Name | None = None
 
 
 class ResponsesRequest(Options):
@@ -180,8 +285,8 @@ class ResponsesRequest(Options):
         "tools": (([],), "/v1/chat/completions takes tools"),
         "tool_choice": (("none", "auto"), "/v1/chat/completions takes tools"),
     }
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Count | None = None
     text: dict[str, Any] | None = None
     reasoning: Reasoning | None = None

@@ -30,9 +30,9 @@ async def respond(service: Service, body: ResponsesRequest, http: HttpRequest) -
     options = engine_options(body, service.llm, service.settings, state["namespace"])
     limits = (body.max_output_tokens, body.max_tokens, service.llm.max_length)
     options["max_tokens"] = next(limit for limit in limits if limit is not None)
-    messages = response_items(body.input, body.instructions)
     effort = None if body.reasoning is None else body.reasoning.effort
     variables = effort_variables(effort, service.tokenizer.chat_template)
+    messages = response_items(body.input, body.instructions)
     text = await service.preparation.render(state, conversation(messages), variables)
     response_format = (body.text or {}).get("format")
     if not isinstance(response_format, dict | None):

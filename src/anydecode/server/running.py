@@ -11,14 +11,28 @@ import uvicorn
 
 from anydecode.api.llm import LLM
 from anydecode.server import logs
+from anydecode.server.admission import AdmissionMiddleware
 from anydecode.server.app import create_app
+from anydecode.server.connection import LimitedProtocol
 from anydecode.server.settings import Settings
 from anydecode.server.telemetry import Telemetry, from_environment
 
 
 class _Server(uvicorn.Server):
     """A uvicorn server that refuses new requests once a shutdown is requested, while running
-    requests continue."""
+    requests continue. If the engine has stopped, it reports that for `drain_seconds`, and ends."""
+
+    _stop_time: float | None = None  # when the engine was found stopped
+
+    async def on_tick(self, counter: int) -> bool:
+        admission: AdmissionMiddleware = self.config.app  # type: ignore[assignment]
+        if self._stop_time is None and admission.driver.error is not None:
+            self._stop_time = time.monotonic()
+        is_over = (
+            self._stop_time is not None
+            and time.monotonic() >= self._stop_time + admission.settings.drain_seconds
+        )
+        return await super().on_tick(counter) or is_over
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         admission = self.config.app
@@ -31,6 +45,8 @@ def _server(llm: LLM, settings: Settings, telemetry: Telemetry | None = None) ->
         create_app(llm, settings, telemetry),
         host=settings.host,
         port=settings.port,
+        http=LimitedProtocol,
+        ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -46,6 +62,10 @@ def serve(llm: LLM, settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM, then shut down gracefully and close `llm`.
 
     Running requests are cancelled after `settings.drain_seconds`.
+
+    Raises:
+        EngineStoppedError: The engine has stopped after an internal error. The server has reported
+            that for `settings.drain_seconds`, and has shut down: start another process.
     """
     telemetry = from_environment(settings.name)
     logs.write_json_lines()
@@ -59,6 +79,8 @@ def serve(llm: LLM, settings: Settings) -> None:
         if telemetry is not None:
             telemetry.close()
         logs.event("stop")
+    if (error := llm.driver.error) is not None:
+        raise error
 
 
 class LiveServer:

@@ -6,16 +6,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
+from anydecode import catalogue
 from anydecode.api.generation import Generation
 from anydecode.api.llm import LLM
 from anydecode.api.request import Request
 from anydecode.api.text import Detokenizer
 from anydecode.constraints.constraint import Constraint
 from anydecode.constraints.reasoning import AfterReasoning
-from anydecode.errors import InvalidRequestError
+from anydecode.decoders.decoder import Decoder
+from anydecode.errors import AnydecodeError, InvalidRequestError
 from anydecode.server.metrics import Metrics
 from anydecode.server.options import check_choices, check_prompt, ignored_fields
 from anydecode.server.parsers import Parser, reasoning_tags, tool_format
@@ -45,6 +48,21 @@ class Service:
             settings.reasoning_parser != "auto" or self._reasoning_tags[1] in (template or "")
         )
 
+    @cached_property
+    def decoders(self) -> list[dict[str, str]]:
+        """The decoders that the models can run and that need no parameters, sorted by key."""
+        found = []
+        for key, entry in sorted(catalogue.entries().items()):
+            if not issubclass(catalogue.kind_of(key) or object, Decoder):
+                continue  # not built: other methods may open files or start threads
+            try:
+                self.llm.resources.check_decoder(key, entry.build().requirements)
+            except (AnydecodeError, TypeError):
+                continue
+            card = entry.card
+            found.append({"key": key, "exactness": card.exactness, "summary": card.summary})
+        return found
+
     async def run(
         self,
         prompts: list[Any],
@@ -66,11 +84,7 @@ class Service:
             ApiError: If a prompt is longer than the server allows, or takes too long to tokenise.
         """
         resumed = options.get("resume")
-        samples = options.get("n", 1) if resumed is None else resumed.get("samples")
-        if isinstance(samples, list):
-            samples = len(samples)
-        elif not isinstance(samples, int):
-            samples = 1  # invalid: refused by `LLM.request`
+        samples = options.get("n", 1) if resumed is None else len(resumed["samples"])
         check_choices(len(prompts) * samples, self.settings)
         if resumed is not None and len(prompts) > 1:
             raise InvalidRequestError("resume needs exactly one prompt")

@@ -21,9 +21,11 @@ class Settings:
         port: Port to listen on; 0 picks a free one.
         api_keys: Accepted API keys; if empty, no key is required.
         max_body: Largest request body, in bytes.
+        max_header: Largest request line and headers, in bytes.
         max_prompt: Longest prompt, in tokens; 0 for the context length.
         max_requests: Most requests that run at once.
         max_choices: Most choices of one request: prompts times samples.
+        body_seconds: How long a client may take to send the headers, and then the body.
         stall_seconds: How long a client may leave a stream unread before it is cancelled.
         drain_seconds: How long a shutdown waits for running requests.
         decoder: Default decoder; None for the model's default.
@@ -35,6 +37,8 @@ class Settings:
         prepare_seconds: Most processor time that compiling the constraint of a request, rendering
             its conversation, or tokenising its prompt may take.
         prepare_memory: Most memory that one of these may take, in bytes.
+        allowed_decoders: Decoders with parameters ("key:name=value") that requests may select,
+            although a parameter is beyond the bounds of the method's card.
         open_metrics: Whether /metrics and /live need no key although keys are configured.
     """
 
@@ -43,15 +47,18 @@ class Settings:
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     max_body: int = 4 << 20
+    max_header: int = 64 << 10
     max_prompt: int = 0
     max_requests: int = 256
     max_choices: int = 64
+    body_seconds: float = 30.0
     stall_seconds: float = 60.0
     drain_seconds: float = 10.0
     decoder: str | None = None
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     allowed_hosts: tuple[str, ...] = ()
+    allowed_decoders: tuple[str, ...] = ()
     open_metrics: bool = False
     prepare_seconds: float = 2.0
     prepare_memory: int = 1 << 30

@@ -47,7 +47,7 @@ def test_unsupported_requests_raise_an_error() -> None:
         for decoder, message in (
             ("fastkv:budget=0", "budget"), ("quickprefill:keep=2", "keep"),
             ("mustdrop:key=2", "key"), ("gear:bits=9", "bits"),
-            ("fastkv:decoder=fastkv", "given context"), ("fastkv:decoder=sarathi", "given context"),
+            ("fastkv:decoder=fastkv", "given context"), ("fastkv:decoder=sarathi", "not a decoder"),
             ("fastkv:decoder=llada", "given context"),
         ):  # fmt: skip
             with pytest.raises(InvalidRequestError, match=message):

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.constrained.free import is_allowed, token_ids, unconstrained_distribution
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import ConstraintError, InvalidRequestError
@@ -166,6 +166,7 @@ STATE: StateKey[AwrsState] = StateKey("awrs", "state")
             "the released code's defaults of two accepted tokens and no limit of rejected ones are"
             " fixed; the vocabulary is not pruned beforehand",
         ),
+        remote={"particles": Range(1, 16), "threshold": Range(0, 1)},
     )
 )
 class Awrs(Decoder):

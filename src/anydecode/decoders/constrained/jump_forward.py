@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from anydecode import catalogue
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.constraints.drafts import constraint_state, pruned
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -90,6 +90,7 @@ def _with_tokens(sequence: Sequence, forced: list[int]) -> Iterator[None]:
             "forced tokens are verified as drafts instead of being inserted into the text and"
             " tokenized again, so the result equals plain constrained decoding",
         ),
+        remote={"size": Range(0, 64), "max_forced": Range(0, 64)},
     )
 )
 def jump_forward(size: int = 7, max_forced: int = 64) -> Speculative:

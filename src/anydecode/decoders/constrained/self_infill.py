@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, Text, register
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.tokenizer import Tokenizer
@@ -74,6 +74,13 @@ _STATE: StateKey[InfillState] = StateKey("self-infill", "state")
             "a constraint applies to the text filled into a given gap, and is rejected without one",
             "a suffix is kept as generated, not dedented",
         ),
+        remote={
+            "threshold": Range(0, 1),
+            "begins": Text(64),
+            "max_middle": Range(1, 4096),
+            "cycles": Range(1, 4),
+            "suffix": Text(512),
+        },
     )
 )
 class SelfInfill(Decoder):

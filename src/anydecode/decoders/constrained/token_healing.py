@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.constraints.vocabulary import Vocabulary
 from anydecode.decoders.constrained.unbiased_tokenization import PromptBoundaryDecoder
 from anydecode.errors import InvalidRequestError
@@ -35,6 +35,7 @@ from anydecode.scoring.sequence import Sequence
             " unbiased-tokenization is the exact method",
             "the first tokens of the answer are those of the text beyond the prompt",
         ),
+        remote={"count": Range(0, 16)},
     )
 )
 class TokenHealing(PromptBoundaryDecoder):

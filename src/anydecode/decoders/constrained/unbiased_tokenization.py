@@ -18,7 +18,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
@@ -224,6 +224,7 @@ def _remainder(vocab: Vocabulary, tree: TokenTree, cover: Cover, text: bytes) ->
             "the tree of covers has at most 128 nodes; covers behind further nodes are left out",
             "whether the tokenizer produces a cover is tested after the four tokens before it",
         ),
+        remote={"max_tokens": Range(1, 16)},
     )
 )
 class UnbiasedTokenization(PromptBoundaryDecoder):

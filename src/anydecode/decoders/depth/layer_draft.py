@@ -6,7 +6,7 @@ continue from the hidden states that the draft computed, so no layer runs twice 
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.errors import InvalidRequestError
@@ -26,6 +26,7 @@ from anydecode.scoring.tree import TokenTree
         deviations=(
             "verification samples with the target's own noise instead of comparing argmax tokens",
         ),
+        remote={"layers": Range(1, 1024), "size": Range(0, 64)},
     )
 )
 class LayerDraft(Decoder):

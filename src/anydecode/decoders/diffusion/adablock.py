@@ -7,8 +7,9 @@ probability, if this is high enough. Otherwise the block has a fixed size.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, Text, register
 from anydecode.decoders.diffusion.blocks import BlockPolicy
+from anydecode.decoders.diffusion.caches import CACHE_WORDS
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -86,6 +87,13 @@ class AdaBlockDenoiser(Denoiser):
             "a delimiter is a single character; only the last token of its own encoding counts, not"
             " tokens that contain it together with other text",
         ),
+        remote={
+            "block": Range(0, 4096),
+            "threshold": Range(0, 1),
+            "delimiter_threshold": Range(0, 1),
+            "delimiters": Text(16),
+            "cache": CACHE_WORDS,
+        },
     )
 )
 def adablock(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.diffusion.blocks import SlidingWindow
 from anydecode.decoders.diffusion.canvas import Canvas
@@ -84,6 +84,7 @@ class JointDenoiser(Denoiser):
             "both samples use the request's temperature; in the released code only the first does",
             "with constraints and other stateful samplers, one token per pass is generated",
         ),
+        remote={"weight": Range(0, 1), "window": Range(1, 4096)},
     )
 )
 def apd(weight: float = 0.7, window: int = 100, mask: int | None = None) -> Denoiser:

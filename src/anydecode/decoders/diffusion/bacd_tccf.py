@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, Text, register
 from anydecode.decoders.diffusion.blocks import BlockPolicy
+from anydecode.decoders.diffusion.caches import CACHE_WORDS
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -93,6 +94,14 @@ class TwoPhaseDenoiser(Denoiser):
             "by default (cache='none') every pass computes the whole canvas; the paper's models"
             " cache finished blocks",
         ),
+        remote={
+            "low": Range(0, 1),
+            "high": Range(0, 1),
+            "coarse": Range(1, 256),
+            "fine": Range(1, 256),
+            "marker": Text(64),
+            "cache": CACHE_WORDS,
+        },
     )
 )
 def bacd_tccf(

@@ -4,7 +4,7 @@ Models", arXiv:2503.09573)."""
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import DEVIATIONS, BlockCausalCache
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -31,6 +31,7 @@ _WORKS_WITH = ("batches", "samplers", "constraints", "streaming", "infilling")
             *DEVIATIONS,
             "the model must have no time input or a constant one, as the published models have",
         ),
+        remote={"block": Range(0, 4096)},
     )
 )
 def bd3_lm(block: int | None = None, mask: int | None = None) -> Denoiser:

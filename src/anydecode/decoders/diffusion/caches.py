@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from anydecode.catalogue import Words
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.framework.canvas_spans import CanvasSpan, canvas_span, causal_span
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
@@ -245,6 +246,7 @@ CACHES: dict[str, type[CachePolicy]] = {
     "prefix": PrefixCachePolicy,
     "dual": DualCachePolicy,
 }
+CACHE_WORDS = Words(tuple(CACHES))
 
 
 def cache(name: str) -> CachePolicy:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks, WholeCanvas
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -143,6 +143,14 @@ class AgreementCoherence(CoherentUnmasking):
             "works with batches, while the released code handles one request at a time",
             "the number of remembered masks grows only after the warm-up",
         ),
+        remote={
+            "rule": Words(("agreement", "averaged")),
+            "steps": Range(1, 4096),
+            "warm_up": Range(0, 4096),
+            "depth": Range(1, 32),
+            "keep": Range(1, 64),
+            "block": Range(0, 4096),
+        },
     )
 )
 def ccd(

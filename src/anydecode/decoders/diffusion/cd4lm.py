@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
+from anydecode.decoders.diffusion.caches import CACHE_WORDS
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -53,6 +54,13 @@ class DelayedEndOfText(Confidence):
             "if only ends of text are left to choose from, the leftmost is unmasked",
             "runs on any diffusion model; the paper's results need its distillation",
         ),
+        remote={
+            "threshold": Range(0, 1),
+            "max_per_step": Range(1, 4096),
+            "min_filled": Range(0, 1),
+            "block": Range(0, 4096),
+            "cache": CACHE_WORDS,
+        },
     )
 )
 def cd4lm(

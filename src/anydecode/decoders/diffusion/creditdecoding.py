@@ -11,8 +11,9 @@ import math
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
+from anydecode.decoders.diffusion.caches import CACHE_WORDS
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -64,6 +65,14 @@ class CreditDenoiser(Denoiser):
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=("only tokens that were the most likely in some pass have credit",),
+        remote={
+            "threshold": Range(0, 1),
+            "weight": Range(0, 100),
+            "decay": Range(0, 1),
+            "power": Range(0, 10),
+            "block": Range(0, 4096),
+            "cache": CACHE_WORDS,
+        },
     )
 )
 def creditdecoding(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, Text, register
 from anydecode.constraints.byte_cache import ByteCache
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.constraints.grammar.byte_grammar import MAX_CACHED_BYTES, byte_grammar
@@ -17,10 +17,11 @@ from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasAn
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.decoders.diffusion import caches
 from anydecode.decoders.diffusion.blocks import FixedBlocks
+from anydecode.decoders.diffusion.caches import CACHE_WORDS
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
 from anydecode.decoders.diffusion.denoiser import TEMPLATE, Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
-from anydecode.decoders.diffusion.rankings import best_first, ranking
+from anydecode.decoders.diffusion.rankings import RANKING_WORDS, best_first, ranking
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking
 from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.constrained import Constrained
@@ -250,6 +251,12 @@ class GrammaticalDenoiser(Denoiser):
             " xgrammar are refused",
             "a complete text may also end at the last position without an end of text",
         ),
+        remote={
+            "block": Range(0, 4096),
+            "remasking": RANKING_WORDS,
+            "cache": CACHE_WORDS,
+            "begun": Text(256),
+        },
     )
 )
 def diffusion_cfg(

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import WholeCanvas
 from anydecode.decoders.diffusion.caches import CachePolicy, NoCache, uncached_span
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
-from anydecode.decoders.diffusion.rankings import ranking
+from anydecode.decoders.diffusion.rankings import RANKING_WORDS, ranking
 from anydecode.decoders.diffusion.unmasking import UnmaskPolicy, top_k
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.sequence_cache import SequenceCache
@@ -121,6 +121,11 @@ class PriorDenoiser(Denoiser):
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=("text only: the paper's model also reads images",),
+        remote={
+            "threshold": Range(0, 1),
+            "steps": Range(1, 4096),
+            "remasking": RANKING_WORDS,
+        },
     )
 )
 def dimple(

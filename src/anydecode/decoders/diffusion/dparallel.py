@@ -6,8 +6,9 @@ be certain early (`anydecode train diffusion --method dparallel`).
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
+from anydecode.decoders.diffusion.caches import CACHE_WORDS
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.rankings import Entropy
@@ -24,6 +25,11 @@ from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=("runs on any diffusion model; the paper's results need a distilled one",),
+        remote={
+            "entropy": Range(0, 100),
+            "block": Range(0, 4096),
+            "cache": CACHE_WORDS,
+        },
     )
 )
 def dparallel(

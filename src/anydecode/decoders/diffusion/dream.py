@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -67,6 +67,13 @@ class IndependentUnmasking(TimeGrid):
             "a step unmasks at least one position, even if the time grid rounds down to none",
             "the mask token is never generated",
         ),
+        remote={
+            "steps": Range(1, 4096),
+            "alg": Words(("entropy", "confidence", "margin", "origin")),
+            "alg_temperature": Range(0, 100),
+            "block": Range(0, 4096),
+            "length": Range(1, 4096),
+        },
     )
 )
 def dream(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import WholeCanvas
 from anydecode.decoders.diffusion.canvas import FIXED, Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -98,6 +98,7 @@ class VariableInfilling(Denoiser):
             "expansions in one step that would exceed max_tokens become masks again",
             "the temperature is the request's (0.1 in the paper)",
         ),
+        remote={"steps": Range(1, 4096), "expand": Range(1, 4096)},
     )
 )
 def dream_coder(

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
+from anydecode.decoders.diffusion.caches import CACHE_WORDS
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
-from anydecode.decoders.diffusion.rankings import best_first, ranking
+from anydecode.decoders.diffusion.rankings import RANKING_WORDS, best_first, ranking
 from anydecode.decoders.diffusion.unmasking import UnmaskPolicy, top_k
 from anydecode.errors import InvalidRequestError
 
@@ -51,6 +52,12 @@ class EntropyBoundedUnmasking(UnmaskPolicy):
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=("entropies are those of the model's own distribution at any temperature",),
+        remote={
+            "gamma": Range(0, 100),
+            "remasking": RANKING_WORDS,
+            "block": Range(0, 4096),
+            "cache": CACHE_WORDS,
+        },
     )
 )
 def eb_sampler(

@@ -12,7 +12,7 @@ from collections.abc import Generator
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -245,6 +245,7 @@ class ElasticDenoiser(Denoiser):
             "if the kernels have packed the weights, the queries of the drift test are computed"
             " from the file's weights, and always without adapters",
         ),
+        remote={"window": Range(1, 4096), "threshold": Range(0, 1), "drift": Range(0, 1)},
     )
 )
 def elastic_cache(

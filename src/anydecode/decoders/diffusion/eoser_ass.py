@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.blocks import BlockPolicy, WholeCanvas
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -107,6 +107,12 @@ class EarlyEosRejection(Confidence):
             "the progress of the uniform schedule is the share of unmasked positions",
             "the paper's reinforcement learning is not included",
         ),
+        remote={
+            "schedule": Words(("ascending", "uniform")),
+            "min_factor": Range(0, 1),
+            "blocks": Range(1, 64),
+            "steps": Range(1, 4096),
+        },
     )
 )
 def eoser_ass(

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -138,6 +138,14 @@ class ExploringDenoiser(Denoiser):
             "with stateful samplers (constraints, penalties), nothing is explored",
             "explored tokens are the likeliest ones at every temperature",
         ),
+        remote={
+            "threshold": Range(0, 1),
+            "candidates": Range(1, 16),
+            "min_confident": Range(1, 4096),
+            "reward": Range(0, 100),
+            "ahead": Range(0, 16),
+            "block": Range(0, 4096),
+        },
     )
 )
 def ete(

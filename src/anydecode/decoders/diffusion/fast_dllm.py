@@ -7,8 +7,9 @@ allows. Rows outside of the block come from an approximate key-value cache.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
+from anydecode.decoders.diffusion.caches import CACHE_WORDS
 from anydecode.decoders.diffusion.caches import cache as cache_of
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.unmasking import FactorUnmasking, ThresholdUnmasking, UnmaskPolicy
@@ -33,6 +34,13 @@ from anydecode.errors import InvalidRequestError
             "the factor rule takes the largest n that satisfies it, as in the paper; the released"
             " code stops at the first that does not",
         ),
+        remote={
+            "threshold": Range(0, 1),
+            "factor": Range(0, 100),
+            "block": Range(0, 4096),
+            "cache": CACHE_WORDS,
+            "length": Range(1, 4096),
+        },
     )
 )
 def fast_dllm(

@@ -7,11 +7,12 @@ Drafts are accepted up to the first that one-token denoising would not have reac
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
+from anydecode.decoders.diffusion.caches import CACHE_WORDS
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.chains import ChainDenoiser
-from anydecode.decoders.diffusion.rankings import ranking
+from anydecode.decoders.diffusion.rankings import RANKING_WORDS, ranking
 
 
 @register(
@@ -32,6 +33,12 @@ from anydecode.decoders.diffusion.rankings import ranking
             "by default (cache='none') every pass computes the whole canvas; the paper uses the"
             " dual cache",
         ),
+        remote={
+            "drafts": Range(1, 64),
+            "block": Range(0, 4096),
+            "remasking": RANKING_WORDS,
+            "cache": CACHE_WORDS,
+        },
     )
 )
 def freedave(

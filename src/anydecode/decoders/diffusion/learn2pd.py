@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
+from anydecode.decoders.diffusion.caches import CACHE_WORDS
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -147,6 +148,7 @@ class PredictedEnd(EndOfText):
             "the included filter was trained on tiny-diffusion; other models need their own",
             "the predicted end of text itself stays on the canvas",
         ),
+        remote={"threshold": Range(0, 1), "cache": CACHE_WORDS},
     )
 )
 def learn2pd(

@@ -6,10 +6,10 @@ best-ranked masks of the block, by default the most confident ones.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.rankings import ranking
+from anydecode.decoders.diffusion.rankings import RANKING_WORDS, ranking
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking
 
 
@@ -28,6 +28,12 @@ from anydecode.decoders.diffusion.unmasking import TopKUnmasking
             "no classifier-free guidance",
             "the mask token is never generated",
         ),
+        remote={
+            "block": Range(0, 4096),
+            "steps": Range(1, 4096),
+            "remasking": RANKING_WORDS,
+            "length": Range(1, 4096),
+        },
     )
 )
 def llada(

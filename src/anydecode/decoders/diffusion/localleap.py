@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
+from anydecode.decoders.diffusion.caches import CACHE_WORDS
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -51,6 +52,13 @@ class AnchorUnmasking(UnmaskPolicy):
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=("only masks of this pass are anchors, as in the released code",),
+        remote={
+            "threshold": Range(0, 1),
+            "relaxed": Range(0, 1),
+            "radius": Range(0, 4096),
+            "block": Range(0, 4096),
+            "cache": CACHE_WORDS,
+        },
     )
 )
 def localleap(

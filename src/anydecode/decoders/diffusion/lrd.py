@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -123,6 +123,12 @@ def divergence(p: np.ndarray, q: np.ndarray) -> float:
             "only masks of the current block are mixed; those of other blocks stay plain masks",
             "tokens are sampled by the request's sampler; the paper's decoding is greedy",
         ),
+        remote={
+            "mixture": Range(0, 1),
+            "nucleus": Range(0, 1),
+            "settled": Range(0, 100),
+            "block": Range(0, 4096),
+        },
     )
 )
 def lrd(

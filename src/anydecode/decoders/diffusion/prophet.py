@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
-from anydecode.decoders.diffusion.rankings import ranking
+from anydecode.decoders.diffusion.rankings import RANKING_WORDS, ranking
 from anydecode.decoders.diffusion.stops import StopRule
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking
 from anydecode.errors import InvalidRequestError
@@ -76,6 +76,16 @@ class LogitGapStop(StopRule):
             "above temperature 0 the remaining masks are sampled; the paper fills them with the"
             " most probable tokens",
         ),
+        remote={
+            "early": Range(0, 100),
+            "middle": Range(0, 100),
+            "late": Range(0, 100),
+            "start": Range(0, 4096),
+            "count": Range(1, 4096),
+            "block": Range(0, 4096),
+            "steps": Range(1, 4096),
+            "remasking": RANKING_WORDS,
+        },
     )
 )
 def prophet(

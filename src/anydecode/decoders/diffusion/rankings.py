@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
+from anydecode.catalogue import Words
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.errors import InvalidRequestError
@@ -62,6 +63,7 @@ RANKINGS: dict[str, type[Ranking]] = {
     "random": Random,
     "leftmost": Leftmost,
 }
+RANKING_WORDS = Words(tuple(RANKINGS))
 
 
 def ranking(name: str) -> Ranking:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import BlockCausalCache
 from anydecode.decoders.diffusion.canvas import Canvas
@@ -220,6 +220,15 @@ class SelfVerified(Denoiser):
             "models with shifted logits are refused",
             "with constraints and other stateful samplers, drafts are not verified",
         ),
+        remote={
+            "router": Words(("score", "always", "never", "span", "hysteresis")),
+            "cost": Range(-100, 100),
+            "min_score": Range(-100, 100),
+            "caching": Words(("block", "causal")),
+            "block": Range(0, 4096),
+            "steps": Range(1, 4096),
+            "threshold": Range(0, 1),
+        },
     )
 )
 def s2d2(

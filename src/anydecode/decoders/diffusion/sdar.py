@@ -4,7 +4,7 @@ Diffusion-AutoRegression Paradigm for Scalable Sequence Generation", arXiv:2510.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import DEVIATIONS, BlockCausalCache
 from anydecode.decoders.diffusion.canvas import Canvas
@@ -46,6 +46,12 @@ class BlockSchedule(TopKUnmasking):
             *DEVIATIONS,
             "the cache gives the same output as full passes over the same blocks",
         ),
+        remote={
+            "block": Range(0, 4096),
+            "steps": Range(1, 4096),
+            "remasking": Words(("dynamic", "static", "sequential")),
+            "threshold": Range(0, 1),
+        },
     )
 )
 def sdar(

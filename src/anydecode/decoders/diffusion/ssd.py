@@ -7,8 +7,9 @@ pass verifies the chain of drafts, which is accepted up to the first wrong draft
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks, WholeCanvas
+from anydecode.decoders.diffusion.caches import CACHE_WORDS
 from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.chains import ChainDenoiser
 from anydecode.decoders.diffusion.rankings import Confidence
@@ -30,6 +31,11 @@ from anydecode.decoders.diffusion.rankings import Confidence
             "chains only, no trees: the paper's own test cannot accept alternative tokens",
             "with constraints and other stateful samplers, one token per pass is generated",
         ),
+        remote={
+            "drafts": Range(1, 64),
+            "block": Range(0, 4096),
+            "cache": CACHE_WORDS,
+        },
     )
 )
 def ssd(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import SlidingWindow
 from anydecode.decoders.diffusion.caches import CausalCache
 from anydecode.decoders.diffusion.canvas import Canvas
@@ -55,6 +55,7 @@ class StrictThreshold(ThresholdUnmasking):
             "runs on any causal model with a mask token; the paper's results need its training",
             "entropies are taken before temperature and truncation, as in the released code",
         ),
+        remote={"window": Range(1, 256), "entropy": Range(0, 100), "penalty": Range(0, 10)},
     )
 )
 def wedlm(

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import BlockPolicy
 from anydecode.decoders.diffusion.caches import CachePolicy, uncached_span
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
-from anydecode.decoders.diffusion.rankings import ranking
+from anydecode.decoders.diffusion.rankings import RANKING_WORDS, ranking
 from anydecode.decoders.diffusion.stops import EndOfText
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 from anydecode.decoders.framework.canvas_spans import CanvasSpan
@@ -140,6 +140,13 @@ class FirstMasks(BlockPolicy):
             " models",
             "masks after the window are also left out of refreshes",
         ),
+        remote={
+            "window": Range(1, 4096),
+            "active": Range(1, 4096),
+            "cycle": Range(1, 4096),
+            "threshold": Range(0, 100),
+            "remasking": RANKING_WORDS,
+        },
     )
 )
 def window_diffusion(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from anydecode.catalogue import Words
 from anydecode.decoders.framework.acceptance import (
     Acceptance,
     AcceptanceResult,
@@ -133,6 +134,7 @@ ACCEPTANCE_RULES: dict[str, type[Acceptance]] = {
     "typical": TypicalAcceptance,
     "top-m": TopMAcceptance,
 }
+ACCEPTANCE_WORDS = Words(tuple(ACCEPTANCE_RULES))
 
 
 def acceptance_rule(choice: str | Acceptance) -> Acceptance:

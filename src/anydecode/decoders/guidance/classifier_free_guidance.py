@@ -6,7 +6,7 @@ scaled.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.autoregressive import Autoregressive
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
@@ -25,6 +25,7 @@ from anydecode.scoring.sequence import Sequence
         summary="Scores each token with and without the prompt and scales the difference. This"
         " changes the distribution by design; speculation with it does not change its text.",
         works_with=("constraints", "samplers", "speculation", "beams", "batches", "adapters"),
+        remote={"scale": Range(0, 100)},
     )
 )
 class ClassifierFreeGuidance(Decoder):

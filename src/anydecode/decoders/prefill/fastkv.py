@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Nested, Range, register
 from anydecode.decoders.framework.attention_probe import attention_probe
 from anydecode.decoders.prefill.prefilled import (
     WORKS_WITH,
@@ -65,6 +65,14 @@ def chosen(scores: np.ndarray, count: int) -> np.ndarray:
             "every layer keeps the same number of positions",
             "if the kernels have packed the weights, queries are computed from the file's weights",
         ),
+        remote={
+            "budget": Range(0, 65536),
+            "propagate": Range(0, 1),
+            "layer": Range(-1, 1024),
+            "window": Range(1, 64),
+            "kernel": Range(1, 31),
+            "decoder": Nested(),
+        },
     )
 )
 class FastKV(Prefilled):

@@ -7,7 +7,7 @@ and the largest outliers are stored exactly.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.attention_probe import check_float
 from anydecode.decoders.prefill.prefilled import Prefilled, score_prompt
 from anydecode.errors import InvalidRequestError
@@ -33,6 +33,13 @@ from anydecode.scoring.sequence import Sequence
             " that are not compressed yet",
             "there are 2^bits levels; scales, minima and the low-rank part are 16-bit numbers",
         ),
+        remote={
+            "bits": Range(2, 8),
+            "rank": Range(0, 16),
+            "tail": Range(0, 64),
+            "sparse": Range(0, 1),
+            "buffer": Range(1, 4096),
+        },
     )
 )
 class Gear(Prefilled):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Nested, Range, register
 from anydecode.decoders.framework.attention_probe import attention_probe
 from anydecode.decoders.prefill.prefilled import (
     WORKS_WITH,
@@ -74,6 +74,13 @@ def dropped(attention: np.ndarray, overall: float, single: float) -> np.ndarray:
             "the remaining tokens keep their positions, as their cached keys are already rotated",
             "only the text after the vision tokens counts, as earlier tokens do not see them",
         ),
+        remote={
+            "overall": Range(0, 1),
+            "single": Range(0, 1),
+            "key": Range(0, 1),
+            "alike": Range(-1, 2),
+            "decoder": Nested(),
+        },
     )
 )
 class MustDrop(Prefilled):

@@ -33,12 +33,8 @@ class Prefilled(Decoder):
     """
 
     def __init__(self, decoder: str = "autoregressive") -> None:
-        built = catalogue.build(decoder)
-        if (
-            not isinstance(built, Decoder)
-            or isinstance(built, Prefilled)
-            or not built.requirements.causal
-        ):
+        built = catalogue.build_as(decoder, "a decoder", Decoder)
+        if isinstance(built, Prefilled) or not built.requirements.causal:
             raise InvalidRequestError(
                 f"{decoder!r} is not a decoder that can continue from a given context"
             )

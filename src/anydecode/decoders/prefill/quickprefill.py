@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Nested, Range, register
 from anydecode.decoders.prefill.prefilled import (
     WORKS_WITH,
     Prefilled,
@@ -47,6 +47,12 @@ def smallest(keys: np.ndarray, count: int) -> np.ndarray:
             " the caller decodes the video",
             "the size of a group is counted in rows, not in frames",
         ),
+        remote={
+            "group": Range(1, 4096),
+            "keep": Range(0, 1),
+            "query": Range(1, 4096),
+            "decoder": Nested(),
+        },
     )
 )
 class QuickPrefill(Prefilled):

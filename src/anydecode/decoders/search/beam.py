@@ -13,7 +13,7 @@ from typing import TypedDict
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.candidates import Distribution
@@ -48,6 +48,7 @@ _STATE: StateKey[BeamState] = StateKey("beam", "state")
         summary="Keeps the most likely partial hypotheses and emits the best one at the end.",
         works_with=("constraints", "penalties", "guidance", "batches", "adapters"),
         deviations=("the text is emitted when the search ends, not while it runs",),
+        remote={"width": Range(1, 16), "penalty": Range(-50, 50)},
     )
 )
 class Beam(Decoder):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.candidates import descending, largest
@@ -36,6 +36,7 @@ _KEY: StateKey[np.ndarray] = StateKey("contrastive-search", "states")
             "candidates and their probabilities are those after penalties and constraints",
             "of candidates with equal scores the likelier one wins, then the lower token id",
         ),
+        remote={"k": Range(1, 32), "alpha": Range(0, 1)},
     )
 )
 class ContrastiveSearch(Decoder):

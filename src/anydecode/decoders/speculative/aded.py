@@ -13,7 +13,7 @@ from math import log, sqrt
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -189,6 +189,7 @@ class _Session(TextDraftSession):
             "the default sizes (6 nodes, depth 4, 8 successors) are not the paper's",
             "the constants of the search are MuZero's, since the paper does not state its own",
         ),
+        remote={"size": Range(0, 64), "depth": Range(1, 32), "width": Range(1, 16)},
     )
 )
 def aded(size: int = 6, depth: int = 4, width: int = 8) -> Speculative:

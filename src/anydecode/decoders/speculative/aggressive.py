@@ -8,7 +8,7 @@ restarts where a suffix of the output occurs exactly once in the input.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -107,6 +107,7 @@ class AggressiveDrafter(Drafter):
             " given, else once a suffix of the answer occurs in it exactly once",
             "at most `size` tokens are drafted at a time, not the whole rest of the input",
         ),
+        remote={"size": Range(0, 64), "start": Range(0, 64)},
     )
 )
 def aggressive(size: int = 16, start: int | None = None) -> Speculative:

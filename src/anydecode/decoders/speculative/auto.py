@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 from math import sqrt
 from time import perf_counter
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.constraints.drafts import constraint_state, pruned
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.framework.acceptance import TokenExact
@@ -506,6 +506,7 @@ class _Session:
             "tokens forced by a constraint are drafted whenever drafts can pay",
             "when earlier answers would exceed `memory` tokens, all of them are dropped",
         ),
+        remote={"max_drafts": Range(0, 64)},
     )
 )
 class Auto(Decoder):

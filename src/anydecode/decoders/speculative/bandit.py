@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from random import Random
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Nested, Range, register
 from anydecode.decoders.framework.speculation import (
     DraftBudget,
     SpeculationRound,
@@ -70,6 +70,13 @@ class BanditBudget(DraftBudget):
             " measured cost is used; the paper draws at every draft whether to continue",
             "the posterior decays; its calibration by the drafter's confidence is not included",
         ),
+        remote={
+            "drafter": Nested(),
+            "max_drafts": Range(0, 64),
+            "memory": Range(0, 1),
+            "fixed": Range(0, 100),
+            "per_row": Range(0, 100),
+        },
     )
 )
 def bandit(

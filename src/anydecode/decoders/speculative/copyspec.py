@@ -7,7 +7,7 @@ first occurrence are the draft.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.ngram_index import NgramIndex
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -58,6 +58,7 @@ class CopySpecDrafter(Drafter):
             "at most 10 tokens are copied by default (the released script: 100)",
             "without a match there is no draft; no draft model is used instead",
         ),
+        remote={"size": Range(0, 64), "ngram": Range(1, 32)},
     )
 )
 def copyspec(size: int = 10, ngram: int = 3) -> Speculative:

@@ -7,9 +7,13 @@ distribution of its mask.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import RejectionSampling, acceptance_rule
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    RejectionSampling,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.diffusion_draft import DiffusionDrafter, DiffusionSession
 from anydecode.scoring.sequence import Sequence
@@ -62,6 +66,10 @@ class _Session(DiffusionSession):
             "any diffusion model can draft; the paper's results need its two-stage alignment"
             " training",
         ),
+        remote={
+            "size": Range(0, 64),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
 def deer(size: int = 16, acceptance: str | Acceptance = "token-exact") -> Speculative:

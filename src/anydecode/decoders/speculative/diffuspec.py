@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.speculation import (
     DraftBudget,
     DraftSession,
@@ -199,6 +199,16 @@ class _Session(DiffusionSession):
             "lengths default to 4 to 16 drafts in steps of 4, for small models (the paper: 20 to"
             " 30 in steps of 10)",
         ),
+        remote={
+            "min_length": Range(1, 64),
+            "max_length": Range(1, 64),
+            "step": Range(1, 64),
+            "smoothing": Range(0, 1),
+            "mass": Range(0, 1),
+            "candidates": Range(1, 32),
+            "beams": Range(1, 16),
+            "weight": Range(0, 100),
+        },
     )
 )
 def diffuspec(

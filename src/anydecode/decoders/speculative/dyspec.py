@@ -11,7 +11,7 @@ from collections.abc import Generator
 from heapq import heappop, heappush
 from typing import Any
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
 from anydecode.scoring.score import DecoderAction
@@ -78,6 +78,7 @@ class DySpecDrafter(TreeDrafter):
             "drafts at the request's temperature (the paper: 0.6), 16 nodes by default (the paper:"
             " 64)",
         ),
+        remote={"size": Range(0, 64)},
     )
 )
 def dyspec(size: int = 16, with_probabilities: bool = False) -> Speculative:

@@ -8,7 +8,7 @@ cache.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
@@ -78,6 +78,7 @@ class _Session(DraftSession):
             " is inferred",
             "drafts are chains; the paper also drafts trees",
         ),
+        remote={"size": Range(0, 64), "group": Range(2, 64)},
     )
 )
 def easyspec(size: int = 5, group: int = 4) -> Speculative:

@@ -7,7 +7,7 @@ ragged rows need no realignment.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_model import ModelDrafter
 
@@ -25,6 +25,7 @@ from anydecode.decoders.speculative.draft_model import ModelDrafter
             "rows are not unpadded, appended and padded again, since the cache is paged",
             "verified token-exactly at any temperature (the paper: greedy)",
         ),
+        remote={"size": Range(0, 64)},
     )
 )
 def eqspec(size: int = 5) -> Speculative:

@@ -6,7 +6,7 @@ rows of any length share a pass, without grouping and without copies."""
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_model import ModelDrafter
 
@@ -24,6 +24,7 @@ from anydecode.decoders.speculative.draft_model import ModelDrafter
             "requests are not sorted or grouped by length: every pass takes all of them",
             "verified token-exactly at any temperature (the paper: greedy)",
         ),
+        remote={"size": Range(0, 64)},
     )
 )
 def exspec(size: int = 5) -> Speculative:

@@ -69,7 +69,5 @@ def expected_tokens(rate: float, size: int) -> float:
 
 def chain_drafter(key: str) -> Drafter:
     """The drafter of the speculative method `key`."""
-    method = catalogue.build(key)
-    if not isinstance(method, Speculative):
-        raise InvalidRequestError(f"{key!r} has no drafter: give a speculative method with one")
+    method: Speculative = catalogue.build_as(key, "a method with a drafter", Speculative)
     return method.drafter

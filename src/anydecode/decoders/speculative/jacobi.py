@@ -7,7 +7,7 @@ the block no longer changes, which gives the tokens of plain decoding.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.errors import InvalidRequestError
@@ -33,6 +33,7 @@ from anydecode.scoring.tree import TokenTree
             "a block starts as copies of the last token, or of `pad`; the paper's starts as PAD",
             "if the sampler has state, predictions that are not final are the most probable tokens",
         ),
+        remote={"block": Range(1, 64), "length": Range(1, 4096)},
     )
 )
 class Jacobi(Decoder):

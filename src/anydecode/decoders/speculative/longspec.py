@@ -4,7 +4,7 @@ arXiv:2502.17421)."""
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
@@ -68,6 +68,7 @@ class _WindowSession(DraftSession):
             "drafts are chains; the paper verifies up to 16 beams together",
             "the first `sinks` positions stay in the cache besides the window",
         ),
+        remote={"size": Range(0, 64), "window": Range(1, 65536), "sinks": Range(0, 4096)},
     )
 )
 def longspec(size: int = 4, window: int = 512, sinks: int = 4) -> Speculative:

@@ -7,7 +7,7 @@ iterations produce are stored. Those that start with the last token are drafted.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -122,6 +122,7 @@ class _Session(TextDraftSession):
             "5 columns, 4-grams and 5 guesses by default (the paper, for 7B on a GPU: 15, 5, 15)",
             "new columns start with tokens spread over the text, not with random ones",
         ),
+        remote={"window": Range(1, 16), "ngram": Range(2, 8), "max_ngrams": Range(1, 16)},
     )
 )
 def lookahead(window: int = 5, ngram: int = 4, max_ngrams: int = 5) -> Speculative:

@@ -7,7 +7,7 @@ translated by a cache of how the draft model spells accepted target tokens.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -153,6 +153,7 @@ class _Session(DraftSession):
             "the draft model is not trained here (see online-sd), and the draft length is fixed",
             "the draft model's input omits the special tokens of the prompt",
         ),
+        remote={"size": Range(0, 64)},
     )
 )
 def omnidraft(size: int = 5) -> Speculative:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -217,6 +217,13 @@ class _Session(DraftSession):
             " advance and routing to drafters by topic are not included",
             "verified token-exactly with shared noise",
         ),
+        remote={
+            "size": Range(0, 64),
+            "rank": Range(1, 16),
+            "rate": Range(0, 1),
+            "batch": Range(1, 16),
+            "steps": Range(1, 8),
+        },
     )
 )
 def online_sd(

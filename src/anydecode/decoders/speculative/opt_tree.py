@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
 from anydecode.errors import InvalidRequestError
@@ -82,6 +82,7 @@ def _best(weights: dict[int, float], size: int) -> list[int]:
             "the draft distribution is cut to its 64 most probable tokens",
             "16 nodes by default (the paper: 50)",
         ),
+        remote={"size": Range(0, 64), "delta": Range(0, 10), "depth": Range(1, 32)},
     )
 )
 def opt_tree(

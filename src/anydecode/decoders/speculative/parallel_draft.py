@@ -3,7 +3,7 @@ Speculative Decoding with Adaptive Draft Length", arXiv:2408.11850)."""
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
@@ -27,6 +27,7 @@ from anydecode.scoring.tree import TokenTree
             "after a rejection the target waits for new drafts; `pearl` does not wait",
             "the models run in parallel on threads or devices of one process",
         ),
+        remote={"size": Range(0, 64)},
     )
 )
 class ParallelDraft(Decoder):

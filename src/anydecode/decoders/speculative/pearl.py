@@ -3,7 +3,7 @@ Decoding with Adaptive Draft Length", arXiv:2408.11850)."""
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.speculative.parallel_draft import ParallelDraft
 
 
@@ -21,6 +21,7 @@ from anydecode.decoders.speculative.parallel_draft import ParallelDraft
             "the models run in parallel on threads or devices of one process",
             "the draft length is a parameter, not derived from the ratio of the two pass times",
         ),
+        remote={"size": Range(0, 64)},
     )
 )
 def pearl(size: int = 4) -> ParallelDraft:

@@ -7,7 +7,7 @@ followed it are the draft.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.ngram_index import NgramIndex
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -59,6 +59,7 @@ class PromptLookupDrafter(Drafter):
         ),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=("the latest earlier occurrence is copied, not the first",),
+        remote={"size": Range(0, 64), "max_ngram": Range(1, 32), "min_ngram": Range(1, 32)},
     )
 )
 def prompt_lookup(size: int = 7, max_ngram: int = 3, min_ngram: int = 1) -> Speculative:

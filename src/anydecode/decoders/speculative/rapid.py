@@ -8,7 +8,7 @@ from collections.abc import Generator
 from math import log, sqrt
 from typing import Any
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import (
@@ -117,6 +117,12 @@ class _RetrievalSession(DraftSession):
             " a similarity of 0.3, between 4096 tokens and 1/24 of the prompt",
             "verified token-exactly with shared noise",
         ),
+        remote={
+            "size": Range(0, 64),
+            "chunk": Range(1, 4096),
+            "count": Range(1, 256),
+            "query": Range(1, 4096),
+        },
     )
 )
 def rapid(size: int = 10, chunk: int = 64, count: int = 8, query: int = 128) -> Speculative:

@@ -3,7 +3,7 @@ Transformers via Speculative Decoding", arXiv:2211.17192)."""
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.rejection import RejectionSampling
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_model import ModelDrafter
@@ -21,6 +21,7 @@ from anydecode.decoders.speculative.draft_model import ModelDrafter
         ),
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
+        remote={"size": Range(0, 64)},
     )
 )
 def rejection_sampling(size: int = 4) -> Speculative:

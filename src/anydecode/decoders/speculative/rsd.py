@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
 from anydecode.errors import InvalidRequestError
@@ -128,6 +128,7 @@ class StochasticBeam(TreeDrafter):
             "the draft distribution is cut to its 64 most probable tokens",
             "at temperature 0, where draws are not random, top-k and beam search",
         ),
+        remote={"width": Range(1, 16), "depth": Range(1, 16)},
     )
 )
 def rsd(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, Text, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
@@ -102,6 +102,7 @@ class _Session(DraftSession):
             "one confidence for all exits and targets; the paper tunes it by the target's size",
             "verified token-exactly with shared noise",
         ),
+        remote={"size": Range(0, 64), "exits": Text(32), "confidence": Range(0, 1)},
     )
 )
 def s2d(size: int = 4, exits: str = "0.5-0.75", confidence: float = 0.7) -> Speculative:

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import AcceptanceResult, TokenExact
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
@@ -69,6 +69,12 @@ class _Branch:
             "bonus tokens and prepared drafts come from the draft model's 64 most probable tokens",
             "4 drafts per round by default (the paper: 6 or 7)",
         ),
+        remote={
+            "size": Range(1, 32),
+            "fan": Range(1, 8),
+            "acceptance": Range(0, 1),
+            "exponent": Range(0, 10),
+        },
     )
 )
 class Saguaro(Decoder):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Nested, Range, register
 from anydecode.decoders.framework.speculation import (
     DraftBudget,
     Drafter,
@@ -108,6 +108,13 @@ class SmartSpec(Speculative):
             "a length is kept until another is better by 2 %",
             "sequences of other decoders count with one row each",
         ),
+        remote={
+            "drafter": Nested(),
+            "max_drafts": Range(0, 64),
+            "fixed": Range(0, 100),
+            "per_row": Range(0, 100),
+            "per_position": Range(0, 100),
+        },
     )
 )
 def smartspec(

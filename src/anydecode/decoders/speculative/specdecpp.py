@@ -12,10 +12,14 @@ from math import exp
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import RejectionSampling, acceptance_rule
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    RejectionSampling,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.decoders.speculative.draft_trees import draft_distribution
@@ -86,6 +90,12 @@ class _Session(DraftSession):
             " temperature 1), not the output of a trained head",
             "verified token-exactly with shared noise; acceptance='rejection' is the paper's rule",
         ),
+        remote={
+            "bound": Range(0, 1),
+            "min_drafts": Range(1, 64),
+            "size": Range(0, 64),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
 def specdecpp(

@@ -8,7 +8,7 @@ distributions and merged into a tree.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.speculation import DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.diffusion_draft import DiffusionDrafter, DiffusionSession
 from anydecode.errors import InvalidRequestError
@@ -74,6 +74,7 @@ class _Session(DiffusionSession):
             "4 paths of 16 drafts by default (the paper: up to 8, of 16 or 32)",
             "the streak distillation of the drafter is not included",
         ),
+        remote={"size": Range(0, 64), "paths": Range(1, 16), "temperature": Range(0, 100)},
     )
 )
 def specdiff_2(size: int = 16, paths: int = 4, temperature: float = 1.5) -> Speculative:

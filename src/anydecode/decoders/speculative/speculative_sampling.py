@@ -6,9 +6,13 @@ one pass."""
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import RejectionSampling, acceptance_rule
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    RejectionSampling,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_model import ModelDrafter
 
@@ -26,6 +30,10 @@ from anydecode.decoders.speculative.draft_model import ModelDrafter
             "verified token-exactly with shared noise; the paper's rejection rule is"
             " acceptance='rejection'",
         ),
+        remote={
+            "size": Range(0, 64),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
 def speculative_sampling(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -154,6 +154,7 @@ class _Session(TextDraftSession):
             "one table for all requests; probabilities are those at the temperature of the request"
             " that updated them",
         ),
+        remote={"row_cost": Range(0, 100), "max_ngram": Range(1, 16)},
     )
 )
 def stand(

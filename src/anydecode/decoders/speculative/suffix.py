@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.ngram_index import SEPARATOR
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -216,6 +216,7 @@ class _Session(TextDraftSession):
             " paper bounds the number of nodes by the former",
             "when earlier answers would exceed `memory` tokens, all of them are dropped",
         ),
+        remote={"size": Range(0, 64), "factor": Range(0, 16), "min_probability": Range(0, 1)},
     )
 )
 def suffix(

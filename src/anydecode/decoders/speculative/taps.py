@@ -7,7 +7,7 @@ All drafters propose. Either the most confident one's tree is verified, or their
 from __future__ import annotations
 
 from anydecode import catalogue
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Nested, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -132,6 +132,7 @@ class TapsDrafter(Drafter):
             "the merged tree has up to `size` nodes, taken from the drafters in turn",
             "averaging the drafters' weights, which the paper advises against, is not included",
         ),
+        remote={"drafters": Nested(4), "size": Range(0, 64)},
     )
 )
 def taps(
@@ -146,9 +147,7 @@ def taps(
     """
     by_key: dict[str, Drafter] = {}
     for key in filter(None, str(drafters).split("+")):
-        method = catalogue.build(key)
-        if not isinstance(method, Speculative):
-            raise UnsupportedCombinationError(f"taps cannot merge {key!r}: it has no drafter")
+        method = catalogue.build_as(key, "a method with a drafter", Speculative)
         if method.drafter.needs_every_row:
             raise UnsupportedCombinationError(
                 f"taps cannot merge {key!r}: it learns from a tree of its own"

@@ -8,7 +8,7 @@ fill a static draft tree.
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -110,6 +110,7 @@ class _Session(TextDraftSession):
             " nodes",
             "works at any temperature; the released code is greedy only",
         ),
+        remote={"tree": Words(("worthwhile", "published")), "row_cost": Range(0, 100)},
     )
 )
 def token_recycling(tree: str = "worthwhile", row_cost: float = 0.1) -> Speculative:

@@ -3,7 +3,7 @@ Deep Autoregressive Models", arXiv:1811.03115)."""
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import TopMAcceptance
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_model import ModelDrafter
@@ -23,6 +23,12 @@ from anydecode.decoders.speculative.draft_model import ModelDrafter
             "drafts come from a smaller model, not from trained heads",
             "the distance rule for ordered outputs is not included, since tokens have no order",
         ),
+        remote={
+            "size": Range(0, 64),
+            "count": Range(1, 1024),
+            "gap": Range(0, 100),
+            "block": Range(1, 64),
+        },
     )
 )
 def top_m_acceptance(

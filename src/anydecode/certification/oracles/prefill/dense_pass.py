@@ -75,7 +75,7 @@ def after_prefill(
         layers.extend((k[slots], v[slots]) for k, v in zip(cache.keys, cache.values, strict=True))
         yield from inner(sequence)
 
-    decoder.inner.decode = recording  # type: ignore[method-assign]
+    decoder.inner.decode = recording
     with open_llm(model) as llm:
         llm.generate(
             prompt, decoder=decoder, max_tokens=2, ignore_eos=True, prompt_embeds=prompt_embeds

@@ -1,0 +1,138 @@
+"""Requests over a socket that never end, and those that are too large."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+
+from anydecode.certification.checks import scripted_llm  # noqa: E402
+from server_client import Client, served  # noqa: E402
+
+BODY = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\n" % len(BODY)
+)
+
+
+@pytest.fixture
+def llm() -> Iterator[Any]:
+    with scripted_llm() as llm:
+        yield llm
+
+
+def connect(client: Client) -> socket.socket:
+    url = client.http.base_url
+    return socket.create_connection((url.host, url.port), timeout=30)
+
+
+def received(connection: socket.socket) -> bytes:
+    """What the server sends until it closes the connection."""
+    parts = []
+    try:
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    except ConnectionError:  # it closed the connection without reading everything
+        pass
+    return b"".join(parts)
+
+
+def status(connection: socket.socket) -> int:
+    return int(received(connection).split(b" ", 2)[1])
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /",
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: ",
+        b"POST /health HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1;x=",
+        b"POST /health HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: ",
+    ],
+    ids=["path", "header", "chunk", "trailer"],
+)
+def test_a_line_without_end_is_not_read_to_its_end(llm: Any, head: bytes) -> None:
+    num_sent, total = 0, 48 << 20
+    with served(llm) as client, connect(client) as connection:
+        connection.sendall(head)
+        with pytest.raises(ConnectionError):
+            while num_sent < total:
+                num_sent += connection.send(b"a" * (1 << 16))
+        assert client.http.get("/health").status_code == 200
+    assert num_sent < total
+
+
+def test_a_header_that_is_too_large_is_a_431(llm: Any) -> None:
+    with served(llm, max_header=4096) as client, connect(client) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 4096)
+        answer = received(connection)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert error["message"] == "the request's headers are larger than 4096 bytes"
+
+
+@pytest.mark.parametrize("size, expected", [(100, 200), (1000, 431)])
+def test_the_size_of_all_headers_counts(llm: Any, size: int, expected: int) -> None:
+    headers = {f"x-{number}": "a" * size for number in range(8)}
+    with served(llm, max_header=4096) as client:
+        for _ in range(5):  # on one connection
+            answer = client.http.get("/health", headers=headers)
+            assert answer.status_code == expected
+        assert client.http.get("/health?" + "a" * 5000).status_code == 431
+        assert client.http.get("/health").status_code == 200
+
+
+def test_headers_and_bodies_that_do_not_end_are_refused(llm: Any) -> None:
+    with served(llm, body_seconds=0.2) as client, ExitStack() as stack:
+        for start in (b"", HEAD, HEAD + b"\r\n", HEAD + b"\r\n" + BODY[:-1]):
+            connection = stack.enter_context(connect(client))
+            connection.sendall(start)
+            assert status(connection) == 408
+        assert client.ask("/v1/completions")["choices"]
+
+
+def test_unfinished_bodies_take_no_places(llm: Any) -> None:
+    with served(llm, max_requests=2) as client, ExitStack() as stack:
+        slow = [stack.enter_context(connect(client)) for _ in range(8)]
+        for connection in slow:
+            connection.sendall(HEAD + b"connection: close\r\n\r\n" + BODY[:-1])
+            assert client.ask("/v1/completions")["choices"]
+        # Of the bodies that are being sent, the last `max_requests` are kept.
+        for connection in slow[:6]:
+            assert status(connection) == 408
+        for connection in slow[6:]:
+            connection.sendall(BODY[-1:])
+            assert status(connection) == 200
+
+
+def test_a_client_that_leaves_while_it_sends_leaves_nothing(llm: Any) -> None:
+    with served(llm, max_requests=1) as client:
+        for _ in range(3):
+            with connect(client) as connection:
+                connection.sendall(HEAD + b"\r\n" + BODY[:-1])
+            assert client.ask("/v1/completions")["choices"]
+        assert 'endpoint="refused",status="408"' not in client.http.get("/metrics").text
+
+
+def test_unknown_paths_are_one_label(llm: Any) -> None:
+    with served(llm, max_header=4096) as client:
+        for number in range(5):
+            assert client.http.get(f"/none/{number}").status_code == 404
+            assert client.http.post(f"/v1/none/{number}", json={}).status_code == 404
+            assert client.http.delete(f"/page/{number}").status_code == 405
+            assert client.http.get(f"/none/{number}?{'a' * 5000}").status_code == 431
+        text = client.http.get("/metrics").text
+    labels = {
+        line.split('endpoint="')[1].split('"')[0]
+        for line in text.splitlines()
+        if line.startswith("anydecode_requests_total{")
+    }
+    assert labels <= {"other", "refused", "/page/{name}", "/metrics"} and "other" in labels
