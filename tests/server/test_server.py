@@ -652,27 +652,6 @@ def test_the_list_of_decoders_has_those_that_requests_may_select(
     assert ("llada" in listed) == (not causal)
 
 
-def test_a_long_conversation_is_tokenised_on_a_thread(
-    llm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The event loop serves other requests meanwhile."""
-    threads = []
-    encode = llm.tokenizer.encode
-
-    def recorded(text: str, **options: Any) -> Any:
-        threads.append(threading.current_thread())
-        return encode(text, **options)
-
-    monkeypatch.setattr(llm.tokenizer, "encode", recorded)
-    with LiveServer(llm, settings()) as server, client(server) as http:
-        for size in (10, 100_000):
-            text = "a" * size
-            ask = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
-            http.post("/v1/chat/completions", json=ask)
-            http.post("/v1/responses", json={"input": text, "max_output_tokens": 1})
-        assert [thread is server._thread for thread in threads] == [True, True, False, False]
-
-
 @pytest.mark.slow
 def test_the_api_matches_its_openapi_schema(llm: Any) -> None:
     if schemathesis is None:
