@@ -237,16 +237,18 @@ def test_a_panic_ends_all_requests(llm: Any, caplog: Any) -> None:
             other.generate("abc")
 
 
-def test_a_panic_in_a_handler_is_a_500_of_its_request(llm: Any, caplog: Any) -> None:
+def test_a_panic_in_a_handler_is_a_500_of_its_request(
+    llm: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.CRITICAL + 1)
-    encode = llm.encode
+    encode = llm.tokenizer.encode
 
     def panics(prompt: Any, **options: Any) -> Any:
         if prompt == "panic":
             raise UncatchableFault("a panic")
         return encode(prompt, **options)
 
-    llm.encode = panics
+    monkeypatch.setattr(llm.tokenizer, "encode", panics)
     with (
         LiveServer(llm, Settings(port=0)) as server,
         httpx.Client(base_url=server.url, timeout=WAIT, trust_env=False) as http,
