@@ -18,6 +18,8 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.errors import MissingPackageError
 from anydecode.sampling.preset import SamplerPreset
 
+load_oracle_tests()  # registers the measures, whichever test runs first
+
 
 def assert_certified(key: str) -> None:
     """Asserts that the method `key` has a passing certificate of at least two checks."""

@@ -8,7 +8,7 @@ import pytest
 
 from anydecode.api.segment_rollout import Segment, UnfinishedSample
 from anydecode.certification.checks import scripted_llm
-from anydecode.errors import UnsupportedCombinationError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from certificates import assert_certified, assert_rejected
 
 
@@ -50,3 +50,14 @@ def test_segments_need_a_token_exact_decoder_however_it_is_built(key: str) -> No
         assert llm.generate("abc", decoder="prompt-lookup", segment=2, max_tokens=4).resume
         with pytest.raises(UnsupportedCombinationError, match="need a token-exact decoder"):
             llm.request("abc", decoder=key, segment=2)
+
+
+@pytest.mark.parametrize("token", [-1, 10, 11])
+def test_a_resumed_token_must_be_in_the_vocabulary(token: int) -> None:
+    def resumed(tokens: list[int]) -> list[UnfinishedSample]:
+        unfinished = {"seed": 1, "samples": [{"number": 2, "tokens": tokens}]}
+        return Segment(resume=unfinished).samples(1, 10)
+
+    assert resumed([0, 9]) == [UnfinishedSample(2, (0, 9))]
+    with pytest.raises(InvalidRequestError, match=f"token {token} is not in the vocabulary"):
+        resumed([0, token])

@@ -3,11 +3,21 @@ claim."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from anydecode.catalogue import Card
-from anydecode.certification.certify import claim
+from anydecode.certification import certify as certifying
+from anydecode.certification import checks as certificate_checks
+from anydecode.certification.certify import certify_one, claim
+from anydecode.certification.checks import measure
+from anydecode.certification.chi_square import SAMPLING_OPTIONS
+from anydecode.certification.oracles.speculative.acceptance_outcomes import TableTrees
 from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.framework.rejection import RejectionSampling
+from anydecode.decoders.framework.speculation import Speculative
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
@@ -60,3 +70,36 @@ def test_a_distribution_exact_method_is_compared_with_plain_decoding_when_greedy
     assert failed(GreedyIsWrong) == {"equals plain decoding, scripted, T=0.0"}
     fits = [name for name in results(GreedyIsWrong) if name.startswith("follows the target's")]
     assert len(fits) == 4
+
+
+def test_lossy_certificate_requires_a_measure_within_its_margin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(certificate_checks, "MEASURES", {})
+    monkeypatch.setattr(certifying, "claim", lambda card, make: iter(()))
+    monkeypatch.setattr(certifying, "load_oracle_tests", lambda: {"typical-acceptance": lambda: []})
+    assert not certify_one("typical-acceptance").passed
+    measure("typical-acceptance", "loss", samples=3, margin=0.5)(lambda samples: 0.1 * samples)
+    assert certify_one("typical-acceptance").passed
+    measure("typical-acceptance", "loss", samples=9, margin=0.5)(lambda samples: 0.1 * samples)
+    assert not certify_one("typical-acceptance").passed
+
+
+class NoResidual(RejectionSampling):
+    """Samples a rejected token from p itself."""
+
+    def steps(self, p: Any, q: Any, kind: str, tokens: list[int]) -> Iterator[tuple[float, Any]]:
+        steps = super().steps(p, q, kind, tokens)
+        return ((probability, p) for probability, _ in steps)
+
+
+def test_wrong_claim_of_exactness_fails_the_certificate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("T=1", "penalties", "T=0.7 with top-p"):
+        monkeypatch.delitem(SAMPLING_OPTIONS, name)
+    card = Card("wrong", "speculative", "", "distribution-exact")
+    make = lambda: Speculative(TableTrees("wor", 1), acceptance=NoResidual())  # noqa: E731
+    checks = {check.name: check.passed for check in certifying.distribution_claim(card, make)}
+    assert len(checks) == 1
+    assert not any(checks.values())

@@ -23,7 +23,7 @@ from anydecode import LLM, Choice, JsonSchema, Predicate  # noqa: E402
 from anydecode.constraints.constraint import ConstraintState  # noqa: E402
 from anydecode.constraints.reasoning import AfterReasoning  # noqa: E402
 from anydecode.errors import ConstraintError  # noqa: E402
-from anydecode.models.scripted import PieceTokenizer, ScriptedModel  # noqa: E402
+from anydecode.models.scripted import ByteTokenizer, PieceTokenizer, ScriptedModel  # noqa: E402
 from anydecode.models.tokenizers import HFTokenizer  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
@@ -366,3 +366,26 @@ def test_masks_equal_a_reference_on_texts(inner: str, opened: bool) -> None:
             branch.advance(rng.choice(options_now))
             state.advance(token)
             tokens.append(token)
+
+
+@pytest.mark.parametrize(
+    ("opened", "reasoning"),
+    [
+        (False, ""),  # the answer at once
+        (False, "<r>ab</r>"),
+        (False, "<r>ab</r>\n"),
+        (True, "ab</r>"),
+    ],
+)
+def test_an_invalid_answer_is_cut_after_the_reasoning_and_its_valid_start(
+    opened: bool, reasoning: str
+) -> None:
+    """Every byte is a token. The second item of the answer is invalid."""
+    answer = JsonSchema({"type": "array", "items": {"type": "array", "uniqueItems": True}})
+    answer.start(ByteTokenizer(), ByteTokenizer.vocab_size)
+    constraint = AfterReasoning(answer, "<r>", "</r>", opened)
+    validator = constraint.incremental_validator(ByteTokenizer())
+    assert validator is not None
+    text = reasoning + "[[4], [3, 3]"
+    found = [validator.push(byte) for byte in text.encode()]
+    assert found == [None] * (len(text) - 1) + [text.index("[3")]

@@ -6,8 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from anydecode.certification.checks import scripted_llm
 from anydecode.engine import costs
 from anydecode.models.scripted import ScriptedModel
 from anydecode.scoring.cost import default_table
@@ -69,3 +71,38 @@ def test_models_without_a_file_have_default_costs() -> None:
     table = costs.load(model)
     assert table is costs.load(model)
     assert table.seconds(2, 0) > table.seconds(1, 0) > 0
+
+
+class Rows:
+    """The part of a pass's rows that a cost model reads."""
+
+    def __init__(self, count: int) -> None:
+        self.prefix = np.full(count, 10)
+
+    def __len__(self) -> int:
+        return len(self.prefix)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_logits", "num_passes", "counts"),
+    [
+        (8, 8, 1, True),
+        (1, 1, 1, True),
+        (8, 1, 1, False),  # a prompt: most rows have no logits
+        (1, 1, 4, False),  # several steps in one pass
+    ],
+)
+def test_a_pass_corrects_the_costs_if_the_table_describes_it(
+    num_rows: int, num_logits: int, num_passes: int, counts: bool
+) -> None:
+    plan: Any = SimpleNamespace(
+        rows=Rows(num_rows),
+        output_spec=SimpleNamespace(logits=np.arange(num_logits)),
+        num_passes=num_passes,
+    )
+    with scripted_llm() as llm:
+        model: Any = llm.cost_model
+        expected = model.seconds(num_rows, 10)
+        model.on_pass(plan, 2 * expected)
+        found = model.seconds(num_rows, 10)
+    assert found > expected if counts else found == expected

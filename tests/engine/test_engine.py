@@ -805,3 +805,18 @@ def test_state_is_kept_across_restarts_by_owner_and_not_shared_with_forks() -> N
         assert branch.cost_model is sequence.cost_model
         expected = llm.generate("abc", decoder="autoregressive", max_tokens=20, ignore_eos=True)
         assert request.generation().tokens == expected.tokens
+
+
+def test_a_preempted_job_starts_again_before_those_that_never_ran() -> None:
+    with scripted_llm(max_running=2) as llm:
+        engine = llm.engine
+        jobs = [llm.request(prompt, max_tokens=4).jobs[0] for prompt in ("a", "b", "c")]
+        for job in jobs:
+            engine.submit(job)
+        engine.step()
+        assert engine.running == jobs[:2]
+        engine.preempt(jobs[1])
+        assert list(engine.waiting) == jobs[1:]
+        while engine.has_work:
+            engine.step()
+    assert engine.num_preemptions == 1 and all(len(job.sequence.tokens) == 4 for job in jobs)

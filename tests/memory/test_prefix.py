@@ -97,3 +97,16 @@ def test_restoring_a_prefix_does_not_evict_its_own_blocks() -> None:
     insert(narrow, THREE + ONE)
     assert held(narrow, ONE + TWO + THREE) == 2  # in place of the other prefix; the third would
     assert narrow.num_slots == 2 * BLOCK  # need the slots of the first
+
+
+def test_branches_of_overwritten_sequences_are_not_shared(prefixes: PrefixCache) -> None:
+    kv_cache = SequenceCache(prefixes.pool)
+    kv_cache.append(BLOCK)
+    kv_cache.tokens = list(ONE)
+    kv_cache.reusable = False
+    branch = kv_cache.fork()
+    prefixes.insert(branch)
+    assert held(prefixes, ONE) == 0
+    kv_cache.release()
+    branch.release()
+    assert prefixes.pool.num_free == 8 * BLOCK

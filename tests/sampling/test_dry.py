@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from anydecode.certification.checks import measures_of
 from anydecode.certification.oracles.sampling.repetition import circular, repetition
 from anydecode.sampling import dry
+from anydecode.sampling.candidates import Candidates
 from certificates import assert_certified, assert_rejected
 
 
@@ -41,3 +43,13 @@ def test_certificate_rejects_matches_of_one_token(monkeypatch: pytest.MonkeyPatc
 def test_greedy_decoding_fails_its_measure() -> None:
     (measure,) = measures_of("dry")
     assert repetition(circular(), 120) > measure.margin
+
+
+@pytest.mark.parametrize("length", [2, 63, 64, 65, 80])
+def test_matches_beyond_64_tokens_count_like_64(length: int) -> None:
+    """The last `length` tokens have occurred before, and then token 99 followed."""
+    repeated = list(range(length))
+    processor = dry.Dry(0.5, base=1.02, allowed=2, prompt=[*repeated, 99, *repeated])
+    scores = processor.apply(Candidates(None, np.zeros(100, np.float32))).scores
+    assert scores[99] == pytest.approx(-0.5 * 1.02 ** (min(length, 64) - 2))
+    assert not scores[:99].any()

@@ -126,6 +126,14 @@ def test_stream_ids_pack_sample_fork_and_purpose():
             stream_id(*bad)
 
 
+def test_branches_of_branches_have_noise_of_their_own():
+    """A search forks at most 60 branches at a time; both numbers fit into the 12 bits."""
+    noise = Noise(0, stream_id(7))
+    first = {noise.forked(i).fork for i in range(1, 61)}
+    second = {noise.forked(i).forked(j).fork for i in range(1, 61) for j in range(1, 61)}
+    assert first == {*range(1, 61)} and len(second) == 60 * 60 and not first & second
+
+
 def test_coins_differ_by_position_attempt_and_index():
     noise = Noise(4).with_purpose("coin")
     coins = {noise.coin(position, attempt, i) for position, attempt, i in np.ndindex(5, 3, 6)}

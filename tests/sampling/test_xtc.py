@@ -39,3 +39,16 @@ def test_certificate_rejects_a_rule_that_keeps_no_top_choice(
     (measure,) = measures_of("xtc")
     assert measure.run(50) > measure.margin
     assert_rejected("xtc")
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "kept"),
+    [
+        ([0.2, 0.2, 0.6], [1]),  # of equal probabilities the highest id
+        ([0.2, 0.6, 0.2], [2]),
+        ([0.25, 0.2, 0.5, 0.05], [1, 3]),  # the least likely above the threshold, and those below
+    ],
+)
+def test_the_least_likely_top_choice_is_kept(probabilities: list[float], kept: list[int]) -> None:
+    candidates = Candidates(None, np.log(np.array(probabilities, np.float32)))
+    assert ExcludeTopChoices(1.0, 0.15).apply(candidates).tokens.tolist() == kept

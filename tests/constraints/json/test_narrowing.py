@@ -1,4 +1,4 @@
-"""Narrowed objects have their required names and no others."""
+"""Narrowed schemas: closed objects, one alternative, and short arrays."""
 
 from __future__ import annotations
 
@@ -32,3 +32,26 @@ def test_objects_are_closed(schema: Any, index: int, expected: dict[str, Any]) -
 def test_a_number_of_properties_that_names_cannot_give_leaves_the_object_open() -> None:
     narrow = narrowed_schema({"type": "object", "required": ["a"], "minProperties": 2}, 0, 80)
     assert narrow.get("additionalProperties") is not False
+
+
+def test_alternatives_are_chosen_in_turn_with_all_properties_and_then_the_required_ones() -> None:
+    array = {"type": "array", "items": {"type": "string", "minLength": 3}}
+    value = {"type": "null"}
+    open_object = {"type": "object", "properties": {"a": value, "b": value}, "required": ["a"]}
+    chosen = [
+        narrowed_schema({"anyOf": [array, open_object]}, index, 80)["allOf"] for index in range(5)
+    ]
+    whole, required = {**open_object, **CLOSED}, {**open_object, "properties": {"a": value}}
+    assert chosen == [[array], [array], [whole], [{**required, **CLOSED}], [array]]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "length"),
+    [({}, 1), ({"minContains": 3}, 3), ({"minContains": 2, "minItems": 5}, 5)],
+)
+def test_an_array_has_as_many_matching_items_as_it_needs(
+    bounds: dict[str, int], length: int
+) -> None:
+    item = {"type": "integer"}
+    narrow = narrowed_schema({"type": "array", "contains": item, **bounds}, 0, 80)
+    assert (narrow["items"], narrow["minItems"], narrow["maxItems"]) == (item, length, length)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from anydecode import catalogue
+from anydecode import Regex, catalogue
+from anydecode.certification.oracles.constrained.markov_chain import chain_llm
 from anydecode.constraints.vocabulary import Vocabulary
 from anydecode.decoders.constrained import token_healing
 from anydecode.decoders.constrained.token_healing import healing_tokens
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.scripted import BOS, ByteTokenizer, PieceTokenizer
 from certificates import assert_certified, assert_rejected
 
@@ -50,3 +52,21 @@ def test_tokens_that_agree_with_the_text_may_come() -> None:
     vocabulary = Vocabulary(tokenizer, tokenizer.vocab_size)
     pieces = {tokenizer.token_text(token) for token in healing_tokens(vocabulary, b"abc")}
     assert pieces == {"a", "ab", "abc", "abcd"}
+
+
+@pytest.mark.parametrize("decoder", ["token-healing", "token-healing:count=2"])
+def test_an_answer_is_the_text_after_the_prompt(decoder: str) -> None:
+    with chain_llm() as llm:
+        answer = llm.generate(
+            "BAAB", decoder=decoder, temperature=1.0, logprobs=1, max_tokens=6, seed=3
+        )
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == len(answer.tokens) == 6
+    assert set(answer.text) <= {"A", "B"}
+
+
+def test_constraints_and_invalid_options_are_refused() -> None:
+    with chain_llm() as llm, pytest.raises(UnsupportedCombinationError, match="constraint"):
+        llm.generate("BA", decoder="token-healing", constraint=Regex("[AB]+"))
+    with pytest.raises(InvalidRequestError):
+        catalogue.build("token-healing", count=0)

@@ -1,7 +1,9 @@
-"""Which positions a denoising step fills when the sampler depends on the text before them."""
+"""The canvas of a denoiser, and which positions a step fills when the sampler depends on the text
+before them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,3 +59,16 @@ def test_a_step_fills_from_the_left_what_was_chosen() -> None:
     """Only the last two positions reach the threshold. The first mask is filled in any case."""
     steps = filled(ThresholdUnmasking(1 - 2e-5), "[ab]" * LENGTH)
     assert steps == [[0], [1], [2], [3], [4], [5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("room", "length"),
+    [(512, 12), (10, 10), (9, 9)],  # 3 + 6 positions, and the rest of the last block
+)
+def test_a_canvas_has_whole_blocks_as_far_as_the_cache_has_room(room: int, length: int) -> None:
+    model = ScriptedModel(surer_to_the_right, causal=False)
+    model.spec = replace(model.spec, block_size=4)
+    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=room) as llm:
+        answer = llm.generate(PROMPT, decoder="sdar", max_tokens=6, ignore_eos=True, trace=True)
+    assert len(answer.tokens) == 6 and answer.trace is not None
+    assert [len(entry["canvas"]) for entry in answer.trace] == [length - 3] * len(answer.trace)

@@ -7,7 +7,7 @@ import pytest
 
 from anydecode.certification.checks import measures_of
 from anydecode.decoders.prefill import quickprefill
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 def test_certificate() -> None:
@@ -27,4 +27,14 @@ def test_certificate_rejects_the_keys_of_largest_norm(monkeypatch: pytest.Monkey
 
 def test_certificate_rejects_the_first_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quickprefill, "smallest", lambda keys, count: np.arange(count))
+    assert_rejected("quickprefill")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value"), [("group", 255), ("keep", 0.49), ("query", 63), ("query", 65)]
+)
+def test_certificate_rejects_another_default(
+    parameter: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_defaults(monkeypatch, "quickprefill", **{parameter: value})
     assert_rejected("quickprefill")

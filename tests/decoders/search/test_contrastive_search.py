@@ -10,6 +10,7 @@ from anydecode.certification.checks import measures_of
 from anydecode.certification.oracles.sampling.repetition import repetition
 from anydecode.certification.oracles.search.contrastive_search import Reflecting
 from anydecode.decoders.search import contrastive_search
+from anydecode.sampling.sampler import Sampler
 from certificates import assert_certified, assert_rejected
 from toy_models import toy_llm
 
@@ -54,3 +55,18 @@ def test_a_constraint_and_a_shared_prefix() -> None:
     assert first == second
     assert bound.text in ('"yes"', '"no"', '"maybe"')
     assert all(np.isfinite(token.logprob) for token in bound.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("logits", "expected"),
+    [([1.0, 3.0, 2.0, 0.0], [1, 2, 0]), ([2.0, 2.0, 3.0, 3.0], [2, 3, 0])],
+)
+def test_candidates_are_ordered_by_probability_and_then_by_token(
+    logits: list[float], expected: list[int]
+) -> None:
+    """Of equal scores the first candidate wins."""
+    decoder = contrastive_search.ContrastiveSearch(k=3)
+    tokens, probabilities = decoder._candidates(Sampler(1.0), np.array(logits, np.float32))
+    weights = np.exp(logits)
+    assert tokens == expected
+    assert probabilities == pytest.approx(weights[expected] / weights.sum())

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from anydecode import Regex
+from anydecode.certification.checks import scripted_llm
 from anydecode.decoders.speculative import lookahead
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
@@ -30,3 +32,14 @@ def test_certificate_rejects_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> N
 def test_certificate_rejects_columns_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookahead._Session, "_filler", lambda self, count: [97] * count)
     assert_rejected("lookahead")
+
+
+def test_a_constraint_takes_no_rows_from_the_window() -> None:
+    """The first window has tokens of the prompt, which the constraint forbids."""
+    with scripted_llm() as llm:
+        options: dict[str, Any] = {"constraint": Regex("[a-z]{12}"), "max_tokens": 12}
+        answer = llm.generate("1234567", decoder="lookahead", trace=True, **options)
+        plain = llm.generate("1234567", decoder="autoregressive", **options)
+    assert answer.tokens == plain.tokens and answer.trace is not None
+    # One, two and then three levels of five columns; n-grams come only after a full window.
+    assert [len(one["drafted"]) for one in answer.trace[:3]] == [5, 10, 15]

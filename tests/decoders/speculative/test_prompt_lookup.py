@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from anydecode import catalogue
 from anydecode.decoders.framework.ngram_index import NgramIndex
 from anydecode.decoders.speculative import prompt_lookup
 from certificates import assert_certified, assert_rejected
@@ -27,3 +31,21 @@ def test_certificate_rejects_the_tokens_one_later(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(NgramIndex, "find", late)
     assert_rejected("prompt-lookup")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [4, 5]),  # after 1 2 3
+        ({"max_ngram": 2}, [6, 8]),  # after the last 2 3
+        ({"max_ngram": 1}, [7, 1]),  # after the last 3
+        ({"max_ngram": 4, "min_ngram": 4}, []),
+    ],
+)
+def test_the_longest_suffix_is_found_at_its_last_occurrence(
+    options: dict[str, Any], expected: list[int]
+) -> None:
+    text = [1, 2, 3, 4, 5, 2, 3, 6, 8, 3, 7, 1, 2, 3]
+    sequence: Any = SimpleNamespace(prompt=text, tokens=[], all_tokens=text)
+    session = catalogue.build("prompt-lookup", **options).drafter.open(sequence)
+    assert session.draft(2).tokens == expected

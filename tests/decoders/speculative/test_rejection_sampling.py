@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from anydecode.certification.chi_square import PROMPT, small_llm
 from anydecode.decoders.framework.rejection import RejectionSampling
 from certificates import assert_certified, assert_rejected
 
@@ -27,3 +28,11 @@ def test_certificate_rejects_a_rejected_token_sampled_from_p(
 
     monkeypatch.setattr(RejectionSampling, "steps", no_residual)
     assert_rejected("rejection-sampling")
+
+
+def test_greedy_tokens_equal_those_of_plain_decoding() -> None:
+    with small_llm() as llm:
+        plain = llm.generate(PROMPT, max_tokens=40, decoder="autoregressive")
+        drafted = llm.generate(PROMPT, max_tokens=40, decoder="rejection-sampling")
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.passes < plain.stats.passes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,3 +51,14 @@ def test_memory_is_bounded() -> None:
         assert drafter.past_tokens <= 10
     drafter.clear()
     assert drafter.past_tokens == 0 and len(drafter.past.next) == 1
+
+
+def test_a_match_follows_answers_that_are_added_later() -> None:
+    """At first 2 occurs after 1 alone, so both have one state; the second answer divides it."""
+    drafter = SuffixDrafter()
+    drafter.learn([1, 2, 3])
+    sequence: Any = SimpleNamespace(prompt=[2], tokens=[], all_tokens=[2])
+    session = drafter.open(sequence)
+    assert session.draft(8).tokens == [3]
+    drafter.learn([5, 2, 6])
+    assert sorted(session.draft(8).tokens) == [3, 6]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -32,3 +34,13 @@ def test_certificate_rejects_free_prompts(monkeypatch: pytest.MonkeyPatch) -> No
         Fair, "admitted", lambda self, sequence: self.served.setdefault(sequence.namespace, 0.0)
     )
     assert_rejected("fair")
+
+
+def test_a_tenant_that_returns_gets_no_credit_for_the_time_between() -> None:
+    schedule = Fair()
+    schedule.served = {"a": 0.0, "b": 50.0}
+    a, b = (SimpleNamespace(namespace=name, tokens=[], finished=False) for name in "ab")
+    waiting: list[Any]
+    for waiting, expected in (([a, b], 0.0), ([b], 0.0), ([b, a], 50.0)):
+        schedule.next_job(waiting)
+        assert schedule.served == {"a": expected, "b": 50.0}

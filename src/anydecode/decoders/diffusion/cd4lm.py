@@ -27,7 +27,7 @@ class DelayedEndOfText(Confidence):
 
     def __init__(self, share: float) -> None:
         if not 0 <= share <= 1:
-            raise InvalidRequestError(f"hold must be between 0 and 1, not {share}")
+            raise InvalidRequestError(f"min_filled must be between 0 and 1, not {share}")
         self.share = share
 
     def rank(self, canvas: Canvas, predictions: Predictions, positions: np.ndarray) -> np.ndarray:

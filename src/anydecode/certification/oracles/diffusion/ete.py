@@ -78,7 +78,7 @@ def ete() -> Iterator[Check]:
                 probabilities == oracle(candidates, reward),
                 f"{len(probabilities[1])} steps",
             )
-    for spread in (5.0, 6.0):
+    for spread in (4.5, 6.0):
         script = dense(spread=spread)
         expected = oracle(candidates=3, reward=1.0, block=32, length=80, script=script)
         with bidirectional(script) as llm:
