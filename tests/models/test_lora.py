@@ -18,6 +18,7 @@ from peft import LoraConfig, get_peft_model
 
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.kernels.library import load_library
+from anydecode.models.lora import read_factors
 from anydecode.models.opening import choose_executor
 from tiny_models import chain, hf_logits, hf_model, logits, make_rows, own_model
 
@@ -78,6 +79,31 @@ def test_logits_equal_peft(case: str, tmp_path: Path) -> None:
     assert np.abs(plain - expected).max() > 1e-2
     assert np.array_equal(adapter_logits(ours, -1, PROMPT), plain)
     assert np.array_equal(logits(ours, chain(PROMPT)), plain)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "scale"),
+    [
+        ({}, 4 / 2),
+        ({"q_proj": 6}, 6 / 2),
+        ({"attn.q_proj": 6}, 6 / 2),
+        ({"model.layers.0.attn.q_proj": 6}, 6 / 2),
+        ({"proj": 6, "tn.q_proj": 8, "layers.0.attn": 10}, 4 / 2),  # no whole names at the end
+    ],
+)
+def test_an_alpha_belongs_to_the_modules_whose_names_end_with_its_key(
+    patterns: dict[str, int], scale: float, tmp_path: Path
+) -> None:
+    stem = "base_model.model.model.layers.0.attn.q_proj"
+    factors = {"A": np.ones((2, 8), np.float32), "B": np.ones((8, 2), np.float32)}
+    save_file(
+        {f"{stem}.lora_{name}.weight": factor for name, factor in factors.items()},
+        tmp_path / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "alpha_pattern": patterns}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (module,) = read_factors(tmp_path)[1].values()
+    assert module.scale == scale
 
 
 @pytest.mark.parametrize("change", [{"lora_alpha": 9}, {"use_rslora": True}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -395,3 +396,29 @@ def test_wrong_settings_change_the_logits(mistake: str) -> None:
     assert np.abs(logits(own_model(theirs), chain(tokens)) - expected).max() < 1e-4
     wrong_model = built(checkpoint_of(theirs, **wrong))
     assert np.abs(logits(wrong_model, chain(tokens)) - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_equal_router_scores_choose_the_lower_experts(backend: str, tmp_path: Any) -> None:
+    """With a router of zeros, the first two of four experts run for every row."""
+    if backend == "native" and load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    theirs = hf_model("Qwen3Moe", **settings)
+    theirs.save_pretrained(tmp_path)
+    checkpoint, stored = checkpoint_of(theirs), load_file(tmp_path / "model.safetensors")
+
+    def outputs(*changed: int) -> np.ndarray:
+        """The logits of the model in which these experts give zeros."""
+        zeros = tuple(f"mlp.experts.{expert}.down_proj.weight" for expert in changed)
+        tensors = {
+            name: np.zeros_like(tensor) if name.endswith(("mlp.gate.weight", *zeros)) else tensor
+            for name, tensor in stored.items()
+        }
+        model = built(replace(checkpoint, tensors=tensors), executor=choose_executor(backend))
+        return logits(model, chain(PROMPT))
+
+    expected = outputs()
+    assert np.array_equal(outputs(2, 3), expected)
+    for expert in (0, 1):
+        assert np.abs(outputs(expert) - expected).max() > 1e-3

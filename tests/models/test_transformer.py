@@ -10,6 +10,8 @@ import pytest
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import KeyValues, OutputSpec, Rows, Weight
+from anydecode.kernels.library import load_library
+from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.models.transformer import Transformer
 from tiny_models import chain, hf_model, logits, make_rows, own_model, whole
@@ -368,3 +370,16 @@ def test_byte_tokenizer() -> None:
     assert tokenizer.decode([*ids, *tokenizer.eos_ids]) == text
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
     assert [tokenizer.is_special(token) for token in (255, 256, 258)] == [False, True, True]
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_token_0_is_embedded_beside_rows_with_inputs(backend: str) -> None:
+    if backend == "native" and load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    model = own_model(hf_model("Llama"), executor=choose_executor(backend))
+    tokens = [0, 7, 0, 9]
+    rows = chain(tokens)
+    rows.inputs = model.embed(np.array(tokens))
+    rows.inputs[[0, 2]] = np.nan  # not read
+    rows.tokens[[1, 3]] = -1
+    assert np.array_equal(logits(model, rows), logits(model, chain(tokens)))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from anydecode.api.llm import LLM
+from anydecode.certification.checks import scripted_llm
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
 from server_client import RESPONSES, served
 
@@ -52,3 +53,17 @@ def test_a_response_that_the_limit_cuts_is_incomplete(
     assert done["item"] == events[-1]["response"]["output"][0]
     deltas = [one["delta"] for one in events if one["type"] == "response.output_text.delta"]
     assert "".join(deltas) == text
+
+
+def test_the_deltas_of_a_stream_add_up_to_the_text_of_its_last_events() -> None:
+    fields: dict[str, Any] = {"max_output_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with scripted_llm() as llm, served(llm) as client:
+        events = client.single_chunks(llm, RESPONSES, **fields, decoder="autoregressive")
+    deltas = [one["delta"] for one in events if one["type"] == "response.output_text.delta"]
+    text = "".join(deltas)
+    assert len(deltas) >= 3
+    by_type = {event["type"]: event for event in events}
+    assert by_type["response.output_text.done"]["text"] == text
+    assert by_type["response.content_part.done"]["part"]["text"] == text
+    assert by_type["response.incomplete"]["response"]["output"][0]["content"][0]["text"] == text
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))

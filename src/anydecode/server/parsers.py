@@ -129,6 +129,8 @@ class Parser:
         self._tools = Splitter(tools.opening, tools.closing) if tools else None
         self._call = ""
         self._trim = False
+        self._follows_call = False
+        self._white_space = ""  # after a call; dropped unless other text follows
         self.num_calls = 0
 
     def push(self, text: str, final: bool = False) -> Iterator[Event]:
@@ -156,7 +158,13 @@ class Parser:
             return
         for inside, part, closed in self._tools.push(text, final):
             if not inside:
-                if part and not (self.num_calls and not part.strip()):
+                if self._follows_call:
+                    part, self._white_space = self._white_space + part, ""
+                    if not part.strip():
+                        self._white_space = part
+                        continue
+                    self._follows_call = False
+                if part:
                     yield "content", part
                 continue
             self._call += part
@@ -170,7 +178,9 @@ class Parser:
         text, self._call = self._call, ""
         calls = read_calls(text, self._format)
         if not calls:
-            yield "content", self._format.opening + text + self._format.closing
+            answer = self._format.opening + text + self._format.closing
+            yield "content", self._white_space + answer
+        self._white_space, self._follows_call = "", bool(calls)
         for call in calls:
             self.num_calls += 1
             yield "tool", call
