@@ -94,7 +94,7 @@ def test_a_nested_method_of_another_kind_is_not_built(
     """Building it would start a thread per request."""
     monkeypatch.chdir(tmp_path)
     before = threading.active_count()
-    with pytest.raises(InvalidRequestError, match="'prefix-spill' is a Spill, not a"):
+    with pytest.raises(InvalidRequestError, match="'prefix-spill' is not a"):
         catalogue.build_as(choice, "anything", object)
     assert threading.active_count() == before and not list(tmp_path.iterdir())
 

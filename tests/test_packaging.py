@@ -21,6 +21,7 @@ from packaging.utils import canonicalize_name
 
 import anydecode
 from anydecode.errors import MissingPackageError, UnsupportedCombinationError
+from anydecode.folders import default_cache
 from anydecode.kernels import build, library, pages
 from anydecode.models.opening import choose_executor
 
@@ -192,8 +193,8 @@ def test_a_command_needs_no_folder_that_can_be_written(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     (home / "costs").write_text("where a folder should be")
-    if build.cache_folder().exists():
-        (home / "kernels").symlink_to(build.cache_folder())
+    if (default_cache() / "kernels").exists():
+        (home / "kernels").symlink_to(default_cache() / "kernels")
     environment = {**os.environ, "ANYDECODE_HOME": str(home), "HOME": str(home / "costs")}
     command = ["generate", "--model", "tiny-autoregressive", "--max-tokens", "4", "--json", "for"]
     done = subprocess.run(
@@ -439,7 +440,6 @@ def test_a_built_library_makes_a_platform_wheel(
 
 
 def test_the_kernels_use_the_library_path_of_the_wheel(repository: Path) -> None:
-    from anydecode.kernels import build
 
     assert build.SOURCES == repository / "src" / "anydecode" / "kernels" / "cpu"
     assert callable(build.compile_library) and callable(build.find_compiler)
@@ -448,7 +448,6 @@ def test_the_kernels_use_the_library_path_of_the_wheel(repository: Path) -> None
 def test_every_platform_tag_is_cross_compiled(
     repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from anydecode.kernels import build
 
     commands: list[list[str]] = []
 

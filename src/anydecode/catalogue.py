@@ -395,7 +395,7 @@ def check_kind(key: str, expected: str, *kinds: type) -> None:
     if declared is not None and not any(
         issubclass(declared, kind) or issubclass(kind, declared) for kind in kinds
     ):
-        raise InvalidRequestError(f"{key!r} is a {declared.__name__}, not {expected}")
+        raise InvalidRequestError(f"{key!r} is not {expected}")
 
 
 def build_as(choice: str, expected: str, *kinds: type) -> Any:
@@ -413,7 +413,7 @@ def build_as(choice: str, expected: str, *kinds: type) -> Any:
     check_kind(key, expected, *kinds)
     built = build(key, **given)
     if not isinstance(built, kinds):
-        raise InvalidRequestError(f"{key!r} is a {type(built).__name__}, not {expected}")
+        raise InvalidRequestError(f"{key!r} is not {expected}")
     return built
 
 

@@ -465,7 +465,7 @@ def test_request_decoders_access_no_files(
         "sampler",
         "constraint",
     ):  # in the Python API too, only the right kind of method is accepted
-        with pytest.raises(InvalidRequestError, match="'prefix-spill' is a Spill, not"):
+        with pytest.raises(InvalidRequestError, match="'prefix-spill' is not"):
             llm.generate("a", **{option: "prefix-spill:where=leak2"})
     assert not (tmp_path / "leak2").exists()
     assert audited(lambda: (tmp_path / "leak").read_text(), "leak")[1]  # the audit detects access

@@ -24,8 +24,8 @@ _STD = 0.02  # of the weights, so that hidden states neither vanish nor explode
 #: codes have the standard deviation 1). Where a format has minima, the next float16 is their scale;
 #: the third number is its ratio to the first, which brings the mean to zero.
 _SCALES: dict[str, tuple[int, float, float | None]] = {
-    "Q8_0": (0, 1 / 73.9, None),
     "Q4_0": (0, 1 / 4.61, None),
+    "Q8_0": (0, 1 / 73.9, None),
     "Q2_K": (80, 1 / 14.1, 1.5),
     "Q3_K": (108, 1 / 43.4, None),
     "Q4_K": (0, 1 / 262, 7.5),
