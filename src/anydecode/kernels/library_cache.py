@@ -88,10 +88,10 @@ def _make_private(folder: Path) -> None:
         OSError: It cannot be created, belongs to another user, or its files cannot be run.
     """
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    info = folder.lstat()
+    info = folder.stat()
     if not stat.S_ISDIR(info.st_mode):
         raise OSError("it is not a folder")
-    if not _is_trusted(info):
+    if not _is_trusted(info) or not _is_trusted(folder.lstat()):  # itself, if it is a link
         raise OSError("it belongs to another user")
     if info.st_mode & _WRITABLE_BY_OTHERS:
         folder.chmod(0o755)
