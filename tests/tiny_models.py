@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import OutputSpec, Rows
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model
+from anydecode.models.loading import gpt
 from anydecode.models.opening import torch_executor
 from anydecode.models.transformer import Transformer
 
@@ -44,7 +46,8 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
     config_class = text or getattr(transformers, f"{family}Config")
     config = config_class(**{**BASE, **settings}, attn_implementation="eager")
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{family}{suffix}")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -65,7 +68,12 @@ def hf_logits(model: Any, tokens: list[int]) -> np.ndarray:
 def checkpoint_of(model: Any, **config: Any) -> Checkpoint:
     """The checkpoint that a loader would return: the model's config and weights."""
     tensors = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    return Checkpoint("tiny", Path("tiny"), {**model.config.to_dict(), **config}, tensors)
+    merged = {**model.config.to_dict(), **config}
+    if gpt.is_gpt(merged):
+        readers = {name: partial(tensors.get, name) for name in tensors}
+        merged, converted = gpt.to_hf_layout(merged, readers)
+        tensors = {name: reader() for name, reader in converted.items()}
+    return Checkpoint("tiny", Path("tiny"), merged, tensors)
 
 
 def own_model(model: Any, dtype: str | None = None, **options: Any) -> Transformer:

@@ -146,6 +146,8 @@ def test_gelu_matches_torch() -> None:
     x = torch.linspace(-12, 12, 10001)
     expected = torch.nn.functional.gelu(x.double(), approximate="tanh")
     assert (elementary.gelu_tanh(x) - expected).abs().max() < 2e-6
+    expected = torch.nn.functional.gelu(x.double())
+    assert (elementary.gelu(x) - expected).abs().max() < 1e-6
 
 
 def test_exp_at_its_limits() -> None:
@@ -160,7 +162,8 @@ def test_exp_at_its_limits() -> None:
 def test_functions_do_not_depend_on_the_index(length: int, position: int, seed: int) -> None:
     position = position % length
     x = randn(length, seed=seed) * 3
-    for function in (elementary.exp, elementary.tanh, elementary.silu, elementary.gelu_tanh):
+    functions = (elementary.exp, elementary.tanh, elementary.silu)
+    for function in (*functions, elementary.gelu_tanh, elementary.gelu):
         assert torch.equal(function(x)[position], function(x[position : position + 1])[0])
 
 
@@ -176,14 +179,16 @@ def test_tree_sum_matches_float64_and_is_invariant(width: int, rows: int) -> Non
 
 def test_rotary_table_does_not_depend_on_its_growth() -> None:
     frequencies = (1.0 / 10000 ** (np.arange(0, 16, 2) / 16)).astype(np.float32)
-    slow = elementary.RotaryTable(frequencies, 1.3, torch.device("cpu"))
-    fast = elementary.RotaryTable(frequencies, 1.3, torch.device("cpu"))
+    rope = Rope(frequencies, 1.3, growth=0.4, growth_period=50)
+    slow = elementary.RotaryTable(rope, torch.device("cpu"))
+    fast = elementary.RotaryTable(rope, torch.device("cpu"))
     positions = torch.tensor([0, 3, 500])
     for highest in (3, 100, 101, 500):
         slow.rows(torch.tensor([highest]), highest)
     for one, other in zip(slow.rows(positions, 500), fast.rows(positions, 500), strict=True):
         assert torch.equal(one, other)
-    expected = (positions[:, None] * torch.from_numpy(frequencies)).cos() * 1.3
+    factors = 1.3 * (1 + 0.4 * torch.tensor([1.0, 1.0, 11.0]).log())
+    expected = (positions[:, None] * torch.from_numpy(frequencies)).cos() * factors[:, None]
     assert (fast.rows(positions, 500)[0] - expected).abs().max() < 1e-4
 
 
@@ -224,7 +229,14 @@ def test_row_arithmetic_equals_the_reference(count: int) -> None:
         expected = reference.rms_norm(x, vector, 1e-5, groups).numpy()
         found = ours.rms_norm(x.numpy(), vector, 1e-5, groups)
         assert found.shape == (count, 24) and np.allclose(found, expected, rtol=3e-7, atol=0)
-    rope = Rope(np.array([1.0, 0.1], np.float32), 2.0)
+    vector, offset = randn(24, seed=5).numpy(), randn(24, seed=6).numpy()
+    for either in (None, offset):
+        expected = reference.layer_norm(x, vector, either, 1e-5).numpy()
+        assert np.allclose(ours.layer_norm(x.numpy(), vector, either, 1e-5), expected, atol=1e-6)
+    table = plain_weight(randn(20, 24, seed=7))
+    expected = reference.add_positions(x, table).numpy()
+    assert np.array_equal(ours.add_positions(x.numpy(), table), expected)
+    rope = Rope(np.array([1.0, 0.1], np.float32), 2.0, growth=0.5, growth_period=5)
     rotated = ours.rope(x.numpy(), 4, rope)
     assert np.allclose(rotated, reference.rope(x, 4, rope).numpy(), atol=1e-6)
     product = ours.linear(x.numpy(), plain_weight(matrix), bias)

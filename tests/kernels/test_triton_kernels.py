@@ -284,7 +284,8 @@ def test_pointwise_operations_match_the_reference(
         "add": (y,),
         "scale": (0.3,),
         "softcap": (1.5,),
-        "gated": (y, "silu"),
+        "gated": (y, "gelu"),
+        "activate": ("gelu_tanh",),
     }.items():
         ours = getattr(backend, name)(x, *arguments).cpu()
         theirs = (a.cpu() if isinstance(a, torch.Tensor) else a for a in arguments)
@@ -548,8 +549,14 @@ def executor(network: Network, recorder: Recorder | None = None) -> TritonExecut
 def tiny(family: str = "Llama", dtype: str | None = "bfloat16") -> tuple[Any, Any]:
     """A random model in torch and in Triton."""
     if (family, dtype) not in _MODELS:
+        head_dim = {"head_dim": 24} if family == "HunYuanDenseV1" else {}
         model = hf_model(
-            family, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=61
+            family,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=61,
+            **head_dim,
         )
         _MODELS[family, dtype] = own_model(model, dtype), own_model(model, dtype, executor=executor)
     return _MODELS[family, dtype]  # type: ignore[no-any-return]
@@ -567,10 +574,20 @@ def all_logits(model: Any, rows: Rows, cache: Any = None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("Llama", "float32"), ("Qwen3", "float32"), ("Gemma2", "float32")]
+    ("family", "dtype"),
+    [
+        ("Llama", "float32"),
+        ("Qwen3", "float32"),
+        ("Gemma2", "float32"),
+        ("HunYuanDenseV1", "float32"),
+        ("Ministral3", "float32"),
+        ("GPTNeoX", "float32"),
+        ("GPT2", "float32"),
+    ],
 )
 def test_a_models_logits_match_the_reference(family: str, dtype: str) -> None:
-    """Norms of heads, soft caps, windows and norms after layers, in every possible fusion."""
+    """Norms of heads, soft caps, windows, norms after layers and after rotations, layer norms,
+    parallel residuals and position embeddings, in every possible fusion."""
     reference, ours = tiny(family, dtype)
     rows = chain([5, 9, 33, 7])
     expected = all_logits(reference, rows)

@@ -105,6 +105,27 @@ def test_factors_must_be_finite_numbers(key: str) -> None:
         ({"model_type": "gemma2", "final_logit_softcapping": "x"}, "final_logit_softcapping"),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern"),
         ({"model_type": "a2d-llama", "block_size": "x"}, "block_size"),
+        ({"model_type": "granite", "embedding_multiplier": 0}, "embedding_multiplier"),
+        ({"model_type": "granite", "attention_multiplier": "x"}, "attention_multiplier"),
+        ({"model_type": "granite", "residual_multiplier": float("nan")}, "residual_multiplier"),
+        ({"model_type": "granite", "logits_scaling": -1}, "logits_scaling"),
+        ({"model_type": "minicpm", "scale_depth": [1]}, "scale_depth"),
+        ({"model_type": "starcoder2", "norm_epsilon": "x"}, "layer_norm_eps"),
+        ({"model_type": "cohere", "logit_scale": 0}, "logit_scale"),
+        ({"model_type": "cohere", "use_parallel_residual": "x"}, "use_parallel_residual"),
+        ({"model_type": "gpt_neox", "partial_rotary_factor": -1}, "partial_rotary_factor"),
+        ({"model_type": "minicpm", "scale_emb": True}, "scale_emb"),
+        ({"model_type": "minicpm", "dim_model_base": 0}, "dim_model_base"),
+        ({"model_type": "exaone4", "sliding_window_pattern": "LX"}, "sliding_window_pattern"),
+        ({"model_type": "glm4", "partial_rotary_factor": "x"}, "partial_rotary_factor"),
+        (
+            {"model_type": "ministral3", "rope_scaling": {"llama_4_scaling_beta": -1}},
+            "llama_4_scaling_beta",
+        ),
+        (
+            {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": -1}},
+            "alpha",
+        ),
     ],
 )
 def test_inconsistent_fields_are_rejected(change: dict[str, Any], name: str) -> None:
@@ -137,6 +158,43 @@ def test_invalid_rope_scalings_are_rejected(scaling: dict[str, Any], name: str) 
     assert_rejected({**CONFIG, "rope_scaling": scaling}, name)
 
 
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("gpt2", {"n_head": 0}, "num_attention_heads is 0; allowed is"),
+        ("gpt2", {"n_head": 5}, "num_attention_heads is 5; allowed is"),
+        ("gpt2", {"n_embd": "x"}, "hidden_size is 'x'; allowed is"),
+        ("gpt2", {"n_inner": -1}, "intermediate_size is -1; allowed is"),
+        ("gpt2", {"n_positions": 300}, "embed_positions.weight has shape"),
+        ("gpt2", {"activation_function": "relu"}, "activation 'relu'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"n_embd": 96}, "c_attn.weight has shape"),
+        ("falcon", {"alibi": True}, "alibi True is not supported"),
+        ("falcon", {"multi_query": "x"}, "multi_query is 'x'; allowed is"),
+        ("falcon", {"new_decoder_architecture": 1}, "new_decoder_architecture is 1; allowed is"),
+    ],
+)
+def test_invalid_configs_of_gpt_layouts_are_rejected(
+    family: str, change: dict[str, Any], message: str
+) -> None:
+    model = hf_model({"gpt2": "GPT2", "falcon": "Falcon"}[family])
+    with pytest.raises(CheckpointError) as caught:
+        built(checkpoint_of(model, **change))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_learned_positions_bound_the_context() -> None:
+    config = checkpoint_of(hf_model("GPT2")).config
+    assert spec_from_config(config, max_positions=100).max_positions == 100
+    with pytest.raises(CheckpointError, match="max_positions is 300; allowed is an integer from 1"):
+        spec_from_config(config, max_positions=300)
+
+
+def test_layer_norms_of_queries_and_keys_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="use_qk_norm"):
+        spec_from_config({**CONFIG, "model_type": "cohere", "num_experts": 0, "use_qk_norm": True})
+
+
 def test_replaced_specs_are_checked() -> None:
     spec = spec_from_config(CONFIG)
     layer = spec.layers[0]
@@ -166,6 +224,18 @@ def test_more_layers_than_in_the_config_are_rejected() -> None:
 def test_flags_must_be_booleans(key: str) -> None:
     with pytest.raises(CheckpointError, match=f"{key} is 'x'; allowed is true or false"):
         built(checkpoint_of(hf_model("Llama"), **{key: "x"}))
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "name"),
+    [
+        ("Ernie4_5", "use_bias", "attention_bias"),
+        ("SeedOss", "attention_out_bias", "attention_out_bias"),
+    ],
+)
+def test_flags_of_biases_must_be_booleans(family: str, key: str, name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} is 1; allowed is true or false"):
+        built(checkpoint_of(hf_model(family), **{key: 1}))
 
 
 def experts_with(change: Any) -> None:

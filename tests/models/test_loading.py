@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from anydecode.errors import CheckpointError, ModelNotFoundError
 from anydecode.kernels.formats import DTYPES, dequantize
@@ -93,6 +93,19 @@ def test_gguf_logits_equal_those_of_transformers(family: str, tmp_path: Path) ->
     checkpoint.config["rope_theta"] = 2500.0
     wrong = logits(built(checkpoint), chain(tokens))
     assert not np.allclose(wrong, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["GPT2", "GPTNeoX", "Falcon", "Starcoder2"])
+def test_other_layouts_are_opened_from_folders(family: str, tmp_path: Path) -> None:
+    model = hf_model(family, hidden_size=64)
+    model.save_pretrained(tmp_path)
+    if family == "GPT2":  # the first checkpoints have no prefix, and a buffer per layer
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors = {name.removeprefix("transformer."): t for name, t in tensors.items()}
+        tensors["h.0.attn.bias"] = np.ones((1, 1, 8, 8), np.float32)
+        save_file(tensors, tmp_path / "model.safetensors")
+    found = logits(built(load_checkpoint(tmp_path)), chain([5, 7, 9, 11]))
+    assert np.array_equal(found, logits(built(checkpoint_of(model)), chain([5, 7, 9, 11])))
 
 
 @pytest.mark.parametrize("format", ["Q8_0", "Q4_0", "Q4_1", "BF16", "F16"])

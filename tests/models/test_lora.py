@@ -44,6 +44,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2",
         {"r": 4, "target_modules": ["k_proj", "o_proj"], "layers_to_transform": [1]},
     ),
+    "plain mlp": ("Starcoder2", {"r": 4, "target_modules": ["q_proj", "c_fc", "c_proj"]}),
+    "interleaved": ("Ernie4_5", {"r": 4, "lora_alpha": 8, "target_modules": ALL}),
+    "interleaved partially": ("Glm4", {"r": 4, "target_modules": ["q_proj", "k_proj"]}),
     "fused": ("Phi3", {"r": 4, "target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
 }
 

@@ -21,6 +21,31 @@ NUM_TOKENS = 64
 
 LONG = {"short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0], "long_factor": [1.0, 2, 3, 5, 7, 9.0]}
 
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 500.0}
+GRANITE_4: dict[str, Any] = {
+    "layer_types": ["attention"] * 3,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "mamba_n_heads": 8,
+    "shared_intermediate_size": 72,
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 1.5,
+}
+#: With factors that grow within the test's positions.
+MINISTRAL_3: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -167,6 +192,119 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_sparse_step": 2,
         },
     ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "granite biases": (
+        "Granite",
+        {
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 1.7,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite 4": ("GraniteMoeHybrid", {**GRANITE_4, "position_embedding_type": "rope"}),
+    "granite 4 nope": ("GraniteMoeHybrid", {**GRANITE_4, "tie_word_embeddings": True}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "glm4 no bias": (
+        "Glm4",
+        {"head_dim": 16, "attention_bias": False, "partial_rotary_factor": 0.75},
+    ),
+    "ernie": ("Ernie4_5", {"head_dim": 16, "tie_word_embeddings": False}),
+    "ernie biases": ("Ernie4_5", {"head_dim": 12, "use_bias": True}),
+    "seed oss": ("SeedOss", {"head_dim": 16}),
+    "seed oss output bias": ("SeedOss", {"head_dim": 8, "attention_out_bias": True}),
+    "olmo3": ("Olmo3", {"num_hidden_layers": 4, "sliding_window": 7}),
+    "olmo3 yarn": (
+        "Olmo3",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "attention_factor": 1.1,
+            },
+        },
+    ),
+    "ministral": (
+        "Ministral",
+        {
+            "head_dim": 12,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL_3}),
+    "phi4 mini": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 128,
+            "partial_rotary_factor": 0.75,
+            "hidden_size": 64,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **LONG},
+        },
+    ),
+    "exaone4": ("Exaone4", {"sliding_window": 6, "num_hidden_layers": 4}),
+    "exaone4 no window": (
+        "Exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}),
+    "hunyuan alpha": (
+        "HunYuanDenseV1",
+        {
+            "head_dim": 12,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 1000.0,
+                "factor": 1.0,
+                "rope_theta": 10000.0,
+            },
+        },
+    ),
+    "starcoder2": ("Starcoder2", {}),
+    "starcoder2 window": (
+        "Starcoder2",
+        {"use_bias": False, "sliding_window": 6, "hidden_act": "gelu", "num_hidden_layers": 4},
+    ),
+    "cohere": ("Cohere", {"logit_scale": 0.5}),
+    "cohere biases": ("Cohere", {"attention_bias": True, "num_key_value_heads": 4}),
+    "cohere2": ("Cohere2", {"logit_scale": 0.3, "num_hidden_layers": 4, "sliding_window": 6}),
+    "gpt2": ("GPT2", {}),
+    "gpt2 untied": ("GPT2", {"n_inner": 72, "tie_word_embeddings": False}),
+    "gpt neox": ("GPTNeoX", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
+    "gpt neox sequential": (
+        "GPTNeoX",
+        {"use_parallel_residual": False, "hidden_size": 64, "tie_word_embeddings": True},
+    ),
+    "falcon": ("Falcon", {"ffn_hidden_size": 72}),
+    "falcon new": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon one norm": (
+        "Falcon",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "falcon sequential": (
+        "Falcon",
+        {"multi_query": False, "parallel_attn": False, "num_kv_heads": 4},
+    ),
 }
 
 
@@ -199,6 +337,57 @@ def test_logits_and_greedy_tokens_match_transformers(case: str, backend: str) ->
     assert greedy(ours, PROMPT, NUM_TOKENS) == tokens
     whole = logits(ours, chain(PROMPT + tokens[:-1]))
     assert np.abs(whole - reference).max() < 1e-4
+
+
+def test_minicpm_is_granite_with_other_names_of_its_factors() -> None:
+    """`transformers` has Granite, but not MiniCPM."""
+    theirs = hf_model(
+        "Granite",
+        embedding_multiplier=12.0,
+        residual_multiplier=1.4 / 3**0.5,
+        logits_scaling=48 / 16,
+        attention_multiplier=12**-0.5,
+        tie_word_embeddings=True,
+    )
+    stored = checkpoint_of(theirs, model_type="minicpm", architectures=["MiniCPMForCausalLM"])
+    granite = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+    stored.config = {key: value for key, value in stored.config.items() if key not in granite}
+    stored.config |= {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
+    found = logits(built(stored, "float32"), chain(PROMPT))
+    assert np.abs(found - hf_logits(theirs, PROMPT)).max() < 1e-4
+    stored.config["sparse_config"] = {"kernel_size": 32}
+    with pytest.raises(CheckpointError, match="sparse attention"):
+        built(stored)
+
+
+def test_the_letters_of_a_hybrid_pattern() -> None:
+    model = hf_model("Exaone4", num_hidden_layers=4, sliding_window=6)
+    stored = checkpoint_of(model)
+    stored.config |= {"layer_types": None, "sliding_window_pattern": "LLLG"}
+    assert np.array_equal(logits(built(stored), chain(PROMPT)), ours(model))
+    stored.config["sliding_window_pattern"] = "GLLG"
+    assert not np.array_equal(logits(built(stored), chain(PROMPT)), ours(model))
+
+
+def test_ministral3_inside_a_multimodal_model() -> None:
+    model = hf_model("Ministral3", head_dim=16, rope_parameters=MINISTRAL_3)
+    inner = checkpoint_of(model)
+    config = {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": {**inner.config, "architectures": None},
+    }
+    outer = checkpoint_of(model)
+    outer.config = config
+    outer.tensors = {f"language_model.{name}": t for name, t in inner.tensors.items()}
+    assert np.array_equal(logits(built(outer), chain(PROMPT)), ours(model))
+
+
+def test_granite_with_state_space_layers_is_refused() -> None:
+    config = checkpoint_of(hf_model("GraniteMoeHybrid", **GRANITE_4)).config
+    config["layer_types"] = ["mamba", "attention", "mamba"]
+    with pytest.raises(CheckpointError, match="attention of type 'mamba' is not supported"):
+        spec_from_config(config)
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "Phi3"])
@@ -381,6 +570,16 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "nope": ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
     "expert norm": ("qwen3 moe", {"norm_topk_prob": False}),
     "eps": ("llama", {"rms_norm_eps": 1e-2}),
+    "embedding factor": ("granite", {"embedding_multiplier": 1.0}),
+    "residual factor": ("granite", {"residual_multiplier": 1.0}),
+    "attention factor": ("granite", {"attention_multiplier": 0.25}),
+    "logit factor": ("granite", {"logits_scaling": 1.0}),
+    "rotary size": ("glm4", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
+    "global rope": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    ),
+    "growth": ("ministral3", {"rope_parameters": {**MINISTRAL_3, "llama_4_scaling_beta": 0.0}}),
 }
 
 

@@ -37,6 +37,32 @@ MODELS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "granite int8": (
+        "Granite",
+        "int8",
+        {"hidden_size": 64, "intermediate_size": 96, "residual_multiplier": 0.3},
+    ),
+    "glm4": ("Glm4", "float32", {"head_dim": 12, "partial_rotary_factor": 0.5}),
+    "exaone4": ("Exaone4", "float32", {"sliding_window": 5, "num_hidden_layers": 4}),
+    "hunyuan": ("HunYuanDenseV1", "float32", {"head_dim": 12}),
+    "ministral3": (
+        "Ministral3",
+        "float32",
+        {
+            "head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 4,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "starcoder2 int8": ("Starcoder2", "int8", {"hidden_size": 64, "intermediate_size": 96}),
+    "cohere2": ("Cohere2", "float32", {"sliding_window": 5, "num_hidden_layers": 4}),
+    "gpt2": ("GPT2", "float32", {}),
+    "gpt neox": ("GPTNeoX", "float32", {"hidden_size": 64}),
+    "falcon": ("Falcon", "bfloat16", {}),
     "mixtral int8": (
         "Mixtral",
         "int8",
@@ -67,6 +93,59 @@ def test_chunked_prefill_is_bit_equal(model: Transformer) -> None:
             parts.append(logits(model, chain(PROMPT[first : first + size], first), cache))
             first += size
         assert np.array_equal(np.concatenate(parts), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "name", ["granite int8", "ministral3", "starcoder2 int8", "cohere2", "gpt2", "gpt neox"]
+)
+def test_native_kernels_of_every_kind_of_layer_are_bit_equal(name: str, threads: int) -> None:
+    """A prompt at once, row by row and after other rows of the pass."""
+    if load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    family, dtype, settings = MODELS[name]
+    native = choose_executor("native", threads)
+    model = own_model(hf_model(family, **settings), dtype, executor=native)
+    expected = logits(model, chain(PROMPT))
+    cache = model.new_cache(64)
+    single = [logits(model, chain([token], i), cache)[0] for i, token in enumerate(PROMPT)]
+    assert np.array_equal(expected, np.stack(single))
+    count = len(PROMPT)
+    tables = [np.arange(40, 43), np.arange(count)]
+    both = make_rows(
+        [9, 8, 7, *PROMPT],
+        [0, 1, 2, *range(count)],
+        [40, 41, 42, *range(count)],
+        tables,
+        [0] * 3 + [1] * count,
+        [1, 2, 3, *range(1, count + 1)],
+    )
+    assert np.array_equal(logits(model, both)[3:], expected)
+
+
+def test_positions_after_the_table_of_position_embeddings_are_refused() -> None:
+    model = own_model(hf_model("GPT2", max_position_embeddings=8))
+    assert logits(model, chain(PROMPT[:8])).shape == (8, 131)
+    with pytest.raises(InvalidRequestError, match="position 8 is outside the model's 8 learned"):
+        logits(model, chain(PROMPT[:9]))
+
+
+def test_embeddings_in_place_of_tokens_get_position_embeddings() -> None:
+    model = tiny("gpt2")
+    rows = chain(PROMPT)
+    rows.inputs, rows.tokens = model.embed(rows.tokens), np.full(len(PROMPT), -1, np.int32)
+    assert np.array_equal(logits(model, rows), logits(model, chain(PROMPT)))
+
+
+def test_easyspec_layers_of_parallel_residuals() -> None:
+    """In groups of one layer, layers in parallel are the layers in sequence."""
+    model = tiny("cohere2")
+    rows = chain(PROMPT)
+    rows.parallel = np.ones(len(PROMPT), np.int32)
+    expected = logits(model, chain(PROMPT))
+    assert np.array_equal(logits(model, rows), expected)
+    rows.parallel[:] = 2
+    assert not np.allclose(logits(model, rows), expected)
 
 
 def test_batch_of_sixteen_is_bit_equal_to_single_sequences(model: Transformer) -> None:

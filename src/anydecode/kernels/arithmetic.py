@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.kernels.formats import dequantize
+from anydecode.kernels.formats import dequantize, dequantize_rows
 from anydecode.kernels.interface import Rope, Weight
 
 
@@ -34,7 +34,7 @@ class RowArithmetic:
     """The operations of `Backend` that do not read the cache, on float32 `[rows, width]`.
 
     Args:
-        positions: int `[rows]`, the position of each row, for `rope`.
+        positions: int `[rows]`, the position of each row, for `rope` and `add_positions`.
     """
 
     def __init__(self, positions: np.ndarray | None = None) -> None:
@@ -51,6 +51,21 @@ class RowArithmetic:
             parts = parts * (weight.reshape(groups, -1) if weight.size == x.shape[-1] else weight)
         return parts.reshape(x.shape)
 
+    def layer_norm(
+        self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, eps: float
+    ) -> np.ndarray:
+        """See `Backend.layer_norm`."""
+        width = np.float32(x.shape[-1])
+        centred = x - tree_sum(x)[..., None] / width
+        variance = tree_sum(centred * centred)[..., None] / width
+        y: np.ndarray = centred / np.sqrt(variance + np.float32(eps)) * weight
+        return y if bias is None else y + bias
+
+    def add_positions(self, x: np.ndarray, table: Weight) -> np.ndarray:
+        """See `Backend.add_positions`."""
+        assert self._positions is not None
+        return x + dequantize_rows(table, self._positions)
+
     def linear(self, x: np.ndarray, weight: Weight, bias: np.ndarray | None = None) -> np.ndarray:
         """x @ weight.T + bias, without adapters."""
         y: np.ndarray = x @ dequantize(weight).T
@@ -60,8 +75,10 @@ class RowArithmetic:
         """See `Backend.rope`."""
         assert self._positions is not None
         angles = self._positions.astype(np.float32)[:, None] * rope.frequencies
+        growth = rope.growth * np.log1p(self._positions // rope.growth_period)
+        factors = (rope.factor * (1.0 + growth)).astype(np.float32)[:, None]
         cos, sin = (
-            (function(angles.astype(np.float64)).astype(np.float32) * np.float32(rope.factor))
+            function(angles.astype(np.float64)).astype(np.float32) * factors
             for function in (np.cos, np.sin)
         )
         cos, sin, half = cos[:, None, :], sin[:, None, :], cos.shape[1]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 
+from anydecode.kernels.interface import Rope
 from anydecode.kernels.torch_arrays import as_tensor
 
 _LOG2_E = 1.0 / math.log(2.0)
@@ -61,7 +61,21 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return (tanh(inner) + 1.0) * x * 0.5
 
 
-ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
+_ERF_TERMS = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """0.5 x (1 + erf(x / sqrt(2))), within 2e-7 |x|: erf from Abramowitz and Stegun 7.1.26."""
+    z = x.abs() * math.sqrt(0.5)
+    t = 1.0 / (z * 0.3275911 + 1.0)
+    tail = torch.full_like(t, _ERF_TERMS[0])
+    for term in _ERF_TERMS[1:]:
+        tail = tail * t + term
+    tail = tail * t * exp(-z * z) * 0.5
+    return x * torch.where(x < 0, tail, 1.0 - tail)
+
+
+ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "gelu": gelu}
 
 
 def tree_sum(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -82,6 +96,13 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     return weights / tree_sum(weights).unsqueeze(-1)
 
 
+def rope_factor(rope: Rope, position: int) -> float:
+    """The factor of the cosines and sines at `position`."""
+    if not rope.growth:
+        return rope.factor
+    return rope.factor * (1.0 + rope.growth * math.log(1.0 + position // rope.growth_period))
+
+
 class RotaryTable:
     """Cosines and sines `[positions, half]` of a set of frequencies, extended on demand.
 
@@ -89,11 +110,11 @@ class RotaryTable:
     precision, so that an entry does not depend on when it was computed.
     """
 
-    def __init__(self, frequencies: np.ndarray, factor: float, device: torch.device) -> None:
-        self._frequencies = as_tensor(frequencies).to("cpu", torch.float32)
-        self._factor = factor
-        self._cos = torch.empty(0, len(frequencies), device=device)
-        self._sin = torch.empty(0, len(frequencies), device=device)
+    def __init__(self, rope: Rope, device: torch.device) -> None:
+        self._rope = rope
+        self._frequencies = as_tensor(rope.frequencies).to("cpu", torch.float32)
+        self._cos = torch.empty(0, len(rope.frequencies), device=device)
+        self._sin = torch.empty(0, len(rope.frequencies), device=device)
 
     def rows(self, positions: torch.Tensor, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine rows of `positions` (int64), of which none exceeds `max_position`."""
@@ -108,10 +129,12 @@ class RotaryTable:
         return self._cos, self._sin
 
     def _grow(self, length: int) -> None:
-        positions = torch.arange(len(self._cos), length, dtype=torch.float32)
+        first = len(self._cos)
+        positions = torch.arange(first, length, dtype=torch.float32)
         angles = (positions[:, None] * self._frequencies[None, :]).flatten().tolist()
         shape = (len(positions), len(self._frequencies))
+        factors = torch.tensor([rope_factor(self._rope, p) for p in range(first, length)])
         for name, function in (("_cos", math.cos), ("_sin", math.sin)):
             added = torch.tensor([function(a) for a in angles], dtype=torch.float32).view(shape)
             old = getattr(self, name)
-            setattr(self, name, torch.cat((old, (added * self._factor).to(old.device))))
+            setattr(self, name, torch.cat((old, (added * factors[:, None]).to(old.device))))

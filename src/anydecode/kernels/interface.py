@@ -71,11 +71,13 @@ class Rope:
 
     Dimension i is rotated with i + half, the Hugging Face order; loaders permute weights stored in
     the interleaved order. angle = position * frequencies[i]; cos and sin are multiplied by
-    `factor`.
+    `factor` and, if `growth` is not 0, by 1 + growth * log(1 + position // growth_period).
     """
 
     frequencies: np.ndarray  # float32 [rotary_dim / 2]
     factor: float = 1.0
+    growth: float = 0.0
+    growth_period: int = 1
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ class Backend(ABC):
 
     @abstractmethod
     def gated(self, gate: Any, up: Any, activation: str) -> Any:
-        """activation(gate) * up; `activation` is "silu" or "gelu_tanh"."""
+        """activation(gate) * up; `activation` is "silu", "gelu_tanh" or "gelu"."""
 
     @abstractmethod
     def add(self, x: Any, y: Any) -> Any:
@@ -259,3 +261,18 @@ class Backend(ABC):
         softmax over all experts (ties to the lower id), renormalised if `normalise`. The outputs of
         the chosen experts are summed in order of expert id.
         """
+
+    @abstractmethod
+    def layer_norm(self, x: Any, weight: np.ndarray, bias: np.ndarray | None, eps: float) -> Any:
+        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last axis.
+
+        `weight` and `bias` are float32 `[width]`.
+        """
+
+    @abstractmethod
+    def activate(self, x: Any, activation: str) -> Any:
+        """activation(x); `activation` as for `gated`."""
+
+    @abstractmethod
+    def add_positions(self, x: Any, table: Weight) -> Any:
+        """x plus the row of `table` of each row's position."""

@@ -11,7 +11,12 @@ from anydecode.kernels.steps import NONE, Code, Step, Value
 # Ops that are divided by rows; in all others threads split columns or heads.
 _BY_ROW = frozenset(Code) - {Code.LINEAR, Code.ATTEND, Code.EXPERTS}
 # Ops that may overwrite their first input.
-_IN_PLACE = frozenset({Code.NORM, Code.ROPE, Code.GATED, Code.ADD, Code.SCALE, Code.SOFTCAP})
+_IN_PLACE = frozenset(
+    {
+        *(Code.NORM, Code.ROPE, Code.GATED, Code.ADD, Code.SCALE, Code.SOFTCAP),
+        *(Code.LAYER_NORM, Code.ACTIVATE, Code.ADD_POSITION),
+    }
+)
 
 
 def _last_uses(steps: Sequence[Step]) -> dict[Value, int]:

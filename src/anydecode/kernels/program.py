@@ -16,7 +16,7 @@ from anydecode.kernels.packing import FLOAT_FORMATS, Packer, float_vector
 from anydecode.kernels.placement import assign_offsets, to_ops
 from anydecode.kernels.steps import LOGITS, STREAM, Code, Step, Value
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
 
 
@@ -144,6 +144,21 @@ class NativeBackend(Backend):
         self.steps[-1].scratch = Value(top_k * per_slot + len(gate) + 16)
         return out
 
+    def layer_norm(
+        self, x: Value, weight: np.ndarray, bias: np.ndarray | None, eps: float
+    ) -> Value:
+        both = np.concatenate([weight, np.zeros_like(weight) if bias is None else bias])
+        return self._record(Code.LAYER_NORM, (x,), x.width, weight=self._keep_vector(both), x=eps)
+
+    def activate(self, x: Value, activation: str) -> Value:
+        return self._record(Code.ACTIVATE, (x,), x.width, activation=_ACTIVATIONS[activation])
+
+    def add_positions(self, x: Value, table: Weight) -> Value:
+        matrix = ctypes.addressof(self._packer.pack(table))
+        out = self._record(Code.ADD_POSITION, (x,), x.width, matrix=matrix)
+        self.steps[-1].scratch = Value(x.width)
+        return out
+
 
 @dataclass(eq=False)
 class Program:
@@ -226,6 +241,7 @@ def _prologue(
         table.offset = reserved
         reserved += -(-table.width // 16) * 16
         fields = {"count": table.width // 2, "x": rope.factor}
+        fields |= {"y": rope.growth, "window": rope.growth_period}
         fields["weight"] = backend._keep_vector(rope.frequencies)
         steps.append(Step(Code.ROPE_TABLE, (), table, fields))
     return steps, reserved

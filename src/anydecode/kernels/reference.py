@@ -15,7 +15,7 @@ import torch
 
 from anydecode.kernels import elementary
 from anydecode.kernels.cache import CACHE_FORMATS, decode, encode
-from anydecode.kernels.formats import DTYPES
+from anydecode.kernels.formats import DTYPES, dequantize
 from anydecode.kernels.interface import (
     KEY_BLOCK,
     Adapter,
@@ -49,8 +49,8 @@ class _BoundRows:
 class ReferenceBackend(Backend):
     """Values are float32 tensors `[m, width]` on `device`.
 
-    `bind` must precede the operations that depend on rows: `rope`, `attention`, and `linear` with
-    adapters.
+    `bind` must precede the operations that depend on rows: `rope`, `attention`, `add_positions`,
+    and `linear` with adapters.
     """
 
     name = "reference"
@@ -60,6 +60,7 @@ class ReferenceBackend(Backend):
         self._product = TiledProduct()
         self._vector = DeviceCopies(self.device)
         self._rotary: dict[Rope, elementary.RotaryTable] = {}
+        self._position_tables: dict[Weight, torch.Tensor] = {}
         self._bound: _BoundRows | None = None
 
     def bind(
@@ -121,7 +122,7 @@ class ReferenceBackend(Backend):
     def rope(self, x: torch.Tensor, num_heads: int, rope: Rope) -> torch.Tensor:
         bound = self._rows()
         if rope not in self._rotary:
-            table = elementary.RotaryTable(rope.frequencies, rope.factor, self.device)
+            table = elementary.RotaryTable(rope, self.device)
             self._rotary[rope] = table
         cos, sin = self._rotary[rope].rows(bound.positions, bound.max_position)
         cos, sin, half = cos[:, None, :], sin[:, None, :], cos.shape[1]
@@ -194,6 +195,26 @@ class ReferenceBackend(Backend):
             y = self._linear(inner, down[expert], None, expert_adapters)
             out[index] = out[index] + y * shares[index, expert].unsqueeze(-1)
         return out
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: np.ndarray, bias: np.ndarray | None, eps: float
+    ) -> torch.Tensor:
+        centred = x - elementary.tree_sum(x).unsqueeze(-1) / x.shape[-1]
+        variance = elementary.tree_sum(centred * centred).unsqueeze(-1) / x.shape[-1]
+        y = centred / torch.sqrt(variance + eps) * self._vector(weight)
+        return y if bias is None else y + self._vector(bias)
+
+    def activate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        return elementary.ACTIVATIONS[activation](x)
+
+    def add_positions(self, x: torch.Tensor, table: Weight) -> torch.Tensor:
+        if table not in self._position_tables:
+            self._position_tables[table] = as_tensor(dequantize(table), self.device)
+        return x + self._position_tables[table][self._row_positions()]
+
+    def _row_positions(self) -> torch.Tensor:
+        """The positions of the bound rows, int64 `[m]`."""
+        return self._rows().positions
 
     def _adapters(self) -> np.ndarray | None:
         """Each bound row's adapter, or -1; None where no row has one."""

@@ -48,13 +48,14 @@ def load_adapter(path: Path, network: Network) -> Adapter:
             fit the model.
     """
     _, factors = read_factors(path)
-    targets = _weights(network)
+    targets, orders = _weights(network), _row_orders(network)
     deltas: dict[str, LowRank] = {}
     for name, module in factors.items():
         for target, rows in _targets(path, name, targets, len(module.up)):
-            deltas[target.name] = _make_low_rank(
-                path, target, module.down, module.up[rows], module.scale
-            )
+            up = module.up[rows]
+            if target.name in orders and len(up) == target.out_features:
+                up = up[orders[target.name]]
+            deltas[target.name] = _make_low_rank(path, target, module.down, up, module.scale)
     return deltas
 
 
@@ -169,8 +170,20 @@ def _weights(network: Network) -> dict[str, Weight]:
         if isinstance(layer.mlp, Experts):
             weights += [layer.mlp.router, *layer.mlp.gate, *layer.mlp.up, *layer.mlp.down]
         else:
-            weights += [linear.weight for linear in (layer.mlp.gate, layer.mlp.up, layer.mlp.down)]
+            weights += [linear.weight for linear in vars(layer.mlp).values()]
     return {weight.name: weight for weight in weights}
+
+
+def _row_orders(network: Network) -> dict[str, np.ndarray]:
+    """The order of rows of the weights whose rows were reordered when they were loaded."""
+    orders = {}
+    for spec, layer in zip(network.spec.layers, network.weights.layers, strict=True):
+        shape = spec.attention
+        for linear, heads in ((layer.query, shape.num_heads), (layer.key, shape.num_kv_heads)):
+            order = spec.row_order(heads)
+            if order is not None:
+                orders[linear.weight.name] = order
+    return orders
 
 
 def _targets(

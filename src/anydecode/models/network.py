@@ -14,7 +14,7 @@ import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import check_weight
-from anydecode.kernels.interface import Adapter, Backend, Weight
+from anydecode.kernels.interface import Adapter, Backend, Rope, Weight
 from anydecode.models.spec import LayerSpec, ModelSpec
 
 
@@ -31,6 +31,14 @@ class GatedMlp:
     """down(activation(gate(x)) * up(x))"""
 
     gate: Linear
+    up: Linear
+    down: Linear
+
+
+@dataclass(eq=False)
+class PlainMlp:
+    """down(activation(up(x)))"""
+
     up: Linear
     down: Linear
 
@@ -53,13 +61,15 @@ class LayerWeights:
     key: Linear
     value: Linear
     output: Linear
-    mlp: GatedMlp | Experts
+    mlp: GatedMlp | PlainMlp | Experts
     attention_norm: np.ndarray | None = None
     attention_post_norm: np.ndarray | None = None
     mlp_norm: np.ndarray | None = None
     mlp_post_norm: np.ndarray | None = None
     query_norm: np.ndarray | None = None
     key_norm: np.ndarray | None = None
+    attention_norm_bias: np.ndarray | None = None
+    mlp_norm_bias: np.ndarray | None = None
 
 
 @dataclass(eq=False)
@@ -71,6 +81,8 @@ class ModelWeights:
     final_norm: np.ndarray
     head: Weight
     head_bias: np.ndarray | None = None
+    final_norm_bias: np.ndarray | None = None
+    position_table: Weight | None = None  # [max_positions, hidden_size]
 
 
 @dataclass(eq=False)
@@ -96,32 +108,49 @@ class Network:
         _check_matrix("the embedding", weights.embedding, outer)
         _check_linear("the head", Linear(weights.head, weights.head_bias), outer)
         _check_vector("the final norm", weights.final_norm, spec.hidden_size)
+        _check_bias("the final norm's bias", weights.final_norm_bias, spec.hidden_size)
+        if weights.position_table is not None:
+            table_shape = (spec.max_positions, spec.hidden_size)
+            _check_matrix("the position table", weights.position_table, table_shape)
+        if spec.has_position_table != (weights.position_table is not None):
+            raise CheckpointError("only one of the spec and the weights has a position table")
         for index, (shape, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
             _check_layer(f"layer {index}, ", shape, layer, spec.hidden_size)
 
     def matrices(self) -> Iterator[Weight]:
-        """Yield every matrix of the model; tied matrices may be yielded twice."""
+        """Yield the embedding and every matrix of a product; tied ones may be yielded twice."""
         yield self.weights.embedding
         yield self.weights.head
         for layer in self.weights.layers:
             for linear in (layer.query, layer.key, layer.value, layer.output):
                 yield linear.weight
-            if isinstance(layer.mlp, GatedMlp):
-                for linear in (layer.mlp.gate, layer.mlp.up, layer.mlp.down):
-                    yield linear.weight
-            else:
+            if isinstance(layer.mlp, Experts):
                 yield layer.mlp.router
                 yield from (*layer.mlp.gate, *layer.mlp.up, *layer.mlp.down)
+            else:
+                yield from (linear.weight for linear in vars(layer.mlp).values())
 
     def release_matrices(self) -> None:
         """Free the matrices' data, after an executor has packed its own copy."""
-        for weight in self.matrices():
+        table = self.weights.position_table
+        for weight in (*self.matrices(), *([] if table is None else [table])):
             weight.data = np.empty(0, weight.data.dtype)
 
     def layer(self, backend: Backend, x: Any, index: int) -> Any:
         """The hidden states after layer `index`, from those before it."""
-        x = backend.add(x, self._attention_block(backend, x, index))
-        return backend.add(x, self._mlp_block(backend, x, index))
+        x = self._inputs(backend, x, index)
+        return self._add_blocks(backend, x, self._attention_block(backend, x, index), index)
+
+    def _inputs(self, backend: Backend, x: Any, index: int) -> Any:
+        """The inputs of layer `index`; those of the first layer include position embeddings."""
+        table = self.weights.position_table
+        return x if table is None or index else backend.add_positions(x, table)
+
+    def _add_blocks(self, backend: Backend, x: Any, attended: Any, index: int) -> Any:
+        """x plus the output of layer `index`'s attention, plus that of its MLP."""
+        state = backend.add(x, attended)
+        is_parallel = self.spec.layers[index].is_parallel
+        return backend.add(state, self._mlp_block(backend, x if is_parallel else state, index))
 
     def parallel_layers(self, size: int) -> Callable[[Backend, Any, int], Any]:
         """A replacement for `layer` that runs layers in parallel groups of `size`, except the first
@@ -142,8 +171,7 @@ class Network:
             group = range(index, min(index + size, last))
             attention_outputs = [self._attention_block(backend, x, member) for member in group]
             for member, y in zip(group, attention_outputs, strict=True):
-                x = backend.add(x, y)
-                x = backend.add(x, self._mlp_block(backend, x, member))
+                x = self._add_blocks(backend, x, y, member)
             return x
 
         return layer
@@ -151,32 +179,58 @@ class Network:
     def queries(self, backend: Backend, x: Any, index: int) -> Any:
         """The attention queries of layer `index` for hidden states `x`, with rotary embedding."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
-        heads, eps = spec.attention.num_heads, self.spec.norm_eps
-        y = x if spec.norms == "post" else backend.rms_norm(x, weights.attention_norm, eps)
+        heads = spec.attention.num_heads
+        y = self._inputs(backend, x, index)
+        if spec.norms != "post":
+            y = self._norm(backend, y, weights.attention_norm, weights.attention_norm_bias)
         q = _linear(backend, y, weights.query)
-        if spec.qk_norm is not None:
-            q = backend.rms_norm(q, weights.query_norm, eps, heads if spec.qk_norm == "head" else 1)
-        return q if spec.rope is None else backend.rope(q, heads, spec.rope)
+        return self._positioned(
+            backend, q, spec, heads, weights.query_norm, spec.query_rope or spec.rope
+        )
 
     def _attention_block(self, backend: Backend, x: Any, index: int) -> Any:
         """The attention sublayer of a layer without its residual connection, norms included."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
-        eps = self.spec.norm_eps
-        y = x if spec.norms == "post" else backend.rms_norm(x, weights.attention_norm, eps)
+        y = x
+        if spec.norms != "post":
+            y = self._norm(backend, x, weights.attention_norm, weights.attention_norm_bias)
         y = self._attention(backend, y, spec, weights, index)
-        return y if spec.norms == "pre" else backend.rms_norm(y, weights.attention_post_norm, eps)
+        if spec.norms != "pre":
+            y = self._norm(backend, y, weights.attention_post_norm)
+        return self._scaled(backend, y)
 
     def _mlp_block(self, backend: Backend, x: Any, index: int) -> Any:
         """The MLP sublayer of a layer without its residual connection, norms included."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
-        eps = self.spec.norm_eps
-        y = x if spec.norms == "post" else backend.rms_norm(x, weights.mlp_norm, eps)
+        y = x
+        if spec.norms != "post":
+            y = self._norm(backend, x, weights.mlp_norm, weights.mlp_norm_bias)
         y = _mlp(backend, y, spec, weights.mlp)
-        return y if spec.norms == "pre" else backend.rms_norm(y, weights.mlp_post_norm, eps)
+        if spec.norms != "pre":
+            y = self._norm(backend, y, weights.mlp_post_norm)
+        return self._scaled(backend, y)
+
+    def _norm(
+        self, backend: Backend, x: Any, weight: np.ndarray | None, bias: np.ndarray | None = None
+    ) -> Any:
+        """A norm of hidden states, of the kind that the model has."""
+        if self.spec.norm == "rms":
+            return backend.rms_norm(x, weight, self.spec.norm_eps)
+        assert weight is not None
+        return backend.layer_norm(x, weight, bias, self.spec.norm_eps)
+
+    def final_norm(self, backend: Backend, x: Any) -> Any:
+        """Hidden states after the final norm, the input of the head's matrix."""
+        return self._norm(backend, x, self.weights.final_norm, self.weights.final_norm_bias)
+
+    def _scaled(self, backend: Backend, y: Any) -> Any:
+        """The output of a sublayer times the model's residual scale."""
+        scale = self.spec.residual_scale
+        return y if scale == 1.0 else backend.scale(y, scale)
 
     def head(self, backend: Backend, x: Any) -> Any:
         """Logits from hidden states, of the last layer or of an earlier one at which rows stop."""
-        y = backend.rms_norm(x, self.weights.final_norm, self.spec.norm_eps)
+        y = self.final_norm(backend, x)
         y = backend.linear(y, self.weights.head, self.weights.head_bias)
         if self.spec.logit_scale != 1.0:
             y = backend.scale(y, self.spec.logit_scale)
@@ -191,22 +245,39 @@ class Network:
         q = _linear(backend, x, weights.query)
         k = _linear(backend, x, weights.key)
         v = _linear(backend, x, weights.value)
-        if spec.qk_norm is not None:
-            per_head = spec.qk_norm == "head"
-            eps = self.spec.norm_eps
-            q = backend.rms_norm(q, weights.query_norm, eps, shape.num_heads if per_head else 1)
-            k = backend.rms_norm(k, weights.key_norm, eps, shape.num_kv_heads if per_head else 1)
-        if spec.rope is not None:
-            q = backend.rope(q, shape.num_heads, spec.rope)
-            k = backend.rope(k, shape.num_kv_heads, spec.rope)
+        query_rope = spec.query_rope or spec.rope
+        q = self._positioned(backend, q, spec, shape.num_heads, weights.query_norm, query_rope)
+        k = self._positioned(backend, k, spec, shape.num_kv_heads, weights.key_norm, spec.rope)
         return _linear(backend, backend.attention(q, k, v, index, shape), weights.output)
+
+    def _positioned(
+        self,
+        backend: Backend,
+        x: Any,
+        spec: LayerSpec,
+        heads: int,
+        norm: np.ndarray | None,
+        rope: Rope | None,
+    ) -> Any:
+        """Queries or keys, normed and with rotary embedding."""
+        if rope is not None and spec.norm_after_rope:
+            x = backend.rope(x, heads, rope)
+        if spec.qk_norm is not None:
+            groups = heads if spec.qk_norm == "head" else 1
+            x = backend.rms_norm(x, norm, self.spec.norm_eps, groups)
+        if rope is not None and not spec.norm_after_rope:
+            x = backend.rope(x, heads, rope)
+        return x
 
 
 def _linear(backend: Backend, x: Any, linear: Linear) -> Any:
     return backend.linear(x, linear.weight, linear.bias)
 
 
-def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: GatedMlp | Experts) -> Any:
+def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: GatedMlp | PlainMlp | Experts) -> Any:
+    if isinstance(mlp, PlainMlp):
+        inner = backend.activate(_linear(backend, x, mlp.up), spec.activation)
+        return _linear(backend, inner, mlp.down)
     if isinstance(mlp, Experts):
         return backend.experts(
             x,
@@ -245,22 +316,26 @@ def _check_layer(prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int)
     for name, size in sizes.items():
         if size is not None:
             _check_vector(prefix + name, getattr(layer, name), size)
+    for name in ("attention_norm_bias", "mlp_norm_bias"):
+        _check_bias(prefix + name, getattr(layer, name), hidden)
     _check_mlp(prefix, spec, layer.mlp, hidden)
 
 
-def _check_mlp(prefix: str, spec: LayerSpec, mlp: GatedMlp | Experts, hidden: int) -> None:
-    if isinstance(mlp, GatedMlp):
+def _check_mlp(
+    prefix: str, spec: LayerSpec, mlp: GatedMlp | PlainMlp | Experts, hidden: int
+) -> None:
+    if not isinstance(mlp, Experts):
         if spec.num_experts:
             raise CheckpointError(
                 f"{prefix}mlp: the weights have one MLP, the spec has {spec.num_experts} experts"
             )
-        inner = mlp.gate.weight.out_features
-        for name, shape in (
-            ("gate", (inner, hidden)),
-            ("up", (inner, hidden)),
-            ("down", (hidden, inner)),
-        ):
-            _check_linear(prefix + name, getattr(mlp, name), shape)
+        kind = "plain" if isinstance(mlp, PlainMlp) else "gated"
+        if spec.mlp != kind:
+            raise CheckpointError(f"{prefix}mlp: the weights are {kind}, the spec is {spec.mlp}")
+        inner = mlp.up.weight.out_features
+        for name, linear in vars(mlp).items():
+            shape = (hidden, inner) if name == "down" else (inner, hidden)
+            _check_linear(prefix + name, linear, shape)
         return
     _check_matrix(f"{prefix}router", mlp.router, (spec.num_experts, hidden))
     if {len(mlp.gate), len(mlp.up), len(mlp.down)} != {spec.num_experts}:
@@ -288,6 +363,11 @@ def _check_matrix(name: str, weight: Weight, shape: tuple[int, int]) -> None:
     if found != shape or min(shape) < 1:
         raise CheckpointError(f"{name} is a matrix of shape {found}, not {shape}")
     check_weight(weight)
+
+
+def _check_bias(name: str, vector: np.ndarray | None, size: int) -> None:
+    if vector is not None:
+        _check_vector(name, vector, size)
 
 
 def _check_vector(name: str, vector: np.ndarray | None, size: int) -> None:

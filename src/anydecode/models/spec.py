@@ -27,13 +27,22 @@ class LayerSpec:
     Attributes:
         attention: The shape of the attention.
         rope: The rotary position embedding; None for no position embedding (SmolLM3).
-        norms: Where the RMS norms are: "pre" (most families), "post" (OLMo 2: on the output of each
+        norms: Where the norms are: "pre" (most families), "post" (OLMo 2: on the output of each
             sublayer only), "both" (Gemma 2 and 3).
         qk_norm: The norm of queries and keys: None, "head" (Qwen3, Gemma 3) or "full" (OLMo 2).
-        activation: The activation of the gated MLP, "silu" or "gelu_tanh".
+        activation: The activation of the MLP, "silu", "gelu_tanh" or "gelu".
         num_experts: The number of experts; 0 for a dense MLP.
         experts_per_token: The number of experts that a token is routed to.
         normalise_experts: Whether the routing weights of those experts are normalised to 1.
+        query_rope: The rotary position embedding of queries, if it is another than that of keys
+            (Ministral 3).
+        norm_after_rope: Whether queries and keys are normed after the rotary position embedding
+            (Hunyuan), not before it.
+        interleaved_rope: Whether checkpoints store query and key rows for rotary pairs (2i, 2i + 1)
+            (GLM-4). They are reordered when they are loaded, as are the rows of adapters.
+        mlp: "gated" or "plain" (no gate; StarCoder2).
+        is_parallel: Whether the MLP reads the input of the layer (GPT-NeoX), not that input plus
+            the output of the attention.
     """
 
     attention: Attention
@@ -44,6 +53,22 @@ class LayerSpec:
     num_experts: int = 0
     experts_per_token: int = 0
     normalise_experts: bool = True
+    query_rope: Rope | None = None
+    norm_after_rope: bool = False
+    interleaved_rope: bool = False
+    mlp: str = "gated"
+    is_parallel: bool = False
+
+    def row_order(self, num_heads: int) -> np.ndarray | None:
+        """The order in which the stored query or key rows of `num_heads` heads are loaded; None: as
+        they are stored."""
+        if not self.interleaved_rope or self.rope is None:
+            return None
+        dim, half = self.attention.head_dim, self.rope.frequencies.size
+        head = np.arange(dim)
+        head[: 2 * half] = head[: 2 * half].reshape(half, 2).T.ravel()
+        order: np.ndarray = (np.arange(num_heads)[:, None] * dim + head).ravel()
+        return order
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +88,9 @@ class ModelSpec:
     causal: bool = True
     logit_shift: int = 0  # 1: row r of the logits predicts r + 1 in a bidirectional model (Dream)
     block_size: int | None = None  # positions attend to their own block and those before it
+    residual_scale: float = 1.0  # factor of each sublayer's output
+    norm: str = "rms"  # or "layer"
+    has_position_table: bool = False  # whether learned position embeddings are added (GPT-2)
 
     def __post_init__(self) -> None:
         """Raise CheckpointError, naming field and value, for values that are invalid or too large
@@ -73,9 +101,12 @@ class ModelSpec:
         number("norm_eps", self.norm_eps, 0.0, 1.0)
         number("embedding_scale", self.embedding_scale)
         number("logit_scale", self.logit_scale)
+        number("residual_scale", self.residual_scale)
         if self.logit_softcap is not None:
             number("logit_softcap", self.logit_softcap)
         integer("logit_shift", self.logit_shift, 0, 1)
+        if self.norm not in ("rms", "layer"):
+            raise refusal("norm", self.norm, "one of ('rms', 'layer')")
         if self.block_size is not None:
             integer("block_size", self.block_size)
         integer("the number of layers", len(self.layers), 1, MAX_LAYERS)
@@ -91,12 +122,16 @@ class ModelSpec:
 
 def _check_layer(prefix: str, layer: LayerSpec) -> None:
     _check_attention(prefix, layer.attention)
-    if layer.rope is not None:
-        _check_rope(prefix, layer.rope, layer.attention.head_dim)
+    for rope in (layer.rope, layer.query_rope):
+        if rope is not None:
+            _check_rope(prefix, rope, layer.attention.head_dim)
+    if layer.query_rope is not None and layer.rope is None:
+        raise CheckpointError(f"{prefix}query_rope is set without rope")
     choices = {
         "norms": ("pre", "post", "both"),
         "qk_norm": (None, "head", "full"),
-        "activation": ("silu", "gelu_tanh"),
+        "activation": ("silu", "gelu_tanh", "gelu"),
+        "mlp": ("gated", "plain"),
     }
     for name, allowed in choices.items():
         if getattr(layer, name) not in allowed:
@@ -130,3 +165,7 @@ def _check_rope(prefix: str, rope: Rope, head_dim: int) -> None:
     if not is_finite:
         raise CheckpointError(f"{prefix}rotary frequencies are not all finite")
     number(f"{prefix}rope factor", rope.factor)
+    number(f"{prefix}rope growth", rope.growth, 0.0)
+    integer(f"{prefix}rope growth_period", rope.growth_period)
+    if rope.growth and size != head_dim:
+        raise refusal(f"{prefix}rotary size", size, f"{head_dim} where the factor grows")

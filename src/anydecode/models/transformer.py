@@ -112,8 +112,9 @@ class Transformer:
 
     def normed(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states `[n, hidden_size]` after the final norm, the input of the head's matrix."""
-        norm = self.network.weights.final_norm
-        return RowArithmetic().rms_norm(hidden, norm, self.spec.norm_eps)
+        backend: Any = RowArithmetic()
+        normed: np.ndarray = self.network.final_norm(backend, hidden)
+        return normed
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Input embeddings of tokens, float32 `[n, hidden_size]`, with the model's scale
@@ -203,6 +204,14 @@ class Transformer:
             or any(map(gt, start, stop))
         ):
             raise InvalidRequestError(f"layer ranges must lie within 0 and {num_layers}")
+        if self.spec.has_position_table and len(rows):
+            # Rows past the table's end would read outside it; a multi-step pass goes on.
+            position = int(rows.positions.max()) + output_spec.num_steps - 1
+            if position >= self.spec.max_positions or int(rows.positions.min()) < 0:
+                raise InvalidRequestError(
+                    f"position {position} is outside the model's {self.spec.max_positions} learned"
+                    " position embeddings"
+                )
         for depth, index in output_spec.hidden.items():
             if (rows.start[index] > depth).any() or (rows.stop[index] < depth).any():
                 raise InvalidRequestError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from anydecode.models.network import Experts, GatedMlp
+from anydecode.models.network import Experts, GatedMlp, PlainMlp
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
@@ -33,7 +33,7 @@ def rotate(x: np.ndarray, positions: Sequence[int] | np.ndarray, base: np.ndarra
     return np.concatenate([left * cosine - right * sine, right * cosine + left * sine], -1)
 
 
-def gated_mlp(x: np.ndarray, mlp: GatedMlp | Experts) -> np.ndarray:
+def gated_mlp(x: np.ndarray, mlp: GatedMlp | PlainMlp | Experts) -> np.ndarray:
     """down(silu(gate(x)) * up(x)) of a layer that has one MLP."""
     assert isinstance(mlp, GatedMlp)
     gate, up, down = (part.weight.data for part in (mlp.gate, mlp.up, mlp.down))

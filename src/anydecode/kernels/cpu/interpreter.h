@@ -89,7 +89,8 @@ static void run_row(const Step *s, int r) {
       break;
     case OP_MERGE: merge_row(s->plan, op, r, out + from); break;
     case OP_ROPE_TABLE:
-      rope_table(s->pass->positions[r], op->weight, op->count, op->x, out + r * 2 * op->count);
+      rope_table(s->pass->positions[r], op->weight, op->count, op->x, op->y, op->window,
+                 out + r * 2 * op->count);
       break;
     case OP_ROPE:
       rope(a + from, op->heads, op->head_dim, b + (int64_t)r * 2 * op->count, op->count,
@@ -100,6 +101,16 @@ static void run_row(const Step *s, int r) {
     case OP_ADD: add_rows(a + from, b + from, wide, out + from); break;
     case OP_SCALE: scale_row(a + from, op->width, op->x, out + from); break;
     case OP_SOFTCAP: softcap_row(a + from, op->width, op->x, out + from); break;
+    case OP_LAYER_NORM:
+      layer_norm(a + from, op->width, op->weight, op->x, out + from);
+      break;
+    case OP_ACTIVATE: activate(a + from, op->width, op->activation, out + from); break;
+    case OP_ADD_POSITION: {
+      float *row = buffer(s, op->c) + from;
+      unpack_row(op->matrix, s->pass->positions[r], row);
+      add_rows(a + from, row, wide, out + from);
+      break;
+    }
     case OP_COPY: memmove(out + to, a + from, (size_t)wide * 4); break;
     default: break;
   }

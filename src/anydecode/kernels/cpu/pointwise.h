@@ -37,9 +37,30 @@ static void rms_norm(const float *x, int width, int groups, const float *weight,
   }
 }
 
-/* The cosines and then the sines of position * frequency, times `factor`. */
+/* Layer norm of a row. `weight`: the weights and then the biases. */
+static void layer_norm(const float *x, int width, const float *weight, float eps, float *out) {
+  f8 sum = f8_set(0.0f), squares = f8_set(0.0f);
+  for (int i = 0; i < width; i += 8) sum = f8_add(sum, f8_load_part(x + i, width - i));
+  f8 mean = f8_set(f8_sum(sum) / (float)width);
+  for (int i = 0; i < width; i += 8) {
+    f8 centred = f8_sub(f8_load_part(x + i, width - i), mean);
+    f8_store_part(out + i, centred, width - i);
+    centred = f8_load_part(out + i, width - i); /* zeros after the row's end */
+    squares = f8_fma(centred, centred, squares);
+  }
+  f8 factor = f8_set(1.0f / sqrtf(f8_sum(squares) / (float)width + eps));
+  for (int i = 0; i < width; i += 8) {
+    f8 y = f8_mul(f8_load_part(out + i, width - i), factor);
+    y = f8_fma(y, f8_load_part(weight + i, width - i), f8_load_part(weight + width + i, width - i));
+    f8_store_part(out + i, y, width - i);
+  }
+}
+
+/* The cosines and then the sines of position * frequency, times `factor`, which grows with the
+ * logarithm of the position if `growth` is not 0. */
 static void rope_table(int32_t position, const float *frequencies, int half, float factor,
-                       float *out) {
+                       float growth, int32_t period, float *out) {
+  if (growth != 0.0f) factor *= 1.0f + growth * logf(1.0f + (float)(position / period));
   for (int i = 0; i < half; i++) {
     float angle = (float)position * frequencies[i];
     out[i] = cosf(angle) * factor;
@@ -62,20 +83,38 @@ static void rope(const float *x, int heads, int head_dim, const float *table, in
   }
 }
 
-enum { SILU, GELU_TANH };
+enum { SILU, GELU_TANH, GELU };
+
+/* x * (1 + erf(x / sqrt(2))) / 2, with erf from Abramowitz and Stegun 7.1.26. */
+INLINE f8 f8_gelu(f8 x) {
+  f8 zero = f8_set(0.0f), one = f8_set(1.0f), z = f8_mul(f8_abs(x), f8_set(0.70710678118654752f));
+  f8 t = f8_div(one, f8_fma(f8_set(0.3275911f), z, one)), p = f8_set(1.061405429f);
+  p = f8_fma(p, t, f8_set(-1.453152027f));
+  p = f8_fma(p, t, f8_set(1.421413741f));
+  p = f8_fma(p, t, f8_set(-0.284496736f));
+  p = f8_fma(p, t, f8_set(0.254829592f));
+  f8 tail = f8_mul(f8_mul(p, t), f8_mul(f8_set(0.5f), f8_exp(f8_sub(zero, f8_mul(z, z)))));
+  return f8_mul(x, f8_select_below(x, zero, tail, f8_sub(one, tail)));
+}
 
 /* gelu_tanh(x) = x * sigmoid(2u), u = sqrt(2 / pi) * (x + 0.044715 x^3) */
+INLINE f8 f8_activate(f8 x, int activation) {
+  if (activation == SILU) return f8_mul(x, f8_sigmoid(x));
+  if (activation == GELU) return f8_gelu(x);
+  f8 cube = f8_mul(f8_mul(x, x), f8_mul(x, f8_set(0.044715f)));
+  return f8_mul(x, f8_sigmoid(f8_mul(f8_add(x, cube), f8_set(1.5957691216057308f))));
+}
+
 static void gated(const float *gate, const float *up, int width, int activation, float *out) {
   for (int i = 0; i < width; i += 8) {
-    f8 x = f8_load_part(gate + i, width - i), y;
-    if (activation == SILU) {
-      y = f8_mul(x, f8_sigmoid(x));
-    } else {
-      f8 cube = f8_mul(f8_mul(x, x), f8_mul(x, f8_set(0.044715f)));
-      y = f8_mul(x, f8_sigmoid(f8_mul(f8_add(x, cube), f8_set(1.5957691216057308f))));
-    }
+    f8 y = f8_activate(f8_load_part(gate + i, width - i), activation);
     f8_store_part(out + i, f8_mul(y, f8_load_part(up + i, width - i)), width - i);
   }
+}
+
+static void activate(const float *x, int width, int activation, float *out) {
+  for (int i = 0; i < width; i += 8)
+    f8_store_part(out + i, f8_activate(f8_load_part(x + i, width - i), activation), width - i);
 }
 
 static void add_rows(const float *x, const float *y, int64_t count, float *out) {

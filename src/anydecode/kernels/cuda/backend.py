@@ -243,6 +243,22 @@ class TritonBackend(ReferenceBackend):
         finally:
             self.product_dtype = product_dtype
 
+    # These run as operations of torch in the reference's order, which are captured as well.
+
+    def layer_norm(
+        self, x: Any, weight: np.ndarray, bias: np.ndarray | None, eps: float
+    ) -> torch.Tensor:
+        return super().layer_norm(self.force(x), weight, bias, eps)
+
+    def activate(self, x: Any, activation: str) -> torch.Tensor:
+        return super().activate(self.force(x), activation)
+
+    def add_positions(self, x: Any, table: Weight) -> torch.Tensor:
+        return super().add_positions(self.force(x), table)
+
+    def _row_positions(self) -> torch.Tensor:
+        return self._device_rows().positions.long()
+
     def embed(self, tokens: torch.Tensor, weight: Weight, factor: float) -> torch.Tensor:
         """float32 embeddings of int32 `tokens` on the device, times `factor`."""
         return pointwise.embed(tokens, self.packed(weight), factor)
@@ -333,7 +349,7 @@ class TritonBackend(ReferenceBackend):
 
     def rotary_table(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         if rope not in self._rotary:
-            table = RotaryTable(rope.frequencies, rope.factor, self.device)
+            table = RotaryTable(rope, self.device)
             max_position = 0 if self._bound is None else self._bound.max_position
             first = torch.zeros(1, dtype=torch.int64, device=self.device)
             table.rows(first, max(_MIN_POSITIONS - 1, max_position))

@@ -52,9 +52,11 @@ def dot(x, w, acc, PRECISION: tl.constexpr):
 
 @part_of_kernel
 def activate(x, ACTIVATION: tl.constexpr):
-    """silu or gelu_tanh of float32 x."""
+    """silu, gelu or gelu_tanh of float32 x."""
     if ACTIVATION == "silu":
         return x / (1.0 + tl.exp(-x))
+    if ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     inner = (x * x * x * 0.044715 + x) * 1.5957691216057308  # 2 sqrt(2 / pi)
     return x / (1.0 + tl.exp(-inner))
 

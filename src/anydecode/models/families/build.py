@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from anydecode.models.network import (
     Linear,
     ModelWeights,
     Network,
+    PlainMlp,
 )
 from anydecode.models.spec import LayerSpec, ModelSpec
 from anydecode.models.transformer import Executor, Transformer
@@ -76,15 +78,23 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
     # Checkpoints with tied embeddings do not store the head.
     is_tied = bool_value(config, "tie_word_embeddings")
     head = embedding if is_tied else reader.matrix("lm_head", shape, is_outer=True)
-    offset = FAMILIES[config["model_type"]].norm_offset
+    family = FAMILIES[config["model_type"]]
     if reader.has_module(f"layers.{spec.num_layers}"):
         raise CheckpointError(
             f"num_hidden_layers is {spec.num_layers}, but {checkpoint.name} contains more layers"
         )
     layers = [_LayerReader(reader, spec, config, index).read() for index in range(spec.num_layers)]
-    norm = reader.vector("norm.weight", spec.hidden_size, offset)
+    norm = reader.vector("norm.weight", spec.hidden_size, family.norm_offset)
     bias = reader.vector("lm_head.bias", spec.vocab_size) if reader.has("lm_head.bias") else None
-    return ModelWeights(embedding, layers, norm, head, bias)
+    norm_bias = reader.vector("norm.bias", spec.hidden_size) if family.has_norm_bias else None
+    table = None
+    if spec.has_position_table:
+        shape = (int_value(config, "max_position_embeddings"), spec.hidden_size)
+        table = reader.matrix("embed_positions", shape, keep_format=True)
+        table = reader.convert(
+            table, "embed_positions", rows=slice(0, spec.max_positions), keep_format=True
+        )
+    return ModelWeights(embedding, layers, norm, head, bias, norm_bias, table)
 
 
 class _LayerReader:
@@ -107,6 +117,9 @@ class _LayerReader:
             layer.attention_norm = self._norm("input_layernorm")
             second = "pre_feedforward_layernorm" if both else "post_attention_layernorm"
             layer.mlp_norm = self._norm(second)
+            if self._family.has_norm_bias:
+                layer.attention_norm_bias = self._norm_bias("input_layernorm")
+                layer.mlp_norm_bias = self._norm_bias(second)
         if post or both:
             layer.attention_post_norm = self._norm("post_attention_layernorm")
             layer.mlp_post_norm = self._norm("post_feedforward_layernorm")
@@ -118,9 +131,16 @@ class _LayerReader:
             layer.key_norm = self._norm("self_attn.k_norm", kv_heads * shape.head_dim)
         return layer
 
+    def _full(self, module: str) -> str:
+        """The name of a module of the layer in the family's checkpoints."""
+        return f"{self._name}.{self._family.names.get(module, module)}"
+
     def _norm(self, name: str, size: int | None = None) -> np.ndarray:
-        full = f"{self._name}.{name}.weight"
+        full = f"{self._full(name)}.weight"
         return self._reader.vector(full, size or self._hidden, self._family.norm_offset)
+
+    def _norm_bias(self, name: str) -> np.ndarray:
+        return self._reader.vector(f"{self._full(name)}.bias", self._hidden)
 
     def _attention(self) -> tuple[Linear, Linear, Linear, Linear]:
         shape = self._spec.attention
@@ -130,32 +150,53 @@ class _LayerReader:
             "self_attn.qkv_proj",
             {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size},
             bias or self._family.qkv_bias,
+            {
+                "self_attn.q_proj": self._spec.row_order(shape.num_heads),
+                "self_attn.k_proj": self._spec.row_order(shape.num_kv_heads),
+            },
         )
-        name = f"{self._name}.self_attn.o_proj"
-        return q, k, v, self._reader.linear(name, (self._hidden, q_size), bias)
+        output_bias = bool_value(
+            self._config, "attention_out_bias", bias and self._family.output_bias
+        )
+        name = self._full("self_attn.o_proj")
+        return q, k, v, self._reader.linear(name, (self._hidden, q_size), output_bias)
 
-    def _mlp(self) -> GatedMlp | Experts:
+    def _mlp(self) -> GatedMlp | PlainMlp | Experts:
         if is_expert_layer(self._config, self._index):
             return self._experts()
         inner = int_value(self._config, "intermediate_size")
         bias = bool_value(self._config, "mlp_bias")
+        if self._spec.mlp == "plain":
+            name = self._full("mlp.up_proj")
+            up = self._reader.linear(name, (inner, self._hidden), bias)
+            return PlainMlp(up, self._down(inner, bias))
         gate, up = self._parts(
             "mlp.gate_up_proj", {"mlp.gate_proj": inner, "mlp.up_proj": inner}, bias
         )
-        name = f"{self._name}.mlp.down_proj"
-        return GatedMlp(gate, up, self._reader.linear(name, (self._hidden, inner), bias))
+        return GatedMlp(gate, up, self._down(inner, bias))
 
-    def _parts(self, fused: str, sizes: dict[str, int], bias: bool) -> list[Linear]:
+    def _down(self, inner: int, bias: bool) -> Linear:
+        return self._reader.linear(self._full("mlp.down_proj"), (self._hidden, inner), bias)
+
+    def _parts(
+        self,
+        fused: str,
+        sizes: dict[str, int],
+        bias: bool,
+        orders: Mapping[str, np.ndarray | None] = MappingProxyType({}),
+    ) -> list[Linear]:
         """Matrices that a checkpoint stores separately, or as rows of one fused matrix."""
-        reader, hidden, fused = self._reader, self._hidden, f"{self._name}.{fused}"
+        reader, hidden, fused = self._reader, self._hidden, self._full(fused)
         if not reader.has(f"{fused}.weight"):
             return [
-                reader.linear(f"{self._name}.{name}", (size, hidden), bias)
+                reader.linear(self._full(name), (size, hidden), bias, rows=orders.get(name))
                 for name, size in sizes.items()
             ]
         total, start, parts = sum(sizes.values()), 0, []
         for name, size in sizes.items():
-            rows, alias = slice(start, start + size), f"{self._name}.{name}"
+            order = orders.get(name)
+            rows = slice(start, start + size) if order is None else start + order
+            alias = self._full(name)
             parts.append(reader.linear(fused, (total, hidden), bias, rows=rows, alias=alias))
             start += size
         return parts

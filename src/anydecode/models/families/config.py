@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
-from anydecode.kernels.interface import Attention
+from anydecode.kernels.interface import Attention, Rope
 from anydecode.models.families.rope import make_rope, rope_type
 from anydecode.models.limits import (
     MAX_COUNT,
@@ -33,6 +33,7 @@ _ACTIVATIONS = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
 }
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -57,6 +58,21 @@ class Family:
         logit_shift: Of a diffusion model: 1 if row r predicts position r + 1.
         block_size: The config's key for the block size of a block-diffusion model.
         default_block_size: The block size if the config lacks the key; None for no blocks.
+        keys: Config keys of the family, and the keys that they stand for.
+        names: The usual names of a layer's modules, and the names in the family's checkpoints.
+        output_bias: Whether `attention_bias` includes the attention's output.
+        has_partial_rotary: Whether `partial_rotary_factor` applies.
+        interleaved_rope: See `LayerSpec.interleaved_rope`.
+        norm_after_rope: See `LayerSpec.norm_after_rope`.
+        rope_layers: Returns whether each layer has a rotary position embedding, from the config and
+            the attention type of each layer; None: all have.
+        norm: See `ModelSpec.norm`.
+        has_norm_bias: Whether norms have biases.
+        mlp: See `LayerSpec.mlp`.
+        is_parallel: See `LayerSpec.is_parallel`; the key `use_parallel_residual` may turn it off.
+        has_position_table: See `ModelSpec.has_position_table`.
+        scales: Returns the factors of embeddings, scores, sublayers and logits; None: the usual
+            ones.
     """
 
     architectures: tuple[str, ...]
@@ -73,6 +89,28 @@ class Family:
     logit_shift: int = 0
     block_size: str | None = None
     default_block_size: int | None = None
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    output_bias: bool = True
+    has_partial_rotary: bool = False
+    interleaved_rope: bool = False
+    norm_after_rope: bool = False
+    rope_layers: Callable[[Config, list[str]], list[bool]] | None = None
+    scales: Callable[[Config], Scales] | None = None
+    norm: str = "rms"
+    has_norm_bias: bool = False
+    mlp: str = "gated"
+    is_parallel: bool = False
+    has_position_table: bool = False
+
+
+class Scales(NamedTuple):
+    """Constant factors of a model. `attention` is None for the usual 1 / sqrt(head size)."""
+
+    embedding: float = 1.0
+    attention: float | None = None
+    residual: float = 1.0
+    logits: float = 1.0
 
 
 def _all_full(config: Config) -> list[str]:
@@ -104,14 +142,79 @@ def _sliding_without_rope(config: Config) -> list[str]:
     """SmolLM3: sliding attention in the layers without position embedding, if windows are
     enabled."""
     is_enabled = _uses_window(config)
-    return [_FULL if has_rope or not is_enabled else _SLIDING for has_rope in rope_layers(config)]
+    flags = _rope_flags(config, [])
+    return [_FULL if has_rope or not is_enabled else _SLIDING for has_rope in flags]
+
+
+def _rope_flags(config: Config, layer_types: list[str]) -> list[bool]:
+    """SmolLM3: whether each layer has a rotary position embedding."""
+    count = num_layers(config)
+    flags = _list(config, "no_rope_layers", int)  # despite its name, 1 means with rope
+    if flags is None:
+        interval = int_value(config, "no_rope_layer_interval", 4)
+        return [(layer + 1) % interval != 0 for layer in range(count)]
+    return [bool(flag) for flag in flags[:count]]
+
+
+def _rope_if_sliding(config: Config, layer_types: list[str]) -> list[bool]:
+    """EXAONE 4 with windows: a rotary position embedding in layers with sliding attention."""
+    if config.get("sliding_window") is None:
+        return [True] * len(layer_types)
+    return [kind == _SLIDING for kind in layer_types]
+
+
+def _no_rope(config: Config, layer_types: list[str]) -> list[bool]:
+    """No rotary position embedding in any layer."""
+    return [False] * len(layer_types)
+
+
+def _rope_if_named(config: Config, layer_types: list[str]) -> list[bool]:
+    """Granite 4: a rotary position embedding in all layers or none."""
+    return [config.get("position_embedding_type") == "rope"] * len(layer_types)
 
 
 def _full_every_nth(config: Config) -> list[str]:
-    """Gemma: full attention in every n-th layer, sliding attention in the others."""
+    """Full attention in every n-th layer, sliding attention in the others."""
     period = int_value(config, "sliding_window_pattern", 6)
     count = num_layers(config)
     return [_SLIDING if (layer + 1) % period else _FULL for layer in range(count)]
+
+
+def _hybrid_pattern(config: Config) -> list[str]:
+    """EXAONE 4: a period, or a text with one letter per layer of it, L for sliding attention."""
+    count, pattern = num_layers(config), config.get("sliding_window_pattern")
+    if config.get("sliding_window") is None:
+        return [_FULL] * count
+    if isinstance(pattern, str) and set(pattern) <= set("LG") and pattern:
+        letters = [pattern[layer % len(pattern)] for layer in range(count)]
+        return [_SLIDING if letter == "L" else _FULL for letter in letters]
+    return _full_every_nth(config)
+
+
+def _all_attention(config: Config) -> list[str]:
+    """Granite 4: the types must be listed, because the layers of most models are no attention."""
+    raise CheckpointError("the config lacks 'layer_types'")
+
+
+def _granite_scales(config: Config) -> Scales:
+    factors = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
+    embedding, attention, residual = (number(key, _value(config, key, 1.0)) for key in factors)
+    logits = 1.0 / number("logits_scaling", _value(config, "logits_scaling", 1.0))
+    return Scales(embedding, attention, residual, logits)
+
+
+def _cohere_scales(config: Config) -> Scales:
+    return Scales(logits=number("logit_scale", _value(config, "logit_scale", 0.0625)))
+
+
+def _minicpm_scales(config: Config) -> Scales:
+    depth = number("scale_depth", _value(config, "scale_depth", 1.0))
+    base = int_value(config, "dim_model_base", 1)
+    return Scales(
+        embedding=number("scale_emb", _value(config, "scale_emb", 1.0)),
+        residual=depth / math.sqrt(num_layers(config)),
+        logits=base / int_value(config, "hidden_size"),
+    )
 
 
 def _uses_window(config: Config) -> bool:
@@ -127,6 +230,17 @@ _GEMMA = {
     "sliding_window": 4096,
 }
 
+_GPT: dict[str, Any] = {"norm": "layer", "has_norm_bias": True, "mlp": "plain"}
+#: Both MLP and attention read the only norm of a layer.
+_COHERE: dict[str, Any] = {
+    "norm": "layer",
+    "is_parallel": True,
+    "interleaved_rope": True,
+    "scales": _cohere_scales,
+    "names": {"post_attention_layernorm": "input_layernorm"},
+    "defaults": {"tie_word_embeddings": True, "rope_theta": 500_000.0},
+}
+
 #: The entry points by which other packages add families; their names are model types.
 GROUP = "anydecode.families"
 #: The families by `model_type` of their configs.
@@ -137,6 +251,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(
         ("SmolLM3ForCausalLM",),
         _sliding_without_rope,
+        rope_layers=_rope_flags,
         defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
     ),
     "qwen2": Family(
@@ -155,7 +270,7 @@ FAMILIES: dict[str, Family] = {
         router_is_normalised=False,
         defaults={"sliding_window": 4096},
     ),
-    "phi3": Family(("Phi3ForCausalLM",), _all_sliding),
+    "phi3": Family(("Phi3ForCausalLM",), _all_sliding, has_partial_rotary=True),
     "olmo2": Family(
         ("Olmo2ForCausalLM",),
         _all_full,
@@ -187,6 +302,152 @@ FAMILIES: dict[str, Family] = {
         has_scaled_embedding=True,
         defaults={**_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
     ),
+}
+FAMILIES |= {
+    "granite": Family(("GraniteForCausalLM",), _all_full, scales=_granite_scales),
+    # Granite 4 models without state-space layers and experts.
+    "granitemoehybrid": Family(
+        ("GraniteMoeHybridForCausalLM",),
+        _all_attention,
+        scales=_granite_scales,
+        rope_layers=_rope_if_named,
+        keys={"shared_intermediate_size": ("intermediate_size",)},
+        names={
+            "mlp.gate_up_proj": "shared_mlp.input_linear",
+            "mlp.down_proj": "shared_mlp.output_linear",
+        },
+    ),
+    "minicpm": Family(
+        ("MiniCPMForCausalLM",),
+        _all_full,
+        scales=_minicpm_scales,
+        defaults={"tie_word_embeddings": True},
+    ),
+    "glm4": Family(
+        ("Glm4ForCausalLM",),
+        _all_full,
+        norms="both",
+        has_partial_rotary=True,
+        interleaved_rope=True,
+        output_bias=False,
+        names={
+            "post_attention_layernorm": "post_self_attn_layernorm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "post_mlp_layernorm",
+        },
+        defaults={
+            "head_dim": 128,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1.5625e-07,
+        },
+    ),
+    "ernie4_5": Family(
+        ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
+        _all_full,
+        interleaved_rope=True,
+        keys={"use_bias": ("attention_bias", "mlp_bias")},
+        defaults={
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+            "rope_theta": 500_000.0,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "seed_oss": Family(
+        ("SeedOssForCausalLM",),
+        _all_full,
+        output_bias=False,
+        defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True},
+    ),
+    "olmo3": Family(
+        ("Olmo3ForCausalLM",),
+        _full_every_nth,
+        norms="post",
+        qk_norm="full",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+    ),
+    "ministral": Family(("MinistralForCausalLM",), _all_sliding, defaults={"sliding_window": 4096}),
+    "ministral3": Family(
+        ("Ministral3ForCausalLM",),
+        _all_sliding,
+        defaults={"head_dim": 128, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    ),
+    "exaone4": Family(
+        ("Exaone4ForCausalLM",),
+        _hybrid_pattern,
+        norms="post",
+        qk_norm="head",
+        rope_layers=_rope_if_sliding,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window_pattern": 4},
+    ),
+    "hunyuan_v1_dense": Family(
+        ("HunYuanDenseV1ForCausalLM",),
+        _all_full,
+        qk_norm="head",
+        norm_after_rope=True,
+        names={
+            "self_attn.q_norm": "self_attn.query_layernorm",
+            "self_attn.k_norm": "self_attn.key_layernorm",
+        },
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    # The families below have layer norms.
+    "starcoder2": Family(
+        ("Starcoder2ForCausalLM",),
+        _all_sliding,
+        norm="layer",
+        has_norm_bias=True,
+        mlp="plain",
+        keys={
+            "norm_epsilon": ("layer_norm_eps",),
+            "use_bias": ("attention_bias", "mlp_bias"),
+        },
+        names={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+        defaults={
+            "attention_bias": True,
+            "mlp_bias": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "cohere": Family(("CohereForCausalLM",), _all_full, **_COHERE),
+    "cohere2": Family(
+        ("Cohere2ForCausalLM",),
+        _full_every_nth,
+        rope_layers=_rope_if_sliding,
+        **{
+            **_COHERE,
+            "defaults": {
+                "tie_word_embeddings": True,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+            },
+        },
+    ),
+    # Their layouts are converted when they are loaded.
+    "gpt2": Family(
+        ("GPT2LMHeadModel",),
+        _all_full,
+        rope_layers=_no_rope,
+        has_position_table=True,
+        defaults={"attention_bias": True, "mlp_bias": True},
+        **_GPT,
+    ),
+    "gpt_neox": Family(
+        ("GPTNeoXForCausalLM",),
+        _all_full,
+        is_parallel=True,
+        has_partial_rotary=True,
+        defaults={"partial_rotary_factor": 0.25, "mlp_bias": True},
+        **_GPT,
+    ),
+    "falcon": Family(("FalconForCausalLM", "RWForCausalLM"), _all_full, is_parallel=True, **_GPT),
 }
 
 
@@ -269,7 +530,11 @@ def text_config(config: Config) -> dict[str, Any]:
     if model_type not in _MOE_MODEL_TYPES and any(text.get(key) for key in counts):
         raise CheckpointError(f"a mixture of experts of model type {model_type!r} is not supported")
     text["model_type"] = model_type
-    return {**FAMILIES[model_type].defaults, **text}
+    family = FAMILIES[model_type]
+    for key, targets in family.keys.items():
+        if key in text:
+            text.update(dict.fromkeys(targets, text[key]))
+    return {**family.defaults, **text}
 
 
 def _is_known(model_type: str) -> bool:
@@ -315,22 +580,42 @@ def spec_from_config(
     family = FAMILIES[config["model_type"]]
     if config.get("use_bidirectional_attention"):
         raise CheckpointError("bidirectional attention in a Gemma config is not supported")
+    if config["model_type"] == "minicpm" and config.get("sparse_config") is not None:
+        raise CheckpointError("sparse attention (sparse_config) is not supported")
+    if config.get("use_qk_norm"):
+        raise CheckpointError("layer norms of queries and keys (use_qk_norm) are not supported")
     if max_positions is not None:
-        integer("max_positions", max_positions)
+        high = MAX_SIZE
+        if family.has_position_table:
+            high = int_value(config, "max_position_embeddings")
+        integer("max_positions", max_positions, 1, high)
     limit = max_positions or _default_max_positions(config)
+    scales = family.scales(config) if family.scales is not None else Scales()
+    if family.has_scaled_embedding:
+        scales = Scales(_embedding_scale(config, dtype))
     return ModelSpec(
         architecture=_architecture(config) or config["model_type"],
         vocab_size=int_value(config, "vocab_size", high=MAX_TOKENS),
         hidden_size=int_value(config, "hidden_size"),
         max_positions=limit,
-        norm_eps=number("rms_norm_eps", _value(config, "rms_norm_eps", 1e-6), 0.0, 1.0),
-        layers=tuple(_layers(config, family, limit)),
-        embedding_scale=_embedding_scale(config, dtype) if family.has_scaled_embedding else 1.0,
+        norm_eps=_norm_eps(config, family),
+        layers=tuple(_layers(config, family, limit, scales.attention)),
+        embedding_scale=scales.embedding,
+        logit_scale=scales.logits,
         logit_softcap=_optional_number(config, "final_logit_softcapping"),
         causal=family.causal,
         logit_shift=1 if bool_value(config, "right_shift_logits") else family.logit_shift,
         block_size=_block_size(config, family),
+        residual_scale=scales.residual,
+        norm=family.norm,
+        has_position_table=family.has_position_table,
     )
+
+
+def _norm_eps(config: Config, family: Family) -> float:
+    if family.norm == "layer":
+        return number("layer_norm_eps", _value(config, "layer_norm_eps", 1e-5), 0.0, 1.0)
+    return number("rms_norm_eps", _value(config, "rms_norm_eps", 1e-6), 0.0, 1.0)
 
 
 def _block_size(config: Config, family: Family) -> int | None:
@@ -408,18 +693,6 @@ def head_dim(config: Config) -> int:
     return int_value(config, "head_dim", int_value(config, "hidden_size") // heads, high=MAX_COUNT)
 
 
-def rope_layers(config: Config) -> list[bool]:
-    """Whether each layer has a rotary position embedding (False only in SmolLM3)."""
-    count = num_layers(config)
-    if config["model_type"] != "smollm3":
-        return [True] * count
-    flags = _list(config, "no_rope_layers", int)  # despite its name, 1 means with rope
-    if flags is None:
-        interval = int_value(config, "no_rope_layer_interval", 4)
-        return [(layer + 1) % interval != 0 for layer in range(count)]
-    return [bool(flag) for flag in flags[:count]]
-
-
 def is_expert_layer(config: Config, layer: int) -> bool:
     """Whether a layer's MLP is a mixture of experts."""
     if config["model_type"] == "mixtral":
@@ -437,9 +710,19 @@ def num_experts(config: Config) -> int:
     return int_value(config, key, low=0, high=MAX_EXPERTS)
 
 
-def _layers(config: Config, family: Family, max_positions: int) -> list[LayerSpec]:
-    layer_types = _list(config, "layer_types", str) or family.layer_types(config)
-    count, has_rope = num_layers(config), rope_layers(config)
+def _layer_types(config: Config, family: Family) -> list[str]:
+    """The attention type of each layer."""
+    types = _list(config, "layer_types", str) or family.layer_types(config)
+    return [_FULL if kind == "attention" else kind for kind in types]
+
+
+def _layers(
+    config: Config, family: Family, max_positions: int, attention_scale: float | None
+) -> list[LayerSpec]:
+    count, layer_types = num_layers(config), _layer_types(config, family)
+    has_rope = [True] * count
+    if family.rope_layers is not None:
+        has_rope = family.rope_layers(config, layer_types)
     if len(layer_types) < count or len(has_rope) < count:
         raise CheckpointError(
             f"layer_types or no_rope_layers has fewer entries than the config's {count} layers"
@@ -452,12 +735,14 @@ def _layers(config: Config, family: Family, max_positions: int) -> list[LayerSpe
         layer_type: make_rope(_rope_parameters(config, layer_type), dim, trained, max_positions)
         for layer_type in sorted(set(layer_types))
     }
+    is_parallel = family.is_parallel and bool_value(config, "use_parallel_residual", True)
+    query_ropes = {kind: _query_rope(config, kind, rope) for kind, rope in ropes.items()}
     layers = []
     for layer in range(count):
         is_moe = is_expert_layer(config, layer)
         layers.append(
             LayerSpec(
-                attention=_attention(config, family, layer_types[layer], dim),
+                attention=_attention(config, family, layer_types[layer], dim, attention_scale),
                 rope=ropes[layer_types[layer]] if has_rope[layer] else None,
                 norms=family.norms,
                 qk_norm=family.qk_norm,
@@ -465,12 +750,30 @@ def _layers(config: Config, family: Family, max_positions: int) -> list[LayerSpe
                 num_experts=num_experts(config) if is_moe else 0,
                 experts_per_token=int_value(config, "num_experts_per_tok") if is_moe else 0,
                 normalise_experts=bool_value(config, "norm_topk_prob", family.router_is_normalised),
+                query_rope=query_ropes[layer_types[layer]] if has_rope[layer] else None,
+                norm_after_rope=family.norm_after_rope,
+                interleaved_rope=family.interleaved_rope,
+                mlp=family.mlp,
+                is_parallel=is_parallel,
             )
         )
     return layers
 
 
-def _attention(config: Config, family: Family, layer_type: str, dim: int) -> Attention:
+def _query_rope(config: Config, layer_type: str, rope: Rope) -> Rope | None:
+    """The rotary embedding of Ministral 3's queries, which grow with the position."""
+    if config["model_type"] != "ministral3":
+        return None
+    parameters = _rope_parameters(config, layer_type)
+    key = "llama_4_scaling_beta"
+    growth = number(key, _value(parameters, key, 0.0), 0.0)
+    period = int_value(parameters, "original_max_position_embeddings")
+    return replace(rope, growth=growth, growth_period=period) if growth else None
+
+
+def _attention(
+    config: Config, family: Family, layer_type: str, dim: int, scale: float | None
+) -> Attention:
     heads = int_value(config, "num_attention_heads", high=MAX_COUNT)
     if layer_type not in (_SLIDING, _FULL):
         raise CheckpointError(f"attention of type {layer_type!r} is not supported")
@@ -478,7 +781,7 @@ def _attention(config: Config, family: Family, layer_type: str, dim: int) -> Att
         num_heads=heads,
         num_kv_heads=int_value(config, "num_key_value_heads", heads, high=MAX_COUNT),
         head_dim=dim,
-        scale=(_optional_number(config, "query_pre_attn_scalar") or dim) ** -0.5,
+        scale=scale or (_optional_number(config, "query_pre_attn_scalar") or dim) ** -0.5,
         window=int_value(config, "sliding_window") if layer_type == _SLIDING else None,
         softcap=_optional_number(config, "attn_logit_softcapping")
         if family.has_attention_softcap
@@ -495,6 +798,8 @@ def _rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:
         rope = _mapping(parameters, layer_type)
     elif config["model_type"] == "gemma3_text" and layer_type == _SLIDING:
         rope, theta = {}, config["rope_local_base_freq"]
+    elif config["model_type"] == "olmo3" and layer_type == _SLIDING:
+        rope = {}  # only full attention has a scaling
     else:
         rope = {key: value for key, value in parameters.items() if not isinstance(value, dict)}
         rope.update(_mapping(config, "rope_scaling"))
@@ -503,8 +808,10 @@ def _rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:
     name = rope_type(rope)
     if config["model_type"] == "phi3" and name == "yarn":
         name = "longrope"  # its name in early Phi-3 checkpoints is "yarn"
+    if config["model_type"] == "hunyuan_v1_dense" and name == "dynamic" and rope.get("alpha"):
+        name = "ntk_alpha"
     rope["rope_type"] = name
-    if config["model_type"] != "phi3" and name == "default":
+    if not FAMILIES[config["model_type"]].has_partial_rotary and name == "default":
         rope.pop("partial_rotary_factor", None)
     elif rope.get("partial_rotary_factor") is None:
         rope["partial_rotary_factor"] = config.get("partial_rotary_factor")

@@ -50,7 +50,8 @@ def make_rope(
     dim = (
         head_dim if fraction is None else int(head_dim * number("partial_rotary_factor", fraction))
     )
-    min_dim = 4 if scaling == "dynamic" else 2  # its formula divides by the size less 2
+    # The formulas of these scalings divide by the size less 2.
+    min_dim = 4 if scaling in ("dynamic", "ntk_alpha") else 2
     if dim % 2 or not min_dim <= dim <= head_dim:
         allowed = f"an even number from {min_dim} to the {head_dim} dimensions of a head"
         raise refusal("the rotary size", dim, allowed)
@@ -71,6 +72,7 @@ _BOUNDS = {
     "attention_factor": (1e-6, 1e6),
     "mscale": (0.0, 1e6),
     "mscale_all_dim": (0.0, 1e6),
+    "alpha": (1e-6, 1e6),
     "beta_fast": (1e-6, 1e6),
     "beta_slow": (1e-6, 1e6),
     "low_freq_factor": (1e-6, 1e6),
@@ -110,6 +112,10 @@ def _dynamic(p: Mapping[str, Any], dim: int, trained_positions: int, max_positio
     factor, length = p["factor"], max(max_positions, trained_positions)
     base_factor = (factor * length / trained_positions) - (factor - 1)
     return Rope(1.0 / _powers(p["rope_theta"] * base_factor ** (dim / (dim - 2)), dim))
+
+
+def _ntk_alpha(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
+    return Rope(1.0 / _powers(p["rope_theta"] * p["alpha"] ** (dim / (dim - 2)), dim))
 
 
 def _yarn_mscale(scale: float, weight: float = 1.0) -> float:
@@ -181,6 +187,7 @@ _SCALINGS = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
+    "ntk_alpha": _ntk_alpha,
     "yarn": _yarn,
     "longrope": _longrope,
     "llama3": _llama3,

@@ -80,7 +80,7 @@ class TensorReader:
         name: str,
         shape: tuple[int, int],
         *,
-        rows: slice | None = None,
+        rows: slice | np.ndarray | None = None,
         alias: str | None = None,
         is_outer: bool = False,
         keep_format: bool = False,
@@ -90,7 +90,7 @@ class TensorReader:
         Args:
             name: The module's name.
             shape: The expected shape.
-            rows: The rows to take from a fused matrix.
+            rows: The rows to take from a fused matrix, or their order.
             alias: The name of the result; None means `name`.
             is_outer: Whether it is the embedding or the head.
             keep_format: Keep the stored format.
@@ -113,7 +113,7 @@ class TensorReader:
         weight: Weight,
         name: str,
         *,
-        rows: slice | None = None,
+        rows: slice | np.ndarray | None = None,
         is_outer: bool = False,
         keep_format: bool = False,
     ) -> Weight:
@@ -135,7 +135,7 @@ class TensorReader:
         shape: tuple[int, int],
         has_bias: bool,
         *,
-        rows: slice | None = None,
+        rows: slice | np.ndarray | None = None,
         alias: str | None = None,
     ) -> Linear:
         """A matrix and its bias, which is required if `has_bias` and otherwise read if present."""

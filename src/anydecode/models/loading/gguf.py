@@ -13,7 +13,7 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.families.config import spec_from_config
+from anydecode.models.families.config import FAMILIES, spec_from_config
 from anydecode.models.loading.gguf_config import config_from_gguf
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.lazy import LazyTensors, Reader
@@ -23,6 +23,7 @@ _OUTER = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
+    "position_embd": "model.embed_positions",
 }
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -41,11 +42,17 @@ _POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_GEMMA = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+_SANDWICH = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 _OVERRIDES = {
-    "gemma2": _GEMMA,
-    "gemma3": _GEMMA,
+    "gemma2": _SANDWICH,
+    "gemma3": _SANDWICH,
     "olmo2": _POST_NORMS,
+    "exaone4": _POST_NORMS,
+    "glm4": {**_SANDWICH, "ffn_up": "mlp.gate_up_proj"},
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "gpt2": {"attn_qkv": "self_attn.qkv_proj"},
+    "gptneox": {"attn_qkv": "self_attn.qkv_proj"},
+    "falcon": {"attn_qkv": "self_attn.qkv_proj", "attn_norm_2": "input_layernorm"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "qwen3moe": {"ffn_gate_inp": "mlp.gate"},
     "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
@@ -65,7 +72,7 @@ _EXPERTS = {
 #: Rope factors, which are read into the config.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 #: Architectures whose query and key rows are stored for interleaved rotary pairs.
-_INTERLEAVED = ("llama", "smollm3")
+_INTERLEAVED = ("llama", "smollm3", "granite", "minicpm", "mistral3")
 
 _Shape = tuple[int, ...]
 
@@ -129,7 +136,7 @@ def _convert(
         names = {**_LAYER, **_OVERRIDES.get(architecture, {})}
         if not layer.isdigit() or int(layer) >= config["num_hidden_layers"] or part not in names:
             raise _unknown_tensor(file, info, architecture)
-        target = names[part]
+        target = FAMILIES[config["model_type"]].names.get(names[part], names[part])
     name = f"{prefix}{target}.{leaf}"
     reader: Reader = partial(_read, file, info, f"{prefix}{target}")
     if architecture in _INTERLEAVED and part in ("attn_q", "attn_k"):
@@ -137,7 +144,14 @@ def _convert(
         reader = partial(_deinterleaved, reader, heads)
     if architecture in ("gemma2", "gemma3") and info.name.endswith("norm.weight"):
         reader = partial(_minus_one, reader)
-    return [(name, info.shape, reader)]
+    found = [(name, info.shape, reader)]
+    if architecture == "falcon" and part in ("attn_norm", "attn_norm_2"):
+        # The second norm is the attention's, if there are two.
+        has_both = f"{module.removesuffix('_2')}_2.weight" in file.tensors
+        second = f"{prefix}post_attention_layernorm.{leaf}"
+        if part == "attn_norm":
+            found = [(second, info.shape, reader)] + ([] if has_both else found)
+    return found
 
 
 def _unknown_tensor(file: GGUFFile, info: TensorInfo, architecture: str) -> CheckpointError:
@@ -216,40 +230,52 @@ def _expected_shapes(
     yield "model.embed_tokens.weight", (vocab, hidden), True
     yield "model.norm.weight", (hidden,), True
     yield "lm_head.weight", (vocab, hidden), False
+    family = FAMILIES[config["model_type"]]
+    if family.has_norm_bias:
+        yield "model.norm.bias", (hidden,), True
+    if family.has_position_table:
+        positions = config["max_position_embeddings"]
+        yield "model.embed_positions.weight", (positions, hidden), True
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     matrices: dict[str, _Shape] = {"self_attn.o_proj": (hidden, q)}
-    if architecture == "phi3":
+    if "attn_qkv" in _OVERRIDES.get(architecture, {}):
         matrices["self_attn.qkv_proj"] = (q + 2 * kv, hidden)
     else:
         for part, rows in (("q", q), ("k", kv), ("v", kv)):
             matrices[f"self_attn.{part}_proj"] = (rows, hidden)
     matrices |= _mlp_shapes(architecture, config)
     vectors = {"post_attention_layernorm": hidden}
-    if architecture != "olmo2":
+    if family.norms != "post":
         vectors["input_layernorm"] = hidden
-    if architecture in ("gemma2", "gemma3", "olmo2"):
+    if family.norms != "pre":
         vectors["post_feedforward_layernorm"] = hidden
-    if architecture in ("gemma2", "gemma3"):
+    if family.norms == "both":
         vectors["pre_feedforward_layernorm"] = hidden
-    if architecture in ("qwen3", "qwen3moe", "gemma3", "olmo2"):
-        full = architecture == "olmo2"
+    if family.qk_norm is not None:
+        full = family.qk_norm == "full"
         vectors |= {"self_attn.q_norm": q if full else head}
         vectors |= {"self_attn.k_norm": kv if full else head}
     for layer in range(config["num_hidden_layers"]):
         start = f"model.layers.{layer}."
         for module, shape in matrices.items():
-            yield f"{start}{module}.weight", shape, True
-            required = architecture == "qwen2" and module[-6:] in ("q_proj", "k_proj", "v_proj")
-            yield f"{start}{module}.bias", shape[:1], required
+            name = f"{start}{family.names.get(module, module)}"
+            yield f"{name}.weight", shape, True
+            required = family.qkv_bias and module[-6:] in ("q_proj", "k_proj", "v_proj")
+            yield f"{name}.bias", shape[:1], required
         for module, size in vectors.items():
-            yield f"{start}{module}.weight", (size,), True
+            name = f"{start}{family.names.get(module, module)}"
+            yield f"{name}.weight", (size,), True
+            if family.has_norm_bias:
+                yield f"{name}.bias", (size,), True
 
 
 def _mlp_shapes(architecture: str, config: dict[str, Any]) -> dict[str, _Shape]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    if architecture == "phi3":
+    if architecture in ("phi3", "glm4"):
         return {"mlp.gate_up_proj": (2 * inner, hidden), "mlp.down_proj": (hidden, inner)}
     experts = config.get("num_local_experts") or config.get("num_experts")
+    if FAMILIES[config["model_type"]].mlp == "plain":
+        return {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
     if not experts:
         up: _Shape = (inner, hidden)
         return {"mlp.gate_proj": up, "mlp.up_proj": up, "mlp.down_proj": (hidden, inner)}

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.models.limits import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, integer, number
+from anydecode.models.families.config import FAMILIES
+from anydecode.models.limits import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, integer, number, refusal
 from anydecode.models.loading.gguf_file import GGUFFile
 
 #: GGUF architecture -> (model_type, architecture) of Hugging Face.
@@ -21,6 +22,20 @@ ARCHITECTURES = {
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+    "granite": ("granite", "GraniteForCausalLM"),
+    "minicpm": ("minicpm", "MiniCPMForCausalLM"),
+    "glm4": ("glm4", "Glm4ForCausalLM"),
+    "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
+    "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
+    "mistral3": ("ministral3", "Ministral3ForCausalLM"),
+    "exaone4": ("exaone4", "Exaone4ForCausalLM"),
+    "hunyuan-dense": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
+    "starcoder2": ("starcoder2", "Starcoder2ForCausalLM"),
+    "command-r": ("cohere", "CohereForCausalLM"),
+    "cohere2": ("cohere2", "Cohere2ForCausalLM"),
+    "gpt2": ("gpt2", "GPT2LMHeadModel"),
+    "gptneox": ("gpt_neox", "GPTNeoXForCausalLM"),
+    "falcon": ("falcon", "FalconForCausalLM"),
 }
 
 _MISSING = object()
@@ -82,6 +97,18 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "smollm3": _smollm3,
         "qwen2": _qwen2,
         "llama": _llama,
+        "olmo2": _olmo2,
+        "granite": _granite,
+        "minicpm": _minicpm,
+        "glm4": _partial_rotary,
+        "mistral3": _mistral3,
+        "exaone4": _hybrid,
+        "starcoder2": _starcoder2,
+        "command-r": _cohere,
+        "cohere2": _cohere,
+        "gpt2": _gpt2,
+        "gptneox": _gpt_neox,
+        "falcon": _falcon,
     }.get(keys.architecture)
     if extend is not None:
         extend(keys, config)
@@ -110,14 +137,20 @@ def _common(keys: Keys) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": keys.count("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(keys),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_output.bias" in file.tensors,
     }
-    if "blk.0.attn_q.bias" in file.tensors and model_type != "qwen2":
-        if not config["attention_bias"]:
+    if FAMILIES[model_type].norm == "layer":
+        config["layer_norm_eps"] = keys.number("attention.layer_norm_epsilon")
+    else:
+        config["rms_norm_eps"] = keys.number("attention.layer_norm_rms_epsilon")
+    if not FAMILIES[model_type].output_bias:
+        config["attention_out_bias"] = config["attention_bias"]
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if "blk.0.attn_q.bias" in file.tensors and FAMILIES[model_type].output_bias:
+        if not config["attention_bias"] and not FAMILIES[model_type].qkv_bias:
             raise CheckpointError(f"{file.path}: biases on queries alone are not supported")
     for name, key in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
         token = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -226,8 +259,16 @@ def _gemma3(keys: Keys, config: dict[str, Any]) -> None:
 def _phi3(keys: Keys, config: dict[str, Any]) -> None:
     has_window = keys.get("attention.sliding_window", 0) != 0
     config["sliding_window"] = keys.count("attention.sliding_window") if has_window else None
+    _partial_rotary(keys, config)
+    _longrope(keys, config)
+
+
+def _partial_rotary(keys: Keys, config: dict[str, Any]) -> None:
     rotary = keys.count("rope.dimension_count", config["head_dim"])
     config["partial_rotary_factor"] = rotary / config["head_dim"]
+
+
+def _longrope(keys: Keys, config: dict[str, Any]) -> None:
     original = keys.count("rope.scaling.original_context_length", config["max_position_embeddings"])
     config["original_max_position_embeddings"] = original
     long = _factors(keys, "rope_factors_long.weight")
@@ -242,3 +283,102 @@ def _phi3(keys: Keys, config: dict[str, Any]) -> None:
         }
         if keys.get("rope.scaling.attn_factor", None) is not None:
             config["rope_scaling"]["attention_factor"] = keys.number("rope.scaling.attn_factor")
+
+
+def _windows(keys: Keys, config: dict[str, Any]) -> None:
+    """The window, and which layers have it: a list of flags, or the period of full attention."""
+    config["sliding_window"] = keys.count("attention.sliding_window")
+    pattern, count = keys.get("attention.sliding_window_pattern", 4), config["num_hidden_layers"]
+    if not isinstance(pattern, list):
+        period = keys.count("attention.sliding_window_pattern", 4)
+        pattern = [(layer + 1) % period != 0 for layer in range(count)]
+    if len(pattern) < count:
+        raise CheckpointError(
+            f"{keys.file.path}: attention.sliding_window_pattern has {len(pattern)} entries for"
+            f" {count} layers"
+        )
+    config["layer_types"] = [
+        "sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern[:count]
+    ]
+
+
+def _olmo2(keys: Keys, config: dict[str, Any]) -> None:
+    """OLMo 3 has the same architecture name, and windows."""
+    if keys.get("attention.sliding_window", None) is None:
+        return
+    config["model_type"], config["architectures"] = "olmo3", ["Olmo3ForCausalLM"]
+    _windows(keys, config)
+    if config["rope_scaling"] and keys.get("rope.scaling.attn_factor", None) is not None:
+        config["rope_scaling"]["attention_factor"] = keys.number("rope.scaling.attn_factor")
+
+
+def _hybrid(keys: Keys, config: dict[str, Any]) -> None:
+    config["sliding_window"] = None
+    if keys.get("attention.sliding_window", None) is not None:
+        _windows(keys, config)
+
+
+def _granite(keys: Keys, config: dict[str, Any]) -> None:
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in keys.file.tensors
+    # A factor of 0, or none, means the usual one.
+    usual = config["head_dim"] ** -0.5
+    for key, name, default in (
+        ("attention.scale", "attention_multiplier", usual),
+        ("embedding_scale", "embedding_multiplier", 1.0),
+        ("residual_scale", "residual_multiplier", 1.0),
+        ("logit_scale", "logits_scaling", 1.0),
+    ):
+        config[name] = keys.number(key, 0.0) or default
+
+
+def _minicpm(keys: Keys, config: dict[str, Any]) -> None:
+    """The file stores the factors of Granite instead of MiniCPM's keys. Old files lack them; they
+    are of the first models, which have these."""
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    config["scale_emb"] = keys.number("embedding_scale", 12.0)
+    config["scale_depth"] = keys.number("residual_scale", 1.4 / layers**0.5) * layers**0.5
+    logits = keys.number("logit_scale", hidden / 256)
+    config["dim_model_base"] = round(hidden / logits) if logits > 0 else 0
+    _longrope(keys, config)
+
+
+def _mistral3(keys: Keys, config: dict[str, Any]) -> None:
+    scaling = config["rope_scaling"]
+    if scaling and keys.get("rope.scaling.yarn_log_multiplier", None) is not None:
+        multiplier = keys.number("rope.scaling.yarn_log_multiplier")
+        scaling |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+    if keys.get("attention.temperature_scale", None) is not None:
+        scaling = config["rope_scaling"] = scaling or {"rope_type": "default"}
+        scaling["llama_4_scaling_beta"] = keys.number("attention.temperature_scale")
+
+
+def _starcoder2(keys: Keys, config: dict[str, Any]) -> None:
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in keys.file.tensors
+    config["hidden_act"] = "gelu_pytorch_tanh"
+
+
+def _cohere(keys: Keys, config: dict[str, Any]) -> None:
+    if "blk.0.attn_q_norm.weight" in keys.file.tensors:
+        raise CheckpointError(f"{keys.file.path}: norms of queries and keys are not supported here")
+    config["logit_scale"] = keys.number("logit_scale")
+    if config["model_type"] == "cohere2":
+        _windows(keys, config)
+
+
+def _gpt2(keys: Keys, config: dict[str, Any]) -> None:
+    config["mlp_bias"] = True
+    config["hidden_act"] = "gelu_new"
+
+
+def _gpt_neox(keys: Keys, config: dict[str, Any]) -> None:
+    _partial_rotary(keys, config)
+    config["mlp_bias"] = True
+    config["hidden_act"] = "gelu"
+    is_parallel = keys.get("use_parallel_residual", True)
+    if not isinstance(is_parallel, bool):
+        raise refusal("use_parallel_residual", is_parallel, "true or false")
+    config["use_parallel_residual"] = is_parallel
+
+
+def _falcon(keys: Keys, config: dict[str, Any]) -> None:
+    config["hidden_act"] = "gelu"

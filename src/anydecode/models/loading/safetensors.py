@@ -18,7 +18,7 @@ from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import check_multimodal
 from anydecode.models.files import read_json
-from anydecode.models.loading import awq, bd3lm, gptq, llada, sdar
+from anydecode.models.loading import awq, bd3lm, gpt, gptq, llada, sdar
 from anydecode.models.loading.lazy import LazyTensors, MissingTensorError, Reader
 from anydecode.models.tokenizers import HFTokenizer
 
@@ -66,6 +66,8 @@ def load_folder(path: Path) -> Checkpoint:
         config, readers = llada.to_hf_layout(config, readers)
     if bd3lm.is_bd3lm(config):
         config, readers = bd3lm.to_hf_layout(config, readers)
+    if gpt.is_gpt(config):
+        config, readers = gpt.to_hf_layout(config, readers)
     config = sdar.with_block_size(config, path)
     if settings:
         readers = _dequantizing_readers(path, readers, settings)

@@ -1,0 +1,256 @@
+"""Converts the layouts of GPT-2, GPT-NeoX and Falcon to the usual one: names of modules, separate
+queries, keys and values, and matrices of shape [out, in]."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from anydecode.errors import CheckpointError
+from anydecode.models.families.config import bool_value
+from anydecode.models.limits import MAX_COUNT, integer, refusal
+from anydecode.models.loading.lazy import Reader
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A layout of checkpoints.
+
+    Attributes:
+        keys: Its config keys, and the usual ones.
+        defaults: The values of keys that its configs may leave out.
+        fixed: Options, and the only value that is supported.
+        prefixes: The start of the names of all tensors but the head's.
+        blocks: The name of the list of layers.
+        outer: The modules outside the layers, and their usual names.
+        inner: The modules of a layer, and their usual names; several where one is read twice.
+        qkv: The fused queries, keys and values of a layer.
+        rows: Returns the rows of queries, keys and values in the fused matrix.
+        is_transposed: Whether the matrices of layers are stored as [in, out].
+    """
+
+    keys: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    prefixes: tuple[str, ...]
+    blocks: str
+    outer: Mapping[str, str]
+    inner: Mapping[str, tuple[str, ...]]
+    qkv: str
+    rows: Callable[[dict[str, Any]], tuple[np.ndarray, np.ndarray, np.ndarray]]
+    is_transposed: bool = False
+
+
+def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
+    """The numbers of query heads and key heads, and the size of a head."""
+    heads = integer("num_attention_heads", config.get("num_attention_heads"), 1, MAX_COUNT)
+    kv_heads = integer("num_key_value_heads", config.get("num_key_value_heads"), 1, MAX_COUNT)
+    hidden = integer("hidden_size", config.get("hidden_size"))
+    if heads % kv_heads or hidden % heads:
+        allowed = f"a multiple of {kv_heads} that divides the hidden size {hidden}"
+        raise refusal("num_attention_heads", heads, allowed)
+    return heads, kv_heads, hidden // heads
+
+
+def _in_sequence(config: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All queries, all keys, all values."""
+    heads, kv_heads, size = _heads(config)
+    q, k, v = np.split(
+        np.arange((heads + 2 * kv_heads) * size), [heads * size, (heads + kv_heads) * size]
+    )
+    return q, k, v
+
+
+def _by_group(config: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Group by group: the query heads that share a key head, that key head, its value head."""
+    heads, kv_heads, size = _heads(config)
+    group = heads // kv_heads
+    rows = np.arange((heads + 2 * kv_heads) * size).reshape(kv_heads, group + 2, size)
+    return rows[:, :group].ravel(), rows[:, group].ravel(), rows[:, group + 1].ravel()
+
+
+_GPT2 = _Layout(
+    keys={
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+        "n_inner": "intermediate_size",
+        "activation_function": "hidden_act",
+        "layer_norm_epsilon": "layer_norm_eps",
+    },
+    defaults={"hidden_act": "gelu_new", "tie_word_embeddings": True},
+    fixed={
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    prefixes=("transformer.", ""),
+    blocks="h",
+    outer={"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"},
+    inner={
+        "ln_1": ("input_layernorm",),
+        "ln_2": ("post_attention_layernorm",),
+        "attn.c_proj": ("self_attn.o_proj",),
+        "mlp.c_fc": ("mlp.up_proj",),
+        "mlp.c_proj": ("mlp.down_proj",),
+    },
+    qkv="attn.c_attn",
+    rows=_in_sequence,
+    is_transposed=True,
+)
+_GPT_NEOX = _Layout(
+    keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    defaults={"hidden_act": "gelu", "attention_bias": True},
+    fixed={},
+    prefixes=("gpt_neox.",),
+    blocks="layers",
+    outer={"embed_in": "embed_tokens", "final_layer_norm": "norm"},
+    inner={
+        "input_layernorm": ("input_layernorm",),
+        "post_attention_layernorm": ("post_attention_layernorm",),
+        "attention.dense": ("self_attn.o_proj",),
+        "mlp.dense_h_to_4h": ("mlp.up_proj",),
+        "mlp.dense_4h_to_h": ("mlp.down_proj",),
+    },
+    qkv="attention.query_key_value",
+    rows=_by_group,
+)
+_FALCON = _Layout(
+    keys={
+        "n_embed": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_head_kv": "num_kv_heads",
+        "ffn_hidden_size": "intermediate_size",
+        "activation": "hidden_act",
+        "layer_norm_epsilon": "layer_norm_eps",
+    },
+    defaults={
+        "hidden_act": "gelu",
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    fixed={"alibi": False},
+    prefixes=("transformer.",),
+    blocks="h",
+    outer={"word_embeddings": "embed_tokens", "ln_f": "norm"},
+    inner={
+        "ln_attn": ("input_layernorm",),
+        "ln_mlp": ("post_attention_layernorm",),
+        "self_attention.dense": ("self_attn.o_proj",),
+        "mlp.dense_h_to_4h": ("mlp.up_proj",),
+        "mlp.dense_4h_to_h": ("mlp.down_proj",),
+    },
+    qkv="self_attention.query_key_value",
+    rows=_by_group,
+)
+_LAYOUTS = {"gpt2": _GPT2, "gpt_neox": _GPT_NEOX, "falcon": _FALCON}
+_HEADS = {"lm_head": "lm_head", "embed_out": "lm_head"}
+
+
+def is_gpt(config: dict[str, Any]) -> bool:
+    """Whether a config.json is written in one of these layouts."""
+    return config.get("model_type") in _LAYOUTS
+
+
+def to_hf_layout(
+    config: dict[str, Any], readers: Mapping[str, Reader]
+) -> tuple[dict[str, Any], dict[str, Reader]]:
+    """Config and tensors in the usual layout.
+
+    Raises:
+        CheckpointError: A size is invalid, or an option is not supported.
+    """
+    layout = _LAYOUTS[config["model_type"]]
+    for key, value in layout.fixed.items():
+        if config.get(key) not in (None, value):
+            raise CheckpointError(
+                f"{key} {config[key]!r} is not supported in a {config['model_type']} config"
+            )
+    usual = {**layout.defaults, **_usual_config(config, layout)}
+    inner = dict(layout.inner)
+    usual["num_key_value_heads"] = usual.get("num_attention_heads")
+    if config["model_type"] == "falcon":
+        inner |= _complete_falcon(usual)
+    own = [key for key, other in layout.keys.items() if other == "intermediate_size"]
+    if own and config.get(own[0]) is None:
+        usual["intermediate_size"] = 4 * integer("hidden_size", usual.get("hidden_size"))
+    rows = layout.rows(usual)
+    result: dict[str, Reader] = {}
+    for name, reader in readers.items():
+        result.update(_converted(name, reader, layout, inner, rows))
+    return usual, result
+
+
+def _usual_config(config: dict[str, Any], layout: _Layout) -> dict[str, Any]:
+    """The config with the usual keys; null counts as missing."""
+    usual = {key: value for key, value in config.items() if value is not None}
+    for key, other in layout.keys.items():
+        if key in usual:
+            usual[other] = usual[key]
+    return usual
+
+
+def _complete_falcon(config: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Complete a config of Falcon, and return the norms of its layers."""
+    is_new = bool_value(config, "new_decoder_architecture")
+    is_parallel = is_new or bool_value(config, "parallel_attn", True)
+    if is_new:
+        config["num_key_value_heads"] = config.get("num_kv_heads") or config["num_key_value_heads"]
+    elif bool_value(config, "multi_query", True):
+        config["num_key_value_heads"] = 1
+    config["use_parallel_residual"] = is_parallel
+    config["attention_bias"] = config["mlp_bias"] = config.get("bias", False)
+    if not is_parallel:
+        return {
+            "input_layernorm": ("input_layernorm",),
+            "post_attention_layernorm": ("post_attention_layernorm",),
+        }
+    return {"input_layernorm": ("input_layernorm", "post_attention_layernorm")}
+
+
+def _converted(
+    name: str,
+    reader: Reader,
+    layout: _Layout,
+    inner: Mapping[str, tuple[str, ...]],
+    rows: tuple[np.ndarray, np.ndarray, np.ndarray],
+) -> dict[str, Reader]:
+    """The tensors of the usual layout that one tensor holds; none for a buffer."""
+    module, _, leaf = name.rpartition(".")
+    if module in _HEADS:
+        return {f"{_HEADS[module]}.{leaf}": reader}
+    start = next((prefix for prefix in layout.prefixes if module.startswith(prefix)), "")
+    module = module[len(start) :]
+    if module in layout.outer:
+        return {f"model.{layout.outer[module]}.{leaf}": reader}
+    layer = re.fullmatch(rf"{layout.blocks}\.(\d+)\.(.+)", module)
+    if layer is None:
+        return {name: reader}
+    if layout.is_transposed and leaf == "weight":
+        reader = partial(_transposed, reader)
+    prefix = f"model.layers.{layer[1]}."
+    if layer[2] == layout.qkv:
+        return {
+            f"{prefix}self_attn.{part}_proj.{leaf}": partial(_selected, reader, name, selected)
+            for part, selected in zip("qkv", rows, strict=True)
+        }
+    return {f"{prefix}{target}.{leaf}": reader for target in inner.get(layer[2], ())}
+
+
+def _transposed(reader: Reader) -> np.ndarray:
+    return np.asarray(reader()).T
+
+
+def _selected(reader: Reader, name: str, rows: np.ndarray) -> np.ndarray:
+    tensor = np.asarray(reader())
+    if not tensor.ndim or len(tensor) <= rows.max():
+        raise CheckpointError(f"tensor {name} has shape {tensor.shape}; its config implies others")
+    selected: np.ndarray = tensor[rows]
+    return selected

@@ -1,0 +1,34 @@
+"""The page of models lists exactly the families and GGUF architectures that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from anydecode.models.families.config import FAMILIES
+from anydecode.models.loading.gguf_config import ARCHITECTURES
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
+
+
+def rows() -> list[tuple[list[str], list[str]]]:
+    """The model types and the GGUF architectures of each row of the tables."""
+    found = []
+    for line in PAGE.read_text().splitlines():
+        cells = [re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split("|")]
+        if line.startswith("|") and len(cells) > 1 and cells[1]:
+            found.append((cells[1], cells[2] if len(cells) > 2 else []))
+    return found
+
+
+def test_every_family_is_listed_once() -> None:
+    listed = [model_type for model_types, _ in rows() for model_type in model_types]
+    assert sorted(listed) == sorted(FAMILIES)
+
+
+def test_every_gguf_architecture_is_listed_with_its_family() -> None:
+    pairs = {
+        (model_type, name) for types, names in rows() for model_type in types for name in names
+    }
+    assert {name for _, name in pairs} == set(ARCHITECTURES)
+    assert {(model_type, name) for name, (model_type, _) in ARCHITECTURES.items()} <= pairs

@@ -1,0 +1,367 @@
+"""GGUF files as llama.cpp's converter writes them, by the tensor names of the package `gguf`,
+against the same models in `transformers`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from anydecode.errors import CheckpointError
+from anydecode.models.loading import load_checkpoint
+from gguf_models import finish, interleave
+from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
+
+TOKENS = [(7 * i + 3) % 131 for i in range(24)]
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@dataclass
+class Case:
+    """A model of `transformers` and its GGUF file.
+
+    `metadata` are the keys that the converter adds to those of every model. If `is_permuted`, it
+    reorders the rows of queries and keys.
+    """
+
+    family: str
+    architecture: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    is_permuted: bool = False
+
+
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 5000.0}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN_METADATA: dict[str, Any] = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 16,
+}
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.5,
+}
+LONG = [1.0, 1.1, 1.3, 1.5, 1.7, 2.0]
+CASES = {
+    "granite": Case(
+        "Granite",
+        "granite",
+        GRANITE,
+        {
+            "attention.scale": 0.3,
+            "embedding_scale": 3.0,
+            "residual_scale": 0.4,
+            "logit_scale": 2.5,
+        },
+        is_permuted=True,
+    ),
+    "granite without factors": Case(
+        "Granite", "granite", {"attention_multiplier": 12**-0.5}, is_permuted=True
+    ),
+    "minicpm": Case(
+        "Granite",
+        "minicpm",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 12**-0.5,
+            "residual_multiplier": 1.4 / 3**0.5,
+            "logits_scaling": 1.5,
+            "tie_word_embeddings": True,
+        },
+        {"embedding_scale": 6.0, "residual_scale": 1.4 / 3**0.5, "logit_scale": 1.5},
+        is_permuted=True,
+    ),
+    "glm4": Case("Glm4", "glm4", {"head_dim": 16}, {"rope.dimension_count": 8}),
+    "glm4 no bias": Case(
+        "Glm4", "glm4", {"head_dim": 16, "attention_bias": False}, {"rope.dimension_count": 8}
+    ),
+    "ernie4_5": Case("Ernie4_5", "ernie4_5", {"head_dim": 16}),
+    "seed_oss": Case("SeedOss", "seed_oss", {"head_dim": 16}),
+    "olmo3": Case(
+        "Olmo3",
+        "olmo2",
+        {
+            "layer_types": SLIDING,
+            "sliding_window": 6,
+            "rope_parameters": {
+                "full_attention": {**YARN, "attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+        {
+            **YARN_METADATA,
+            "rope.scaling.attn_factor": 1.2,
+            "attention.sliding_window": 6,
+            "attention.sliding_window_pattern": [True, False, True],
+        },
+    ),
+    "ministral3": Case(
+        "Ministral3",
+        "mistral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                **YARN,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+        {
+            **YARN_METADATA,
+            "rope.scaling.yarn_beta_fast": 16.0,
+            "rope.scaling.yarn_beta_slow": 2.0,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": 0.5,
+        },
+        is_permuted=True,
+    ),
+    "mistral small": Case(
+        "Mistral",
+        "mistral3",
+        {"head_dim": 16, "sliding_window": None},
+        is_permuted=True,
+    ),
+    "phi4 mini": Case(
+        "Phi3",
+        "phi3",
+        {
+            "hidden_size": 64,
+            "original_max_position_embeddings": 128,
+            "partial_rotary_factor": 0.75,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 5000.0,
+                "short_factor": LONG,
+                "long_factor": LONG,
+            },
+        },
+        {
+            "rope.dimension_count": 12,
+            "rope.scaling.original_context_length": 128,
+            "rope.scaling.attn_factor": float(np.sqrt(1 + np.log(2) / np.log(128))),
+        },
+    ),
+    "exaone4": Case(
+        "Exaone4",
+        "exaone4",
+        {"layer_types": SLIDING, "sliding_window": 6},
+        {
+            "attention.sliding_window": 6,
+            "attention.sliding_window_pattern": [True, False, True],
+        },
+    ),
+    "exaone4 no window": Case(
+        "Exaone4",
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
+    # The converter multiplies theta instead of storing alpha.
+    "hunyuan": Case(
+        "HunYuanDenseV1",
+        "hunyuan-dense",
+        {
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 50.0,
+                "factor": 1.0,
+                "rope_theta": 5000.0,
+            },
+        },
+        {
+            "rope.freq_base": 5000.0 * 50.0 ** (12 / 10),
+            "rope.scaling.type": "none",
+            "rope.scaling.factor": 1.0,
+        },
+    ),
+    "starcoder2": Case("Starcoder2", "starcoder2"),
+    "starcoder2 no bias": Case("Starcoder2", "starcoder2", {"use_bias": False}),
+    "cohere": Case("Cohere", "command-r", {"logit_scale": 0.5}, {"logit_scale": 0.5}),
+    "cohere2": Case(
+        "Cohere2",
+        "cohere2",
+        {"logit_scale": 0.5, "sliding_window": 6, "num_hidden_layers": 4},
+        {"logit_scale": 0.5, "attention.sliding_window": 6},
+    ),
+    "gpt2": Case("GPT2", "gpt2"),
+    "gpt neox": Case(
+        "GPTNeoX",
+        "gptneox",
+        {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+        {"rope.dimension_count": 6, "use_parallel_residual": True},
+    ),
+    "gpt neox sequential": Case(
+        "GPTNeoX",
+        "gptneox",
+        {
+            "use_parallel_residual": False,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0},
+        },
+        {"rope.dimension_count": 12, "use_parallel_residual": False},
+    ),
+    "falcon": Case("Falcon", "falcon", {"ffn_hidden_size": 192}),
+    "falcon new": Case(
+        "Falcon", "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}
+    ),
+}
+
+
+def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
+    """Write the model of a case as a GGUF file; `changes` replace or remove (None) metadata."""
+    config = checkpoint_of(model).config
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    eps = config.get("layer_norm_eps") or config.get("norm_epsilon")
+    metadata: dict[str, Any] = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_epsilon": eps,
+        "attention.layer_norm_rms_epsilon": None if eps else config["rms_norm_eps"],
+        "rope.freq_base": 5000.0,
+        **case.metadata,
+        **changes,
+    }
+    writer = gguf.GGUFWriter(path, case.architecture)
+    for key, value in metadata.items():
+        name = f"{case.architecture}.{key}"
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        elif value is not None:
+            writer.add_float32(name, value)
+    tokens = ["<unk>", "<s>", "</s>", *(chr(200 + i) for i in range(config["vocab_size"] - 3))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types([2, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    architecture = next(
+        key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture
+    )
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    for name, parameter in model.state_dict().items():
+        if name in ("lm_head.weight", "embed_out.weight") and config["tie_word_embeddings"]:
+            continue
+        tensor = parameter.numpy()
+        if case.family == "GPT2" and ".h." in name:
+            tensor = tensor.T
+        if "query_key_value" in name:
+            # The converter stores all queries, all keys, all values.
+            shape = (kv_heads, heads // kv_heads + 2, head_dim, *tensor.shape[1:])
+            groups = tensor.reshape(shape)
+            parts = groups[:, :-2], groups[:, -2], groups[:, -1]
+            tensor = np.concatenate([part.reshape(-1, *tensor.shape[1:]) for part in parts])
+        if case.is_permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor = interleave(tensor, heads if "q_proj" in name else kv_heads)
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert target is not None, name
+        writer.add_tensor(target, np.ascontiguousarray(tensor, np.float32))
+    factors = (config.get("rope_parameters") or {}).get("long_factor")
+    if factors is not None:
+        for kind in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(factors, np.float32))
+    finish(writer)
+    return path
+
+
+def original(case: Case) -> Any:
+    settings = {"rope_parameters": dict(ROPE), **case.settings}
+    if case.family == "Glm4":
+        settings["rope_parameters"]["partial_rotary_factor"] = 0.5
+    return hf_model(case.family, **settings)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model = original(case)
+    checkpoint = load_checkpoint(converted(model, case, tmp_path / "tiny.gguf"))
+    found = logits(built(checkpoint), chain(TOKENS))
+    assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("granite", {"attention.scale": 0.2}),
+        ("granite", {"embedding_scale": None}),
+        ("granite", {"residual_scale": None}),
+        ("granite", {"logit_scale": None}),
+        ("minicpm", {"residual_scale": 0.5}),
+        ("minicpm", {"logit_scale": 3.0}),
+        ("glm4", {"rope.dimension_count": None}),
+        ("olmo3", {"rope.scaling.attn_factor": None}),
+        ("olmo3", {"attention.sliding_window_pattern": None}),
+        ("ministral3", {"attention.temperature_scale": None}),
+        ("ministral3", {"rope.scaling.yarn_log_multiplier": None}),
+        ("exaone4", {"attention.sliding_window_pattern": [False, False, True]}),
+        ("hunyuan", {"rope.freq_base": 5000.0}),
+        ("cohere", {"logit_scale": 1.0}),
+        ("cohere2", {"attention.sliding_window": 5}),
+        ("gpt neox", {"rope.dimension_count": 12}),
+        ("gpt neox", {"use_parallel_residual": False}),
+        ("starcoder2", {"attention.layer_norm_epsilon": 0.1}),
+    ],
+)
+def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_path: Path) -> None:
+    """Negative controls: with one key changed or left out, the logits exceed the margin above."""
+    case = CASES[name]
+    model = original(case)
+    checkpoint = load_checkpoint(converted(model, case, tmp_path / "tiny.gguf", **change))
+    found = logits(built(checkpoint), chain(TOKENS))
+    assert np.abs(found - hf_logits(model, TOKENS)).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("granite", {"residual_scale": float("nan")}, "residual_scale"),
+        ("granite", {"logit_scale": -1.0}, "logits_scaling"),
+        ("minicpm", {"logit_scale": 0.0}, "dim_model_base"),
+        ("glm4", {"rope.dimension_count": 99}, "rotary size"),
+        ("olmo3", {"attention.sliding_window": "x"}, "attention.sliding_window"),
+        ("exaone4", {"attention.sliding_window_pattern": [True]}, "1 entries for 3 layers"),
+        ("exaone4", {"attention.sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ("ministral3", {"attention.temperature_scale": -1.0}, "llama_4_scaling_beta"),
+        ("gpt neox", {"use_parallel_residual": 3}, "use_parallel_residual"),
+        ("starcoder2", {"attention.layer_norm_epsilon": 2.0}, "layer_norm_eps"),
+        ("gpt2", {"context_length": 300}, "embed_positions"),
+    ],
+)
+def test_invalid_metadata_are_refused(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    path = converted(original(case), case, tmp_path / "tiny.gguf", **change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_checkpoint(path)
+    assert "\n" not in str(caught.value)
