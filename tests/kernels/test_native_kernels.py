@@ -22,11 +22,14 @@ from anydecode.kernels.cache import CACHE_FORMATS, bytes_per_position, decode, e
 from anydecode.kernels.interface import (
     FORMATS,
     Attention,
+    ClampedSwiglu,
+    ExpertWeights,
     KeyValues,
     LowRank,
     Output,
     OutputSpec,
     Rope,
+    Routing,
     Rows,
     SampleSpec,
     Weight,
@@ -166,12 +169,22 @@ class Network:
     """Two layers with every operation of a transformer, and a head with a soft cap."""
 
     def __init__(
-        self, seed: int, format: str = "F32", experts: bool = False, vocab: int = 50, **shape: Any
+        self,
+        seed: int,
+        format: str = "F32",
+        experts: bool = False,
+        vocab: int = 50,
+        sinks: bool = False,
+        routing: Routing | None = None,
+        biases: bool = False,
+        **shape: Any,
     ) -> None:
         kv, head_dim, heads = shape.pop("kv", 2), shape.pop("head_dim", 16), 4
         self.shape = Attention(heads, kv, head_dim, head_dim**-0.5, **shape)
         self.width, self.inner, self.vocab = 64, 96, vocab
-        self.use_experts = experts
+        self.use_experts = experts or routing is not None
+        self.routing = routing
+        num_experts = 8 if routing else 5
         frequencies = 100.0 ** -(np.arange(0, head_dim // 2) / (head_dim // 2))
         self.rope = Rope(frequencies.astype(np.float32), 1.1)
         random = np.random.default_rng(seed)
@@ -182,16 +195,26 @@ class Network:
             "q": (heads * head_dim, self.width), "k": (kv * head_dim, self.width),
             "v": (kv * head_dim, self.width), "o": (self.width, heads * head_dim),
             "gate": (self.inner, self.width), "up": (self.inner, self.width),
-            "down": (self.width, self.inner), "router": (5, self.width),
+            "down": (self.width, self.inner), "router": (num_experts, self.width),
         }  # fmt: skip
         self.weights = [
             {n: random_weight(format, *s, seed + 31 * i + j, f"{i}.{n}") for j, (n, s) in
              enumerate(sizes.items())} for i in range(2)
         ]  # fmt: skip
         self.expert_weights = [
-            [small_weight(*sizes[n], seed + 7 * e + j, f"{n}.{e}") for e in range(5)]
+            [small_weight(*sizes[n], seed + 7 * e + j, f"{n}.{e}") for e in range(num_experts)]
             for j, n in enumerate(("gate", "up", "down"))
         ]
+        self.experts = ExpertWeights(*self.expert_weights)
+        self.expert_activation: Any = ClampedSwiglu(1.5, 0.4) if biases else "silu"
+        if biases:
+            self.experts.gate_bias, self.experts.up_bias, self.experts.down_bias = (
+                list(random.standard_normal((num_experts, sizes[n][0]), np.float32))
+                for n in ("gate", "up", "down")
+            )
+            self.experts.selection_bias = random.random(num_experts, np.float32)
+        self.sinks = random.standard_normal(heads, np.float32) * 2 if sinks else None
+        self.gate = small_weight(1, self.inner, seed + 5, "gate")
         self.embedding = random_weight(format, self.vocab, self.width, seed + 999)
 
     def layer(self, b: Any, x: Any, index: int) -> Any:
@@ -200,12 +223,16 @@ class Network:
         q, k, v = b.linear(y, w["q"], self.bias), b.linear(y, w["k"]), b.linear(y, w["v"])
         q = b.rope(b.rms_norm(q, self.head_norm, 1e-6, 4), 4, self.rope)
         k = b.rope(b.rms_norm(k, None, 1e-6, shape.num_kv_heads), shape.num_kv_heads, self.rope)
-        x = b.add(x, b.linear(b.attention(q, k, v, index, shape), w["o"]))
+        x = b.add(x, b.linear(b.attention(q, k, v, index, shape, self.sinks), w["o"]))
         y = b.rms_norm(x, None, 1e-5)
         if self.use_experts:
-            matrices = self.expert_weights
+            routing = self.routing or Routing(2, bool(index))
             router = b.linear(y, w["router"])
-            return b.add(x, b.experts(y, router, *matrices, 2, bool(index), "silu"))
+            z = b.experts(y, router, self.experts, routing, self.expert_activation)
+            shared = b.gated(b.linear(y, w["gate"]), b.linear(y, w["up"]), self.expert_activation)
+            gate = b.linear(y, self.expert_weights[0][0])
+            shared = b.sigmoid_scale(b.linear(shared, w["down"]), b.linear(gate, self.gate))
+            return b.add(x, b.add(z, shared) if routing is self.routing else z)
         activation = "silu" if index else "gelu_tanh"
         inner = b.gated(b.linear(y, w["gate"]), b.linear(y, w["up"]), activation)
         return b.add(x, b.rms_norm(b.linear(inner, w["down"]), self.norm, 1e-5))
@@ -267,6 +294,12 @@ SHAPES: list[dict[str, Any]] = [
     {"head_dim": 20, "kv": 1},
     {"experts": True},
     {"head_dim": 80},
+    {"sinks": True},
+    {"sinks": True, "window": 5, "head_dim": 20, "kv": 1},
+    {"sinks": True, "experts": True, "biases": True},
+    {"routing": Routing(3, scoring="sigmoid", num_groups=4, groups_per_token=2, scale=1.5)},
+    {"routing": Routing(2, False, "sigmoid", 2), "biases": True},
+    {"routing": Routing(3, True, "softmax", 2, 1), "biases": True},
 ]
 
 
@@ -281,6 +314,31 @@ def test_a_network_matches_the_reference(library: Library, shape: dict[str, Any]
     assert relative_error(output.logits, expected[[0, 3, 69]]) < 1e-5
     assert relative_error(output.hidden[2], states) < 1e-5
     assert np.isfinite(output.hidden[1]).all()
+
+
+def test_a_wrong_sink_is_detected(library: Library) -> None:
+    network = Network(5, sinks=True)
+    rows = sequence_rows(np.arange(40), np.arange(40))
+    expected, _ = run_reference(network, rows, network.cache(40))
+    assert network.sinks is not None
+    network.sinks = network.sinks + np.float32(0.01)
+    output = network.executor().run(rows, network.cache(40), all_logits(rows))
+    assert relative_error(output.logits, expected) > 1e-5
+
+
+def test_a_token_reads_only_its_experts(library: Library) -> None:
+    """The weights of experts that no row chose are not read: NaN in them changes nothing."""
+    network = Network(5, routing=Routing(1))
+    rows = sequence_rows([3], [0])
+    whole = network.executor(1).run(rows, network.cache(1), all_logits(rows)).logits.copy()
+    same = 0
+    for expert in range(1, 8):  # expert 0 is part of the shared path
+        broken = Network(5, routing=Routing(1))
+        for matrices in broken.expert_weights:
+            matrices[expert].data[:] = np.nan
+        output = broken.executor(1).run(rows, broken.cache(1), all_logits(rows)).logits
+        same += np.array_equal(output, whole)
+    assert 5 <= same < 7  # two layers choose one expert each
 
 
 def test_a_wrong_rotation_is_detected(library: Library) -> None:
@@ -312,7 +370,8 @@ def tree_rows(tokens: Any, prefix: int, slots: Any, holes: Any = ()) -> Rows:
 def test_results_do_not_depend_on_slots_tails_threads_or_other_rows(
     library: Library, prefix: int, n: int, holes: bool, threads: int, seed: int
 ) -> None:
-    network = Network(seed, "Q8_0" if seed % 2 else "BF16", window=40 if seed % 3 else None)
+    window = 40 if seed % 3 else None
+    network = Network(seed, "Q8_0" if seed % 2 else "BF16", window=window, sinks=seed % 4 < 2)
     random = np.random.default_rng(seed)
     tokens = random.integers(0, 50, prefix + n)
     hidden = [3, 33] if holes and prefix > 33 else []
@@ -384,7 +443,7 @@ def test_caches_hold_the_encoded_keys_and_values(
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_the_reference_reads_packed_caches_too(library: Library, format: str) -> None:
-    network = Network(5, head_dim=32)
+    network = Network(5, head_dim=32, sinks=True)
     rows = sequence_rows(np.random.default_rng(1).integers(0, 50, 70), np.arange(70))
     expected, _ = run_reference(network, rows, network.cache(80, format))
     output = network.executor().run(rows, network.cache(80, format), all_logits(rows))
@@ -668,11 +727,12 @@ def run_multi_step(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_a_multi_step_call_equals_single_steps(
-    library: Library, count: int, temperature: float
+    library: Library, count: int, sinks: bool, temperature: float
 ) -> None:
-    network = Network(4, vocab=9001)
+    network = Network(4, vocab=9001, sinks=sinks)
     together, alone, same = run_multi_step(network, temperature, count)
     assert together == alone and len(alone) == count and same
     end_tokens = frozenset({alone[1], 9000})

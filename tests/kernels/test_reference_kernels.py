@@ -13,8 +13,18 @@ import torch
 
 from anydecode.kernels import elementary
 from anydecode.kernels.arithmetic import RowArithmetic, tree_sum
-from anydecode.kernels.interface import KEY_BLOCK, Attention, KeyValues, LowRank, Rope, Rows, Weight
-from anydecode.kernels.reference import ReferenceBackend, expert_weights
+from anydecode.kernels.interface import (
+    KEY_BLOCK,
+    Attention,
+    ExpertWeights,
+    KeyValues,
+    LowRank,
+    Rope,
+    Routing,
+    Rows,
+    Weight,
+)
+from anydecode.kernels.reference import ReferenceBackend, expert_shares
 from anydecode.kernels.tiled import TILES, TiledProduct
 from tiny_models import make_rows
 from torch_weights import dequantize, plain_weight, quantize
@@ -263,7 +273,12 @@ SHAPE = Attention(num_heads=4, num_kv_heads=2, head_dim=6, scale=0.4)
 
 
 def dense_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: list[int], shape: Attention
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: list[int],
+    shape: Attention,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one row in float64, by the definition."""
     group = shape.num_heads // shape.num_kv_heads
@@ -272,12 +287,17 @@ def dense_attention(
     scores = torch.einsum("hd,lhd->hl", q.double().view(shape.num_heads, -1), k) * shape.scale
     if shape.softcap:
         scores = shape.softcap * (scores / shape.softcap).tanh()
-    return torch.einsum("hl,lhd->hd", scores.softmax(-1), v).flatten()
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None]), -1)
+    return torch.einsum("hl,lhd->hd", scores.softmax(-1)[:, : len(slots)], v).flatten()
 
 
 @pytest.mark.parametrize("length", [1, 5, 31, 32, 33, 64, 100])
+@pytest.mark.parametrize("sink", [None, -1.0, 9.0])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 1.5), (7, 1.0)])
-def test_attention_matches_float64(length: int, window: int | None, softcap: float | None) -> None:
+def test_attention_matches_float64(
+    length: int, window: int | None, softcap: float | None, sink: float | None
+) -> None:
     """With masked positions, a tail, a window and a soft cap; other slots hold NaN and infinity."""
     shape = Attention(4, 2, 6, 0.4, window, softcap)
     generator = np.random.default_rng(length)
@@ -299,11 +319,14 @@ def test_attention_matches_float64(length: int, window: int | None, softcap: flo
     other_slots = np.setdiff1d(np.arange(200), table)
     keys[other_slots], values[other_slots] = float("nan"), float("inf")
     q, k, v = randn(1, 24), randn(1, 12, seed=1), randn(1, 12, seed=2)
-    result = bound(rows, KeyValues([keys], [values])).attention(q, k, v, 0, shape)[0]
+    sinks = None if sink is None else np.array([sink, 0.0, 1.0, -200.0], np.float32)
+    result = bound(rows, KeyValues([keys], [values])).attention(q, k, v, 0, shape, sinks)[0]
     first = 0 if window is None else max(0, length - window)
     visible = [int(slot) for slot in table[first:] if slot >= 0]
     assert torch.equal(keys[slots[-1]], k.view(2, 6))
-    assert (result - dense_attention(q[0], keys, values, visible, shape)).abs().max() < 1e-5
+    tensor = None if sinks is None else torch.from_numpy(sinks)
+    expected = dense_attention(q[0], keys, values, visible, shape, tensor)
+    assert (result - expected).abs().max() < 1e-5
 
 
 def test_a_fully_masked_row_gives_zeros() -> None:
@@ -361,11 +384,38 @@ def test_a_sum_without_blocks_depends_on_padding() -> None:
 
 
 def test_ties_of_experts_go_to_the_lower_id() -> None:
-    shares = expert_weights(torch.tensor([[1.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0]]), 2, True)
+    router = torch.tensor([[1.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
+    shares = expert_shares(router, Routing(2))
     assert torch.equal(
         shares > 0, torch.tensor([[False, True, True, False], [True, True] + [False] * 2])
     )
     assert torch.allclose(shares.sum(-1), torch.ones(2))
+
+
+def test_grouped_scores_match_a_literal_reading() -> None:
+    """Groups by the sum of their two largest biased scores, then experts, weights without bias."""
+    router, bias = randn(40, 12), randn(12, seed=1) * 0.3
+    routing = Routing(3, True, "sigmoid", 4, 2, 2.5)
+    shares = expert_shares(router, routing, bias)
+    scores = router.double().sigmoid()
+    for row, score in enumerate(scores):
+        choice = (score + bias.double()).tolist()
+        sums = [sum(sorted(choice[3 * g : 3 * g + 3])[-2:]) for g in range(4)]
+        groups = sorted(range(4), key=lambda g: -sums[g])[:2]
+        allowed = [e for e in range(12) if e // 3 in groups]
+        chosen = sorted(allowed, key=lambda e: -choice[e])[:3]
+        total = sum(float(score[e]) for e in chosen)
+        expected = torch.zeros(12, dtype=torch.float64)
+        for expert in chosen:
+            expected[expert] = float(score[expert]) / total * 2.5
+        assert (shares[row] - expected).abs().max() < 1e-5
+
+
+def test_a_selection_bias_changes_the_choice_and_not_the_weights() -> None:
+    router = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    shares = expert_shares(router, Routing(2, False), torch.tensor([0.0, -9.0, 0.0, 0.0]))
+    expected = router.softmax(-1) * torch.tensor([1.0, 0.0, 1.0, 0.0])
+    assert torch.allclose(shares, expected, atol=1e-6)
 
 
 def test_experts_match_float64_and_are_batch_invariant() -> None:
@@ -374,7 +424,8 @@ def test_experts_match_float64_and_are_batch_invariant() -> None:
     up = [plain_weight(randn(24, 16, seed=20 + e)) for e in range(5)]
     down = [plain_weight(randn(16, 24, seed=30 + e)) for e in range(5)]
     backend = ReferenceBackend()
-    y = backend.experts(x, router, gate, up, down, 2, False, "silu")
+    experts, routing = ExpertWeights(gate, up, down), Routing(2, normalise=False)
+    y = backend.experts(x, router, experts, routing, "silu")
     shares = router.double().softmax(-1)
     top = shares.topk(2, -1)
     expected = torch.zeros(9, 16, dtype=torch.float64)
@@ -385,7 +436,7 @@ def test_experts_match_float64_and_are_batch_invariant() -> None:
             expected[row] += share * (inner @ dequantize(down[e]).double().T)
     assert (y - expected).abs().max() < 1e-3
     for row in range(9):
-        alone = backend.experts(x[row:][:1], router[row:][:1], gate, up, down, 2, False, "silu")
+        alone = backend.experts(x[row:][:1], router[row:][:1], experts, routing, "silu")
         assert torch.equal(alone[0], y[row])
 
 

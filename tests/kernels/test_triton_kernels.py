@@ -34,11 +34,13 @@ from anydecode.kernels.cuda.rows import to_device
 from anydecode.kernels.formats import BLOCKS, QUANTIZABLE, row_bytes
 from anydecode.kernels.interface import (
     Attention,
+    ExpertWeights,
     KeyValues,
     LowRank,
     Output,
     OutputSpec,
     Rope,
+    Routing,
     Rows,
     Weight,
 )
@@ -500,7 +502,7 @@ def test_experts_match_the_reference() -> None:
     x, router = randn(5, 32), randn(5, 4, seed=1)
     gate, up = ([random_weight("BF16", 24, 32, s + e) for e in range(4)] for s in (10, 20))
     down = [random_weight("BF16", 32, 24, 30 + e) for e in range(4)]
-    arguments = (gate, up, down, 2, True, "silu")
+    arguments = (ExpertWeights(gate, up, down), Routing(2), "silu")
     y = TritonBackend(DEVICE).experts(x, router, *arguments)
     expected = ReferenceBackend().experts(x.cpu(), router.cpu(), *arguments)
     assert (y.cpu() - expected).abs().max() < 0.02 * expected.abs().max()

@@ -162,7 +162,10 @@ def test_adapters_of_experts_and_routers(tmp_path: Path, backend: str) -> None:
     model.add_adapter("a", tmp_path)
     adapted = adapter_logits(model, 0, PROMPT)
     layer = merged_model.network.weights.layers[1].mlp
-    for weight, name in ((layer.up[2], "experts.2.up_proj"), (layer.router, "gate")):
+    for weight, name in (
+        (layer.routed.up[2], "experts.2.up_proj"),
+        (layer.router.weight, "gate"),
+    ):
         down, up = (factors[f"{stem}.{name}.lora_{x}.weight"] for x in "AB")
         weight.data = weight.data + up @ down * np.float32(0.5)
     assert np.abs(logits(merged_model, chain(PROMPT)) - adapted).max() < 1e-4

@@ -45,6 +45,22 @@ MINISTRAL_3: dict[str, Any] = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.5,
 }
+GPT_OSS = {
+    "head_dim": 16,
+    "sliding_window": 8,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "tie_word_embeddings": False,
+}
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -305,6 +321,87 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Falcon",
         {"multi_query": False, "parallel_attn": False, "num_kv_heads": 4},
     ),
+    "gpt oss": ("GptOss", {**GPT_OSS, "rope_parameters": GPT_OSS_ROPE}),
+    "gpt oss clamped": (
+        "GptOss",
+        {
+            **GPT_OSS,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+            "num_experts_per_tok": 1,
+            "num_key_value_heads": 1,
+            "attention_bias": False,
+            "swiglu_limit": 0.5,
+            "swiglu_alpha": 2.0,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "glm4 moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
+    "glm4 moe plain": (
+        "Glm4Moe",
+        {
+            "head_dim": 12,
+            "moe_intermediate_size": 20,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 2,
+            "norm_topk_prob": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    ),
+    "qwen2 moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "qwen2 moe windows": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 17,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 2,
+            "qkv_bias": False,
+        },
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "rms_norm_eps": 1e-5}),
+    "olmoe normalised": (
+        "Olmoe",
+        {
+            "num_experts": 3,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": True,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+        },
+    ),
 }
 
 
@@ -390,12 +487,19 @@ def test_granite_with_state_space_layers_is_refused() -> None:
         spec_from_config(config)
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "Phi3"])
+@pytest.mark.parametrize(
+    "family", ["Mixtral", "Qwen3Moe", "Phi3", "GptOss", "Glm4Moe", "Qwen2Moe", "Olmoe"]
+)
 def test_expert_names_of_saved_files(family: str, tmp_path: Any) -> None:
     """Saved files have other names for experts than the modules."""
     settings = {"num_local_experts": 4} if family == "Mixtral" else {}
     if family == "Qwen3Moe":
         settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    if family == "GptOss":
+        settings = GPT_OSS
+    if family in ("Glm4Moe", "Qwen2Moe", "Olmoe"):
+        case = {"Glm4Moe": "glm4 moe", "Qwen2Moe": "qwen2 moe", "Olmoe": "olmoe"}[family]
+        settings = CASES[case][1]
     model = hf_model(family, **settings)
     model.save_pretrained(tmp_path)
     stored = checkpoint_of(model)
@@ -440,6 +544,43 @@ def test_gemma3_inside_a_multimodal_model() -> None:
     outer.config = {"model_type": "gemma3", "text_config": inner.config}
     outer.tensors = {f"language_model.{name}": t for name, t in inner.tensors.items()}
     assert np.array_equal(logits(built(outer), chain(PROMPT)), ours(model))
+
+
+def test_layers_that_predict_further_tokens_are_left_out() -> None:
+    """GLM-4.5's checkpoints have a layer after the last one; it is not part of the model."""
+    model = hf_model("Glm4Moe", **CASES["glm4 moe"][1])
+    stored = checkpoint_of(model, num_nextn_predict_layers=1)
+    extra = {"model.layers.3.eh_proj.weight": np.zeros((48, 96), np.float32)}
+    stored.tensors = {**stored.tensors, **extra}
+    assert np.array_equal(logits(built(stored), chain(PROMPT)), ours(model))
+    stored.config["num_nextn_predict_layers"] = 0
+    with pytest.raises(CheckpointError, match="contains more layers"):
+        built(stored)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_group": 3}, "num_groups is 3; allowed is a divisor of the 8 experts"),
+        ({"n_group": 8, "topk_group": 8}, "num_groups is 8; allowed is a divisor of the 8"),
+        ({"n_group": 2, "topk_group": 3}, "groups_per_token is 3"),
+        ({"topk_group": 1}, "experts_per_token is 3; allowed is at most the 2 experts"),
+        ({"routed_scaling_factor": "x"}, "routed_scaling_factor is 'x'"),
+        ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor is nan"),
+        ({"n_shared_experts": -1}, "n_shared_experts is -1"),
+        ({"n_shared_experts": 3}, r"gate_proj.weight has shape \(48, 48\), not \(72, 48\)"),
+        ({"first_k_dense_replace": "1"}, "first_k_dense_replace is '1'"),
+        ({"first_k_dense_replace": 0}, "layers.0.mlp.gate.weight is missing"),
+        ({"use_qk_norm": 1}, "use_qk_norm is 1"),
+        ({"num_nextn_predict_layers": []}, "num_nextn_predict_layers is"),
+        ({"clip_qkv": 8.0}, "clip_qkv is 8.0; allowed is null"),
+    ],
+)
+def test_invalid_routers_end_in_one_line(change: dict[str, Any], message: str) -> None:
+    stored = checkpoint_of(hf_model("Glm4Moe", **CASES["glm4 moe"][1]), **change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        built(stored)
+    assert "\n" not in str(caught.value)
 
 
 def ours(model: Any) -> np.ndarray:
@@ -580,6 +721,12 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     ),
     "growth": ("ministral3", {"rope_parameters": {**MINISTRAL_3, "llama_4_scaling_beta": 0.0}}),
+    "routed scale": ("glm4 moe", {"routed_scaling_factor": 1.0}),
+    "groups": ("glm4 moe", {"topk_group": 4}),
+    "top k": ("glm4 moe", {"num_experts_per_tok": 2}),
+    "partial rotary": ("glm4 moe", {"partial_rotary_factor": 1.0, "rope_parameters": None}),
+    "swiglu limit": ("gpt oss", {"swiglu_limit": 0.2}),
+    "swiglu alpha": ("gpt oss", {"swiglu_alpha": 1.0}),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ from tokenizers.trainers import BpeTrainer
 
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models import chat
-from anydecode.models.gguf_tokenizer import PATTERNS, merges_from_scores
+from anydecode.models.gguf_tokenizer import PATTERNS, make_pre_tokenizer, merges_from_scores
 from anydecode.models.tokenizers import HFTokenizer
 
 CORPUS = [
@@ -182,6 +183,36 @@ def test_pre_tokenizer_splits() -> None:
     assert words("llama-bpe", "x 123456!") == ["x", " ", "123", "456", "!"]
     assert words("qwen2", "x 123") == ["x", " ", "1", "2", "3"]
     assert words("default", "a, b") == ["a", ",", " b"]
+
+
+#: The pattern that OpenAI publishes for o200k (in tiktoken, `o200k_base`).
+O200K = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+def test_gpt_4o_splits_like_the_published_pattern() -> None:
+    """A thousand strings of letters, marks, digits, quotes and spaces of several scripts."""
+    regex = pytest.importorskip("regex")
+    splitter = make_pre_tokenizer(PATTERNS["gpt-4o"])
+    to_text = decoders.ByteLevel()
+    alphabet = "aBcÉéßǅʰ日本ع́1²Ⅷ '’/.,!🎉\t\r\n\u00a0\u2003" + "abAB  '\n"
+    generator = random.Random(0)
+    for _ in range(1000):
+        text = "".join(generator.choices(alphabet, k=generator.randrange(1, 40)))
+        text = text.replace("'", generator.choice(["'s", "'LL", "'", "'Ve"]))
+        pieces = [to_text.decode([piece]) for piece, _ in splitter.pre_tokenize_str(text)]
+        assert pieces == regex.findall(O200K, text), text
 
 
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]

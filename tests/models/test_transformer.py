@@ -68,6 +68,40 @@ MODELS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
         "int8",
         {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4},
     ),
+    "gpt oss": (
+        "GptOss",
+        "float32",
+        {
+            "head_dim": 12,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "glm4 moe int8": (
+        "Glm4Moe",
+        "int8",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "head_dim": 16,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+        },
+    ),
+    "qwen2 moe": (
+        "Qwen2Moe",
+        "float32",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+        },
+    ),
 }
 
 _built: dict[str, Transformer] = {}

@@ -50,6 +50,11 @@ def tanh(x: torch.Tensor) -> torch.Tensor:
     return torch.where(double.abs() <= 0.35, small / (small + 2.0), outer)
 
 
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + exp(-x))"""
+    return 1.0 / (exp(-x) + 1.0)
+
+
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x / (1 + exp(-x))"""
     return x / (exp(-x) + 1.0)
@@ -73,6 +78,14 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
         tail = tail * t + term
     tail = tail * t * exp(-z * z) * 0.5
     return x * torch.where(x < 0, tail, 1.0 - tail)
+
+
+def clamped_swiglu(
+    gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float
+) -> torch.Tensor:
+    """See `ClampedSwiglu`."""
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1.0) * (gate * sigmoid(gate * alpha))
 
 
 ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "gelu": gelu}

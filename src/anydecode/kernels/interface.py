@@ -92,6 +92,68 @@ class Attention:
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
 
 
+class ClampedSwiglu(NamedTuple):
+    """The activation of gpt-oss: g * sigmoid(alpha * g) * (u + 1).
+
+    g is min(gate, limit), and u is up, clamped to [-limit, limit].
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+#: The activation of a gated MLP: "silu", "gelu_tanh" or a `ClampedSwiglu`.
+Activation = str | ClampedSwiglu
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How the router's logits choose and weigh the experts of a token.
+
+    The scores are float32 functions of the logits. The `experts_per_token` experts with the largest
+    scores are chosen (ties to the lower id), after `ExpertWeights.selection_bias` was added. Their
+    weights are the scores without that bias.
+
+    Attributes:
+        experts_per_token: The number of experts that are chosen.
+        normalise: Whether the weights are divided by their sum.
+        scoring: "softmax" over all experts, or "sigmoid".
+        num_groups: The number of equal groups of consecutive experts.
+        groups_per_token: The number of groups that experts are chosen from: those with the largest
+            sums of their two largest scores (DeepSeek-V3, arXiv:2412.19437).
+        scale: A factor of the weights, after normalisation.
+    """
+
+    experts_per_token: int
+    normalise: bool = True
+    scoring: str = "softmax"
+    num_groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0
+
+
+@dataclass(eq=False)
+class ExpertWeights:
+    """The three matrices of each expert's gated MLP, and their biases.
+
+    Biases are float32 `[out_features]`, one per expert; None for no biases. `selection_bias` is
+    float32 `[experts]`, see `Routing`.
+    """
+
+    gate: list[Weight]
+    up: list[Weight]
+    down: list[Weight]
+    gate_bias: list[np.ndarray] | None = None
+    up_bias: list[np.ndarray] | None = None
+    down_bias: list[np.ndarray] | None = None
+    selection_bias: np.ndarray | None = None
+
+    @property
+    def matrices(self) -> list[Weight]:
+        """All gate matrices, then all up matrices, then all down matrices."""
+        return [*self.gate, *self.up, *self.down]
+
+
 @dataclass(eq=False)
 class KeyValues:
     """The key-value cache.
@@ -224,12 +286,24 @@ class Backend(ABC):
         """Apply the rotary embedding of the row's position to each of `num_heads` heads."""
 
     @abstractmethod
-    def attention(self, q: Any, k: Any, v: Any, layer: int, shape: Attention) -> Any:
-        """Store k and v in each row's slot of `layer`, then compute attention over `Rows`."""
+    def attention(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: int,
+        shape: Attention,
+        sinks: np.ndarray | None = None,
+    ) -> Any:
+        """Store k and v in each row's slot of `layer`, then compute attention over `Rows`.
+
+        `sinks` is float32 `[num_heads]`: the score of a key of each head that every row attends to
+        and whose value is zero (gpt-oss).
+        """
 
     @abstractmethod
-    def gated(self, gate: Any, up: Any, activation: str) -> Any:
-        """activation(gate) * up; `activation` is "silu", "gelu_tanh" or "gelu"."""
+    def gated(self, gate: Any, up: Any, activation: Activation) -> Any:
+        """activation(gate) * up, or the function of both that `ClampedSwiglu` states."""
 
     @abstractmethod
     def add(self, x: Any, y: Any) -> Any:
@@ -248,18 +322,13 @@ class Backend(ABC):
         self,
         x: Any,
         router: Any,
-        gate: list[Weight],
-        up: list[Weight],
-        down: list[Weight],
-        top_k: int,
-        normalise: bool,
-        activation: str,
+        weights: ExpertWeights,
+        routing: Routing,
+        activation: Activation,
     ) -> Any:
-        """Mixture of experts.
+        """Mixture of experts: the weighted sum of the chosen experts' outputs, in order of id.
 
-        `router` holds one logit per expert. The weights are the `top_k` largest of a float32
-        softmax over all experts (ties to the lower id), renormalised if `normalise`. The outputs of
-        the chosen experts are summed in order of expert id.
+        `router` holds one logit per expert.
         """
 
     @abstractmethod
@@ -276,3 +345,7 @@ class Backend(ABC):
     @abstractmethod
     def add_positions(self, x: Any, table: Weight) -> Any:
         """x plus the row of `table` of each row's position."""
+
+    @abstractmethod
+    def sigmoid_scale(self, x: Any, gate: Any) -> Any:
+        """x * sigmoid(gate), where `gate` has one number per row."""

@@ -39,6 +39,17 @@ class Lora(ctypes.Structure):
     _fields_ = [("down", pointer), ("up", pointer), ("rank", c_int32), ("reserved", c_int32)]
 
 
+class Routing(ctypes.Structure):
+    """How experts are chosen and weighted, and their biases."""
+
+    _fields_ = [
+        *((name, pointer) for name in ("gate_bias", "up_bias", "down_bias", "selection_bias")),
+        *((name, c_int32) for name in ("normalise", "is_sigmoid", "num_groups", "groups_per_row")),
+        ("scale", c_float),
+        ("reserved", c_int32),
+    ]
+
+
 class Op(ctypes.Structure):
     """One operation of a program."""
 
@@ -52,6 +63,7 @@ class Op(ctypes.Structure):
         ("matrix", pointer),
         ("weight", pointer),
         ("experts", pointer),
+        ("routing", pointer),
     ]
 
 

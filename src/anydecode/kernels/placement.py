@@ -14,7 +14,7 @@ _BY_ROW = frozenset(Code) - {Code.LINEAR, Code.ATTEND, Code.EXPERTS}
 _IN_PLACE = frozenset(
     {
         *(Code.NORM, Code.ROPE, Code.GATED, Code.ADD, Code.SCALE, Code.SOFTCAP),
-        *(Code.LAYER_NORM, Code.ACTIVATE, Code.ADD_POSITION),
+        *(Code.LAYER_NORM, Code.ACTIVATE, Code.ADD_POSITION, Code.SIGMOID_SCALE),
     }
 )
 

@@ -9,14 +9,25 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.kernels.interface import Attention, Backend, Rope, Weight
+from anydecode.kernels.interface import (
+    Activation,
+    Attention,
+    Backend,
+    ClampedSwiglu,
+    ExpertWeights,
+    Rope,
+    Routing,
+    Weight,
+)
 from anydecode.kernels.library import Matrix, Op
+from anydecode.kernels.library import Routing as RoutingStruct
 from anydecode.kernels.mapped import address_of
 from anydecode.kernels.packing import FLOAT_FORMATS, Packer, float_vector
 from anydecode.kernels.placement import assign_offsets, to_ops
 from anydecode.kernels.steps import LOGITS, STREAM, Code, Step, Value
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_CLAMPED_SWIGLU = 3
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
 
 
@@ -91,21 +102,33 @@ class NativeBackend(Backend):
         fields = {"heads": num_heads, "head_dim": x.width // num_heads, "count": half}
         return self._record(Code.ROPE, (x, table), x.width, **fields)
 
-    def attention(self, q: Value, k: Value, v: Value, layer: int, shape: Attention) -> Value:
+    def attention(
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        layer: int,
+        shape: Attention,
+        sinks: np.ndarray | None = None,
+    ) -> Value:
         fields = {"layer": layer, "heads": shape.num_heads, "kv_heads": shape.num_kv_heads}
         fields["head_dim"] = shape.head_dim
         store = Step(Code.STORE, (k, v), None, {**fields, "width": k.width}, cache="write")
         self.steps.append(store)
         self.shapes.append(shape)
-        limits = {"window": shape.window or 0, "x": shape.scale, "y": shape.softcap or 0.0}
+        limits: dict[str, Any] = {"window": shape.window or 0}
+        limits |= {"x": shape.scale, "y": shape.softcap or 0.0}
+        if sinks is not None:
+            limits["weight"] = self._keep_vector(sinks)
         out = self._record(Code.ATTEND, (q,), q.width, **fields, **limits)
         self.steps[-1].cache = "read"
         limits |= {"width": q.width, "width_out": q.width}
         self.steps.append(Step(Code.MERGE, (out,), out, {**fields, **limits}))
         return out
 
-    def gated(self, gate: Value, up: Value, activation: str) -> Value:
-        return self._record(Code.GATED, (gate, up), gate.width, activation=_ACTIVATIONS[activation])
+    def gated(self, gate: Value, up: Value, activation: Activation) -> Value:
+        fields = _activation_fields(activation)
+        return self._record(Code.GATED, (gate, up), gate.width, **fields)
 
     def add(self, x: Value, y: Value) -> Value:
         return self._record(Code.ADD, (x, y), x.width)
@@ -120,28 +143,26 @@ class NativeBackend(Backend):
         self,
         x: Value,
         router: Value,
-        gate: list[Weight],
-        up: list[Weight],
-        down: list[Weight],
-        top_k: int,
-        normalise: bool,
-        activation: str,
+        weights: ExpertWeights,
+        routing: Routing,
+        activation: Activation,
     ) -> Value:
-        weights = [*gate, *up, *down]
-        matrices = [self._packer.pack(weight) for weight in weights]
+        gate, up, down, top_k = weights.gate, weights.up, weights.down, routing.experts_per_token
+        matrices = [self._packer.pack(weight) for weight in weights.matrices]
         pointers = (ctypes.c_void_p * len(matrices))(*map(ctypes.addressof, matrices))
         self.keepalive.append(pointers)
         inner, width_out = gate[0].out_features, down[0].out_features
         quantised = max(x.width, inner) // 32 * _BLOCK_FLOATS
         per_slot = 4 + x.width + 2 * inner + width_out + quantised
-        fields = {"groups": top_k, "count": len(gate), "kv_heads": int(normalise)}
+        fields = {"groups": top_k, "count": len(gate), **_activation_fields(activation)}
+        fields["routing"] = self._keep_routing(weights, routing)
         fields["heads"] = int(any(w.format not in FLOAT_FORMATS for w in (*gate, *up)))
         fields["head_dim"] = int(any(w.format not in FLOAT_FORMATS for w in down))
-        adapted = any(weight.name in self.adapted for weight in weights)
-        fields["layer"] = self._add_targets(weights) if adapted else -1
-        fields |= {"activation": _ACTIVATIONS[activation], "experts": ctypes.addressof(pointers)}
+        adapted = any(weight.name in self.adapted for weight in weights.matrices)
+        fields["layer"] = self._add_targets(weights.matrices) if adapted else -1
+        fields["experts"] = ctypes.addressof(pointers)
         out = self._record(Code.EXPERTS, (x, router), width_out, **fields)
-        self.steps[-1].scratch = Value(top_k * per_slot + len(gate) + 16)
+        self.steps[-1].scratch = Value(top_k * per_slot + 4 * len(gate) + 16)
         return out
 
     def layer_norm(
@@ -158,6 +179,34 @@ class NativeBackend(Backend):
         out = self._record(Code.ADD_POSITION, (x,), x.width, matrix=matrix)
         self.steps[-1].scratch = Value(x.width)
         return out
+
+    def _keep_routing(self, weights: ExpertWeights, routing: Routing) -> int:
+        """The address of the C struct for the routing and the biases of experts."""
+        struct = RoutingStruct(
+            normalise=int(routing.normalise),
+            is_sigmoid=int(routing.scoring == "sigmoid"),
+            num_groups=routing.num_groups,
+            groups_per_row=routing.groups_per_token,
+            scale=routing.scale,
+        )
+        for name in ("gate_bias", "up_bias", "down_bias"):
+            biases = getattr(weights, name)
+            if biases is not None:
+                setattr(struct, name, self._keep_vector(np.concatenate(biases)))
+        if weights.selection_bias is not None:
+            struct.selection_bias = self._keep_vector(weights.selection_bias)
+        self.keepalive.append(struct)
+        return ctypes.addressof(struct)
+
+    def sigmoid_scale(self, x: Value, gate: Value) -> Value:
+        return self._record(Code.SIGMOID_SCALE, (x, gate), x.width)
+
+
+def _activation_fields(activation: Activation) -> dict[str, Any]:
+    """The fields of an op that apply an activation."""
+    if isinstance(activation, ClampedSwiglu):
+        return {"activation": _CLAMPED_SWIGLU, "x": activation.alpha, "y": activation.limit}
+    return {"activation": _ACTIVATIONS[activation]}
 
 
 @dataclass(eq=False)

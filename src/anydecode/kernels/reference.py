@@ -18,11 +18,15 @@ from anydecode.kernels.cache import CACHE_FORMATS, decode, encode
 from anydecode.kernels.formats import DTYPES, dequantize
 from anydecode.kernels.interface import (
     KEY_BLOCK,
+    Activation,
     Adapter,
     Attention,
     Backend,
+    ClampedSwiglu,
+    ExpertWeights,
     KeyValues,
     Rope,
+    Routing,
     Rows,
     Weight,
 )
@@ -32,6 +36,8 @@ from anydecode.kernels.visibility import lengths, visible_slots
 
 # Attention processes rows in groups with about this many products of queries and keys.
 _GROUP = 1 << 18
+# Added to the sum that the weights of experts are divided by: sigmoid scores may all be zero.
+_MIN_SHARE = 1e-20
 
 
 @dataclass(eq=False)
@@ -132,7 +138,13 @@ class ReferenceBackend(Backend):
         return torch.cat(rotated, -1).flatten(-2)
 
     def attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, shape: Attention
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: int,
+        shape: Attention,
+        sinks: np.ndarray | None = None,
     ) -> torch.Tensor:
         bound = self._rows()
         keys, values = (
@@ -148,14 +160,17 @@ class ReferenceBackend(Backend):
         keys[target] = _encode(format, k[stored_rows].view(heads))
         values[target] = _encode(format, v[stored_rows].view(heads))
         out = torch.empty_like(q)
+        sink_scores = None if sinks is None else self._vector(sinks)
         for group in _row_groups(bound, shape):
             visible = visible_slots(bound.rows, bound.index[group], layer, shape.window)
             table = torch.from_numpy(visible.slots).to(self.device)
             index = torch.from_numpy(group).to(self.device)
-            out[index] = _attend(q[index], keys, values, format, table, shape)
+            out[index] = _attend(q[index], keys, values, format, table, shape, sink_scores)
         return out
 
-    def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        if isinstance(activation, ClampedSwiglu):
+            return elementary.clamped_swiglu(gate, up, *activation)
         return elementary.ACTIVATIONS[activation](gate) * up
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -171,28 +186,30 @@ class ReferenceBackend(Backend):
         self,
         x: torch.Tensor,
         router: torch.Tensor,
-        gate: list[Weight],
-        up: list[Weight],
-        down: list[Weight],
-        top_k: int,
-        normalise: bool,
-        activation: str,
+        weights: ExpertWeights,
+        routing: Routing,
+        activation: Activation,
     ) -> torch.Tensor:
-        shares = expert_weights(router, top_k, normalise)
+        bias = weights.selection_bias
+        shares = expert_shares(router, routing, None if bias is None else self._vector(bias))
         adapters = self._adapters()
         out = torch.zeros_like(x)
-        for expert in range(len(gate)):
+        for expert in range(len(weights.gate)):
             index = shares[:, expert].nonzero().squeeze(-1)
             if not len(index):
                 continue
             expert_adapters = None if adapters is None else adapters[index.cpu().numpy()]
             rows = x[index]
+            gate_bias, up_bias, down_bias = (
+                None if biases is None else biases[expert]
+                for biases in (weights.gate_bias, weights.up_bias, weights.down_bias)
+            )
             inner = self.gated(
-                self._linear(rows, gate[expert], None, expert_adapters),
-                self._linear(rows, up[expert], None, expert_adapters),
+                self._linear(rows, weights.gate[expert], gate_bias, expert_adapters),
+                self._linear(rows, weights.up[expert], up_bias, expert_adapters),
                 activation,
             )
-            y = self._linear(inner, down[expert], None, expert_adapters)
+            y = self._linear(inner, weights.down[expert], down_bias, expert_adapters)
             out[index] = out[index] + y * shares[index, expert].unsqueeze(-1)
         return out
 
@@ -216,6 +233,9 @@ class ReferenceBackend(Backend):
         """The positions of the bound rows, int64 `[m]`."""
         return self._rows().positions
 
+    def sigmoid_scale(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * elementary.sigmoid(gate)
+
     def _adapters(self) -> np.ndarray | None:
         """Each bound row's adapter, or -1; None where no row has one."""
         if self._bound is None or self._bound.rows.adapters is None:
@@ -229,14 +249,30 @@ class ReferenceBackend(Backend):
         return self._bound
 
 
-def expert_weights(router: torch.Tensor, top_k: int, normalise: bool) -> torch.Tensor:
+def expert_shares(
+    router: torch.Tensor, routing: Routing, selection_bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """The weight of each expert in each row, float32 `[m, experts]`; 0 where it is not chosen."""
-    shares = elementary.softmax(router)
-    order = torch.sort(shares, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    is_sigmoid = routing.scoring == "sigmoid"
+    shares = elementary.sigmoid(router) if is_sigmoid else elementary.softmax(router)
+    choice = shares if selection_bias is None else shares + selection_bias
+    if routing.num_groups > 1:
+        groups = choice.view(len(choice), routing.num_groups, -1)
+        largest = torch.sort(groups, dim=-1, descending=True).values[..., :2]
+        used = _first(largest[..., 0] + largest[..., 1], routing.groups_per_token)
+        is_used = torch.zeros(groups.shape[:2], dtype=torch.bool, device=router.device)
+        is_used = is_used.scatter(1, used, True).unsqueeze(-1)
+        choice = groups.masked_fill(~is_used, float("-inf")).view(choice.shape)
+    order = _first(choice, routing.experts_per_token)
     chosen = torch.zeros_like(shares).scatter(1, order, shares.gather(1, order))
-    if normalise:
-        chosen = chosen / elementary.tree_sum(chosen).unsqueeze(-1)
-    return chosen
+    if routing.normalise:
+        chosen = chosen / (elementary.tree_sum(chosen).unsqueeze(-1) + _MIN_SHARE)
+    return chosen if routing.scale == 1.0 else chosen * routing.scale
+
+
+def _first(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The indices of the `count` largest scores of each row, ties to the lower index."""
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _row_groups(bound: _BoundRows, shape: Attention) -> Iterator[np.ndarray]:
@@ -277,6 +313,7 @@ def _attend(
     format: str,
     table: torch.Tensor,
     shape: Attention,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of q `[m, heads * head_dim]` over the slots in `table` `[m, width]`; -1 is masked.
 
@@ -297,6 +334,9 @@ def _attend(
         return torch.zeros_like(q)
     maximum = scores.amax(-1, keepdim=True)
     maximum = maximum.masked_fill(maximum == float("-inf"), 0.0)
+    if sinks is not None:
+        sinks = sinks.view(1, shape.num_kv_heads, group, 1)
+        maximum = torch.maximum(maximum, sinks)
     weights = elementary.exp(scores - maximum).masked_fill(~mask, 0.0)
     value = _decode(format, values[slots], shape.head_dim).transpose(1, 2).unsqueeze(2)
     # A masked slot may hold anything, and 0 times infinity is not 0.
@@ -309,5 +349,7 @@ def _attend(
     for block in range(sums.shape[-1]):
         total = total + sums[..., block]
         result = result + parts[..., block, :]
+    if sinks is not None:
+        total = total + elementary.exp(sinks - maximum).squeeze(-1)
     total = total.masked_fill(total == 0, 1.0).unsqueeze(-1)
     return (result / total).reshape(rows, -1)

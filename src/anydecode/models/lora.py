@@ -21,7 +21,7 @@ from anydecode.kernels.formats import plain_weight
 from anydecode.kernels.interface import Adapter, LowRank, Weight
 from anydecode.models.files import read_json, untrusted
 from anydecode.models.limits import number, refusal
-from anydecode.models.network import Experts, Network
+from anydecode.models.network import Network, mlp_matrices
 
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -167,10 +167,7 @@ def _weights(network: Network) -> dict[str, Weight]:
     weights: list[Weight] = []
     for layer in network.weights.layers:
         weights += [linear.weight for linear in (layer.query, layer.key, layer.value, layer.output)]
-        if isinstance(layer.mlp, Experts):
-            weights += [layer.mlp.router, *layer.mlp.gate, *layer.mlp.up, *layer.mlp.down]
-        else:
-            weights += [linear.weight for linear in vars(layer.mlp).values()]
+        weights += mlp_matrices(layer.mlp)
     return {weight.name: weight for weight in weights}
 
 

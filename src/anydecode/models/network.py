@@ -14,7 +14,7 @@ import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import check_weight
-from anydecode.kernels.interface import Adapter, Backend, Rope, Weight
+from anydecode.kernels.interface import Adapter, Backend, ExpertWeights, Rope, Weight
 from anydecode.models.spec import LayerSpec, ModelSpec
 
 
@@ -45,12 +45,16 @@ class PlainMlp:
 
 @dataclass(eq=False)
 class Experts:
-    """A router `[experts, hidden_size]` and, per expert, the three matrices of a gated MLP."""
+    """A router `[experts, hidden_size]` and its experts.
 
-    router: Weight
-    gate: list[Weight]
-    up: list[Weight]
-    down: list[Weight]
+    `shared` is an MLP that every token runs through. Its output is added, multiplied by the sigmoid
+    of the product with `shared_gate` `[1, hidden_size]` if there is one.
+    """
+
+    router: Linear
+    routed: ExpertWeights
+    shared: GatedMlp | None = None
+    shared_gate: Weight | None = None
 
 
 @dataclass(eq=False)
@@ -70,6 +74,7 @@ class LayerWeights:
     key_norm: np.ndarray | None = None
     attention_norm_bias: np.ndarray | None = None
     mlp_norm_bias: np.ndarray | None = None
+    sinks: np.ndarray | None = None
 
 
 @dataclass(eq=False)
@@ -124,11 +129,7 @@ class Network:
         for layer in self.weights.layers:
             for linear in (layer.query, layer.key, layer.value, layer.output):
                 yield linear.weight
-            if isinstance(layer.mlp, Experts):
-                yield layer.mlp.router
-                yield from (*layer.mlp.gate, *layer.mlp.up, *layer.mlp.down)
-            else:
-                yield from (linear.weight for linear in vars(layer.mlp).values())
+            yield from mlp_matrices(layer.mlp)
 
     def release_matrices(self) -> None:
         """Free the matrices' data, after an executor has packed its own copy."""
@@ -248,7 +249,8 @@ class Network:
         query_rope = spec.query_rope or spec.rope
         q = self._positioned(backend, q, spec, shape.num_heads, weights.query_norm, query_rope)
         k = self._positioned(backend, k, spec, shape.num_kv_heads, weights.key_norm, spec.rope)
-        return _linear(backend, backend.attention(q, k, v, index, shape), weights.output)
+        y = backend.attention(q, k, v, index, shape, weights.sinks)
+        return _linear(backend, y, weights.output)
 
     def _positioned(
         self,
@@ -270,25 +272,38 @@ class Network:
         return x
 
 
+def mlp_matrices(mlp: GatedMlp | PlainMlp | Experts) -> Iterator[Weight]:
+    """Yield every matrix of an MLP."""
+    if not isinstance(mlp, Experts):
+        yield from (linear.weight for linear in vars(mlp).values())
+        return
+    yield mlp.router.weight
+    yield from mlp.routed.matrices
+    if mlp.shared is not None:
+        yield from mlp_matrices(mlp.shared)
+    if mlp.shared_gate is not None:
+        yield mlp.shared_gate
+
+
 def _linear(backend: Backend, x: Any, linear: Linear) -> Any:
     return backend.linear(x, linear.weight, linear.bias)
 
 
 def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: GatedMlp | PlainMlp | Experts) -> Any:
     if isinstance(mlp, PlainMlp):
+        assert isinstance(spec.activation, str), "checked by `ModelSpec`"
         inner = backend.activate(_linear(backend, x, mlp.up), spec.activation)
         return _linear(backend, inner, mlp.down)
     if isinstance(mlp, Experts):
-        return backend.experts(
-            x,
-            backend.linear(x, mlp.router),
-            mlp.gate,
-            mlp.up,
-            mlp.down,
-            spec.experts_per_token,
-            spec.normalise_experts,
-            spec.activation,
-        )
+        assert spec.routing is not None, "checked by `_check_mlp`"
+        router = _linear(backend, x, mlp.router)
+        y = backend.experts(x, router, mlp.routed, spec.routing, spec.activation)
+        if mlp.shared is None:
+            return y
+        shared = _mlp(backend, x, spec, mlp.shared)
+        if mlp.shared_gate is not None:
+            shared = backend.sigmoid_scale(shared, backend.linear(x, mlp.shared_gate))
+        return backend.add(y, shared)
     gate, up = _linear(backend, x, mlp.gate), _linear(backend, x, mlp.up)
     return _linear(backend, backend.gated(gate, up, spec.activation), mlp.down)
 
@@ -312,6 +327,7 @@ def _check_layer(prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int)
         "mlp_post_norm": hidden if has_post_norm else None,
         "query_norm": (q_size if is_full_norm else dim) if spec.qk_norm else None,
         "key_norm": (kv_size if is_full_norm else dim) if spec.qk_norm else None,
+        "sinks": spec.attention.num_heads if spec.has_sinks else None,
     }
     for name, size in sizes.items():
         if size is not None:
@@ -332,24 +348,37 @@ def _check_mlp(
         kind = "plain" if isinstance(mlp, PlainMlp) else "gated"
         if spec.mlp != kind:
             raise CheckpointError(f"{prefix}mlp: the weights are {kind}, the spec is {spec.mlp}")
-        inner = mlp.up.weight.out_features
-        for name, linear in vars(mlp).items():
-            shape = (hidden, inner) if name == "down" else (inner, hidden)
-            _check_linear(prefix + name, linear, shape)
+        _check_dense(prefix, mlp, hidden)
         return
-    _check_matrix(f"{prefix}router", mlp.router, (spec.num_experts, hidden))
-    if {len(mlp.gate), len(mlp.up), len(mlp.down)} != {spec.num_experts}:
+    count, routed = spec.num_experts, mlp.routed
+    _check_linear(f"{prefix}router", mlp.router, (count, hidden))
+    if {len(routed.gate), len(routed.up), len(routed.down)} != {count}:
         raise CheckpointError(
-            f"{prefix}experts: the weights have {len(mlp.gate)}, the spec has {spec.num_experts}"
+            f"{prefix}experts: the weights have {len(routed.gate)}, the spec has {count}"
         )
-    inner = mlp.gate[0].out_features
-    for kind, shape in (
-        ("gate", (inner, hidden)),
-        ("up", (inner, hidden)),
-        ("down", (hidden, inner)),
-    ):
-        for weight in getattr(mlp, kind):
-            _check_matrix(f"{prefix}an expert's {kind}", weight, shape)
+    inner = routed.gate[0].out_features
+    for kind in ("gate", "up", "down"):
+        shape = _shape(kind, inner, hidden)
+        biases = getattr(routed, f"{kind}_bias") or [None] * count
+        for weight, bias in zip(getattr(routed, kind), biases, strict=True):
+            _check_linear(f"{prefix}an expert's {kind}", Linear(weight, bias), shape)
+    if routed.selection_bias is not None:
+        _check_vector(f"{prefix}the selection bias", routed.selection_bias, count)
+    if mlp.shared is not None:
+        _check_dense(f"{prefix}shared expert's ", mlp.shared, hidden)
+    if mlp.shared_gate is not None:
+        _check_matrix(f"{prefix}the shared expert's gate", mlp.shared_gate, (1, hidden))
+
+
+def _check_dense(prefix: str, mlp: GatedMlp | PlainMlp, hidden: int) -> None:
+    inner = mlp.up.weight.out_features
+    for name, linear in vars(mlp).items():
+        _check_linear(prefix + name, linear, _shape(name, inner, hidden))
+
+
+def _shape(name: str, inner: int, hidden: int) -> tuple[int, int]:
+    """The shape of a matrix of an MLP."""
+    return (hidden, inner) if name == "down" else (inner, hidden)
 
 
 def _check_linear(name: str, linear: Linear, shape: tuple[int, int]) -> None:

@@ -70,7 +70,7 @@ def choose_executor(
     if is_cuda and requested == "native":
         raise UnsupportedCombinationError("the native kernels run on the CPU, not on cuda")
     if requested == "triton" or (is_cuda and requested is None):
-        triton = _triton_executor(requested)
+        triton = _triton_executor(requested, device)
         return triton or torch_executor(device)
     if requested == "torch":
         return torch_executor(device)
@@ -101,7 +101,9 @@ def choose_executor(
     return execute
 
 
-def _triton_executor(requested: str | None) -> Callable[[Network], Executor] | None:
+def _triton_executor(
+    requested: str | None, device: str | None
+) -> Callable[[Network], Executor] | None:
     from anydecode.kernels.cuda.available import unavailable_reason
 
     problem = unavailable_reason()
@@ -111,6 +113,13 @@ def _triton_executor(requested: str | None) -> Callable[[Network], Executor] | N
         return None
 
     def execute(network: Network) -> Executor:
+        if any(layer.has_sinks for layer in network.spec.layers):
+            if not requested:
+                return torch_executor(device)(network)
+            raise UnsupportedCombinationError(
+                "the Triton kernels do not support attention sinks (gpt-oss); use backend='torch',"
+                " or the native kernels on the CPU"
+            )
         from anydecode.kernels.cuda.executor import TritonExecutor
 
         executor = TritonExecutor(

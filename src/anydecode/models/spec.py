@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.kernels.interface import Attention, Rope
+from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
 from anydecode.models.limits import (
     MAX_COUNT,
     MAX_EXPERTS,
@@ -30,10 +30,11 @@ class LayerSpec:
         norms: Where the norms are: "pre" (most families), "post" (OLMo 2: on the output of each
             sublayer only), "both" (Gemma 2 and 3).
         qk_norm: The norm of queries and keys: None, "head" (Qwen3, Gemma 3) or "full" (OLMo 2).
-        activation: The activation of the MLP, "silu", "gelu_tanh" or "gelu".
+        activation: The activation of the MLP, "silu", "gelu_tanh", "gelu" or, of a gated MLP, a
+            `ClampedSwiglu`.
         num_experts: The number of experts; 0 for a dense MLP.
-        experts_per_token: The number of experts that a token is routed to.
-        normalise_experts: Whether the routing weights of those experts are normalised to 1.
+        routing: How a token's experts are chosen; None for a dense MLP.
+        has_sinks: Whether each head has an attention sink (gpt-oss).
         query_rope: The rotary position embedding of queries, if it is another than that of keys
             (Ministral 3).
         norm_after_rope: Whether queries and keys are normed after the rotary position embedding
@@ -49,10 +50,10 @@ class LayerSpec:
     rope: Rope | None
     norms: str = "pre"
     qk_norm: str | None = None
-    activation: str = "silu"
+    activation: Activation = "silu"
     num_experts: int = 0
-    experts_per_token: int = 0
-    normalise_experts: bool = True
+    routing: Routing | None = None
+    has_sinks: bool = False
     query_rope: Rope | None = None
     norm_after_rope: bool = False
     interleaved_rope: bool = False
@@ -133,12 +134,35 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
         "activation": ("silu", "gelu_tanh", "gelu"),
         "mlp": ("gated", "plain"),
     }
+    if isinstance(layer.activation, ClampedSwiglu) and layer.mlp == "gated":
+        number(f"{prefix}swiglu_alpha", layer.activation.alpha)
+        number(f"{prefix}swiglu_limit", layer.activation.limit)
+        del choices["activation"]
     for name, allowed in choices.items():
         if getattr(layer, name) not in allowed:
             raise refusal(f"{prefix}{name}", getattr(layer, name), f"one of {allowed}")
     integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_EXPERTS)
-    min_used = min(1, layer.num_experts)
-    integer(f"{prefix}experts_per_token", layer.experts_per_token, min_used, layer.num_experts)
+    _check_routing(prefix, layer)
+
+
+def _check_routing(prefix: str, layer: LayerSpec) -> None:
+    routing, count = layer.routing, layer.num_experts
+    if (routing is None) != (count == 0):
+        raise refusal(f"{prefix}num_experts", count, "0 without routing, and more than 0 with it")
+    if routing is None:
+        return
+    used = integer(f"{prefix}experts_per_token", routing.experts_per_token, 1, count)
+    if routing.scoring not in ("softmax", "sigmoid"):
+        raise refusal(f"{prefix}scoring", routing.scoring, "softmax or sigmoid")
+    number(f"{prefix}scale", routing.scale)
+    groups = integer(f"{prefix}num_groups", routing.num_groups, 1, count)
+    if count % groups or (groups > 1 and count < 2 * groups):
+        allowed = f"a divisor of the {count} experts that leaves 2 or more in a group"
+        raise refusal(f"{prefix}num_groups", groups, allowed)
+    kept = integer(f"{prefix}groups_per_token", routing.groups_per_token, 1, groups)
+    if used > kept * (count // groups):
+        allowed = f"at most the {kept * (count // groups)} experts of {kept} groups"
+        raise refusal(f"{prefix}experts_per_token", used, allowed)
 
 
 def _check_attention(prefix: str, shape: Attention) -> None:

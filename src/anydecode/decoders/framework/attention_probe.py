@@ -55,7 +55,12 @@ class AttentionProbe:
             scores = shape.softcap * np.tanh(scores / shape.softcap)
         stop = row_positions + 1 if visible is None else visible
         is_hidden = key_positions[None, :] >= stop[:, None]
-        return softmax(np.where(is_hidden, np.float32(-np.inf), scores))
+        scores = np.where(is_hidden, np.float32(-np.inf), scores)
+        sinks = self._network.weights.layers[layer].sinks
+        if sinks is None:
+            return softmax(scores)
+        columns = np.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+        return softmax(np.concatenate((scores, columns), -1))[..., :-1]
 
 
 def attention_probe(model: Any) -> AttentionProbe:

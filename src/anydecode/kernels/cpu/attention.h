@@ -456,10 +456,24 @@ INLINE void add_segment(const State *to, int at, const State *from, int from_at,
   to->max[at] = max;
 }
 
-/* Write the normalised result of head `at` of a complete state. */
-INLINE void finish_head(const State *state, int at, int padded, int head_dim, float *out) {
-  float total = f8_sum(f8_load(state->total + 8 * at));
-  scale_row(state->sums + (int64_t)at * padded, head_dim, total > 0 ? 1.0f / total : 0.0f, out);
+/* Write the normalised result of head `at` of a complete state. `sink`: the score of a key whose
+ * value is zero; NULL: none. */
+INLINE void finish_head(const State *state, int at, int padded, int head_dim, const float *sink,
+                        float *out) {
+  float total = f8_sum(f8_load(state->total + 8 * at)), factor = 1.0f;
+  if (sink && total > 0) {
+    float max = *sink > state->max[at] ? *sink : state->max[at], pair[8];
+    f8_store(pair, f8_exp(f8_set(state->max[at] - max)));
+    factor = pair[0];
+    f8_store(pair, f8_exp(f8_set(*sink - max)));
+    total = total * factor + pair[0];
+  }
+  scale_row(state->sums + (int64_t)at * padded, head_dim, total > 0 ? factor / total : 0.0f, out);
+}
+
+/* The sink of a head; NULL where the layer has none. */
+INLINE const float *sink_of(const Op *op, int64_t head) {
+  return op->weight ? op->weight + head : NULL;
 }
 
 static void attend_tile(const Plan *plan, const Heads *h, int tile, const float *q, float *out,
@@ -478,7 +492,7 @@ static void attend_tile(const Plan *plan, const Heads *h, int tile, const float 
   }
   for (int i = 0; i < heads; i++) {
     int64_t head = h->kv_head * h->group + i % h->group;
-    finish_head(&scratch->all, i, h->padded, h->head_dim,
+    finish_head(&scratch->all, i, h->padded, h->head_dim, sink_of(h->op, head),
                 out + ((int64_t)(row + i / h->group) * h->op->heads + head) * h->head_dim);
   }
 }
@@ -550,7 +564,7 @@ static void merge_row(const Plan *plan, const Op *op, int row, float *out) {
       add_segment(&all, at, &more, at, padded);
     }
     float *to = out + (int64_t)head * op->head_dim;
-    if (first < last) finish_head(&all, at, padded, op->head_dim, to);
+    if (first < last) finish_head(&all, at, padded, op->head_dim, sink_of(op, head), to);
     else memset(to, 0, (size_t)op->head_dim * 4);
   }
 }

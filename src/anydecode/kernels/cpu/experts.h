@@ -11,6 +11,8 @@ typedef struct {
   int32_t *start;           /* [experts + 1], first slot of each expert */
   int32_t *row;             /* [slots] */
   float *weight;            /* [n * top_k] */
+  float *score, *choice;    /* [experts], of one row */
+  float *group;             /* [groups], of one row */
   float *x, *gate, *up, *y; /* [slots, ...] */
   Activations *quantised;
 } ExpertScratch;
@@ -24,7 +26,10 @@ static ExpertScratch expert_scratch(const Op *op, int n, float *base) {
   scratch.row = scratch.slot + slots;
   scratch.weight = (float *)(scratch.row + slots);
   scratch.start = (int32_t *)(scratch.weight + slots);
-  scratch.x = (float *)(scratch.start + op->count + 1);
+  scratch.score = (float *)(scratch.start + op->count + 1);
+  scratch.choice = scratch.score + op->count;
+  scratch.group = scratch.choice + op->count;
+  scratch.x = scratch.group + op->count;
   scratch.gate = scratch.x + slots * op->width;
   scratch.up = scratch.gate + slots * inner;
   scratch.y = scratch.up + slots * inner;
@@ -32,29 +37,65 @@ static ExpertScratch expert_scratch(const Op *op, int n, float *base) {
   return scratch;
 }
 
-/* Softmax in float32, then the `top` largest, ties to the lower id, in order of expert id. */
-static void route(const float *router, int count, int top, int normalise, int32_t *expert,
-                  float *weight) {
-  float max = router[0], sum = 0.0f, chosen_sum = 0.0f;
-  for (int e = 1; e < count; e++) max = router[e] > max ? router[e] : max;
-  float probability[8];
-  for (int e = 0; e < count; e += 8) {
-    f8 p = f8_exp(f8_sub(f8_load_part(router + e, count - e), f8_set(max)));
-    f8_store(probability, p);
-    for (int j = 0; j < 8 && e + j < count; j++) sum += probability[j];
+/* Whether entry `e` is among the `top` largest of `count` values, ties to the lower index. */
+INLINE int is_among_largest(const float *values, int count, int e, int top) {
+  int rank = 0;
+  for (int o = 0; o < count; o++)
+    rank += values[o] > values[e] || (values[o] == values[e] && o < e);
+  return rank < top;
+}
+
+/* Set the choice scores of all groups to -inf, except those with the largest sums of their two
+ * largest scores. */
+static void drop_groups(int count, const Routing *routing, float *choice, float *sums) {
+  int groups = routing->num_groups, each = count / groups;
+  for (int g = 0; g < groups; g++) {
+    float first = -INFINITY, second = -INFINITY;
+    for (int e = g * each; e < (g + 1) * each; e++) {
+      float low = choice[e] < first ? choice[e] : first;
+      first = choice[e] > first ? choice[e] : first;
+      second = low > second ? low : second;
+    }
+    sums[g] = first + second;
   }
-  int chosen = 0;
+  for (int g = 0; g < groups; g++)
+    if (!is_among_largest(sums, groups, g, routing->groups_per_row))
+      for (int e = g * each; e < (g + 1) * each; e++) choice[e] = -INFINITY;
+}
+
+/* The scores of one row's experts in float32; softmax scores are divided by the result. */
+static float expert_scores(const float *router, int count, int is_sigmoid, float *score) {
+  float max = router[0], sum = 0.0f;
+  for (int e = 1; e < count; e++) max = router[e] > max ? router[e] : max;
+  for (int e = 0; e < count; e += 8) {
+    f8 x = f8_load_part(router + e, count - e);
+    f8_store_part(score + e, is_sigmoid ? f8_sigmoid(x) : f8_exp(f8_sub(x, f8_set(max))),
+                  count - e);
+  }
+  for (int e = 0; e < count; e++) sum += score[e];
+  return is_sigmoid ? 1.0f : sum;
+}
+
+/* Choose the experts of one row, in order of id, and compute their weights. */
+static void route(const Op *op, const float *router, const ExpertScratch *scratch, int32_t *expert,
+                  float *weight) {
+  const Routing *routing = op->routing;
+  int count = op->count, top = op->groups, chosen = 0;
+  float *score = scratch->score, *choice = scratch->choice, chosen_sum = 0.0f;
+  float sum = expert_scores(router, count, routing->is_sigmoid, score);
+  const float *bias = routing->selection_bias;
+  int has_scores = routing->is_sigmoid || bias || routing->num_groups > 1;
+  for (int e = 0; e < count; e++)
+    choice[e] = has_scores ? score[e] / sum + (bias ? bias[e] : 0.0f) : router[e];
+  if (routing->num_groups > 1) drop_groups(count, routing, choice, scratch->group);
   for (int e = 0; e < count && chosen < top; e++) {
-    int rank = 0;
-    for (int o = 0; o < count; o++)
-      rank += router[o] > router[e] || (router[o] == router[e] && o < e);
-    if (rank >= top) continue;
-    f8_store(probability, f8_exp(f8_set(router[e] - max)));
+    if (!is_among_largest(choice, count, e, top)) continue;
     expert[chosen] = e;
-    weight[chosen] = probability[0] / sum;
+    weight[chosen] = score[e] / sum;
     chosen_sum += weight[chosen++];
   }
-  for (int i = 0; i < chosen && normalise; i++) weight[i] /= chosen_sum;
+  for (int i = 0; i < chosen && routing->normalise; i++) weight[i] /= chosen_sum + 1e-20f;
+  for (int i = 0; i < chosen && routing->scale != 1.0f; i++) weight[i] *= routing->scale;
 }
 
 static void assign_slots(const Op *op, int n, ExpertScratch *scratch) {
@@ -82,7 +123,9 @@ static void expert_products(const Op *op, const ExpertScratch *scratch, int whic
     const void *from = x + (int64_t)first * w->in_features;
     if (!is_float(w->format))
       from = scratch->quantised + (int64_t)first * (w->in_features / QUANT_BLOCK);
-    linear_columns(w, from, rows, NULL, out + (int64_t)first * w->out_features, w->out_features,
+    const float *bias = op->routing->bias[which];
+    if (bias) bias += (int64_t)e * w->out_features;
+    linear_columns(w, from, rows, bias, out + (int64_t)first * w->out_features, w->out_features,
                    begin, end);
   }
 }
@@ -115,8 +158,8 @@ static void mix_row(const Pass *pass, const Op *op, const ExpertScratch *scratch
 }
 
 /* Run one part of one phase. Fields of op: groups = experts per row, count = number of experts,
- * kv_heads = whether to normalise, heads = whether any gate or up matrix is quantised, head_dim =
- * whether any down matrix is, layer = index of its first matrix among the adapters' targets, or -1.
+ * heads = whether any gate or up matrix is quantised, head_dim = whether any down matrix is, layer =
+ * index of its first matrix among the adapters' targets, or -1, x and y as for the activation.
  * Phases run in sequence; the first has one part. */
 static void experts(const Pass *pass, const Op *op, int n, const float *x, const float *router,
                     float *base, float *out, int phase, int part, int parts) {
@@ -127,8 +170,8 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
   switch (phase) {
     case 0:
       for (int r = 0; r < n; r++)
-        route(router + (int64_t)r * op->count, op->count, op->groups, op->kv_heads,
-              scratch.expert + r * op->groups, scratch.weight + r * op->groups);
+        route(op, router + (int64_t)r * op->count, &scratch, scratch.expert + r * op->groups,
+              scratch.weight + r * op->groups);
       assign_slots(op, n, &scratch);
       break;
     case 1:
@@ -150,7 +193,7 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
         float *hidden = scratch.gate + s * inner, *up = scratch.up + s * inner;
         add_lora(pass, op, &scratch, i, 0, from, hidden);
         add_lora(pass, op, &scratch, i, 1, from, up);
-        gated(hidden, up, inner, op->activation, hidden);
+        gated(hidden, up, inner, op, hidden);
         if (op->head_dim)
           quantise_row(hidden, inner, scratch.quantised + s * (inner / QUANT_BLOCK));
       }

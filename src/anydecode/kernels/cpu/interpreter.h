@@ -97,7 +97,7 @@ static void run_row(const Step *s, int r) {
            out + from);
       break;
     case OP_STORE: store_row(s->pass, op, r, a + from, b + from); break;
-    case OP_GATED: gated(a + from, b + from, op->width, op->activation, out + from); break;
+    case OP_GATED: gated(a + from, b + from, op->width, op, out + from); break;
     case OP_ADD: add_rows(a + from, b + from, wide, out + from); break;
     case OP_SCALE: scale_row(a + from, op->width, op->x, out + from); break;
     case OP_SOFTCAP: softcap_row(a + from, op->width, op->x, out + from); break;
@@ -111,6 +111,7 @@ static void run_row(const Step *s, int r) {
       add_rows(a + from, row, wide, out + from);
       break;
     }
+    case OP_SIGMOID_SCALE: sigmoid_scale_row(a + from, op->width, b[r], out + from); break;
     case OP_COPY: memmove(out + to, a + from, (size_t)wide * 4); break;
     default: break;
   }

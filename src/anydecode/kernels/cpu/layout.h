@@ -24,7 +24,7 @@ enum Format {
 enum Code {
   OP_EMBED, OP_CAPTURE, OP_GATHER, OP_NORM, OP_QUANTISE, OP_LINEAR, OP_LORA, OP_ROPE_TABLE, OP_ROPE,
   OP_STORE, OP_ATTEND, OP_MERGE, OP_GATED, OP_ADD, OP_SCALE, OP_SOFTCAP, OP_COPY, OP_EXPERTS,
-  OP_LAYER_NORM, OP_ACTIVATE, OP_ADD_POSITION
+  OP_LAYER_NORM, OP_ACTIVATE, OP_ADD_POSITION, OP_SIGMOID_SCALE
 };
 
 /* The buffer of a value: an offset into the workspace, in floats per row, or one of these. */
@@ -45,6 +45,15 @@ typedef struct {
   int32_t rank, reserved;
 } Lora;
 
+/* How experts are chosen and weighted, and the biases of their matrices. */
+typedef struct {
+  const float *bias[3];        /* of gate, up and down: [experts, out_features]; NULL: none */
+  const float *selection_bias; /* [experts], added to the scores for the choice; NULL: none */
+  int32_t normalise, is_sigmoid, num_groups, groups_per_row;
+  float scale;
+  int32_t reserved;
+} Routing;
+
 typedef struct {
   int32_t code, barrier; /* barrier: starts a stage, which waits for all earlier ops */
   int32_t layer, activation;
@@ -54,6 +63,7 @@ typedef struct {
   const Matrix *matrix;
   const float *weight;
   const Matrix *const *experts; /* [gate, up, down][count] */
+  const Routing *routing;
 } Op;
 
 /* Rows whose hidden states after `layer` layers are copied to `out` [count, hidden_size]. */

@@ -83,7 +83,7 @@ static void rope(const float *x, int heads, int head_dim, const float *table, in
   }
 }
 
-enum { SILU, GELU_TANH, GELU };
+enum { SILU, GELU_TANH, GELU, CLAMPED_SWIGLU };
 
 /* x * (1 + erf(x / sqrt(2))) / 2, with erf from Abramowitz and Stegun 7.1.26. */
 INLINE f8 f8_gelu(f8 x) {
@@ -105,7 +105,24 @@ INLINE f8 f8_activate(f8 x, int activation) {
   return f8_mul(x, f8_sigmoid(f8_mul(f8_add(x, cube), f8_set(1.5957691216057308f))));
 }
 
-static void gated(const float *gate, const float *up, int width, int activation, float *out) {
+/* g * sigmoid(alpha * g) * (u + 1), g = min(gate, limit), u = up clamped to [-limit, limit] */
+static void clamped_swiglu(const float *gate, const float *up, int width, float alpha, float limit,
+                           float *out) {
+  f8 high = f8_set(limit), low = f8_set(-limit);
+  for (int i = 0; i < width; i += 8) {
+    f8 g = f8_min(f8_load_part(gate + i, width - i), high);
+    f8 u = f8_max(f8_min(f8_load_part(up + i, width - i), high), low);
+    f8 y = f8_mul(g, f8_sigmoid(f8_mul(g, f8_set(alpha))));
+    f8_store_part(out + i, f8_mul(f8_add(u, f8_set(1.0f)), y), width - i);
+  }
+}
+
+static void gated(const float *gate, const float *up, int width, const Op *op, float *out) {
+  int activation = op->activation;
+  if (activation == CLAMPED_SWIGLU) {
+    clamped_swiglu(gate, up, width, op->x, op->y, out);
+    return;
+  }
   for (int i = 0; i < width; i += 8) {
     f8 y = f8_activate(f8_load_part(gate + i, width - i), activation);
     f8_store_part(out + i, f8_mul(y, f8_load_part(up + i, width - i)), width - i);
@@ -127,6 +144,12 @@ static void add_rows(const float *x, const float *y, int64_t count, float *out) 
 static void scale_row(const float *x, int width, float factor, float *out) {
   for (int i = 0; i < width; i += 8)
     f8_store_part(out + i, f8_mul(f8_load_part(x + i, width - i), f8_set(factor)), width - i);
+}
+
+static void sigmoid_scale_row(const float *x, int width, float gate, float *out) {
+  f8 factor = f8_sigmoid(f8_set(gate));
+  for (int i = 0; i < width; i += 8)
+    f8_store_part(out + i, f8_mul(f8_load_part(x + i, width - i), factor), width - i);
 }
 
 static void softcap_row(const float *x, int width, float cap, float *out) {

@@ -22,7 +22,18 @@ from anydecode.kernels.cuda.packing import Packed, pack
 from anydecode.kernels.cuda.products import product
 from anydecode.kernels.cuda.rows import DeviceRows, to_device
 from anydecode.kernels.elementary import RotaryTable
-from anydecode.kernels.interface import Adapter, Attention, KeyValues, Rope, Rows, Weight
+from anydecode.kernels.interface import (
+    Activation,
+    Adapter,
+    Attention,
+    ClampedSwiglu,
+    ExpertWeights,
+    KeyValues,
+    Rope,
+    Routing,
+    Rows,
+    Weight,
+)
 from anydecode.kernels.reference import ReferenceBackend
 from anydecode.kernels.torch_arrays import as_tensor
 
@@ -180,7 +191,16 @@ class TritonBackend(ReferenceBackend):
     def rope(self, x: Any, num_heads: int, rope: Rope) -> Rotate:  # type: ignore[override]
         return Rotate(x=x, heads=num_heads, rope=rope)
 
-    def attention(self, q: Any, k: Any, v: Any, layer: int, shape: Attention) -> torch.Tensor:
+    def attention(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: int,
+        shape: Attention,
+        sinks: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        assert sinks is None, "refused when the model is opened"
         rows, cache = self._device_rows(), self._cache
         assert cache is not None
         self._fuse_products([q, k, v])
@@ -199,7 +219,9 @@ class TritonBackend(ReferenceBackend):
             rotated, keys, values, rows, layer, shape, splits=self.splits, dtype=self.product_dtype
         )
 
-    def gated(self, gate: Any, up: Any, activation: str) -> torch.Tensor:
+    def gated(self, gate: Any, up: Any, activation: Activation) -> torch.Tensor:
+        if isinstance(activation, ClampedSwiglu):
+            return super().gated(self.force(gate), self.force(up), activation)
         if isinstance(gate, Product) and isinstance(up, Product) and gate.x is up.x:
             packed = self.group((gate.weight, up.weight), gated=True)
             fusable = self._fusable(gate) and self._fusable(up)
@@ -223,23 +245,18 @@ class TritonBackend(ReferenceBackend):
         self,
         x: Any,
         router: Any,
-        gate: list[Weight],
-        up: list[Weight],
-        down: list[Weight],
-        top_k: int,
-        normalise: bool,
-        activation: str,
+        weights: ExpertWeights,
+        routing: Routing,
+        activation: Activation,
     ) -> torch.Tensor:
         self.has_routed = True
-        for weight in (*gate, *up, *down):
+        for weight in weights.matrices:
             self.packed(weight)
         # What remains is the reference's arithmetic between the products, which is batch-invariant
         # too.
         product_dtype, self.product_dtype = self.product_dtype, torch.float32
         try:
-            return super().experts(
-                self.force(x), self.force(router), gate, up, down, top_k, normalise, activation
-            )
+            return super().experts(self.force(x), self.force(router), weights, routing, activation)
         finally:
             self.product_dtype = product_dtype
 
@@ -258,6 +275,9 @@ class TritonBackend(ReferenceBackend):
 
     def _row_positions(self) -> torch.Tensor:
         return self._device_rows().positions.long()
+
+    def sigmoid_scale(self, x: Any, gate: Any) -> torch.Tensor:
+        return super().sigmoid_scale(self.force(x), self.force(gate))
 
     def embed(self, tokens: torch.Tensor, weight: Weight, factor: float) -> torch.Tensor:
         """float32 embeddings of int32 `tokens` on the device, times `factor`."""

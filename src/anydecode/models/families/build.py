@@ -8,8 +8,6 @@ from types import MappingProxyType
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.kernels.formats import plain_weight
-from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import (
     FAMILIES,
@@ -20,8 +18,10 @@ from anydecode.models.families.config import (
     spec_from_config,
     text_config,
 )
+from anydecode.models.families.experts import read_experts
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
+from anydecode.models.limits import MAX_LAYERS
 from anydecode.models.network import (
     Experts,
     GatedMlp,
@@ -79,7 +79,9 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
     is_tied = bool_value(config, "tie_word_embeddings")
     head = embedding if is_tied else reader.matrix("lm_head", shape, is_outer=True)
     family = FAMILIES[config["model_type"]]
-    if reader.has_module(f"layers.{spec.num_layers}"):
+    # Layers that predict further tokens follow the others, and are left out.
+    num_unused = int_value(config, "num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
+    if reader.has_module(f"layers.{spec.num_layers + num_unused}"):
         raise CheckpointError(
             f"num_hidden_layers is {spec.num_layers}, but {checkpoint.name} contains more layers"
         )
@@ -123,6 +125,9 @@ class _LayerReader:
         if post or both:
             layer.attention_post_norm = self._norm("post_attention_layernorm")
             layer.mlp_post_norm = self._norm("post_feedforward_layernorm")
+        if self._spec.has_sinks:
+            name = f"{self._name}.self_attn.sinks"
+            layer.sinks = self._reader.vector(name, self._spec.attention.num_heads)
         if self._spec.qk_norm is not None:
             shape = self._spec.attention
             per_head = self._spec.qk_norm == "head"
@@ -149,7 +154,7 @@ class _LayerReader:
         q, k, v = self._parts(
             "self_attn.qkv_proj",
             {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size},
-            bias or self._family.qkv_bias,
+            bias or bool_value(self._config, "qkv_bias", self._family.qkv_bias),
             {
                 "self_attn.q_proj": self._spec.row_order(shape.num_heads),
                 "self_attn.k_proj": self._spec.row_order(shape.num_kv_heads),
@@ -163,7 +168,8 @@ class _LayerReader:
 
     def _mlp(self) -> GatedMlp | PlainMlp | Experts:
         if is_expert_layer(self._config, self._index):
-            return self._experts()
+            family, shape = self._family, (self._spec.num_experts, self._hidden)
+            return read_experts(self._reader, self._config, family, self._name, shape)
         inner = int_value(self._config, "intermediate_size")
         bias = bool_value(self._config, "mlp_bias")
         if self._spec.mlp == "plain":
@@ -200,46 +206,3 @@ class _LayerReader:
             parts.append(reader.linear(fused, (total, hidden), bias, rows=rows, alias=alias))
             start += size
         return parts
-
-    def _experts(self) -> Experts:
-        names = [f"{self._name}.{module}" for module in ("mlp", "block_sparse_moe")]
-        router = self._reader.first(f"{name}.gate" for name in names)
-        count = self._spec.num_experts
-        # A router is small, and quantising it would change which experts are selected.
-        weight = self._reader.matrix(router, (count, self._hidden), keep_format=True)
-        block = router.removesuffix(".gate")
-        is_mixtral = self._config["model_type"] == "mixtral" or not block.endswith("mlp")
-        inner = int_value(
-            self._config, "intermediate_size" if is_mixtral else "moe_intermediate_size"
-        )
-        if self._reader.has(f"{block}.experts.gate_up_proj"):
-            return self._stacked_experts(weight, block, inner)
-        gate, up, down = (
-            [self._expert(block, expert, names, shape) for expert in range(count)]
-            for names, shape in (
-                (("gate_proj", "w1"), (inner, self._hidden)),
-                (("up_proj", "w3"), (inner, self._hidden)),
-                (("down_proj", "w2"), (self._hidden, inner)),
-            )
-        )
-        return Experts(weight, gate, up, down)
-
-    def _expert(
-        self, block: str, expert: int, names: tuple[str, str], shape: tuple[int, int]
-    ) -> Weight:
-        name = self._reader.first(f"{block}.experts.{expert}.{name}" for name in names)
-        return self._reader.matrix(name, shape)
-
-    def _stacked_experts(self, router: Weight, block: str, inner: int) -> Experts:
-        """Experts stored as `[experts, 2 * inner, hidden]` and `[experts, hidden, inner]`."""
-        count, name = self._spec.num_experts, f"{block}.experts"
-        gate_up = self._reader.stacked(f"{name}.gate_up_proj", (count, 2 * inner, self._hidden))
-        downs = self._reader.stacked(f"{name}.down_proj", (count, self._hidden, inner))
-        gate, up, down = [], [], []
-        for expert in range(count):
-            name = f"{block}.experts.{expert}"
-            convert, fused = self._reader.convert, plain_weight(gate_up[expert])
-            gate.append(convert(fused, f"{name}.gate_proj", rows=slice(0, inner)))
-            up.append(convert(fused, f"{name}.up_proj", rows=slice(inner, 2 * inner)))
-            down.append(convert(plain_weight(downs[expert]), f"{name}.down_proj"))
-        return Experts(router, gate, up, down)

@@ -12,7 +12,7 @@ import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
-from anydecode.kernels.interface import Attention, Rope
+from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
 from anydecode.models.families.rope import make_rope, rope_type
 from anydecode.models.limits import (
     MAX_COUNT,
@@ -40,6 +40,35 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True)
+class MixtureOfExperts:
+    """The properties of a family's mixture of experts.
+
+    Attributes:
+        inner_size: The config's key for the inner size of an expert.
+        is_normalised: The default of `norm_topk_prob`, see `Routing.normalise`.
+        has_biases: Whether the router and the experts have biases.
+        is_interleaved: Whether stacked matrices are `[experts, in, out]`, with the columns of gate
+            and up alternating (gpt-oss).
+        scoring: See `Routing.scoring`.
+        has_selection_bias: See `ExpertWeights.selection_bias`.
+        shared_module: The module of the MLP that every token runs through, if there is one.
+        shared_size: The config's key for its inner size; None for `n_shared_experts` times that of
+            an expert.
+        has_shared_gate: Whether its output is multiplied by a sigmoid of the token.
+    """
+
+    inner_size: str = "moe_intermediate_size"
+    is_normalised: bool = True
+    has_biases: bool = False
+    is_interleaved: bool = False
+    scoring: str = "softmax"
+    has_selection_bias: bool = False
+    shared_module: str | None = None
+    shared_size: str | None = None
+    has_shared_gate: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """The properties of a model family.
 
@@ -52,7 +81,6 @@ class Family:
         has_scaled_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
         has_attention_softcap: Whether `attn_logit_softcapping` applies.
         qkv_bias: Whether q, k and v have biases even without `attention_bias`.
-        router_is_normalised: The default of `norm_topk_prob`.
         defaults: Values of keys that its configs may leave out.
         causal: Whether rows attend to earlier positions only.
         logit_shift: Of a diffusion model: 1 if row r predicts position r + 1.
@@ -73,6 +101,9 @@ class Family:
         has_position_table: See `ModelSpec.has_position_table`.
         scales: Returns the factors of embeddings, scores, sublayers and logits; None: the usual
             ones.
+        moe: Its mixture of experts, if it has one.
+        has_sinks: See `LayerSpec.has_sinks`.
+        has_clamped_swiglu: Whether the activation is a `ClampedSwiglu`.
     """
 
     architectures: tuple[str, ...]
@@ -83,7 +114,6 @@ class Family:
     has_scaled_embedding: bool = False
     has_attention_softcap: bool = False
     qkv_bias: bool = False
-    router_is_normalised: bool = True
     defaults: Config = field(default_factory=dict)
     causal: bool = True
     logit_shift: int = 0
@@ -102,6 +132,9 @@ class Family:
     mlp: str = "gated"
     is_parallel: bool = False
     has_position_table: bool = False
+    moe: MixtureOfExperts | None = None
+    has_sinks: bool = False
+    has_clamped_swiglu: bool = False
 
 
 class Scales(NamedTuple):
@@ -130,6 +163,15 @@ def _sliding_from_layer(config: Config) -> list[str]:
     if not _uses_window(config):
         return [_FULL] * count
     return [_SLIDING if layer >= first else _FULL for layer in range(count)]
+
+
+def _alternating_before_layer(config: Config) -> list[str]:
+    """Qwen2-MoE: sliding attention in every second layer before `max_window_layers`, if windows are
+    enabled."""
+    count, stop = num_layers(config), int_value(config, "max_window_layers", 28, low=0)
+    if not _uses_window(config):
+        return [_FULL] * count
+    return [_FULL if layer % 2 or layer >= stop else _SLIDING for layer in range(count)]
 
 
 def _all_sliding_if_enabled(config: Config) -> list[str]:
@@ -247,7 +289,12 @@ GROUP = "anydecode.families"
 FAMILIES: dict[str, Family] = {
     "llama": Family(("LlamaForCausalLM",), _all_full),
     "mistral": Family(("MistralForCausalLM",), _all_sliding, defaults={"sliding_window": 4096}),
-    "mixtral": Family(("MixtralForCausalLM",), _all_sliding, defaults={"rope_theta": 1e6}),
+    "mixtral": Family(
+        ("MixtralForCausalLM",),
+        _all_sliding,
+        defaults={"rope_theta": 1e6},
+        moe=MixtureOfExperts("intermediate_size"),
+    ),
     "smollm3": Family(
         ("SmolLM3ForCausalLM",),
         _sliding_without_rope,
@@ -267,8 +314,58 @@ FAMILIES: dict[str, Family] = {
         ("Qwen3MoeForCausalLM",),
         _all_sliding_if_enabled,
         qk_norm="head",
-        router_is_normalised=False,
         defaults={"sliding_window": 4096},
+        moe=MixtureOfExperts(is_normalised=False),
+    ),
+    "gpt_oss": Family(
+        ("GptOssForCausalLM",),
+        _full_every_nth,
+        defaults={
+            "sliding_window_pattern": 2,
+            "sliding_window": 128,
+            "head_dim": 64,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+        },
+        moe=MixtureOfExperts("intermediate_size", has_biases=True, is_interleaved=True),
+        has_sinks=True,
+        has_clamped_swiglu=True,
+    ),
+    "qwen2_moe": Family(
+        ("Qwen2MoeForCausalLM",),
+        _alternating_before_layer,
+        qkv_bias=True,
+        defaults={"sliding_window": 4096},
+        moe=MixtureOfExperts(
+            is_normalised=False,
+            shared_module="shared_expert",
+            shared_size="shared_expert_intermediate_size",
+            has_shared_gate=True,
+        ),
+    ),
+    "olmoe": Family(
+        ("OlmoeForCausalLM",),
+        _all_full,
+        qk_norm="full",
+        defaults={"rms_norm_eps": 1e-5},
+        moe=MixtureOfExperts("intermediate_size", is_normalised=False),
+    ),
+    "glm4_moe": Family(
+        ("Glm4MoeForCausalLM",),
+        _all_full,
+        qk_norm="head",
+        defaults={
+            "use_qk_norm": False,
+            "rms_norm_eps": 1e-5,
+            "first_k_dense_replace": 1,
+            "partial_rotary_factor": 0.5,
+        },
+        moe=MixtureOfExperts(
+            scoring="sigmoid", has_selection_bias=True, shared_module="shared_experts"
+        ),
+        output_bias=False,
+        has_partial_rotary=True,
     ),
     "phi3": Family(("Phi3ForCausalLM",), _all_sliding, has_partial_rotary=True),
     "olmo2": Family(
@@ -486,7 +583,8 @@ FAMILIES |= {
     "wedlm": replace(FAMILIES["qwen2"], architectures=("WeDLMForCausalLM",), qkv_bias=False),
     "wedlm_qwen3": replace(FAMILIES["qwen3"], architectures=("WeDLMForCausalLM",)),
 }
-_MOE_MODEL_TYPES = ("mixtral", "qwen3_moe", "sdar_moe")
+#: The keys for the number of experts.
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 #: Multimodal architectures whose language model (`text_config`) can run alone.
 _MULTIMODAL = (
     "Gemma3ForConditionalGeneration",
@@ -526,8 +624,7 @@ def text_config(config: Config) -> dict[str, Any]:
             f" {', '.join(FAMILIES)}"
         )
     _check_architecture(text, model_type, FAMILIES[model_type].architectures)
-    counts = ("num_experts", "num_local_experts")
-    if model_type not in _MOE_MODEL_TYPES and any(text.get(key) for key in counts):
+    if FAMILIES[model_type].moe is None and any(text.get(key) for key in _NUM_EXPERTS):
         raise CheckpointError(f"a mixture of experts of model type {model_type!r} is not supported")
     text["model_type"] = model_type
     family = FAMILIES[model_type]
@@ -582,8 +679,10 @@ def spec_from_config(
         raise CheckpointError("bidirectional attention in a Gemma config is not supported")
     if config["model_type"] == "minicpm" and config.get("sparse_config") is not None:
         raise CheckpointError("sparse attention (sparse_config) is not supported")
-    if config.get("use_qk_norm"):
+    if config.get("use_qk_norm") and family.qk_norm is None:
         raise CheckpointError("layer norms of queries and keys (use_qk_norm) are not supported")
+    if config.get("clip_qkv") is not None:
+        raise refusal("clip_qkv", config["clip_qkv"], "null")
     if max_positions is not None:
         high = MAX_SIZE
         if family.has_position_table:
@@ -695,19 +794,53 @@ def head_dim(config: Config) -> int:
 
 def is_expert_layer(config: Config, layer: int) -> bool:
     """Whether a layer's MLP is a mixture of experts."""
-    if config["model_type"] == "mixtral":
-        return True
-    if config["model_type"] not in _MOE_MODEL_TYPES:
+    if FAMILIES[config["model_type"]].moe is None:
         return False
     step = int_value(config, "decoder_sparse_step", 1)
     dense = _list(config, "mlp_only_layers", int) or []
-    return layer not in dense and num_experts(config) > 0 and (layer + 1) % step == 0
+    first = int_value(config, "first_k_dense_replace", 0, low=0)
+    is_sparse = layer >= first and layer not in dense and (layer + 1) % step == 0
+    return is_sparse and num_experts(config) > 0
 
 
 def num_experts(config: Config) -> int:
     """The number of experts of a mixture-of-experts layer."""
-    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    key = next((key for key in _NUM_EXPERTS if key in config), "num_experts")
     return int_value(config, key, low=0, high=MAX_EXPERTS)
+
+
+def shared_size(config: Config, moe: MixtureOfExperts) -> int:
+    """The inner size of the MLP that every token runs through; 0 if there is none."""
+    if moe.shared_module is None:
+        return 0
+    if moe.shared_size is not None:
+        return int_value(config, moe.shared_size, low=0)
+    count = int_value(config, "n_shared_experts", 1, low=0, high=MAX_EXPERTS)
+    return count * int_value(config, moe.inner_size)
+
+
+def _routing(config: Config, moe: MixtureOfExperts) -> Routing:
+    return Routing(
+        int_value(config, "num_experts_per_tok"),
+        normalise=bool_value(config, "norm_topk_prob", moe.is_normalised),
+        scoring=moe.scoring,
+        num_groups=int_value(config, "n_group", 1),
+        groups_per_token=int_value(config, "topk_group", 1),
+        scale=number("routed_scaling_factor", _value(config, "routed_scaling_factor", 1.0)),
+    )
+
+
+def _activation(config: Config, family: Family) -> Activation:
+    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise CheckpointError(f"activation {name!r} is not supported")
+    if not family.has_clamped_swiglu:
+        return _ACTIVATIONS[name]
+    default = ClampedSwiglu()
+    return ClampedSwiglu(
+        number("swiglu_alpha", _value(config, "swiglu_alpha", default.alpha)),
+        number("swiglu_limit", _value(config, "swiglu_limit", default.limit)),
+    )
 
 
 def _layer_types(config: Config, family: Family) -> list[str]:
@@ -727,9 +860,7 @@ def _layers(
         raise CheckpointError(
             f"layer_types or no_rope_layers has fewer entries than the config's {count} layers"
         )
-    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise CheckpointError(f"activation {activation!r} is not supported")
+    activation = _activation(config, family)
     dim, trained = head_dim(config), int_value(config, "max_position_embeddings")
     ropes = {
         layer_type: make_rope(_rope_parameters(config, layer_type), dim, trained, max_positions)
@@ -745,11 +876,11 @@ def _layers(
                 attention=_attention(config, family, layer_types[layer], dim, attention_scale),
                 rope=ropes[layer_types[layer]] if has_rope[layer] else None,
                 norms=family.norms,
-                qk_norm=family.qk_norm,
-                activation=_ACTIVATIONS[activation],
+                qk_norm=family.qk_norm if bool_value(config, "use_qk_norm", True) else None,
+                activation=activation,
                 num_experts=num_experts(config) if is_moe else 0,
-                experts_per_token=int_value(config, "num_experts_per_tok") if is_moe else 0,
-                normalise_experts=bool_value(config, "norm_topk_prob", family.router_is_normalised),
+                routing=_routing(config, family.moe) if is_moe and family.moe else None,
+                has_sinks=family.has_sinks,
                 query_rope=query_ropes[layer_types[layer]] if has_rope[layer] else None,
                 norm_after_rope=family.norm_after_rope,
                 interleaved_rope=family.interleaved_rope,

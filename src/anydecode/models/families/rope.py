@@ -84,6 +84,8 @@ def _checked_parameter(key: str, value: Any) -> Any:
     """A parameter, checked for type and range."""
     if key in _BOUNDS:
         return number(key, value, *_BOUNDS[key])
+    if key == "truncate" and not isinstance(value, bool):
+        raise refusal(key, value, "true or false")
     if key == "original_max_position_embeddings":
         return integer(key, value)
     if key in ("long_factor", "short_factor"):

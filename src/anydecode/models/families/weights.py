@@ -146,13 +146,21 @@ class TensorReader:
             vector = vector if rows is None else vector[rows]
         return Linear(weight, vector)
 
-    def stacked(self, name: str, shape: tuple[int, int, int]) -> np.ndarray:
-        """A float tensor `[experts, out, in]`, checked to have `shape`."""
+    def stacked(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A float tensor `[experts, ...]`, checked to have `shape`."""
         tensor = self._read(name)
         if isinstance(tensor, Weight) or tensor.dtype not in FLOATS.values():
             raise CheckpointError(
                 f"{self._source}: {self._full_name(name)} is not a stack of matrices of floats"
             )
+        self._check(name, tuple(tensor.shape), shape)
+        return tensor
+
+    def codes(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A tensor of bytes, checked to have `shape`."""
+        tensor = self._read(name)
+        if isinstance(tensor, Weight) or tensor.dtype != np.uint8:
+            raise CheckpointError(f"{self._source}: {self._full_name(name)} is no tensor of bytes")
         self._check(name, tuple(tensor.shape), shape)
         return tensor
 

@@ -13,7 +13,13 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.families.config import FAMILIES, spec_from_config
+from anydecode.models.families.config import (
+    FAMILIES,
+    is_expert_layer,
+    num_experts,
+    shared_size,
+    spec_from_config,
+)
 from anydecode.models.loading.gguf_config import config_from_gguf
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.lazy import LazyTensors, Reader
@@ -56,6 +62,30 @@ _OVERRIDES = {
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "qwen3moe": {"ffn_gate_inp": "mlp.gate"},
     "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
+    "gpt-oss": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.router",
+    },
+    "olmoe": {"ffn_gate_inp": "mlp.gate"},
+    "qwen2moe": {
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    },
+    "glm4moe": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    },
+}
+_MLP_EXPERTS = {
+    "ffn_gate": "mlp.experts.{}.gate_proj",
+    "ffn_up": "mlp.experts.{}.up_proj",
+    "ffn_down": "mlp.experts.{}.down_proj",
 }
 _EXPERTS = {
     "llama": {
@@ -63,11 +93,12 @@ _EXPERTS = {
         "ffn_up": "block_sparse_moe.experts.{}.w3",
         "ffn_down": "block_sparse_moe.experts.{}.w2",
     },
-    "qwen3moe": {
-        "ffn_gate": "mlp.experts.{}.gate_proj",
-        "ffn_up": "mlp.experts.{}.up_proj",
-        "ffn_down": "mlp.experts.{}.down_proj",
-    },
+    **dict.fromkeys(("qwen2moe", "qwen3moe", "olmoe", "glm4moe", "gpt-oss"), _MLP_EXPERTS),
+}
+#: Vectors whose Hugging Face names have no suffix.
+_VECTORS = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
 #: Rope factors, which are read into the config.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -129,16 +160,26 @@ def _convert(
     else:
         _, layer, part = module.split(".", 2) if module.count(".") >= 2 else ("", "", "")
         prefix = f"model.layers.{layer}."
+        num_layers = config["num_hidden_layers"]
+        num_unused = config.get("num_nextn_predict_layers", 0)
+        if layer.isdigit() and num_layers <= int(layer) < num_layers + num_unused:
+            return []
         count = config.get("num_local_experts") or config.get("num_experts") or 0
         experts = _experts(file, info, architecture, part, prefix, count)
         if experts:
             return experts
+        is_layer = layer.isdigit() and int(layer) < num_layers
+        vector = _VECTORS.get(f"{part}.{leaf}")
+        if is_layer and vector is not None:
+            return [(prefix + vector, info.shape, partial(_read, file, info, prefix + vector))]
         names = {**_LAYER, **_OVERRIDES.get(architecture, {})}
-        if not layer.isdigit() or int(layer) >= config["num_hidden_layers"] or part not in names:
+        if not is_layer or part not in names:
             raise _unknown_tensor(file, info, architecture)
         target = FAMILIES[config["model_type"]].names.get(names[part], names[part])
     name = f"{prefix}{target}.{leaf}"
     reader: Reader = partial(_read, file, info, f"{prefix}{target}")
+    if part == "ffn_gate_inp_shexp":
+        return [(name, (1, *info.shape), partial(_as_row, reader))]
     if architecture in _INTERLEAVED and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         reader = partial(_deinterleaved, reader, heads)
@@ -165,20 +206,22 @@ def _experts(
 ) -> list[tuple[str, _Shape, Reader]]:
     """The tensors of experts, which are stored in one tensor or (in old files) one tensor each."""
     table = _EXPERTS.get(architecture, {})
-    if part.endswith("_exps") and part[:-5] in table and len(info.shape) == 3:
+    leaf = info.name.rpartition(".")[2]
+    num_axes = 2 if leaf == "bias" else 3
+    if part.endswith("_exps") and part[:-5] in table and len(info.shape) == num_axes:
         if info.shape[0] != count:
             raise CheckpointError(
                 f"{file.path}: {info.name!r} has {info.shape[0]} experts; expert_count is {count}"
             )
         modules = [prefix + table[part[:-5]].format(i) for i in range(info.shape[0])]
         return [
-            (f"{module}.weight", info.shape[1:], partial(file.part, info.name, index, module))
+            (f"{module}.{leaf}", info.shape[1:], partial(file.part, info.name, index, module))
             for index, module in enumerate(modules)
         ]
     kind, _, index = part.partition(".")
     if kind in table and index.isdigit():
         module = prefix + table[kind].format(int(index))
-        return [(f"{module}.weight", info.shape, partial(_read, file, info, module))]
+        return [(f"{module}.{leaf}", info.shape, partial(_read, file, info, module))]
     return []
 
 
@@ -199,6 +242,13 @@ def _deinterleaved(reader: Reader, num_heads: int) -> np.ndarray | Weight:
     if isinstance(tensor, Weight):
         return Weight(tensor.format, tensor.out_features, tensor.in_features, moved, tensor.name)
     return moved
+
+
+def _as_row(reader: Reader) -> np.ndarray:
+    """A vector as a matrix of one row."""
+    tensor = reader()
+    assert isinstance(tensor, np.ndarray), "vectors are stored unpacked"
+    return tensor.reshape(1, -1)
 
 
 def _minus_one(reader: Reader) -> np.ndarray:
@@ -243,7 +293,6 @@ def _expected_shapes(
     else:
         for part, rows in (("q", q), ("k", kv), ("v", kv)):
             matrices[f"self_attn.{part}_proj"] = (rows, hidden)
-    matrices |= _mlp_shapes(architecture, config)
     vectors = {"post_attention_layernorm": hidden}
     if family.norms != "post":
         vectors["input_layernorm"] = hidden
@@ -251,37 +300,53 @@ def _expected_shapes(
         vectors["post_feedforward_layernorm"] = hidden
     if family.norms == "both":
         vectors["pre_feedforward_layernorm"] = hidden
-    if family.qk_norm is not None:
+    if family.qk_norm is not None and config.get("use_qk_norm", True):
         full = family.qk_norm == "full"
         vectors |= {"self_attn.q_norm": q if full else head}
         vectors |= {"self_attn.k_norm": kv if full else head}
     for layer in range(config["num_hidden_layers"]):
         start = f"model.layers.{layer}."
-        for module, shape in matrices.items():
+        for module, shape in {**matrices, **_mlp_shapes(architecture, config, layer)}.items():
             name = f"{start}{family.names.get(module, module)}"
             yield f"{name}.weight", shape, True
-            required = family.qkv_bias and module[-6:] in ("q_proj", "k_proj", "v_proj")
+            has_bias = config.get("qkv_bias", family.qkv_bias)
+            required = has_bias and module[-6:] in ("q_proj", "k_proj", "v_proj")
             yield f"{name}.bias", shape[:1], required
         for module, size in vectors.items():
             name = f"{start}{family.names.get(module, module)}"
             yield f"{name}.weight", (size,), True
             if family.has_norm_bias:
                 yield f"{name}.bias", (size,), True
+        if family.has_sinks:
+            yield f"{start}self_attn.sinks", (config["num_attention_heads"],), True
+        has_selection_bias = family.moe is not None and family.moe.has_selection_bias
+        if has_selection_bias and is_expert_layer(config, layer):
+            yield f"{start}mlp.gate.e_score_correction_bias", (num_experts(config),), True
 
 
-def _mlp_shapes(architecture: str, config: dict[str, Any]) -> dict[str, _Shape]:
+def _mlp_shapes(architecture: str, config: dict[str, Any], layer: int) -> dict[str, _Shape]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     if architecture in ("phi3", "glm4"):
         return {"mlp.gate_up_proj": (2 * inner, hidden), "mlp.down_proj": (hidden, inner)}
-    experts = config.get("num_local_experts") or config.get("num_experts")
     if FAMILIES[config["model_type"]].mlp == "plain":
         return {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
-    if not experts:
-        up: _Shape = (inner, hidden)
-        return {"mlp.gate_proj": up, "mlp.up_proj": up, "mlp.down_proj": (hidden, inner)}
-    inner = config.get("moe_intermediate_size", inner)
+    moe = FAMILIES[config["model_type"]].moe
+    if moe is None or not is_expert_layer(config, layer):
+        return _gated_shapes("mlp", inner, hidden)
+    experts, inner = num_experts(config), config[moe.inner_size]
     shapes: dict[str, _Shape] = {_OVERRIDES[architecture]["ffn_gate_inp"]: (experts, hidden)}
     for part, module in _EXPERTS[architecture].items():
         shape = (hidden, inner) if part == "ffn_down" else (inner, hidden)
         shapes |= {module.format(index): shape for index in range(experts)}
+    size, name = shared_size(config, moe), f"mlp.{moe.shared_module}"
+    if size:
+        shapes |= _gated_shapes(name, size, hidden)
+        if moe.has_shared_gate:
+            shapes[f"{name}_gate"] = (1, hidden)
     return shapes
+
+
+def _gated_shapes(name: str, inner: int, hidden: int) -> dict[str, _Shape]:
+    """The shapes of the matrices of a gated MLP."""
+    up = (inner, hidden)
+    return {f"{name}.gate_proj": up, f"{name}.up_proj": up, f"{name}.down_proj": (hidden, inner)}

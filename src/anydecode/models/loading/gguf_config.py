@@ -36,8 +36,14 @@ ARCHITECTURES = {
     "gpt2": ("gpt2", "GPT2LMHeadModel"),
     "gptneox": ("gpt_neox", "GPTNeoXForCausalLM"),
     "falcon": ("falcon", "FalconForCausalLM"),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
+    "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "olmoe": ("olmoe", "OlmoeForCausalLM"),
+    "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
 }
 
+#: The value of `expert_gating_func` for sigmoid scores.
+_SIGMOID = 2
 _MISSING = object()
 
 
@@ -65,13 +71,13 @@ class Keys:
             raise CheckpointError(f"{self._name(key)} is missing")
         return value
 
-    def count(self, key: str, default: Any = _MISSING, high: int = MAX_SIZE) -> int:
-        """An integer from 1 to `high`; a list with the same value for every layer counts as that
-        value."""
+    def count(self, key: str, default: Any = _MISSING, high: int = MAX_SIZE, low: int = 1) -> int:
+        """An integer from `low` to `high`; a list with the same value for every layer counts as
+        that value."""
         value = self.get(key, default)
         if isinstance(value, list) and value and all(entry == value[0] for entry in value):
             value = value[0]
-        return integer(self._name(key), value, 1, high)
+        return integer(self._name(key), value, low, high)
 
     def number(self, key: str, default: Any = _MISSING) -> float:
         return number(self._name(key), self.get(key, default), -1e38, 1e38)
@@ -109,6 +115,10 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "gpt2": _gpt2,
         "gptneox": _gpt_neox,
         "falcon": _falcon,
+        "gpt-oss": _gpt_oss,
+        "qwen2moe": _qwen2_moe,
+        "olmoe": _olmoe,
+        "glm4moe": _glm4_moe,
     }.get(keys.architecture)
     if extend is not None:
         extend(keys, config)
@@ -213,13 +223,59 @@ def _qwen2(keys: Keys, config: dict[str, Any]) -> None:
     config["use_sliding_window"] = False
 
 
-def _qwen3_moe(keys: Keys, config: dict[str, Any]) -> None:
+def _experts(keys: Keys, config: dict[str, Any]) -> None:
     config["num_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
     config["num_experts_per_tok"] = keys.count("expert_used_count")
+
+
+def _olmoe(keys: Keys, config: dict[str, Any]) -> None:
+    _experts(keys, config)
+    config["norm_topk_prob"] = False
+
+
+def _qwen2_moe(keys: Keys, config: dict[str, Any]) -> None:
+    _experts(keys, config)
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["shared_expert_intermediate_size"] = keys.count("expert_shared_feed_forward_length")
+    config["norm_topk_prob"] = False
+    config["use_sliding_window"] = False
+    config["qkv_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
+
+
+def _glm4_moe(keys: Keys, config: dict[str, Any]) -> None:
+    _experts(keys, config)
+    if keys.get("expert_gating_func", _SIGMOID) != _SIGMOID:
+        raise CheckpointError(f"{keys.file.path}: experts of glm4moe without sigmoid scores")
+    # The count of blocks includes those that predict further tokens.
+    num_unused = keys.count("nextn_predict_layers", 0, config["num_hidden_layers"] - 1, low=0)
+    config["num_hidden_layers"] -= num_unused
+    config["num_nextn_predict_layers"] = num_unused
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["n_shared_experts"] = keys.count("expert_shared_count", high=MAX_EXPERTS, low=0)
+    config["first_k_dense_replace"] = keys.count("leading_dense_block_count", 0, low=0)
+    config["routed_scaling_factor"] = keys.number("expert_weights_scale", 1.0)
+    config["norm_topk_prob"] = keys.get("expert_weights_norm", True)
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in keys.file.tensors
+    _partial_rotary(keys, config)
+
+
+def _qwen3_moe(keys: Keys, config: dict[str, Any]) -> None:
+    _experts(keys, config)
     config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
     config["norm_topk_prob"] = True
     config["decoder_sparse_step"] = 1
     config["mlp_only_layers"] = []
+
+
+def _gpt_oss(keys: Keys, config: dict[str, Any]) -> None:
+    config["num_local_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
+    config["num_experts_per_tok"] = keys.count("expert_used_count")
+    config["intermediate_size"] = keys.count("expert_feed_forward_length")
+    # Every second layer has full attention; the file does not store this.
+    config["sliding_window"] = keys.count("attention.sliding_window")
+    config["sliding_window_pattern"] = 2
+    if config["rope_scaling"] is not None:
+        config["rope_scaling"]["truncate"] = False  # as published; the file does not store it
 
 
 def _gemma(keys: Keys, config: dict[str, Any], period: int, largest_num_layers: int) -> None:

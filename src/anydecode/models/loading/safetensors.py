@@ -161,10 +161,12 @@ def _dequantizing_readers(
     """Readers that return the parts of each quantised module as one weight."""
     methods: dict[str, ModuleType] = {"gptq": gptq, "awq": awq}
     method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if method == "mxfp4":  # a format of the kernels, which `families/experts.py` reads
+        return readers
     if not isinstance(method, str) or method not in methods:
         raise CheckpointError(
-            f"{path}: weights quantised with {method!r} are not supported; supported are gptq and"
-            " awq"
+            f"{path}: weights quantised with {method!r} are not supported; supported are gptq,"
+            " awq and mxfp4"
         )
     layout = methods[method]
     layout.check(settings, path)

@@ -1,0 +1,181 @@
+"""Reads mixtures of experts in the layouts in which checkpoints store them.
+
+Experts are stored as one module each, as stacks of matrices, or (gpt-oss) as stacks in MXFP4.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from anydecode.kernels.formats import BLOCKS, plain_weight
+from anydecode.kernels.interface import ExpertWeights, Weight
+from anydecode.models.families.config import (
+    Config,
+    Family,
+    MixtureOfExperts,
+    int_value,
+    shared_size,
+)
+from anydecode.models.families.weights import TensorReader
+from anydecode.models.network import Experts, GatedMlp, Linear
+
+_ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.gate")
+#: The names of an expert's matrices: those of most families, and Mixtral's.
+_NAMES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+
+
+def read_experts(
+    reader: TensorReader, config: Config, family: Family, layer: str, shape: tuple[int, int]
+) -> Experts:
+    """The router and the experts of one layer.
+
+    Args:
+        reader: The checkpoint's tensors.
+        config: The config.
+        family: The family, which has a mixture of experts.
+        layer: The layer's name.
+        shape: The number of experts and the hidden size.
+    """
+    assert family.moe is not None, "checked by `is_expert_layer`"
+    router = reader.first(f"{layer}.{name}" for name in _ROUTERS)
+    # A router is small, and quantising it would change which experts are selected.
+    weight = reader.matrix(router, shape, keep_format=True)
+    has_bias = family.moe.has_biases
+    bias = reader.vector(f"{router}.bias", shape[0]) if has_bias else None
+    block = router.rpartition(".")[0]
+    inner = int_value(config, family.moe.inner_size)
+    routed = _ExpertReader(reader, family.moe, block, shape[0], shape[1], inner).read()
+    if family.moe.has_selection_bias:
+        routed.selection_bias = reader.vector(f"{router}.e_score_correction_bias", shape[0])
+    experts = Experts(Linear(weight, bias), routed)
+    size, hidden = shared_size(config, family.moe), shape[1]
+    if size:
+        name = f"{block}.{family.moe.shared_module}"
+        experts.shared = GatedMlp(
+            reader.linear(f"{name}.gate_proj", (size, hidden), False),
+            reader.linear(f"{name}.up_proj", (size, hidden), False),
+            reader.linear(f"{name}.down_proj", (hidden, size), False),
+        )
+        if family.moe.has_shared_gate:
+            gate = reader.matrix(f"{name}_gate", (1, hidden), keep_format=True)
+            experts.shared_gate = gate
+    return experts
+
+
+class _ExpertReader:
+    """Reads the experts of one layer."""
+
+    def __init__(
+        self,
+        reader: TensorReader,
+        moe: MixtureOfExperts,
+        block: str,
+        count: int,
+        hidden: int,
+        inner: int,
+    ) -> None:
+        self._reader, self._moe = reader, moe
+        self._name = f"{block}.experts"
+        self._count, self._hidden, self._inner = count, hidden, inner
+        self._shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+
+    def read(self) -> ExpertWeights:
+        if self._reader.has(f"{self._name}.gate_up_proj_blocks"):
+            weights = self._packed_stacks()
+        elif self._reader.has(f"{self._name}.gate_up_proj"):
+            weights = self._stacks()
+        else:
+            gate, up, down = map(self._modules, _NAMES)
+            weights = ExpertWeights(gate, up, down)
+        if self._moe.has_biases:
+            weights.gate_bias, weights.up_bias, weights.down_bias = self._biases()
+        return weights
+
+    def _modules(self, kind: str) -> list[Weight]:
+        """The matrices of one kind, stored as one module per expert."""
+        names = [
+            self._reader.first(f"{self._name}.{expert}.{name}" for name in _NAMES[kind])
+            for expert in range(self._count)
+        ]
+        return [self._reader.matrix(name, self._shapes[kind]) for name in names]
+
+    def _stacks(self) -> ExpertWeights:
+        """Experts stored as `[experts, 2 * inner, hidden]` and `[experts, hidden, inner]`, or
+        interleaved as `[experts, hidden, 2 * inner]` and `[experts, inner, hidden]`."""
+        count, hidden, inner = self._count, self._hidden, self._inner
+        is_interleaved = self._moe.is_interleaved
+        shape = (count, hidden, 2 * inner) if is_interleaved else (count, 2 * inner, hidden)
+        gate_up = self._reader.stacked(f"{self._name}.gate_up_proj", shape)
+        shape = (count, inner, hidden) if is_interleaved else (count, hidden, inner)
+        down = self._reader.stacked(f"{self._name}.down_proj", shape)
+        if is_interleaved:
+            gate_up, down = gate_up.swapaxes(1, 2), down.swapaxes(1, 2)
+            gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
+        else:
+            gate, up = gate_up[:, :inner], gate_up[:, inner:]
+        stacks = {"gate": gate, "up": up, "down": down}
+        gates, ups, downs = (
+            [self._convert(plain_weight(part), kind, e) for e, part in enumerate(parts)]
+            for kind, parts in stacks.items()
+        )
+        return ExpertWeights(gates, ups, downs)
+
+    def _packed_stacks(self) -> ExpertWeights:
+        """Experts in MXFP4: codes `[experts, out, blocks, 16]` and exponents `[experts, out,
+        blocks]`, with the rows of gate and up alternating."""
+        rows = {"gate_up": 2 * self._inner, "down": self._hidden}
+        columns = {"gate_up": self._hidden, "down": self._inner}
+        stacks = {}
+        for kind in rows:
+            blocks = (self._count, rows[kind], columns[kind] // BLOCKS["MXFP4"][0])
+            codes = self._reader.codes(f"{self._name}.{kind}_proj_blocks", (*blocks, 16))
+            stacks[kind] = codes, self._reader.codes(f"{self._name}.{kind}_proj_scales", blocks)
+
+        def matrix(kind: str, stack: str, rows: slice, expert: int) -> Weight:
+            codes, exponents = (part[expert, rows] for part in stacks[stack])
+            data = mxfp4_rows(codes, exponents)
+            stored = Weight("MXFP4", len(data), columns[stack], data)
+            return self._convert(stored, kind, expert)
+
+        experts = range(self._count)
+        return ExpertWeights(
+            list(map(partial(matrix, "gate", "gate_up", slice(0, None, 2)), experts)),
+            list(map(partial(matrix, "up", "gate_up", slice(1, None, 2)), experts)),
+            list(map(partial(matrix, "down", "down", slice(None)), experts)),
+        )
+
+    def _convert(self, weight: Weight, kind: str, expert: int) -> Weight:
+        return self._reader.convert(weight, f"{self._name}.{expert}.{kind}_proj")
+
+    def _biases(self) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+        """The biases of gate, up and down, stored as stacks or as one module per expert."""
+        reader, name, count = self._reader, self._name, self._count
+        if reader.has(f"{name}.gate_up_proj_bias"):
+            gate_up = reader.stacked(f"{name}.gate_up_proj_bias", (count, 2 * self._inner))
+            stack = reader.stacked(f"{name}.down_proj_bias", (count, self._hidden))
+            return _vectors(gate_up[:, 0::2]), _vectors(gate_up[:, 1::2]), _vectors(stack)
+        gate, up, down = (
+            [reader.vector(f"{name}.{e}.{kind}_proj.bias", shape[0]) for e in range(count)]
+            for kind, shape in self._shapes.items()
+        )
+        return gate, up, down
+
+
+def _vectors(stack: np.ndarray) -> list[np.ndarray]:
+    return list(stack.astype(np.float32))
+
+
+def mxfp4_rows(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+    """Rows of GGUF's MXFP4 blocks, uint8 `[out, 17 * blocks]`.
+
+    Args:
+        codes: uint8 `[out, blocks, 16]`. Byte i holds the value 2i in its low nibble and 2i + 1 in
+            its high one; in GGUF's blocks these are the values i and i + 16.
+        exponents: uint8 `[out, blocks]`, the biased exponent of each block.
+    """
+    values = np.stack((codes & 15, codes >> 4), axis=-1).reshape(*exponents.shape, 2, 16)
+    packed = values[..., 0, :] | (values[..., 1, :] << 4)
+    blocks = np.concatenate((exponents[..., None], packed), axis=-1)
+    return blocks.reshape(len(blocks), -1)

@@ -1,0 +1,170 @@
+"""Mixtures of experts in GGUF, with the names and metadata of llama.cpp's converter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from anydecode.errors import CheckpointError
+from anydecode.models.loading import load_checkpoint
+from gguf_models import finish, start_writer
+from tiny_models import built, chain, hf_logits, hf_model, logits
+
+TOKENS = [5, 17, 99, 3, 128, 64, 64, 11, 42, 7, 7, 90]
+SHARED = {f"{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+#: architecture -> (classes of `transformers`, settings, modules of its own)
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "qwen2moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "rms_norm_eps": 1e-6,
+        },
+        {
+            "post_attention_layernorm": "ffn_norm",
+            "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+            **{f"mlp.shared_expert.{key}": name for key, name in SHARED.items()},
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        {"num_experts": 5, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+        {
+            "post_attention_layernorm": "ffn_norm",
+            "self_attn.q_norm": "attn_q_norm",
+            "self_attn.k_norm": "attn_k_norm",
+        },
+    ),
+    "glm4moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "routed_scaling_factor": 1.5,
+            "rms_norm_eps": 1e-5,
+        },
+        {
+            "post_attention_layernorm": "post_attention_norm",
+            "self_attn.q_norm": "attn_q_norm",
+            "self_attn.k_norm": "attn_k_norm",
+            "mlp.gate_proj": "ffn_gate",
+            "mlp.up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down",
+            **{f"mlp.shared_experts.{key}": name for key, name in SHARED.items()},
+        },
+    ),
+}
+COMMON = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate": "ffn_gate_inp",
+}
+OUTER = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def write(path: Path, architecture: str, model: Any, dropped: str = "") -> Path:
+    """Write a model of `transformers`; without the tensor `dropped`."""
+    config, names = model.config, {**COMMON, **FAMILIES[architecture][2]}
+    num_extra = int(architecture == "glm4moe")
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers + num_extra,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // 4,
+        "rms_norm_eps": config.rms_norm_eps,
+    }
+    writer = start_writer(path / "tiny.gguf", architecture, sizes)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_expert_count(config.num_local_experts if num_extra else config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if architecture != "olmoe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if architecture == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture == "glm4moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_nextn_predict_layers(num_extra)
+        writer.add_rope_dimension_count(sizes["head_dim"] // 2)
+        last = config.num_hidden_layers
+        writer.add_tensor(f"blk.{last}.nextn.eh_proj.weight", np.zeros((48, 96), np.float32))
+        writer.add_tensor(f"blk.{last}.attn_norm.weight", np.zeros(48, np.float32))
+
+    def add(name: str, tensor: np.ndarray) -> None:
+        if name != dropped:
+            writer.add_tensor(name, np.ascontiguousarray(tensor))
+
+    for name, parameter in model.state_dict().items():
+        tensor = parameter.numpy()
+        if name in OUTER:
+            add(OUTER[name], tensor)
+            continue
+        _, _, layer, rest = name.split(".", 3)
+        if rest == "mlp.experts.gate_up_proj":
+            half = tensor.shape[1] // 2
+            add(f"blk.{layer}.ffn_gate_exps.weight", tensor[:, :half])
+            add(f"blk.{layer}.ffn_up_exps.weight", tensor[:, half:])
+        elif rest == "mlp.experts.down_proj":
+            add(f"blk.{layer}.ffn_down_exps.weight", tensor)
+        elif rest.endswith("e_score_correction_bias"):
+            add(f"blk.{layer}.exp_probs_b.bias", tensor)
+        else:
+            module, leaf = rest.rsplit(".", 1)
+            add(f"blk.{layer}.{names[module]}.{leaf}", tensor.squeeze())
+    finish(writer)
+    return path / "tiny.gguf"
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_logits_match_transformers(architecture: str, tmp_path: Path) -> None:
+    family, settings, _ = FAMILIES[architecture]
+    model = hf_model(family, **settings)
+    path = write(tmp_path, architecture, model)
+    found = logits(built(load_checkpoint(path)), chain(TOKENS))
+    assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dropped", "missing"),
+    [
+        ("qwen2moe", "blk.1.ffn_gate_inp_shexp.weight", "shared_expert_gate.weight"),
+        ("qwen2moe", "blk.1.ffn_up_shexp.weight", "shared_expert.up_proj.weight"),
+        ("qwen2moe", "blk.2.attn_k.bias", "self_attn.k_proj.bias"),
+        ("olmoe", "blk.1.attn_q_norm.weight", "self_attn.q_norm.weight"),
+        ("glm4moe", "blk.1.exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
+        ("glm4moe", "blk.0.ffn_up.weight", "mlp.up_proj.weight"),
+        ("glm4moe", "blk.2.ffn_down_exps.weight", "mlp.experts.0.down_proj.weight"),
+    ],
+)
+def test_missing_tensors_are_named(
+    architecture: str, dropped: str, missing: str, tmp_path: Path
+) -> None:
+    family, settings, _ = FAMILIES[architecture]
+    path = write(tmp_path, architecture, hf_model(family, **settings), dropped)
+    with pytest.raises(CheckpointError, match=f"the tensor for '.*{missing}' is missing"):
+        load_checkpoint(path)
