@@ -17,7 +17,7 @@ from anydecode.certification.tiny import tiny_llm, tiny_model
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.kernels.interface import Attention, Rope, Weight
 from anydecode.models.families import spec_from_config
-from anydecode.models.loading import load_checkpoint
+from anydecode.models.loading import gpt, load_checkpoint
 from anydecode.models.lora import read_factors
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
@@ -181,6 +181,46 @@ def test_invalid_configs_of_gpt_layouts_are_rejected(
     with pytest.raises(CheckpointError) as caught:
         built(checkpoint_of(model, **change))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Granite": {},
+    "GraniteMoeHybrid": {
+        "layer_types": ["attention"] * 3,
+        "num_local_experts": 0,
+        "mamba_n_heads": 8,
+        "shared_intermediate_size": 72,
+    },
+    "Glm4": {"head_dim": 16},
+    "Ernie4_5": {"head_dim": 16},
+    "SeedOss": {"head_dim": 16},
+    "Olmo3": {"sliding_window": 7},
+    "Ministral3": {"head_dim": 16},
+    "Exaone4": {"sliding_window": 6},
+    "HunYuanDenseV1": {"head_dim": 16},
+    "Starcoder2": {"sliding_window": 6},
+    "Cohere2": {"sliding_window": 6},
+    "GPT2": {},
+    "GPTNeoX": {"hidden_size": 64},
+    "Falcon": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_value_of_any_key_is_accepted_or_refused_in_one_line(family: str) -> None:
+    config = hf_model(family, **FAMILIES[family]).config.to_dict()
+    num_refused = 0
+    for key in config:
+        for value in [*INVALID_VALUES, 0, None, 1e300, [1, 2, 3], {"x": 1}]:
+            changed = {**config, key: value}
+            try:
+                if gpt.is_gpt(changed):
+                    changed, _ = gpt.to_hf_layout(changed, {})
+                spec_from_config(changed)
+            except CheckpointError as error:
+                num_refused += 1
+                assert "\n" not in str(error)
+    assert num_refused > 50
 
 
 def test_learned_positions_bound_the_context() -> None:

@@ -83,6 +83,29 @@ CASES = {
         {"embedding_scale": 6.0, "residual_scale": 1.4 / 3**0.5, "logit_scale": 1.5},
         is_permuted=True,
     ),
+    "minicpm longrope": Case(
+        "Granite",
+        "minicpm",
+        {
+            "attention_multiplier": 12**-0.5,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 5000.0,
+                "original_max_position_embeddings": 128,
+                "short_factor": LONG,
+                "long_factor": LONG,
+            },
+        },
+        {
+            "embedding_scale": 1.0,
+            "residual_scale": 1.0,
+            "logit_scale": 1.0,
+            "rope.scaling.type": "longrope",
+            "rope.scaling.original_context_length": 128,
+        },
+        is_permuted=True,
+    ),
     "glm4": Case("Glm4", "glm4", {"head_dim": 16}, {"rope.dimension_count": 8}),
     "glm4 no bias": Case(
         "Glm4", "glm4", {"head_dim": 16, "attention_bias": False}, {"rope.dimension_count": 8}

@@ -183,6 +183,12 @@ def test_pre_tokenizer_splits() -> None:
     assert words("llama-bpe", "x 123456!") == ["x", " ", "123", "456", "!"]
     assert words("qwen2", "x 123") == ["x", " ", "1", "2", "3"]
     assert words("default", "a, b") == ["a", ",", " b"]
+    assert words("glm4", "x 1234") == ["x", " ", "123", "4"]
+    assert words("exaone4", "I'll 1234") == ["I", "'ll", " 1234"]
+    assert words("qwen2", "x;\ny") == ["x", ";\n", "y"]
+    assert words("seed-coder", "x;\n12") == ["x", ";", "\n", "1", "2"]
+    assert words("falcon", "x=1234`") == ["x", "=", "123", "4", "`"]
+    assert words("hunyuan-dense", "日本x 1234-y") == ["日本", "x", " ", "123", "4", "-y"]
 
 
 #: The pattern that OpenAI publishes for o200k (in tiktoken, `o200k_base`).

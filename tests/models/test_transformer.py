@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from anydecode import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import KeyValues, OutputSpec, Rows, Weight
@@ -157,11 +158,18 @@ def test_native_kernels_of_every_kind_of_layer_are_bit_equal(name: str, threads:
     assert np.array_equal(logits(model, both)[3:], expected)
 
 
-def test_positions_after_the_table_of_position_embeddings_are_refused() -> None:
-    model = own_model(hf_model("GPT2", max_position_embeddings=8))
-    assert logits(model, chain(PROMPT[:8])).shape == (8, 131)
-    with pytest.raises(InvalidRequestError, match="position 8 is outside the model's 8 learned"):
-        logits(model, chain(PROMPT[:9]))
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("decoder", ["prompt-lookup", "lookahead", "jump-forward", "multi-step"])
+def test_drafts_may_end_after_the_position_embeddings(decoder: str, backend: str) -> None:
+    if backend == "native" and load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    tokenizer = ByteTokenizer()
+    settings = {"max_position_embeddings": 32, "vocab_size": tokenizer.vocab_size}
+    model = own_model(hf_model("GPT2", **settings), executor=choose_executor(backend))
+    with LLM(model, tokenizer=tokenizer) as llm:
+        plain = llm.generate("hello hello hello ", max_tokens=99, decoder="autoregressive")
+        assert plain.finish_reason == "length"
+        assert llm.generate("hello hello hello ", max_tokens=99, decoder=decoder).text == plain.text
 
 
 def test_embeddings_in_place_of_tokens_get_position_embeddings() -> None:

@@ -64,7 +64,7 @@ class RowArithmetic:
     def add_positions(self, x: np.ndarray, table: Weight) -> np.ndarray:
         """See `Backend.add_positions`."""
         assert self._positions is not None
-        return x + dequantize_rows(table, self._positions)
+        return x + dequantize_rows(table, np.minimum(self._positions, table.out_features - 1))
 
     def linear(self, x: np.ndarray, weight: Weight, bias: np.ndarray | None = None) -> np.ndarray:
         """x @ weight.T + bias, without adapters."""

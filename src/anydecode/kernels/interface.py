@@ -344,7 +344,10 @@ class Backend(ABC):
 
     @abstractmethod
     def add_positions(self, x: Any, table: Weight) -> Any:
-        """x plus the row of `table` of each row's position."""
+        """x plus the row of `table` of each row's position.
+
+        Positions after the table's end, which drafts may have, take its last row.
+        """
 
     @abstractmethod
     def sigmoid_scale(self, x: Any, gate: Any) -> Any:

@@ -227,7 +227,8 @@ class ReferenceBackend(Backend):
     def add_positions(self, x: torch.Tensor, table: Weight) -> torch.Tensor:
         if table not in self._position_tables:
             self._position_tables[table] = as_tensor(dequantize(table), self.device)
-        return x + self._position_tables[table][self._row_positions()]
+        rows = self._row_positions().clamp(max=table.out_features - 1)
+        return x + self._position_tables[table][rows]
 
     def _row_positions(self) -> torch.Tensor:
         """The positions of the bound rows, int64 `[m]`."""

@@ -35,24 +35,37 @@ _O200K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SEED = _CL100K_SINGLE_DIGITS.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}]+")
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _SINGLE_DIGITS = (r"\p{N}", _GPT2)
 
 #: Name of the pre-tokenizer -> regular expressions, each applied to the result of the one before.
 PATTERNS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
-    **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
+    **dict.fromkeys(
+        ("gpt-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling"), (_GPT2,)
+    ),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
         _SINGLE_DIGITS,
     ),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "chatglm-bpe", "falcon3"),
+        ("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "falcon3"),
         (_CL100K,),
     ),
     **dict.fromkeys(
         ("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), (_CL100K_SINGLE_DIGITS,)
     ),
+    "seed-coder": (_SEED,),
+    "falcon": _FALCON,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_V3),
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_O200K,)),
 }

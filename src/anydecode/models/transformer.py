@@ -204,14 +204,6 @@ class Transformer:
             or any(map(gt, start, stop))
         ):
             raise InvalidRequestError(f"layer ranges must lie within 0 and {num_layers}")
-        if self.spec.has_position_table and len(rows):
-            # Rows past the table's end would read outside it; a multi-step pass goes on.
-            position = int(rows.positions.max()) + output_spec.num_steps - 1
-            if position >= self.spec.max_positions or int(rows.positions.min()) < 0:
-                raise InvalidRequestError(
-                    f"position {position} is outside the model's {self.spec.max_positions} learned"
-                    " position embeddings"
-                )
         for depth, index in output_spec.hidden.items():
             if (rows.start[index] > depth).any() or (rows.stop[index] < depth).any():
                 raise InvalidRequestError(

@@ -107,7 +107,8 @@ static void run_row(const Step *s, int r) {
     case OP_ACTIVATE: activate(a + from, op->width, op->activation, out + from); break;
     case OP_ADD_POSITION: {
       float *row = buffer(s, op->c) + from;
-      unpack_row(op->matrix, s->pass->positions[r], row);
+      int position = s->pass->positions[r], last = op->matrix->out_features - 1;
+      unpack_row(op->matrix, position < last ? position : last, row);
       add_rows(a + from, row, wide, out + from);
       break;
     }

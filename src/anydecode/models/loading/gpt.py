@@ -156,7 +156,7 @@ _HEADS = {"lm_head": "lm_head", "embed_out": "lm_head"}
 
 def is_gpt(config: dict[str, Any]) -> bool:
     """Whether a config.json is written in one of these layouts."""
-    return config.get("model_type") in _LAYOUTS
+    return config.get("model_type") in tuple(_LAYOUTS)
 
 
 def to_hf_layout(
