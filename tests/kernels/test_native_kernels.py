@@ -36,6 +36,7 @@ from anydecode.kernels.interface import (
 )
 from anydecode.kernels.library import (
     Library,
+    Matrix,
     argmax,
     load_library,
     logsumexp,
@@ -142,15 +143,19 @@ def test_products_are_batch_invariant(
     assert np.array_equal(product(library, weight, np.ascontiguousarray(x[::-1]))[::-1], together)
 
 
+def unpacked(library: Library, matrix: Matrix) -> np.ndarray:
+    out = np.full((matrix.out_features, matrix.in_features), np.nan, np.float32)
+    for row in range(len(out)):
+        library.unpack_row(ctypes.byref(matrix), row, out[row].ctypes.data)
+    return out
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_unpacked_rows_equal_the_dequantised_rows(library: Library, format: str) -> None:
     weight = random_weight(format, 13, 512, 3)
     packer = Packer(library, 2)
     matrix = packer.pack(weight)
-    out = np.full((13, 512), np.nan, np.float32)
-    for row in range(13):
-        library.unpack_row(ctypes.byref(matrix), row, out[row].ctypes.data)
-    assert np.array_equal(out, formats.dequantize(weight))
+    assert np.array_equal(unpacked(library, matrix), formats.dequantize(weight))
     assert packer.pack(weight) is matrix
 
 
@@ -160,6 +165,19 @@ def test_packed_weights_have_about_the_same_size(library: Library, format: str) 
     packer = Packer(library, 1)
     packer.pack(weight)
     assert weight.num_bytes <= packer.num_bytes <= 1.15 * weight.num_bytes
+
+
+def test_weights_are_freed_as_they_are_packed(library: Library) -> None:
+    """Else a converted model would be in memory twice while it is opened."""
+    weights = [random_weight("Q4_0", 16, 64, seed) for seed in range(3)]
+    packer, kept = Packer(library, 1, free_weights=True), Packer(library, 1)
+    for index, weight in enumerate(weights):
+        expected = unpacked(library, kept.pack(weight))
+        assert weight.data.size
+        matrix = packer.pack(weight)
+        assert [one.data.size == 0 for one in weights] == [i <= index for i in range(3)]
+        assert np.array_equal(unpacked(library, matrix), expected)
+        assert packer.pack(weight) is matrix
 
 
 # --- whole programs

@@ -48,6 +48,10 @@ class Weight:
         """Bytes of `data`."""
         return self.data.nbytes
 
+    def free(self) -> None:
+        """Free `data`, after an executor has packed its own copy."""
+        self.data = np.empty(0, self.data.dtype)
+
 
 @dataclass(frozen=True, eq=False)
 class LowRank:

@@ -112,6 +112,7 @@ class NativeExecutor:
         adapters: The loaded LoRA adapters; may grow later.
         threads: Number of threads; None: one per physical core.
         library: The compiled kernels; None: those of this machine.
+        free_weights: Whether the weights are freed as they are packed.
 
     Raises:
         UnsupportedCombinationError: The native kernels are not available.
@@ -131,13 +132,14 @@ class NativeExecutor:
         adapters: Sequence[Adapter] = (),
         threads: int | None = None,
         library: Library | None = None,
+        free_weights: bool = False,
     ) -> None:
         loaded = library or load_library()
         if loaded is None:
             raise UnsupportedCombinationError("the native kernels are not available here")
         self._library = loaded
         self.threads = thread_count(threads)
-        self.packer = Packer(loaded, self.threads)
+        self.packer = Packer(loaded, self.threads, free_weights)
         self._network = (embedding, embedding_scale, num_layers, layer, head)
         self._adapters, self._num_loaded = adapters, 0
         self._hidden_size, self._vocab_size = embedding.in_features, vocab_size

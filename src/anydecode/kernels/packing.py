@@ -24,11 +24,13 @@ class Packer:
     """Packs each `Weight` once and keeps the packed matrix as long as the packer exists.
 
     A packed matrix needs the bytes of the stored one, and at most 4% more. The packer holds no
-    reference to the `Weight` and its stored bytes.
+    reference to the `Weight` and its stored bytes. With `free_weights`, it frees the stored bytes
+    of each `Weight`, so that a model that was converted is not in memory twice.
     """
 
-    def __init__(self, library: Library, threads: int) -> None:
+    def __init__(self, library: Library, threads: int, free_weights: bool = False) -> None:
         self._library = library
+        self._free_weights = free_weights
         self._threads = threads
         self._chunks: list[mmap.mmap] = []
         self._chunk_left = 0
@@ -44,6 +46,8 @@ class Packer:
         if matrix is None:
             matrix = self._packed[weight] = self._pack(weight)
             self._matrices.append(matrix)
+            if self._free_weights:
+                weight.free()
         return matrix
 
     def _pack(self, weight: Weight) -> Matrix:

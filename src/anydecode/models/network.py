@@ -135,7 +135,7 @@ class Network:
         """Free the matrices' data, after an executor has packed its own copy."""
         table = self.weights.position_table
         for weight in (*self.matrices(), *([] if table is None else [table])):
-            weight.data = np.empty(0, weight.data.dtype)
+            weight.free()
 
     def layer(self, backend: Backend, x: Any, index: int) -> Any:
         """The hidden states after layer `index`, from those before it."""

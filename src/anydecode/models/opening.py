@@ -85,7 +85,7 @@ def choose_executor(
         return torch_executor(device)
 
     def execute(network: Network) -> Executor:
-        executor = NativeExecutor(
+        return NativeExecutor(
             network.weights.embedding,
             network.spec.vocab_size,
             network.spec.num_layers,
@@ -94,9 +94,8 @@ def choose_executor(
             embedding_scale=network.spec.embedding_scale,
             adapters=network.adapters,
             threads=threads,
+            free_weights=True,
         )
-        network.release_matrices()
-        return executor
 
     return execute
 

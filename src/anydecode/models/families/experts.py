@@ -5,8 +5,6 @@ Experts are stored as one module each, as stacks of matrices, or (gpt-oss) as st
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
 from anydecode.kernels.formats import BLOCKS, plain_weight
@@ -133,17 +131,18 @@ class _ExpertReader:
             codes = self._reader.codes(f"{self._name}.{kind}_proj_blocks", (*blocks, 16))
             stacks[kind] = codes, self._reader.codes(f"{self._name}.{kind}_proj_scales", blocks)
 
-        def matrix(kind: str, stack: str, rows: slice, expert: int) -> Weight:
-            codes, exponents = (part[expert, rows] for part in stacks[stack])
-            data = mxfp4_rows(codes, exponents)
-            stored = Weight("MXFP4", len(data), columns[stack], data)
-            return self._convert(stored, kind, expert)
+        def matrices(kind: str, stack: str, rows: slice) -> list[Weight]:
+            codes, exponents = (part[:, rows] for part in stacks[stack])
+            # All experts in one array: such large ones are given back when they are freed.
+            return [
+                self._convert(Weight("MXFP4", len(data), columns[stack], data), kind, expert)
+                for expert, data in enumerate(mxfp4_rows(codes, exponents))
+            ]
 
-        experts = range(self._count)
         return ExpertWeights(
-            list(map(partial(matrix, "gate", "gate_up", slice(0, None, 2)), experts)),
-            list(map(partial(matrix, "up", "gate_up", slice(1, None, 2)), experts)),
-            list(map(partial(matrix, "down", "down", slice(None)), experts)),
+            matrices("gate", "gate_up", slice(0, None, 2)),
+            matrices("up", "gate_up", slice(1, None, 2)),
+            matrices("down", "down", slice(None)),
         )
 
     def _convert(self, weight: Weight, kind: str, expert: int) -> Weight:
@@ -168,14 +167,16 @@ def _vectors(stack: np.ndarray) -> list[np.ndarray]:
 
 
 def mxfp4_rows(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
-    """Rows of GGUF's MXFP4 blocks, uint8 `[out, 17 * blocks]`.
+    """Rows of GGUF's MXFP4 blocks, uint8 `[experts, out, 17 * blocks]`.
 
     Args:
-        codes: uint8 `[out, blocks, 16]`. Byte i holds the value 2i in its low nibble and 2i + 1 in
-            its high one; in GGUF's blocks these are the values i and i + 16.
-        exponents: uint8 `[out, blocks]`, the biased exponent of each block.
+        codes: uint8 `[experts, out, blocks, 16]`. Byte i holds the value 2i in its low nibble and
+            2i + 1 in its high one; in GGUF's blocks these are the values i and i + 16.
+        exponents: uint8 `[experts, out, blocks]`, the biased exponent of each block.
     """
-    values = np.stack((codes & 15, codes >> 4), axis=-1).reshape(*exponents.shape, 2, 16)
-    packed = values[..., 0, :] | (values[..., 1, :] << 4)
-    blocks = np.concatenate((exponents[..., None], packed), axis=-1)
-    return blocks.reshape(len(blocks), -1)
+    result = np.empty((*exponents.shape, 17), np.uint8)
+    result[..., 0] = exponents
+    first, second = codes[..., :8], codes[..., 8:]
+    result[..., 1::2] = first & 15 | second << 4
+    result[..., 2::2] = first >> 4 | second & 240
+    return result.reshape(*exponents.shape[:2], -1)
