@@ -56,8 +56,8 @@ class Transformer:
     """A decoder-only transformer as a `Model`.
 
     Rows with token -1 take their input from `rows.inputs`: an embedding if they start at layer 0
-    (the model's embedding scale is not applied to it), a hidden state if they start at a later
-    layer.
+    (the model's embedding scale is not applied to it; learned position embeddings are added), a
+    hidden state if they start at a later layer.
 
     Args:
         network: The architecture and the weights.
