@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from anydecode.certification.tiny import tiny_llm, tiny_model
 from anydecode.errors import CheckpointError, InvalidRequestError
-from anydecode.kernels.interface import Attention, Rope, Weight
+from anydecode.kernels.interface import Attention, ClampedSwiglu, Rope, Weight
 from anydecode.models.families import spec_from_config
 from anydecode.models.loading import gpt, load_checkpoint
 from anydecode.models.lora import read_factors
@@ -203,6 +203,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPT2": {},
     "GPTNeoX": {"hidden_size": 64},
     "Falcon": {},
+    "GptOss": {"num_local_experts": 4},
+    "Glm4Moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+    "Qwen2Moe": {"num_experts": 4},
+    "Olmoe": {"num_experts": 4},
 }
 
 
@@ -243,6 +247,10 @@ def test_replaced_specs_are_checked() -> None:
         ({"layers": ()}, "number of layers is 0"),
         ({"logit_softcap": 0.0}, "logit_softcap"),
         ({"layers": (replace(layer, norms="x"),)}, "norms is 'x'"),
+        (
+            {"layers": (replace(layer, mlp="plain", activation=ClampedSwiglu()),)},
+            "activation is ClampedSwiglu",
+        ),
         ({"layers": (replace(layer, rope=Rope(np.ones(9, np.float32))),)}, "rotary size is 18"),
         ({"layers": (replace(layer, rope=Rope(np.full(8, np.inf))),)}, "not all finite"),
         ({"layers": (replace(layer, attention=Attention(4, -2, 16, 0.25)),)}, "num_kv_heads is -2"),
