@@ -56,14 +56,16 @@ class Client:
         assert answer.status_code == 200, answer.text
         return list(events(answer.text.splitlines()))
 
-    def single_chunks(self, llm: LLM, path: str, **fields: Any) -> list[dict[str, Any]]:
+    def single_chunks(
+        self, llm: LLM, path: str, *, patience: float = 1.0, **fields: Any
+    ) -> list[dict[str, Any]]:
         """The chunks of a stream whose tokens arrive one by one: the target runs a pass only after
-        the tokens of the one before it have been read."""
+        the tokens of the one before it have been read, or after `patience` seconds."""
         runner = llm.engine.runners["target"]
         run, may_run = runner.run, threading.Semaphore(1)
 
         def run_when_read(plan: Any) -> Any:
-            may_run.acquire(timeout=1)  # not every pass gives an event
+            may_run.acquire(timeout=patience)  # not every pass gives an event
             return run(plan)
 
         runner.run = run_when_read  # type: ignore[method-assign]

@@ -279,7 +279,7 @@ import json
 from anydecode import Grammar, JsonSchema
 from anydecode.errors import ConstraintError
 from anydecode.models.scripted import ByteTokenizer
-from anydecode.server.parsers import TOOL_FORMATS
+from anydecode.constraints.tools.families import TOOL_FORMATS
 from anydecode.server.protocol import Function, Tool
 from anydecode.server.tools import tool_constraint
 

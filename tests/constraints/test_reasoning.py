@@ -103,7 +103,11 @@ def parts(answer: Any, stream: bool) -> tuple[str, str, str, list[Any]]:
         for choice in chunk.choices:
             reasoning += getattr(choice.delta, "reasoning_content", None) or ""
             content += choice.delta.content or ""
-            calls += [call.function for call in choice.delta.tool_calls or []]
+            for call in choice.delta.tool_calls or []:
+                if call.id is not None:
+                    calls.append(call.function)
+                else:
+                    calls[call.index].arguments += call.function.arguments
             reason = choice.finish_reason or reason
     return reasoning, content, reason, calls
 
@@ -134,10 +138,13 @@ def test_a_response_format_applies_after_the_reasoning(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "load"}}])
-def test_a_forced_tool_call_comes_after_the_reasoning(choice: Any, stream: bool) -> None:
+def test_a_forced_tool_call_comes_after_the_reasoning(
+    choice: Any, opened: bool, stream: bool
+) -> None:
     script_text = f"<think>\n{THOUGHT}</think>\n\nhello"
-    with served(Pieces(*PIECES["several"]), script_text) as (client, _):
+    with served(Pieces(*PIECES["several"], opened=opened), script_text) as (client, _):
         answer = client.chat.completions.create(
             model="scripted", messages=ASK, max_tokens=300, temperature=0, tools=TOOLS,
             tool_choice=choice, parallel_tool_calls=False, stream=stream,

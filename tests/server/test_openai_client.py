@@ -199,8 +199,9 @@ def test_tool_call_arguments_match_their_schema(client: Any, stream: bool) -> No
         reason = chunks[-1].choices[0].finish_reason
     else:
         calls, reason = answer.choices[0].message.tool_calls, answer.choices[0].finish_reason
-    assert [call.function.name for call in calls] == ["weather"]
-    assert json.loads(calls[0].function.arguments)["town"] in ("Oslo", "Rome")
+    assert [call.function.name for call in calls if call.function.name] == ["weather"]
+    arguments = "".join(call.function.arguments for call in calls)
+    assert json.loads(arguments)["town"] in ("Oslo", "Rome")
     assert reason == "tool_calls"
 
 

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from anydecode.server.parsers import TOOL_FORMATS, Event, Parser
+from anydecode.constraints.tools.families import TOOL_FORMATS
+from anydecode.server.parsers import Event, Parser
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-TOOL = ("tool", {"name": "f", "arguments": '{"a": 1}'})
+TOOL = (("call", "f"), ("arguments", '{"a": 1}'), ("end", ""))
 
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (CALL, [TOOL]),
-        (f"{CALL}\n{CALL}\n", [TOOL, TOOL]),
-        (f"{CALL}\nand {CALL}", [TOOL, ("content", "\nand "), TOOL]),
-        (f"{CALL}\none two\n\nthree\n", [TOOL, ("content", "\none two\n\nthree\n")]),
+        (CALL, [*TOOL]),
+        (f"{CALL}\n{CALL}\n", [*TOOL, *TOOL]),
+        (f"{CALL}\nand {CALL}", [*TOOL, ("content", "\nand "), *TOOL]),
+        (f"{CALL}\none two\n\nthree\n", [*TOOL, ("content", "\none two\n\nthree\n")]),
         (
             f"{CALL}\n<tool_call>[1]</tool_call>",
-            [TOOL, ("content", "\n<tool_call>[1]</tool_call>")],
+            [*TOOL, ("content", "\n<tool_call>[1]</tool_call>")],
         ),
-        (f"\n{CALL}", [("content", "\n"), TOOL]),
+        (f"\n{CALL}", [("content", "\n"), *TOOL]),
         ("\n", [("content", "\n")]),
         ("<tool_call>[1]</tool_call>", [("content", "<tool_call>[1]</tool_call>")]),
     ],
@@ -30,13 +31,13 @@ TOOL = ("tool", {"name": "f", "arguments": '{"a": 1}'})
 def test_white_space_alone_after_a_call_is_no_content(
     answer: str, expected: list[Event], size: int
 ) -> None:
-    parser = Parser(None, TOOL_FORMATS["hermes"])
+    parser = Parser(None, lambda stream: TOOL_FORMATS["hermes"].parse(stream, {}))
     events: list[Event] = []
-    for start in range(0, len(answer), size):
-        for kind, value in parser.push(answer[start : start + size]):
-            if kind == "content" and events and events[-1][0] == "content":
+    parts = [answer[start : start + size] for start in range(0, len(answer), size)]
+    for part in [*parts, ""]:
+        for kind, value in parser.push(part, final=not part):
+            if kind in ("content", "arguments") and events and events[-1][0] == kind:
                 events[-1] = (kind, events[-1][1] + value)
             else:
                 events.append((kind, value))
-    events += parser.push("", final=True)
     assert events == expected

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from anydecode.models.scripted import ScriptedModel
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.server.preparation import Preparation
 from anydecode.server.settings import Settings
-from anydecode.server.tools import format_constraint
+from anydecode.server.tools import constraint_factory
 from anydecode.server.workers import WorkerPool
 from server_client import CHAT, COMPLETIONS, Client
 from server_client import served as served_briefly
@@ -187,12 +186,12 @@ async def test_an_accepted_constraint_is_tried_once(
     monkeypatch.setattr(WorkerPool, "run", recorded)
     preparation = Preparation(llm, Settings())
     state = {"namespace": None, "client": "here"}
-    make = partial(format_constraint, formatted(SMALL))
+    make = constraint_factory(formatted(SMALL), None)
     first = await preparation.constraint(state, make)
     assert await preparation.constraint(state, make) is first
     assert len(jobs) == 1
     other = await preparation.constraint(
-        state, partial(format_constraint, formatted({**SMALL, "title": "other"}))
+        state, constraint_factory(formatted({**SMALL, "title": "other"}), None)
     )
     assert other is not first and len(jobs) == 2
 
@@ -205,7 +204,7 @@ async def test_the_accepted_constraints_are_bounded_by_bytes(
     state = {"namespace": None, "client": "here"}
     for number in range(12):
         schema = {"enum": [f"{number} value {i}" for i in range(1000)]}
-        await preparation.constraint(state, partial(format_constraint, formatted(schema)))
+        await preparation.constraint(state, constraint_factory(formatted(schema), None))
         assert preparation._accepted.num_bytes <= 1 << 20
     assert 0 < len(preparation._accepted) < 12
 
@@ -217,9 +216,9 @@ async def test_a_constraint_from_a_process_gives_the_same_states(llm: LLM) -> No
               "properties": {"ab": {"type": "array", "uniqueItems": True}}}  # fmt: skip
     preparation = Preparation(llm, Settings())
     state = {"namespace": None, "client": "here"}
-    make = partial(format_constraint, formatted(schema))
+    make = constraint_factory(formatted(schema), None)
     found: Any = await preparation.constraint(state, make)
-    direct = JsonSchema(schema)
+    direct = JsonSchema(schema, max_string=0, extra_properties=True)
     tokenizer, size = llm.tokenizer, llm.model.spec.vocab_size
     assert tokenizer is not None
     states = [one.start_with_limit(tokenizer, size, 64) for one in (found, direct)]

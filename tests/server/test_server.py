@@ -457,29 +457,32 @@ def test_preemption_changes_no_text() -> None:
         assert texts == [sample.text for sample in alone.samples]
 
 
+def tool_parser(name: str, reasoning: tuple[str, str] | None = None) -> Parser:
+    return Parser(reasoning, lambda stream: TOOL_FORMATS[name].parse(stream, {}))
+
+
 def test_parsers_split_answers_at_any_chunk_size() -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     text = f"hm<think>why\n</think>\n\nso <b> {call}"
     for size in (1, 2, 3, 7, 1000):
-        parser = Parser(("<think>", "</think>"), TOOL_FORMATS["hermes"])
-        texts: dict[str, str] = {"content": "", "reasoning": ""}
-        calls = []
+        parser = tool_parser("hermes", ("<think>", "</think>"))
+        texts = dict.fromkeys(("content", "reasoning", "call", "arguments", "end"), "")
         for at in range(0, len(text), size):
             for kind, value in parser.push(text[at : at + size]):
-                if kind == "tool":
-                    calls.append(value)
-                else:
-                    texts[kind] += value
-        texts["content"] += "".join(str(value) for _, value in parser.push("", final=True))
-        assert texts == {"content": "hmso <b> ", "reasoning": "why\n"}
-        assert calls == [{"name": "f", "arguments": '{"x": 1}'}]
-    listed = Parser(None, TOOL_FORMATS["mistral"])
+                texts[kind] += value
+        for kind, value in parser.push("", final=True):
+            texts[kind] += value
+        assert texts == {
+            "content": "hmso <b> ", "reasoning": "why\n", "call": "f", "arguments": '{"x": 1}',
+            "end": "",
+        }  # fmt: skip
+    listed = tool_parser("mistral")
     events = list(listed.push('[TOOL_CALLS][{"name": "a", "arguments": {}}, {"name": "b"}]', True))
-    assert [value["name"] for _, value in events] == ["a", "b"]
-    broken = Parser(None, TOOL_FORMATS["hermes"])
-    assert list(broken.push("<tool_call>no json</tool_call>", True)) == [
-        ("content", "<tool_call>no json</tool_call>")
-    ]
+    assert [value for kind, value in events if kind == "call"] == ["a", "b"]
+    broken = tool_parser("hermes")
+    events = list(broken.push("<tool_call>no json</tool_call>", True))
+    assert "".join(value for _, value in events) == "<tool_call>no json</tool_call>"
+    assert {kind for kind, _ in events} == {"content"}
     thinking = Parser(("<think>", "</think>"), None, thinking=True)
     assert list(thinking.push("a</think>b", True)) == [("reasoning", "a"), ("content", "b")]
 

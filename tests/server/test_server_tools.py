@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 pytest.importorskip("llguidance")
@@ -14,14 +15,16 @@ pydantic = pytest.importorskip("pydantic")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+from anydecode import LLM  # noqa: E402
 from anydecode.certification.checks import scripted_llm  # noqa: E402
+from anydecode.constraints.tools.families import TOOL_FORMATS  # noqa: E402
 from anydecode.errors import ConstraintError  # noqa: E402
-from anydecode.models.scripted import ByteTokenizer  # noqa: E402
-from anydecode.server.parsers import TOOL_FORMATS  # noqa: E402
+from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel  # noqa: E402
 from anydecode.server.protocol import Function, Tool  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
 from anydecode.server.tools import tool_constraint  # noqa: E402
+from server_client import CHAT, served  # noqa: E402
 
 
 def accepts(tools: dict[str, Any], format_name: str, calls: list[tuple[str, Any]]) -> bool:
@@ -31,15 +34,16 @@ def accepts(tools: dict[str, Any], format_name: str, calls: list[tuple[str, Any]
     constraint = tool_constraint(
         offered, call_format, required=True, parallel=True, answer_schema=None
     )
-    texts = [json.dumps({"name": name, call_format.arguments: value}) for name, value in calls]
-    joined = f"[{', '.join(texts)}]" if call_format.is_list else call_format.closing.join(texts)
     tokenizer = ByteTokenizer()
     state = constraint.start(tokenizer, tokenizer.vocab_size)
-    for byte in f"{call_format.opening}{joined}{call_format.closing}".encode():
+    validator = constraint.incremental_validator(tokenizer)
+    for byte in call_format.render(calls, tools).encode():
         if not state.allows(byte):
             return False
         state.advance(byte)
-    return state.can_stop
+        if validator is not None and validator.push(byte) is not None:
+            return False
+    return state.can_stop and (validator is None or validator.end() is None)
 
 
 def object_schema(**properties: Any) -> dict[str, Any]:
@@ -214,6 +218,143 @@ def test_nested_pydantic_models_work_as_tools(client: Any, stream: bool) -> None
             calls = [call for delta in deltas for call in delta.tool_calls or []]
         else:
             calls = answer.choices[0].message.tool_calls
-        [call] = [call.function for call in calls]
-        model: Any = Trip if call.name == "Trip" else City
-        assert model.model_validate_json(call.arguments)
+        model: Any = Trip if calls[0].function.name == "Trip" else City
+        arguments = "".join(call.function.arguments for call in calls)
+        assert model.model_validate_json(arguments)
+
+
+def replaying_llm(text: str) -> LLM:
+    """A model that prefers to answer `text` and to stop."""
+
+    def script(seen: tuple[int, ...]) -> np.ndarray:
+        generated = bytes(token for token in seen if token < 256).rpartition(b"assistant: ")[2]
+        logits = np.random.default_rng(list(generated)).normal(size=259).astype(np.float32)
+        whole = text.encode()
+        if whole.startswith(generated):
+            logits[[*whole, EOS][len(generated)]] = 30
+        return logits
+
+    model = ScriptedModel(script)
+    return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096)
+
+
+FORECAST = object_schema(days={"type": "array", "items": INTEGER}, town={"type": "string"})
+UNIQUE = {**FORECAST, "properties": {**FORECAST["properties"]}}
+UNIQUE["properties"]["days"] = {**UNIQUE["properties"]["days"], "uniqueItems": True}
+CALLS = [("forecast", {"days": [1, 2, 3], "town": "Tromsø"}), ("go", {"to": 'a \\ "b"'})]
+TEXT = "Let me look.\n" + TOOL_FORMATS["hermes"].render(CALLS)
+
+
+def offered(forecast: dict[str, Any] = FORECAST) -> list[dict[str, Any]]:
+    schemas = {"forecast": forecast, "go": object_schema(to={"type": "string"})}
+    return [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in schemas.items()
+    ]
+
+
+def joined(chunks: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]], str]:
+    """Content, calls and finish reason of a stream, read as OpenAI's clients do."""
+    content, calls, reason = "", [], ""
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            content += choice["delta"].get("content") or ""
+            reason = choice["finish_reason"] or reason
+            for call in choice["delta"].get("tool_calls", []):
+                if call["index"] == len(calls):
+                    assert set(call) == {"index", "id", "type", "function"}
+                    assert call["function"]["arguments"] == "" and call["type"] == "function"
+                    calls.append({"id": call["id"], **call["function"]})
+                else:
+                    assert set(call) == {"index", "function"} and call["index"] == len(calls) - 1
+                    assert set(call["function"]) == {"arguments"}
+                    calls[-1]["arguments"] += call["function"]["arguments"]
+    return content, calls, reason
+
+
+FIELDS: dict[str, Any] = {"max_tokens": 400, "temperature": 0, "decoder": "autoregressive"}
+
+
+def test_arguments_are_streamed_as_they_are_generated() -> None:
+    with replaying_llm(TEXT) as llm, served(llm) as client:
+        chunks = client.single_chunks(llm, CHAT, patience=0.02, **FIELDS, tools=offered())
+        content, calls, reason = joined(chunks)
+        assert (content.strip(), reason) == ("Let me look.", "tool_calls")
+        assert [(call["name"], json.loads(call["arguments"])) for call in calls] == CALLS
+        assert len({call["id"] for call in calls}) == 2
+        parts = [
+            call["function"]["arguments"]
+            for chunk in chunks
+            for choice in chunk["choices"]
+            for call in choice["delta"].get("tool_calls", [])
+        ]
+        assert len(parts) > 20 and max(map(len, parts)) < 10
+        message = client.ask(CHAT, **FIELDS, tools=offered())["choices"][0]["message"]
+        assert message["content"].strip() == "Let me look."
+        plain = [
+            (call["function"]["name"], call["function"]["arguments"])
+            for call in message["tool_calls"]
+        ]
+        assert plain == [(call["name"], call["arguments"]) for call in calls]
+
+
+def test_only_a_call_that_is_validated_is_held_back() -> None:
+    with replaying_llm(TEXT) as llm, served(llm) as client:
+        chunks = client.single_chunks(llm, CHAT, patience=0.02, **FIELDS, tools=offered(UNIQUE))
+        content, calls, reason = joined(chunks)
+        assert [(call["name"], json.loads(call["arguments"])) for call in calls] == CALLS
+        numbers = [
+            call["index"]
+            for chunk in chunks
+            for choice in chunk["choices"]
+            for call in choice["delta"].get("tool_calls", [])
+        ]
+        assert numbers.count(0) < 4 < numbers.count(1)
+        contents = [
+            one for chunk in chunks for one in chunk["choices"] if one["delta"].get("content")
+        ]
+        assert len(contents) > 5
+
+
+@pytest.mark.parametrize("forecast", [FORECAST, UNIQUE])
+def test_the_token_limit_cuts_a_call(forecast: dict[str, Any]) -> None:
+    limit = TEXT.encode().index(b"Troms")
+    with replaying_llm(TEXT) as llm, served(llm) as client:
+        fields = {**FIELDS, "max_tokens": limit, "tools": offered(forecast)}
+        response = client.ask(CHAT, **fields)["choices"][0]
+        [call] = response["message"]["tool_calls"]
+        assert response["finish_reason"] == "length"
+        assert call["function"] == {
+            "name": "forecast",
+            "arguments": '{"days": [1, 2, 3], "town": "',
+        }
+        _, [streamed], reason = joined(client.chunks(CHAT, **fields))
+        assert (streamed["arguments"], reason) == (call["function"]["arguments"], "length")
+
+
+def test_choices_of_tools() -> None:
+    def names(**fields: Any) -> list[str]:
+        message = client.ask(CHAT, **FIELDS, tools=offered(), **fields)["choices"][0]["message"]
+        return [call["function"]["name"] for call in message.get("tool_calls", [])]
+
+    def allowed(mode: str, *names: str) -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    with replaying_llm(TEXT) as llm, served(llm) as client:
+        assert names() == names(tool_choice="auto") == ["forecast", "go"]
+        assert names(parallel_tool_calls=False) == ["forecast"]
+        assert names(tool_choice="none") == []
+        assert names(tool_choice="required")[:1] != []
+        named = {"type": "function", "function": {"name": "go"}}
+        assert set(names(tool_choice=named)) == {"go"}
+        assert set(names(tool_choice=allowed("required", "go"))) == {"go"}
+        assert names(tool_choice=allowed("auto", "forecast", "go")) == ["forecast", "go"]
+        for choice, problem in (
+            ("maybe", "it must be none, auto, required"),
+            (allowed("auto"), "needs a mode"),
+            (allowed("some", "go"), "needs a mode"),
+            (allowed("auto", "fly"), "is not one of the given tools"),
+        ):
+            error = client.refused(CHAT, tools=offered(), tool_choice=choice)
+            assert problem in error["message"] and error["param"] == "tool_choice"

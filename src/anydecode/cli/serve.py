@@ -160,7 +160,12 @@ def serve(
     tool_parser: Annotated[
         str,
         typer.Option(
-            "--tool-parser", help="Format of tool calls: auto, hermes, mistral, llama or none."
+            "--tool-parser",
+            help=(
+                "Format of tool calls: auto, none, hermes, mistral, mistral-args, llama3, llama4,"
+                " qwen3-coder, deepseek-v3, deepseek-v3.1, glm, kimi, gpt-oss, granite, phi,"
+                " phi-functools or functiongemma."
+            ),
         ),
     ] = "auto",
     reasoning_parser: Annotated[

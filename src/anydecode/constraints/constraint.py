@@ -187,7 +187,12 @@ class TokenBan(ConstraintState):
 
 
 class IncrementalValidator(Protocol):
-    """Validates one growing text against the rules that a mask cannot express."""
+    """Validates one growing text against the rules that a mask cannot express.
+
+    A validator may have two properties: `num_settled`, the number of tokens that no later token
+    makes invalid, and `settled_text`, their part of the answer. Retries keep these tokens, and
+    streams send them at once.
+    """
 
     def push(self, token: int) -> int | None:
         """Appends `token`. Returns None if no error was found, else the number of tokens before
@@ -267,3 +272,8 @@ class Constraint(ABC):
         """The `index`-th narrowed form: a constraint that allows fewer texts and is easier to
         satisfy. None if there is none."""
         return None
+
+    def with_prefix(self, prefix: str) -> Constraint:
+        """Returns this constraint for an answer that starts with `prefix`, the settled text of an
+        answer under the constraint that this one is a narrowed form of."""
+        return self

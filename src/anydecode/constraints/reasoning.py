@@ -86,6 +86,9 @@ class AfterReasoning(Constraint):
         inner = self.constraint.narrowed(index)
         return None if inner is None else self._with_constraint(inner)
 
+    def with_prefix(self, prefix: str) -> AfterReasoning:
+        return self._with_constraint(self.constraint.with_prefix(prefix))
+
     def _with_constraint(self, constraint: Constraint) -> AfterReasoning:
         return AfterReasoning(constraint, self.opening, self.closing, self.opened)
 
@@ -375,6 +378,14 @@ class _AnswerValidator:
         self._position: _Position | None = tags.start  # None: in the answer
         self._pending: list[int] = []  # tokens of the answer, or of the opening tag
         self._num_before = 0
+
+    @property
+    def num_settled(self) -> int:
+        return self._num_before + getattr(self._inner, "num_settled", 0)
+
+    @property
+    def settled_text(self) -> str:
+        return getattr(self._inner, "settled_text", "")
 
     def push(self, token: int) -> int | None:
         if self._position is not None:

@@ -10,6 +10,19 @@ REASONING_TAGS = {
     "think": ("<think>", "</think>"),
     "seed": ("<seed:think>", "</seed:think>"),
 }
+#: Tokens of the tool-call formats that checkpoints mark as special. They are part of the text too.
+TOOL_TAGS = frozenset(
+    {
+        "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<tool_call>", "</tool_call>", "<|tool_call|>",
+        "<|/tool_call|>", "<|python_tag|>", "<|python_start|>", "<|python_end|>", "<arg_key>",
+        "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<start_function_call>",
+        "<end_function_call>", "<escape>", "<|channel|>", "<|constrain|>", "<|message|>",
+        "<|start|>",
+    }
+)  # fmt: skip
 
 
 class Tokenizer(Protocol):

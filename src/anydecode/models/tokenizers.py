@@ -17,7 +17,7 @@ from anydecode.models.files import read_json, read_text
 from anydecode.models.gguf_tokenizer import tokenizer_from_gguf
 from anydecode.models.limits import MAX_SIZE, MAX_TOKENS, integer
 from anydecode.models.qwen2_tokenizer import qwen2_tokenizer, token_text
-from anydecode.models.tokenizer import REASONING_TAGS
+from anydecode.models.tokenizer import REASONING_TAGS, TOOL_TAGS
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
@@ -60,7 +60,7 @@ class HFTokenizer:
         # Tables of tokens are indexed by id.
         integer("the largest token id of the tokenizer", self.vocab_size - 1, -1, MAX_TOKENS - 1)
         added = tokenizer.get_added_tokens_decoder()
-        tags = {tag for pair in REASONING_TAGS.values() for tag in pair}
+        tags = TOOL_TAGS.union(*REASONING_TAGS.values())
         self._special = frozenset(
             token for token, entry in added.items() if entry.special and entry.content not in tags
         )

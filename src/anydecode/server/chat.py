@@ -12,18 +12,21 @@ from starlette.responses import JSONResponse, Response
 
 from anydecode.api.generation import Generation
 from anydecode.api.request import Request
+from anydecode.constraints.tools.tool_calls import parse_answer
 from anydecode.server import logprobs
 from anydecode.server.errors import ApiError
 from anydecode.server.events import DONE, EventStream, compact, encode_event
 from anydecode.server.options import engine_options
-from anydecode.server.parsers import Parser, ToolFormat
+from anydecode.server.parsers import Parser
 from anydecode.server.prompts import conversation, effort_variables, with_tools
 from anydecode.server.protocol import ChatRequest
 from anydecode.server.run import ServerRun
 from anydecode.server.service import Service, canvas, extension, usage
 from anydecode.server.tools import (
-    format_constraint,
-    format_schema,
+    answer_schema_of,
+    constraint_factory,
+    json_options,
+    parameters_of,
     select_tools,
     tool_constraint,
 )
@@ -48,22 +51,33 @@ async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> Respon
     make_constraint: Callable[[], Any] | None = None
     if tools:
         assert call_format is not None
+        answer_schema = answer_schema_of(body.response_format, body.structured_outputs)
         make_constraint = partial(
             tool_constraint,
             tools,
             call_format,
             required=required,
             parallel=body.parallel_tool_calls is not False,
-            answer_schema=format_schema(body.response_format),
+            answer_schema=answer_schema,
+            options=json_options(body.structured_outputs),
         )
-    elif format_schema(body.response_format) is not None:
-        make_constraint = partial(format_constraint, body.response_format)
+    else:
+        make_constraint = constraint_factory(body.response_format, body.structured_outputs)
     if make_constraint is not None:
         constraint = await service.preparation.constraint(state, make_constraint)
         options["constraint"] = service.after_reasoning(constraint, text[-64:])
     tokens = await service.preparation.encode(state, text, special=False)
     run = await service.run([tokens], options, state, streamed=body.stream)
-    answer = _ChatAnswer(service, body, run, text[-64:], bool(tools))
+    parse = None
+    if tools:
+        assert call_format is not None
+        parse = partial(
+            parse_answer,
+            call_format=call_format,
+            schemas=parameters_of(tools),
+            has_answer=not required and answer_schema is not None,
+        )
+    answer = _ChatAnswer(service, body, run, partial(service.parser, text[-64:], parse))
     if body.stream:
         return EventStream(run, answer.chunks(), service.settings.stall_seconds)
     async with run:
@@ -87,35 +101,31 @@ async def _render_prompt(
     variables = effort_variables(body.reasoning_effort, service.tokenizer.chat_template)
     variables.update(body.chat_template_kwargs or {})
     variables.pop("add_generation_prompt", None)
-    if tools and body.tools:
+    if tools and body.tools and service.tool_format is not None:
         messages, tool_variables = with_tools(
             messages,
             body.tools,
             service.tokenizer.chat_template,
-            _example_call(service.tool_format),
+            service.tool_format.render([("function", {"argument": "value"})]),
         )
         variables.update(tool_variables)
     return await service.preparation.render(state, messages, variables)
-
-
-def _example_call(call_format: ToolFormat | None) -> str:
-    assert call_format is not None
-    call = f'{{"name": "function", "{call_format.arguments}": {{...}}}}'
-    return (
-        call_format.opening + (f"[{call}]" if call_format.is_list else call) + call_format.closing
-    )
 
 
 class _ChatAnswer:
     """Builds the response object, or the chunks of its stream."""
 
     def __init__(
-        self, service: Service, body: ChatRequest, run: ServerRun, prompt_end: str, tools: bool
+        self,
+        service: Service,
+        body: ChatRequest,
+        run: ServerRun,
+        new_parser: Callable[[], Parser],
     ) -> None:
         self.service = service
         self.body = body
         self.run = run
-        self._new_parser = partial(service.parser, prompt_end, tools)
+        self._new_parser = new_parser
         self._parsers = [self._new_parser() for _ in run.choices]
         self._num_calls = [0] * len(run.choices)
         self._num_logprobs_sent = [0] * len(run.choices)
@@ -170,11 +180,13 @@ class _ChatAnswer:
     def _choice(self, index: int, generation: Generation) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None}
         parts: dict[str, str] = {}
-        calls = []
+        calls: list[dict[str, Any]] = []
         for kind, value in self._parsers[index].push(generation.text, final=True):
-            if kind == "tool":
+            if kind == "call":
                 calls.append(self._tool_call(index, value))
-            else:
+            elif kind == "arguments":
+                calls[-1]["function"]["arguments"] += value
+            elif kind != "end":
                 parts[kind] = parts.get(kind, "") + value
         message["content"] = parts.get("content", None if calls else "")
         if "reasoning" in parts:
@@ -210,8 +222,12 @@ class _ChatAnswer:
                 deltas.append({"content": value})
             elif kind == "reasoning":
                 deltas.append({"reasoning_content": value})
-            else:
+            elif kind == "call":
                 deltas.append({"tool_calls": [self._tool_call(index, value)]})
+            elif kind == "arguments":
+                number_of_call = self._num_calls[index] - 1
+                call = {"index": number_of_call, "function": {"arguments": value}}
+                deltas.append({"tool_calls": [call]})
         if not self.body.logprobs:
             return [(delta, None) for delta in deltas]
         generated = logprobs.generated(
@@ -224,11 +240,13 @@ class _ChatAnswer:
         first = deltas[0] if deltas else {"content": ""}
         return [(first, logprobs_object), *((delta, None) for delta in deltas[1:])]
 
-    def _tool_call(self, index: int, call: dict[str, str]) -> dict[str, Any]:
+    def _tool_call(self, index: int, name: str) -> dict[str, Any]:
+        """The start of a call: its arguments follow."""
         number = self._num_calls[index]
         self._num_calls[index] += 1
-        name = f"call_{uuid4().hex[:24]}"
-        return {"index": number, "id": name, "type": "function", "function": call}
+        function = {"name": name, "arguments": ""}
+        identifier = f"call_{uuid4().hex[:24]}"
+        return {"index": number, "id": identifier, "type": "function", "function": function}
 
     def _finish_reason(self, index: int) -> str:
         request, number = self.run.choices[index]

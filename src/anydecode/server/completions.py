@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -19,7 +18,7 @@ from anydecode.server.prompts import prompt_list
 from anydecode.server.protocol import CompletionRequest
 from anydecode.server.run import ServerRun
 from anydecode.server.service import Service, canvas, extension, usage
-from anydecode.server.tools import format_constraint, format_schema
+from anydecode.server.tools import constraint_factory
 
 #: OpenAI's default for `max_tokens`.
 DEFAULT_TOKENS = 16
@@ -37,8 +36,8 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
         _check_best_of(body)
         options["n"] = body.best_of
         options["logprobs"] = body.logprobs or 0
-    if format_schema(body.response_format) is not None:
-        make_constraint = partial(format_constraint, body.response_format)
+    make_constraint = constraint_factory(body.response_format, body.structured_outputs)
+    if make_constraint is not None:
         options["constraint"] = await service.preparation.constraint(state, make_constraint)
     prompts = prompt_list(body.prompt)
     run = await service.run(prompts, options, state, streamed=body.stream)

@@ -131,6 +131,37 @@ class Resume(Body):
     samples: Annotated[list[ResumedSample], Field(fail_fast=True, max_length=MAX_SAMPLES)]
 
 
+class StructuredOutputs(Body):
+    """A constraint of the answer, by the names of vLLM, and limits that are added to JSON schemas.
+
+    Attributes:
+        json_schema: A JSON Schema, as an object, a boolean or text; `json` in the request.
+        json_object: Whether the answer is any JSON object.
+        regex: A regular expression of the whole answer.
+        grammar: A grammar: GBNF if it contains "::=", else Lark.
+        choice: The possible answers.
+        structural_tag: Text with JSON between tags: `structures` and `triggers`, as an object or
+            text.
+        whitespace_pattern: White space between JSON tokens, as a regular expression.
+        disable_any_whitespace: Whether there is none.
+        disable_additional_properties: Whether objects have only the properties that their schema
+            lists, if it does not mention others.
+        max_string: Maximum length of JSON strings without a bound, in characters.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    json_schema: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Texts | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    max_string: Count | None = None
+
+
 class Options(SamplingFields):
     """Fields that all generating endpoints share, besides those of `SamplingFields`.
 
@@ -143,6 +174,7 @@ class Options(SamplingFields):
         first_finish: Of `n` samples, return this many that finish first.
         segment: Most tokens that this call generates.
         resume: Continue from `anydecode.resume` of an earlier response.
+        structured_outputs: A constraint of the answer, or limits of its JSON.
         IGNORED: Fields of OpenAI's API that have no effect, with their neutral values.
         REFUSED: Unsupported fields of OpenAI's API that would change the answer, with their neutral
             values and advice on what to do instead.
@@ -160,6 +192,7 @@ class Options(SamplingFields):
     first_finish: Positive | None = None
     segment: Positive | None = None
     resume: Resume | None = None
+    structured_outputs: Annotated[StructuredOutputs, BeforeValidator(_limited)] | None = None
     if TYPE_CHECKING:  # of `SamplingFields`
         logprobs: Any
         temperature: float | None

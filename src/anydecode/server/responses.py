@@ -19,7 +19,7 @@ from anydecode.server.prompts import conversation, effort_variables, response_it
 from anydecode.server.protocol import ResponsesRequest
 from anydecode.server.run import ServerRun
 from anydecode.server.service import Service, extension, usage
-from anydecode.server.tools import format_constraint, format_schema
+from anydecode.server.tools import constraint_factory
 
 
 async def respond(service: Service, body: ResponsesRequest, http: HttpRequest) -> Response:
@@ -37,8 +37,8 @@ async def respond(service: Service, body: ResponsesRequest, http: HttpRequest) -
     response_format = (body.text or {}).get("format")
     if not isinstance(response_format, dict | None):
         raise ApiError(400, f"text.format must be an object, not {response_format!r}", param="text")
-    if format_schema(response_format) is not None:
-        make_constraint = partial(format_constraint, response_format)
+    make_constraint = constraint_factory(response_format, body.structured_outputs)
+    if make_constraint is not None:
         constraint = await service.preparation.constraint(state, make_constraint)
         options["constraint"] = service.after_reasoning(constraint, text[-64:])
     tokens = await service.preparation.encode(state, text, special=False)
@@ -59,7 +59,7 @@ class _ResponsesAnswer:
         self.service = service
         self.body = body
         self.run = run
-        self._new_parser = partial(service.parser, end, False)
+        self._new_parser = partial(service.parser, end)
         self._parser = self._new_parser()
         head = service.head("response", "resp")
         self._head = {"id": head["id"], "object": "response", "created_at": head["created"]}

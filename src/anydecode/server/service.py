@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from uuid import uuid4
 
@@ -17,6 +17,7 @@ from anydecode.api.request import Request
 from anydecode.api.text import Detokenizer
 from anydecode.constraints.constraint import Constraint
 from anydecode.constraints.reasoning import AfterReasoning
+from anydecode.constraints.tools.stream import Steps, TextStream
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import AnydecodeError, InvalidRequestError
 from anydecode.server.metrics import Metrics
@@ -115,11 +116,16 @@ class Service:
         """Build one run of several engine requests, not started."""
         return ServerRun(self.llm, requests, lambda run: self._on_end(run, state), streamed)
 
-    def parser(self, prompt_end: str, tools: bool) -> Parser:
-        """A parser for the answer to a rendered conversation that ends with `prompt_end`."""
+    def parser(
+        self, prompt_end: str, parse: Callable[[TextStream], Steps[None]] | None = None
+    ) -> Parser:
+        """A parser for the answer to a rendered conversation that ends with `prompt_end`. `parse`:
+        parses the tool calls in it."""
         tags = self._reasoning_tags
+        if parse is None and self.tool_format is not None and self.tool_format.reasoning_opening:
+            parse = partial(self.tool_format.parse, schemas={})
         is_open = tags is not None and prompt_end.rstrip().endswith(tags[0])
-        return Parser(tags, self.tool_format if tools else None, is_open)
+        return Parser(tags, parse, is_open)
 
     def after_reasoning(self, constraint: Constraint, prompt_end: str) -> Constraint:
         """`constraint`, applied after the reasoning if the answer to a rendered conversation that

@@ -29,8 +29,7 @@ class Settings:
         stall_seconds: How long a client may leave a stream unread before it is cancelled.
         drain_seconds: How long a shutdown waits for running requests.
         decoder: Default decoder; None for the model's default.
-        tool_parser: A name of `server.parsers.TOOL_FORMATS`, "auto" (chosen by the chat template)
-            or "none".
+        tool_parser: A name of `TOOL_FORMATS`, "auto" (chosen by the chat template) or "none".
         reasoning_parser: A name of `REASONING_TAGS`, "auto" or "none".
         allowed_hosts: Accepted Host names, "*" for any. On a loopback address, loopback names are
             always accepted; on other addresses an empty tuple accepts any name.

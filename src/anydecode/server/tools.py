@@ -2,28 +2,96 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from anydecode.constraints.guidance_engine import check_references, library, one_line
-from anydecode.errors import ConstraintError
+from anydecode.constraints.tools.formats import ToolFormat
 from anydecode.server.errors import ApiError
-from anydecode.server.parsers import ToolFormat
-from anydecode.server.protocol import Tool
+from anydecode.server.protocol import StructuredOutputs, Tool
 
-#: Fixed JSON formatting, so that a model cannot fill its answer with white space.
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def format_constraint(response_format: dict[str, Any] | None) -> Any:
-    """The constraint for OpenAI's `response_format`; None for plain text."""
+def constraint_factory(
+    response_format: dict[str, Any] | None, structured: StructuredOutputs | None
+) -> Callable[[], Any] | None:
+    """Returns a function that makes the constraint of an answer without tools; None if there is
+    none. Raises `ApiError` if the request gives several constraints."""
     schema = format_schema(response_format)
-    if schema is None:
-        return None
+    given = [] if structured is None else _kinds(structured)
+    if len(given) + (schema is not None) > 1:
+        names = [*(f"structured_outputs.{name}" for name in given)]
+        names += ["response_format"] * (schema is not None)
+        raise ApiError(
+            400, f"{' and '.join(names)} are given; an answer has one constraint", param=names[0]
+        )
+    if given:
+        assert structured is not None
+        return partial(_structured_constraint, structured, given[0])
+    if schema is not None:
+        return partial(_json_constraint, schema, structured)
+    return None
+
+
+def answer_schema_of(
+    response_format: dict[str, Any] | None, structured: StructuredOutputs | None
+) -> dict[str, Any] | None:
+    """The JSON Schema of an answer beside tools; None for text. Raises `ApiError` if
+    `structured_outputs` constrains the answer."""
+    if structured is not None and (given := _kinds(structured)):
+        raise ApiError(
+            400,
+            f"structured_outputs.{given[0]} and tools are given; use response_format beside tools",
+            param="structured_outputs",
+        )
+    return format_schema(response_format)
+
+
+def _kinds(structured: StructuredOutputs) -> list[str]:
+    """The names of the constraints that are set."""
+    values = structured.model_dump(by_alias=True)
+    kinds = ("json", "json_object", "regex", "grammar", "choice", "structural_tag")
+    return [name for name in kinds if values[name] is not None and values[name] is not False]
+
+
+def _structured_constraint(structured: StructuredOutputs, kind: str) -> Any:
+    from anydecode.constraints.languages import Choice, Grammar, Regex
+
+    if kind == "choice":
+        return Choice(structured.choice or ())
+    if kind == "regex":
+        return Regex(structured.regex or "")
+    if kind == "grammar":
+        text = structured.grammar or ""
+        return Grammar(text, "gbnf" if "::=" in text else "lark")
+    if kind == "structural_tag":
+        from anydecode.constraints.structural_tag import StructuralTag
+
+        return StructuralTag.of(structured.structural_tag, **json_options(structured))
+    schema = {"type": "object"} if kind == "json_object" else structured.json_schema
+    return _json_constraint(schema, structured)
+
+
+def _json_constraint(schema: Any, structured: StructuredOutputs | None) -> Any:
     from anydecode.constraints.json.json_schema import JsonSchema
 
-    return JsonSchema(schema)
+    return JsonSchema(schema, **json_options(structured))
+
+
+def json_options(structured: StructuredOutputs | None) -> dict[str, Any]:
+    """The options of `JsonSchema` that a request asks for; by default without limits that the
+    schema does not have."""
+    asked = structured or StructuredOutputs()
+    options: dict[str, Any] = {
+        "max_string": asked.max_string or 0,
+        "extra_properties": not asked.disable_additional_properties,
+    }
+    if asked.disable_any_whitespace:
+        options["whitespace"] = ""
+    elif asked.whitespace_pattern is not None:
+        options["whitespace"] = asked.whitespace_pattern
+    return options
 
 
 def format_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -60,14 +128,52 @@ def select_tools(
         if not offered:
             raise ApiError(400, "tool_choice requires a call, but no tools are given")
         return offered, True
-    named = choice.get("function", choice) if isinstance(choice, dict) else None
-    name = named.get("name") if isinstance(named, dict) else None
-    matching = [tool for tool in offered if tool.function.name == name]
-    if not matching:
+    if isinstance(choice, str):
         raise ApiError(
-            400, f"tool_choice {choice!r} is not one of the given tools", param="tool_choice"
+            400,
+            f"tool_choice is {choice!r}; it must be none, auto, required, or an object of type"
+            " function or allowed_tools",
+            param="tool_choice",
         )
-    return matching, True
+    if choice.get("type") != "allowed_tools":
+        return _named_tools(offered, [choice], choice), True
+    allowed = choice.get("allowed_tools", choice)
+    names = allowed.get("tools") if isinstance(allowed, dict) else None
+    mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
+    if not isinstance(names, list) or not names or mode not in ("auto", "required"):
+        raise ApiError(
+            400,
+            "tool_choice of type allowed_tools needs a mode, auto or required, and a list of tools",
+            param="tool_choice",
+        )
+    return _named_tools(offered, names, choice), mode == "required"
+
+
+def _named_tools(
+    offered: list[Tool], references: Sequence[Any], choice: dict[str, Any]
+) -> list[Tool]:
+    """The tools among `offered` that `references` name. Raises `ApiError` if one is missing."""
+    selected = []
+    for reference in references:
+        named = reference.get("function", reference) if isinstance(reference, dict) else None
+        name = named.get("name") if isinstance(named, dict) else None
+        matching = [tool for tool in offered if tool.function.name == name]
+        if not matching:
+            raise ApiError(
+                400, f"tool_choice {choice!r} is not one of the given tools", param="tool_choice"
+            )
+        selected += matching
+    return selected
+
+
+def parameters_of(tools: list[Tool]) -> dict[str, Any]:
+    """The schemas of the tools' arguments, by name."""
+    return {tool.function.name: _object_schema(tool.function.parameters) for tool in tools}
+
+
+def _object_schema(schema: dict[str, Any] | None) -> dict[str, Any]:
+    """`schema`, restricted to objects, as arguments are."""
+    return ({"type": "object"} | schema if "$ref" not in schema else schema) if schema else _EMPTY
 
 
 def tool_constraint(
@@ -77,56 +183,22 @@ def tool_constraint(
     required: bool,
     parallel: bool,
     answer_schema: dict[str, Any] | None,
+    options: dict[str, Any] | None = None,
 ) -> Any:
-    """A grammar of tool calls whose arguments match their schemas. If no call is `required`, the
-    answer may instead be text, or JSON that matches `answer_schema` if given."""
-    from anydecode.constraints.languages import Grammar
+    """A constraint of tool calls whose arguments match their schemas. If no call is `required`, the
+    answer may instead be text, or JSON that matches `answer_schema` if given. `options`: those of
+    `json_options`."""
+    from anydecode.constraints.json.json_schema import JsonSchema
+    from anydecode.constraints.tools.tool_calls import ToolCalls
 
-    call_rules: list[str] = []
-    rules: list[str] = []
-    for number, tool in enumerate(tools):
-        name = tool.function.name
-        schema = tool.function.parameters or _EMPTY
-        _check(schema, f"the parameters of tool {name!r}")
-        prefix = json.dumps({"name": name})[:-1] + f', "{call_format.arguments}": '
-        call_rules.append(f'{json.dumps(prefix)} arguments_{number} "}}"')
-        # A separate `%json` rule: references resolve within it as in the schema alone.
-        rules.append(f"arguments_{number}: %json {_schema_json(schema)}")
-    rules.append("one: " + " | ".join(call_rules))
-    several = ' (", " one)*' if parallel else ""
-    rules.append(f'json: "[" one{several} "]"' if call_format.is_list else "json: one")
-    opening, closing = json.dumps(call_format.opening), json.dumps(call_format.closing)
-    body = f"{opening} /\\s?/ json /\\s?/ {closing}" if call_format.closing else f"{opening} json"
-    rules.append(f"call: {body}")
-    calls = "call (/\\n?/ call)*" if parallel and call_format.closing else "call"
-    if required:
-        rules.insert(0, f"start: {calls}")
-    elif answer_schema is None:
-        rules.insert(0, f"start: TEXT | TEXT? {calls}")
-        tag = "".join(f"\\x{ord(letter):02x}" for letter in call_format.opening)
-        rules.append(f"TEXT: /(?s:.+)/ & ~/(?s:.*){tag}(?s:.*)/")
-    else:
-        _check(answer_schema, "the schema of response_format")
-        rules.insert(0, f"start: answer | {calls}")
-        rules.append(f"answer: %json {_schema_json(answer_schema)}")
-    return Grammar("\n".join(rules))
+    def json_schema(schema: dict[str, Any]) -> JsonSchema:
+        # Fixed white space, so that a model cannot fill its answer with it.
+        return JsonSchema(schema, **{"whitespace": None, **(options or json_options(None))})
 
-
-def _check(schema: dict[str, Any], what: str) -> None:
-    """Raise `ConstraintError`, which names `what`, if a grammar cannot enforce the schema."""
-    text = json.dumps(schema)
-    check_references(text)
-    error = _grammar_error(text)
-    if error:
-        raise ConstraintError(f"{what} cannot be enforced: {error}")
-
-
-def _grammar_error(schema: str) -> str:
-    """Why no grammar can enforce the schema, in one line; empty if one can."""
-    matcher = library().LLMatcher
-    error = matcher.validate_grammar(matcher.grammar_from_json_schema(schema))
-    return one_line(error) if error else ""
-
-
-def _schema_json(schema: Any) -> str:
-    return json.dumps({**schema, "x-guidance": _JSON_STYLE})
+    return ToolCalls(
+        {name: json_schema(schema) for name, schema in parameters_of(tools).items()},
+        call_format,
+        is_required=required,
+        is_parallel=parallel,
+        answer=None if answer_schema is None else json_schema(answer_schema),
+    )

@@ -11,7 +11,14 @@ import jsonschema_rs
 
 from anydecode.constraints.byte_cache import ByteCache, text_bytes
 from anydecode.constraints.guidance_engine import one_line
-from anydecode.constraints.json.relaxing import FORMATS, UNMASKED, is_format, is_pattern, subschemas
+from anydecode.constraints.json.relaxing import (
+    FORMATS,
+    INEXACT_FORMATS,
+    UNMASKED,
+    is_format,
+    is_pattern,
+    subschemas,
+)
 from anydecode.constraints.patterns import abbreviated, pattern_options
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
@@ -333,9 +340,13 @@ def _is_unmasked(node: Any) -> bool:
     return (
         not UNMASKED.isdisjoint(node)
         or "oneOf" in node
-        or ("format" in node and node["format"] not in FORMATS and is_format(node["format"]))
+        or ("format" in node and _is_unmasked_format(node["format"]))
         or ("pattern" in node and not is_pattern(node["pattern"]))
     )
+
+
+def _is_unmasked_format(name: Any) -> bool:
+    return is_format(name) and (name not in FORMATS or name in INEXACT_FORMATS)
 
 
 def _is_valid(validator: Any, value: Any) -> bool:

@@ -82,7 +82,7 @@ class ForcedCompletion(ConstraintState):
             shortest is not None
             and max_tokens // _FIRST_SEARCH_SHARE + state._slack > (max_tokens - shortest) // 2
         ):
-            state._searches = ()
+            state._searches = (_Search(0, (), 0),)
             state._search()
         return state
 
@@ -124,7 +124,7 @@ class ForcedCompletion(ConstraintState):
         if (
             token != completion[0]
             if completion
-            else self._num_tokens == self._searches[-1].next_search
+            else self._num_tokens >= self._searches[-1].next_search or self._ends_late()
         ):
             self._search()
 
@@ -166,9 +166,19 @@ class ForcedCompletion(ConstraintState):
         search = self._searches[-1]
         return search.completion[self._num_tokens - search.num_tokens :]
 
+    def _ends_late(self) -> bool:
+        """Whether the text may end here, and there is hardly room for another part like it, such
+        as another call."""
+        shortest = self._hints.shortest.get(self._tokenizer) or 0
+        num_left = self._max_tokens - self._num_tokens
+        return num_left <= shortest + self._slack + self._slack // 2 and self.inner.can_stop
+
     def _search(self) -> None:
         """Searches for the shortest completion. A token usually lengthens it by one, so half of the
-        spare tokens can be generated before the next search."""
+        spare tokens can be generated before the next search. Free text is complete after every
+        character, so nothing is forced in it."""
+        if _is_free_text(self.inner):
+            return
         num_left = self._max_tokens - self._num_tokens
         work = self._searches[-1].work if self._searches else 0
         shortest_found = None
@@ -177,12 +187,30 @@ class ForcedCompletion(ConstraintState):
                 self.inner, self._tokenizer, self._hints, MAX_WORK_PER_ANSWER - work
             )
             work += spent
-        num_spare = num_left // 2 if shortest_found is None else num_left - len(shortest_found)
+        num_needed = None if shortest_found is None else len(shortest_found)
+        if num_needed is not None and self.inner.can_stop:
+            # The answer may also go on, for example with another call.
+            num_needed = max(num_needed, self._hints.shortest.get(self._tokenizer) or 0)
+        num_spare = num_left // 2 if num_needed is None else num_left - num_needed
         completion: tuple[int, ...] = ()
-        if shortest_found is not None and 0 <= num_spare <= self._slack + self._slack // 2:
+        is_late = num_spare <= self._slack + self._slack // 2
+        if shortest_found is not None and len(shortest_found) <= num_left and is_late:
+            end = self.inner.fork()
+            for token in shortest_found[:-1]:
+                end.advance(token)
+            if _is_free_text(end):  # within a character of free text
+                return
             completion = tuple(shortest_found)  # earlier than necessary: avoids a search per token
         num_free = max(1, (num_spare - self._slack) // 2)
         self._searches = (
             *self._searches,
             _Search(self._num_tokens, completion, self._num_tokens + num_free, work),
         )
+
+
+def _is_free_text(state: ConstraintState) -> bool:
+    """Whether the text may end here, and go on with most tokens."""
+    if not state.can_stop:
+        return False
+    mask = state.mask()
+    return mask is None or 2 * int(np.count_nonzero(mask)) > len(mask)

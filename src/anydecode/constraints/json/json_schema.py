@@ -26,6 +26,7 @@ from anydecode.constraints.json.completion_hints import SchemaHints
 from anydecode.constraints.json.forced_completion import ForcedCompletion
 from anydecode.constraints.json.narrowing import narrowed_schema
 from anydecode.constraints.json.relaxing import (
+    INEXACT_FORMATS,
     NUM_LEVELS,
     UNMASKED,
     relaxed_schema,
@@ -152,10 +153,24 @@ class JsonSchema(Constraint):
         assert self._compiled is not None, "the constraint has not been started"
         return self._compiled.report
 
-    def incremental_validator(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
+    @property
+    def needs_validation(self) -> bool:
+        """Whether a text that the mask allows can be invalid. Available after `start`."""
         assert self._compiled is not None, "the constraint has not been started"
-        if not self._compiled.needs_validation:
-            return None
+        return self._compiled.needs_validation
+
+    def mask_schema(self, tokenizer: Tokenizer, vocab_size: int) -> Any:
+        """The schema that the mask enforces, with the options of llguidance: for the `%json` rule
+        of a grammar. Raises `ConstraintError` as `start` does."""
+        grammar = self._get_compiled(tokenizer, vocab_size).grammar
+        return json.loads(grammar)["grammars"][0]["json_schema"]
+
+    def incremental_validator(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
+        return self.full_validator(tokenizer) if self.needs_validation else None
+
+    def full_validator(self, tokenizer: Tokenizer) -> IncrementalValidator:
+        """A validator for texts that the mask has not restricted. Available after `start`."""
+        assert self._compiled is not None, "the constraint has not been started"
         return IncrementalJsonValidator(self._compiled.validator, tokenizer)
 
     def is_valid(self, text: str) -> bool:
@@ -246,6 +261,7 @@ class JsonSchema(Constraint):
             report = ConstraintReport("json_schema", self.engine, (), tuple(keywords), (), guards)
             return _CompiledSchema("", report, validator, True, SchemaHints(self.schema))
         grammar, dropped, is_guarded = self._compile_grammar(tokenizer, vocab_size)
+        dropped = list(dict.fromkeys([*dropped, *_inexact_formats(self.schema)]))
         guards = {
             "finish": self.finish,
             "whitespace": whitespace,
@@ -379,6 +395,15 @@ def _read(schema: Any) -> tuple[Any, str]:
     if schema is False:
         raise ConstraintError("no text can satisfy the schema false")
     return schema, text
+
+
+def _inexact_formats(schema: Any) -> list[str]:
+    """The formats of which the mask allows invalid values, as "format at #/path"."""
+    return [
+        f"format at {path}"
+        for path, node in subschemas(schema)
+        if isinstance(node.get("format"), str) and node["format"] in INEXACT_FORMATS
+    ]
 
 
 def _original_paths(schema: Any, dropped: list[str]) -> list[str]:

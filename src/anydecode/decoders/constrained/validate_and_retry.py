@@ -5,7 +5,7 @@ token of the branch. An invalid value is removed and sampled again with differen
 rejected as a whole, so the accepted ones follow the decoder's distribution given that they are
 valid. Greedy decoding would repeat itself, so it continues with a ban of the token that completed
 the value. After half of the tries, the answer is generated again under narrowed forms of the
-constraint.
+constraint. What the validator reports as settled is emitted at once, and is generated only once.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class RetryState:
     num_tries: int = 0
     num_narrowed: int = 0
     num_discarded: int = 0
+    settled_text: str = ""  # the part of the answer before the narrowed constraint applies
 
     def rewind(self, count: int) -> None:
         """Keeps the first `count` tokens. Bans after them belonged to another text."""
@@ -58,10 +59,15 @@ class OutputBuffer:
     or at an invalid value."""
 
     def __init__(
-        self, outer: StopChecker, validator: IncrementalValidator | None, tokens: Seq[int]
+        self,
+        outer: StopChecker,
+        validator: IncrementalValidator | None,
+        tokens: Seq[int],
+        num_emitted: int = 0,
     ) -> None:
         self._outer = outer
         self._validator = validator
+        self.num_emitted = num_emitted  # the first tokens, which `outer` has received
         self.tokens: list[int] = []
         self.num_valid: int | None = None  # tokens before the invalid value
         self.reason: str | None = None
@@ -71,7 +77,17 @@ class OutputBuffer:
 
     @property
     def remaining(self) -> int:
-        return self._outer.remaining - len(self.tokens)
+        return self._outer.remaining - len(self.tokens) + self.num_emitted
+
+    @property
+    def num_settled(self) -> int:
+        """The number of tokens that no retry removes."""
+        return getattr(self._validator, "num_settled", 0)
+
+    @property
+    def settled_text(self) -> str:
+        """The part of the answer that no retry removes."""
+        return getattr(self._validator, "settled_text", "")
 
     def stops_at(self, token: int) -> bool:
         return self._outer.stops_at(token)
@@ -131,23 +147,49 @@ class ValidateAndRetry(Decoder):
             assert isinstance(output, OutputBuffer)
             if output.reason is None:
                 try:
-                    yield from self.inner.decode(branch)
+                    yield from self._decode(sequence, branch, output)
                 except ConstraintError as error:
                     self._ban_last_token(retry_state, output, error)
                     continue
+            if sequence.finished:  # by a stop string in the settled text
+                branch.release()
+                return
             if output.reason == "invalid" or (output.reason == "length" and retry_state.num_tries):
                 if self._retry(sequence, retry_state, branch, output):
                     continue
             if output.reason == "length" and self.close:
                 self._close(sequence, output, _num_reasoning_tokens(branch))
-            self._emit(sequence, branch, output)
+            self._emit(sequence, branch, output.tokens)
             branch.release()
             return
+
+    def _decode(self, sequence: Sequence, branch: Sequence, output: OutputBuffer) -> Decoding:
+        """Decodes `branch`, and emits its settled tokens as they come. The last token is emitted
+        at the end, so that it can still be banned."""
+        decoding = self.inner.decode(branch)
+        try:
+            action = next(decoding, None)
+            while action is not None:
+                num_settled = min(output.num_settled, len(output.tokens) - 1)
+                if output.reason is None and num_settled > len(sequence.tokens):
+                    self._emit(sequence, branch, output.tokens[:num_settled])
+                    output.num_emitted = len(sequence.tokens)
+                    if sequence.finished:
+                        return
+                try:
+                    action = decoding.send((yield action))
+                except StopIteration:
+                    return
+        finally:
+            decoding.close()
 
     def _branch(
         self, sequence: Sequence, retry_state: RetryState, old: Sequence | None
     ) -> Sequence:
         """A branch with the accepted tokens, which reuses the cache of the previous branch."""
+        if len(sequence.tokens) > len(retry_state.tokens):  # after a preemption
+            retry_state.tokens = list(sequence.tokens)
+            retry_state.logprobs = list(sequence.logprobs)
         tokens = retry_state.tokens
         if old is None:
             sequence.kv_cache()
@@ -162,11 +204,14 @@ class ValidateAndRetry(Decoder):
         )
         branch.sampler = self._sampler(sequence, retry_state)
         branch.compute_logprobs, branch.trace = sequence.compute_logprobs, sequence.trace
-        branch.tokens = sequence.tokens + tokens
+        branch.tokens = list(tokens)
         branch.logprobs = list(retry_state.logprobs)
         branch.finish_reason = None
         branch.stop_checker = OutputBuffer(
-            sequence.stop_checker, self.constraint.incremental_validator(self.tokenizer), tokens
+            sequence.stop_checker,
+            self.constraint.incremental_validator(self.tokenizer),
+            tokens,
+            len(sequence.tokens),
         )
         length = len(sequence.prompt) + len(branch.tokens)
         for runner in ("target", *self.requirements.runners):
@@ -180,11 +225,13 @@ class ValidateAndRetry(Decoder):
         if part is not None and retry_state.num_narrowed:
             narrowed_constraint = self.constraint.narrowed(retry_state.num_narrowed - 1)
             assert narrowed_constraint is not None
-            limit = sequence.remaining
-            part.state = narrowed_constraint.start_with_limit(
+            limit = sequence.remaining + len(sequence.tokens)
+            part.state = narrowed_constraint.with_prefix(retry_state.settled_text).start_with_limit(
                 self.tokenizer, self.vocab_size, limit
             )
-        for token in retry_state.tokens:
+            for token in sequence.tokens:
+                part.state.advance(token)
+        for token in retry_state.tokens[len(sequence.tokens) :]:
             sampler.advance(token)
         bans = retry_state.bans.get(len(retry_state.tokens))
         if part is not None and bans:
@@ -200,7 +247,7 @@ class ValidateAndRetry(Decoder):
         num_reasoning_tokens = _num_reasoning_tokens(branch)
         if output.reason == "length" and (
             retry_state.num_narrowed
-            or num_reasoning_tokens == len(output.tokens)
+            or max(num_reasoning_tokens, output.num_settled) == len(output.tokens)
             or not self._narrow(retry_state, branch, output, num_reasoning_tokens)
         ):
             return False
@@ -227,7 +274,7 @@ class ValidateAndRetry(Decoder):
             if greedy
             else output.num_valid
             if num_invalid <= 4
-            else num_reasoning_tokens
+            else max(num_reasoning_tokens, output.num_settled)
         )
         retry_state.num_discarded += len(tokens) - num_kept
         retry_state.tokens, retry_state.logprobs = list(tokens), list(branch.logprobs)
@@ -243,20 +290,23 @@ class ValidateAndRetry(Decoder):
         output: OutputBuffer,
         num_reasoning_tokens: int,
     ) -> bool:
-        """Restarts after the first `num_reasoning_tokens` tokens under the next narrowed constraint
+        """Restarts after the reasoning and the settled tokens under the next narrowed constraint
         that can be started. Returns False if there is none."""
+        num_kept = max(num_reasoning_tokens, output.num_settled)
         for index in range(retry_state.num_narrowed, retry_state.num_narrowed + 4):
             narrowed_constraint = self.constraint.narrowed(index)
             if narrowed_constraint is None:
                 return False
+            narrowed_constraint = narrowed_constraint.with_prefix(output.settled_text)
             try:
                 narrowed_constraint.start(self.tokenizer, self.vocab_size)
             except ConstraintError:
                 continue
             retry_state.num_narrowed = index + 1
-            retry_state.num_discarded += len(output.tokens) - num_reasoning_tokens
+            retry_state.settled_text = output.settled_text
+            retry_state.num_discarded += len(output.tokens) - num_kept
             retry_state.tokens, retry_state.logprobs = list(output.tokens), list(branch.logprobs)
-            retry_state.rewind(num_reasoning_tokens)
+            retry_state.rewind(num_kept)
             retry_state.bans = {}
             return True
         return False
@@ -267,7 +317,7 @@ class ValidateAndRetry(Decoder):
         """Handles a state in which no token is allowed: removes and bans the last token."""
         retry_state.num_tries += 1
         tokens = output.tokens
-        if retry_state.num_tries > self.tries or not tokens:
+        if retry_state.num_tries > self.tries or len(tokens) <= output.num_emitted:
             raise ConstraintError(f"no valid answer within {self.tries} tries: {error}") from None
         num_kept = len(tokens) - 1
         retry_state.num_discarded += 1
@@ -310,11 +360,13 @@ class ValidateAndRetry(Decoder):
             num_kept, step = num_kept - step, 2 * step
 
     @staticmethod
-    def _emit(sequence: Sequence, branch: Sequence, output: OutputBuffer) -> None:
+    def _emit(sequence: Sequence, branch: Sequence, tokens: list[int]) -> None:
+        """Emits those of the first `tokens` of the answer that have not been emitted."""
         first = len(sequence.tokens)
-        num_taken = sequence.emit(output.tokens)
+        num_taken = sequence.emit(tokens[first:])
         if sequence.compute_logprobs is not None:
-            logprobs = branch.logprobs[:num_taken] + [None] * (num_taken - len(branch.logprobs))
+            logprobs = branch.logprobs[first : first + num_taken]
+            logprobs += [None] * (num_taken - len(logprobs))
             sequence.logprobs[first : first + num_taken] = logprobs
 
 

@@ -151,6 +151,8 @@ _FALCON = _Layout(
     rows=_by_group,
 )
 _LAYOUTS = {"gpt2": _GPT2, "gpt_neox": _GPT_NEOX, "falcon": _FALCON}
+#: The list of layers, the number of a layer, and a module in it.
+_LAYER = re.compile(r"(\w+)\.(\d+)\.(.+)")
 _HEADS = {"lm_head": "lm_head", "embed_out": "lm_head"}
 
 
@@ -230,18 +232,18 @@ def _converted(
     module = module[len(start) :]
     if module in layout.outer:
         return {f"model.{layout.outer[module]}.{leaf}": reader}
-    layer = re.fullmatch(rf"{layout.blocks}\.(\d+)\.(.+)", module)
-    if layer is None:
+    layer = _LAYER.fullmatch(module)
+    if layer is None or layer[1] != layout.blocks:
         return {name: reader}
     if layout.is_transposed and leaf == "weight":
         reader = partial(_transposed, reader)
-    prefix = f"model.layers.{layer[1]}."
-    if layer[2] == layout.qkv:
+    prefix = f"model.layers.{layer[2]}."
+    if layer[3] == layout.qkv:
         return {
             f"{prefix}self_attn.{part}_proj.{leaf}": partial(_selected, reader, name, selected)
             for part, selected in zip("qkv", rows, strict=True)
         }
-    return {f"{prefix}{target}.{leaf}": reader for target in inner.get(layer[2], ())}
+    return {f"{prefix}{target}.{leaf}": reader for target in inner.get(layer[3], ())}
 
 
 def _transposed(reader: Reader) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""Tool calls: the formats of model families, and the constraint that enforces them."""

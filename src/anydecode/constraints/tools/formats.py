@@ -1,0 +1,249 @@
+"""The tool-call formats of model families: how calls are written, constrained and parsed."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from anydecode.constraints.json.json_schema import JsonSchema
+from anydecode.constraints.tools.stream import Steps, TextStream
+
+_SPACE = r"/[ \n]?/"
+#: A call: the name of its tool and the value of its arguments.
+Call = tuple[str, Any]
+#: Returns the `%json` directive of a schema, as the mask enforces it.
+JsonRule = Callable[[JsonSchema], str]
+
+
+@dataclass(frozen=True)
+class CallRules:
+    """Parts of a Lark grammar: `trigger first (separator call)* closing`, with their `rules`. Where
+    the trigger may be left out, the first call is `bare`."""
+
+    first: str
+    call: str
+    rules: Sequence[str]
+    separator: str = ""
+    closing: str = ""
+    bare: str = ""
+
+
+@dataclass(frozen=True)
+class ToolFormat(ABC):
+    """How a model family writes tool calls.
+
+    Attributes:
+        markers: Texts that the chat templates of the family contain, all of them.
+        reasoning_opening: The text that starts the reasoning, in a format in which all parts of an
+            answer are on channels; else empty.
+    """
+
+    markers: tuple[str, ...] = field(default=(), kw_only=True)
+    reasoning_opening: str = field(default="", kw_only=True)
+
+    @property
+    @abstractmethod
+    def trigger(self) -> str:
+        """The text that starts calls behind other text."""
+
+    @property
+    def start_trigger(self) -> str:
+        """A text that starts calls if the answer begins with it; may be empty."""
+        return ""
+
+    @abstractmethod
+    def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
+        """The grammar of calls of the tools with these schemas, by name."""
+
+    @abstractmethod
+    def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
+        """Parses an answer. `schemas`: the schemas of the tools' arguments, by name."""
+
+    @abstractmethod
+    def render(self, calls: Sequence[Call], schemas: Mapping[str, Any] | None = None) -> str:
+        """The text of `calls`. `schemas`: the schemas of their arguments, by name."""
+
+    def is_exact(self, schema: JsonSchema, json_rule: JsonRule) -> bool:
+        """Whether all arguments that match the grammar are valid under `schema`."""
+        return not schema.needs_validation
+
+
+@dataclass(frozen=True)
+class JsonCalls(ToolFormat):
+    """Calls as JSON objects with a name and arguments.
+
+    Attributes:
+        opening: The text before a call, or before a list of calls.
+        closing: The text after it; may be empty.
+        key: The key of the arguments.
+        is_list: Whether the calls are a JSON list.
+        is_optional: Whether `opening` may be left out at the start of the answer.
+        separator: The text between calls, without a list and a closing text.
+    """
+
+    opening: str
+    closing: str = ""
+    key: str = "arguments"
+    is_list: bool = False
+    is_optional: bool = False
+    separator: str = ""
+
+    @property
+    def trigger(self) -> str:
+        return self.opening
+
+    @property
+    def start_trigger(self) -> str:
+        return ("[" if self.is_list else '{"name"') if self.is_optional else ""
+
+    def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
+        rules, options = [], []
+        for number, (name, schema) in enumerate(schemas.items()):
+            prefix = json.dumps({"name": name})[:-1] + f', "{self.key}": '
+            options.append(f'{literal(prefix)} arguments_{number} "}}"')
+            rules.append(f"arguments_{number}: {json_rule(schema)}")
+        rules.append("object: " + " | ".join(options))
+        closing = literal(self.closing)
+        if self.is_list:
+            first = f'{_SPACE} "[" object'
+            closing = f'"]" {_SPACE} {closing}' if closing else '"]"'
+            return CallRules(first, "object", rules, '", "', closing, '"[" object')
+        first = f"{_SPACE} object"
+        if closing:
+            first = f"{first} {_SPACE} {closing}"
+            return CallRules(first, f"{literal(self.opening)} {first}", rules, "/\\n?/")
+        return CallRules(first, "object", rules, literal(self.separator), "", "object")
+
+    def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
+        if self.is_optional and (yield from stream.next_of(self.start_trigger[0], removes=False)):
+            yield from self._calls(stream, "")
+        while tag := (yield from stream.until(self.opening)):
+            yield from self._calls(stream, tag)
+
+    def _calls(self, stream: TextStream, tag: str) -> Steps[None]:
+        """Parses the calls behind an opening text `tag`, which is content if there are none."""
+        if self.is_list:
+            if not (yield from stream.next_of("[")):
+                yield "content", tag
+                return
+            tag += "["
+        while True:
+            is_complete = yield from stream.json_call()
+            if not is_complete:
+                if is_complete is False and tag:
+                    yield "content", tag
+                return
+            tag = ""
+            if self.closing and not self.is_list:
+                yield from stream.next_of(self.closing)
+            yield "end", ""
+            separator = "," if self.is_list else self.separator.strip()
+            if separator and (yield from stream.next_of(separator)):
+                continue
+            if self.is_list and (yield from stream.next_of("]")) and self.closing:
+                yield from stream.next_of(self.closing)
+            return
+
+    def render(self, calls: Sequence[Call], schemas: Mapping[str, Any] | None = None) -> str:
+        texts = [
+            json.dumps({"name": name, self.key: arguments}, ensure_ascii=False)
+            for name, arguments in calls
+        ]
+        if self.is_list:
+            return f"{self.opening}[{', '.join(texts)}]{self.closing}"
+        if self.closing:
+            return "\n".join(f"{self.opening}\n{text}\n{self.closing}" for text in texts)
+        return self.opening + self.separator.join(texts)
+
+
+@dataclass(frozen=True)
+class NamedCalls(ToolFormat):
+    """Calls as a name and arguments in JSON, between texts.
+
+    Attributes:
+        before: The text before a name.
+        between: The text between a name and its arguments.
+        after: The text after the arguments.
+        opening: The text before all calls.
+        closing: The text after all calls.
+        separator: The text between calls.
+        is_numbered: Whether names end with a colon and the number of the call.
+    """
+
+    before: str
+    between: str
+    after: str = ""
+    opening: str = ""
+    closing: str = ""
+    separator: str = ""
+    is_numbered: bool = False
+
+    @property
+    def trigger(self) -> str:
+        return self.opening or self.before
+
+    def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
+        rules, options = [], []
+        for number, (name, schema) in enumerate(schemas.items()):
+            suffix = '":" /[0-9]{1,4}/ ' if self.is_numbered else ""
+            options.append(
+                f"{literal(name)} {suffix}{literal(self.between)}"
+                f" arguments_{number} {literal(self.after)}"
+            )
+            rules.append(f"arguments_{number}: {json_rule(schema)}")
+        rules.append("named: " + " | ".join(options))
+        call = f"{literal(self.before)} named"
+        first = call if self.opening else "named"
+        return CallRules(first, call, rules, literal(self.separator), literal(self.closing))
+
+    def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
+        while (yield from stream.until(self.trigger)):
+            if self.opening and not (yield from stream.next_of(self.before)):
+                yield "content", self.opening
+                continue
+            while (yield from self._call(stream)):
+                if not self.opening:
+                    break
+                if (yield from stream.next_of(self.before, self.closing)) != self.before:
+                    break
+
+    def _call(self, stream: TextStream) -> Steps[bool]:
+        """Parses a call from its name on. Returns whether it is complete."""
+        name = yield from stream.read_until(self.between)
+        if name is None:
+            return False
+        yield "call", self._tool(name)
+        if not (yield from stream.json_value()):
+            return False
+        if self.after:
+            yield from stream.next_of(self.after.strip())
+        yield "end", ""
+        return True
+
+    def _tool(self, name: str) -> str:
+        name = name.partition("[CALL_ID]")[0].strip()
+        return name.rpartition(":")[0] if self.is_numbered and ":" in name else name
+
+    def render(self, calls: Sequence[Call], schemas: Mapping[str, Any] | None = None) -> str:
+        texts = []
+        for number, (name, arguments) in enumerate(calls):
+            suffix = f":{number}" if self.is_numbered else ""
+            text = json.dumps(arguments, ensure_ascii=False)
+            texts.append(f"{self.before}{name}{suffix}{self.between}{text}{self.after}")
+        return self.opening + self.separator.join(texts) + self.closing
+
+
+def literal(text: str) -> str:
+    """`text` as a string of a Lark grammar; nothing if it is empty."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def regex_literal(text: str) -> str:
+    """`text` in a regular expression of a grammar."""
+    return "".join(
+        letter if letter.isalnum() and letter.isascii() else f"\\u{{{ord(letter):x}}}"
+        for letter in text
+    )

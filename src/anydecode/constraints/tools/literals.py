@@ -1,0 +1,225 @@
+"""Formats in which calls look like those of a programming language: Llama 4's Python calls, and
+FunctionGemma's calls with strings between `<escape>` tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from anydecode.constraints.json.json_schema import JsonSchema
+from anydecode.constraints.tools.formats import Call, CallRules, JsonRule, ToolFormat, literal
+from anydecode.constraints.tools.stream import Steps, TextStream
+from anydecode.constraints.tools.values import ArgumentGrammar, ValueSyntax
+
+_ESCAPE = "<escape>"
+
+
+class PythonSyntax(ValueSyntax):
+    """Python, with strings in double quotes."""
+
+    words = ("True", "False", "None")
+    separator = ", "
+    any_key = '%json {"type": "string"} ": "'
+
+    def key(self, name: str) -> str:
+        return self.text(name) + ": "
+
+    def text(self, value: str) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
+    def string(self, node: dict[str, Any], grammar: ArgumentGrammar) -> str:
+        return grammar.json("string", node)
+
+    def parse_key(self, stream: TextStream) -> Steps[str | None]:
+        text = ""
+        yield from stream.next_of('"', removes=False)
+        steps = stream.json_value()
+        while True:
+            try:
+                event = next(steps)
+            except StopIteration as end:
+                is_complete = bool(end.value)
+                break
+            if event is None:
+                yield None
+            else:
+                text += event[1]
+        if not is_complete:
+            return None
+        yield from stream.next_of(":")
+        return str(json.loads(text.strip()))
+
+    def parse_string(self, stream: TextStream) -> Steps[bool | None]:
+        if not (yield from stream.next_of('"', removes=False)):
+            return None
+        return (yield from stream.json_value())
+
+
+class EscapeSyntax(ValueSyntax):
+    """FunctionGemma's: strings between `<escape>` tokens, and names without quotes."""
+
+    words = ("true", "false", "null")
+    separator = ","
+    any_key = '/[^:{}<>,]+/ ":"'
+
+    def key(self, name: str) -> str:
+        return name + ":"
+
+    def text(self, value: str) -> str:
+        return f"{_ESCAPE}{value}{_ESCAPE}"
+
+    def string(self, node: dict[str, Any], grammar: ArgumentGrammar) -> str:
+        return f"({literal(_ESCAPE)} {grammar.raw_string(node, _ESCAPE)})"
+
+    def parse_key(self, stream: TextStream) -> Steps[str | None]:
+        return (yield from stream.read_until(":"))
+
+    def parse_string(self, stream: TextStream) -> Steps[bool | None]:
+        if not (yield from stream.starts_with(_ESCAPE)):
+            return None
+        return (yield from stream.text_value(_ESCAPE))
+
+
+@dataclass(frozen=True)
+class LiteralCalls(ToolFormat):
+    """Calls that look like those of a programming language."""
+
+    syntax: ValueSyntax
+
+    def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
+        rules, options = [], []
+        for number, (name, schema) in enumerate(schemas.items()):
+            members, grammar = self._members(f"tool_{number}", schema, json_rule)
+            options.append(self._call_rule(name, members))
+            rules += grammar.rules
+        return self._call_rules([*rules, "written: " + " | ".join(options)])
+
+    def is_exact(self, schema: JsonSchema, json_rule: JsonRule) -> bool:
+        return self._members("tool", schema, json_rule)[1].is_exact
+
+    def _members(
+        self, prefix: str, schema: JsonSchema, json_rule: JsonRule
+    ) -> tuple[str, ArgumentGrammar]:
+        """An expression of the arguments, and the grammar with its rules."""
+        grammar = ArgumentGrammar(prefix, schema, self.syntax, json_rule)
+        members = [
+            (f"{literal(self._name(argument.name))} ({grammar.value(argument.schema)})",
+             argument.is_required)
+            for argument in grammar.arguments
+        ]  # fmt: skip
+        return grammar.members(members), grammar
+
+    def _name(self, name: str) -> str:
+        """The text of an argument's name."""
+        return self.syntax.key(name)
+
+    def _call_rule(self, name: str, members: str) -> str:
+        """An expression of a call of the tool `name`."""
+        raise NotImplementedError
+
+    def _call_rules(self, rules: Sequence[str]) -> CallRules:
+        """The grammar of calls, which are the rule `written`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PythonicCalls(LiteralCalls):
+    """A list of Python calls, between two tokens that may be left out at the start."""
+
+    opening: str
+    closing: str
+
+    @property
+    def trigger(self) -> str:
+        return self.opening
+
+    @property
+    def start_trigger(self) -> str:
+        return "["
+
+    def _name(self, name: str) -> str:
+        return name + "="
+
+    def _call_rule(self, name: str, members: str) -> str:
+        return f'{literal(name + "(")} {members} ")"'
+
+    def _call_rules(self, rules: Sequence[str]) -> CallRules:
+        closing = f'"]" ({literal(self.closing)})?'
+        return CallRules('"[" written', "written", rules, '", "', closing, '"[" written')
+
+    def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
+        if (yield from stream.next_of("[")):
+            yield from self._calls(stream)
+        while (yield from stream.until(self.opening)):
+            yield from stream.next_of("[")
+            yield from self._calls(stream)
+
+    def _calls(self, stream: TextStream) -> Steps[None]:
+        separator = ","
+        while separator == ",":
+            name = yield from stream.read_until("(")
+            if name is None:
+                return
+            yield "call", name.strip()
+            start = "{"
+            while not (yield from stream.next_of(")")):
+                key = yield from stream.read_until("=")
+                if key is None:
+                    return
+                yield "arguments", f"{start}{json.dumps(key.strip())}: "
+                start = ", "
+                if not (yield from self.syntax.parse(stream)):
+                    return
+                yield from stream.next_of(",")
+            yield "arguments", "{}" if start == "{" else "}"
+            yield "end", ""
+            separator = yield from stream.next_of(",", "]")
+        yield from stream.next_of(self.closing)
+
+    def render(self, calls: Sequence[Call], schemas: Mapping[str, Any] | None = None) -> str:
+        texts = []
+        for name, arguments in calls:
+            members = [f"{key}={self.syntax.render(value)}" for key, value in arguments.items()]
+            texts.append(f"{name}({', '.join(members)})")
+        return f"{self.opening}[{', '.join(texts)}]{self.closing}"
+
+
+@dataclass(frozen=True)
+class EscapedCalls(LiteralCalls):
+    """FunctionGemma's calls: a name and arguments in braces, between two tokens."""
+
+    opening: str
+    closing: str
+
+    @property
+    def trigger(self) -> str:
+        return self.opening
+
+    def _call_rule(self, name: str, members: str) -> str:
+        return f'{literal(f"call:{name}{{")} {members} "}}"'
+
+    def _call_rules(self, rules: Sequence[str]) -> CallRules:
+        first = f"written {literal(self.closing)}"
+        return CallRules(first, f"{literal(self.opening)} {first}", rules)
+
+    def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
+        while tag := (yield from stream.until(self.opening)):
+            if not (yield from stream.next_of("call:")):
+                yield "content", tag
+                continue
+            name = yield from stream.read_until("{", removes=False)
+            if name is None:
+                return
+            yield "call", name.strip()
+            if not (yield from self.syntax.parse(stream)):
+                return
+            yield from stream.next_of(self.closing)
+            yield "end", ""
+
+    def render(self, calls: Sequence[Call], schemas: Mapping[str, Any] | None = None) -> str:
+        return "".join(
+            f"{self.opening}call:{name}{self.syntax.render(arguments)}{self.closing}"
+            for name, arguments in calls
+        )

@@ -1,0 +1,229 @@
+"""Parsing of text that arrives in parts.
+
+Parsers are generators: they yield events, and None where they need more text. An event is a kind
+and a text: ("content", text), ("call", name), ("arguments", JSON text) or ("end", "").
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator, Iterator
+from typing import Any, TypeVar
+
+Event = tuple[str, str]
+_Result = TypeVar("_Result")
+Steps = Generator[Event | None, None, _Result]
+
+_STRUCTURE = re.compile(r'["\\{}\[\]]')
+#: The start of a call as a JSON object, up to its arguments.
+_CALL_START = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\[])'
+)
+
+
+class TextStream:
+    """Text that arrives in parts. `num_taken` counts the characters that were parsed."""
+
+    def __init__(self) -> None:
+        self.buffer = ""
+        self.is_final = False
+        self.num_taken = 0
+
+    def run(self, steps: Steps[Any], text: str, final: bool = False) -> Iterator[Event]:
+        """Appends `text` and yields the events of `steps` that it completes."""
+        self.buffer += text
+        self.is_final = final
+        for event in steps:
+            if event is None:
+                return
+            yield event
+
+    def take(self, count: int) -> str:
+        """Removes and returns the first `count` characters of the buffer."""
+        text, self.buffer = self.buffer[:count], self.buffer[count:]
+        self.num_taken += count
+        return text
+
+    def until(self, *tags: str, kind: str = "content") -> Steps[str]:
+        """Yields the text before the first of `tags` as events. Returns the tag, which is removed;
+        empty if the text ended."""
+        while True:
+            found = [(at, tag) for tag in tags if (at := self.buffer.find(tag)) >= 0]
+            if found:
+                position, tag = min(found)
+                if position:
+                    yield kind, self.take(position)
+                self.take(len(tag))
+                return tag
+            num_kept = 0 if self.is_final else max(overlap(self.buffer, tag) for tag in tags)
+            if len(self.buffer) > num_kept:
+                yield kind, self.take(len(self.buffer) - num_kept)
+            if self.is_final:
+                return ""
+            yield None
+
+    def rest(self) -> Steps[None]:
+        """Yields the rest of the text as events."""
+        while True:
+            if self.buffer:
+                yield "content", self.take(len(self.buffer))
+            if self.is_final:
+                return
+            yield None
+
+    def read_until(self, tag: str, *, removes: bool = True) -> Steps[str | None]:
+        """Returns the text before `tag`, which is removed, as is the tag if it `removes` it. None
+        if the text ended: the rest of it is removed."""
+        while tag not in self.buffer:
+            if self.is_final:
+                self.take(len(self.buffer))
+                return None
+            yield None
+        text = self.take(self.buffer.index(tag))
+        self.take(len(tag) * removes)
+        return text
+
+    def next_of(self, *tags: str, removes: bool = True) -> Steps[str]:
+        """Returns which of `tags` comes next, after white space, and removes both. Empty, and
+        nothing is removed, if none of them does. `removes`: whether anything is removed."""
+        while True:
+            text = self.buffer.lstrip()
+            for tag in tags:
+                if text.startswith(tag):
+                    if removes:
+                        self.take(len(self.buffer) - len(text) + len(tag))
+                    return tag
+            if self.is_final or not any(tag.startswith(text) for tag in tags):
+                return ""
+            yield None
+
+    def starts_with(self, tag: str) -> Steps[bool]:
+        """Returns whether `tag` comes next; removes it if so."""
+        while not self.buffer.startswith(tag):
+            if self.is_final or not tag.startswith(self.buffer):
+                return False
+            yield None
+        self.take(len(tag))
+        return True
+
+    def text_value(self, closing: str) -> Steps[bool]:
+        """Yields the text before `closing`, which is removed, as a JSON string in events of kind
+        "arguments". Returns whether it is complete."""
+        yield "arguments", '"'
+        steps = self.until(closing, kind="arguments")
+        while True:
+            try:
+                event = next(steps)
+            except StopIteration as end:
+                if end.value:
+                    yield "arguments", '"'
+                return bool(end.value)
+            if event is not None:
+                event = event[0], json.dumps(event[1], ensure_ascii=False)[1:-1]
+            yield event
+
+    def json_value(self) -> Steps[bool]:
+        """Yields a JSON object, array or string as events of kind "arguments". Returns whether it
+        is complete."""
+        scanner = JsonScanner()
+        while True:
+            end = scanner.end(self.buffer)
+            if self.buffer:
+                yield "arguments", self.take(len(self.buffer) if end < 0 else end)
+            if end >= 0:
+                return True
+            if self.is_final:
+                return False
+            yield None
+
+    def json_call(self) -> Steps[bool | None]:
+        """Yields a call that is a JSON object with a name and arguments, without its end. Returns
+        True if it is complete, None if the text ended within it, and False, with nothing removed,
+        if the text is something else."""
+        while True:
+            if match := _CALL_START.match(self.buffer):
+                name = str(json.loads(match[1]))
+                self.take(match.end())
+                yield "call", name
+                if not (yield from self.json_value()):
+                    return None
+                return True if (yield from self._end_of_object()) else None
+            text = self.buffer.lstrip()
+            end = JsonScanner().end(text)
+            if end >= 0:
+                call = _read_call(text[:end])
+                if call is None:
+                    return False
+                self.take(len(self.buffer) - len(text) + end)
+                yield "call", call[0]
+                yield "arguments", call[1]
+                return True
+            if text[:1] not in ("", "{"):
+                return False
+            if self.is_final:
+                return None
+            yield None
+
+    def _end_of_object(self) -> Steps[bool]:
+        scanner = JsonScanner(depth=1)
+        while True:
+            end = scanner.end(self.buffer)
+            self.take(len(self.buffer) if end < 0 else end)
+            if end >= 0 or self.is_final:
+                return end >= 0
+            yield None
+
+
+class JsonScanner:
+    """Finds the end of a JSON object, array or string in text that arrives in parts."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
+        self._in_string = False
+        self._is_escaped = False
+
+    def end(self, text: str) -> int:
+        """The number of characters of `text`, the next part, that belong to the value; -1 if it
+        does not end in it."""
+        position = int(self._is_escaped and bool(text))
+        self._is_escaped = self._is_escaped and not text
+        while match := _STRUCTURE.search(text, position):
+            character, position = match[0], match.end()
+            if self._in_string:
+                if character == "\\":
+                    self._is_escaped = position == len(text)
+                    position += 1
+                elif character == '"':
+                    self._in_string = False
+                    if not self._depth:
+                        return position
+            elif character == '"':
+                self._in_string = True
+            elif character != "\\":
+                self._depth += 1 if character in "{[" else -1
+                if self._depth <= 0:
+                    return position
+        return -1
+
+
+def overlap(text: str, tag: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `tag`."""
+    for size in range(min(len(text), len(tag) - 1), 0, -1):
+        if text.endswith(tag[:size]):
+            return size
+    return 0
+
+
+def _read_call(text: str) -> tuple[str, str] | None:
+    """The name and the arguments of a call in an order of its own; None if it is not a call."""
+    try:
+        call = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return call["name"], arguments

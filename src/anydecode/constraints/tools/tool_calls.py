@@ -1,0 +1,371 @@
+"""Constraint of answers with tool calls: one grammar masks the calls, and the arguments of every
+call are validated under the full schema of its tool."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Mapping, MutableMapping, Set
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from anydecode.constraints.constraint import (
+    CompletionHints,
+    Constraint,
+    ConstraintReport,
+    ConstraintState,
+    IncrementalValidator,
+)
+from anydecode.constraints.guidance_engine import GuidanceState, tokenizer_binding
+from anydecode.constraints.json.forced_completion import ForcedCompletion
+from anydecode.constraints.json.json_schema import JsonSchema
+from anydecode.constraints.languages import Grammar
+from anydecode.constraints.tools.formats import ToolFormat, literal, regex_literal
+from anydecode.constraints.tools.stream import Event, Steps, TextStream
+from anydecode.errors import ConstraintError
+from anydecode.models.tokenizer import Tokenizer
+
+#: The name of the answer's schema in reports; not the name of a tool.
+_ANSWER = "the answer"
+
+
+class ToolCalls(Constraint):
+    """Allows tool calls whose arguments are valid under the schemas of their tools.
+
+    Args:
+        schemas: The schemas of the tools' arguments, by name.
+        call_format: How calls are written.
+        is_required: Whether the answer consists of calls. If not, it may be text, or text with
+            calls behind it.
+        is_parallel: Whether there may be several calls.
+        answer: The schema of an answer without calls, in place of text.
+        finish: Whether to force the shortest completion of a call before the token limit.
+        tries: Maximum number of retries per answer.
+
+    Raises:
+        ConstraintError: There are no tools.
+    """
+
+    def __init__(
+        self,
+        schemas: Mapping[str, JsonSchema],
+        call_format: ToolFormat,
+        *,
+        is_required: bool = False,
+        is_parallel: bool = True,
+        answer: JsonSchema | None = None,
+        finish: bool = True,
+        tries: int = 32,
+    ) -> None:
+        if not schemas:
+            raise ConstraintError("tool calls need at least one tool")
+        self.schemas = dict(schemas)
+        self.call_format = call_format
+        self.is_required = is_required
+        self.is_parallel = is_parallel
+        self.answer = None if is_required else answer
+        self.finish = finish
+        self.tries = tries
+        self._prefix = ""
+        self._text = ""  # of the grammar, once it has been made
+        self._base_text = ""  # of the grammar that this is a narrowed form of
+        self._validated: set[str] = set()  # names of the tools with validated calls
+
+    def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
+        self._text = self._text or self._grammar(tokenizer, vocab_size)
+        return GuidanceState.of(Grammar(self._text).guidance(), tokenizer, vocab_size)
+
+    def warm(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        super().warm(tokenizer, vocab_size)
+        for schema in self._named_schemas().values():
+            schema.warm(tokenizer, vocab_size)
+
+    def is_warm(self, tokenizer: Tokenizer, vocab_size: int) -> bool:
+        binding = tokenizer_binding(tokenizer, vocab_size)
+        return bool(self._text) and binding.has_template(Grammar(self._text).guidance())
+
+    def with_limit(
+        self, state: ConstraintState, tokenizer: Tokenizer, vocab_size: int, max_tokens: int
+    ) -> ConstraintState:
+        if not self.finish:
+            return state
+        return ForcedCompletion.of(state, tokenizer, vocab_size, max_tokens, self.completion_hints)
+
+    @property
+    def completion_hints(self) -> CompletionHints:
+        """The names and values of all schemas. Available after `start`."""
+        hints = [schema.completion_hints for schema in self._named_schemas().values()]
+        return _Hints(hints, _shortest_lengths(self._base_text or self._text))
+
+    def report(self) -> ConstraintReport:
+        reports = {name: schema.report() for name, schema in self._named_schemas().items()}
+
+        def named(field: str) -> tuple[str, ...]:
+            return tuple(
+                f"{entry} of {name}"
+                for name, report in reports.items()
+                for entry in getattr(report, field)
+            )
+
+        masked = sorted({entry for report in reports.values() for entry in report.masked})
+        guards = next(iter(reports.values())).guards
+        return ConstraintReport(
+            "tools", "llguidance", tuple(masked), named("checked"), named("ignored"), guards
+        )
+
+    def incremental_validator(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
+        assert self._text, "the constraint has not been started"
+        if not self._validated and (self.answer is None or not self.answer.needs_validation):
+            return None
+        return _CallsValidator(self, self._validated, tokenizer)
+
+    def narrowed(self, index: int) -> ToolCalls | None:
+        schemas = {
+            name: schema.narrowed(index) if name in self._validated else None
+            for name, schema in self.schemas.items()
+        }
+        answer = None if self.answer is None else self.answer.narrowed(index)
+        if answer is None and not any(schemas.values()):
+            return None
+        other = self._with(
+            {name: schema or self.schemas[name] for name, schema in schemas.items()},
+            answer or self.answer,
+        )
+        other._base_text = self._text
+        return other
+
+    def with_prefix(self, prefix: str) -> ToolCalls:
+        other = self._with(self.schemas, self.answer)
+        other._prefix, other._base_text = prefix, self._base_text
+        return other
+
+    def parse(self, stream: TextStream) -> Steps[None]:
+        """Parses an answer."""
+        schemas = {name: schema.schema for name, schema in self.schemas.items()}
+        return parse_answer(stream, self.call_format, schemas, self.answer is not None)
+
+    def _with(self, schemas: Mapping[str, JsonSchema], answer: JsonSchema | None) -> ToolCalls:
+        return ToolCalls(
+            schemas,
+            self.call_format,
+            is_required=self.is_required,
+            is_parallel=self.is_parallel,
+            answer=answer,
+            finish=self.finish,
+            tries=self.tries,
+        )
+
+    def _named_schemas(self) -> dict[str, JsonSchema]:
+        return {**self.schemas, **({} if self.answer is None else {_ANSWER: self.answer})}
+
+    def _grammar(self, tokenizer: Tokenizer, vocab_size: int) -> str:
+        """The grammar, in llguidance's dialect of Lark."""
+
+        def json_rule(schema: JsonSchema) -> str:
+            return "%json " + json.dumps(schema.mask_schema(tokenizer, vocab_size))
+
+        for name, schema in self._named_schemas().items():
+            subject = name if name == _ANSWER else f"the parameters of tool {name!r}"
+            try:
+                schema.mask_schema(tokenizer, vocab_size)
+            except ConstraintError as error:
+                raise ConstraintError(f"{subject} cannot be enforced: {error}") from None
+        self._validated = {
+            name
+            for name, schema in self.schemas.items()
+            if not self.call_format.is_exact(schema, json_rule)
+        }
+        parts = self.call_format.rules(self.schemas, json_rule)
+        has_more = self.is_parallel and parts.call
+        more = f"({parts.separator} {parts.call})" if has_more else ""
+        rest = f"{more and more + '*'} {parts.closing}"
+        trigger, bare = literal(self.call_format.trigger), self.call_format.start_trigger
+        rules = [*parts.rules, f"calls: {parts.first} {rest}"]
+        if self._prefix:
+            has_calls = self._num_calls(self._prefix) > 0
+            # Behind other calls, the answer may also end: there may be no room for a valid call.
+            tail = rest if has_calls else f"{trigger} calls"
+            start = f"{literal(self._prefix)} {tail}"
+        elif self.answer is not None:
+            start = f"answer | {trigger} calls"
+            rules.append(f"answer: {json_rule(self.answer)}")
+        else:
+            options, begin = [], self.call_format.reasoning_opening
+            text = "(?s:.+)"
+            if self.is_required:
+                options.append(f"{trigger} calls")
+                text = f"{regex_literal(begin)}(?s:.*)"
+            if bare:
+                options.append(f"{parts.bare} {rest}")
+            if begin or not self.is_required:
+                # A lazy rule: the text ends where the first trigger does.
+                options.append("text_and_trigger calls")
+                optional = "" if self.is_required else "?"
+                rules.append(f"text_and_trigger[lazy]: TEXT{optional} {trigger}")
+                rules.append(self._text_rule(text))
+            start = " | ".join(options if self.is_required else [*options, "TEXT"])
+        return "\n".join([f"start: {start}", *rules])
+
+    def _text_rule(self, pattern: str) -> str:
+        """The rule of text that matches `pattern` and in which no call starts."""
+        rule = f"TEXT: /{pattern}/ & ~/(?s:.*){regex_literal(self.call_format.trigger)}(?s:.*)/"
+        if self.call_format.start_trigger:
+            rule += f" & ~/\\s*{regex_literal(self.call_format.start_trigger)}(?s:.*)/"
+        return rule
+
+    def _num_calls(self, text: str) -> int:
+        """The number of complete calls in `text`."""
+        stream = TextStream()
+        events = stream.run(self.parse(stream), text, final=True)
+        return sum(kind == "end" for kind, _ in events)
+
+
+def parse_answer(
+    stream: TextStream, call_format: ToolFormat, schemas: Mapping[str, Any], has_answer: bool
+) -> Steps[None]:
+    """Parses an answer under `ToolCalls`.
+
+    Args:
+        stream: The text of the answer.
+        call_format: How calls are written.
+        schemas: The schemas of the tools' arguments, by name.
+        has_answer: Whether an answer that does not start with a call contains none.
+    """
+    if has_answer and not (yield from stream.next_of(call_format.trigger, removes=False)):
+        yield from stream.rest()
+    else:
+        yield from call_format.parse(stream, schemas)
+
+
+@lru_cache(256)
+def _shortest_lengths(grammar: str) -> MutableMapping[Tokenizer, int | None]:
+    """The lengths of the shortest texts of a grammar, by tokenizer: filled by those who need
+    them."""
+    return WeakKeyDictionary()
+
+
+class _Hints:
+    """The completion hints of several schemas."""
+
+    def __init__(self, hints: list[Any], shortest: MutableMapping[Tokenizer, int | None]) -> None:
+        self._hints = hints
+        self.shortest = shortest
+        self.values = sorted({value for one in hints for value in one.values}, key=len)
+        self.names = {name: text for one in hints for name, text in one.names.items()}
+
+    def ordered(self, allowed: Set[str]) -> list[str]:
+        """The names `allowed`, in the order of the schema that has most of them."""
+        best = max(self._hints, key=lambda one: len(one.names.keys() & allowed))
+        names: list[str] = best.ordered(best.names.keys() & allowed)
+        return names + sorted(allowed - set(names))
+
+
+class _Parts:
+    """The parts of a text, in place of tokens: the `tokenizer` of a validator of that text."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def token_bytes(self, index: int) -> bytes:
+        return self.parts[index]
+
+
+@dataclass
+class _Value:
+    """A JSON text that is validated: its validator, its parts, and the tokens they belong to."""
+
+    validator: IncrementalValidator
+    parts: _Parts
+    tokens: list[int]
+
+
+class _CallsValidator:
+    """Validates the arguments of calls, as soon as a value in them is complete.
+
+    Attributes:
+        num_settled: The number of tokens that no retry removes: those before a call that may
+            still become invalid.
+        settled_text: The text up to that call.
+    """
+
+    def __init__(self, constraint: ToolCalls, validated: Set[str], tokenizer: Tokenizer) -> None:
+        self._constraint = constraint
+        self._validated = validated
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stream = TextStream()
+        self._steps = constraint.parse(self._stream)
+        self._text = ""
+        self._ends: list[int] = []  # of each token, in characters
+        self._value: _Value | None = None
+        self._num_settled_characters = 0
+        answer = constraint.answer
+        has_rules = answer is not None and answer.needs_validation
+        self._answer = self._new_value(answer) if answer is not None and has_rules else None
+
+    @property
+    def num_settled(self) -> int:
+        count = len(self._ends)
+        while count and self._ends[count - 1] > self._num_settled_characters:
+            count -= 1
+        return count
+
+    @property
+    def settled_text(self) -> str:
+        return self._text[: self._num_settled_characters]
+
+    def push(self, token: int) -> int | None:
+        text = self._decoder.decode(self._tokenizer.token_bytes(token))
+        self._text += text
+        self._ends.append(len(self._text))
+        return self._read(text, False)
+
+    def end(self) -> int | None:
+        invalid = self._read("", True)
+        if invalid is not None or self._answer is None or self._answer is not self._value:
+            return invalid
+        return 0 if self._value.validator.end() is not None else None
+
+    def _read(self, text: str, final: bool) -> int | None:
+        for event in self._stream.run(self._steps, text, final):
+            invalid = self._handle(event)
+            if invalid is not None:
+                return invalid
+        return None
+
+    def _handle(self, event: Event) -> int | None:
+        kind, text = event
+        if kind == "call":
+            schema = self._constraint.schemas.get(text)
+            self._value = (
+                self._new_value(schema) if schema is not None and text in self._validated else None
+            )
+        elif kind == "arguments":
+            if self._value is not None:
+                return self._push(text)
+        elif kind == "end":
+            value, self._value = self._value, None
+            if value is not None and value.validator.end() is not None:
+                return value.tokens[0]
+        elif self._answer is not None:
+            self._value = self._answer
+            return self._push(text)
+        if self._value is None:
+            self._num_settled_characters = self._stream.num_taken
+        return None
+
+    @staticmethod
+    def _new_value(schema: JsonSchema) -> _Value:
+        parts = _Parts()
+        return _Value(schema.full_validator(parts), parts, [])  # type: ignore[arg-type]
+
+    def _push(self, text: str) -> int | None:
+        value = self._value
+        if value is None or not text:
+            return None
+        value.parts.parts.append(text.encode())
+        value.tokens.append(len(self._ends) - 1)
+        num_valid = value.validator.push(len(value.tokens) - 1)
+        return None if num_valid is None else value.tokens[num_valid]

@@ -1,0 +1,452 @@
+"""Grammars of arguments that are not written as JSON, made from the schemas of the tools.
+
+A grammar allows every valid value in the order of the schema's properties, or more: what it cannot
+express is left to the validation of the whole call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from anydecode.constraints.json.json_schema import JsonSchema
+from anydecode.constraints.json.relaxing import is_pattern
+from anydecode.constraints.json.termination import resolve_reference
+from anydecode.constraints.tools.formats import JsonRule, literal, regex_literal
+from anydecode.constraints.tools.stream import Steps, TextStream
+from anydecode.errors import ConstraintError
+
+#: Maximum number of references followed in a row.
+_MAX_REFERENCES = 16
+#: Maximum number of items that a rule counts.
+_MAX_COUNT = 100
+_ANNOTATIONS = frozenset(
+    {
+        "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
+        "$schema", "$id", "$comment", "$defs", "definitions", "additionalProperties",
+    }
+)  # fmt: skip
+_KEYWORDS = {
+    "object": {"properties", "required"},
+    "array": {"items", "minItems", "maxItems"},
+    "string": {"pattern", "format", "minLength", "maxLength"},
+    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+}
+_KEYWORDS["number"] = _KEYWORDS["integer"]
+#: Fixed white space, and none of the guards of `JsonSchema`.
+JSON_STYLE: dict[str, Any] = {"whitespace": None, "max_string": 0, "extra_properties": True}
+#: Patterns of formats for strings without quotes, which allow all valid strings and few others.
+_DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
+_TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:([0-5][0-9]|60)(\\.[0-9]+)?"
+_TIME += "([Zz]|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}[Tt ]{_TIME}",
+    "email": "[^@\\s<>]+@[^@\\s<>]+",
+    "ipv4": "[0-9]{1,3}(\\.[0-9]{1,3}){3}",
+    "uuid": "[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
+}
+_WORD_END = re.compile(r"[,\]})]")
+_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
+
+
+class ValueSyntax(ABC):
+    """How values are written. `words` are those for true, false and null."""
+
+    words: tuple[str, str, str]
+    separator: str
+
+    @abstractmethod
+    def key(self, name: str) -> str:
+        """The text of a property's name, up to its value."""
+
+    @property
+    @abstractmethod
+    def any_key(self) -> str:
+        """An expression of the text of any property's name."""
+
+    @abstractmethod
+    def text(self, value: str) -> str:
+        """The text of a string."""
+
+    @abstractmethod
+    def string(self, node: dict[str, Any], grammar: ArgumentGrammar) -> str:
+        """An expression of the strings under the schema `node`, whose rules are added to
+        `grammar`."""
+
+    @abstractmethod
+    def parse_key(self, stream: TextStream) -> Steps[str | None]:
+        """Returns a property's name, which is removed with the text behind it; None if the text
+        ended."""
+
+    @abstractmethod
+    def parse_string(self, stream: TextStream) -> Steps[bool | None]:
+        """Yields a string as JSON. Returns whether it is complete; None if there is no string."""
+
+    def parse(self, stream: TextStream) -> Steps[bool]:
+        """Yields a value as JSON, in events of kind "arguments". Returns whether it is
+        complete."""
+        is_string = yield from self.parse_string(stream)
+        if is_string is not None:
+            return is_string
+        bracket = yield from stream.next_of("[", "{")
+        if not bracket:
+            return (yield from self._parse_word(stream))
+        yield "arguments", bracket
+        closing, start = "]" if bracket == "[" else "}", ""
+        while not (yield from stream.next_of(closing)):
+            key = ""
+            if bracket == "{":
+                name = yield from self.parse_key(stream)
+                if name is None:
+                    return False
+                key = json.dumps(name, ensure_ascii=False) + ": "
+            yield "arguments", start + key
+            start = ", "
+            if not (yield from self.parse(stream)):
+                return False
+            yield from stream.next_of(self.separator.strip())
+        yield "arguments", closing
+        return True
+
+    def _parse_word(self, stream: TextStream) -> Steps[bool]:
+        """Yields a number or one of `words` as JSON."""
+        while not (end := _WORD_END.search(stream.buffer)):
+            if stream.is_final:
+                stream.take(len(stream.buffer))
+                return False
+            yield None
+        word = stream.take(end.start()).strip()
+        yield (
+            "arguments",
+            dict(zip(self.words, ("true", "false", "null"), strict=True)).get(word, word),
+        )
+        return bool(word)
+
+    def render(self, value: Any) -> str:
+        """The text of a value."""
+        if value is None or isinstance(value, bool):
+            return self.words[2 if value is None else not value]
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, list):
+            return f"[{self.separator.join(map(self.render, value))}]"
+        if isinstance(value, dict):
+            members = (self.key(name) + self.render(member) for name, member in value.items())
+            return f"{{{self.separator.join(members)}}}"
+        return json.dumps(value)
+
+
+class Argument(NamedTuple):
+    """An argument of a tool: its name, its schema, and whether every call has it."""
+
+    name: str
+    schema: Any
+    is_required: bool
+
+
+class ArgumentGrammar:
+    """The rules of the arguments of one tool.
+
+    Attributes:
+        arguments: The arguments, in order.
+        rules: The rules of the grammar.
+        is_exact: Whether the grammar allows valid values only.
+    """
+
+    def __init__(
+        self, prefix: str, schema: JsonSchema, syntax: ValueSyntax | None, json_rule: JsonRule
+    ) -> None:
+        self._root = schema.schema
+        self._prefix = prefix
+        self._syntax: Any = syntax  # None if values are JSON, or strings as they are
+        self._json_rule = json_rule
+        self._references: dict[str, str] = {}
+        self._has_any = False
+        self.rules: list[str] = []
+        self.is_exact = not schema.needs_validation
+        self.arguments, is_exact = arguments_of(self._root)
+        self.is_exact = self.is_exact and is_exact
+
+    def value(self, node: Any) -> str:
+        """An expression of the values under the schema `node`."""
+        if not isinstance(node, dict):
+            return self._any()
+        if "$ref" in node:
+            self._note(node, {"$ref"})
+            return self._reference(str(node["$ref"]))
+        for key in ("const", "enum"):
+            if key in node:
+                self._note(node, {key, "type"})
+                values = [node[key]] if key == "const" else node[key]
+                return _options(literal(self._syntax.render(value)) for value in values)
+        for key in ("anyOf", "oneOf", "allOf"):
+            if node.get(key):
+                self._note(node, {"anyOf"})
+                parts = node[key][:1] if key == "allOf" else node[key]
+                return _options(map(self.value, parts))
+        types = node.get("type", _TYPES)
+        types = [types] if isinstance(types, str) else list(types)
+        if set(types) >= set(_TYPES) - {"integer"}:
+            self._note(node, {"type"})
+            return self._any()
+        known = {"type"}.union(*(_KEYWORDS.get(one, ()) for one in types))
+        self._note(node, known)
+        return _options(self._of_type(one, node) for one in types)
+
+    def members(self, members: Sequence[tuple[str, bool]]) -> str:
+        """An expression of `members` with separators: an expression each, and whether it is
+        required."""
+        separator = literal(self._syntax.separator)
+        after, first = '""', '""'
+        for expression, is_required in reversed(members):
+            begins = f"{expression} {after}"
+            first = self._rule(begins if is_required else f"{begins} | {first}")
+            rest = f"{separator} {expression}"
+            after = self._rule(f"{rest if is_required else f'({rest})?'} {after}")
+        return first
+
+    def _of_type(self, type_name: str, node: dict[str, Any]) -> str:
+        syntax = self._syntax
+        if type_name == "string":
+            return syntax.string(node, self)
+        if type_name in ("integer", "number"):
+            return self.json(type_name, node)
+        if type_name == "boolean":
+            return f"{literal(syntax.words[0])} | {literal(syntax.words[1])}"
+        if type_name == "null":
+            return literal(syntax.words[2])
+        if type_name == "array":
+            return self._array(node)
+        return self._object(node)
+
+    def json(self, type_name: str, node: dict[str, Any]) -> str:
+        """The rule of the values of a scalar type under the schema `node`, written as JSON."""
+        keys = sorted(_KEYWORDS[type_name] & node.keys())
+        schema = {"type": type_name, **{key: node[key] for key in keys}}
+        return self.json_value(JsonSchema(schema, **JSON_STYLE), type_name)
+
+    def json_value(self, schema: JsonSchema, type_name: str | None = None) -> str:
+        """The rule of the values under `schema`, written as JSON; of all of their type, if the
+        schema cannot be enforced."""
+        try:
+            rule = self._rule(self._json_rule(schema))
+        except ConstraintError:
+            self.is_exact = False
+            loose = {} if type_name is None else {"type": type_name}
+            return self._rule(self._json_rule(JsonSchema(loose, **JSON_STYLE)))
+        self.is_exact = self.is_exact and not schema.needs_validation
+        return rule
+
+    def part(self, node: Any) -> Any:
+        """The schema `node`, a part of the schema of all arguments, in which its references
+        resolve."""
+        if not isinstance(node, dict) or '"$ref"' not in json.dumps(node):
+            return node
+        root = _rerooted(self._root)
+        kept = {key: root.pop(key) for key in ("$schema",) if key in root}
+        root.pop("$id", None)
+        return {**kept, **_rerooted(node), "$defs": {_ROOT: root}}
+
+    def raw_text(self, node: Any, closing: str) -> str:
+        """An expression of the values under the schema `node`, which allows strings and null only,
+        written as they are, and the text `closing` behind them."""
+        for _ in range(_MAX_REFERENCES):
+            if isinstance(node, dict) and "$ref" in node:
+                self._note(node, {"$ref"})
+                node = resolve_reference(self._root, str(node["$ref"]))
+        if not isinstance(node, dict):
+            return self.raw_string({}, closing)
+        if "const" in node or "enum" in node:
+            self._note(node, {"const", "enum", "type"})
+            values = node["enum"] if "enum" in node else [node["const"]]
+            return _options(
+                literal(("null" if value is None else value) + closing) for value in values
+            )
+        for key in ("anyOf", "oneOf", "allOf"):
+            if node.get(key):
+                self._note(node, {"anyOf"})
+                parts = node[key][:1] if key == "allOf" else node[key]
+                return _options(self.raw_text(part, closing) for part in parts)
+        types = node.get("type", "string")
+        self._note(node, {"type", *_KEYWORDS["string"]})
+        options = [literal("null" + closing)] if "null" in types else []
+        return _options([*options, *([self.raw_string(node, closing)] * ("string" in types))])
+
+    def raw_string(self, node: dict[str, Any], closing: str) -> str:
+        """The rule of the strings under the schema `node`, written as they are, and the text
+        `closing` behind them."""
+        pattern = node.get("pattern")
+        least, most = node.get("minLength", 0), node.get("maxLength")
+        body = "(?s:.*)"
+        if isinstance(pattern, str):
+            is_regular = is_pattern(pattern) and "/" not in pattern and "\n" not in pattern
+            self.is_exact = self.is_exact and is_regular and not (least or most is not None)
+            if is_regular:
+                has_end = pattern.endswith("$") and not pattern.endswith("\\$")
+                body = pattern[pattern.startswith("^") : len(pattern) - has_end]
+                body = "(?s:.*)" * (not pattern.startswith("^")) + f"({body})"
+                body += "(?s:.*)" * (not has_end)
+        elif node.get("format") in _FORMATS:
+            body = _FORMATS[node["format"]]
+        elif least or most is not None:
+            body = f"(?s:.{{{least},{'' if most is None else most}}})"
+        self.is_exact = self.is_exact and "format" not in node
+        terminal = f"{self._prefix.upper()}_{len(self.rules)}"
+        self.rules.append(f"{terminal}: /{body}/ & ~/(?s:.*){regex_literal(closing)}(?s:.*)/")
+        # Lazy: the string ends at the first closing text.
+        name = f"{self._prefix}_{len(self.rules)}"
+        self.rules.append(f"{name}[lazy]: {terminal} {literal(closing)}")
+        return name
+
+    def _array(self, node: dict[str, Any]) -> str:
+        item = self._rule(self.value(node.get("items", True)))
+        least, most = node.get("minItems", 0), node.get("maxItems")
+        more = f"({literal(self._syntax.separator)} {item})"
+        if not isinstance(least, int) or least > _MAX_COUNT:
+            least, self.is_exact = 1, False
+        if most is not None and (not isinstance(most, int) or most > _MAX_COUNT or most < least):
+            most, self.is_exact = None, False
+        if most == 0:
+            return '"[]"'
+        bounds = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        items = item if most == 1 else f"{item} {more}{bounds}"
+        return f'"[" {items if least else f"({items})?"} "]"'
+
+    def _object(self, node: dict[str, Any]) -> str:
+        properties = node.get("properties")
+        if not properties:
+            if node.get("required") or isinstance(node.get("additionalProperties"), dict):
+                self.is_exact = False
+            if node.get("additionalProperties") is False and not node.get("required"):
+                return '"{}"'
+            member = f"{self._syntax.any_key} {self._any()}"
+            return self._rule(
+                f'"{{" ({member} ({literal(self._syntax.separator)} {member})*)? "}}"'
+            )
+        required = set(node.get("required", ()))
+        self.is_exact = self.is_exact and required <= properties.keys()
+        members = [
+            (f"{literal(self._syntax.key(name))} {self._rule(self.value(value))}", name in required)
+            for name, value in properties.items()
+        ]
+        return f'"{{" {self.members(members)} "}}"'
+
+    def _reference(self, reference: str) -> str:
+        if reference not in self._references:
+            name = f"{self._prefix}_ref_{len(self._references)}"
+            self._references[reference] = name
+            target = resolve_reference(self._root, reference)
+            if target is None:
+                self.is_exact = False
+            self.rules.append(f"{name}: {self.value(target)}")
+        return self._references[reference]
+
+    def _any(self) -> str:
+        """The rule of any value."""
+        name = f"{self._prefix}_any"
+        if not self._has_any:
+            self._has_any = True
+            syntax, separator = self._syntax, literal(self._syntax.separator)
+            string, number = syntax.string({}, self), self.json("number", {})
+            words = " | ".join(map(literal, syntax.words))
+            member = f"{syntax.any_key} {name}"
+            self.rules.append(
+                f'{name}: {string} | {number} | {words} | "[" ({name} ({separator} {name})*)? "]"'
+                f' | "{{" ({member} ({separator} {member})*)? "}}"'
+            )
+        return name
+
+    def _rule(self, expression: str) -> str:
+        name = f"{self._prefix}_{len(self.rules)}"
+        self.rules.append(f"{name}: {expression}")
+        return name
+
+    def _note(self, node: dict[str, Any], known: set[str]) -> None:
+        """Records whether all keywords of `node` are expressed."""
+        if node.keys() - _ANNOTATIONS - known:
+            self.is_exact = False
+
+
+def arguments_of(schema: Any) -> tuple[list[Argument], bool]:
+    """The arguments of a tool, and whether nothing else restricts them."""
+    found: dict[str, Any] = {}
+    required: set[str] = set()
+    is_exact = _collect(schema, schema, True, found, required, 0)
+    arguments = [Argument(name, value, name in required) for name, value in found.items()]
+    return arguments, is_exact
+
+
+def _collect(
+    root: Any, node: Any, applies: bool, found: dict[str, Any], required: set[str], depth: int
+) -> bool:
+    """Adds the properties of a subschema to `found`, and those that every call has to `required`
+    if the subschema `applies` to every call. Returns whether it consists of properties only."""
+    if not isinstance(node, dict) or depth > _MAX_REFERENCES:
+        return False
+    is_exact = not node.keys() - _ANNOTATIONS - {"type", "properties", "required", "$ref"}
+    if "$ref" in node:
+        target = resolve_reference(root, str(node["$ref"]))
+        is_exact = _collect(root, target, applies, found, required, depth + 1) and is_exact
+    properties = node.get("properties")
+    for name, value in properties.items() if isinstance(properties, dict) else ():
+        if name in found and found[name] != value:
+            value, is_exact = {"anyOf": [found[name], value]}, False
+        found[name] = value
+    if applies:
+        names = [name for name in node.get("required", ()) if isinstance(name, str)]
+        required.update(names)
+        for name in names:
+            found.setdefault(name, {})
+    for key in ("allOf", "anyOf", "oneOf"):
+        for part in node.get(key, ()):
+            _collect(root, part, applies and key == "allOf", found, required, depth + 1)
+    for key in ("then", "else"):
+        _collect(root, node.get(key), False, found, required, depth + 1)
+    return is_exact
+
+
+def is_text(root: Any, node: Any, depth: int = 0) -> bool:
+    """Whether a schema allows nothing but strings, or strings and null."""
+    if not isinstance(node, dict) or depth > _MAX_REFERENCES:
+        return False
+    types = node.get("type")
+    if types is not None:
+        return set([types] if isinstance(types, str) else types) <= {"string", "null"}
+    if "const" in node or "enum" in node:
+        values = node.get("enum", [node.get("const")])
+        return all(value is None or isinstance(value, str) for value in values)
+    if "$ref" in node:
+        return is_text(root, resolve_reference(root, str(node["$ref"])), depth + 1)
+    for key in ("anyOf", "oneOf"):
+        if node.get(key):
+            return all(is_text(root, part, depth + 1) for part in node[key])
+    return any(is_text(root, part, depth + 1) for part in node.get("allOf", ()))
+
+
+#: The name of the whole schema among the definitions of a part of it.
+_ROOT = "arguments"
+
+
+def _rerooted(node: Any) -> Any:
+    """`node` with the references into the whole schema pointing into its definition `_ROOT`."""
+    if isinstance(node, list):
+        return [_rerooted(value) for value in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: f"#/$defs/{_ROOT}{value[1:]}"
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
+        else value
+        if key in ("enum", "const", "default", "examples")
+        else _rerooted(value)
+        for key, value in node.items()
+    }
+
+
+def _options(expressions: Iterable[str]) -> str:
+    return "(" + " | ".join(expressions) + ")"

@@ -1,0 +1,284 @@
+"""Tool calls as a constraint: all of JSON Schema, retries of single calls, forced completion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+pytest.importorskip("llguidance")
+pydantic = pytest.importorskip("pydantic")
+
+from anydecode.api.llm import LLM  # noqa: E402
+from anydecode.certification.checks import scripted_llm  # noqa: E402
+from anydecode.constraints.json.json_schema import JsonSchema  # noqa: E402
+from anydecode.constraints.reasoning import AfterReasoning  # noqa: E402
+from anydecode.constraints.tools.families import TOOL_FORMATS  # noqa: E402
+from anydecode.constraints.tools.stream import TextStream  # noqa: E402
+from anydecode.constraints.tools.tool_calls import ToolCalls, parse_answer  # noqa: E402
+from anydecode.errors import ConstraintError  # noqa: E402
+from anydecode.models.scripted import ByteTokenizer  # noqa: E402
+
+TOKENIZER = ByteTokenizer()
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+
+
+class Country(pydantic.BaseModel):
+    code: str = pydantic.Field(max_length=2)
+
+
+class City(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=4)
+    country: Country
+
+
+class Trip(pydantic.BaseModel):
+    start: City
+    stops: list[City] = pydantic.Field(max_length=1)
+
+
+def object_schema(**properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "pydantic": Trip.model_json_schema(),
+    "uniqueItems": object_schema(
+        xs={"type": "array", "items": DIGIT, "minItems": 3, "maxItems": 4, "uniqueItems": True}
+    ),
+    "not": object_schema(x={"enum": ["a", "b", "c"], "not": {"enum": ["a", "b"]}}),
+    "if": {
+        **object_schema(kind={"enum": [1, 2]}),
+        "properties": {"kind": {"enum": [1, 2]}, "x": DIGIT},
+        "if": {"properties": {"kind": {"const": 1}}},
+        "then": {"required": ["x"]},
+        "else": {"not": {"required": ["x"]}},
+    },
+    "oneOf": object_schema(
+        x={"oneOf": [{"type": "integer", "multipleOf": 2}, {"type": "integer", "multipleOf": 3}]}
+    ),
+    "formats": object_schema(
+        mail={"type": "string", "format": "email", "maxLength": 30},
+        at={"type": "string", "format": "date-time"},
+    ),
+    "times": object_schema(
+        at={"type": "string", "format": "date-time"},
+        on={"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
+    ),
+    "pointer": object_schema(path={"type": "string", "format": "json-pointer", "maxLength": 5}),
+    "patternProperties": {
+        "type": "object",
+        "patternProperties": {"^[ab]$": DIGIT},
+        "additionalProperties": False,
+    },
+    "recursion": {
+        **object_schema(tree={"$ref": "#/$defs/Tree"}),
+        "$defs": {
+            "Tree": object_schema(
+                leaves={"type": "array", "items": {"$ref": "#/$defs/Tree"}, "maxItems": 2}
+            )
+        },
+    },
+    "draft-07": {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        **object_schema(c={"$ref": "#/definitions/a~1b"}),
+        "definitions": {"a/b": {"type": "string", "maxLength": 3}},
+    },
+}
+
+
+def tool_calls(schemas: dict[str, Any], format_name: str = "hermes", **options: Any) -> ToolCalls:
+    constraints = {
+        name: JsonSchema(schema, whitespace=None, max_string=0, extra_properties=True)
+        for name, schema in schemas.items()
+    }
+    return ToolCalls(constraints, TOOL_FORMATS[format_name], **options)
+
+
+def parsed(text: str, constraint: ToolCalls) -> tuple[str, list[tuple[str, str]]]:
+    """The content of an answer, and its calls with their arguments as text."""
+    stream = TextStream()
+    content, calls = "", []
+    for kind, value in stream.run(constraint.parse(stream), text, final=True):
+        if kind == "content":
+            content += value
+        elif kind == "call":
+            calls.append((value, ""))
+        elif kind == "arguments":
+            calls[-1] = (calls[-1][0], calls[-1][1] + value)
+    return content, calls
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with scripted_llm() as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_call_is_valid_under_its_whole_schema(llm: LLM, name: str) -> None:
+    constraint = tool_calls({"f": SCHEMAS[name], "other": object_schema(x=DIGIT)}, is_required=True)
+    validator = jsonschema_rs.validator_for(SCHEMAS[name], validate_formats=True)
+    num_calls = 0
+    for seed in range(3):
+        out = llm.generate("to", constraint=constraint, max_tokens=400, temperature=1.0, seed=seed)
+        assert out.finish_reason == "stop" and out.constraint["complete"]
+        content, calls = parsed(out.text, constraint)
+        assert not content.strip() and calls
+        for tool, arguments in calls:
+            num_calls += tool == "f"
+            if tool == "f":
+                validator.validate(json.loads(arguments))
+    assert num_calls
+
+
+@pytest.mark.parametrize("format_name", ["qwen3-coder", "llama4", "functiongemma", "kimi"])
+@pytest.mark.parametrize("name", ["pydantic", "uniqueItems", "if", "not", "recursion", "times"])
+def test_calls_of_every_kind_of_format_are_valid(llm: LLM, name: str, format_name: str) -> None:
+    schema = SCHEMAS[name]
+    constraint = tool_calls({"f": schema}, format_name, is_required=True, is_parallel=False)
+    out = llm.generate("to", constraint=constraint, max_tokens=400, temperature=1.0, seed=1)
+    assert out.finish_reason == "stop" and out.constraint["complete"]
+    [(tool, arguments)] = parsed(out.text, constraint)[1]
+    jsonschema_rs.validator_for(schema, validate_formats=True).validate(json.loads(arguments))
+
+
+def test_the_report_names_what_is_validated_for_which_tool() -> None:
+    constraint = tool_calls({"f": SCHEMAS["uniqueItems"], "g": object_schema(x=DIGIT)})
+    constraint.start(TOKENIZER, TOKENIZER.vocab_size)
+    report = constraint.report()
+    assert report.checked == ("uniqueItems at #/properties/xs of f",)
+    assert "maximum" in report.masked
+
+
+def feed(constraint: ToolCalls, text: str) -> tuple[list[int | None], Any]:
+    """What the validator returns for each byte of `text`, and the validator."""
+    constraint.start(TOKENIZER, TOKENIZER.vocab_size)
+    validator = constraint.incremental_validator(TOKENIZER)
+    assert validator is not None
+    return [validator.push(byte) for byte in text.encode()], validator
+
+
+@pytest.mark.parametrize("format_name", sorted(TOOL_FORMATS.keys() - {"gpt-oss"}))  # one call
+def test_only_the_invalid_call_is_sampled_again(format_name: str) -> None:
+    constraint = tool_calls({"f": SCHEMAS["uniqueItems"]}, format_name)
+    good, bad = ("f", {"xs": [1, 2, 3]}), ("f", {"xs": [7, 8, 7]})
+    text = "é " * (not constraint.call_format.start_trigger)
+    text += constraint.call_format.render([good, bad], {"f": SCHEMAS["uniqueItems"]})
+    found, validator = feed(constraint, text)
+    kept = next(count for count in found if count is not None)
+    assert text.encode()[kept:].startswith(b"[7")
+    # A call that fails again is generated anew; the one before it stays.
+    settled = text.encode()[: validator.num_settled]
+    assert settled.decode() == validator.settled_text
+    assert parsed(validator.settled_text, constraint)[1] == [("f", '{"xs": [1, 2, 3]}')]
+    narrowed = constraint.narrowed(0)
+    assert narrowed is not None
+    state = narrowed.with_prefix(validator.settled_text).start(TOKENIZER, TOKENIZER.vocab_size)
+    for byte in text.replace("7", "4", 1).encode():
+        assert state.allows(byte)
+        state.advance(byte)
+    assert state.can_stop
+
+
+def test_calls_without_validated_rules_settle_as_they_grow() -> None:
+    constraint = tool_calls({"f": SCHEMAS["uniqueItems"], "g": object_schema(x=DIGIT)})
+    text = 'so <tool_call>\n{"name": "g", "arguments": {"x": '
+    assert feed(constraint, text)[1].num_settled == len(text)
+    text = 'so <tool_call>\n{"name": "f", "arguments": {"xs": '
+    assert feed(constraint, text)[1].num_settled == len("so ")
+    reasoning = AfterReasoning(constraint, "<t>", "</t>", True)
+    found, validator = feed(reasoning, "why</t>" + text)
+    assert validator.num_settled == len("why</t>so ") and set(found) == {None}
+
+
+def test_settled_tokens_are_streamed_before_the_answer_is_valid() -> None:
+    """The reasoning is settled; the value is held back until it is valid."""
+    schema = {"type": "array", "items": DIGIT, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    with scripted_llm() as llm:
+        options: dict[str, Any] = {"max_tokens": 600, "temperature": 1.0, "logprobs": 0}
+        for seed in range(4):
+            constraint = AfterReasoning(JsonSchema(schema), "<t>", "</t>", True)
+            whole = llm.generate("a", constraint=constraint, seed=seed, **options)
+            *parts, last = llm.stream("a", constraint=constraint, seed=seed, **options)
+            assert "".join(part.text for part in (*parts, last)) == whole.text
+            if "</t>" in whole.text:
+                assert len(parts) > 2
+                assert len(set(json.loads(whole.text.partition("</t>")[2]))) == 2
+            assert len(whole.logprobs) == len(whole.tokens)
+
+
+def test_text_is_cut_by_the_token_limit_and_calls_are_completed(llm: LLM) -> None:
+    words = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+    constraint = tool_calls({"f": object_schema(words=words)}, is_required=True)
+    for seed in range(3):
+        out = llm.generate("to", constraint=constraint, max_tokens=90, temperature=1.0, seed=seed)
+        assert out.finish_reason == "stop"
+        for _, arguments in parsed(out.text, constraint)[1]:
+            assert json.loads(arguments)["words"]
+    free = tool_calls({"f": object_schema(words=words)})
+    for seed in range(12):
+        out = llm.generate("to", constraint=free, max_tokens=90, temperature=1.0, seed=seed)
+        content, calls = parsed(out.text, free)
+        assert calls or not out.constraint["steered"]
+
+
+def test_no_call_starts_that_would_not_fit(llm: LLM) -> None:
+    constraint = tool_calls({"f": SCHEMAS["uniqueItems"]}, "functiongemma", is_required=True)
+    valid = jsonschema_rs.validator_for(SCHEMAS["uniqueItems"])
+    for limit, seed in ((127, 0), (127, 1), (144, 2)):
+        options: dict[str, Any] = {"max_tokens": limit, "temperature": 1.0, "seed": seed}
+        out = llm.generate("to", constraint=constraint, **options)
+        assert out.finish_reason == "stop"
+        for _, arguments in parsed(out.text, constraint)[1]:
+            valid.validate(json.loads(arguments))
+
+
+def test_an_answer_format_beside_tools_is_validated_too(llm: LLM) -> None:
+    answer = JsonSchema(SCHEMAS["uniqueItems"], whitespace=None)
+    constraint = tool_calls({"f": object_schema(x=DIGIT)}, answer=answer)
+    valid = jsonschema_rs.validator_for(SCHEMAS["uniqueItems"])
+    num_answers = 0
+    for seed in range(6):
+        out = llm.generate("to", constraint=constraint, max_tokens=200, temperature=1.0, seed=seed)
+        content, calls = parsed(out.text, constraint)
+        num_answers += not calls
+        if not calls:
+            valid.validate(json.loads(content))
+    assert num_answers
+    text = '{"xs": "<tool_call>"}'
+    assert parsed(text, constraint) == (text, [])
+
+
+def test_errors_name_the_tool() -> None:
+    constraint = tool_calls({"f": object_schema(x=DIGIT), "g": {"type": "object", "not": {}}})
+    with pytest.raises(ConstraintError, match="parameters of tool 'g' cannot be enforced"):
+        constraint.start(TOKENIZER, TOKENIZER.vocab_size)
+    with pytest.raises(ConstraintError, match="at least one tool"):
+        tool_calls({})
+
+
+def test_parallel_calls_can_be_forbidden() -> None:
+    for is_parallel in (True, False):
+        constraint = tool_calls({"f": object_schema(x=DIGIT)}, is_parallel=is_parallel)
+        state = constraint.start(TOKENIZER, TOKENIZER.vocab_size)
+        text = constraint.call_format.render([("f", {"x": 1}), ("f", {"x": 2})])
+        assert state.allows_sequence(list(text.encode())) == is_parallel
+
+
+def test_parsers_of_the_server_and_of_the_constraint_agree() -> None:
+    constraint = tool_calls({"f": object_schema(x=DIGIT)})
+    text = "so " + constraint.call_format.render([("f", {"x": 1})])
+    stream = TextStream()
+    events = stream.run(
+        parse_answer(stream, constraint.call_format, {}, has_answer=False), text, final=True
+    )
+    assert [kind for kind, _ in events] == ["content", "call", "arguments", "end"]

@@ -1,0 +1,261 @@
+"""The tool-call formats of model families: what is rendered is allowed, and is parsed back."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance")
+hypothesis = pytest.importorskip("hypothesis")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from tokenizers import AddedToken, Tokenizer  # noqa: E402
+from tokenizers.models import BPE  # noqa: E402
+
+from anydecode.constraints.json.json_schema import JsonSchema  # noqa: E402
+from anydecode.constraints.tools.families import TOOL_FORMATS  # noqa: E402
+from anydecode.constraints.tools.stream import TextStream  # noqa: E402
+from anydecode.constraints.tools.tool_calls import ToolCalls  # noqa: E402
+from anydecode.models.scripted import ByteTokenizer  # noqa: E402
+from anydecode.models.tokenizer import TOOL_TAGS  # noqa: E402
+from anydecode.models.tokenizers import HFTokenizer  # noqa: E402
+from anydecode.server.parsers import tool_format  # noqa: E402
+
+TOKENIZER = ByteTokenizer()
+#: The arguments of two tools. References, unions and free values are among them.
+SCHEMAS: dict[str, Any] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "town": {"type": "string"},
+            "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "unit": {"enum": ["degree C", "degree F"]},
+            "days": {"type": "integer"},
+            "share": {"type": "number"},
+            "now": {"type": "boolean"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "place": {"$ref": "#/$defs/Place"},
+            "more": {"type": "object"},
+        },
+        "required": ["town"],
+        "$defs": {
+            "Place": {
+                "type": "object",
+                "properties": {"x": {"type": "number"}, "inner": {"$ref": "#/$defs/Place"}},
+                "required": ["x"],
+            }
+        },
+    },
+    "stop": {"type": "object", "properties": {}},
+}
+TAGS = ("<escape>", "</parameter>", "</arg_value>")
+NAMES = st.text("abcxyz_", min_size=1, max_size=4)
+TEXTS = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\x7f"), max_size=12
+).filter(lambda text: text != "null" and not any(tag in text for tag in TAGS))
+NUMBERS = st.integers(-(10**9), 10**9) | st.floats(allow_nan=False, allow_infinity=False, width=32)
+VALUES = st.recursive(
+    TEXTS | NUMBERS | st.booleans() | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+PLACES = st.builds(
+    lambda x, inner: {"x": x, **({} if inner is None else {"inner": {"x": inner}})},
+    NUMBERS,
+    NUMBERS | st.none(),
+)
+WEATHER = st.fixed_dictionaries(
+    {"town": TEXTS},
+    optional={
+        "zip": TEXTS | st.none(),
+        "unit": st.sampled_from(["degree C", "degree F"]),
+        "days": st.integers(-99, 99),
+        "share": NUMBERS,
+        "now": st.booleans(),
+        "tags": st.lists(TEXTS, max_size=3),
+        "place": PLACES,
+        "more": st.dictionaries(NAMES, VALUES, max_size=3),
+    },
+)
+CALLS = st.lists(
+    st.tuples(st.just("get_weather"), WEATHER) | st.just(("stop", {})), min_size=1, max_size=3
+)
+#: Text that models write in front of calls; it starts none in any format.
+BEFORE = "Let me <b>look</b> [it] up.\n"
+
+
+def for_format(format_name: str, calls: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """`calls` with arguments in the order of the schema, in which they are generated; only one
+    under a format that has one call per answer."""
+    names = SCHEMAS["get_weather"]["properties"]
+    ordered = [
+        (tool, {name: arguments[name] for name in names if name in arguments})
+        for tool, arguments in calls
+    ]
+    return ordered[:1] if format_name == "gpt-oss" else ordered
+
+
+def parsed(format_name: str, parts: list[str]) -> tuple[str, list[tuple[str, Any]], int]:
+    """Content, calls and number of complete calls of a text that arrives in `parts`."""
+    stream = TextStream()
+    steps = TOOL_FORMATS[format_name].parse(stream, SCHEMAS)
+    content, calls, num_complete = "", [], 0
+    for position, part in enumerate(parts):
+        for kind, value in stream.run(steps, part, final=position == len(parts) - 1):
+            if kind == "content":
+                content += value
+            elif kind == "call":
+                calls.append((value, ""))
+            elif kind == "arguments":
+                calls[-1] = (calls[-1][0], calls[-1][1] + value)
+            else:
+                num_complete += 1
+    return content, [(name, json.loads(text)) for name, text in calls], num_complete
+
+
+@cache
+def constraint(format_name: str, is_required: bool) -> ToolCalls:
+    schemas = {
+        name: JsonSchema(schema, whitespace=None, max_string=0, extra_properties=True)
+        for name, schema in SCHEMAS.items()
+    }
+    return ToolCalls(schemas, TOOL_FORMATS[format_name], is_required=is_required)
+
+
+def accepts(format_name: str, text: str, *, is_required: bool) -> bool:
+    state = constraint(format_name, is_required).start(TOKENIZER, TOKENIZER.vocab_size)
+    for byte in text.encode():
+        if not state.allows(byte):
+            return False
+        state.advance(byte)
+    return state.can_stop
+
+
+@pytest.mark.parametrize("format_name", TOOL_FORMATS)
+@settings(max_examples=20, deadline=None)
+@given(calls=CALLS, has_text=st.booleans())
+def test_rendered_calls_are_parsed_from_every_split(
+    format_name: str, calls: list[tuple[str, Any]], has_text: bool
+) -> None:
+    calls = for_format(format_name, calls)
+    before = BEFORE * has_text
+    text = before + TOOL_FORMATS[format_name].render(calls, SCHEMAS)
+    splits = [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text), 2))]
+    for parts in splits:
+        content, found, num_complete = parsed(format_name, parts)
+        assert (content.strip(), found) == (before.strip(), calls)
+        assert num_complete == len(calls)
+
+
+@pytest.mark.parametrize("format_name", TOOL_FORMATS)
+@settings(max_examples=10, deadline=None)
+@given(calls=CALLS)
+def test_rendered_calls_are_allowed(format_name: str, calls: list[tuple[str, Any]]) -> None:
+    calls = for_format(format_name, calls)
+    text = TOOL_FORMATS[format_name].render(calls, SCHEMAS)
+    assert accepts(format_name, text, is_required=True)
+    assert accepts(format_name, BEFORE + text, is_required=False)
+    assert accepts(format_name, BEFORE, is_required=False)
+    assert not accepts(format_name, BEFORE, is_required=True)
+    assert not accepts(format_name, text.replace(calls[0][0], "unknown"), is_required=True)
+
+
+@pytest.mark.parametrize(
+    ("format_name", "text", "call"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"a": "}"}, "name": "f"}</tool_call>', {"a": "}"}),
+        ("llama3", '{"name": "f", "parameters": {"a": 1}}', {"a": 1}),
+        ("llama4", "[f(a=True, b=[None, {\"k\": -1.5}])]", {"a": True, "b": [None, {"k": -1.5}]}),
+        ("mistral-args", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', {"a": 1}),
+        ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:12"
+         '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+         {"a": 1}),
+        ("deepseek-v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f"
+         '\n```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', {"a": 1}),
+        ("qwen3-coder", "<tool_call>\n<function=f>\n<parameter=a>\n[1,\n2]\n</parameter>\n"
+         "</function>\n</tool_call>", {"a": [1, 2]}),
+        ("functiongemma", "<start_function_call>call:f{a:[1,{b:<escape>}<escape>}]}"
+         "<end_function_call>", {"a": [1, {"b": "}"}]}),
+        ("gpt-oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary"
+         ' to=functions.f <|constrain|>json<|message|>{"a": 1}', {"a": 1}),
+    ],
+)  # fmt: skip
+def test_calls_that_models_write(format_name: str, text: str, call: Any) -> None:
+    assert parsed(format_name, list(text))[1] == [("f", call)]
+
+
+@pytest.mark.parametrize("format_name", TOOL_FORMATS)
+def test_a_cut_call_gives_the_arguments_so_far(format_name: str) -> None:
+    calls = [("get_weather", {"town": "Oslo", "days": 3})]
+    text = TOOL_FORMATS[format_name].render(calls, SCHEMAS)
+    stream = TextStream()
+    steps = TOOL_FORMATS[format_name].parse(stream, SCHEMAS)
+    cut = text[: text.index("slo")]
+    events = list(stream.run(steps, cut, final=True))
+    assert events[0] == ("call", "get_weather")
+    arguments = "".join(value for _, value in events[1:])
+    assert arguments == '{"town": "O' and ("end", "") not in events
+
+
+def test_reasoning_and_answers_of_harmony() -> None:
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi"
+    for parts in ([text], list(text)):
+        stream = TextStream()
+        steps = TOOL_FORMATS["gpt-oss"].parse(stream, {})
+        texts = {"reasoning": "", "content": ""}
+        for position, part in enumerate(parts):
+            for kind, value in stream.run(steps, part, final=position == len(parts) - 1):
+                texts[kind] += value
+        assert texts == {"reasoning": "Hm.", "content": "Hi"}
+    final = "<|channel|>final<|message|>Hi"
+    call = TOOL_FORMATS["gpt-oss"].render([("stop", {})])
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    assert accepts("gpt-oss", thought + call, is_required=True)
+    assert accepts("gpt-oss", final, is_required=False)
+    assert not accepts("gpt-oss", final + call, is_required=True)
+
+
+#: Parts of the chat templates of published models.
+TEMPLATES = {
+    "gpt-oss": "<|channel|>commentary to=functions.x <|constrain|>json<|message|>",
+    "functiongemma": "<start_function_call>call:",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>",
+    "deepseek-v3": "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>\n```json",
+    "deepseek-v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+    "qwen3-coder": "<tool_call>\n<function=example_function_name>",
+    "glm": "<tool_call>{name}\n<arg_key>",
+    "mistral-args": "[TOOL_CALLS]{name}[ARGS]",
+    "mistral": "[TOOL_CALLS] [",
+    "phi-functools": "generated in a single JSON list formatted as functools[{",
+    "phi": "<|tool|>{tools}<|/tool|>",
+    "granite": "<|start_of_role|>assistant ... <|tool_call|>",
+    "llama4": "[func_name1(params_name1=params_value1, params_name2=params_value2...)]",
+    "llama3": 'Respond in the format {"name": function name, "parameters": {}} <|python_tag|>',
+    "hermes": "<tools></tools> <tool_call>",
+}
+
+
+@pytest.mark.parametrize("format_name", TOOL_FORMATS)
+def test_the_chat_template_selects_the_format(format_name: str) -> None:
+    assert tool_format("auto", TEMPLATES[format_name]) is TOOL_FORMATS[format_name]
+    assert tool_format(format_name, None) is TOOL_FORMATS[format_name]
+    assert tool_format("auto", "{{ messages }}") is TOOL_FORMATS["hermes"]
+
+
+@pytest.mark.parametrize("format_name", TOOL_FORMATS)
+def test_tags_are_text_although_checkpoints_mark_them_as_special(format_name: str) -> None:
+    text = TOOL_FORMATS[format_name].render([("stop", {})])
+    tags = re.findall(r"<[|｜][^|｜]+[|｜]>|\[[A-Z_]+\]", text)
+    backend = Tokenizer(BPE(unk_token="?", vocab={"?": 0}, merges=[]))
+    backend.add_special_tokens([AddedToken(tag, special=True) for tag in [*tags, "<|other|>"]])
+    tokenizer = HFTokenizer(backend)
+    for tag in tags:
+        assert tag in TOOL_TAGS
+        token = backend.token_to_id(tag)
+        assert tokenizer.token_bytes(token).decode() == tag and not tokenizer.is_special(token)
+    assert tokenizer.is_special(backend.token_to_id("<|other|>"))

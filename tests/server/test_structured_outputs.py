@@ -1,0 +1,134 @@
+"""Constraints of answers per request: every kind, on every endpoint that generates."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance")
+pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from anydecode.certification.checks import scripted_llm  # noqa: E402
+from server_client import CHAT, COMPLETIONS, RESPONSES, Client, served  # noqa: E402
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"enum": [1, 2, 3]}, "uniqueItems": True}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+TAG = {
+    "structures": [{"begin": "<f>", "schema": {"type": "null"}, "end": "</f>"}],
+    "triggers": ["<f>"],
+}
+
+
+def is_valid(text: str) -> bool:
+    value = json.loads(text)
+    return set(value) == {"a"} and len(set(value["a"])) == len(value["a"])
+
+
+#: By name: the field, and a check of the answer.
+KINDS: dict[str, tuple[dict[str, Any], Callable[[str], Any]]] = {
+    "json": ({"json": SCHEMA}, is_valid),
+    "json text": ({"json": json.dumps(SCHEMA)}, is_valid),
+    "json_object": ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+    "regex": ({"regex": "[ab]{2,3}"}, lambda text: re.fullmatch("[ab]{2,3}", text)),
+    "lark": ({"grammar": 'start: "x" | "yy"'}, lambda text: text in ("x", "yy")),
+    "gbnf": ({"grammar": 'root ::= "x" | "yy"'}, lambda text: text in ("x", "yy")),
+    "structural_tag": ({"structural_tag": TAG}, bool),
+    "choice": ({"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with scripted_llm() as llm, served(llm) as client:
+        yield client
+
+
+def text_of(path: str, response: dict[str, Any]) -> str:
+    if path == CHAT:
+        return str(response["choices"][0]["message"]["content"])
+    if path == COMPLETIONS:
+        return str(response["choices"][0]["text"])
+    return str(response["output"][0]["content"][0]["text"])
+
+
+def streamed_text(path: str, chunks: list[dict[str, Any]]) -> str:
+    if path == RESPONSES:
+        return "".join(chunk["delta"] for chunk in chunks if chunk["type"].endswith("text.delta"))
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return "".join(
+        one["text"] if path == COMPLETIONS else one["delta"].get("content") or "" for one in choices
+    )
+
+
+def limit(path: str, count: int = 200) -> dict[str, Any]:
+    return {"max_output_tokens" if path == RESPONSES else "max_tokens": count, "seed": 3}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_constraint_reaches_every_endpoint(client: Client, path: str, kind: str) -> None:
+    field, check = KINDS[kind]
+    text = text_of(path, client.ask(path, **limit(path), structured_outputs=field))
+    assert check(text), text
+    chunks = client.chunks(path, **limit(path), structured_outputs=field)
+    assert streamed_text(path, chunks) == text
+
+
+def test_limits_of_json_are_off_unless_asked_for(client: Client) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    given = {"json_schema": {"name": "n", "schema": schema}, "type": "json_schema"}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+
+    def guards(path: str, **fields: Any) -> dict[str, Any]:
+        response = client.ask(path, **limit(path, 40), **fields)
+        found: dict[str, Any] = response["anydecode"]["constraint"]["guards"]
+        return {name: found[name] for name in ("max_string", "extra_properties", "whitespace")}
+
+    text = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+    requests: tuple[tuple[str, dict[str, Any]], ...] = (
+        (CHAT, {"response_format": given}),
+        (COMPLETIONS, {"response_format": given}),
+        (RESPONSES, {"text": text}),
+        (CHAT, {"structured_outputs": {"json": schema}}),
+        (CHAT, {"tools": tools, "tool_choice": "required"}),
+    )
+    asked = {
+        "max_string": 5, "disable_additional_properties": True, "disable_any_whitespace": True,
+    }  # fmt: skip
+    for path, fields in requests:
+        found = guards(path, **fields)
+        assert (found["max_string"], found["extra_properties"]) == (None, True)
+        more = {**fields.get("structured_outputs", {}), **asked}
+        found = guards(path, **{**fields, "structured_outputs": more})
+        assert found == {"max_string": 5, "extra_properties": False, "whitespace": ""}
+
+
+def test_unusable_constraints_are_refused_in_one_line(client: Client) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    both = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "an answer has one constraint"),
+        (both, "structured_outputs.regex and response_format are given"),
+        ({"structured_outputs": {"regex": "a"}, "tools": tools}, "use response_format beside"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "needs structures"),
+        ({"structured_outputs": {"regex": "("}}, ""),
+        ({"structured_outputs": {"grammar": "start: x"}}, ""),
+        ({"structured_outputs": {"choice": []}}, "at least one option"),
+        ({"structured_outputs": {"json": "{"}}, "not valid JSON"),
+        ({"structured_outputs": {"max_string": -1}}, "max_string"),
+    )
+    for fields, problem in cases:
+        message = client.refused(CHAT, **fields)["message"]
+        assert problem in message and "\n" not in message
