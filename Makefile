@@ -1,10 +1,12 @@
-# make demo | test | test-clients | test-full | test-core | test-wheel | sanitize | lint | lock | docs | bench-compare REF=<commit>. PYTHON names the
+# make demo | test | test-clients | test-full | test-core | test-wheel | sanitize | fuzz | lint | lock | docs | bench-compare REF=<commit>. PYTHON names the
 # interpreter (3.10 or newer), VENV the environment's folder.
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?= -n 2
 PROMPT ?= Why is the sky blue?
 REF ?= HEAD
+FUZZ_SECONDS ?= 10
+FUZZ_ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
@@ -14,7 +16,7 @@ LOCK := build/lock/bin/uv pip compile --no-config --quiet --upgrade --universal 
 	--generate-hashes --no-annotate --custom-compile-command 'make lock' --constraints constraints.txt
 SOURCES := $(shell find src -name '*.py' -o -name '*.c' -o -name '*.h')
 
-.PHONY: demo test test-clients test-full test-core test-wheel sanitize lint lock docs bench-compare clean
+.PHONY: demo test test-clients test-full test-core test-wheel sanitize fuzz lint lock docs bench-compare clean
 
 demo: $(VENV)/.demo
 	$(BIN)/anydecode pull smollm2-135m-instruct
@@ -46,6 +48,10 @@ test-wheel: $(VENV)/.venv
 # The kernels with AddressSanitizer and UndefinedBehaviorSanitizer (gcc), in the tests of kernels and loading.
 sanitize: $(VENV)/.test
 	.ci/sanitize $(abspath $(BIN))/python $(PYTEST_ARGS)
+
+# Changed inputs of every surface, FUZZ_SECONDS of processor time for each; FUZZ_ARGS names surfaces and the seed.
+fuzz: $(VENV)/.test
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) $(FUZZ_ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -284,3 +287,25 @@ def test_a_banned_token_stays_banned_if_the_bias_forbids_the_others() -> None:
     scores[ord("c")] = -np.inf
     kept = Constrained(state).apply(Candidates(None, scores))
     assert kept.tokens is not None and list(kept.tokens) == [ord("c")]
+
+
+@pytest.mark.parametrize(
+    "constraint", [Regex("a+b"), JsonSchema({"type": "integer"})], ids=["regex", "schema"]
+)
+def test_a_constraint_does_not_keep_a_tokenizer(constraint: Any) -> None:
+    tokenizer = ByteTokenizer()
+    state = constraint.start(tokenizer, tokenizer.vocab_size)
+    assert state.mask().any()
+    alive = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert alive() is not None  # the state may need it
+    del state
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("make", [Regex, Grammar, lambda text: Choice([text])])
+def test_lone_surrogates_are_refused(make: Any) -> None:
+    with pytest.raises(ConstraintError, match="lone surrogate"):
+        make("a\ud800").start(TOKENIZER, TOKENIZER.vocab_size)

@@ -402,6 +402,7 @@ def nested_array(depth: int):
     ("[" * 100_000, "not valid JSON|at most"),
     ([1], "object"),
     ({"x": {1, 2}}, "plain JSON"),
+    ({"const": float("inf")}, "plain JSON"),
     ({"description": "x" * (3 << 20)}, "characters"),
 ])  # fmt: skip
 def test_invalid_schemas_are_rejected_in_bounded_time(schema, words):

@@ -43,6 +43,7 @@ from anydecode.kernels.library import (
     sample_gumbel,
     top_k,
 )
+from anydecode.kernels.library_cache import built_library
 from anydecode.kernels.native import NativeExecutor
 from anydecode.kernels.packing import Packer
 from anydecode.sampling.noise import Noise
@@ -792,9 +793,19 @@ def test_a_wrong_kernel_is_detected_at_start(tmp_path: Path) -> None:
     path = build.compile_library(
         tmp_path / "lib.so", compiler, sources, flags=flags, variants=["avx2"]
     )
-    with pytest.raises(RuntimeError), pytest.warns(UserWarning, match="avx2 kernels give wrong"):
+    wrong_kernels = pytest.warns(UserWarning, match="avx2 kernels give wrong")
+    with pytest.raises(InvalidRequestError, match="ANYDECODE_VARIANT is 'avx2'"), wrong_kernels:
         Library(path, "avx2")
     assert Library(path, "scalar").variant == "scalar"
+
+
+def test_an_unknown_variant_is_refused_with_those_of_the_machine() -> None:
+    path = built_library()
+    if path is None:
+        pytest.skip("needs a C compiler")
+    with pytest.raises(InvalidRequestError, match="is 'avx3'.* allowed are .*scalar") as caught:
+        Library(path, "avx3")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_compiler_error_names_the_command(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from anydecode import LLM
 from anydecode.certification.tiny import tiny_model
 from anydecode.cli import main
-from anydecode.errors import AnydecodeError, CheckpointError, InvalidRequestError
+from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.kernels.interface import Weight
 from anydecode.models.families import load_network
 from anydecode.models.gguf_tokenizer import tokenizer_from_gguf
@@ -29,7 +29,6 @@ from anydecode.models.network import Network
 from anydecode.models.opening import open_model
 from gguf_models import (
     HIDDEN,
-    LAYERS,
     SIZES,
     finish,
     grouped,
@@ -39,6 +38,7 @@ from gguf_models import (
     write_folder,
     write_gguf,
 )
+from model_files import EXPERT_CONFIG, expert_tensors, run_if_valid, tokenizer_json
 
 some = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 VALUES: list[Any] = [
@@ -46,53 +46,12 @@ VALUES: list[Any] = [
     *(1.5, 1e300, -1e300, float("nan"), float("inf"), True, False, None, "", "abc", "64", "\ud800"),
     *([], [1], [None], [[]], ["x"] * 3, {}, {"a": 1}),
 ]
-EXPERTS: dict[str, Any] = {
-    **SIZES,
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "max_position_embeddings": 64,
-    "rope_theta": 5000.0,
-    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "sliding_window": 8,
-    "use_sliding_window": True,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-}
-
-
-def expert_tensors() -> dict[str, np.ndarray]:
-    generator = np.random.default_rng(0)
-    tensors = {name: x for name, x in make_tensors("qwen3").items() if ".mlp." not in name}
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}.mlp."
-        for name, shape in (
-            ("gate.weight", (4, HIDDEN)),
-            ("experts.gate_up_proj", (4, 64, HIDDEN)),
-            ("experts.down_proj", (4, HIDDEN, 32)),
-        ):
-            tensors[prefix + name] = generator.standard_normal(shape, np.float32)
-    return tensors
-
-
-def tokenizer_json() -> dict[str, Any]:
-    letters = {chr(97 + index): index for index in range(26)}
-    return {
-        "version": "1.0",
-        "added_tokens": [],
-        "model": {"type": "BPE", "vocab": letters, "merges": []},
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
-    }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with stacked experts and a tokenizer; tests write into copies of it."""
-    path = write_folder(tmp_path_factory.mktemp("valid") / "m", expert_tensors(), **EXPERTS)
+    path = write_folder(tmp_path_factory.mktemp("valid") / "m", expert_tensors(), **EXPERT_CONFIG)
     (path / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
     return path
 
@@ -109,17 +68,6 @@ def copied(folder: Path, target: Path) -> Path:
     return target
 
 
-def run_if_valid(path: Path) -> bool:
-    """Whether a model can be opened, which then also runs; an error must be one line."""
-    try:
-        with LLM(path, threads=2) as llm:
-            assert len(llm.generate([5, 6, 7], max_tokens=2).tokens) <= 2
-    except AnydecodeError as error:
-        assert "\n" not in str(error) and 0 < len(str(error)) <= 1000
-        return False
-    return True
-
-
 def refused(path: Path, match: str) -> None:
     with pytest.raises(CheckpointError, match=match) as caught:
         load_network(load_checkpoint(path))
@@ -134,12 +82,12 @@ def test_the_valid_model_runs(folder: Path) -> None:
 
 
 @some
-@given(st.dictionaries(st.sampled_from(sorted(EXPERTS)), st.sampled_from(VALUES), min_size=1))
+@given(st.dictionaries(st.sampled_from(sorted(EXPERT_CONFIG)), st.sampled_from(VALUES), min_size=1))
 def test_any_values_in_a_config(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]
 ) -> None:
     path = copied(folder, tmp_path_factory.getbasetemp() / "config")
-    (path / "config.json").write_text(json.dumps({**EXPERTS, **changes}))
+    (path / "config.json").write_text(json.dumps({**EXPERT_CONFIG, **changes}))
     run_if_valid(path)
 
 
@@ -274,7 +222,7 @@ def test_a_list_of_layers_is_not_built_for_a_number_of_the_file(tmp_path: Path) 
 )
 def test_counts_of_a_config_are_bounded(key: str, high: int, copy: Path) -> None:
     for value in (high + 1, -1):
-        (copy / "config.json").write_text(json.dumps({**EXPERTS, key: value}))
+        (copy / "config.json").write_text(json.dumps({**EXPERT_CONFIG, key: value}))
         refused(copy, f"{key} is {value}; allowed is an integer from . to {high}")
 
 
@@ -338,7 +286,7 @@ def test_files_of_a_folder(name: str, content: bytes, message: str, copy: Path) 
     ],
 )
 def test_values_of_a_config(change: dict[str, Any], message: str, copy: Path) -> None:
-    (copy / "config.json").write_text(json.dumps({**EXPERTS, **change}))
+    (copy / "config.json").write_text(json.dumps({**EXPERT_CONFIG, **change}))
     refused(copy, message)
 
 

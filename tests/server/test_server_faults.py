@@ -4,6 +4,7 @@ waiting."""
 from __future__ import annotations
 
 import asyncio
+import http.client
 import inspect
 import json
 import logging
@@ -519,3 +520,28 @@ def test_schema_references_are_not_fetched(llm: Any, tmp_path: Path) -> None:
                     assert "secret" not in answer.text
         with pytest.raises(BlockingIOError):
             listening.accept()
+
+
+@pytest.mark.parametrize("fault", [KeyError("x"), UncatchableFault("x")], ids=["error", "panic"])
+def test_a_connection_outlives_an_unexpected_error(
+    llm: Any, fault: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    caplog.set_level(logging.CRITICAL + 1)
+
+    async def fail(*arguments: Any) -> Any:
+        raise fault
+
+    monkeypatch.setattr("anydecode.server.app.embed", fail)
+    with LiveServer(llm, Settings(port=0)) as server:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=WAIT)
+        sockets = []
+        for path, body, status in (
+            ("/v1/embeddings", {"input": "a"}, 500),
+            ("/v1/completions", {"prompt": "a", "max_tokens": 2}, 200),
+        ):
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            answer = connection.getresponse()
+            assert answer.status == status and json.loads(answer.read())
+            sockets.append(connection.sock)
+        assert sockets[0] is sockets[1] is not None
+        connection.close()

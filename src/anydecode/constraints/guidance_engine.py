@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -36,29 +36,31 @@ def library() -> Any:
 
 
 class _TokenizerAdapter:
-    """Adapts a tokenizer to the interface that llguidance expects."""
+    """Adapts a tokenizer to the interface that llguidance expects. It does not keep the tokenizer
+    alive, of whose binding it is a part."""
 
     is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = weakref.ref(tokenizer)
         self.eos_token_id = min(tokenizer.eos_ids)
         self.bos_token_id = tokenizer.bos_id
-        self.tokens = [self._bytes(token) for token in range(vocab_size)]
+        self.tokens = [_bytes(tokenizer, token) for token in range(vocab_size)]
         self.special_token_ids = [
             token for token, data in enumerate(self.tokens) if data.startswith(b"\xff<")
         ]
 
-    def _bytes(self, token: int) -> bytes:
-        if token >= self._tokenizer.vocab_size:
-            return b"\xff<%d>" % token
-        data = self._tokenizer.token_bytes(token)
-        return data or b"\xff<%d>" % token  # the prefix marks a special token
-
     def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):
             text = text.decode(errors="replace")
-        return self._tokenizer.encode(text, special=False)
+        tokenizer = self._tokenizer()
+        assert tokenizer is not None  # states keep it
+        return tokenizer.encode(text, special=False)
+
+
+def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    data = tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
+    return data or b"\xff<%d>" % token  # the prefix marks a special token
 
 
 def check_references(text: str) -> None:
@@ -113,7 +115,7 @@ class TokenizerBinding:
         return template.deep_copy()
 
 
-_bindings: WeakKeyDictionary[Any, dict[int, TokenizerBinding]] = WeakKeyDictionary()
+_bindings: weakref.WeakKeyDictionary[Any, dict[int, TokenizerBinding]] = weakref.WeakKeyDictionary()
 _bindings_lock = threading.Lock()
 
 
@@ -156,8 +158,9 @@ _mask_thread = BackgroundThread("anydecode-mask")
 class GuidanceState(ConstraintState):
     """The state of an llguidance matcher, shared by forks until one of them changes."""
 
-    def __init__(self, binding: TokenizerBinding, matcher: Any) -> None:
+    def __init__(self, binding: TokenizerBinding, matcher: Any, tokenizer: Tokenizer) -> None:
         self._binding = binding
+        self._tokenizer = tokenizer  # its binding ends with it
         self._matcher = matcher
         self._shared = False
         self._num_eos = 0  # end-of-text tokens, which the matcher does not receive
@@ -172,7 +175,7 @@ class GuidanceState(ConstraintState):
             ConstraintError: The grammar does not compile, or allows no first token.
         """
         binding = tokenizer_binding(tokenizer, vocab_size)
-        state = cls(binding, binding.matcher(grammar))
+        state = cls(binding, binding.matcher(grammar), tokenizer)
         state.origin = grammar
         if not state.mask().any():
             raise ConstraintError("the constraint cannot be met: it allows no first token")
@@ -210,7 +213,7 @@ class GuidanceState(ConstraintState):
 
     def fork(self) -> GuidanceState:
         self._wait_for_mask()
-        branch = GuidanceState(self._binding, self._matcher)
+        branch = GuidanceState(self._binding, self._matcher, self._tokenizer)
         branch._num_eos, branch._mask, branch.origin = self._num_eos, self._mask, self.origin
         branch._shared = self._shared = True
         return branch

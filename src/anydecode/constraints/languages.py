@@ -24,6 +24,7 @@ ENGINES = ("llguidance", "xgrammar")
 MAX_CHARACTERS = 1 << 20
 #: Maximum number of rules of a grammar: a longer chain overflows the stack of the mask engine.
 _MAX_RULES = 1000
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _RULE_PATTERN = re.compile(r"^[ \t]*[!?]?[A-Za-z_]", re.MULTILINE)
 
 
@@ -156,6 +157,8 @@ class Choice(_Language):
             raise ConstraintError("choices must be a list of strings that are not empty")
         if not options:
             raise ConstraintError("a choice needs at least one option")
+        for option in options:
+            _check_text("option", option)
         object.__setattr__(self, "options", tuple(options))
         object.__setattr__(self, "engine", engine)
         self.__post_init__()
@@ -177,4 +180,8 @@ def _check_text(name: str, text: str) -> None:
     if len(text) > MAX_CHARACTERS:
         raise ConstraintError(
             f"the {name} has {len(text)} characters; at most {MAX_CHARACTERS} are allowed"
+        )
+    if not text.isascii() and _SURROGATE.search(text):
+        raise ConstraintError(
+            f"the {name} contains a lone surrogate, which is not a valid character"
         )

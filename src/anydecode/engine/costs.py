@@ -100,8 +100,8 @@ class EngineCostModel:
 
     def record(self, rows: int, context: int, seconds: float) -> None:
         """Record the duration of a pass over `rows` rows that attend to `context` positions."""
-        if self._table is not None and (expected := self._table.seconds(rows, context)) > 0:
-            self._correction.record(rows, seconds / expected)
+        if self._table is not None:
+            self._correction.record(rows, seconds / self._table.seconds(rows, context))
 
     def on_pass(self, plan: Plan, seconds: float) -> None:
         """Record the duration of a step. Prompts (few logits for many rows) and multi-step passes

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from anydecode.errors import InvalidRequestError
+from anydecode.kernels.build import local_variants
 from anydecode.kernels.host import has_torch
 from anydecode.kernels.interface import FORMATS
 from anydecode.kernels.library_cache import built_library
@@ -160,7 +162,10 @@ class Library:
                 stacklevel=4,
             )
         if name is None:
-            raise RuntimeError(f"this machine cannot run the {variant} kernels")
+            raise InvalidRequestError(
+                f"ANYDECODE_VARIANT is {variant!r}, which this machine cannot run; allowed are"
+                f" {', '.join((*local_variants(), 'scalar'))}, or nothing for the fastest"
+            )
         return str(name.decode())
 
 

@@ -30,12 +30,17 @@ class CostModel(Protocol):
         ...
 
 
+#: The smallest duration of a pass, in seconds.
+MIN_SECONDS = 1e-6
+
+
 @dataclass(frozen=True)
 class CostTable:
     """Measured pass durations: `seconds_by[context][n]` is the duration of a pass of n rows.
 
     Costs are interpolated between measured points and extrapolated with the last slope beyond
-    them. They never decrease with n.
+    them. They never decrease with n, and are never less than `MIN_SECONDS`: the system's clock of
+    processor time may advance so rarely that a pass seems to take none.
     """
 
     seconds_by: Mapping[int, Mapping[int, float]]
@@ -58,7 +63,7 @@ class CostTable:
         """The duration of a pass over `rows` rows that each attend to about `context` positions."""
         curves = self._curves
         if len(curves) == 1:
-            return _interpolate(rows, curves[0][1], curves[0][2])
+            return max(_interpolate(rows, curves[0][1], curves[0][2]), MIN_SECONDS)
         index = min(max(bisect_right([line[0] for line in curves], context), 1), len(curves) - 1)
         low, counts, costs = curves[index - 1]
         high, more_counts, more_costs = curves[index]
@@ -66,7 +71,9 @@ class CostTable:
             _interpolate(rows, counts, costs),
             _interpolate(rows, more_counts, more_costs),
         )
-        return max(shorter + (longer - shorter) * (max(context, low) - low) / (high - low), 0.0)
+        return max(
+            shorter + (longer - shorter) * (max(context, low) - low) / (high - low), MIN_SECONDS
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """`{"rows": [{"n": 1, "context": 256, "seconds": ...}, ...]}`"""

@@ -83,13 +83,14 @@ class AdmissionMiddleware:
         self.active += is_inference
         try:
             await self.app(scope, request.receive, request.send)
-        except (Exception, asyncio.CancelledError, *INTERRUPTS):
+        except (asyncio.CancelledError, *INTERRUPTS):
             raise
-        except BaseException as fault:  # the panic of a native library
+        except BaseException as fault:  # an unexpected error, or the panic of a native library
+            if request.status and not request.is_complete:
+                raise  # closes the connection
             logs.log.error("a request failed", exc_info=fault)
-            if request.status:
-                raise
-            await request.refuse(api_error(fault))
+            if not request.status:
+                await request.refuse(api_error(fault))
         finally:
             self.active -= is_inference
             if is_inference:
@@ -228,6 +229,7 @@ class RequestScope:
         self.scope = scope
         self.id = token_hex(16)
         self.status = 0
+        self.is_complete = False  # the response
         self._body: bytes | None = None  # received, but not read by the application
         self._receive = receive
         self._send = send
@@ -279,6 +281,8 @@ class RequestScope:
             headers = [*message.get("headers", []), (b"x-request-id", self.id.encode())]
             message = {**message, "headers": headers}
         await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.is_complete = True
 
     async def refuse(self, error: ApiError) -> None:
         """Send an error response without calling the application."""

@@ -363,6 +363,16 @@ def test_cost_table_interpolates_and_extrapolates() -> None:
         CostTable({})
 
 
+def test_a_clock_that_did_not_advance_gives_costs_above_zero() -> None:
+    for table in (
+        CostTable({0: {1: 0.0, 2: 0.0}}),
+        CostTable({0: {1: 0.0, 2: 0.0}, 9: {1: 0.0, 2: 1.0}}),
+    ):
+        costs = [table.seconds(rows, 4) for rows in (1, 2, 3)]
+        assert min(costs) > 0
+        assert min_useful_probability(costs, 0) < 1e9
+
+
 def test_costs_are_monotonic_in_rows() -> None:
     table = CostTable({0: {1: 2.0, 2: 1.5, 4: 3.0}})
     assert table.seconds(2, 0) == 2.0

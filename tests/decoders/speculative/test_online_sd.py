@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -63,3 +65,15 @@ def test_training_equals_adam_of_torch() -> None:
     np.testing.assert_allclose(correction.train_steps(examples, 40), losses, rtol=1e-4)
     for own, other in zip(correction.parameters.values(), parameters, strict=True):
         np.testing.assert_allclose(own, other.detach().numpy(), atol=1e-3)
+
+
+def test_training_keeps_nothing_that_grows() -> None:
+    drafter = OnlineDrafter(rank=2, rate=0.1, batch=1, steps=3)
+    example = RejectedDraft(np.ones(4, np.float32), np.zeros(5, np.float32),
+                            np.array([1, 2]), np.array([0.5, 0.5], np.float32))  # fmt: skip
+    sizes = []
+    for _ in range(20):
+        drafter.add_example(example)
+        drafter.train()
+        sizes.append(len(pickle.dumps(vars(drafter))))
+    assert max(sizes[1:]) <= sizes[1] + 16  # larger integers

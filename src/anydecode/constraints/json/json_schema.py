@@ -18,6 +18,7 @@ from anydecode.constraints.guidance_engine import (
     GuidanceState,
     check_references,
     library,
+    one_line,
     tokenizer_binding,
 )
 from anydecode.constraints.json.canonical import canonical
@@ -294,8 +295,10 @@ class JsonSchema(Constraint):
         message = ""
         for schema, dropped, coerce in self._candidates():
             for is_guarded in (True, False):
-                grammar = self._grammar(self._with_guards(schema) if is_guarded else schema, coerce)
                 try:
+                    grammar = self._grammar(
+                        self._with_guards(schema) if is_guarded else schema, coerce
+                    )
                     binding.matcher(grammar)
                 except ConstraintError as error:
                     message = str(error)
@@ -336,7 +339,10 @@ class JsonSchema(Constraint):
         else:
             options["whitespace_pattern"] = self.whitespace
         text = json.dumps({} if schema is True else {"not": {}} if schema is False else schema)
-        grammar: str = library().LLMatcher.grammar_from_json_schema(text, overrides=options)
+        try:
+            grammar: str = library().LLMatcher.grammar_from_json_schema(text, overrides=options)
+        except ValueError as error:  # a number is out of range
+            raise ConstraintError(one_line(error)) from None
         return grammar
 
 
@@ -386,7 +392,7 @@ def _read(schema: Any) -> tuple[Any, str]:
         raise ConstraintError("a schema must be an object, true or false")
     try:
         _check_depth(schema)
-        text = json.dumps(schema)
+        text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConstraintError(f"the schema is not plain JSON: {error}") from None
     if len(text) > MAX_CHARACTERS:

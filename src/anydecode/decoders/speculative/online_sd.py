@@ -133,14 +133,13 @@ class OnlineDrafter(Drafter):
         self.steps = steps
         self.memory = memory
         self.examples: list[RejectedDraft] = []
-        self.losses: list[float] = []
         self.correction: Correction | None = None
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
     def clear(self) -> None:
-        self.examples, self.losses, self.correction = [], [], None
+        self.examples, self.correction = [], None
 
     def add_example(self, example: RejectedDraft) -> None:
         """Store an example."""
@@ -154,7 +153,7 @@ class OnlineDrafter(Drafter):
             first = self.examples[0]
             sizes = len(first.hidden), len(first.logits)
             self.correction = Correction(*sizes, self.rank, self.rate)
-        self.losses += self.correction.train_steps(self.examples, self.steps)
+        self.correction.train_steps(self.examples, self.steps)
         self.examples = []
 
 

@@ -1,0 +1,41 @@
+"""The fuzzer keeps the inputs of errors, once for each place in the code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+pytest.importorskip("resource")
+pytest.importorskip("httpx")
+
+from fuzz import run
+from fuzz.surfaces import SURFACES
+
+
+def test_errors_are_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "FINDINGS", tmp_path / "findings")
+    monkeypatch.setattr(sys, "stderr", open(tmp_path / "errors", "w"))
+
+    def divide(case: bytes) -> None:
+        1 / len(case)
+
+    fuzzer = run.Fuzzer("patterns", divide, SURFACES["patterns"], tmp_path / "case", seed=0)
+    for case in (b"a", b"", b""):
+        fuzzer.try_case(case)
+    assert fuzzer.report["cases"] == 3 and len(fuzzer.report["findings"]) == 1
+    (kept,) = (tmp_path / "findings" / "patterns").iterdir()
+    assert kept.read_bytes() == b""
+
+
+@pytest.mark.parametrize("name", SURFACES)
+def test_changes_are_those_of_the_seed(name: str) -> None:
+    surface = SURFACES[name]
+    seeds = surface.seeds()
+    runs = [
+        [surface.mutate(random, random.choice(seeds), surface.tokens) for _ in range(30)]
+        for random in (Random(3), Random(3))
+    ]
+    assert runs[0] == runs[1] and len(set(runs[0])) > 15
