@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from anydecode.api import methods
 from anydecode.api.methods import Methods
 from anydecode.certification.checks import scripted_llm
 
@@ -23,17 +22,14 @@ def test_decoders_report_what_they_have_learned(key: str) -> None:
         assert llm.decoder(key).num_bytes >= before + 2000
 
 
-def test_decoders_are_dropped_when_they_have_learned_too_much(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(methods, "MAX_LEARNED_BYTES", 1 << 20)
-    known = Methods()
+def test_decoders_are_dropped_when_they_have_learned_too_much() -> None:
+    known = Methods(max_learned_bytes=1 << 20)
     decoders: list[Any] = []
     for number in range(5):
         decoder: Any = known.find(f"suffix:memory={90_000 + number}")
         decoder.drafter.learn(list(range(1000)))  # some 400 KB
         decoders.append(decoder)
-        assert sum(one.num_bytes for one in known._decoders.values()) <= 1.5 * (1 << 20)
+        assert known.learned_bytes <= 1.5 * (1 << 20)
     assert known.find("suffix:memory=90004") is decoders[4]
     assert known.find("suffix:memory=90000") is not decoders[0]
     decoders[4].drafter.learn([*range(4000)])  # more than all may have

@@ -358,3 +358,20 @@ def test_invalid_decoder_parameters_are_refused(causal: bool, caplog: Any) -> No
 
             asyncio.run(ask_all(app))
             assert llm.driver.error is None and not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    "values, allowed",
+    [
+        ("1," * (1 << 18), False),
+        ("{}," * (1 << 15), False),
+        ("1," * 100_000, True),
+        ('"' + ',[{"'[:3] * 200_000 + '",', True),
+        ('"' + r"\",[{\\" * 100_000 + '",', True),
+    ],
+    ids=["values", "objects", "fewer values", "text", "escaped text"],
+)
+def test_the_values_of_a_body_are_limited(post: Any, values: str, allowed: bool) -> None:
+    answer = post("/v1/completions", f'{{"prompt": "a", "n": [{values}1]}}'.encode())
+    assert answer.status_code == 400
+    assert ("lists and objects; allowed are" in answer.text) != allowed, answer.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import re
@@ -34,6 +35,18 @@ def test_a_soak_leaks_nothing() -> None:
     result = soak(120, distinct=40, seed=1)
     assert not result.wrong and result.compared > 50 and result.slots_left == 0
     assert set(result.kinds) == set(soak_module.KINDS) and sum(result.kinds.values()) == 120
+
+
+@pytest.mark.slow
+def test_a_soak_with_attacks_killed_workers_and_a_full_disk(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    caplog.set_level(logging.CRITICAL + 1)
+    monkeypatch.setattr(soak_module, "KILL_SECONDS", 0.2)
+    monkeypatch.setattr(soak_module, "ATTACK_SECONDS", 0.0)
+    result = soak(300, distinct=40, attacks=True, kills=True, full_disk=True)
+    assert not result.wrong and result.compared > 100
+    assert result.killed and result.attacks and result.failed_writes
 
 
 @pytest.mark.slow

@@ -33,10 +33,14 @@ class Methods:
 
     Args:
         drafting: Limits how much all decoders together may draft, or None.
+        max_learned_bytes: Maximum memory of what all decoders have learned, in bytes.
     """
 
-    def __init__(self, drafting: ServerGoodput | None = None) -> None:
+    def __init__(
+        self, drafting: ServerGoodput | None = None, max_learned_bytes: int = MAX_LEARNED_BYTES
+    ) -> None:
         self.drafting = drafting
+        self.max_learned_bytes = max_learned_bytes
         self._decoders: dict[tuple[str, Hashable], Decoder] = {}
 
     def find(
@@ -55,12 +59,17 @@ class Methods:
                 return built
             found = built if self.drafting is None else self.drafting.over(built)
         self._decoders[choice, namespace] = found  # the most recently used is the last
-        num_bytes = sum(decoder.num_bytes for decoder in self._decoders.values())
+        num_bytes = self.learned_bytes
         while self._decoders and (
-            len(self._decoders) > MAX_DECODERS or num_bytes > MAX_LEARNED_BYTES
+            len(self._decoders) > MAX_DECODERS or num_bytes > self.max_learned_bytes
         ):
             num_bytes -= self._decoders.pop(next(iter(self._decoders))).num_bytes
         return found
+
+    @property
+    def learned_bytes(self) -> int:
+        """The estimated memory of what all decoders have learned, in bytes."""
+        return sum(decoder.num_bytes for decoder in self._decoders.values())
 
     def decoder(self, choice: str | Decoder, namespace: Hashable = None) -> Decoder:
         """The decoder that `choice` names. Raises `InvalidRequestError` for other methods."""

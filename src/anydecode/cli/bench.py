@@ -85,6 +85,10 @@ BENCHES = {
         "anydecode.benchmarks.serving.overhead:bench_overhead",
         "Time that the server adds to the engine's, per request and per streamed token.",
     ),
+    "neighbour": Bench(
+        "anydecode.benchmarks.serving.neighbour:bench_neighbour",
+        "The time between a client's tokens, alone and while others attack the server.",
+    ),
     "soak": Bench(
         "anydecode.benchmarks.serving.soak:bench_soak",
         "Thousands of requests from unreliable clients: checks for leaks, wrong text and hangs.",

@@ -187,6 +187,10 @@ class DiskSpill(Spill):
     def _path(self, key: bytes) -> Path:
         return self.folder / f"{key.hex()}.block"
 
+    def _part(self, key: bytes) -> Path:
+        """The file into which a block is written before it is renamed."""
+        return self.folder / f"{key.hex()}-{os.getpid()}.part"
+
     def _scan(self) -> None:
         """Count the blocks of earlier processes; partially written files are removed."""
         blocks = []
@@ -218,7 +222,7 @@ class DiskSpill(Spill):
 
     def _write(self, key: bytes, block: bytes) -> int:
         """Write a block; returns the number of bytes written, 0 if writing failed."""
-        part = self.folder / f"{key.hex()}-{os.getpid()}.part"
+        part = self._part(key)
         try:
             descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with open(descriptor, "wb") as file:

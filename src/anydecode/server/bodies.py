@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, get_type_hints
 
+import numpy as np
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -13,6 +15,10 @@ from starlette.responses import Response
 
 from anydecode.server.errors import ApiError
 from anydecode.server.protocol import ALLOWED
+
+#: Largest numbers of values, and of lists and objects, in a body. Parsing holds up all other
+#: requests: more of them would take a tenth of a second.
+MAX_VALUES, MAX_CONTAINERS = 1 << 18, 1 << 15
 
 
 class JsonRoute(APIRoute):
@@ -36,6 +42,8 @@ class JsonRoute(APIRoute):
             if not _is_json(http.headers.get("content-type", "")):
                 # Browsers let pages of other origins send other types without a CORS preflight.
                 raise ApiError(400, "the body: send it as application/json", code="invalid_body")
+            if _may_be_too_large(content):
+                await asyncio.to_thread(_check_size, content)
             try:
                 body = model.model_validate_json(content)
             except ValidationError as error:
@@ -57,6 +65,29 @@ def described(error: Mapping[str, Any]) -> tuple[str, str]:
         return field, f"{field} must be {ALLOWED[field]}, not {given}"
     shown = f", not {given!r}" if isinstance(given, bool | int | float) else ""
     return field, f"{field or 'the body'}: {error['msg']}{shown}"
+
+
+def _may_be_too_large(content: bytes) -> bool:
+    """Whether a JSON text has too many values, or texts with as many signs."""
+    num_containers = content.count(b"[") + content.count(b"{")
+    return num_containers > MAX_CONTAINERS or content.count(b",") >= MAX_VALUES
+
+
+def _check_size(content: bytes) -> None:
+    """Raises `ApiError` if a JSON text has too many values."""
+    unescaped = content.replace(rb"\\", b"").replace(rb"\"", b"")
+    text = np.frombuffer(unescaped, np.uint8)
+    is_outside = np.cumsum(text == ord('"'), dtype=np.uint8) & 1 == 0  # of strings
+    num_containers = np.count_nonzero(is_outside & (text | 32 == ord("{")))  # | 32: also "["
+    num_values = 1 + np.count_nonzero(is_outside & (text == ord(",")))
+    if num_containers > MAX_CONTAINERS or num_values > MAX_VALUES:
+        raise ApiError(
+            400,
+            f"the body has at least {num_values} values and {num_containers} lists and objects;"
+            f" allowed are {MAX_VALUES} and {MAX_CONTAINERS}: send several requests, or texts"
+            " instead of token ids",
+            code="invalid_body",
+        )
 
 
 def _is_json(content_type: str) -> bool:

@@ -9,6 +9,7 @@ from types import FrameType
 
 import uvicorn
 
+from anydecode import catalogue
 from anydecode.api.llm import LLM
 from anydecode.server import logs
 from anydecode.server.admission import AdmissionMiddleware
@@ -55,6 +56,8 @@ def _server(llm: LLM, settings: Settings, telemetry: Telemetry | None = None) ->
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
         timeout_keep_alive=30,
     )
+    # Else the first request for an unknown decoder would import them all, and others would wait.
+    threading.Thread(target=catalogue.entries, name="anydecode-catalogue", daemon=True).start()
     return _Server(config)
 
 

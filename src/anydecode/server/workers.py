@@ -117,15 +117,15 @@ class _Worker:
     """One process, started on first use."""
 
     def __init__(self) -> None:
-        self._process: asyncio.subprocess.Process | None = None
+        self.process: asyncio.subprocess.Process | None = None
         self._loaded: set[str] = set()
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
         """Start the process if it is not running."""
         async with self._starting:
-            if self._process is None or self._process.returncode is not None:
-                self._process = await self._started()
+            if self.process is None or self.process.returncode is not None:
+                self.process = await self._started()
 
     async def _started(self) -> asyncio.subprocess.Process:
         root = str(Path(anydecode.__file__).parent.parent)
@@ -175,7 +175,7 @@ class _Worker:
 
     async def stop(self) -> None:
         """End the process."""
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is None:
             return
         if process.returncode is None:
@@ -188,21 +188,21 @@ class _Worker:
         await process.wait()
 
     def _send(self, body: bytes) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(LENGTH.pack(len(body)))
-        self._process.stdin.write(body)
+        assert self.process is not None and self.process.stdin is not None
+        self.process.stdin.write(LENGTH.pack(len(body)))
+        self.process.stdin.write(body)
 
     async def _receive(self) -> Outcome:
-        assert self._process is not None and self._process.stdout is not None
-        head = await self._process.stdout.readexactly(LENGTH.size)
-        body = await self._process.stdout.readexactly(LENGTH.unpack(head)[0])
+        assert self.process is not None and self.process.stdout is not None
+        head = await self.process.stdout.readexactly(LENGTH.size)
+        body = await self.process.stdout.readexactly(LENGTH.unpack(head)[0])
         outcome: Outcome = pickle.loads(body)
         return outcome
 
     async def _cause_of_death(self, limits: Limits) -> str:
         """Why the process has ended during a job."""
-        assert self._process is not None
-        code = await self._process.wait()
+        assert self.process is not None
+        code = await self.process.wait()
         if code in _TIME_SIGNALS:
             return _time_reason(limits)
         if code == -signal.SIGABRT:  # what native code does when an allocation fails
@@ -283,6 +283,12 @@ class WorkerPool:
                 self._turns.release(client)
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(in_turn(), self._loop))
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The ids of the processes that are running."""
+        processes = [worker.process for worker in self._workers]
+        return [one.pid for one in processes if one is not None and one.returncode is None]
 
     def close(self) -> None:
         """End the processes."""

@@ -8,19 +8,30 @@ import gc
 import json
 import os
 import random
+import signal
 import struct
 from collections import Counter
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter, sleep
 from typing import Annotated, Any
 
 import typer
 
 from anydecode.api.llm import LLM
+from anydecode.benchmarks.serving.attacks import ATTACKS, Address
 from anydecode.certification.tiny import tiny_llm
+from anydecode.constraints.guidance_engine import MAX_TEMPLATE_BYTES
 from anydecode.errors import InvalidRequestError
+from anydecode.memory.spill import DiskSpill
 from anydecode.report import JsonFile, write_report
+from anydecode.server.preparation import MAX_ACCEPTED_BYTES
+from anydecode.server.running import LiveServer
+from anydecode.server.settings import Settings
+from anydecode.server.workers import worker_pool
 
 #: Relative frequency of each kind of client.
 KINDS = {
@@ -35,6 +46,15 @@ INVALID_BODIES = (
 )  # fmt: skip
 #: Largest growth of the process, in bytes, that is still attributed to the allocator.
 MAX_GROWTH = 24 << 20
+#: Maximum memory of the caches of compiled constraints, in bytes.
+MAX_CONSTRAINT_BYTES = MAX_ACCEPTED_BYTES + MAX_TEMPLATE_BYTES
+#: Maximum memory of what decoders learn from earlier answers, in bytes: small, so that it is
+#: reached early.
+MAX_LEARNED_BYTES = 16 << 20
+#: Seconds between two kills of a worker process, and between two attacks.
+KILL_SECONDS, ATTACK_SECONDS = 3.0, 1.0
+#: Statuses that an attack may have: 0 for a closed connection, never a server error.
+ALLOWED_STATUSES = frozenset((0, 200, 400, 408, 413, 429, 431))
 
 
 @dataclass
@@ -55,6 +75,10 @@ class Soak:
         compared: Number of answers compared with the expected ones.
         wrong: Descriptions of all failures.
         memory: Resident bytes, sampled about twenty times over the run.
+        learned: Bytes that the decoders report to have learned, at the end.
+        killed: Number of worker processes that were killed.
+        attacks: Number of answers to attacks by name and status.
+        failed_writes: Number of blocks of the spill that could not be written.
         preemptions: Number of preemptions.
         slots_left: Cache positions still in use at the end.
         files_left: Files and sockets still open at the end.
@@ -66,16 +90,22 @@ class Soak:
     compared: int = 0
     wrong: list[str] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
+    learned: int = 0
+    killed: int = 0
+    attacks: Counter[str] = field(default_factory=Counter)
+    failed_writes: int = 0
     preemptions: int = 0
     slots_left: int = 0
     files_left: int = 0
     seconds: float = 0.0
 
     def check_memory(self) -> None:
-        """Add a failure if memory grew from the first half to the last quarter of the samples."""
+        """Add a failure if memory grew from the first half to the last quarter of the samples. With
+        attacks, the caches of compiled constraints may fill."""
+        max_growth = MAX_GROWTH + (MAX_CONSTRAINT_BYTES if self.attacks else 0)
         quarter = max(1, len(self.memory) // 4)
         early, late = max(self.memory[: 2 * quarter]), max(self.memory[-quarter:])
-        if late > early + MAX_GROWTH:
+        if late > early + max_growth:
             self.wrong.append(f"memory grew from {early >> 20} to {late >> 20} MiB")
 
 
@@ -212,6 +242,44 @@ class Clients:
         writer.close()
 
 
+async def _kill_workers(result: Soak) -> None:
+    """Kill a random worker process again and again. A job that runs in one ends with a 400."""
+    generator = random.Random(0)
+    while True:
+        await asyncio.sleep(KILL_SECONDS)
+        if processes := worker_pool().process_ids:
+            with suppress(ProcessLookupError):
+                os.kill(generator.choice(processes), signal.SIGKILL)
+                result.killed += 1
+
+
+async def _attack(result: Soak, host: str, port: int) -> None:
+    """Send one attack after the other."""
+    address = Address(host, port)
+    for number in count():
+        name = list(ATTACKS)[number % len(ATTACKS)]
+        status = await ATTACKS[name](address, number)
+        result.attacks[f"{name}: {status}"] += 1
+        if status not in ALLOWED_STATUSES:
+            result.wrong.append(f"the attack {name!r} has status {status}")
+        await asyncio.sleep(ATTACK_SECONDS)
+
+
+class _FullDisk(DiskSpill):
+    """A spill on a disk that is full for three of four blocks: writing them fails with ENOSPC."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.num_failed = 0
+        super().__init__(folder, limit)
+
+    def _write(self, key: bytes, block: bytes) -> int:
+        if key[0] % 4:
+            self._part(key).symlink_to("/dev/full")
+        num_written = super()._write(key, block)
+        self.num_failed += not num_written
+        return num_written
+
+
 def resident_bytes() -> int:
     """Resident memory of this process, in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -225,6 +293,9 @@ def soak(
     distinct: int = 200,
     seed: int = 0,
     timeout: float = 120.0,
+    attacks: bool = False,
+    kills: bool = False,
+    full_disk: bool = False,
     **engine: Any,
 ) -> Soak:
     """Run `requests` requests against a server on a tiny model, with a cache small enough to cause
@@ -236,17 +307,22 @@ def soak(
         distinct: Number of distinct request bodies.
         seed: Seed of the clients' choices.
         timeout: Timeout of a request, in seconds.
+        attacks: Whether another client sends the requests of `ATTACKS`.
+        kills: Whether worker processes are killed.
+        full_disk: Whether evicted prefixes are written to a disk that is mostly full.
         **engine: Further options of the engine.
     """
-    from anydecode.server.running import LiveServer
-    from anydecode.server.settings import Settings
-    from anydecode.server.workers import worker_pool
-
     worker_pool()  # its pipes and event loop stay open
     result = Soak(requests)
     with tiny_llm(prefix_cache=False) as alone:
         expected = cases(distinct, random.Random(seed), alone)
-    with tiny_llm(**{"cache_positions": 2048, **engine}) as llm:
+    with ExitStack() as stack:
+        llm = stack.enter_context(tiny_llm(**{"cache_positions": 2048, **engine}))
+        llm.methods.max_learned_bytes = MAX_LEARNED_BYTES
+        if full_disk:
+            folder = stack.enter_context(TemporaryDirectory())
+            spill = _FullDisk(Path(folder), 8 << 20)
+            llm.engine.runners["target"].prefixes.spill = spill
         runner = llm.engine.runners["target"]
         settings = Settings(name="tiny", port=0, max_requests=10 * at_once)
         files = len(os.listdir("/proc/self/fd"))
@@ -259,7 +335,18 @@ def soak(
                 gc.collect()
                 result.memory.append(resident_bytes())
 
-            asyncio.run(clients.run(result, at_once, sample_memory))
+            async def run_all() -> None:
+                beside = [_kill_workers(result)] if kills else []
+                beside += [_attack(result, host, int(port))] if attacks else []
+                tasks = [asyncio.ensure_future(one) for one in beside]
+                await clients.run(result, at_once, sample_memory)
+                for task in tasks:
+                    task.cancel()
+                for error in await asyncio.gather(*tasks, return_exceptions=True):
+                    if not isinstance(error, asyncio.CancelledError):
+                        result.wrong.append(f"{type(error).__name__}: {error}")
+
+            asyncio.run(run_all())
             for _ in range(500):
                 if not llm.engine.has_work and not llm.driver._inbox:
                     break
@@ -269,11 +356,14 @@ def soak(
         result.seconds = perf_counter() - start
         sample_memory()
         result.files_left = len(os.listdir("/proc/self/fd")) - files
+        result.learned = llm.methods.learned_bytes
         result.preemptions = llm.engine.num_preemptions
         try:
             llm.engine.check_integrity()
         except AssertionError as error:
             result.wrong.append(f"the memory check failed: {error}")
+        if full_disk:
+            result.failed_writes = spill.num_failed
         llm.clear()
         result.slots_left = runner.pool.num_used
     if result.slots_left:
@@ -296,6 +386,13 @@ def bench_soak(
         str | None,
         typer.Option("--drafting", help="Draft budget across requests: smartspec-server."),
     ] = None,
+    attacks: Annotated[
+        bool, typer.Option("--attacks", help="Send expensive and invalid requests beside them.")
+    ] = False,
+    kills: Annotated[bool, typer.Option("--kills", help="Kill worker processes.")] = False,
+    full_disk: Annotated[
+        bool, typer.Option("--full-disk", help="Spill evicted prefixes to a disk that is full.")
+    ] = False,
     json_file: JsonFile = None,
 ) -> int:
     """Send thousands of requests by unreliable clients; check for leaks and wrong texts.
@@ -306,7 +403,16 @@ def bench_soak(
         raise InvalidRequestError(
             "this benchmark reads memory use from /proc, which this system does not have"
         )
-    result = soak(requests, at_once=at_once, seed=seed, schedule=schedule, drafting=drafting)
+    result = soak(
+        requests,
+        at_once=at_once,
+        seed=seed,
+        attacks=attacks,
+        kills=kills,
+        full_disk=full_disk,
+        schedule=schedule,
+        drafting=drafting,
+    )
     write_report(vars(result), json_file, lambda: print_report(result))
     return 1 if result.wrong else 0
 
@@ -317,6 +423,13 @@ def print_report(result: Soak) -> None:
     print(f"{result.requests} requests in {result.seconds:.0f} s: {kinds}")
     print(f"{result.compared} answers compared with those of single requests")
     print(f"{result.preemptions} preemptions; {result.slots_left} positions left in use")
+    print(f"{result.learned >> 20} MiB learned by decoders")
+    if result.attacks:
+        print("attacks: " + ", ".join(f"{n} x {name}" for name, n in result.attacks.items()))
+    if result.killed:
+        print(f"{result.killed} worker processes killed")
+    if result.failed_writes:
+        print(f"{result.failed_writes} blocks of the spill not written")
     sizes = " ".join(str(size >> 20) for size in result.memory)
     print(f"memory in MiB over the run: {sizes}")
     for line in result.wrong[:20]:
