@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from anydecode.kernels.interface import FORMATS
 from anydecode.models.families.config import FAMILIES
 from anydecode.models.loading.gguf_config import ARCHITECTURES
 
@@ -32,3 +33,9 @@ def test_every_gguf_architecture_is_listed_with_its_family() -> None:
     }
     assert {name for _, name in pairs} == set(ARCHITECTURES)
     assert {(model_type, name) for name, (model_type, _) in ARCHITECTURES.items()} <= pairs
+
+
+def test_every_weight_format_is_listed_once() -> None:
+    section = PAGE.read_text().partition("## Weight formats")[2].partition("A model that is split")
+    listed = re.findall(r"\b[A-Z]+\d[A-Z0-9_]*\b", section[0].replace("GGUF", ""))
+    assert sorted(listed) == sorted(FORMATS)
