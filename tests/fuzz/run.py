@@ -32,7 +32,7 @@ MAX_SECONDS, MAX_WALL_SECONDS = 5.0, 60.0
 #: caches of constraints, which are bounded, may fill.
 MAX_CASE_BYTES, MAX_GROWTH = 512 << 20, 256 << 20
 #: Most data of a process without sanitizers, in bytes: larger allocations fail.
-MAX_DATA_BYTES = 2 << 30
+MAX_DATA_BYTES = 1 << 30
 #: A surface ends after so many crashes.
 MAX_CRASHES = 5
 

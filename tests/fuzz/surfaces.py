@@ -19,12 +19,11 @@ import numpy as np
 from safetensors.numpy import save
 
 from anydecode import LLM
-from anydecode.certification.checks import scripted_llm
 from anydecode.certification.tiny import tiny_llm
 from anydecode.constraints.languages import Grammar, Regex
 from anydecode.errors import AnydecodeError
 from anydecode.models.chat import render, time_limit
-from anydecode.models.scripted import ByteTokenizer
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.server.app import create_app
 from anydecode.server.settings import Settings
 from fuzz.mutations import Mutator, mutate_bytes, mutate_json, mutate_safetensors, named
@@ -231,7 +230,9 @@ def _no_constant(name: str) -> None:
 
 @contextmanager
 def _app() -> Iterator[_App]:
-    with scripted_llm(max_running=4) as llm:
+    # A short context: otherwise a request for many tokens would take long, as it should.
+    model = ScriptedModel(vocab_size=ByteTokenizer.vocab_size, seed=1)
+    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=256, max_running=4) as llm:
         app = _App(llm)
         yield app
         app.close()

@@ -17,12 +17,17 @@ from anydecode.tasks.prompts import spread
 
 pytestmark = pytest.mark.model
 
-DTYPES = [None, "float32", "bfloat16", "int8", "int4"]
+DTYPES = [None, "int8", "int4"]
+PLAIN = ["float32", "bfloat16"]  # they take most of the time
 OPTIONS = {"max_tokens": 20, "seed": 5, "ignore_eos": True}
 PROMPTS = [prompt.text if hasattr(prompt, "text") else prompt for prompt in spread(4)]
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=lambda dtype: dtype or "stored")
+@pytest.fixture(
+    scope="module",
+    params=[*DTYPES, *(pytest.param(name, marks=pytest.mark.slow) for name in PLAIN)],
+    ids=lambda dtype: dtype or "stored",
+)
 def llm(request: pytest.FixtureRequest, default_model_path: Path) -> Iterator[LLM]:
     with LLM(default_model_path, dtype=request.param, cache_positions=4096) as llm:
         yield llm
@@ -71,7 +76,11 @@ def test_logits_are_bit_equal_in_chunks_and_trees(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("llm", "temperature"),
-    [(None, 0.0), *((dtype, 0.8) for dtype in DTYPES)],
+    [
+        (None, 0.0),
+        *((dtype, 0.8) for dtype in DTYPES),
+        *(pytest.param(dtype, 0.8, marks=pytest.mark.slow) for dtype in PLAIN),
+    ],
     indirect=["llm"],
     ids=lambda value: "stored" if value is None else str(value),
 )
