@@ -825,6 +825,7 @@ int main(int count, char **words) {
 """
 
 
+@pytest.mark.slow
 def test_neon_agrees_with_plain_c_under_emulation(tmp_path: Path) -> None:
     compiler, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
     if compiler is None or emulator is None:
