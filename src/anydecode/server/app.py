@@ -77,6 +77,7 @@ def create_app(
     service = Service(llm, settings or Settings())
     app = FastAPI(title="anydecode", version=__version__, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
+    app.state.service = service
     _add_api(app, service)
     _add_metrics(app, service)
     _add_page(app)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import pickle
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -45,7 +46,8 @@ class Preparation:
         self._vocab_size = llm.model.spec.vocab_size
         self._max_tokens = llm.max_length
         self._limits = Limits(settings.prepare_seconds, settings.prepare_memory)
-        self._tokens = TokenTable(llm.tokenizer)
+        self._tokens: TokenTable | None = None
+        self._tokens_lock = threading.Lock()
         self._accepted: ByteCache[bytes, Constraint] = ByteCache(MAX_ACCEPTED_BYTES)
         #: The kinds of conversations that a worker process has rendered.
         self._rendered: ByteCache[str, bool] = ByteCache(_MAX_KIND_BYTES)
@@ -53,6 +55,17 @@ class Preparation:
         #: package or of a script; its methods run on a thread of this process.
         self._is_shared = type(llm.tokenizer).__module__.startswith("anydecode.")
         self._pool = worker_pool()
+
+    def warm(self) -> None:
+        """Start the worker processes and read the vocabulary, so that no request waits for it."""
+        self._pool.start()
+        self._token_table()
+
+    def _token_table(self) -> TokenTable:
+        with self._tokens_lock:
+            if self._tokens is None:
+                self._tokens = TokenTable(self._tokenizer)
+            return self._tokens
 
     async def constraint(self, state: dict[str, Any], make: Callable[[], Constraint]) -> Constraint:
         """The constraint that `make` returns, compiled.
@@ -87,7 +100,7 @@ class Preparation:
             _client(state),
             self._limits,
             "the constraint",
-            self._tokens,
+            self._tokens or await asyncio.to_thread(self._token_table),
             job if accepted is None else None,
             finish,
         )

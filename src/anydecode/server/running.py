@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from types import FrameType
 
 import uvicorn
 
-from anydecode import catalogue
 from anydecode.api.llm import LLM
 from anydecode.server import logs
 from anydecode.server.admission import AdmissionMiddleware
@@ -24,6 +24,12 @@ class _Server(uvicorn.Server):
     requests continue. If the engine has stopped, it reports that for `drain_seconds`, and ends."""
 
     _stop_time: float | None = None  # when the engine was found stopped
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # Afterwards, so that the server accepts requests sooner.
+        warm = self.config.app.app.state.service.warm  # type: ignore[union-attr]
+        threading.Thread(target=warm, name="anydecode-warm", daemon=True).start()
 
     async def on_tick(self, counter: int) -> bool:
         admission: AdmissionMiddleware = self.config.app  # type: ignore[assignment]
@@ -56,8 +62,6 @@ def _server(llm: LLM, settings: Settings, telemetry: Telemetry | None = None) ->
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
         timeout_keep_alive=30,
     )
-    # Else the first request for an unknown decoder would import them all, and others would wait.
-    threading.Thread(target=catalogue.entries, name="anydecode-catalogue", daemon=True).start()
     return _Server(config)
 
 

@@ -49,6 +49,12 @@ class Service:
             settings.reasoning_parser != "auto" or self._reasoning_tags[1] in (template or "")
         )
 
+    def warm(self) -> None:
+        """Do what the first requests of a kind would wait for: start the processes that prepare
+        requests, read the vocabulary, and import all methods."""
+        self.preparation.warm()
+        catalogue.entries()
+
     @cached_property
     def decoders(self) -> list[dict[str, str]]:
         """The decoders that the models can run and that need no parameters, sorted by key."""

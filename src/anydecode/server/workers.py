@@ -240,6 +240,9 @@ class WorkerPool:
             target=self._loop.run_forever, name="anydecode-workers", daemon=True
         )
         self._thread.start()
+
+    def start(self) -> None:
+        """Start the processes now, so that no job waits for it."""
         for worker in self._workers:
             asyncio.run_coroutine_threadsafe(worker.start(), self._loop).result()
 

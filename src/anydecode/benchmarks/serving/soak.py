@@ -312,7 +312,7 @@ def soak(
         full_disk: Whether evicted prefixes are written to a disk that is mostly full.
         **engine: Further options of the engine.
     """
-    worker_pool()  # its pipes and event loop stay open
+    worker_pool().start()  # its pipes and event loop stay open
     result = Soak(requests)
     with tiny_llm(prefix_cache=False) as alone:
         expected = cases(distinct, random.Random(seed), alone)
