@@ -1,0 +1,205 @@
+"""A conversation that is being answered: the one form of a request that every chat API is
+translated to, and its answer as events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from anydecode.api.generation import Generation
+from anydecode.constraints.tools.stream import Event
+from anydecode.constraints.tools.tool_calls import parse_answer
+from anydecode.server.errors import ApiError
+from anydecode.server.options import engine_options
+from anydecode.server.parsers import Parser
+from anydecode.server.prompts import conversation, effort_variables, with_tools
+from anydecode.server.protocol import ChatRequest
+from anydecode.server.run import ServerRun
+from anydecode.server.service import Service, usage
+from anydecode.server.tools import (
+    answer_schema_of,
+    constraint_factory,
+    json_options,
+    parameters_of,
+    select_tools,
+    tool_constraint,
+)
+
+
+@dataclass
+class ToolCall:
+    """A complete call of a tool; `arguments` is JSON text."""
+
+    name: str
+    arguments: str = ""
+    id: str = field(default_factory=lambda: f"call_{uuid4().hex[:24]}")
+
+
+@dataclass
+class Answer:
+    """A complete answer. `content` and `reasoning` are None if the answer has no such part."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+async def render(service: Service, body: ChatRequest, state: dict[str, Any]) -> str:
+    """The prompt: the conversation of `body`, rendered with the chat template.
+
+    Args:
+        service: The served model.
+        body: The request.
+        state: The `state` of the ASGI scope.
+    """
+    messages = conversation(body.messages)
+    variables = effort_variables(body.reasoning_effort, service.tokenizer.chat_template)
+    variables.update(body.chat_template_kwargs or {})
+    variables.pop("add_generation_prompt", None)
+    tools, _ = select_tools(body.tools, body.tool_choice)
+    if tools and body.tools:
+        if service.tool_format is None:
+            raise ApiError(
+                400,
+                "tools need a tool parser, and this server has none; start it with --tool-parser",
+                param="tools",
+            )
+        messages, tool_variables = with_tools(
+            messages,
+            body.tools,
+            service.tokenizer.chat_template,
+            service.tool_format.render([("function", {"argument": "value"})]),
+        )
+        variables.update(tool_variables)
+    return await service.preparation.render(state, messages, variables)
+
+
+async def start_chat(
+    service: Service,
+    body: ChatRequest,
+    state: dict[str, Any],
+    *,
+    num_logprobs: int | None = None,
+    streamed: bool = False,
+) -> ChatRun:
+    """Prepare the answer to a conversation: render it, compile its constraint, build the run.
+
+    Args:
+        service: The served model.
+        body: The request.
+        state: The `state` of the ASGI scope.
+        num_logprobs: Alternatives whose log-probabilities are recorded per token; None for no
+            log-probabilities.
+        streamed: Whether the run reports progress after every token.
+
+    Raises:
+        ApiError: The request is invalid.
+        AnydecodeError: The engine refuses it.
+    """
+    options = engine_options(body, service.llm, service.settings, state["namespace"])
+    limits = (body.max_completion_tokens, body.max_tokens, service.llm.max_length)
+    options["max_tokens"] = next(limit for limit in limits if limit is not None)
+    options["logprobs"] = num_logprobs
+    tools, required = select_tools(body.tools, body.tool_choice)
+    text = await render(service, body, state)
+    parse = None
+    make_constraint: Callable[[], Any] | None
+    if tools:
+        assert service.tool_format is not None  # as `render` has checked
+        answer_schema = answer_schema_of(body.response_format, body.structured_outputs)
+        make_constraint = partial(
+            tool_constraint,
+            tools,
+            service.tool_format,
+            required=required,
+            parallel=body.parallel_tool_calls is not False,
+            answer_schema=answer_schema,
+            options=json_options(body.structured_outputs),
+        )
+        parse = partial(
+            parse_answer,
+            call_format=service.tool_format,
+            schemas=parameters_of(tools),
+            has_answer=not required and answer_schema is not None,
+        )
+    else:
+        make_constraint = constraint_factory(body.response_format, body.structured_outputs)
+    if make_constraint is not None:
+        constraint = await service.preparation.constraint(state, make_constraint)
+        options["constraint"] = service.after_reasoning(constraint, text[-64:])
+    tokens = await service.preparation.encode(state, text, special=False)
+    run = await service.run([tokens], options, state, streamed=streamed)
+    return ChatRun(service, run, partial(service.parser, text[-64:], parse))
+
+
+class ChatRun:
+    """A conversation's run, and the parsers of its answers.
+
+    Args:
+        service: The served model.
+        run: The run, not started.
+        new_parser: Makes a parser of one answer.
+    """
+
+    def __init__(self, service: Service, run: ServerRun, new_parser: Callable[[], Parser]) -> None:
+        self.service = service
+        self.run = run
+        self._new_parser = new_parser
+        self._parsers = [new_parser() for _ in run.choices]
+        self._has_calls = [False] * len(run.choices)
+
+    async def stream(self) -> AsyncIterator[tuple[int, list[Event], bool]]:
+        """Yield (choice, its new events, whether it has ended) while the run generates.
+
+        The kinds of events are those of `constraints.tools.stream`, and "reasoning".
+
+        Raises:
+            Exception: The error that ended a request.
+        """
+        choices = self.run.choices  # constant: `first_finish` is not streamed
+        active = set(range(len(choices)))
+        while active:
+            await self.run.wait_for_progress()
+            for index in sorted(active):
+                request, number = choices[index]
+                job = request.jobs[number]
+                ended = job.done
+                if ended:
+                    active.discard(index)
+                    if job.error is not None:
+                        request.generation()  # raises the error
+                events = list(self._parsers[index].push(request.take_text(number), final=ended))
+                self._note_calls(index, events)
+                yield index, events, ended
+
+    def answer(self, index: int, generation: Generation) -> Answer:
+        """The complete answer of a finished choice that was not streamed."""
+        events = list(self._parsers[index].push(generation.text, final=True))
+        self._note_calls(index, events)
+        answer = Answer()
+        for kind, value in events:
+            if kind == "call":
+                answer.calls.append(ToolCall(value))
+            elif kind == "arguments":
+                answer.calls[-1].arguments += value
+            elif kind == "content":
+                answer.content = (answer.content or "") + value
+            elif kind == "reasoning":
+                answer.reasoning = (answer.reasoning or "") + value
+        return answer
+
+    def finish_reason(self, index: int) -> str:
+        """Why a choice ended: "stop", "length" or "tool_calls"; also of one that was cancelled."""
+        request, number = self.run.choices[index]
+        reason = request.jobs[number].sequence.finish_reason or "stop"
+        return "tool_calls" if self._has_calls[index] and reason == "stop" else reason
+
+    def usage(self) -> dict[str, Any]:
+        """The `usage` object of OpenAI's chat completions."""
+        return usage(self.run, self._new_parser)
+
+    def _note_calls(self, index: int, events: list[Event]) -> None:
+        self._has_calls[index] = self._has_calls[index] or any(kind == "call" for kind, _ in events)
